@@ -1,0 +1,324 @@
+"""`python -m accumodel`: four ways to train the same network, side by side.
+
+A small CNN learns the handwritten digits that scikit-learn ships: in big
+batches, in micro-batches with `AccumulatingModel`, in micro-batches with the
+`gradient_accumulation_steps` of Keras, and in micro-batches alone. Each way
+runs in a process of its own, so that its peak memory can be told.
+"""
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+
+import keras
+import numpy as np
+
+import accumodel
+
+try:
+    import matplotlib.figure
+    import rich.console
+    import rich.progress
+    import rich.table
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+except ImportError as error:
+    raise SystemExit(
+        "The demonstration needs a few more packages: "
+        f'pip install "accumodel[demo]". {error}'
+    ) from error
+
+_IMAGE_SIZE = 40
+_BIG, _ACCUMODEL, _KERAS, _MICRO = (
+    "big batch",
+    "accumodel",
+    "Keras's own",
+    "micro-batch alone",
+)
+_WAYS = (_BIG, _ACCUMODEL, _KERAS, _MICRO)
+
+
+def load_data():
+    """Returns the digits as `(x_train, x_test, y_train, y_test)`.
+
+    1,437 images of 40 x 40 pixels to train on: no multiple of a usual batch, so
+    each epoch ends with a short one.
+    """
+    digits = load_digits()
+    images = keras.ops.image.resize(
+        digits.images[..., None].astype("float32") / 16.0,
+        (_IMAGE_SIZE, _IMAGE_SIZE),
+    )
+    return train_test_split(
+        keras.ops.convert_to_numpy(images),
+        digits.target,
+        test_size=360,
+        random_state=0,
+        stratify=digits.target,
+    )
+
+
+def make_model(model_class):
+    """Returns the CNN, with the same initial weights at each call."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((_IMAGE_SIZE, _IMAGE_SIZE, 1))
+    x = inputs
+    for filters in (16, 32):
+        for _ in range(2):
+            # GELU has no kink. The background is exactly 0, and there ReLU
+            # would let rounding decide which way a gradient goes.
+            x = keras.layers.Conv2D(
+                filters, 3, padding="same", activation="gelu"
+            )(x)
+        x = keras.layers.AveragePooling2D(2)(x)
+    x = keras.layers.Flatten()(x)
+    outputs = keras.layers.Dense(10, activation="softmax")(x)
+    return model_class(inputs, outputs)
+
+
+class Recorder(keras.callbacks.Callback):
+    """Keeps the weights after each effective batch, and the epochs' times.
+
+    Args:
+        batches_per_record: Int. Batches of `fit` in an effective batch.
+        report: Function that is called with the epochs done so far, a float.
+    """
+
+    def __init__(self, batches_per_record, report):
+        super().__init__()
+        self.weights = []
+        self.seconds = []
+        self._batches_per_record = batches_per_record
+        self._report = report
+        self._record_due = False
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+        self._begin = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._record_due = (batch + 1) % self._batches_per_record != 0
+        if not self._record_due:
+            self.weights.append(self.model.get_weights())
+        self._report(self._epoch + (batch + 1) / self.params["steps"])
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self._record_due:
+            self.weights.append(self.model.get_weights())
+        self.seconds.append(time.perf_counter() - self._begin)
+
+
+def train(way, arguments, connection):
+    """Trains in one of the ways; sends progress, then what was measured."""
+    steps = arguments.accum_steps
+    micro_batch = arguments.effective_batch // steps
+    x_train, x_test, y_train, y_test = load_data()
+    model_class = keras.Model
+    compile_arguments = {}
+    optimizer_arguments = {}
+    if way == _ACCUMODEL:
+        model_class = accumodel.AccumulatingModel
+        compile_arguments["accum_steps"] = steps
+    elif way == _KERAS:
+        optimizer_arguments["gradient_accumulation_steps"] = steps
+    model = make_model(model_class)
+    model.compile(
+        keras.optimizers.Adam(0.002, **optimizer_arguments),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        jit_compile=arguments.jit,
+        **compile_arguments,
+    )
+    big = way == _BIG
+    recorder = Recorder(1 if big else steps, connection.send)
+    built = peak_memory()
+    model.fit(
+        x_train,
+        y_train,
+        batch_size=arguments.effective_batch if big else micro_batch,
+        epochs=arguments.epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[recorder],
+    )
+    peak = peak_memory()
+    _, accuracy = model.evaluate(x_test, y_test, verbose=0)
+    connection.send(
+        {
+            "updates": int(model.optimizer.iterations),
+            "accuracy": accuracy,
+            "peak": peak - built,
+            # The first epoch holds the tracing, unless it is the only one.
+            "epoch": statistics.median(
+                recorder.seconds[1:] or recorder.seconds
+            ),
+            "weights": recorder.weights,
+        }
+    )
+
+
+def peak_memory():
+    """Returns the most memory that this process ever held, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def run(way, arguments, progress):
+    """Trains in one of the ways in a new process; returns its measurements."""
+    task = progress.add_task(way, total=arguments.epochs)
+    context = multiprocessing.get_context("spawn")
+    connection, child = context.Pipe()
+    process = context.Process(target=train, args=(way, arguments, child))
+    process.start()
+    child.close()
+    try:
+        while not isinstance(message := connection.recv(), dict):
+            progress.update(task, completed=message)
+    except EOFError:
+        raise SystemExit(f"The process of '{way}' has failed.") from None
+    finally:
+        process.join()
+    return message
+
+
+def distances(weights, reference):
+    """Returns the largest difference of any weight, after each record."""
+    return [
+        max(np.abs(a - b).max() for a, b in zip(ours, theirs, strict=True))
+        for ours, theirs in zip(weights, reference, strict=True)
+    ]
+
+
+def make_table(results, arguments):
+    """Returns the measurements of all ways as a `rich` table."""
+    micro_batch = arguments.effective_batch // arguments.accum_steps
+    table = rich.table.Table(
+        title=f"Effective batch {arguments.effective_batch} = "
+        f"{arguments.accum_steps} x {micro_batch}, {arguments.epochs} epochs"
+    )
+    table.add_column("way", no_wrap=True)
+    for column in (
+        "updates",
+        "test\naccuracy",
+        "weights from\nbig batch's",
+        "peak\nmemory",
+        "time of\nan epoch",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for way, result in results.items():
+        distance = result["distances"][-1]
+        table.add_row(
+            way,
+            str(result["updates"]),
+            f"{result['accuracy']:.3f}",
+            "-" if way == _BIG else f"{distance:.1e}",
+            f"{result['peak'] / 1e6:.0f} MB",
+            f"{result['epoch'] * 1e3:.0f} ms",
+        )
+    return table
+
+
+def conclusion(results):
+    """Returns what the figures of this run say, in one sentence."""
+    big, ours, keras_own = (results[way] for way in (_BIG, _ACCUMODEL, _KERAS))
+    return (
+        f"accumodel made the big batch's {ours['updates']} updates and ended "
+        f"{ours['distances'][-1]:.0e} from its weights, in "
+        f"{ours['peak'] / big['peak']:.0%} of its peak memory; the "
+        f"accumulation of Keras ended {keras_own['distances'][-1]:.0e} away, "
+        f"after {keras_own['updates']} updates."
+    )
+
+
+def plot(results, path):
+    """Draws memory, and distance from the big batch, into a picture file."""
+    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    ways = list(results)
+    # Okabe and Ito's colours, which the colour-blind can tell apart.
+    colours = dict(
+        zip(ways, ("#000000", "#0072B2", "#D55E00", "#999999"), strict=True)
+    )
+    bars = left.barh(
+        ways,
+        [results[way]["peak"] / 1e6 for way in ways],
+        color=[colours[way] for way in ways],
+    )
+    left.bar_label(bars, fmt="%.0f", padding=3)
+    left.invert_yaxis()
+    left.set_xlabel("peak memory over the built model (MB)")
+    left.margins(x=0.15)
+    for way, marker in zip(ways[1:], "os^", strict=True):
+        values = results[way]["distances"]
+        right.plot(
+            range(1, len(values) + 1),
+            values,
+            marker=marker,
+            markersize=4,
+            color=colours[way],
+            label=way,
+        )
+    right.set_yscale("log")
+    right.set_xlabel("effective batches seen")
+    right.set_ylabel("largest weight difference from the big batch")
+    right.legend()
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def parse(argv):
+    """Returns the command line's arguments, checked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m accumodel", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--effective-batch", type=int, default=256)
+    parser.add_argument("--accum-steps", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument(
+        "--jit", action="store_true", help="compile by XLA (jit_compile=True)"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw memory and distance into FILE"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.epochs < 1:
+        parser.error(f"--epochs must be at least 1, not {arguments.epochs}")
+    if arguments.accum_steps < 2:
+        parser.error(
+            f"--accum-steps must be at least 2, not {arguments.accum_steps}"
+        )
+    if arguments.effective_batch % arguments.accum_steps:
+        parser.error(
+            f"--effective-batch {arguments.effective_batch} must be a multiple "
+            f"of --accum-steps {arguments.accum_steps}"
+        )
+    return arguments
+
+
+def main(argv=None):
+    """Runs the four ways, and prints and draws what they came to."""
+    arguments = parse(argv)
+    console = rich.console.Console()
+    results = {}
+    with rich.progress.Progress(console=console) as progress:
+        for way in _WAYS:
+            results[way] = run(way, arguments, progress)
+    reference = results[_BIG]["weights"]
+    for result in results.values():
+        result["distances"] = distances(result["weights"], reference)
+    console.print(make_table(results, arguments))
+    console.print(conclusion(results))
+    if arguments.plot:
+        plot(results, arguments.plot)
+
+
+if __name__ == "__main__":
+    # Imported under its own name: a spawned process does not find what a
+    # `__main__` of a package holds.
+    from accumodel.__main__ import main as importable_main
+
+    importable_main()

@@ -1,0 +1,317 @@
+"""Sum the gradients of a cycle, then let the optimizer apply them once."""
+
+import numbers
+import typing
+from collections.abc import Iterable
+
+import keras
+import tensorflow as tf
+
+
+class GradientAccumulator:
+    """Accumulates gradients for one optimizer and its variables.
+
+    It is what stands beneath `AccumulatingModel`; use it by itself in a custom
+    training loop, one for each optimizer. All of its state is in `tf.Variable`s
+    that are made when it is made, so `accumulate` works in eager code and
+    inside a `tf.function` alike.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    >>> accumulator = accumodel.GradientAccumulator(
+    ...     keras.optimizers.SGD(0.1), model.trainable_variables, accum_steps=4
+    ... )
+    >>> @tf.function
+    ... def step(x, y):
+    ...     with tf.GradientTape() as tape:
+    ...         loss = tf.reduce_mean((model(x) - y) ** 2)
+    ...     gradients = tape.gradient(loss, model.trainable_variables)
+    ...     accumulator.accumulate(gradients, weight=tf.shape(x)[0])
+    >>> for _ in range(6):
+    ...     step(tf.ones((8, 3)), tf.ones((8, 1)))
+    >>> accumulator.pending_steps
+    2
+    >>> accumulator.apply()  # the remainder: the data has ended
+    >>> accumulator.pending_steps
+    0
+
+    Args:
+        optimizer: A `keras.optimizers.Optimizer`. It is called through its
+            `apply_gradients` alone, once per cycle.
+        variables: List of the trainable variables, in the order in which
+            `accumulate` is given their gradients.
+        accum_steps: Positive int. Micro-batches in a cycle. Defaults to `1`.
+        skip_nonfinite: Bool. Leave micro-batches with a NaN or infinite
+            gradient out. Defaults to `False`.
+        jit_compile: Bool. Compile the update by XLA. Defaults to `False`.
+
+    Raises:
+        TypeError: If `accum_steps` is not an int.
+        ValueError: If `accum_steps` is less than 1, if `variables` is empty, or
+            if the optimizer cannot be accumulated for.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.Optimizer,
+        variables: Iterable,
+        accum_steps: int = 1,
+        *,
+        skip_nonfinite: bool = False,
+        jit_compile: bool = False,
+    ) -> None:
+        accum_steps = check_accum_steps(accum_steps)
+        check_optimizer(optimizer, skip_nonfinite)
+        variables = list(variables)
+        if not variables:
+            raise ValueError(
+                "`variables` must hold at least one variable to train. "
+                f"Received: variables={variables}"
+            )
+        self.optimizer = optimizer
+        self.variables = variables
+        self._skip_nonfinite = skip_nonfinite
+        # Which variables have ever been given a gradient. The others get
+        # `None` at the update, so that Keras skips them as it always does.
+        self._has_gradient = [False] * len(variables)
+        with tf.init_scope():
+            # Built now: an optimizer that copies the weights into its slots
+            # (ScheduleFreeAdamW) would copy nothing inside a trace.
+            if not optimizer.built:
+                optimizer.build(variables)
+            self._sums = [_make_accumulator(v) for v in variables]
+            # What the sums are divided by. float64: it adds up many weights.
+            self._total = _make_scalar("total_weight", tf.float64)
+            self._count = _make_scalar("pending_steps", tf.int64)
+            self._skipped = _make_scalar("skipped_steps", tf.int64)
+            self._accum_steps = _make_scalar("accum_steps", tf.int64)
+            self._accum_steps.assign(accum_steps)
+        self._run_update = self._update
+        if jit_compile:
+            self._run_update = tf.function(
+                self._update, jit_compile=True, autograph=False
+            )
+
+    @property
+    def accum_steps(self) -> int:
+        """Int. Micro-batches in a cycle; settable at any time, no retrace."""
+        return int(self._accum_steps.numpy())
+
+    @accum_steps.setter
+    def accum_steps(self, value: int) -> None:
+        self._accum_steps.assign(check_accum_steps(value))
+
+    @property
+    def pending_steps(self) -> int:
+        """Int. Micro-batches accumulated since the last update."""
+        return int(self._count.numpy())
+
+    @property
+    def skipped_steps(self) -> int:
+        """Int. Micro-batches left out by `skip_nonfinite`, since the start."""
+        return int(self._skipped.numpy())
+
+    def accumulate(self, gradients: Iterable, weight: typing.Any = 1.0) -> None:
+        """Adds one micro-batch; its update follows if it ends the cycle.
+
+        Args:
+            gradients: List of tensors, `tf.IndexedSlices` or `None`, each of
+                the shape of its variable and in the order of `variables`.
+            weight: Scalar. What the loss of the micro-batch was divided by:
+                the number of its samples, or of its unmasked elements. `None`
+                where the loss is a sum, which is not to be divided. Defaults
+                to `1.0`, which is right where all micro-batches weigh alike.
+
+        Raises:
+            ValueError: If the number of gradients or a shape is not that of
+                the variables, or if all of them are `None`.
+        """
+        gradients = check_gradients(gradients, self.variables)
+        if not self._skip_nonfinite:
+            self._accumulate(gradients, weight)
+            return
+        tf.cond(
+            _all_finite(gradients, weight),
+            lambda: self._accumulate(gradients, weight),
+            lambda: _run(self._skipped.assign_add, 1),
+        )
+
+    def apply(self) -> None:
+        """Ends the cycle now. With nothing pending, it does nothing.
+
+        The sums are divided by the summed weights and given to the optimizer,
+        once, then cleared.
+        """
+        tf.cond(self._count > 0, self._run_update, lambda: None)
+
+    def reset(self) -> None:
+        """Forgets the cycle: clears sums, summed weights and count."""
+        for accumulator in self._sums:
+            accumulator.assign(tf.zeros_like(accumulator))
+        self._total.assign(0.0)
+        self._count.assign(0)
+
+    def _accumulate(self, gradients, weight):
+        if weight is None:
+            scale = total = None
+        else:
+            scale = total = tf.cast(weight, tf.float64)
+        added = []
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._has_gradient[i] = True
+                added.append(_add(self._sums[i], gradient, scale))
+        # A data set of unknown length ends with a run of the train function in
+        # which no data comes. What does not wait for the gradients would be
+        # counted in that run too.
+        with tf.control_dependencies([a for a in added if a is not None]):
+            if total is not None:
+                self._total.assign_add(total)
+            self._count.assign_add(1)
+        tf.cond(
+            self._count >= self._accum_steps, self._run_update, lambda: None
+        )
+
+    def _update(self):
+        # Nothing was added to the total where the losses are sums.
+        total = tf.where(self._total > 0.0, self._total, 1.0)
+        gradients = [
+            tf.cast(accumulator / tf.cast(total, accumulator.dtype), v.dtype)
+            if has_gradient
+            else None
+            for accumulator, v, has_gradient in zip(
+                self._sums, self.variables, self._has_gradient, strict=True
+            )
+        ]
+        self.optimizer.apply_gradients(
+            zip(gradients, self.variables, strict=True)
+        )
+        self.reset()
+
+
+def check_accum_steps(value):
+    """Returns `value` as an int, or says what is wrong with it."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(
+            "`accum_steps` must be a positive integer, the number of "
+            "micro-batches that make one update. "
+            f"Received: accum_steps={value!r} (of type {type(value).__name__})"
+        )
+    if value < 1:
+        raise ValueError(
+            "`accum_steps` must be at least 1 (1 updates after every "
+            f"micro-batch). Received: accum_steps={value}"
+        )
+    return int(value)
+
+
+def check_optimizer(optimizer, skip_nonfinite, scales_loss=False):
+    """Refuses what would accumulate twice, or hide overflows that it needs."""
+    for each in _with_inner_optimizers(optimizer):
+        steps = getattr(each, "gradient_accumulation_steps", None)
+        if steps:
+            raise ValueError(
+                "`optimizer` accumulates by itself, which would accumulate "
+                "twice. Leave its `gradient_accumulation_steps` away and use "
+                "`accum_steps` alone. "
+                f"Received: gradient_accumulation_steps={steps}"
+            )
+        if isinstance(each, keras.optimizers.LossScaleOptimizer):
+            scales_loss = True
+    if skip_nonfinite and scales_loss:
+        raise ValueError(
+            "`skip_nonfinite=True` would hide from a `LossScaleOptimizer` the "
+            "overflows by which it finds its scale. It skips such updates "
+            "itself: leave `skip_nonfinite` away. "
+            f"Received: skip_nonfinite={skip_nonfinite}"
+        )
+
+
+def check_gradients(gradients, variables):
+    """Returns `gradients` as a list that fits `variables`, or raises."""
+    gradients = list(gradients)
+    if len(gradients) != len(variables):
+        raise ValueError(
+            "`gradients` must hold one entry for each trainable variable, "
+            f"which are {len(variables)}. If a layer was frozen or freed, call "
+            f"`compile()` again. Received: {len(gradients)} gradients"
+        )
+    if all(gradient is None for gradient in gradients):
+        raise ValueError(
+            "`gradients` must hold a gradient for at least one variable: the "
+            "loss does not depend on any of them. "
+            f"Received: gradients={gradients}"
+        )
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is None:
+            continue
+        if not isinstance(gradient, tf.IndexedSlices):
+            gradient = tf.convert_to_tensor(gradient)
+        if not gradient.shape.is_compatible_with(variable.shape):
+            raise ValueError(
+                "`gradients` must have the shapes of the variables, "
+                f"{tuple(variable.shape)} for '{variable.name}'. "
+                f"Received: a gradient of shape {tuple(gradient.shape)}"
+            )
+    return gradients
+
+
+def _with_inner_optimizers(optimizer):
+    yield optimizer
+    if hasattr(optimizer, "inner_optimizer"):
+        yield from _with_inner_optimizers(optimizer.inner_optimizer)
+    for each in getattr(optimizer, "optimizers", []):
+        yield from _with_inner_optimizers(each)
+
+
+def _make_accumulator(variable):
+    dtype = tf.as_dtype(variable.dtype)
+    # Half types lose whole gradients when many are added: 511 gradients of
+    # 2.0 add up to 512 in bfloat16.
+    if dtype in (tf.float16, tf.bfloat16):
+        dtype = tf.float32
+    return tf.Variable(
+        tf.zeros(variable.shape, dtype), trainable=False, name="accumulator"
+    )
+
+
+def _make_scalar(name, dtype):
+    return tf.Variable(tf.zeros((), dtype), trainable=False, name=name)
+
+
+def _add(accumulator, gradient, scale):
+    """Adds `scale * gradient` to `accumulator` in one pass over it."""
+    dtype = accumulator.dtype
+    scale = tf.ones((), dtype) if scale is None else tf.cast(scale, dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        values = scale * tf.cast(gradient.values, dtype)
+        return tf.raw_ops.ResourceScatterAdd(
+            resource=accumulator.handle,
+            indices=gradient.indices,
+            updates=values,
+        )
+    # `accumulator -= (-scale) * gradient`: the one public op that multiplies
+    # and adds in place, without a product the size of the variable.
+    return tf.raw_ops.ResourceApplyGradientDescent(
+        var=accumulator.handle,
+        alpha=-scale,
+        delta=tf.cast(gradient, dtype),
+    )
+
+
+def _all_finite(gradients, weight):
+    values = [] if weight is None else [tf.cast(weight, tf.float64)]
+    for gradient in gradients:
+        if isinstance(gradient, tf.IndexedSlices):
+            values.append(gradient.values)
+        elif gradient is not None:
+            values.append(gradient)
+    return tf.reduce_all(
+        [tf.reduce_all(tf.math.is_finite(value)) for value in values]
+    )
+
+
+def _run(function, *args):
+    """Calls for the effect: the branches of `tf.cond` must return alike."""
+    function(*args)

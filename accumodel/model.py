@@ -1,0 +1,533 @@
+"""`AccumulatingModel`: what `fit` does with one micro-batch."""
+
+import typing
+import warnings
+from collections.abc import Callable
+from collections.abc import Iterable
+
+import keras
+import tensorflow as tf
+
+# Private: what `keras.Model(inputs, outputs)` makes has no public name.
+# Checked in Keras 3.8.0 and 3.15.1.
+from keras.src.models.functional import Functional
+
+from accumodel.accumulator import GradientAccumulator
+from accumodel.accumulator import check_accum_steps
+from accumodel.accumulator import check_gradients
+from accumodel.accumulator import check_optimizer
+from accumodel.callbacks import EndOfCycle
+from accumodel.callbacks import put_in_front
+from accumodel.weighting import LossDivisors
+from accumodel.weighting import count_samples
+
+_REMAINDERS = ("apply", "carry", "drop")
+
+
+class AccumulatingModel(keras.Model):
+    """A `keras.Model` that makes one update from several micro-batches.
+
+    Subclass it, or build it with `(inputs, outputs)`, exactly like
+    `keras.Model`, and tell `compile` how many micro-batches make a cycle. The
+    weights then end where one big batch would have brought them:
+    `fit(batch_size=b)` with `accum_steps=n` is `fit(batch_size=n * b)`. All
+    else of `compile`, `fit`, `evaluate`, `predict` and `save` is as Keras
+    documents it.
+
+    Example:
+
+    >>> inputs = keras.Input((20,))
+    >>> outputs = keras.layers.Dense(3, activation="softmax")(inputs)
+    >>> model = accumodel.AccumulatingModel(inputs, outputs)
+    >>> model.compile("adam", "sparse_categorical_crossentropy", accum_steps=4)
+    >>> x, y = np.random.rand(100, 20), np.random.randint(3, size=100)
+    >>> history = model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+    >>> int(model.optimizer.iterations)  # 4 an epoch, the last of 4 samples
+    12
+
+    What to override, and when:
+
+    - `compute_loss`, as in any Keras model: needs nothing else. Its gradients
+      are weighed by the number of samples.
+    - `micro_batch_weight`: where the loss is averaged over something else.
+    - `compute_gradients`: for another tape, or several losses.
+    - `train_step`: for everything else; call `self.accumulate_gradients(...)`
+      in place of `self.optimizer.apply_gradients(...)`.
+    """
+
+    jit_compile: bool  # a property of Keras's trainer
+    # Keras's loaders ask for these before `compile`, so the class has them.
+    _accum_steps = 1
+    _remainder = "apply"
+    _skip_nonfinite = False
+    # Whether gradients go through an accumulator. Without, the step is Keras's.
+    _accumulates = False
+    _accumulator: GradientAccumulator | None = None
+    _loss_divisors = LossDivisors(None)
+    _gradient_function: Callable | None = None
+
+    def __new__(cls, *args, **kwargs):
+        if cls is AccumulatingModel and _functional_arguments(args, kwargs):
+            cls = FunctionalAccumulatingModel
+        return super().__new__(cls)
+
+    def __init__(self, *args, **kwargs):
+        if _functional_arguments(args, kwargs):
+            _make_functional(type(self))
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def from_model(cls, model: keras.Model) -> typing.Self:
+        """Returns an accumulating model of the layers of another one.
+
+        Layers and weights are shared, not copied: to train the one is to train
+        the other. The new model is not compiled.
+
+        Example:
+
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> accumulating = accumodel.AccumulatingModel.from_model(model)
+        >>> accumulating.compile("sgd", "mse", accum_steps=8)
+
+        Args:
+            model: A functional or a built sequential `keras.Model`.
+
+        Returns:
+            A model of this class.
+
+        Raises:
+            TypeError: If `model` is neither functional nor sequential.
+            ValueError: If `model` is a sequential model that is not built.
+        """
+        if not isinstance(model, (Functional, keras.Sequential)):
+            raise TypeError(
+                "`model` must be functional or sequential. For a model that "
+                "is a subclass, make `accumodel.AccumulatingModel` its base "
+                f"class. Received: model={model} "
+                f"(of type {type(model).__name__})"
+            )
+        if isinstance(model, Functional):
+            return cls(model.input, model.output, name=model.name)
+        if not model.built:
+            raise ValueError(
+                "`model` must be built, so that its inputs are known: begin it "
+                "with `keras.Input(shape)`, or call `model.build(shape)`. "
+                f"Received: model={model}"
+            )
+        return cls(model.inputs, model.outputs, name=model.name)
+
+    def compile(
+        self,
+        *args: typing.Any,
+        accum_steps: int = 1,
+        remainder: typing.Literal["apply", "carry", "drop"] = "apply",
+        skip_nonfinite: bool = False,
+        **kwargs: typing.Any,
+    ) -> None:
+        """Configures the model for training, as `keras.Model.compile`.
+
+        Example:
+
+        >>> inputs = keras.Input((3,))
+        >>> model = accumodel.AccumulatingModel(
+        ...     inputs, keras.layers.Dense(1)(inputs)
+        ... )
+        >>> model.compile("adam", "mse", metrics=["mae"], accum_steps=8)
+        >>> model.accum_steps
+        8
+
+        Args:
+            *args: Positional arguments of `keras.Model.compile`.
+            accum_steps: Positive int. Micro-batches that make one update.
+                Defaults to `1`, with which the step is Keras's own.
+            remainder: What becomes of the micro-batches that are left when an
+                epoch ends before the cycle is full. `"apply"` makes an update
+                of them, divided by their own weight, as Keras does with a short
+                last batch; `"carry"` goes on with the cycle in the next epoch
+                and in the next `fit`; `"drop"` forgets them. Defaults to
+                `"apply"`.
+            skip_nonfinite: Bool. Leave a micro-batch with a NaN or infinite
+                gradient out of the cycle, as if it had not been fed;
+                `skipped_steps` counts them. Defaults to `False`.
+            **kwargs: Keyword arguments of `keras.Model.compile`.
+
+        Raises:
+            TypeError: If `accum_steps` is not an int.
+            ValueError: If `accum_steps` is less than 1, if `remainder` is none
+                of the three, if the optimizer has a
+                `gradient_accumulation_steps` of its own, or if
+                `skip_nonfinite` stands beside a `LossScaleOptimizer`.
+        """
+        accum_steps = check_accum_steps(accum_steps)
+        if remainder not in _REMAINDERS:
+            raise ValueError(
+                f"`remainder` must be one of {_REMAINDERS}. "
+                f"Received: remainder={remainder!r}"
+            )
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        if isinstance(optimizer, dict):
+            optimizer = keras.optimizers.get(optimizer)
+        # Whether Keras is about to wrap it in a `LossScaleOptimizer`.
+        scales_loss = self.dtype_policy.name == "mixed_float16" and kwargs.get(
+            "auto_scale_loss", True
+        )
+        check_optimizer(optimizer, skip_nonfinite, scales_loss)
+        super().compile(*args, **kwargs)
+        self._accum_steps = accum_steps
+        self._remainder = remainder
+        self._skip_nonfinite = skip_nonfinite
+        self._accumulates = accum_steps > 1 or skip_nonfinite
+        self._accumulator = None
+        # Keras keeps the loss of an earlier `compile` where there is no new.
+        if not self._loss_divisors.watches(self._compile_loss):
+            self._loss_divisors = LossDivisors(self._compile_loss)
+
+    @property
+    def accum_steps(self) -> int:
+        """Int. Micro-batches that make one update.
+
+        It may be set between or during fits and takes effect with the next
+        micro-batch, without a new trace but for the one when it first leaves 1.
+        """
+        return self._accum_steps
+
+    @accum_steps.setter
+    def accum_steps(self, value: int) -> None:
+        value = check_accum_steps(value)
+        if not self.compiled:
+            raise ValueError(
+                "`accum_steps` is a choice about training: give it to "
+                f"`compile()` first. Received: accum_steps={value}"
+            )
+        self._accum_steps = value
+        if self._accumulator is not None:
+            self._accumulator.accum_steps = value
+        elif value > 1 and not self._accumulates:
+            self._accumulates = True
+            if self.train_function is not None:
+                self.make_train_function(force=True)
+
+    @property
+    def pending_steps(self) -> int:
+        """Int. Micro-batches accumulated since the last update."""
+        return self._accumulator.pending_steps if self._accumulator else 0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Int. Micro-batches that `skip_nonfinite` left out since `compile`."""
+        return self._accumulator.skipped_steps if self._accumulator else 0
+
+    def train_step(self, data: typing.Any) -> dict:
+        """Trains on one micro-batch; the last one of a cycle updates."""
+        if not self._accumulates and not self._overrides("compute_gradients"):
+            return super().train_step(data)
+        gradients, weight, logs = self._compiled_gradients(data)
+        self.accumulate_gradients(gradients, weight)
+        return logs
+
+    def compute_gradients(
+        self, data: typing.Any
+    ) -> tuple[list, typing.Any, dict]:
+        """Runs forward and backward on one micro-batch.
+
+        Override it for another tape or several losses. It is compiled by XLA
+        where `jit_compile` is on, so it must not update any weights.
+
+        Example:
+
+        >>> class Classifier(accumodel.AccumulatingModel):
+        ...     def compute_gradients(self, data):
+        ...         x, y = data
+        ...         with tf.GradientTape() as tape:
+        ...             y_pred = self(x, training=True)
+        ...             loss = self.compute_loss(x, y, y_pred)
+        ...         gradients = tape.gradient(loss, self.trainable_variables)
+        ...         return gradients, tf.shape(x)[0], {"loss": loss}
+
+        Args:
+            data: What `fit` was fed: a tensor, or a tuple `(x, y)` or
+                `(x, y, sample_weight)` of nested tensors.
+
+        Returns:
+            Tuple `(gradients, weight, logs)`: a list of tensors,
+            `tf.IndexedSlices` or `None` in the order of `trainable_variables`,
+            scaled where `optimizer.scale_loss` scaled the loss; the weight of
+            the micro-batch, see `micro_batch_weight`; and a dict of scalars.
+        """
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            # `_call_has_training_arg`, `_compute_loss` and `_loss_tracker` are
+            # private: what Keras's own `train_step` is made of, for which
+            # there are no public names. Checked in Keras 3.8.0 and 3.15.1.
+            if self._call_has_training_arg:
+                y_pred = self(x, training=True)
+            else:
+                y_pred = self(x)
+            loss = self._compute_loss(
+                x=x,
+                y=y,
+                y_pred=y_pred,
+                sample_weight=sample_weight,
+                training=True,
+            )
+            self._build_optimizer()
+            scaled_loss = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled_loss, self.trainable_variables)
+        weight = self.micro_batch_weight(x, y, y_pred, sample_weight)
+        if weight is not None:
+            # Tied to the data: see `GradientAccumulator._accumulate`.
+            with tf.control_dependencies([loss]):
+                weight = tf.identity(weight)
+        # Averaged as the losses of the micro-batches make up the big batch's.
+        self._loss_tracker.update_state(
+            loss, sample_weight=count_samples(x) if weight is None else weight
+        )
+        logs = self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        return gradients, weight, logs
+
+    def micro_batch_weight(
+        self,
+        x: typing.Any,
+        y: typing.Any,
+        y_pred: typing.Any,
+        sample_weight: typing.Any,
+    ) -> typing.Any:
+        """Returns what the loss of the micro-batch was divided by.
+
+        Override it where the loss is averaged over something that Keras does
+        not know of.
+
+        Example:
+
+        >>> class Tagger(accumodel.AccumulatingModel):
+        ...     def compute_loss(self, x, y, y_pred, sample_weight=None,
+        ...                      training=True):
+        ...         known = tf.cast(y >= 0, tf.float32)
+        ...         losses = keras.losses.sparse_categorical_crossentropy(
+        ...             tf.maximum(y, 0), y_pred
+        ...         )
+        ...         return tf.reduce_sum(losses * known) / tf.reduce_sum(known)
+        ...
+        ...     def micro_batch_weight(self, x, y, y_pred, sample_weight):
+        ...         return tf.reduce_sum(tf.cast(y >= 0, tf.float32))
+
+        Args:
+            x: Nested tensors, the inputs, of shapes `(samples, ...)`.
+            y: Nested tensors, the targets, or `None`.
+            y_pred: Nested tensors, what the model made of `x`.
+            sample_weight: Nested tensors, or `None`.
+
+        Returns:
+            A scalar tensor: the elements or sample weights that the compiled
+            loss was averaged over, as its reduction and masks say, or the
+            number of samples where `compute_loss` is overridden or there is no
+            compiled loss. `None` where the loss is a sum, which is not to be
+            divided.
+
+        Raises:
+            ValueError: If one compiled loss is a sum and another a mean.
+        """
+        samples = count_samples(x)
+        if self._compile_loss is None or self._overrides("compute_loss"):
+            return samples
+        return self._loss_divisors.weight(samples)
+
+    def accumulate_gradients(
+        self, gradients: Iterable, weight: typing.Any = 1.0
+    ) -> None:
+        """Adds one micro-batch to the cycle; the last one updates.
+
+        For a `train_step` of one's own, in place of
+        `optimizer.apply_gradients`.
+
+        Example:
+
+        >>> class Regressor(accumodel.AccumulatingModel):
+        ...     def train_step(self, data: typing.Any) -> dict:
+        ...         x, y = data
+        ...         with tf.GradientTape() as tape:
+        ...             loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        ...         gradients = tape.gradient(loss, self.trainable_variables)
+        ...         self.accumulate_gradients(gradients, tf.shape(x)[0])
+        ...         return {"loss": loss}
+
+        Args:
+            gradients: List of tensors, `tf.IndexedSlices` or `None`, in the
+                order of `trainable_variables`; still scaled, where a
+                `LossScaleOptimizer` scaled the loss.
+            weight: Scalar, see `micro_batch_weight`. Defaults to `1.0`: all
+                micro-batches weigh alike.
+
+        Raises:
+            ValueError: If the model is not compiled, if the number of gradients
+                is not that of the variables, or if all of them are `None`.
+        """
+        if not self.compiled:
+            raise ValueError(
+                "`accumulate_gradients` needs an optimizer: call "
+                f"`compile(optimizer, ...)` first. Received: model={self}"
+            )
+        if not self.trainable_variables:
+            warnings.warn(
+                "The model does not have any trainable weights.", stacklevel=2
+            )
+        elif self._accumulates:
+            self._built_accumulator().accumulate(gradients, weight)
+        else:
+            variables = self.trainable_variables
+            gradients = check_gradients(gradients, variables)
+            self.optimizer.apply_gradients(
+                zip(gradients, variables, strict=True)
+            )
+
+    def apply_accumulated_gradients(self) -> None:
+        """Ends the cycle now; with nothing pending, it does nothing.
+
+        `fit` does so at the end of an epoch. After `train_on_batch`, call it
+        when the data has ended.
+
+        Example:
+
+        >>> inputs = keras.Input((3,))
+        >>> model = accumodel.AccumulatingModel(
+        ...     inputs, keras.layers.Dense(1)(inputs)
+        ... )
+        >>> model.compile("sgd", "mse", accum_steps=4)
+        >>> _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
+        >>> model.pending_steps, int(model.optimizer.iterations)
+        (1, 0)
+        >>> model.apply_accumulated_gradients()
+        >>> model.pending_steps, int(model.optimizer.iterations)
+        (0, 1)
+        """
+        if self._accumulator is not None:
+            self._accumulator.apply()
+
+    def reset_accumulated_gradients(self) -> None:
+        """Forgets the micro-batches of the cycle that has begun."""
+        if self._accumulator is not None:
+            self._accumulator.reset()
+
+    def fit(
+        self, *args: typing.Any, **kwargs: typing.Any
+    ) -> keras.callbacks.History:
+        """Trains as `keras.Model.fit`; a cycle ends with its epoch.
+
+        What becomes of a short last cycle is the `remainder` of `compile`. It
+        ends before validation and before the epoch's end reaches a callback.
+
+        Args:
+            *args: Positional arguments of `keras.Model.fit`; `batch_size` is
+                that of a micro-batch.
+            **kwargs: Keyword arguments of `keras.Model.fit`.
+
+        Returns:
+            The `keras.callbacks.History`.
+        """
+        args, kwargs = put_in_front(EndOfCycle(), super().fit, args, kwargs)
+        return super().fit(*args, **kwargs)
+
+    def make_train_function(self, force=False):
+        if self.train_function is not None and not force:
+            return self.train_function
+        self._gradient_function = None
+        if not self._accumulates:
+            return super().make_train_function(force)
+        # Keras compiles the whole step as one XLA cluster. A condition inside a
+        # cluster carries every variable that it may write through it, which
+        # takes longer than forward and backward together. So Keras is told not
+        # to compile: `compute_gradients` and the update are, each by itself.
+        jit_compile: bool = self.jit_compile
+        if jit_compile:
+            function = tf.function(
+                self.compute_gradients,
+                jit_compile=True,
+                reduce_retracing=True,
+                autograph=False,
+            )
+            # A bare `tf.function` would be tracked, and exported.
+            self._gradient_function = lambda data: function(data)
+        self.jit_compile = False
+        try:
+            return super().make_train_function(force)
+        finally:
+            self.jit_compile = jit_compile
+
+    def get_compile_config(self):
+        config = super().get_compile_config()
+        if config:
+            config["accum_steps"] = self._accum_steps
+            config["remainder"] = self._remainder
+            config["skip_nonfinite"] = self._skip_nonfinite
+        return config
+
+    def compile_from_config(self, config):
+        if type(self).compile is not AccumulatingModel.compile:
+            # A `compile` of the user's own: Keras warns of it.
+            super().compile_from_config(config)
+            return
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.optimizer is not None and self.built:
+            self.optimizer.build(self.trainable_variables)
+
+    def _compiled_gradients(self, data):
+        return (self._gradient_function or self.compute_gradients)(data)
+
+    def _overrides(self, name):
+        """Whether a subclass has a method of its own of this name."""
+        own = getattr(type(self), name)
+        return own is not getattr(AccumulatingModel, name)
+
+    def _build_optimizer(self):
+        # Before the optimizer scales the loss, and outside of the trace: inside
+        # one, some optimizers lose the initial values of their slots.
+        if not self.optimizer.built and self.trainable_variables:
+            with tf.init_scope():
+                self.optimizer.build(self.trainable_variables)
+
+    def _built_accumulator(self) -> GradientAccumulator:
+        # Only the first micro-batch may build the variables of the model.
+        if self._accumulator is None:
+            self._accumulator = GradientAccumulator(
+                self.optimizer,
+                self.trainable_variables,
+                self._accum_steps,
+                skip_nonfinite=self._skip_nonfinite,
+                jit_compile=self.jit_compile,
+            )
+        return self._accumulator
+
+
+@keras.saving.register_keras_serializable("accumodel")
+class FunctionalAccumulatingModel(AccumulatingModel, Functional):
+    """What `AccumulatingModel(inputs, outputs)` makes.
+
+    For Keras it is a functional model, and as a registered class it is found
+    again when a file is loaded.
+    """
+
+
+def _functional_arguments(args, kwargs):
+    """Whether Keras takes these arguments for `(inputs, outputs)`.
+
+    The same test as `keras.src.models.model.functional_init_arguments`.
+    """
+    return (
+        len(args) == 2
+        or (len(args) == 1 and "outputs" in kwargs)
+        or ("inputs" in kwargs and "outputs" in kwargs)
+    )
+
+
+def _make_functional(cls):
+    """Puts the functional class in the place of `AccumulatingModel` in `cls`.
+
+    Keras does the same for subclasses of `keras.Model`. Left to itself it would
+    change the bases of `AccumulatingModel`, and with them those of every other
+    subclass in the process.
+    """
+    if cls is AccumulatingModel:
+        return FunctionalAccumulatingModel
+    if issubclass(cls, AccumulatingModel) and not issubclass(cls, Functional):
+        cls.__bases__ = tuple(_make_functional(base) for base in cls.__bases__)
+    return cls

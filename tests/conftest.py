@@ -1,0 +1,81 @@
+"""What all tests share: data, models, and the comparison of their weights."""
+
+import keras
+import numpy as np
+import pytest
+
+import accumodel
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Each test begins with the same seed and without the last one's graphs."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+
+
+@pytest.fixture
+def data():
+    """100 samples of 20 features in 3 classes: no multiple of 4 x 8."""
+    rng = np.random.default_rng(0)
+    return rng.random((100, 20), np.float32), rng.integers(3, size=100)
+
+
+def make_functional(model_class):
+    inputs = keras.Input((20,))
+    x = keras.layers.Dense(16, activation="tanh")(inputs)
+    outputs = keras.layers.Dense(3, activation="softmax")(x)
+    return model_class(inputs, outputs)
+
+
+def make_subclassed(model_class):
+    class Subclassed(model_class):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.hidden = keras.layers.Dense(16, activation="tanh")
+            self.head = keras.layers.Dense(3, activation="softmax")
+
+        def call(self, inputs):
+            return self.head(self.hidden(inputs))
+
+    return Subclassed()
+
+
+def make_sequential(model_class):
+    model = keras.Sequential(
+        [
+            keras.Input((20,)),
+            keras.layers.Dense(16, activation="tanh"),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+    )
+    if model_class is keras.Model:
+        return model
+    return model_class.from_model(model)
+
+
+def train(
+    model, data, batch_size, optimizer="adam", epochs=3, shuffle=False, **kwargs
+):
+    """Compiles and fits; the arguments left over go to `compile`."""
+    kwargs.setdefault("loss", "sparse_categorical_crossentropy")
+    model.compile(optimizer, **kwargs)
+    return model.fit(
+        *data, batch_size=batch_size, epochs=epochs, shuffle=shuffle, verbose=0
+    )
+
+
+def make_model(model_class=accumodel.AccumulatingModel, make=make_functional):
+    """The same initial weights at each call."""
+    keras.utils.set_random_seed(0)
+    return make(model_class)
+
+
+def distance(model, reference):
+    """The largest difference of any weight of two models."""
+    return max(
+        np.abs(a - b).max()
+        for a, b in zip(
+            model.get_weights(), reference.get_weights(), strict=True
+        )
+    )

@@ -1,0 +1,176 @@
+"""`GradientAccumulator` by itself, in training loops of one's own."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from accumodel import GradientAccumulator
+
+
+def make_variables(dtype="float32"):
+    return [
+        keras.Variable(np.ones((3, 2)), dtype=dtype, name="kernel"),
+        keras.Variable(np.zeros(2), dtype=dtype, name="bias"),
+    ]
+
+
+def gradients_of(value, variables):
+    return [tf.fill(v.shape, tf.cast(value, v.dtype)) for v in variables]
+
+
+@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["", "xla"])
+def test_the_nth_micro_batch_applies_the_weighted_mean(
+    in_function, jit_compile
+):
+    variables = make_variables()
+    accumulator = GradientAccumulator(
+        keras.optimizers.SGD(1.0), variables, 3, jit_compile=jit_compile
+    )
+    accumulate = accumulator.accumulate
+    if in_function:
+        accumulate = tf.function(accumulate)
+    pending = []
+    for value, weight in ((1.0, 1), (2.0, 2), (6.0, 3)):
+        accumulate(gradients_of(value, variables), tf.constant(weight))
+        pending.append(accumulator.pending_steps)
+    assert pending == [1, 2, 0]
+    mean = (1 * 1 + 2 * 2 + 3 * 6) / (1 + 2 + 3)
+    np.testing.assert_allclose(variables[0], np.full((3, 2), 1 - mean))
+    np.testing.assert_allclose(variables[1], np.full(2, -mean))
+
+
+def test_a_weight_of_none_says_that_the_loss_is_a_sum():
+    variables = make_variables()
+    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), variables, 2)
+    for value in (1.0, 2.0):
+        accumulator.accumulate(gradients_of(value, variables), weight=None)
+    np.testing.assert_allclose(variables[1], np.full(2, -3.0))
+
+
+def test_apply_ends_a_short_cycle_once_and_reset_forgets_it():
+    variables = make_variables()
+    optimizer = keras.optimizers.SGD(1.0)
+    accumulator = GradientAccumulator(optimizer, variables, accum_steps=9)
+    accumulator.apply()
+    assert int(optimizer.iterations) == 0
+    for value in (1.0, 3.0):
+        accumulator.accumulate(gradients_of(value, variables))
+    accumulator.apply()
+    accumulator.apply()
+    assert int(optimizer.iterations) == 1
+    np.testing.assert_allclose(variables[1], np.full(2, -2.0))
+    accumulator.accumulate(gradients_of(5.0, variables))
+    accumulator.reset()
+    accumulator.accumulate(gradients_of(1.0, variables))
+    accumulator.apply()
+    np.testing.assert_allclose(variables[1], np.full(2, -3.0))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_of_half_types_are_float32(dtype):
+    variables = make_variables(dtype)
+    accumulator = GradientAccumulator(
+        keras.optimizers.SGD(2.0**-9), variables, accum_steps=511
+    )
+    accumulate = tf.function(accumulator.accumulate)
+    for _ in range(510):
+        accumulate(gradients_of(2.0, variables), weight=None)
+    np.testing.assert_array_equal(accumulator._sums[1], np.full(2, 1020.0))
+    accumulate(gradients_of(2.0, variables), weight=None)
+    expected = tf.cast(tf.cast(-1022.0, dtype) / 512, dtype)
+    np.testing.assert_array_equal(
+        tf.cast(variables[1].value, tf.float32),
+        tf.cast([expected] * 2, "float32"),
+    )
+
+
+def test_sparse_gradients_touch_their_rows_and_repeated_ones_add_up():
+    table = keras.Variable(np.zeros((5, 2)), name="table")
+    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [table], 2)
+    accumulate = tf.function(accumulator.accumulate)
+    for rows in ([1, 1], [3, 4]):
+        accumulate([tf.IndexedSlices(tf.ones((2, 2)), tf.constant(rows))])
+    np.testing.assert_array_equal(
+        table, -np.array([[0.0] * 2, [1] * 2, [0] * 2, [0.5] * 2, [0.5] * 2])
+    )
+
+
+def test_variables_without_gradient_are_skipped_as_by_keras():
+    used, unused = make_variables()
+    # Weight decay would change it, were it not skipped.
+    optimizer = keras.optimizers.AdamW(weight_decay=0.5)
+    accumulator = GradientAccumulator(optimizer, [used, unused], 2)
+    unused.assign([1.0, 1.0])
+    accumulator.accumulate([tf.ones_like(used), None])
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        accumulator.accumulate([tf.ones_like(used), None])
+    np.testing.assert_array_equal(unused, [1.0, 1.0])
+    assert used[0, 0] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("gradient", "weight"),
+    [
+        (tf.constant([1.0, np.nan]), 1.0),
+        (tf.constant([-np.inf, 0.0]), 1.0),
+        (tf.IndexedSlices(tf.constant([np.nan]), tf.constant([1])), 1.0),
+        (tf.ones(2), np.nan),
+    ],
+    ids=["nan", "inf", "sparse", "weight"],
+)
+def test_skip_nonfinite_leaves_a_micro_batch_out_and_counts_it(
+    gradient, weight
+):
+    variable = keras.Variable(np.zeros(2), name="bias")
+    accumulator = GradientAccumulator(
+        keras.optimizers.SGD(1.0), [variable], 2, skip_nonfinite=True
+    )
+    accumulator.accumulate([tf.ones(2)])
+    accumulator.accumulate([gradient], weight)
+    assert (accumulator.pending_steps, accumulator.skipped_steps) == (1, 1)
+    accumulator.accumulate([3 * tf.ones(2)])
+    np.testing.assert_array_equal(variable, [-2.0, -2.0])
+
+
+def test_variables_of_several_dtypes_keep_them():
+    variables = [
+        keras.Variable(np.zeros(2), dtype=dtype, name=dtype)
+        for dtype in ("float16", "float32", "float64")
+    ]
+    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), variables, 2)
+    for value in (1.0, 2.0):
+        accumulator.accumulate(gradients_of(value, variables), weight=3)
+    for variable in variables:
+        np.testing.assert_array_equal(variable, [-1.5, -1.5])
+
+
+def test_plain_tensorflow_variables_will_do():
+    variable = tf.Variable([1.0, 2.0])
+    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [variable], 2)
+    for value in (1.0, 3.0):
+        accumulator.accumulate([tf.fill((2,), value)])
+    np.testing.assert_array_equal(variable, [-1.0, 0.0])
+
+
+def test_a_failing_optimizer_leaves_the_cycle_as_it_was():
+    class Failing(keras.optimizers.SGD):
+        def update_step(self, *args, **kwargs):
+            raise RuntimeError("no update today")
+
+    variable = keras.Variable(np.zeros(2), name="bias")
+    accumulator = GradientAccumulator(Failing(), [variable], 3)
+    for value in (1.0, 2.0):
+        accumulator.accumulate([tf.fill((2,), value)])
+    with pytest.raises(RuntimeError, match="no update today"):
+        accumulator.apply()
+    assert accumulator.pending_steps == 2
+    np.testing.assert_array_equal(accumulator._sums[0], [3.0, 3.0])
+    np.testing.assert_array_equal(variable, [0.0, 0.0])
+
+
+def test_no_variables_are_refused():
+    match = r"`variables` must .* Received: variables=\[\]"
+    with pytest.raises(ValueError, match=match):
+        GradientAccumulator(keras.optimizers.SGD(), [], 2)

@@ -1,0 +1,58 @@
+"""`AccumStepsScheduler`."""
+
+import keras
+import pytest
+from conftest import distance
+from conftest import make_model
+from conftest import train
+
+from accumodel import AccumStepsScheduler
+
+
+def test_the_schedule_sets_the_steps_of_each_epoch(data):
+    seen = []
+
+    def schedule(epoch, accum_steps):
+        seen.append((epoch, accum_steps))
+        return 2**epoch
+
+    reference = make_model(keras.Model)
+    train(reference, data, batch_size=8, epochs=1)
+    for batch_size in (16, 32):
+        reference.fit(*data, batch_size=batch_size, shuffle=False, verbose=0)
+    model = make_model()
+    model.compile("adam", "sparse_categorical_crossentropy")
+    logs = model.fit(
+        *data,
+        batch_size=8,
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+        callbacks=[AccumStepsScheduler(schedule)],
+    )
+    assert seen == [(0, 1), (1, 1), (2, 2)]
+    assert logs.history["accum_steps"] == [1, 2, 4]
+    assert int(model.optimizer.iterations) == 13 + 7 + 4
+    assert distance(model, reference) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (2.5, TypeError)]
+)
+def test_a_schedule_that_returns_no_step_count_is_refused(value, error, data):
+    model = make_model()
+    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=2)
+    scheduler = AccumStepsScheduler(lambda epoch, accum_steps: value)
+    with pytest.raises(error, match=r"`accum_steps` must .* Received"):
+        model.fit(*data, callbacks=[scheduler], verbose=0)
+    assert model.accum_steps == 2
+
+
+def test_a_model_that_does_not_accumulate_is_refused(data):
+    model = make_model(keras.Model)
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    scheduler = AccumStepsScheduler(lambda epoch, accum_steps: 2)
+    with pytest.raises(
+        TypeError, match=r"`AccumulatingModel`|Received: model="
+    ):
+        model.fit(*data, callbacks=[scheduler], verbose=0)

@@ -1,0 +1,89 @@
+"""What users read runs: docstrings, the README, the notebooks, the demo."""
+
+import doctest
+import pathlib
+import re
+import subprocess
+import sys
+
+import keras
+import nbclient
+import nbformat
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import accumodel
+from accumodel import accumulator
+from accumodel import callbacks
+from accumodel import model
+
+ROOT = pathlib.Path(__file__).parent.parent
+SNIPPETS = re.findall(
+    r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
+)
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+
+
+@pytest.mark.parametrize("module", [accumulator, callbacks, model])
+def test_examples_in_docstrings_run(module):
+    names = {"accumodel": accumodel, "keras": keras, "np": np, "tf": tf}
+    result = doctest.testmod(module, extraglobs=names)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", accumodel.__all__)
+def test_public_names_have_an_example(name):
+    assert ">>> " in getattr(accumodel, name).__doc__
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_snippets_of_the_readme_run_as_they_stand(snippet):
+    exec(compile(snippet, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_run_and_hold_their_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == [
+        i + 1 for i in range(len(code))
+    ]
+    nbclient.NotebookClient(notebook, timeout=300).execute()
+
+
+def test_the_demonstration_shows_the_weights_of_the_big_batch(tmp_path):
+    picture = tmp_path / "demonstration.png"
+    result = subprocess.run(
+        [sys.executable, "-m", "accumodel", "--epochs=2", "--plot", picture],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    rows = {
+        cells[0].strip(): [cell.strip() for cell in cells[1:]]
+        for line in result.stdout.splitlines()
+        if len(cells := line.strip("│").split("│")) == 6
+    }
+    assert [row[0] for row in rows.values()] == ["12", "12", "11", "90"]
+    ours = float(rows["accumodel"][2])
+    assert ours <= 1e-4
+    assert 100 * ours <= float(rows["Keras's own"][2])
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--epochs=0"], ["--accum-steps=1"], ["--effective-batch=100"]],
+)
+def test_the_demonstration_refuses_sizes_that_make_no_sense(arguments):
+    result = subprocess.run(
+        [sys.executable, "-m", "accumodel", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 2
+    assert arguments[0].split("=")[0] in result.stderr

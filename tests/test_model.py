@@ -1,0 +1,679 @@
+"""`AccumulatingModel` on one device: is it a `keras.Model`, and exact?"""
+
+import itertools
+import os
+import subprocess
+import sys
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import distance
+from conftest import make_functional
+from conftest import make_model
+from conftest import make_sequential
+from conftest import make_subclassed
+from conftest import train
+
+import accumodel
+from accumodel import AccumulatingModel
+
+KINDS = {
+    "functional": make_functional,
+    "subclassed": make_subclassed,
+    "sequential": make_sequential,
+}
+HOW_KERAS_RUNS = {
+    "graph": {},
+    "eager": {"run_eagerly": True},
+    "xla": {"jit_compile": True},
+    "steps_per_execution": {"steps_per_execution": 3},
+}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def kind(request):
+    return request.param
+
+
+# -- the main job ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", HOW_KERAS_RUNS.values(), ids=HOW_KERAS_RUNS)
+def test_100_samples_in_4_times_8_make_the_12_updates_of_the_big_batch(
+    kind, how, data
+):
+    reference = make_model(keras.Model, kind)
+    train(reference, data, batch_size=32)
+    model = make_model(make=kind)
+    train(model, data, batch_size=8, accum_steps=4, **how)
+    assert int(model.optimizer.iterations) == 12
+    assert distance(model, reference) < 1e-6
+
+
+def test_logs_are_those_of_the_micro_batches_under_the_same_names(data):
+    reference = make_model(keras.Model)
+    # A learning rate of zero: the logs of all steps are of the same weights.
+    expected = train(
+        reference, data, 8, keras.optimizers.SGD(0.0), metrics=["accuracy"]
+    )
+    model = make_model()
+    logs = train(
+        model,
+        data,
+        8,
+        keras.optimizers.SGD(0.0),
+        metrics=["accuracy"],
+        accum_steps=4,
+    )
+    assert list(logs.history) == list(expected.history)
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(logs.history[name], values, rtol=1e-6)
+
+
+def test_progress_bar_has_a_step_for_each_micro_batch(data, capsys):
+    model = make_model()
+    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+    model.fit(*data, batch_size=8, verbose=2)
+    assert capsys.readouterr().out.startswith("13/13 - ")
+
+
+def test_evaluate_and_predict_are_those_of_keras(kind, data):
+    reference = make_model(keras.Model, kind)
+    train(reference, data, batch_size=32)
+    model = make_model(make=kind)
+    train(model, data, batch_size=8, accum_steps=4)
+    np.testing.assert_allclose(
+        model.predict(data[0], verbose=0),
+        reference.predict(data[0], verbose=0),
+        atol=1e-6,
+    )
+    np.testing.assert_allclose(
+        model.evaluate(*data, verbose=0),
+        reference.evaluate(*data, verbose=0),
+        rtol=1e-6,
+    )
+
+
+def test_train_on_batch_updates_on_the_nth_call(data):
+    x, y = data
+    reference = make_model(keras.Model)
+    reference.compile("sgd", "sparse_categorical_crossentropy")
+    reference.train_on_batch(x[:30], y[:30])
+    model = make_model()
+    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=3)
+    before = model.get_weights()
+    seen = []
+    for i in range(3):
+        part = slice(10 * i, 10 * i + 10)
+        model.train_on_batch(x[part], y[part])
+        seen.append((model.pending_steps, int(model.optimizer.iterations)))
+        if i < 2:
+            np.testing.assert_array_equal(model.get_weights()[0], before[0])
+    assert seen == [(1, 0), (2, 0), (0, 1)]
+    assert distance(model, reference) < 1e-6
+
+
+# -- one process, many models ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "order", list(itertools.permutations(KINDS)), ids="-".join
+)
+def test_kinds_of_models_train_and_save_in_any_order(order, data, tmp_path):
+    bases = AccumulatingModel.__bases__
+    for name in order * 2:
+        model = make_model(make=KINDS[name])
+        train(model, data, batch_size=8, accum_steps=4, epochs=1)
+        model.save_weights(tmp_path / "model.weights.h5")
+        assert int(model.optimizer.iterations) == 4
+    assert AccumulatingModel.__bases__ == bases
+
+
+def test_a_subclass_built_functionally_leaves_the_other_subclasses_alone(data):
+    class Named(AccumulatingModel):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    model = make_model(Named)
+    assert model.inputs
+    train(model, data, batch_size=8, accum_steps=4, epochs=1)
+    train(make_model(make=make_subclassed), data, 8, accum_steps=4, epochs=1)
+    train(make_model(Named), data, batch_size=8, accum_steps=4, epochs=1)
+
+
+def test_built_with_inputs_and_outputs_it_is_functional_for_keras():
+    functional = type(make_functional(keras.Model))
+    model = make_model()
+    assert isinstance(model, functional)
+    assert isinstance(model, AccumulatingModel)
+    clone = keras.models.clone_model(model)
+    assert isinstance(clone, AccumulatingModel)
+    assert list(map(type, clone.layers)) == list(map(type, model.layers))
+
+
+def test_from_model_shares_layers_and_weights(data):
+    model = keras.Sequential(
+        [keras.Input((20,)), keras.layers.Dense(3, activation="softmax")]
+    )
+    accumulating = AccumulatingModel.from_model(model)
+    train(accumulating, data, batch_size=8, accum_steps=4)
+    assert accumulating.weights[0] is model.weights[0]
+    np.testing.assert_array_equal(
+        accumulating.predict(data[0], verbose=0),
+        model.predict(data[0], verbose=0),
+    )
+
+
+def test_from_model_keeps_nested_inputs_and_outputs():
+    inputs = {
+        "a": keras.Input((2,), name="a"),
+        "b": keras.Input((2,), name="b"),
+    }
+    outputs = {"sum": keras.layers.Add()([inputs["a"], inputs["b"]])}
+    model = AccumulatingModel.from_model(keras.Model(inputs, outputs))
+    one = np.ones((1, 2), np.float32)
+    result = model({"a": one, "b": one})
+    np.testing.assert_array_equal(result["sum"], 2 * one)
+
+
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [
+        (keras.Sequential([keras.layers.Dense(1)]), ValueError),
+        (make_subclassed(keras.Model), TypeError),
+        ("model.keras", TypeError),
+    ],
+    ids=["not built", "subclassed", "no model"],
+)
+def test_from_model_refuses_what_it_cannot_take(model, error):
+    with pytest.raises(error, match=r"`model` must be .* Received: model="):
+        AccumulatingModel.from_model(model)
+
+
+def test_what_users_look_at_is_unchanged(data):
+    reference = make_model(keras.Model)
+    train(reference, data, batch_size=32, epochs=1)
+    model = make_model()
+    train(model, data, batch_size=8, accum_steps=3, remainder="carry", epochs=1)
+    assert model.pending_steps == 1
+    assert model.count_params() == reference.count_params()
+    for name in ("weights", "variables", "non_trainable_variables"):
+        assert len(getattr(model, name)) == len(getattr(reference, name))
+    assert len(model.optimizer.variables) == len(reference.optimizer.variables)
+
+
+# -- the end of the epoch --------------------------------------------------
+
+
+class Watch(keras.callbacks.Callback):
+    """Notes what a callback of the user's sees at the end of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.pending = []
+        self.iterations = []
+
+    def on_test_begin(self, logs=None):
+        self.pending.append(self.model.pending_steps)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.pending.append(self.model.pending_steps)
+        self.iterations.append(int(self.model.optimizer.iterations))
+
+
+@pytest.mark.parametrize(
+    ("remainder", "iterations", "pending"),
+    [
+        ("apply", [4, 8], [0, 0, 0, 0]),
+        ("carry", [3, 6], [1, 1, 2, 2]),
+        ("drop", [3, 6], [1, 0, 1, 0]),
+    ],
+)
+def test_remainder_says_what_becomes_of_a_short_last_cycle(
+    remainder, iterations, pending, data
+):
+    # 13 micro-batches an epoch, in cycles of 4.
+    watch = Watch()
+    model = make_model()
+    model.compile(
+        "sgd",
+        "sparse_categorical_crossentropy",
+        accum_steps=4,
+        remainder=remainder,
+    )
+    model.fit(
+        *data,
+        batch_size=8,
+        epochs=2,
+        validation_data=data,
+        callbacks=[watch],
+        verbose=0,
+    )
+    if remainder == "drop":
+        pending = [0, 0, 0, 0]  # gone before validation, as with "apply"
+    assert watch.iterations == iterations
+    assert watch.pending == pending
+
+
+def test_drop_equals_the_big_batch_that_drops_its_remainder(data):
+    dataset = tf.data.Dataset.from_tensor_slices(data)
+    reference = make_model(keras.Model)
+    reference.compile("adam", "sparse_categorical_crossentropy")
+    reference.fit(
+        dataset.batch(32, drop_remainder=True),
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+    )
+    model = make_model()
+    train(model, data, batch_size=8, accum_steps=4, remainder="drop")
+    assert distance(model, reference) < 1e-6
+
+
+def test_carry_goes_on_in_the_next_epoch_and_the_next_fit(data):
+    # 3 times 13 micro-batches are 39: the 13 cycles of 3 cross all borders.
+    repeated = tf.data.Dataset.from_tensor_slices(data).batch(8).repeat(3)
+    reference = make_model()
+    reference.compile("sgd", "sparse_categorical_crossentropy", accum_steps=3)
+    reference.fit(repeated, shuffle=False, verbose=0)
+    model = make_model()
+    model.compile(
+        "sgd",
+        "sparse_categorical_crossentropy",
+        accum_steps=3,
+        remainder="carry",
+    )
+    for epochs in (1, 2):
+        model.fit(*data, batch_size=8, epochs=epochs, shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 13
+    assert distance(model, reference) < 1e-6
+
+
+def test_validation_sees_the_updated_weights(data):
+    reference = make_model(keras.Model)
+    reference.compile("sgd", "sparse_categorical_crossentropy")
+    expected = reference.fit(
+        *data, batch_size=100, validation_data=data, verbose=0
+    )
+    model = make_model()
+    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=20)
+    with pytest.warns(UserWarning, match="only 13 micro-batches"):
+        logs = model.fit(*data, batch_size=8, validation_data=data, verbose=0)
+    np.testing.assert_allclose(
+        logs.history["val_loss"], expected.history["val_loss"], rtol=1e-6
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out")  # as in plain Keras
+def test_data_of_unknown_length_count_no_micro_batch_that_never_came(data):
+    reference = make_model(keras.Model)
+    train(reference, data, batch_size=32)
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(8)
+    dataset = dataset.filter(lambda x, y: True)  # forgets the length
+    model = make_model()
+    model.compile("adam", "sparse_categorical_crossentropy", accum_steps=4)
+    model.fit(dataset, epochs=3, shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 12
+    assert distance(model, reference) < 1e-6
+
+
+class Interrupt(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 5:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_fit_leaves_nothing_behind_for_the_next(data):
+    model = make_model()
+    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(*data, batch_size=8, callbacks=[Interrupt()], verbose=0)
+    assert model.pending_steps == 2
+    reference = make_model(keras.Model)
+    reference.compile("sgd", "sparse_categorical_crossentropy")
+    reference.set_weights(model.get_weights())
+    model.fit(*data, batch_size=8, shuffle=False, verbose=0)
+    reference.fit(*data, batch_size=32, shuffle=False, verbose=0)
+    assert distance(model, reference) < 1e-6
+
+
+def test_an_interrupted_fit_carries_its_cycle_where_that_was_asked_for(data):
+    model = make_model()
+    model.compile(
+        "sgd",
+        "sparse_categorical_crossentropy",
+        accum_steps=4,
+        remainder="carry",
+    )
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(*data, batch_size=8, callbacks=[Interrupt()], verbose=0)
+    model.fit(*data, batch_size=8, verbose=0)
+    assert model.pending_steps == (6 + 13) % 4
+
+
+def test_a_callback_list_of_the_users_own_is_taken(data):
+    model = make_model()
+    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+    watch = Watch()
+    callbacks = keras.callbacks.CallbackList(
+        [watch], add_history=True, model=model, epochs=1, steps=13
+    )
+    for _ in range(2):
+        model.fit(*data, batch_size=8, callbacks=callbacks, verbose=0)
+    assert watch.pending == [0, 0]
+    assert len(callbacks.callbacks) == 3  # ours, the user's, the history
+
+
+# -- accum_steps at run time -----------------------------------------------
+
+
+class CountTraces(keras.layers.Layer):
+    """Counts how often it is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.traces = 0
+
+    def call(self, inputs):
+        self.traces += 1
+        return inputs
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_accum_steps_take_effect_at_once_and_without_a_trace(jit_compile):
+    counter = CountTraces()
+    inputs = keras.Input((2,))
+    model = AccumulatingModel(inputs, keras.layers.Dense(1)(counter(inputs)))
+    model.compile("sgd", "mse", accum_steps=4, jit_compile=jit_compile)
+    x, y = np.ones((2, 2)), np.ones((2, 1))
+    model.train_on_batch(x, y)
+    traces = counter.traces
+    iterations = []
+    for accum_steps in (2, 1, 1, 3, 3, 3, 5, 2, 2):
+        model.accum_steps = accum_steps
+        model.train_on_batch(x, y)
+        iterations.append(int(model.optimizer.iterations))
+    assert iterations == [1, 2, 3, 3, 3, 4, 4, 5, 5]
+    assert model.accum_steps == 2
+    assert model.pending_steps == 1
+    assert counter.traces == traces
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_fit_is_traced_as_often_as_by_keras(jit_compile, data):
+    def count_traces(model_class, **kwargs):
+        counter = CountTraces()
+        inputs = keras.Input((20,))
+        outputs = keras.layers.Dense(3, activation="softmax")(counter(inputs))
+        model = model_class(inputs, outputs)
+        train(model, data, batch_size=8, jit_compile=jit_compile, **kwargs)
+        return counter.traces
+
+    # The epochs end with a short micro-batch and a short cycle.
+    assert count_traces(AccumulatingModel, accum_steps=5) == count_traces(
+        keras.Model
+    )
+
+
+def test_leaving_1_makes_the_accumulators_and_one_trace(data):
+    reference = make_model()
+    train(reference, data, batch_size=8, accum_steps=4, epochs=2)
+    model = make_model()
+    model.compile("adam", "sparse_categorical_crossentropy")
+    assert model._accumulator is None
+    model.accum_steps = 4
+    model.fit(*data, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert distance(model, reference) == 0.0
+
+
+def test_with_accum_steps_1_the_step_is_that_of_keras(data):
+    reference = make_model(keras.Model)
+    expected = train(reference, data, batch_size=8)
+    model = make_model()
+    logs = train(model, data, batch_size=8)
+    assert model._accumulator is None
+    assert logs.history == expected.history
+    assert distance(model, reference) == 0.0
+
+
+@pytest.mark.parametrize("accum_steps", [1, 4])
+def test_compute_gradients_of_ones_own_is_called_for_every_n(accum_steps, data):
+    class Doubled(AccumulatingModel):
+        def compute_gradients(self, data):
+            gradients, weight, logs = super().compute_gradients(data)
+            return [2 * gradient for gradient in gradients], weight, logs
+
+    reference = make_model(keras.Model)
+    train(reference, data, 8 * accum_steps, keras.optimizers.SGD(0.2))
+    model = make_model(Doubled)
+    train(model, data, 8, keras.optimizers.SGD(0.1), accum_steps=accum_steps)
+    assert distance(model, reference) < 1e-6
+
+
+@pytest.mark.parametrize("accum_steps", [1, 4])
+def test_train_step_of_ones_own_accumulates_for_every_n(accum_steps, data):
+    class Custom(AccumulatingModel):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.accumulate_gradients(gradients, tf.shape(x)[0])
+            return {"my_loss": loss}
+
+    reference = make_model(keras.Model)
+    train(reference, data, 8 * accum_steps)
+    model = make_model(Custom)
+    logs = train(model, data, 8, accum_steps=accum_steps)
+    assert list(logs.history) == ["my_loss"]
+    assert distance(model, reference) < 1e-6
+
+
+# -- skip_nonfinite --------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", HOW_KERAS_RUNS.values(), ids=HOW_KERAS_RUNS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_a_nonfinite_micro_batch_is_as_if_it_had_not_been_fed(
+    how, bad, accum_steps, data
+):
+    x, y = data
+    x = x.copy()
+    x[16] = bad  # spoils the third micro-batch
+    kept = np.r_[0:16, 24:100]
+    reference = make_model()
+    train(reference, (x[kept], y[kept]), 8, accum_steps=accum_steps)
+    model = make_model()
+    train(
+        model,
+        (x, y),
+        8,
+        accum_steps=accum_steps,
+        skip_nonfinite=True,
+        **how,
+    )
+    assert model.skipped_steps == 3
+    assert distance(model, reference) < 1e-6
+
+
+@pytest.fixture
+def policy(request):
+    """Sets the global dtype policy for the length of a test."""
+    keras.config.set_dtype_policy(request.param)
+    yield request.param
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.parametrize(
+    ("policy", "wrap"),
+    [
+        ("float32", keras.optimizers.LossScaleOptimizer),
+        ("mixed_float16", lambda optimizer: optimizer),  # Keras wraps it
+    ],
+    indirect=["policy"],
+)
+def test_skip_nonfinite_beside_a_loss_scale_optimizer_is_refused(policy, wrap):
+    model = make_model()
+    optimizer = wrap(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="Received: skip_nonfinite=True"):
+        model.compile(optimizer, "mse", skip_nonfinite=True)
+    assert not model.compiled
+
+
+# -- bad input -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (2.5, TypeError),
+        ("4", TypeError),
+        (True, TypeError),
+        (None, TypeError),
+        ([4], TypeError),
+    ],
+)
+def test_bad_accum_steps_are_refused_everywhere(value, error):
+    model = make_model()
+    match = r"`accum_steps` must be .* Received: accum_steps="
+    with pytest.raises(error, match=match):
+        model.compile("sgd", "mse", accum_steps=value)
+    assert not model.compiled
+    with pytest.raises(error, match=match):
+        accumodel.GradientAccumulator(
+            keras.optimizers.SGD(), model.trainable_variables, value
+        )
+    model.compile("sgd", "mse", accum_steps=4)
+    with pytest.raises(error, match=match):
+        model.accum_steps = value
+    assert model.accum_steps == 4
+
+
+def test_accum_steps_may_be_a_numpy_integer():
+    model = make_model()
+    model.compile("sgd", "mse", accum_steps=np.int64(4))
+    assert model.accum_steps == 4
+
+
+@pytest.mark.parametrize("value", ["keep", None, True])
+def test_another_remainder_is_refused(value):
+    model = make_model()
+    with pytest.raises(
+        ValueError, match=r"`remainder` .* Received: remainder="
+    ):
+        model.compile("sgd", "mse", remainder=value)
+    assert not model.compiled
+
+
+def _nested(optimizer):
+    return keras.optimizers.LossScaleOptimizer(optimizer)
+
+
+@pytest.mark.parametrize("wrap", [lambda o: o, _nested], ids=["bare", "nested"])
+def test_an_optimizer_that_accumulates_by_itself_is_refused(wrap):
+    model = make_model()
+    optimizer = wrap(keras.optimizers.SGD(gradient_accumulation_steps=4))
+    match = "`optimizer` .* Received: gradient_accumulation_steps=4"
+    with pytest.raises(ValueError, match=match):
+        model.compile(optimizer, "mse", accum_steps=4)
+    assert not model.compiled
+
+
+@pytest.mark.parametrize("accum_steps", [1, 4])
+@pytest.mark.parametrize(
+    ("gradients", "match"),
+    [
+        ([tf.zeros((20, 16))], "`gradients` must hold one .* Received: 1"),
+        ([None] * 4, "`gradients` must hold a gradient .* Received: gradients"),
+        (
+            [
+                tf.ones((20, 16)),
+                tf.ones(16),
+                tf.ones((16, 3)),
+                tf.ones(4),
+            ],
+            r"`gradients` must have the shapes .* Received: .* shape \(4,\)",
+        ),
+    ],
+    ids=["too few", "all None", "another shape"],
+)
+def test_bad_gradients_are_refused_and_change_nothing(
+    gradients, match, accum_steps
+):
+    model = make_model()
+    model.compile("sgd", "mse", accum_steps=accum_steps)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=match):
+        model.accumulate_gradients(gradients)
+    assert model.pending_steps == 0
+    model.apply_accumulated_gradients()
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_accumulating_before_compile_is_refused():
+    model = make_model()
+    gradients = [tf.ones_like(v) for v in model.trainable_variables]
+    with pytest.raises(ValueError, match=r"`compile\(.* Received: model="):
+        model.accumulate_gradients(gradients)
+    with pytest.raises(ValueError, match=r"`compile\(.*: accum_steps=4"):
+        model.accum_steps = 4
+    assert (model.accum_steps, model.pending_steps) == (1, 0)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "jax"])
+def test_another_backend_is_refused_at_import(backend):
+    result = subprocess.run(
+        [sys.executable, "-c", "import accumodel"],
+        env={**os.environ, "KERAS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("ImportError: accumodel needs the TensorFlow")
+    assert error.endswith(f"Received: backend='{backend}'")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize(
+    ("remainder", "consequence"),
+    [
+        ("apply", "each epoch makes one update"),
+        ("drop", "nothing is trained"),
+        ("carry", None),
+    ],
+)
+def test_more_steps_than_batches_are_warned_of_once(
+    remainder, consequence, known, data
+):
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(8)
+    if not known:
+        dataset = dataset.filter(lambda x, y: True)
+    model = make_model()
+    model.compile(
+        "sgd",
+        "sparse_categorical_crossentropy",
+        accum_steps=14,
+        remainder=remainder,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(dataset, epochs=3, shuffle=False, verbose=0)
+    messages = [str(w.message) for w in caught if "accum_steps" in str(w)]
+    assert len(messages) == (consequence is not None)
+    assert all(consequence in message for message in messages)
+
+
+def test_a_model_without_trainable_weights_is_warned_of_as_by_keras(data):
+    model = make_model()
+    model.trainable = False
+    with pytest.warns(UserWarning, match="does not have any trainable"):
+        train(model, data, batch_size=8, accum_steps=4, epochs=1)
