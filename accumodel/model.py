@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 # Private: what `keras.Model(inputs, outputs)` makes has no public name.
-# Checked in Keras 3.8.0 and 3.15.1.
+# Checked in Keras 3.7.0 and 3.15.1.
 from keras.src.models.functional import Functional
 
 from accumodel.accumulator import GradientAccumulator
@@ -114,7 +114,9 @@ class AccumulatingModel(keras.Model):
                 "with `keras.Input(shape)`, or call `model.build(shape)`. "
                 f"Received: model={model}"
             )
-        return cls(model.inputs, model.outputs, name=model.name)
+        # Bare where there is but one, as the layers of the model take it.
+        outputs = model.outputs[0] if len(model.outputs) == 1 else model.outputs
+        return cls(model.inputs[0], outputs, name=model.name)
 
     def compile(
         self,
@@ -258,7 +260,7 @@ class AccumulatingModel(keras.Model):
         with tf.GradientTape() as tape:
             # `_call_has_training_arg`, `_compute_loss` and `_loss_tracker` are
             # private: what Keras's own `train_step` is made of, for which
-            # there are no public names. Checked in Keras 3.8.0 and 3.15.1.
+            # there are no public names. Checked in Keras 3.7.0 and 3.15.1.
             if self._call_has_training_arg:
                 y_pred = self(x, training=True)
             else:

@@ -45,7 +45,7 @@ class LossDivisors:
 
     Keras computes masks and divisors inside the losses and returns neither, so
     the losses are watched while they are called. Private names of Keras, all
-    used here alone and checked in 3.8.0 and 3.15.1: `CompileLoss._flat_losses`,
+    used here alone and checked in 3.7.0 and 3.15.1: `CompileLoss._flat_losses`,
     the resolved losses, known only once it is built; and `_keras_mask`, the
     attribute by which a mask travels on a tensor.
 
