@@ -48,8 +48,9 @@ class GradientAccumulator:
 
     Raises:
         TypeError: If `accum_steps` is not an int.
-        ValueError: If `accum_steps` is less than 1, if `variables` is empty, or
-            if the optimizer cannot be accumulated for.
+        ValueError: If `accum_steps` is less than 1, if `variables` is empty, if
+            the optimizer cannot be accumulated for, or under a strategy of
+            several replicas.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class GradientAccumulator:
     ) -> None:
         accum_steps = check_accum_steps(accum_steps)
         check_optimizer(optimizer, skip_nonfinite)
+        _check_replicas()
         variables = list(variables)
         if not variables:
             raise ValueError(
@@ -225,6 +227,17 @@ def check_optimizer(optimizer, skip_nonfinite, scales_loss=False):
             "overflows by which it finds its scale. It skips such updates "
             "itself: leave `skip_nonfinite` away. "
             f"Received: skip_nonfinite={skip_nonfinite}"
+        )
+
+
+def _check_replicas():
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            "accumodel cannot yet accumulate over several replicas. Train on "
+            "one device, or with `accum_steps=1`. "
+            f"Received: strategy={type(strategy).__name__} with "
+            f"{strategy.num_replicas_in_sync} replicas"
         )
 
 

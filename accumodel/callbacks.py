@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 import keras
 
+# Batch normalization loses accuracy in smaller batches: Wu and He 2018, "Group
+# Normalization", arXiv 1803.08494, figure 1.
+_FEW_SAMPLES = 8
+
 
 class AccumStepsScheduler(keras.callbacks.Callback):
     """Sets `accum_steps` at the beginning of each epoch.
@@ -66,9 +70,17 @@ class EndOfCycle(keras.callbacks.Callback):
 
     It goes in front of the user's own callbacks, so that validation,
     checkpoints and early stopping all see the updated weights.
+
+    Args:
+        batch_size: Int, the samples in a micro-batch; `None` if not known.
     """
 
+    def __init__(self, batch_size):
+        super().__init__()
+        self._batch_size = batch_size
+
     def on_train_begin(self, logs=None):
+        self._warn_of_few_samples_to_normalize()
         # What an interrupted `fit` or `train_on_batch` has left.
         if self.model._remainder != "carry":
             self.model.reset_accumulated_gradients()
@@ -101,6 +113,27 @@ class EndOfCycle(keras.callbacks.Callback):
         elif self.model._remainder == "drop":
             self.model.reset_accumulated_gradients()
 
+    def _warn_of_few_samples_to_normalize(self):
+        if (
+            self.model.accum_steps == 1
+            or (self._batch_size or _FEW_SAMPLES) >= _FEW_SAMPLES
+        ):
+            return
+        # `_flatten_layers` is private: `layers` does not reach inside composite
+        # layers. Checked in Keras 3.7.0 and 3.15.1.
+        if any(
+            isinstance(layer, keras.layers.BatchNormalization)
+            and layer.trainable
+            for layer in self.model._flatten_layers()
+        ):
+            warnings.warn(
+                "Batch normalization normalizes each micro-batch by itself: "
+                f"its statistics are those of {self._batch_size} samples, not "
+                "of the effective batch. Use larger micro-batches, or "
+                "`keras.layers.GroupNormalization`, or freeze the layer.",
+                stacklevel=2,
+            )
+
     def _warn_of_short_epochs(self, steps):
         consequences = {
             "apply": "each epoch makes one update, of all its micro-batches",
@@ -119,32 +152,36 @@ class EndOfCycle(keras.callbacks.Callback):
         )
 
 
-def put_in_front(callback, fit, args, kwargs):
-    """Returns the arguments of a call to `fit` with one more callback.
+def put_in_front(fit, args, kwargs):
+    """Returns the arguments of a call to `fit`, with `EndOfCycle` in them.
 
     Args:
-        callback: The callback that is to be called first.
-        fit: The bound `fit` method, whose signature tells where `callbacks` is.
+        fit: The bound `fit` method, whose signature names its arguments.
         args: Tuple of positional arguments.
         kwargs: Dict of keyword arguments.
 
     Returns:
         Tuple `(args, kwargs)`.
     """
-    bound = inspect.signature(fit).bind(*args, **kwargs)
+    signature = inspect.signature(fit)
+    bound = signature.bind(*args, **kwargs)
     arguments = bound.arguments
-    if "callbacks" not in inspect.signature(fit).parameters:
+    callback = EndOfCycle(_batch_size(arguments))
+    if "callbacks" not in signature.parameters:
         arguments = arguments.setdefault("kwargs", {})
     callbacks = arguments.get("callbacks")
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        if any(type(each) is type(callback) for each in callbacks.callbacks):
-            return args, kwargs  # from an earlier call
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = keras.tree.flatten(callbacks or [])
+        arguments["callbacks"] = [callback, *callbacks]
+    elif not any(isinstance(each, EndOfCycle) for each in callbacks.callbacks):
         callback.set_model(callbacks.model)
         callback.set_params(callbacks.params)
         callbacks.callbacks.insert(0, callback)
-    else:
-        arguments["callbacks"] = [
-            callback,
-            *keras.tree.flatten(callbacks or []),
-        ]
     return bound.args, bound.kwargs
+
+
+def _batch_size(arguments):
+    spec = getattr(arguments.get("x"), "element_spec", None)
+    if spec is None:
+        return arguments.get("batch_size")
+    return keras.tree.flatten(spec)[0].shape[0]

@@ -16,7 +16,6 @@ from accumodel.accumulator import GradientAccumulator
 from accumodel.accumulator import check_accum_steps
 from accumodel.accumulator import check_gradients
 from accumodel.accumulator import check_optimizer
-from accumodel.callbacks import EndOfCycle
 from accumodel.callbacks import put_in_front
 from accumodel.weighting import LossDivisors
 from accumodel.weighting import count_samples
@@ -426,7 +425,7 @@ class AccumulatingModel(keras.Model):
         Returns:
             The `keras.callbacks.History`.
         """
-        args, kwargs = put_in_front(EndOfCycle(), super().fit, args, kwargs)
+        args, kwargs = put_in_front(super().fit, args, kwargs)
         return super().fit(*args, **kwargs)
 
     def make_train_function(self, force=False):

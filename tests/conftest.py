@@ -1,10 +1,23 @@
 """What all tests share: data, models, and the comparison of their weights."""
 
+import hypothesis
 import keras
 import numpy as np
 import pytest
 
+import tensorflow as tf
+
 import accumodel
+
+# Two devices, for the strategies. TensorFlow splits them only before it begins.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2,
+)
+
+hypothesis.settings.register_profile("default", max_examples=200, deadline=None)
+hypothesis.settings.register_profile("quick", max_examples=20, deadline=None)
+hypothesis.settings.load_profile("default")
 
 
 @pytest.fixture(autouse=True)

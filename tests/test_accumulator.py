@@ -174,3 +174,13 @@ def test_no_variables_are_refused():
     match = r"`variables` must .* Received: variables=\[\]"
     with pytest.raises(ValueError, match=match):
         GradientAccumulator(keras.optimizers.SGD(), [], 2)
+
+
+def test_several_replicas_are_refused():
+    strategy = tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"],
+        cross_device_ops=tf.distribute.ReductionToOneDevice(),
+    )
+    match = r"several replicas.* Received: strategy=MirroredStrategy with 2"
+    with strategy.scope(), pytest.raises(ValueError, match=match):
+        GradientAccumulator(keras.optimizers.SGD(), make_variables(), 2)

@@ -1,0 +1,168 @@
+"""`python -m benchmarks.exactness`: how far from the big batch each way ends.
+
+Small models are trained in big batches by plain `keras.Model`, and in
+micro-batches by the `gradient_accumulation_steps` of Keras and by accumodel:
+the same initial weights, the same samples in the same order. The table shows
+the largest difference of any weight from the big batch's.
+"""
+
+import argparse
+import json
+
+import keras
+import numpy as np
+import rich.console
+import rich.progress
+import rich.table
+
+import accumodel
+
+STEPS = 4
+MICRO_BATCH = 8
+EPOCHS = 3
+
+
+def make_dense(model_class):
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(16, activation="tanh")(inputs)
+    return model_class(inputs, keras.layers.Dense(3, activation="softmax")(x))
+
+
+def make_recurrent(model_class):
+    inputs = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(20, 8, mask_zero=True)(inputs)
+    x = keras.layers.LSTM(8, return_sequences=True)(x)
+    return model_class(inputs, keras.layers.Dense(3, activation="softmax")(x))
+
+
+def make_samples(samples):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(samples, 6)), rng.integers(3, size=samples)
+
+
+def make_weighted_samples(samples):
+    weights = np.random.default_rng(1).uniform(0.0, 2.0, samples)
+    return *make_samples(samples), weights
+
+
+def make_sequences(samples):
+    """Sequences of 1 to 10 tokens, padded with the 0 that is masked."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(1, 20, size=(samples, 10))
+    x[np.arange(10) >= rng.integers(1, 11, size=(samples, 1))] = 0
+    return x, rng.integers(3, size=(samples, 10))
+
+
+def sgd(learning_rate=0.5, **kwargs):
+    return keras.optimizers.SGD(learning_rate, **kwargs)
+
+
+def adam(**kwargs):
+    return keras.optimizers.Adam(0.01, **kwargs)
+
+
+def scheduled(**kwargs):
+    schedule = keras.optimizers.schedules.CosineDecay(0.5, 12)
+    return keras.optimizers.SGD(schedule, **kwargs)
+
+
+def averaged(**kwargs):
+    return sgd(use_ema=True, ema_momentum=0.9, **kwargs)
+
+
+def small_sgd(**kwargs):
+    return sgd(0.01, **kwargs)
+
+
+def crossentropy(reduction="sum_over_batch_size"):
+    return keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
+
+
+# Name, model, data, number of samples, optimizer, reduction of the loss.
+CASES = [
+    ("whole cycles", make_dense, make_samples, 96, adam, "mean"),
+    ("short last cycle", make_dense, make_samples, 104, adam, "mean"),
+    ("short last micro-batch", make_dense, make_samples, 100, adam, "mean"),
+    ("learning-rate schedule", make_dense, make_samples, 96, scheduled, "mean"),
+    ("moving average (EMA)", make_dense, make_samples, 96, averaged, "mean"),
+    ("masked sequences", make_recurrent, make_sequences, 96, sgd, "mean"),
+    (
+        "mean_with_sample_weight",
+        make_dense,
+        make_weighted_samples,
+        96,
+        sgd,
+        "mean_with_sample_weight",
+    ),
+    ("sum", make_dense, make_samples, 96, small_sgd, "sum"),
+]
+
+
+def train(model_class, case, batch_size, optimizer=None, **kwargs):
+    """Returns the weights after training in one of the ways."""
+    _, make_model, make_data, samples, make_optimizer, reduction = case
+    keras.utils.set_random_seed(0)
+    model = make_model(model_class)
+    model.compile(
+        make_optimizer(**(optimizer or {})), crossentropy(reduction), **kwargs
+    )
+    x, y, *weights = make_data(samples)
+    model.fit(
+        x,
+        y,
+        sample_weight=weights[0] if weights else None,
+        batch_size=batch_size,
+        epochs=EPOCHS,
+        shuffle=False,
+        verbose=0,
+    )
+    return model.get_weights()
+
+
+def compare(case):
+    """Returns how far Keras's own and accumodel end from the big batch."""
+    big = train(keras.Model, case, STEPS * MICRO_BATCH)
+    own = train(
+        keras.Model,
+        case,
+        MICRO_BATCH,
+        {"gradient_accumulation_steps": STEPS},
+    )
+    ours = train(
+        accumodel.AccumulatingModel, case, MICRO_BATCH, accum_steps=STEPS
+    )
+    return [
+        max(
+            float(np.abs(a - b).max())
+            for a, b in zip(weights, big, strict=True)
+        )
+        for weights in (own, ours)
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    arguments = parser.parse_args()
+    table = rich.table.Table(
+        title=f"Weights from the big batch's, {STEPS} x {MICRO_BATCH} samples"
+    )
+    table.add_column("case", no_wrap=True)
+    table.add_column("gradient_accumulation_steps", justify="right")
+    table.add_column("accumodel", justify="right")
+    figures = {}
+    for case in rich.progress.track(CASES, transient=True):
+        own, ours = compare(case)
+        figures[case[0]] = {
+            "gradient_accumulation_steps": own,
+            "accumodel": ours,
+        }
+        table.add_row(case[0], f"{own:.1e}", f"{ours:.1e}")
+    rich.console.Console().print(table)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(figures, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

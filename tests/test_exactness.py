@@ -1,0 +1,984 @@
+"""The promise: N micro-batches end with the weights of one big batch.
+
+Whoever doubts it can run this file alone. Each case trains plain `keras.Model`
+on the big batches and `AccumulatingModel` on their micro-batches, from the same
+weights, on the same samples in the same order, and compares all weights, the
+optimizer's `iterations` and, where it says so, the logs.
+"""
+
+import dataclasses
+import itertools
+import typing
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import distance
+from hypothesis import HealthCheck
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from accumodel import AccumulatingModel
+
+# Micro-batches in their cycles, by their numbers of samples.
+WHOLE = [[8] * 4] * 3
+SHORT_LAST_CYCLE = [[8] * 4] * 3 + [[8]]
+SHORT_LAST_MICRO_BATCH = [[8] * 4] * 3 + [[4]]
+SHORT_INSIDE = [[8, 3, 8, 5], [1, 8, 8, 8], [8, 2]]
+SIZES = {
+    "whole": WHOLE,
+    "short last cycle": SHORT_LAST_CYCLE,
+    "short last micro-batch": SHORT_LAST_MICRO_BATCH,
+    "short inside a cycle": SHORT_INSIDE,
+}
+EPOCHS = 3
+FEATURES = 6
+CLASSES = 3
+TIMESTEPS = 5
+TOKENS = 11
+
+
+# -- data: dicts of arrays, one row a sample -------------------------------
+
+
+def classes(samples, rng):
+    x = rng.normal(size=(samples, FEATURES))
+    return x, rng.integers(CLASSES, size=samples)
+
+
+def weighted_classes(samples, rng):
+    weights = rng.uniform(0.0, 2.0, size=samples)
+    weights[::4] = 0.0
+    return *classes(samples, rng), weights
+
+
+def tokens(samples, rng):
+    """Sequences of 0 to 5 tokens; 0 is the padding, which is masked."""
+    x = rng.integers(1, TOKENS, size=(samples, TIMESTEPS))
+    lengths = rng.integers(TIMESTEPS + 1, size=samples)
+    lengths[:3] = 0  # and a first micro-batch of three that is all padding
+    x[np.arange(TIMESTEPS) >= lengths[:, None]] = 0
+    return x, rng.integers(CLASSES, size=(samples, TIMESTEPS))
+
+
+def tokens_for_two(samples, rng):
+    x, y = tokens(samples, rng)
+    return x, (y, (y + 1) % CLASSES)
+
+
+def weighted_tokens(samples, rng):
+    x, y = tokens(samples, rng)
+    return x, y, rng.uniform(0.0, 2.0, size=(samples, TIMESTEPS))
+
+
+def tokens_with_ignored_classes(samples, rng):
+    x, y = tokens(samples, rng)
+    y[rng.random(y.shape) < 0.3] = -1
+    return np.maximum(x, 1), y
+
+
+def points(samples, rng):
+    """Sequences of points; the timesteps of all zeros are masked."""
+    x = rng.normal(size=(samples, TIMESTEPS, 2))
+    lengths = rng.integers(1, TIMESTEPS + 1, size=samples)
+    x[np.arange(TIMESTEPS) >= lengths[:, None]] = 0.0
+    return x, rng.normal(size=(samples, TIMESTEPS, 1))
+
+
+def two_targets(samples, rng):
+    x, y = classes(samples, rng)
+    return x, {"kind": y, "size": rng.normal(size=(samples, 2))}
+
+
+def two_targets_in_a_tuple(samples, rng):
+    x, y = two_targets(samples, rng)
+    return x, (y["kind"], y["size"])
+
+
+def two_inputs(samples, rng):
+    x, y = classes(samples, rng)
+    return {"a": x[:, :3], "b": x[:, 3:]}, y
+
+
+def only_inputs(samples, rng):
+    return (classes(samples, rng)[0],)
+
+
+# -- models ----------------------------------------------------------------
+
+
+def dense(model_class, **kwargs):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Dense(4, activation="tanh", **kwargs)(inputs)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+def convolutional(model_class):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Reshape((FEATURES, 1))(inputs)
+    x = keras.layers.Conv1D(4, 3, activation="gelu")(x)
+    x = keras.layers.LayerNormalization()(x)
+    x = keras.layers.Flatten()(x)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+class DenseGradientEmbedding(keras.layers.Embedding):
+    """An embedding whose gradient is dense: the reference where it matters.
+
+    The sparse gradient of Keras's layer holds a row once for each time that its
+    token occurs, so Keras's Adam and clipping of the big batch are not those of
+    its gradient.
+    """
+
+    def call(self, inputs):
+        return keras.ops.one_hot(inputs, self.input_dim) @ self.embeddings
+
+
+def masked_without_lstm(model_class, **kwargs):
+    inputs = keras.Input((None,), dtype="int32")
+    x = DenseGradientEmbedding(TOKENS, 4, mask_zero=True, **kwargs)(inputs)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+def recurrent(model_class, **kwargs):
+    inputs = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(TOKENS, 4, mask_zero=True, **kwargs)(inputs)
+    x = keras.layers.LSTM(4, return_sequences=True)(x)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+def masking(model_class):
+    inputs = keras.Input((None, 2))
+    x = keras.layers.Masking()(inputs)
+    x = keras.layers.GRU(3, return_sequences=True)(x)
+    return model_class(inputs, keras.layers.Dense(1)(x))
+
+
+def embedding(model_class):
+    """One table, used twice."""
+    layer = keras.layers.Embedding
+    if model_class is keras.Model:
+        layer = DenseGradientEmbedding
+    table = layer(TOKENS, 4)
+    inputs = keras.Input((None,), dtype="int32")
+    x = table(inputs) * table((inputs + 1) % TOKENS)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+def two_outputs(model_class):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Dense(4, activation="tanh")(inputs)
+    kind = keras.layers.Dense(CLASSES, activation="softmax", name="kind")(x)
+    size = keras.layers.Dense(2, name="size")(x)
+    return model_class(inputs, {"kind": kind, "size": size})
+
+
+def two_outputs_in_a_tuple(model_class):
+    model = two_outputs(keras.Model)
+    return model_class(model.input, tuple(model.outputs))
+
+
+def two_masked_outputs(model_class):
+    inputs = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
+    heads = [
+        keras.layers.Dense(CLASSES, activation="softmax", name=name)(x)
+        for name in ("kind", "again")
+    ]
+    return model_class(inputs, heads)
+
+
+def two_input_model(model_class):
+    inputs = {name: keras.Input((3,), name=name) for name in ("a", "b")}
+    x = keras.layers.Concatenate()(list(inputs.values()))
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+def with_frozen_layer(model_class):
+    model = dense(model_class)
+    model.layers[1].trainable = False
+    return model
+
+
+def with_freed_layer(model_class):
+    model = with_frozen_layer(model_class)
+    model.compile("sgd", "mse")
+    model.layers[1].trainable = True
+    return model
+
+
+def with_unused_variable(model_class):
+    class Unused(model_class):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(CLASSES, activation="softmax")
+
+        def build(self, input_shape):
+            self.head.build(input_shape)
+            self.unused = self.add_weight(shape=(2,), name="unused")
+
+        def call(self, inputs):
+            return self.head(inputs)
+
+    return Unused()
+
+
+def with_several_dtypes(model_class):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Dense(4, activation="tanh", dtype="float64")(inputs)
+    x = keras.layers.Dense(4, activation="tanh", dtype="float32")(x)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+class AddsLoss(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(0.1 * keras.ops.mean(inputs**2))
+        return inputs
+
+
+def with_add_loss(model_class):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Dense(4, activation="tanh")(inputs)
+    x = AddsLoss()(x)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+def with_own_compute_loss(model_class):
+    class Own(model_class):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(CLASSES, activation="softmax")
+
+        def call(self, inputs):
+            return self.head(inputs)
+
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            return keras.ops.mean(
+                keras.losses.sparse_categorical_crossentropy(y, y_pred)
+            )
+
+    return Own()
+
+
+def with_own_weight(model_class):
+    class Own(with_own_compute_loss(model_class).__class__):
+        def call(self, inputs):
+            return self.head(keras.ops.one_hot(inputs, TOKENS))
+
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            known = keras.ops.cast(x > 0, "float32")
+            losses = keras.losses.sparse_categorical_crossentropy(y, y_pred)
+            return keras.ops.sum(losses * known) / keras.ops.maximum(
+                keras.ops.sum(known), 1e-9
+            )
+
+        def micro_batch_weight(self, x, y, y_pred, sample_weight):
+            return tf.reduce_sum(tf.cast(x > 0, tf.float32))
+
+    return Own()
+
+
+# -- the cases -------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Case:
+    """One row of the table.
+
+    Args:
+        make: Makes the model, given its class.
+        data: Makes the arrays, given the number of samples and a generator.
+        optimizer: Makes the optimizer.
+        loss: Of `compile`; a function without arguments that returns it.
+        sizes: Samples of the micro-batches, in their cycles.
+        compile: More arguments of `compile`.
+        fit: More arguments of `fit`.
+        epochs: Of `fit`.
+        policy: The dtype policy of all layers.
+        tolerance: Largest difference of any weight. 1e-6 is what a few dozen
+            updates in float32 gather in rounding.
+        logs: Whether the logs are compared. They can be equal only where the
+            weights do not move inside an epoch.
+    """
+
+    make: typing.Callable = dense
+    data: typing.Callable = classes
+    optimizer: typing.Callable = lambda: keras.optimizers.SGD(0.3)
+    loss: typing.Callable = lambda: "sparse_categorical_crossentropy"
+    sizes: list = dataclasses.field(default_factory=lambda: SHORT_INSIDE)
+    compile: dict = dataclasses.field(default_factory=dict)
+    fit: dict = dataclasses.field(default_factory=dict)
+    epochs: int = EPOCHS
+    policy: str = "float32"
+    tolerance: float = 1e-6
+    logs: bool = False
+
+
+def datasets(case):
+    """Returns the samples as a data set of big and one of micro-batches."""
+    micro = list(itertools.chain.from_iterable(case.sizes))
+    arrays = case.data(sum(micro), np.random.default_rng(1))
+    return [
+        as_dataset(arrays, sizes) for sizes in (map(sum, case.sizes), micro)
+    ]
+
+
+def as_dataset(arrays, sizes):
+    def part(bounds):
+        return keras.tree.map_structure(lambda a: a[slice(*bounds)], arrays)
+
+    bounds = itertools.accumulate(sizes, initial=0)
+    batches = list(map(part, itertools.pairwise(bounds)))
+    signature = keras.tree.map_structure(
+        lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype),
+        arrays,
+    )
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter(batches), output_signature=signature
+    )
+    return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
+
+
+def train(case, model_class, dataset, **kwargs):
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(case.policy)
+    try:
+        model = case.make(model_class)
+        model.compile(case.optimizer(), case.loss(), **case.compile, **kwargs)
+        # Built inside the trace, as plain Keras does it, ScheduleFreeAdamW
+        # loses the initial values of its slots.
+        if model.built:
+            model.optimizer.build(model.trainable_variables)
+        history = model.fit(
+            dataset,
+            epochs=case.epochs,
+            shuffle=False,
+            verbose=0,
+            **case.fit,
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+    return model, history.history
+
+
+def check(case):
+    big, micro = datasets(case)
+    reference, expected = train(case, keras.Model, big)
+    # Cycles that are short inside a data set would not end by themselves.
+    steps = max(map(len, case.sizes))
+    model, logs = train(case, AccumulatingModel, micro, accum_steps=steps)
+    assert int(model.optimizer.iterations) == int(
+        reference.optimizer.iterations
+    )
+    assert distance(model, reference) <= case.tolerance
+    if case.logs:
+        assert list(logs) == list(expected)
+        for name, values in expected.items():
+            np.testing.assert_allclose(logs[name], values, rtol=1e-5)
+
+
+OPTIMIZERS = {
+    "SGD": lambda **kw: keras.optimizers.SGD(0.3, **kw),
+    "momentum": lambda **kw: keras.optimizers.SGD(0.1, momentum=0.9, **kw),
+    "Nesterov": lambda **kw: keras.optimizers.SGD(
+        0.1, momentum=0.9, nesterov=True, **kw
+    ),
+    "Adam": lambda **kw: keras.optimizers.Adam(0.01, **kw),
+    "amsgrad": lambda **kw: keras.optimizers.Adam(0.01, amsgrad=True, **kw),
+    "AdamW": lambda **kw: keras.optimizers.AdamW(0.01, **kw),
+    "Nadam": lambda **kw: keras.optimizers.Nadam(0.01, **kw),
+    "Adamax": lambda **kw: keras.optimizers.Adamax(0.01, **kw),
+    "Adagrad": lambda **kw: keras.optimizers.Adagrad(0.1, **kw),
+    "Adadelta": lambda **kw: keras.optimizers.Adadelta(1.0, **kw),
+    "RMSprop": lambda **kw: keras.optimizers.RMSprop(0.01, **kw),
+    "Ftrl": lambda **kw: keras.optimizers.Ftrl(0.1, **kw),
+    "Lion": lambda **kw: keras.optimizers.Lion(0.001, **kw),
+    "Adafactor": lambda **kw: keras.optimizers.Adafactor(0.01, **kw),
+    "Lamb": lambda **kw: keras.optimizers.Lamb(0.01, **kw),
+}
+# Newer than the oldest Keras that is admitted.
+if hasattr(keras.optimizers, "Muon"):
+    OPTIMIZERS["Muon"] = lambda: keras.optimizers.Muon(0.01)
+if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
+    OPTIMIZERS["ScheduleFreeAdamW"] = lambda: (
+        keras.optimizers.ScheduleFreeAdamW(0.01)
+    )
+if hasattr(keras.optimizers, "MultiOptimizer"):
+    OPTIMIZERS["MultiOptimizer"] = lambda: keras.optimizers.MultiOptimizer(
+        _optimizer_map()
+    )
+
+
+def _optimizer_map():
+    optimizers = {
+        "kernel": keras.optimizers.Adam(0.01),
+        "bias": keras.optimizers.SGD(0.3),
+    }
+    return lambda variable: optimizers[variable.path.rsplit("/", 1)[-1]]
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_optimizer_of_keras(optimizer, sizes):
+    check(Case(optimizer=optimizer, sizes=sizes))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"clipnorm": 0.01},
+        {"global_clipnorm": 0.01},
+        {"clipvalue": 0.001},
+        {"weight_decay": 0.1},
+        {"use_ema": True, "ema_momentum": 0.9},
+        {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 2},
+        {"loss_scale_factor": 1024.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_every_argument_that_all_optimizers_have(name, arguments):
+    check(Case(optimizer=lambda: OPTIMIZERS[name](**arguments)))
+
+
+SCHEDULES = {
+    "cosine": lambda: keras.optimizers.schedules.CosineDecay(0.3, 9),
+    "exponential": lambda: keras.optimizers.schedules.ExponentialDecay(
+        0.3, 2, 0.5
+    ),
+    "piecewise": lambda: keras.optimizers.schedules.PiecewiseConstantDecay(
+        [2, 5], [0.3, 0.1, 0.01]
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_schedules_count_updates(schedule):
+    check(Case(optimizer=lambda: keras.optimizers.SGD(schedule())))
+
+
+def sparse_crossentropy(reduction, **kwargs):
+    return lambda: keras.losses.SparseCategoricalCrossentropy(
+        reduction=reduction, **kwargs
+    )
+
+
+def squared_error_by_sample(y_true, y_pred):
+    return keras.ops.mean((y_pred - y_true) ** 2, axis=-1)
+
+
+def squared_error_as_scalar(y_true, y_pred):
+    return keras.ops.mean((y_pred - y_true) ** 2)
+
+
+REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
+# A sum is as large as its batch.
+SMALL_STEPS = {"sum": lambda: keras.optimizers.SGD(0.003)}
+CASES = {
+    # Losses, weights, masks.
+    **{
+        f"{reduction}, {data.__name__}": Case(
+            loss=sparse_crossentropy(reduction),
+            data=data,
+            make=recurrent if "tokens" in data.__name__ else dense,
+            optimizer=SMALL_STEPS.get(reduction, OPTIMIZERS["SGD"]),
+        )
+        for reduction in REDUCTIONS
+        for data in (classes, weighted_classes, tokens, weighted_tokens)
+    },
+    "no reduction": Case(
+        loss=sparse_crossentropy("none"), optimizer=SMALL_STEPS["sum"]
+    ),
+    "masking layer": Case(make=masking, data=points, loss=lambda: "mse"),
+    "ignore_class": Case(
+        make=recurrent,
+        data=tokens_with_ignored_classes,
+        loss=sparse_crossentropy("sum_over_batch_size", ignore_class=-1),
+    ),
+    "ignore_class under a mask": Case(
+        make=recurrent,
+        data=tokens,
+        loss=sparse_crossentropy("sum_over_batch_size", ignore_class=0),
+    ),
+    "class_weight": Case(fit={"class_weight": {0: 0.2, 1: 3.0, 2: 0.0}}),
+    "function by sample": Case(
+        make=masking, data=points, loss=lambda: squared_error_by_sample
+    ),
+    "function that returns a scalar": Case(
+        make=two_outputs,
+        data=two_targets,
+        loss=lambda: {"size": squared_error_as_scalar},
+    ),
+    # Several outputs.
+    "dict of outputs": Case(
+        make=two_outputs,
+        data=two_targets,
+        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+        compile={"loss_weights": {"kind": 2.0, "size": 0.3}},
+    ),
+    "tuple of outputs": Case(
+        make=two_outputs_in_a_tuple,
+        data=two_targets_in_a_tuple,
+        loss=lambda: ["sparse_categorical_crossentropy", "mse"],
+        compile={"loss_weights": [2.0, 0.3]},
+    ),
+    "outputs under one mask": Case(
+        make=two_masked_outputs,
+        data=tokens_for_two,
+        loss=lambda: ["sparse_categorical_crossentropy"] * 2,
+    ),
+    "one of two outputs has a loss": Case(
+        make=two_outputs, data=two_targets, loss=lambda: {"size": "mse"}
+    ),
+    # Losses that are not compiled, and regularisers.
+    "add_loss": Case(make=with_add_loss),
+    "only add_loss": Case(
+        make=with_add_loss, data=only_inputs, loss=lambda: None
+    ),
+    "kernel regulariser": Case(
+        make=lambda cls: dense(cls, kernel_regularizer="l2")
+    ),
+    "activity regulariser": Case(
+        make=lambda cls: dense(cls, activity_regularizer="l2")
+    ),
+    "regulariser and micro-batches that are all padding": Case(
+        make=lambda cls: recurrent(cls, embeddings_regularizer="l2"),
+        data=tokens,
+        sizes=[[1, 1], [1, 7], [8, 8]],
+    ),
+    "compute_loss of one's own": Case(make=with_own_compute_loss),
+    "micro_batch_weight of one's own": Case(make=with_own_weight, data=tokens),
+    # Gradients.
+    "sparse gradients, one table used twice": Case(
+        make=embedding, data=tokens, optimizer=OPTIMIZERS["Adam"]
+    ),
+    "sparse gradients, clipped": Case(
+        make=embedding,
+        data=tokens,
+        optimizer=lambda: keras.optimizers.SGD(0.3, global_clipnorm=0.01),
+    ),
+    "frozen layer": Case(make=with_frozen_layer),
+    "layer that was freed again": Case(make=with_freed_layer),
+    "unused variable": Case(make=with_unused_variable),
+    "several dtypes in one model": Case(make=with_several_dtypes),
+    "constraint": Case(
+        make=lambda cls: dense(cls, kernel_constraint="unit_norm")
+    ),
+    "convolution": Case(make=convolutional, optimizer=OPTIMIZERS["Adam"]),
+    "two inputs in a dict": Case(make=two_input_model, data=two_inputs),
+    # How Keras runs the step.
+    **{
+        f"{how}, {name}": Case(
+            make=make, data=data, optimizer=OPTIMIZERS["Adam"], compile=kwargs
+        )
+        for how, kwargs in {
+            "steps_per_execution": {"steps_per_execution": 3},
+            "run_eagerly": {"run_eagerly": True},
+            "jit_compile": {"jit_compile": True},
+        }.items()
+        for name, make, data in (
+            ("dense", dense, classes),
+            ("sparse", embedding, tokens),
+            ("masked", masked_without_lstm, tokens),
+        )
+    },
+    # Logs: a single cycle in an epoch, in which no weights move.
+    "logs": Case(
+        sizes=[[8, 3, 8, 5]],
+        compile={"metrics": ["accuracy"]},
+        logs=True,
+    ),
+    "logs of a masked loss": Case(
+        make=recurrent,
+        data=weighted_tokens,
+        sizes=[[8, 3, 8, 5]],
+        compile={"weighted_metrics": ["accuracy"]},
+        logs=True,
+    ),
+    "logs of several outputs": Case(
+        make=two_outputs,
+        data=two_targets,
+        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+        sizes=[[8] * 4],
+        compile={"metrics": {"kind": ["accuracy"], "size": ["mae"]}},
+        logs=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
+def test_every_case_that_users_meet(case):
+    check(case)
+
+
+# -- precision -------------------------------------------------------------
+
+
+@pytest.fixture
+def floatx64():
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+@pytest.mark.parametrize("name", ["SGD", "momentum", "Adam", "AdamW"])
+@pytest.mark.parametrize(
+    ("make", "data"), [(dense, weighted_classes), (masking, points)]
+)
+def test_float64_agrees_to_its_own_rounding(name, make, data, floatx64):
+    loss = "mse" if make is masking else "sparse_categorical_crossentropy"
+    check(
+        Case(
+            make=make,
+            data=data,
+            loss=lambda: loss,
+            optimizer=OPTIMIZERS[name],
+            policy="float64",
+            tolerance=1e-12,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", ["mixed_float16", "mixed_bfloat16", "bfloat16", "float16"]
+)
+@pytest.mark.parametrize("name", ["SGD", "momentum"])
+def test_half_types_differ_as_keras_does_between_two_summation_orders(
+    policy, name
+):
+    case = Case(policy=policy, sizes=WHOLE, optimizer=OPTIMIZERS[name])
+    big, micro = datasets(case)
+    reference, _ = train(case, keras.Model, big)
+    model, _ = train(case, AccumulatingModel, micro, accum_steps=4)
+    # Another order: the sum of four gradients, over whole cycles, by Keras.
+    case.optimizer = lambda: OPTIMIZERS[name](gradient_accumulation_steps=4)
+    other, _ = train(case, keras.Model, micro)
+    assert int(model.optimizer.iterations) == int(other.optimizer.iterations)
+    # The one order is no worse than the other, but for the dice.
+    assert distance(model, reference) <= 2 * distance(other, reference)
+
+
+def linear(model_class):
+    inputs = keras.Input((FEATURES,))
+    return model_class(inputs, keras.layers.Dense(1)(inputs))
+
+
+def test_an_overflow_in_a_cycle_skips_its_update_and_lowers_the_scale_once():
+    def data(samples, rng):
+        x = 0.1 * rng.normal(size=(samples, FEATURES))
+        x[10] = 1e3  # in the second micro-batch of the first cycle
+        return x, 0.1 * rng.normal(size=(samples, 1))
+
+    case = Case(
+        make=linear,
+        data=data,
+        loss=lambda: "mse",
+        sizes=WHOLE,
+        policy="mixed_float16",
+    )
+    big, micro = datasets(case)
+    reference, _ = train(case, keras.Model, big)
+    model, _ = train(case, AccumulatingModel, micro, accum_steps=4)
+    for each in (reference, model):
+        assert isinstance(each.optimizer, keras.optimizers.LossScaleOptimizer)
+        assert int(each.optimizer.iterations) == EPOCHS * (len(WHOLE) - 1)
+        assert float(each.optimizer.dynamic_scale) == 2.0 ** (15 - EPOCHS)
+    # Gradients of about 0.1 in float16, which has 11 bits: 6 x 0.3 of them.
+    assert distance(model, reference) <= 6 * 0.3 * 0.1 * 2.0**-11
+
+
+def test_a_weight_makes_no_float16_loss_overflow():
+    # 16 x 8192 elements: more than float16 can count, and so can their weight.
+    inputs = keras.Input((8,), dtype="float16")
+    outputs = keras.layers.Dense(8192, dtype="float16")(inputs)
+    model = AccumulatingModel(inputs, outputs)
+    model.compile(
+        keras.optimizers.SGD(0.1),
+        lambda y_true, y_pred: (y_true - y_pred) ** 2,
+        accum_steps=3,
+    )
+    x = np.full((16, 8), 0.01, "float16")
+    before = model.get_weights()[0]
+    for _ in range(3):
+        loss = model.train_on_batch(x, np.ones((16, 8192)))
+    assert 0.5 < loss < 2.0
+    after = model.get_weights()[0]
+    assert np.isfinite(after).all()
+    assert (before != after).any()
+
+
+# -- feeding ---------------------------------------------------------------
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y, batch_size):
+        super().__init__()
+        self.parts = [
+            (x[i : i + batch_size], y[i : i + batch_size])
+            for i in range(0, len(x), batch_size)
+        ]
+
+    def __len__(self):
+        return len(self.parts)
+
+    def __getitem__(self, index):
+        return self.parts[index]
+
+
+def arrays(x, y, batch_size):
+    return {"x": x, "y": y, "batch_size": batch_size, "shuffle": False}
+
+
+def tf_data(x, y, batch_size):
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
+    return {"x": dataset, "shuffle": False}
+
+
+def endless(x, y, batch_size):
+    steps = -(-len(x) // batch_size)
+    arguments = tf_data(x, y, batch_size)
+    arguments["x"] = arguments["x"].repeat()
+    return {**arguments, "steps_per_epoch": steps}
+
+
+def generator(x, y, batch_size):
+    parts = Batches(x, y, batch_size).parts
+    return {
+        "x": (part for part in itertools.cycle(parts)),
+        "steps_per_epoch": len(parts),
+        "shuffle": False,
+    }
+
+
+def py_dataset(x, y, batch_size):
+    return {"x": Batches(x, y, batch_size), "shuffle": False}
+
+
+def validation_split(x, y, batch_size):
+    return {**arrays(x, y, batch_size), "validation_split": 0.25}
+
+
+def validation_data(x, y, batch_size):
+    return {
+        **arrays(x, y, batch_size),
+        "validation_data": (x[:30], y[:30]),
+        "validation_batch_size": 30,
+    }
+
+
+def sample_weight(x, y, batch_size):
+    weights = np.linspace(0.0, 2.0, len(x))
+    return {**arrays(x, y, batch_size), "sample_weight": weights}
+
+
+FEEDS = (
+    arrays,
+    tf_data,
+    py_dataset,
+    validation_split,
+    validation_data,
+    sample_weight,
+)
+# Keras runs no part of an execution, and goes past `steps_per_epoch`.
+ENDLESS_FEEDS = (endless, generator)
+
+
+@pytest.mark.parametrize(
+    ("feed", "steps_per_execution"),
+    [
+        *itertools.product(FEEDS, (1, 5)),
+        *itertools.product(ENDLESS_FEEDS, (1,)),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_every_way_to_feed(feed, steps_per_execution):
+    x, y = classes(100, np.random.default_rng(0))
+    results = []
+    for model_class, batch_size, kwargs in (
+        (keras.Model, 32, {}),
+        (AccumulatingModel, 8, {"accum_steps": 4}),
+    ):
+        keras.utils.set_random_seed(0)
+        model = dense(model_class)
+        model.compile(
+            keras.optimizers.Adam(0.01),
+            "sparse_categorical_crossentropy",
+            steps_per_execution=steps_per_execution,
+            **kwargs,
+        )
+        history = model.fit(epochs=3, verbose=0, **feed(x, y, batch_size))
+        results.append((model, history.history.get("val_loss", 0.0)))
+    (reference, expected), (model, val_loss) = results
+    assert distance(model, reference) < 1e-6
+    # Of the updated weights, or it would be that of the cycle before.
+    np.testing.assert_allclose(val_loss, expected, rtol=1e-5)
+
+
+def test_micro_batches_padded_to_different_lengths():
+    x, y = tokens(32, np.random.default_rng(0))
+    x[:8, 3:] = 0
+    x[8:16, 2:] = 0
+    keras.utils.set_random_seed(0)
+    reference = recurrent(keras.Model)
+    reference.compile(
+        keras.optimizers.SGD(0.3), "sparse_categorical_crossentropy"
+    )
+    reference.train_on_batch(x, y)
+    keras.utils.set_random_seed(0)
+    model = recurrent(AccumulatingModel)
+    model.compile(
+        keras.optimizers.SGD(0.3),
+        "sparse_categorical_crossentropy",
+        accum_steps=4,
+    )
+    for begin, length in ((0, 3), (8, 2), (16, 5), (24, 5)):
+        part = slice(begin, begin + 8)
+        model.train_on_batch(x[part, :length], y[part, :length])
+    assert distance(model, reference) < 1e-6
+
+
+# -- what cannot be exact --------------------------------------------------
+
+
+def test_outputs_whose_masks_differ_are_warned_of_once():
+    inputs = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
+    masked = keras.layers.Dense(CLASSES, activation="softmax")(x)
+    plain = keras.layers.Dense(CLASSES, activation="softmax")(
+        keras.layers.Embedding(TOKENS, 4)(inputs)
+    )
+    model = AccumulatingModel(inputs, [masked, plain])
+    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=2)
+    x, y = tokens_for_two(20, np.random.default_rng(0))
+    with pytest.warns(UserWarning, match="averaged over different masks") as w:
+        model.fit(x, y, batch_size=8, verbose=0)
+    assert len(w) == 1
+    model.fit(x, y, batch_size=7, verbose=0)  # warnings are errors
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accum_steps", "trainable", "warns"),
+    [
+        (4, 4, True, True),
+        (8, 4, True, False),
+        (4, 1, True, False),
+        (4, 4, False, False),
+    ],
+)
+@pytest.mark.parametrize("feed", [arrays, tf_data])
+def test_batch_normalization_of_few_samples_is_warned_of(
+    feed, batch_size, accum_steps, trainable, warns
+):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.BatchNormalization(trainable=trainable)(inputs)
+    outputs = keras.layers.Dense(CLASSES, activation="softmax")(x)
+    model = AccumulatingModel(inputs, outputs)
+    model.compile(
+        "sgd", "sparse_categorical_crossentropy", accum_steps=accum_steps
+    )
+    kwargs = feed(*classes(32, np.random.default_rng(0)), batch_size)
+    if feed is tf_data:
+        size = tf.TensorShape(batch_size)
+        kwargs["x"] = kwargs["x"].map(
+            lambda x, y: (tf.ensure_shape(x, size + FEATURES), y)
+        )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(verbose=0, **kwargs)
+    messages = [str(each.message) for each in caught]
+    assert any("Batch normalization" in m for m in messages) == warns
+
+
+def test_a_sum_beside_a_mean_is_refused():
+    model = two_outputs(AccumulatingModel)
+    losses = {
+        "kind": keras.losses.SparseCategoricalCrossentropy(reduction="sum"),
+        "size": "mse",
+    }
+    x, y = two_targets(16, np.random.default_rng(0))
+    model.compile("sgd", losses)
+    model.fit(x, y, batch_size=8, verbose=0)  # Keras's own step
+    model.compile("sgd", losses, accum_steps=2)
+    before = model.get_weights()
+    match = r"`loss` holds sums beside means.* Received: reductions="
+    with pytest.raises(ValueError, match=match):
+        model.fit(x, y, batch_size=8, verbose=0)
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# -- the property ----------------------------------------------------------
+
+PROPERTY_LOSSES = {
+    "classes": st.sampled_from(REDUCTIONS[:3]).map(
+        lambda reduction: sparse_crossentropy(reduction)
+    ),
+    "points": st.sampled_from(["mse", "mae", "huber"]).map(
+        lambda name: lambda: name
+    ),
+}
+PROPERTY_MODELS = st.sampled_from(
+    [
+        (dense, classes, "classes"),
+        (dense, weighted_classes, "classes"),
+        (convolutional, weighted_classes, "classes"),
+        (masked_without_lstm, tokens, "classes"),
+        (masked_without_lstm, weighted_tokens, "classes"),
+        (embedding, tokens, "classes"),
+        (masking, points, "points"),
+    ]
+)
+
+
+@st.composite
+def cases(draw):
+    make, data, kind = draw(PROPERTY_MODELS)
+    steps = draw(st.integers(2, 5))
+    micro_batch = st.integers(1, 6)
+    full = st.lists(micro_batch, min_size=steps, max_size=steps)
+    last = st.lists(micro_batch, min_size=1, max_size=steps)
+    how = draw(st.sampled_from([{"run_eagerly": True}] * 9 + [{}]))
+    return Case(
+        make=make,
+        data=data,
+        optimizer=OPTIMIZERS[
+            draw(
+                st.sampled_from(["SGD", "momentum", "Adam", "Adagrad", "Lamb"])
+            )
+        ],
+        loss=draw(PROPERTY_LOSSES[kind]),
+        sizes=[*draw(st.lists(full, min_size=1, max_size=2)), draw(last)],
+        compile=how,
+        epochs=2,
+        policy="float64",
+        tolerance=1e-11,
+    )
+
+
+@given(case=cases())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_cycle_of_any_model_ends_with_the_weights_of_the_big_batch(
+    floatx64, case
+):
+    keras.backend.clear_session()
+    check(case)
