@@ -2,10 +2,15 @@
 
 import numbers
 import typing
+import warnings
 from collections.abc import Iterable
 
 import keras
 import tensorflow as tf
+
+# Parameters from which on an update takes longer than a few milliseconds, so
+# that compiling it, which takes a second or two, pays.
+_MANY = 4_000_000
 
 
 class GradientAccumulator:
@@ -44,7 +49,9 @@ class GradientAccumulator:
         accum_steps: Positive int. Micro-batches in a cycle. Defaults to `1`.
         skip_nonfinite: Bool. Leave micro-batches with a NaN or infinite
             gradient out. Defaults to `False`.
-        jit_compile: Bool. Compile the update by XLA. Defaults to `False`.
+        jit_compile: Bool or `"auto"`. Compile the update by XLA; `"auto"` does
+            on machines without a GPU where there are many parameters and the
+            optimizer can be compiled. Defaults to `False`.
 
     Raises:
         TypeError: If `accum_steps` is not an int.
@@ -60,7 +67,7 @@ class GradientAccumulator:
         accum_steps: int = 1,
         *,
         skip_nonfinite: bool = False,
-        jit_compile: bool = False,
+        jit_compile: bool | typing.Literal["auto"] = False,
     ) -> None:
         accum_steps = check_accum_steps(accum_steps)
         check_optimizer(optimizer, skip_nonfinite)
@@ -89,11 +96,8 @@ class GradientAccumulator:
             self._skipped = _make_scalar("skipped_steps", tf.int64)
             self._accum_steps = _make_scalar("accum_steps", tf.int64)
             self._accum_steps.assign(accum_steps)
-        self._run_update = self._update
-        if jit_compile:
-            self._run_update = tf.function(
-                self._update, jit_compile=True, autograph=False
-            )
+        self._jit_compile = jit_compile
+        self._run_update: typing.Callable | None = None
 
     @property
     def accum_steps(self) -> int:
@@ -145,35 +149,67 @@ class GradientAccumulator:
         The sums are divided by the summed weights and given to the optimizer,
         once, then cleared.
         """
-        tf.cond(self._count > 0, self._run_update, lambda: None)
+        if self._run_update is not None:  # else nothing was ever accumulated
+            tf.cond(self._count > 0, self._run_update, lambda: None)
 
     def reset(self) -> None:
-        """Forgets the cycle: clears sums, summed weights and count."""
-        for accumulator in self._sums:
-            accumulator.assign(tf.zeros_like(accumulator))
+        """Forgets the cycle that has begun."""
+        # The next micro-batch overwrites the sums: to clear them here would be
+        # one more pass over them.
         self._total.assign(0.0)
         self._count.assign(0)
 
     def _accumulate(self, gradients, weight):
-        if weight is None:
-            scale = total = None
-        else:
-            scale = total = tf.cast(weight, tf.float64)
-        added = []
+        scale = 1.0 if weight is None else weight
         for i, gradient in enumerate(gradients):
-            if gradient is not None:
-                self._has_gradient[i] = True
-                added.append(_add(self._sums[i], gradient, scale))
+            self._has_gradient[i] |= gradient is not None
+        if self._run_update is None:
+            self._run_update = self._choose_update()
+
+        def for_each(add):
+            for accumulator, gradient in zip(
+                self._sums, gradients, strict=True
+            ):
+                add(accumulator, gradient, scale)
+            return tf.constant(True)
+
+        done = tf.cond(
+            self._count > 0, lambda: for_each(_add), lambda: for_each(_assign)
+        )
         # A data set of unknown length ends with a run of the train function in
         # which no data comes. What does not wait for the gradients would be
         # counted in that run too.
-        with tf.control_dependencies([a for a in added if a is not None]):
-            if total is not None:
-                self._total.assign_add(total)
+        with tf.control_dependencies([done]):
+            if weight is not None:
+                self._total.assign_add(tf.cast(weight, tf.float64))
             self._count.assign_add(1)
         tf.cond(
             self._count >= self._accum_steps, self._run_update, lambda: None
         )
+
+    def _choose_update(self):
+        compiled = tf.function(self._update, jit_compile=True, autograph=False)
+        if self._jit_compile == "auto":
+            return compiled if self._pays_to_compile(compiled) else self._update
+        return compiled if self._jit_compile else self._update
+
+    def _pays_to_compile(self, update):
+        # Without XLA an optimizer makes one pass over the parameters for each
+        # of its operations: Adam over 23 million takes 65 ms, and 24 with XLA
+        # (2 cores). With a GPU Keras compiles the step by default, so that who
+        # does not wants no XLA.
+        parameters = sum(v.shape.num_elements() for v in self._sums)
+        if parameters < _MANY or tf.config.list_physical_devices("GPU"):
+            return False
+        try:
+            with tf.init_scope(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                update.experimental_get_compiler_ir()(stage="hlo")
+        except Exception:
+            # An operation of the optimizer that XLA does not have. Any other
+            # fault shows again without XLA.
+            return False
+        return True
 
     def _update(self):
         # Nothing was added to the total where the losses are sums.
@@ -293,24 +329,35 @@ def _make_scalar(name, dtype):
     return tf.Variable(tf.zeros((), dtype), trainable=False, name=name)
 
 
-def _add(accumulator, gradient, scale):
-    """Adds `scale * gradient` to `accumulator` in one pass over it."""
+def _assign(accumulator, gradient, scale):
+    """Begins a sum with `scale * gradient`."""
     dtype = accumulator.dtype
-    scale = tf.ones((), dtype) if scale is None else tf.cast(scale, dtype)
+    if gradient is None or isinstance(gradient, tf.IndexedSlices):
+        accumulator.assign(tf.zeros_like(accumulator))
+        _add(accumulator, gradient, scale)
+    else:
+        # The product takes the gradient's buffer, and the variable takes that.
+        accumulator.assign(tf.cast(scale, dtype) * tf.cast(gradient, dtype))
+
+
+def _add(accumulator, gradient, scale):
+    """Adds `scale * gradient` to a sum, in one pass over it."""
+    dtype = accumulator.dtype
+    scale = tf.cast(scale, dtype)
     if isinstance(gradient, tf.IndexedSlices):
-        values = scale * tf.cast(gradient.values, dtype)
-        return tf.raw_ops.ResourceScatterAdd(
+        tf.raw_ops.ResourceScatterAdd(
             resource=accumulator.handle,
             indices=gradient.indices,
-            updates=values,
+            updates=scale * tf.cast(gradient.values, dtype),
         )
-    # `accumulator -= (-scale) * gradient`: the one public op that multiplies
-    # and adds in place, without a product the size of the variable.
-    return tf.raw_ops.ResourceApplyGradientDescent(
-        var=accumulator.handle,
-        alpha=-scale,
-        delta=tf.cast(gradient, dtype),
-    )
+    elif gradient is not None:
+        # `accumulator -= (-scale) * gradient`: the one public op that
+        # multiplies and adds in place, with no product to store.
+        tf.raw_ops.ResourceApplyGradientDescent(
+            var=accumulator.handle,
+            alpha=-scale,
+            delta=tf.cast(gradient, dtype),
+        )
 
 
 def _all_finite(gradients, weight):

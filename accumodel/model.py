@@ -494,7 +494,8 @@ class AccumulatingModel(keras.Model):
                 self.trainable_variables,
                 self._accum_steps,
                 skip_nonfinite=self._skip_nonfinite,
-                jit_compile=self.jit_compile,
+                jit_compile=self.jit_compile
+                or (not self.run_eagerly and "auto"),
             )
         return self._accumulator
 

@@ -1,0 +1,290 @@
+"""`python -m benchmarks.speed`: milliseconds per micro-batch, side by side.
+
+All ways train the same model on the same micro-batches, in one process, in
+turns, so that whatever else the machine does meets all of them alike. The
+columns:
+
+- floor: forward and backward only
+- plain: `keras.Model`, which updates at every micro-batch
+- Keras: `gradient_accumulation_steps` of the optimizer
+- accumodel: `accum_steps`
+- limit: `floor + (plain - floor) / N + (N - 1) / N x add`, where add is one
+  streaming add over the parameters: what N micro-batches cannot do without
+
+Times are medians over the rounds, and ratios are medians of the rounds' ratios.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+
+import keras
+import matplotlib.figure
+import numpy as np
+import rich.console
+import rich.progress
+import rich.table
+import tensorflow as tf
+
+import accumodel
+
+# -- workloads: a function that makes the model, and one micro-batch -----------
+
+
+def mlp(model_class):
+    """23 million parameters, micro-batches of 8."""
+    inputs = x = keras.Input((1024,))
+    for _ in range(6):
+        x = keras.layers.Dense(2048, activation="relu")(x)
+    outputs = keras.layers.Dense(10)(x)
+    rng = np.random.default_rng(0)
+    data = rng.random((8, 1024), "float32"), rng.integers(10, size=8)
+    return model_class(inputs, outputs), data
+
+
+def cnn(model_class):
+    """Convolutions over images of 32 x 32, micro-batches of 16."""
+    inputs = x = keras.Input((32, 32, 3))
+    for filters in (32, 64, 128):
+        x = keras.layers.Conv2D(filters, 3, padding="same", activation="relu")(
+            x
+        )
+        x = keras.layers.MaxPooling2D(2)(x)
+    outputs = keras.layers.Dense(10)(keras.layers.Flatten()(x))
+    rng = np.random.default_rng(0)
+    data = rng.random((16, 32, 32, 3), "float32"), rng.integers(10, size=16)
+    return model_class(inputs, outputs), data
+
+
+def transformer(model_class):
+    """4 layers of 256, sequences of 64, micro-batches of 4."""
+    inputs = keras.Input((64, 256))
+    x = inputs
+    for _ in range(4):
+        attention = keras.layers.MultiHeadAttention(4, 64)(x, x)
+        x = keras.layers.LayerNormalization()(x + attention)
+        hidden = keras.layers.Dense(1024, activation="gelu")(x)
+        x = keras.layers.LayerNormalization()(
+            x + keras.layers.Dense(256)(hidden)
+        )
+    outputs = keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(x))
+    rng = np.random.default_rng(0)
+    data = rng.random((4, 64, 256), "float32"), rng.integers(10, size=4)
+    return model_class(inputs, outputs), data
+
+
+def embedding(model_class):
+    """A table of 200,000 x 64, micro-batches of 32 sequences of 20."""
+    inputs = keras.Input((20,), dtype="int32")
+    x = keras.layers.Embedding(200_000, 64)(inputs)
+    outputs = keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(x))
+    rng = np.random.default_rng(0)
+    data = rng.integers(200_000, size=(32, 20)), rng.integers(10, size=32)
+    return model_class(inputs, outputs), data
+
+
+WORKLOADS = {each.__name__: each for each in (mlp, cnn, transformer, embedding)}
+
+
+# -- the ways ------------------------------------------------------------------
+
+
+class Floor(accumodel.AccumulatingModel):
+    """Forward and backward, whose gradients go nowhere."""
+
+    def train_step(self, data):
+        gradients, _, logs = self._compiled_gradients(data)
+        # What is given back is not pruned.
+        flat = tf.nest.flatten(gradients, expand_composites=True)
+        return logs | {f"gradient {i}": each for i, each in enumerate(flat)}
+
+
+def make_step(make, model_class, jit, optimizer=None, **kwargs):
+    """Returns a function that trains on one micro-batch, and its model."""
+    keras.utils.set_random_seed(0)
+    model, data = make(model_class)
+    model.compile(
+        keras.optimizers.Adam(1e-4, **(optimizer or {})),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=jit,
+        **kwargs,
+    )
+    model.optimizer.build(model.trainable_variables)
+    iterator = iter(tf.data.Dataset.from_tensors(data).repeat())
+    model.make_train_function()
+    return lambda: model.train_function(iterator), model
+
+
+def make_add(model):
+    """Returns a function that makes one streaming add over the parameters."""
+    pairs = [
+        (tf.Variable(tf.zeros(v.shape)), tf.ones(v.shape))
+        for v in model.trainable_variables
+    ]
+
+    @tf.function
+    def add():
+        for variable, value in pairs:
+            variable.assign_add(value)
+
+    return add
+
+
+def make_ways(make, jit, steps):
+    """Returns the functions that each way calls for a micro-batch."""
+    plain, model = make_step(make, keras.Model, jit)
+    ways = {
+        "floor": make_step(make, Floor, jit, accum_steps=2)[0],
+        "plain": plain,
+        "add": make_add(model),
+    }
+    for n in steps:
+        if n > 1:
+            own = {"gradient_accumulation_steps": n}
+            ways[f"Keras {n}"] = make_step(make, keras.Model, jit, own)[0]
+        ways[f"accumodel {n}"] = make_step(
+            make, accumodel.AccumulatingModel, jit, accum_steps=n
+        )[0]
+    return ways
+
+
+def measure(ways, rounds, calls):
+    """Returns the milliseconds of a call of each way, one a round, in turns."""
+    times = {name: [] for name in ways}
+    for call in ways.values():
+        for _ in range(calls):  # traces, and fills the caches
+            call()
+    for i in range(rounds):
+        # Each round in another order: nobody always follows the slowest.
+        names = list(ways)
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            begin = time.perf_counter()
+            for _ in range(calls):
+                ways[name]()
+            tf.test.experimental.sync_devices()
+            times[name].append((time.perf_counter() - begin) / calls * 1e3)
+    return times
+
+
+def summarize(times, n):
+    """Returns the row of one N: medians of times and of ratios."""
+    median = statistics.median
+    columns = [times[way] for way in ("floor", "plain", "add")]
+    limit = [
+        floor + (plain - floor) / n + (n - 1) / n * add
+        for floor, plain, add in zip(*columns, strict=True)
+    ]
+    ours, own = times[f"accumodel {n}"], times.get(f"Keras {n}")
+
+    def ratio(others):
+        return median(a / b for a, b in zip(ours, others, strict=True))
+
+    return {
+        "N": n,
+        "floor": median(times["floor"]),
+        "plain": median(times["plain"]),
+        "Keras": median(own) if own else None,
+        "accumodel": median(ours),
+        "limit": median(limit),
+        "/ Keras": ratio(own) if own else None,
+        "/ limit": ratio(limit),
+        "/ plain": ratio(times["plain"]),
+    }
+
+
+# -- what is shown -------------------------------------------------------------
+
+
+def make_table(rows):
+    table = rich.table.Table(
+        title="ms per micro-batch, and accumodel's ratio to the others"
+    )
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name == "model" else "right")
+    last = None
+    for row in rows:
+        cells = []
+        for name, value in row.items():
+            if value is None:
+                cells.append("-")
+            elif isinstance(value, float):
+                cells.append(f"{value:.2f}" if "/" in name else f"{value:.1f}")
+            else:
+                cells.append(str(value))
+        key = (row["model"], row["jit"])
+        if last not in (None, key):
+            table.add_section()
+        last = key
+        table.add_row(*cells)
+    return table
+
+
+def plot(rows, path):
+    """Draws the times over N, a panel for each workload and way to compile."""
+    panels = list(dict.fromkeys((row["model"], row["jit"]) for row in rows))
+    figure = matplotlib.figure.Figure(
+        figsize=(3 * len(panels), 3), layout="constrained"
+    )
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    styles = {
+        "floor": ("#999999", ":"),
+        "plain": ("#000000", "--"),
+        "Keras": ("#D55E00", "-"),
+        "accumodel": ("#0072B2", "-"),
+        "limit": ("#009E73", ":"),
+    }
+    for axes, panel in zip(all_axes, panels, strict=True):
+        own = [row for row in rows if (row["model"], row["jit"]) == panel]
+        for name, (colour, style) in styles.items():
+            points = [(row["N"], row[name]) for row in own if row[name]]
+            axes.plot(
+                *zip(*points, strict=True),
+                style,
+                color=colour,
+                marker=".",
+                label=name,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"{panel[0]}, jit {panel[1]}", fontsize=10)
+        axes.set_xlabel("micro-batches in a cycle, N")
+    all_axes[0].set_ylabel("ms per micro-batch")
+    all_axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(WORKLOADS))
+    parser.add_argument(
+        "--jit", nargs="+", choices=("on", "off"), default=["off", "on"]
+    )
+    parser.add_argument("--steps", nargs="+", type=int, default=[1, 2, 8, 32])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=32)
+    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    parser.add_argument("--plot", metavar="FILE", help="draw them into FILE")
+    arguments = parser.parse_args()
+    rows = []
+    combinations = list(itertools.product(arguments.models, arguments.jit))
+    for model, jit in rich.progress.track(combinations, transient=True):
+        ways = make_ways(WORKLOADS[model], jit == "on", arguments.steps)
+        times = measure(ways, arguments.rounds, arguments.calls)
+        rows += [
+            {"model": model, "jit": jit, **summarize(times, n)}
+            for n in arguments.steps
+        ]
+        del ways
+        keras.backend.clear_session()
+    rich.console.Console().print(make_table(rows))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(rows, file, indent=2)
+    if arguments.plot:
+        plot(rows, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
