@@ -489,13 +489,15 @@ class AccumulatingModel(keras.Model):
     def _built_accumulator(self) -> GradientAccumulator:
         # Only the first micro-batch may build the variables of the model.
         if self._accumulator is None:
+            jit_compile: bool | typing.Literal["auto"] = "auto"
+            if self.jit_compile or self.run_eagerly:
+                jit_compile = self.jit_compile
             self._accumulator = GradientAccumulator(
                 self.optimizer,
                 self.trainable_variables,
                 self._accum_steps,
                 skip_nonfinite=self._skip_nonfinite,
-                jit_compile=self.jit_compile
-                or (not self.run_eagerly and "auto"),
+                jit_compile=jit_compile,
             )
         return self._accumulator
 

@@ -107,7 +107,7 @@ class LossDivisors:
             self._warn_once()
             return samples
         value = divisors[0].value
-        return samples if value is None else _positive(value)
+        return samples if value is None else _nonzero(value)
 
     def _warn_once(self):
         if not self._warned:
@@ -208,5 +208,5 @@ def _combine(mask, other):
     return tf.cast(mask, tf.bool) & tf.cast(other, tf.bool)
 
 
-def _positive(value):
-    return tf.where(value > 0, value, tf.constant(_TINY, value.dtype))
+def _nonzero(value):
+    return tf.where(tf.equal(value, 0), tf.cast(_TINY, value.dtype), value)

@@ -6,16 +6,14 @@ the same initial weights, the same samples in the same order. The table shows
 the largest difference of any weight from the big batch's.
 """
 
-import argparse
-import json
-
 import keras
 import numpy as np
-import rich.console
 import rich.progress
 import rich.table
 
 import accumodel
+from benchmarks.report import make_parser
+from benchmarks.report import report
 
 STEPS = 4
 MICRO_BATCH = 8
@@ -141,9 +139,7 @@ def compare(case):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
-    arguments = parser.parse_args()
+    arguments = make_parser(__doc__, plot=False).parse_args()
     table = rich.table.Table(
         title=f"Weights from the big batch's, {STEPS} x {MICRO_BATCH} samples"
     )
@@ -158,10 +154,7 @@ def main():
             "accumodel": ours,
         }
         table.add_row(case[0], f"{own:.1e}", f"{ours:.1e}")
-    rich.console.Console().print(table)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(figures, file, indent=2)
+    report(arguments, figures, table)
 
 
 if __name__ == "__main__":

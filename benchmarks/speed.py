@@ -14,21 +14,20 @@ columns:
 Times are medians over the rounds, and ratios are medians of the rounds' ratios.
 """
 
-import argparse
 import itertools
-import json
 import statistics
 import time
 
 import keras
 import matplotlib.figure
 import numpy as np
-import rich.console
 import rich.progress
 import rich.table
 import tensorflow as tf
 
 import accumodel
+from benchmarks.report import make_parser
+from benchmarks.report import report
 
 # -- workloads: a function that makes the model, and one micro-batch -----------
 
@@ -256,7 +255,7 @@ def plot(rows, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(WORKLOADS))
     parser.add_argument(
         "--jit", nargs="+", choices=("on", "off"), default=["off", "on"]
@@ -264,8 +263,6 @@ def main():
     parser.add_argument("--steps", nargs="+", type=int, default=[1, 2, 8, 32])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=32)
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
-    parser.add_argument("--plot", metavar="FILE", help="draw them into FILE")
     arguments = parser.parse_args()
     rows = []
     combinations = list(itertools.product(arguments.models, arguments.jit))
@@ -278,12 +275,7 @@ def main():
         ]
         del ways
         keras.backend.clear_session()
-    rich.console.Console().print(make_table(rows))
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(rows, file, indent=2)
-    if arguments.plot:
-        plot(rows, arguments.plot)
+    report(arguments, rows, make_table(rows), plot)
 
 
 if __name__ == "__main__":

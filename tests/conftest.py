@@ -14,8 +14,15 @@ tf.config.set_logical_device_configuration(
     [tf.config.LogicalDeviceConfiguration()] * 2,
 )
 
-hypothesis.settings.register_profile("default", max_examples=200, deadline=None)
-hypothesis.settings.register_profile("quick", max_examples=20, deadline=None)
+# The same examples at each run; others with --hypothesis-profile=explore.
+for name, examples, derandomize in (
+    ("default", 200, True),
+    ("quick", 20, True),
+    ("explore", 1000, False),
+):
+    hypothesis.settings.register_profile(
+        name, max_examples=examples, derandomize=derandomize, deadline=None
+    )
 hypothesis.settings.load_profile("default")
 
 

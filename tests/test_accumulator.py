@@ -184,3 +184,62 @@ def test_several_replicas_are_refused():
     match = r"several replicas.* Received: strategy=MirroredStrategy with 2"
     with strategy.scope(), pytest.raises(ValueError, match=match):
         GradientAccumulator(keras.optimizers.SGD(), make_variables(), 2)
+
+
+def test_a_cycle_begins_without_what_the_last_one_left():
+    kernel, bias = make_variables()
+    accumulator = GradientAccumulator(
+        keras.optimizers.SGD(1.0), [kernel, bias], accum_steps=2
+    )
+    ones = gradients_of(1.0, [kernel, bias])
+    nones = [ones[0], None]
+    for gradients in (ones, ones, nones, ones):
+        accumulator.accumulate(gradients)
+    # The mean of 1 and 1, then of nothing and 1.
+    np.testing.assert_array_equal(bias, [-1.5, -1.5])
+    np.testing.assert_array_equal(kernel, np.full((3, 2), -1.0))
+
+
+class NotForXla(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        gradient = tf.py_function(lambda g: g, [gradient], tf.float32)
+        super().update_step(gradient, variable, learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "many", "compiled"),
+    [
+        (keras.optimizers.SGD, 1, True),
+        (keras.optimizers.SGD, 1_000, False),
+        (NotForXla, 1, False),
+    ],
+    ids=["large", "small", "not for XLA"],
+)
+def test_auto_compiles_a_large_update_that_xla_has_the_operations_for(
+    optimizer, many, compiled, monkeypatch
+):
+    monkeypatch.setattr("accumodel.accumulator._MANY", many)
+    variables = make_variables()
+    accumulator = GradientAccumulator(
+        optimizer(1.0), variables, 2, jit_compile="auto"
+    )
+    accumulate = tf.function(accumulator.accumulate)
+    for value in (1.0, 2.0):
+        accumulate(gradients_of(value, variables))
+    assert (accumulator._run_update != accumulator._update) == compiled
+    np.testing.assert_array_equal(variables[1], [-1.5, -1.5])
+
+
+def test_a_variable_may_get_its_first_gradient_late():
+    kernel, bias = make_variables()
+    accumulator = GradientAccumulator(
+        keras.optimizers.SGD(1.0), [kernel, bias], 2, jit_compile=True
+    )
+    ones = gradients_of(1.0, [kernel, bias])
+    accumulator.accumulate([ones[0], None])
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        accumulator.accumulate([ones[0], None])
+    for _ in range(2):
+        accumulator.accumulate(ones)
+    np.testing.assert_array_equal(bias, [-1.0, -1.0])
+    np.testing.assert_array_equal(kernel, np.full((3, 2), -1.0))

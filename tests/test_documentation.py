@@ -1,6 +1,7 @@
 """What users read runs: docstrings, the README, the notebooks, the demo."""
 
 import doctest
+import json
 import pathlib
 import re
 import subprocess
@@ -87,3 +88,38 @@ def test_the_demonstration_refuses_sizes_that_make_no_sense(arguments):
     )
     assert result.returncode == 2
     assert arguments[0].split("=")[0] in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "speed --models embedding --steps 1 2 --rounds=1 --calls=2",
+        "memory --sizes 16 32",
+    ],
+    ids=lambda command: command.split()[0],
+)
+def test_benchmarks_run_and_write_figures_and_picture(command, tmp_path):
+    paths = tmp_path / "figures.json", tmp_path / "picture.png"
+    outputs = [f"--json={paths[0]}", f"--plot={paths[1]}"]
+    subprocess.run(
+        [sys.executable, "-m", *f"benchmarks.{command}".split(), *outputs],
+        cwd=ROOT,
+        timeout=300,
+        check=True,
+    )
+    assert len(json.loads(paths[0].read_text())) >= 4
+    assert paths[1].stat().st_size > 10_000
+
+
+def test_the_comparison_with_keras_finds_accumodel_exact(tmp_path):
+    path = tmp_path / "figures.json"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.exactness", f"--json={path}"],
+        cwd=ROOT,
+        timeout=300,
+        check=True,
+    )
+    figures = json.loads(path.read_text())
+    assert len(figures) == 8
+    for row in figures.values():
+        assert row["accumodel"] < 1e-6

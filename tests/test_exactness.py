@@ -361,6 +361,8 @@ def as_dataset(arrays, sizes):
 def train(case, model_class, dataset, **kwargs):
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(case.policy)
+    if case.policy == "float64":
+        keras.config.set_floatx("float64")  # that of the losses
     try:
         model = case.make(model_class)
         model.compile(case.optimizer(), case.loss(), **case.compile, **kwargs)
@@ -377,6 +379,7 @@ def train(case, model_class, dataset, **kwargs):
         )
     finally:
         keras.config.set_dtype_policy("float32")
+        keras.config.set_floatx("float32")
     return model, history.history
 
 
@@ -634,18 +637,11 @@ def test_every_case_that_users_meet(case):
 # -- precision -------------------------------------------------------------
 
 
-@pytest.fixture
-def floatx64():
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
-
-
 @pytest.mark.parametrize("name", ["SGD", "momentum", "Adam", "AdamW"])
 @pytest.mark.parametrize(
     ("make", "data"), [(dense, weighted_classes), (masking, points)]
 )
-def test_float64_agrees_to_its_own_rounding(name, make, data, floatx64):
+def test_float64_agrees_to_its_own_rounding(name, make, data):
     loss = "mse" if make is masking else "sparse_categorical_crossentropy"
     check(
         Case(
@@ -957,28 +953,28 @@ def cases(draw):
     micro_batch = st.integers(1, 6)
     full = st.lists(micro_batch, min_size=steps, max_size=steps)
     last = st.lists(micro_batch, min_size=1, max_size=steps)
-    how = draw(st.sampled_from([{"run_eagerly": True}] * 9 + [{}]))
+    precision = draw(st.sampled_from(["float32", "float64"]))
+    # Where a gradient is nearly zero, Adam and its like magnify its rounding:
+    # to be told from a fault, it has to be that of float64.
+    names = ["SGD", "momentum"]
+    if precision == "float64":
+        names += ["Adam", "Adagrad", "Lamb"]
     return Case(
         make=make,
         data=data,
-        optimizer=OPTIMIZERS[
-            draw(
-                st.sampled_from(["SGD", "momentum", "Adam", "Adagrad", "Lamb"])
-            )
-        ],
+        optimizer=OPTIMIZERS[draw(st.sampled_from(names))],
         loss=draw(PROPERTY_LOSSES[kind]),
         sizes=[*draw(st.lists(full, min_size=1, max_size=2)), draw(last)],
-        compile=how,
-        epochs=2,
-        policy="float64",
-        tolerance=1e-11,
+        # Eager code needs no trace: ten times the cases in the same time.
+        compile=draw(st.sampled_from([{"run_eagerly": True}] * 9 + [{}])),
+        epochs=draw(st.integers(1, 3)),
+        policy=precision,
+        tolerance={"float32": 1e-6, "float64": 1e-11}[precision],
     )
 
 
 @given(case=cases())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_cycle_of_any_model_ends_with_the_weights_of_the_big_batch(
-    floatx64, case
-):
+def test_any_cycle_of_any_model_ends_with_the_weights_of_the_big_batch(case):
     keras.backend.clear_session()
     check(case)

@@ -205,6 +205,42 @@ def test_what_users_look_at_is_unchanged(data):
     assert len(model.optimizer.variables) == len(reference.optimizer.variables)
 
 
+@pytest.mark.parametrize("make", [make_functional, make_sequential])
+def test_a_keras_file_comes_back_compiled_as_it_was(make, data, tmp_path):
+    model = make_model(make=make)
+    train(
+        model,
+        data,
+        batch_size=8,
+        accum_steps=4,
+        remainder="drop",
+        skip_nonfinite=True,
+    )
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded, AccumulatingModel)
+    assert loaded.accum_steps == 4
+    assert loaded.get_compile_config() == model.get_compile_config()
+    for each in (model, loaded):
+        each.fit(*data, batch_size=8, shuffle=False, verbose=0)
+    assert distance(loaded, model) == 0.0
+
+
+@keras.saving.register_keras_serializable("test")
+class OwnCompile(AccumulatingModel):
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+
+
+def test_a_compile_of_ones_own_is_warned_of_at_loading_as_by_keras(tmp_path):
+    model = make_model(OwnCompile)
+    model.compile("sgd", "mse", accum_steps=2)
+    model.save(tmp_path / "model.keras")
+    with pytest.warns(UserWarning, match="`compile\\(\\)` was not called"):
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert not loaded.compiled
+
+
 # -- the end of the epoch --------------------------------------------------
 
 

@@ -1,0 +1,25 @@
+"""What the benchmarks have in common: where their figures go."""
+
+import argparse
+import json
+
+import rich.console
+
+
+def make_parser(description, plot=True):
+    """Returns a parser with the options by which all benchmarks report."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    if plot:
+        parser.add_argument("--plot", metavar="FILE", help="draw them")
+    return parser
+
+
+def report(arguments, figures, table, plot=None):
+    """Prints the table, and writes and draws what was asked for."""
+    rich.console.Console().print(table)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(figures, file, indent=2)
+    if plot and arguments.plot:
+        plot(figures, arguments.plot)
