@@ -218,7 +218,7 @@ class GradientAccumulator:
 
     def _update(self):
         # Nothing was added to the total where the losses are sums.
-        total = tf.where(tf.equal(self._total, 0.0), 1.0, self._total)
+        total = tf.where(tf.not_equal(self._total, 0.0), self._total, 1.0)
         gradients = [
             tf.cast(accumulator / tf.cast(total, accumulator.dtype), v.dtype)
             if has_gradient
