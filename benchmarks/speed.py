@@ -221,12 +221,14 @@ def make_table(rows):
 
 
 def plot(rows, path):
-    """Draws the times over N, a panel for each workload and way to compile."""
-    panels = list(dict.fromkeys((row["model"], row["jit"]) for row in rows))
+    """Draws the times over N, a column for each model, a row for each jit."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    jits = list(dict.fromkeys(row["jit"] for row in rows))
     figure = matplotlib.figure.Figure(
-        figsize=(3 * len(panels), 3), layout="constrained"
+        figsize=(1 + 2.5 * len(models), 0.5 + 2.5 * len(jits)),
+        layout="constrained",
     )
-    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    grid = figure.subplots(len(jits), len(models), squeeze=False)
     styles = {
         "floor": ("#999999", ":"),
         "plain": ("#000000", "--"),
@@ -234,8 +236,10 @@ def plot(rows, path):
         "accumodel": ("#0072B2", "-"),
         "limit": ("#009E73", ":"),
     }
-    for axes, panel in zip(all_axes, panels, strict=True):
-        own = [row for row in rows if (row["model"], row["jit"]) == panel]
+    for (jit, model), axes in zip(
+        itertools.product(jits, models), grid.flat, strict=True
+    ):
+        own = [r for r in rows if (r["model"], r["jit"]) == (model, jit)]
         for name, (colour, style) in styles.items():
             points = [(row["N"], row[name]) for row in own if row[name]]
             axes.plot(
@@ -246,11 +250,13 @@ def plot(rows, path):
                 label=name,
             )
         axes.set_xscale("log", base=2)
+        axes.set_xticks([row["N"] for row in own])
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set_ylim(bottom=0)
-        axes.set_title(f"{panel[0]}, jit {panel[1]}", fontsize=10)
-        axes.set_xlabel("micro-batches in a cycle, N")
-    all_axes[0].set_ylabel("ms per micro-batch")
-    all_axes[0].legend(fontsize=8)
+        axes.set_title(f"{model}, jit {jit}", fontsize=10)
+    figure.supxlabel("micro-batches in a cycle, N", fontsize=10)
+    figure.supylabel("ms per micro-batch", fontsize=10)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
     figure.savefig(path, dpi=150)
 
 
