@@ -969,7 +969,8 @@ def cases(draw):
         compile=draw(st.sampled_from([{"run_eagerly": True}] * 9 + [{}])),
         epochs=draw(st.integers(1, 3)),
         policy=precision,
-        tolerance={"float32": 1e-6, "float64": 1e-11}[precision],
+        # Momentum of 0.9 adds up ten times the rounding of an update.
+        tolerance={"float32": 1e-5, "float64": 1e-11}[precision],
     )
 
 
