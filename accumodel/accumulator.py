@@ -8,6 +8,17 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
+from accumodel.distribution import across_replicas
+from accumodel.distribution import check_replica_context
+from accumodel.distribution import check_strategy
+from accumodel.distribution import current_strategy
+from accumodel.distribution import local_results
+from accumodel.distribution import on_each_replica
+from accumodel.distribution import scope_of
+from accumodel.distribution import sum_over_replicas
+from accumodel.distribution import without_empty
+from accumodel.distribution import without_own_reduction
+
 # Parameters from which on compiling the update pays. For each million it saves
 # 2 ms an update; it costs a second or two, and 120 MB that XLA itself takes.
 _MANY = 10_000_000
@@ -19,7 +30,9 @@ class GradientAccumulator:
     It is what stands beneath `AccumulatingModel`; use it by itself in a custom
     training loop, one for each optimizer. All of its state is in `tf.Variable`s
     that are made when it is made, so `accumulate` works in eager code and
-    inside a `tf.function` alike.
+    inside a `tf.function` alike. Under a `tf.distribute` strategy make it in
+    `strategy.scope()` and call `accumulate` in what `strategy.run` runs: each
+    replica adds to sums of its own, and these are reduced once in a cycle.
 
     Example:
 
@@ -56,8 +69,8 @@ class GradientAccumulator:
     Raises:
         TypeError: If `accum_steps` is not an int.
         ValueError: If `accum_steps` is less than 1, if `variables` is empty, if
-            the optimizer cannot be accumulated for, or under a strategy of
-            several replicas.
+            the optimizer cannot be accumulated for, or under a strategy that
+            cannot be.
     """
 
     def __init__(
@@ -71,7 +84,8 @@ class GradientAccumulator:
     ) -> None:
         accum_steps = check_accum_steps(accum_steps)
         check_optimizer(optimizer, skip_nonfinite)
-        _check_replicas()
+        self._strategy = current_strategy()
+        check_strategy(self._strategy)
         variables = list(variables)
         if not variables:
             raise ValueError(
@@ -84,17 +98,17 @@ class GradientAccumulator:
         # Which variables have ever been given a gradient. The others get
         # `None` at the update, so that Keras skips them as it always does.
         self._has_gradient = [False] * len(variables)
-        with tf.init_scope():
+        with tf.init_scope(), scope_of(self._strategy):
             # Built now: an optimizer that copies the weights into its slots
             # (ScheduleFreeAdamW) would copy nothing inside a trace.
             if not optimizer.built:
                 optimizer.build(variables)
             self._sums = [_make_accumulator(v) for v in variables]
             # What the sums are divided by. float64: it adds up many weights.
-            self._total = _make_scalar("total_weight", tf.float64)
-            self._count = _make_scalar("pending_steps", tf.int64)
-            self._skipped = _make_scalar("skipped_steps", tf.int64)
-            self._accum_steps = _make_scalar("accum_steps", tf.int64)
+            self._total = _make_sum((), tf.float64, "total_weight")
+            self._count = _make_counter("pending_steps")
+            self._skipped = _make_counter("skipped_steps")
+            self._accum_steps = _make_counter("accum_steps")
             self._accum_steps.assign(accum_steps)
         self._jit_compile = jit_compile
         self._run_update: typing.Callable | None = None
@@ -134,14 +148,21 @@ class GradientAccumulator:
                 the variables, or if all of them are `None`.
         """
         gradients = check_gradients(gradients, self.variables)
+        check_replica_context(self._strategy)
+        if weight is not None:
+            # A data set of unknown length ends with a run of the train function
+            # in which no data comes. What does not wait for the gradients would
+            # be counted in that run too.
+            with tf.control_dependencies(_values(gradients)):
+                weight = tf.identity(weight)
+            gradients = without_empty(gradients, weight)
         if not self._skip_nonfinite:
-            self._accumulate(gradients, weight)
+            across_replicas(self._accumulate, gradients, weight)
             return
-        tf.cond(
-            _all_finite(gradients, weight),
-            lambda: self._accumulate(gradients, weight),
-            lambda: _run(self._skipped.assign_add, 1),
-        )
+        # The same verdict on all replicas: how many have a bad gradient.
+        bad = tf.cast(~_all_finite(gradients, weight), tf.float32)
+        (bad,) = sum_over_replicas([bad])
+        across_replicas(self._accumulate_unless, bad, gradients, weight)
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.
@@ -149,8 +170,10 @@ class GradientAccumulator:
         The sums are divided by the summed weights and given to the optimizer,
         once, then cleared.
         """
-        if self._run_update is not None:  # else nothing was ever accumulated
-            tf.cond(self._count > 0, self._run_update, lambda: None)
+        if self._run_update is None:
+            return  # nothing was ever accumulated
+        with scope_of(self._strategy):
+            across_replicas(self._end_cycle)
 
     def reset(self) -> None:
         """Forgets the cycle that has begun."""
@@ -159,8 +182,16 @@ class GradientAccumulator:
         self._total.assign(0.0)
         self._count.assign(0)
 
+    # What follows runs once for all replicas.
+
+    def _accumulate_unless(self, bad, gradients, weight):
+        tf.cond(
+            tf.equal(local_results(bad)[0], 0),
+            lambda: self._accumulate(gradients, weight),
+            lambda: _run(self._skipped.assign_add, 1),
+        )
+
     def _accumulate(self, gradients, weight):
-        scale = 1.0 if weight is None else weight
         has_gradient = [
             before or gradient is not None
             for before, gradient in zip(
@@ -170,29 +201,27 @@ class GradientAccumulator:
         if has_gradient != self._has_gradient:
             self._has_gradient = has_gradient
             self._run_update = self._choose_update()
-
-        def for_each(add):
-            for accumulator, gradient in zip(
-                self._sums, gradients, strict=True
-            ):
-                add(accumulator, gradient, scale)
-            return tf.constant(True)
-
+            self._end_cycle = self._apply
+            if self._strategy is not None:
+                # Eager reductions are slow, and TensorFlow warns of them.
+                self._end_cycle = tf.function(self._apply, autograph=False)
         done = tf.cond(
-            self._count > 0, lambda: for_each(_add), lambda: for_each(_assign)
+            self._count > 0,
+            lambda: on_each_replica(self._add, _add, gradients, weight),
+            lambda: on_each_replica(self._add, _assign, gradients, weight),
         )
-        # A data set of unknown length ends with a run of the train function in
-        # which no data comes. What does not wait for the gradients would be
-        # counted in that run too.
-        with tf.control_dependencies([done]):
-            if weight is not None:
-                self._total.assign_add(tf.cast(weight, tf.float64))
+        with tf.control_dependencies(local_results(done)):
             self._count.assign_add(1)
         tf.cond(
             self._count >= self._accum_steps, self._run_update, lambda: None
         )
 
+    def _apply(self):
+        tf.cond(self._count > 0, self._run_update, lambda: None)
+
     def _choose_update(self):
+        if self._strategy is not None:
+            return self._update
         compiled = tf.function(self._update, jit_compile=True, autograph=False)
         if self._jit_compile == "auto":
             return compiled if self._pays_to_compile(compiled) else self._update
@@ -217,20 +246,41 @@ class GradientAccumulator:
         return True
 
     def _update(self):
-        # Nothing was added to the total where the losses are sums.
-        total = tf.where(tf.not_equal(self._total, 0.0), self._total, 1.0)
+        with without_own_reduction(_with_inner_optimizers(self.optimizer)):
+            on_each_replica(self._apply_gradients)
+        self.reset()
+
+    # What follows runs on each replica.
+
+    def _add(self, add, gradients, weight):
+        scale = 1.0 if weight is None else weight
+        for accumulator, gradient in zip(self._sums, gradients, strict=True):
+            add(accumulator, gradient, scale)
+        if weight is not None:
+            self._total.assign_add(tf.cast(weight, tf.float64))
+        return tf.constant(True)
+
+    def _apply_gradients(self):
         gradients = [
-            tf.cast(accumulator / tf.cast(total, accumulator.dtype), v.dtype)
-            if has_gradient
-            else None
-            for accumulator, v, has_gradient in zip(
-                self._sums, self.variables, self._has_gradient, strict=True
+            accumulator if has_gradient else None
+            for accumulator, has_gradient in zip(
+                self._sums, self._has_gradient, strict=True
             )
         ]
+        # In the widest dtype of the sums, so as to travel with them.
+        widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
+        total = tf.cast(self._total, widest)
+        total, *gradients = sum_over_replicas([total, *gradients])
+        # Nothing was added to the total where the losses are sums. Elsewhere
+        # each replica's loss is divided by their number, as optimizers expect.
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        divisor = tf.where(tf.not_equal(total, 0.0), total / replicas, 1.0)
         self.optimizer.apply_gradients(
-            zip(gradients, self.variables, strict=True)
+            (_divide(gradient, divisor, variable.dtype), variable)
+            for gradient, variable in zip(
+                gradients, self.variables, strict=True
+            )
         )
-        self.reset()
 
 
 def check_accum_steps(value):
@@ -268,17 +318,6 @@ def check_optimizer(optimizer, skip_nonfinite, scales_loss=False):
             "overflows by which it finds its scale. It skips such updates "
             "itself: leave `skip_nonfinite` away. "
             f"Received: skip_nonfinite={skip_nonfinite}"
-        )
-
-
-def _check_replicas():
-    strategy = tf.distribute.get_strategy()
-    if strategy.num_replicas_in_sync > 1:
-        raise ValueError(
-            "accumodel cannot yet accumulate over several replicas. Train on "
-            "one device, or with `accum_steps=1`. "
-            f"Received: strategy={type(strategy).__name__} with "
-            f"{strategy.num_replicas_in_sync} replicas"
         )
 
 
@@ -325,13 +364,22 @@ def _make_accumulator(variable):
     # 2.0 add up to 512 in bfloat16.
     if dtype in (tf.float16, tf.bfloat16):
         dtype = tf.float32
+    return _make_sum(variable.shape, dtype, "accumulator")
+
+
+def _make_sum(shape, dtype, name):
+    """Makes a variable in which each replica keeps a sum of its own."""
     return tf.Variable(
-        tf.zeros(variable.shape, dtype), trainable=False, name="accumulator"
+        tf.zeros(shape, dtype),
+        trainable=False,
+        name=name,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
     )
 
 
-def _make_scalar(name, dtype):
-    return tf.Variable(tf.zeros((), dtype), trainable=False, name=name)
+def _make_counter(name):
+    return tf.Variable(tf.zeros((), tf.int64), trainable=False, name=name)
 
 
 def _assign(accumulator, gradient, scale):
@@ -365,13 +413,25 @@ def _add(accumulator, gradient, scale):
         )
 
 
+def _divide(gradient, divisor, dtype):
+    if gradient is None:
+        return None
+    return tf.cast(gradient / tf.cast(divisor, gradient.dtype), dtype)
+
+
+def _values(gradients):
+    """Returns the values of those that there are, sparse ones as they are."""
+    return [
+        getattr(gradient, "values", gradient)
+        for gradient in gradients
+        if gradient is not None
+    ]
+
+
 def _all_finite(gradients, weight):
-    values = [] if weight is None else [tf.cast(weight, tf.float64)]
-    for gradient in gradients:
-        if isinstance(gradient, tf.IndexedSlices):
-            values.append(gradient.values)
-        elif gradient is not None:
-            values.append(gradient)
+    values = _values(gradients)
+    if weight is not None:
+        values.append(tf.cast(weight, tf.float64))
     return tf.reduce_all(
         [tf.reduce_all(tf.math.is_finite(value)) for value in values]
     )

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 # Private: what `keras.Model(inputs, outputs)` makes has no public name.
-# Checked in Keras 3.7.0 and 3.15.1.
+# Checked in Keras 3.14.0 and 3.15.1.
 from keras.src.models.functional import Functional
 
 from accumodel.accumulator import GradientAccumulator
@@ -17,6 +17,12 @@ from accumodel.accumulator import check_accum_steps
 from accumodel.accumulator import check_gradients
 from accumodel.accumulator import check_optimizer
 from accumodel.callbacks import put_in_front
+from accumodel.distribution import across_replicas
+from accumodel.distribution import can_compile
+from accumodel.distribution import check_strategy
+from accumodel.distribution import first_batch
+from accumodel.distribution import loss_of_batch
+from accumodel.distribution import with_local_logs
 from accumodel.weighting import LossDivisors
 from accumodel.weighting import count_samples
 
@@ -62,7 +68,7 @@ class AccumulatingModel(keras.Model):
     # Whether gradients go through an accumulator. Without, the step is Keras's.
     _accumulates = False
     _accumulator: GradientAccumulator | None = None
-    _loss_divisors = LossDivisors(None)
+    _loss_divisors = LossDivisors(None, lambda: False)
     _gradient_function: Callable | None = None
 
     def __new__(cls, *args, **kwargs):
@@ -173,6 +179,8 @@ class AccumulatingModel(keras.Model):
             "auto_scale_loss", True
         )
         check_optimizer(optimizer, skip_nonfinite, scales_loss)
+        if accum_steps > 1 or skip_nonfinite:
+            check_strategy(self.distribute_strategy)
         super().compile(*args, **kwargs)
         self._accum_steps = accum_steps
         self._remainder = remainder
@@ -181,7 +189,9 @@ class AccumulatingModel(keras.Model):
         self._accumulator = None
         # Keras keeps the loss of an earlier `compile` where there is no new.
         if not self._loss_divisors.watches(self._compile_loss):
-            self._loss_divisors = LossDivisors(self._compile_loss)
+            self._loss_divisors = LossDivisors(
+                self._compile_loss, lambda: self._accumulates
+            )
 
     @property
     def accum_steps(self) -> int:
@@ -200,10 +210,13 @@ class AccumulatingModel(keras.Model):
                 "`accum_steps` is a choice about training: give it to "
                 f"`compile()` first. Received: accum_steps={value}"
             )
+        begins = value > 1 and not self._accumulates
+        if begins:
+            check_strategy(self.distribute_strategy)
         self._accum_steps = value
         if self._accumulator is not None:
             self._accumulator.accum_steps = value
-        elif value > 1 and not self._accumulates:
+        if begins:
             self._accumulates = True
             if self.train_function is not None:
                 self.make_train_function(force=True)
@@ -259,7 +272,7 @@ class AccumulatingModel(keras.Model):
         with tf.GradientTape() as tape:
             # `_call_has_training_arg`, `_compute_loss` and `_loss_tracker` are
             # private: what Keras's own `train_step` is made of, for which
-            # there are no public names. Checked in Keras 3.7.0 and 3.15.1.
+            # there are no public names. Checked in Keras 3.14.0 and 3.15.1.
             if self._call_has_training_arg:
                 y_pred = self(x, training=True)
             else:
@@ -274,6 +287,7 @@ class AccumulatingModel(keras.Model):
             self._build_optimizer()
             scaled_loss = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled_loss, self.trainable_variables)
+        samples = count_samples(x)
         weight = self.micro_batch_weight(x, y, y_pred, sample_weight)
         if weight is not None:
             # Tied to the data: see `GradientAccumulator._accumulate`.
@@ -281,7 +295,8 @@ class AccumulatingModel(keras.Model):
                 weight = tf.identity(weight)
         # Averaged as the losses of the micro-batches make up the big batch's.
         self._loss_tracker.update_state(
-            loss, sample_weight=count_samples(x) if weight is None else weight
+            loss_of_batch(loss, samples),
+            sample_weight=samples if weight is None else weight,
         )
         logs = self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         return gradients, weight, logs
@@ -430,16 +445,31 @@ class AccumulatingModel(keras.Model):
 
     def make_train_function(self, force=False):
         if self.train_function is not None and not force:
-            return self.train_function
+            return
         self._gradient_function = None
-        if not self._accumulates:
-            return super().make_train_function(force)
+        if self._accumulates:
+            self._make_accumulating_function()
+        else:
+            super().make_train_function(force)
+        self.train_function = with_local_logs(
+            self.train_function, self.distribute_strategy
+        )
+
+    def make_test_function(self, force=False):
+        if self.test_function is not None and not force:
+            return
+        super().make_test_function(force)
+        self.test_function = with_local_logs(
+            self.test_function, self.distribute_strategy
+        )
+
+    def _make_accumulating_function(self):
         # Keras compiles the whole step as one XLA cluster. A condition inside a
         # cluster carries every variable that it may write through it, which
         # takes longer than forward and backward together. So Keras is told not
         # to compile: `compute_gradients` and the update are, each by itself.
         jit_compile: bool = self.jit_compile
-        if jit_compile:
+        if jit_compile and can_compile(self.distribute_strategy):
             function = tf.function(
                 self.compute_gradients,
                 jit_compile=True,
@@ -450,9 +480,17 @@ class AccumulatingModel(keras.Model):
             self._gradient_function = lambda data: function(data)
         self.jit_compile = False
         try:
-            return super().make_train_function(force)
+            super().make_train_function(force=True)
         finally:
             self.jit_compile = jit_compile
+
+    # `_maybe_symbolic_build` is private: Keras builds a model by it before the
+    # first step under a strategy. Checked in 3.14.0 and 3.15.1.
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        strategy = self.distribute_strategy
+        if strategy.num_replicas_in_sync > 1 and iterator is not None:
+            iterator, data_batch = None, first_batch(iterator, strategy)
+        super()._maybe_symbolic_build(iterator, data_batch)
 
     def get_compile_config(self):
         config = super().get_compile_config()
@@ -489,17 +527,20 @@ class AccumulatingModel(keras.Model):
     def _built_accumulator(self) -> GradientAccumulator:
         # Only the first micro-batch may build the variables of the model.
         if self._accumulator is None:
-            jit_compile: bool | typing.Literal["auto"] = "auto"
-            if self.jit_compile or self.run_eagerly:
-                jit_compile = self.jit_compile
-            self._accumulator = GradientAccumulator(
-                self.optimizer,
-                self.trainable_variables,
-                self._accum_steps,
-                skip_nonfinite=self._skip_nonfinite,
-                jit_compile=jit_compile,
-            )
+            across_replicas(self._build_accumulator)
         return self._accumulator
+
+    def _build_accumulator(self):
+        jit_compile: bool | typing.Literal["auto"] = "auto"
+        if self.jit_compile or self.run_eagerly:
+            jit_compile = self.jit_compile
+        self._accumulator = GradientAccumulator(
+            self.optimizer,
+            self.trainable_variables,
+            self._accum_steps,
+            skip_nonfinite=self._skip_nonfinite,
+            jit_compile=jit_compile,
+        )
 
 
 @keras.saving.register_keras_serializable("accumodel")

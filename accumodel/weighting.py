@@ -45,16 +45,17 @@ class LossDivisors:
 
     Keras computes masks and divisors inside the losses and returns neither, so
     the losses are watched while they are called. Private names of Keras, all
-    used here alone and checked in 3.7.0 and 3.15.1: `CompileLoss._flat_losses`,
-    the resolved losses, known only once it is built; and `_keras_mask`, the
-    attribute by which a mask travels on a tensor.
+    used here alone and checked in 3.14.0 and 3.15.1:
+    `CompileLoss._flat_losses`, the resolved losses, known only once it is
+    built; and `_keras_mask`, the attribute by which a mask travels on a tensor.
 
     Args:
         compile_loss: The `CompileLoss` that Keras makes in `compile`, or `None`
             where it makes none.
+        accumulates: Function that returns whether the model accumulates.
     """
 
-    def __init__(self, compile_loss):
+    def __init__(self, compile_loss, accumulates):
         self._compile_loss = compile_loss
         self._watched: list[_WatchedLoss] = []
         self._warned = False
@@ -65,7 +66,8 @@ class LossDivisors:
         def build_and_watch(y_true, y_pred):
             build(y_true, y_pred)
             self._watched = [
-                _WatchedLoss(each.loss) for each in compile_loss._flat_losses
+                _WatchedLoss(each.loss, accumulates)
+                for each in compile_loss._flat_losses
             ]
             compile_loss._flat_losses = [
                 each._replace(loss=watched)
@@ -107,7 +109,7 @@ class LossDivisors:
             self._warn_once()
             return samples
         value = divisors[0].value
-        return samples if value is None else _nonzero(value)
+        return samples if value is None else _nonzero(value, samples)
 
     def _warn_once(self):
         if not self._warned:
@@ -124,9 +126,10 @@ class LossDivisors:
 class _WatchedLoss:
     """Stands in for a compiled loss, and remembers what it divided by."""
 
-    def __init__(self, loss):
+    def __init__(self, loss, accumulates):
         self.reduction = loss.reduction
         self._loss = loss
+        self._accumulates = accumulates
         # The replicas of a `MirroredStrategy` are threads.
         self._local = threading.local()
 
@@ -152,6 +155,10 @@ class _WatchedLoss:
         self._local.divisor = _divisor(self._loss, values, masks, sample_weight)
         # Sources tell masks apart by their ids: keep those from being reused.
         self._local.masks = masks
+        of_scalar = self._local.divisor.source and _is_scalar(values)
+        if of_scalar and self._accumulates():
+            # Keras divides all other means by the number of replicas.
+            loss /= tf.distribute.get_strategy().num_replicas_in_sync
         return loss
 
 
@@ -175,7 +182,7 @@ def count_samples(x):
 def _divisor(loss, values, masks, sample_weight):
     if loss.reduction in ("sum", "none", None):
         return Divisor(None, None)
-    if values is None or len(values.shape) == 0:
+    if _is_scalar(values):
         # A function that returns a scalar: a mean over who knows what.
         return Divisor(None, _PER_SAMPLE)
     dtype = "float64" if loss.dtype == "float64" else "float32"
@@ -194,8 +201,13 @@ def _divisor(loss, values, masks, sample_weight):
         return Divisor(elements, _PER_SAMPLE)
     # A mask counts its own elements; each may stand for several of the values.
     size = tf.cast(tf.size(mask, out_type=tf.int64), dtype)
-    value = sum_of_weights(dummy, dummy) * (elements / size)
+    each = tf.math.divide_no_nan(elements, size)  # a replica may get none
+    value = sum_of_weights(dummy, dummy) * each
     return Divisor(value, ("mask", mask_ids))
+
+
+def _is_scalar(values):
+    return values is None or len(values.shape) == 0
 
 
 def _mask_of(tensor):
@@ -208,5 +220,7 @@ def _combine(mask, other):
     return tf.cast(mask, tf.bool) & tf.cast(other, tf.bool)
 
 
-def _nonzero(value):
-    return tf.where(tf.equal(value, 0), tf.cast(_TINY, value.dtype), value)
+def _nonzero(value, samples):
+    """Returns a tiny number in place of 0, but where there are no samples."""
+    tiny = _TINY * tf.cast(tf.minimum(samples, 1), value.dtype)
+    return tf.where(tf.equal(value, 0), tiny, value)

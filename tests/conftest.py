@@ -8,10 +8,12 @@ import tensorflow as tf
 
 import accumodel
 
-# Two devices, for the strategies. TensorFlow splits them only before it begins.
+pytest.register_assert_rewrite("cases")
+
+# Devices for the strategies. TensorFlow splits them only before it begins.
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2,
+    [tf.config.LogicalDeviceConfiguration()] * 3,
 )
 
 # The same examples at each run; others with --hypothesis-profile=explore.

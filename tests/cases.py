@@ -1,0 +1,462 @@
+"""Data, models and the comparison that the tables of cases share.
+
+The reference is always plain `keras.Model` on the big batches, on one device.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import typing
+
+import keras
+import numpy as np
+import tensorflow as tf
+from conftest import distance
+
+from accumodel import AccumulatingModel
+
+# Micro-batches in their cycles, by their numbers of samples.
+WHOLE = [[8] * 4] * 3
+SHORT_LAST_CYCLE = [[8] * 4] * 3 + [[8]]
+SHORT_LAST_MICRO_BATCH = [[8] * 4] * 3 + [[4]]
+SHORT_INSIDE = [[8, 3, 8, 5], [1, 8, 8, 8], [8, 2]]
+SIZES = {
+    "whole": WHOLE,
+    "short last cycle": SHORT_LAST_CYCLE,
+    "short last micro-batch": SHORT_LAST_MICRO_BATCH,
+    "short inside a cycle": SHORT_INSIDE,
+}
+EPOCHS = 3
+FEATURES = 6
+CLASSES = 3
+TIMESTEPS = 5
+TOKENS = 11
+
+
+# -- data: dicts of arrays, one row a sample -------------------------------
+
+
+def classes(samples, rng):
+    x = rng.normal(size=(samples, FEATURES))
+    return x, rng.integers(CLASSES, size=samples)
+
+
+def weighted_classes(samples, rng):
+    weights = rng.uniform(0.0, 2.0, size=samples)
+    weights[::4] = 0.0
+    return *classes(samples, rng), weights
+
+
+def tokens(samples, rng):
+    """Sequences of 0 to 5 tokens; 0 is the padding, which is masked."""
+    x = rng.integers(1, TOKENS, size=(samples, TIMESTEPS))
+    lengths = rng.integers(TIMESTEPS + 1, size=samples)
+    lengths[:3] = 0  # and a first micro-batch of three that is all padding
+    x[np.arange(TIMESTEPS) >= lengths[:, None]] = 0
+    return x, rng.integers(CLASSES, size=(samples, TIMESTEPS))
+
+
+def tokens_for_two(samples, rng):
+    x, y = tokens(samples, rng)
+    return x, (y, (y + 1) % CLASSES)
+
+
+def weighted_tokens(samples, rng):
+    x, y = tokens(samples, rng)
+    return x, y, rng.uniform(0.0, 2.0, size=(samples, TIMESTEPS))
+
+
+def tokens_with_ignored_classes(samples, rng):
+    x, y = tokens(samples, rng)
+    y[rng.random(y.shape) < 0.3] = -1
+    return np.maximum(x, 1), y
+
+
+def points(samples, rng):
+    """Sequences of points; the timesteps of all zeros are masked."""
+    x = rng.normal(size=(samples, TIMESTEPS, 2))
+    lengths = rng.integers(1, TIMESTEPS + 1, size=samples)
+    x[np.arange(TIMESTEPS) >= lengths[:, None]] = 0.0
+    return x, rng.normal(size=(samples, TIMESTEPS, 1))
+
+
+def two_targets(samples, rng):
+    x, y = classes(samples, rng)
+    return x, {"kind": y, "size": rng.normal(size=(samples, 2))}
+
+
+def two_targets_in_a_tuple(samples, rng):
+    x, y = two_targets(samples, rng)
+    return x, (y["kind"], y["size"])
+
+
+def two_inputs(samples, rng):
+    x, y = classes(samples, rng)
+    return {"a": x[:, :3], "b": x[:, 3:]}, y
+
+
+def only_inputs(samples, rng):
+    return (classes(samples, rng)[0],)
+
+
+# -- models ----------------------------------------------------------------
+
+
+def dense(model_class, **kwargs):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Dense(4, activation="tanh", **kwargs)(inputs)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+def linear(model_class):
+    inputs = keras.Input((FEATURES,))
+    return model_class(inputs, keras.layers.Dense(1)(inputs))
+
+
+def convolutional(model_class):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Reshape((FEATURES, 1))(inputs)
+    x = keras.layers.Conv1D(4, 3, activation="gelu")(x)
+    x = keras.layers.LayerNormalization()(x)
+    x = keras.layers.Flatten()(x)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+class DenseGradientEmbedding(keras.layers.Embedding):
+    """An embedding whose gradient is dense: the reference where it matters.
+
+    The sparse gradient of Keras's layer holds a row once for each time that its
+    token occurs, so Keras's Adam and clipping of the big batch are not those of
+    its gradient.
+    """
+
+    def call(self, inputs):
+        return keras.ops.one_hot(inputs, self.input_dim) @ self.embeddings
+
+
+def masked_without_lstm(model_class, **kwargs):
+    inputs = keras.Input((None,), dtype="int32")
+    x = DenseGradientEmbedding(TOKENS, 4, mask_zero=True, **kwargs)(inputs)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+def recurrent(model_class, **kwargs):
+    inputs = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(TOKENS, 4, mask_zero=True, **kwargs)(inputs)
+    x = keras.layers.LSTM(4, return_sequences=True)(x)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+def masking(model_class):
+    inputs = keras.Input((None, 2))
+    x = keras.layers.Masking()(inputs)
+    x = keras.layers.GRU(3, return_sequences=True)(x)
+    return model_class(inputs, keras.layers.Dense(1)(x))
+
+
+def embedding(model_class):
+    """One table, used twice."""
+    layer = keras.layers.Embedding
+    if model_class is keras.Model:
+        layer = DenseGradientEmbedding
+    table = layer(TOKENS, 4)
+    inputs = keras.Input((None,), dtype="int32")
+    x = table(inputs) * table((inputs + 1) % TOKENS)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+def two_outputs(model_class):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Dense(4, activation="tanh")(inputs)
+    kind = keras.layers.Dense(CLASSES, activation="softmax", name="kind")(x)
+    size = keras.layers.Dense(2, name="size")(x)
+    return model_class(inputs, {"kind": kind, "size": size})
+
+
+def two_outputs_in_a_tuple(model_class):
+    model = two_outputs(keras.Model)
+    return model_class(model.input, tuple(model.outputs))
+
+
+def two_masked_outputs(model_class):
+    inputs = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
+    heads = [
+        keras.layers.Dense(CLASSES, activation="softmax", name=name)(x)
+        for name in ("kind", "again")
+    ]
+    return model_class(inputs, heads)
+
+
+def two_input_model(model_class):
+    inputs = {name: keras.Input((3,), name=name) for name in ("a", "b")}
+    x = keras.layers.Concatenate()(list(inputs.values()))
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+def with_frozen_layer(model_class):
+    model = dense(model_class)
+    model.layers[1].trainable = False
+    return model
+
+
+def with_freed_layer(model_class):
+    model = with_frozen_layer(model_class)
+    model.compile("sgd", "mse")
+    model.layers[1].trainable = True
+    return model
+
+
+def with_unused_variable(model_class):
+    class Unused(model_class):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(CLASSES, activation="softmax")
+
+        def build(self, input_shape):
+            self.head.build(input_shape)
+            self.unused = self.add_weight(shape=(2,), name="unused")
+
+        def call(self, inputs):
+            return self.head(inputs)
+
+    return Unused()
+
+
+def with_several_dtypes(model_class):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Dense(4, activation="tanh", dtype="float64")(inputs)
+    x = keras.layers.Dense(4, activation="tanh", dtype="float32")(x)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+class AddsLoss(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(0.1 * keras.ops.mean(inputs**2))
+        return inputs
+
+
+def with_add_loss(model_class):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Dense(4, activation="tanh")(inputs)
+    x = AddsLoss()(x)
+    return model_class(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
+    )
+
+
+def with_own_compute_loss(model_class):
+    class Own(model_class):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(CLASSES, activation="softmax")
+
+        def call(self, inputs):
+            return self.head(inputs)
+
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            return keras.ops.mean(
+                keras.losses.sparse_categorical_crossentropy(y, y_pred)
+            )
+
+    return Own()
+
+
+def with_own_weight(model_class):
+    class Own(with_own_compute_loss(model_class).__class__):
+        def call(self, inputs):
+            return self.head(keras.ops.one_hot(inputs, TOKENS))
+
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            known = keras.ops.cast(x > 0, "float32")
+            losses = keras.losses.sparse_categorical_crossentropy(y, y_pred)
+            return keras.ops.sum(losses * known) / keras.ops.maximum(
+                keras.ops.sum(known), 1e-9
+            )
+
+        def micro_batch_weight(self, x, y, y_pred, sample_weight):
+            return tf.reduce_sum(tf.cast(x > 0, tf.float32))
+
+    return Own()
+
+
+# -- losses --------------------------------------------------------------
+
+
+def sparse_crossentropy(reduction, **kwargs):
+    return lambda: keras.losses.SparseCategoricalCrossentropy(
+        reduction=reduction, **kwargs
+    )
+
+
+def squared_error_by_sample(y_true, y_pred):
+    return keras.ops.mean((y_pred - y_true) ** 2, axis=-1)
+
+
+def squared_error_as_scalar(y_true, y_pred):
+    return keras.ops.mean((y_pred - y_true) ** 2)
+
+
+# -- the cases -------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Case:
+    """One row of the table.
+
+    Args:
+        make: Makes the model, given its class.
+        data: Makes the arrays, given the number of samples and a generator.
+        optimizer: Makes the optimizer.
+        loss: Of `compile`; a function without arguments that returns it.
+        sizes: Samples of the micro-batches, in their cycles.
+        compile: More arguments of `compile`.
+        fit: More arguments of `fit`.
+        epochs: Of `fit`.
+        policy: The dtype policy of all layers.
+        tolerance: Largest difference of any weight. 1e-6 is what a few dozen
+            updates in float32 gather in rounding.
+        logs: Whether the logs are compared. They can be equal only where the
+            weights do not move inside an epoch.
+    """
+
+    make: typing.Callable = dense
+    data: typing.Callable = classes
+    optimizer: typing.Callable = lambda: keras.optimizers.SGD(0.3)
+    loss: typing.Callable = lambda: "sparse_categorical_crossentropy"
+    sizes: list = dataclasses.field(default_factory=lambda: SHORT_INSIDE)
+    compile: dict = dataclasses.field(default_factory=dict)
+    fit: dict = dataclasses.field(default_factory=dict)
+    epochs: int = EPOCHS
+    policy: str = "float32"
+    tolerance: float = 1e-6
+    logs: bool = False
+
+
+def datasets(case):
+    """Returns the samples as a data set of big and one of micro-batches."""
+    micro = list(itertools.chain.from_iterable(case.sizes))
+    arrays = case.data(sum(micro), np.random.default_rng(1))
+    return [
+        as_dataset(arrays, sizes) for sizes in (map(sum, case.sizes), micro)
+    ]
+
+
+def as_dataset(arrays, sizes):
+    def part(bounds):
+        return keras.tree.map_structure(lambda a: a[slice(*bounds)], arrays)
+
+    bounds = itertools.accumulate(sizes, initial=0)
+    batches = list(map(part, itertools.pairwise(bounds)))
+    signature = keras.tree.map_structure(
+        lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype),
+        arrays,
+    )
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter(batches), output_signature=signature
+    )
+    return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
+
+
+def train(case, model_class, dataset, strategy=None, **kwargs):
+    scope = strategy.scope() if strategy else contextlib.nullcontext()
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(case.policy)
+    if case.policy == "float64":
+        keras.config.set_floatx("float64")  # that of the losses
+    try:
+        with scope:
+            model = case.make(model_class)
+            model.compile(
+                case.optimizer(), case.loss(), **case.compile, **kwargs
+            )
+            # Built inside the trace, as plain Keras does it, ScheduleFreeAdamW
+            # loses the initial values of its slots.
+            if model.built:
+                model.optimizer.build(model.trainable_variables)
+        history = model.fit(
+            dataset,
+            epochs=case.epochs,
+            shuffle=False,
+            verbose=0,
+            **case.fit,
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+        keras.config.set_floatx("float32")
+    return model, history.history
+
+
+def updates(model):
+    return int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+
+
+def check(case, strategy=None):
+    """Trains both and compares; `strategy` is that of the micro-batches."""
+    big, micro = datasets(case)
+    reference, expected = train(case, keras.Model, big)
+    # Cycles that are short inside a data set would not end by themselves.
+    steps = max(map(len, case.sizes))
+    model, logs = train(
+        case, AccumulatingModel, micro, strategy, accum_steps=steps
+    )
+    assert updates(model) == updates(reference)
+    assert distance(model, reference) <= case.tolerance
+    if case.logs:
+        assert list(logs) == list(expected)
+        for name, values in expected.items():
+            np.testing.assert_allclose(logs[name], values, rtol=1e-5)
+
+
+OPTIMIZERS = {
+    "SGD": lambda **kw: keras.optimizers.SGD(0.3, **kw),
+    "momentum": lambda **kw: keras.optimizers.SGD(0.1, momentum=0.9, **kw),
+    "Nesterov": lambda **kw: keras.optimizers.SGD(
+        0.1, momentum=0.9, nesterov=True, **kw
+    ),
+    "Adam": lambda **kw: keras.optimizers.Adam(0.01, **kw),
+    "amsgrad": lambda **kw: keras.optimizers.Adam(0.01, amsgrad=True, **kw),
+    "AdamW": lambda **kw: keras.optimizers.AdamW(0.01, **kw),
+    "Nadam": lambda **kw: keras.optimizers.Nadam(0.01, **kw),
+    "Adamax": lambda **kw: keras.optimizers.Adamax(0.01, **kw),
+    "Adagrad": lambda **kw: keras.optimizers.Adagrad(0.1, **kw),
+    "Adadelta": lambda **kw: keras.optimizers.Adadelta(1.0, **kw),
+    "RMSprop": lambda **kw: keras.optimizers.RMSprop(0.01, **kw),
+    "Ftrl": lambda **kw: keras.optimizers.Ftrl(0.1, **kw),
+    "Lion": lambda **kw: keras.optimizers.Lion(0.001, **kw),
+    "Adafactor": lambda **kw: keras.optimizers.Adafactor(0.01, **kw),
+    "Lamb": lambda **kw: keras.optimizers.Lamb(0.01, **kw),
+}
+# Newer than the oldest Keras that is admitted.
+if hasattr(keras.optimizers, "Muon"):
+    OPTIMIZERS["Muon"] = lambda: keras.optimizers.Muon(0.01)
+if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
+    OPTIMIZERS["ScheduleFreeAdamW"] = lambda: (
+        keras.optimizers.ScheduleFreeAdamW(0.01)
+    )
+if hasattr(keras.optimizers, "MultiOptimizer"):
+    OPTIMIZERS["MultiOptimizer"] = lambda: keras.optimizers.MultiOptimizer(
+        _optimizer_map()
+    )
+
+
+def _optimizer_map():
+    optimizers = {
+        "kernel": keras.optimizers.Adam(0.01),
+        "bias": keras.optimizers.SGD(0.3),
+    }
+    return lambda variable: optimizers[variable.path.rsplit("/", 1)[-1]]

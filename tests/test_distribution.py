@@ -1,0 +1,479 @@
+"""Several replicas end with the weights of one device and one big batch."""
+
+import dataclasses
+import operator
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import CLASSES
+from cases import EPOCHS
+from cases import FEATURES
+from cases import OPTIMIZERS
+from cases import SHORT_INSIDE
+from cases import TOKENS
+from cases import WHOLE
+from cases import Case
+from cases import check
+from cases import classes
+from cases import datasets
+from cases import dense
+from cases import embedding
+from cases import linear
+from cases import masking
+from cases import points
+from cases import recurrent
+from cases import sparse_crossentropy
+from cases import squared_error_as_scalar
+from cases import tokens
+from cases import train
+from cases import two_outputs
+from cases import two_targets
+from cases import updates
+from cases import weighted_classes
+from cases import weighted_tokens
+from cases import with_add_loss
+from cases import with_frozen_layer
+from cases import with_unused_variable
+from conftest import distance
+from conftest import make_model
+
+import accumodel
+from accumodel import AccumulatingModel
+from accumodel import GradientAccumulator
+
+# 80 updates; each of 4 epochs ends with a batch of a single sample, so that
+# only the first replica gets one.
+MANY = [[8] * 4] * 19 + [[8, 8, 1]]
+
+
+class CountingReduction(tf.distribute.ReductionToOneDevice):
+    """Counts the reductions that are executed, not those that are traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.executed = tf.Variable(0, trainable=False)
+
+    def batch_reduce_implementation(self, *args, **kwargs):
+        self.executed.assign_add(1)
+        return super().batch_reduce_implementation(*args, **kwargs)
+
+
+def mirrored(replicas, reduction=None):
+    # With the default reduction, two strategies in one process collide.
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(replicas)],
+        reduction or tf.distribute.ReductionToOneDevice(),
+    )
+
+
+def squares(y_true, y_pred):
+    return keras.ops.mean((y_true - y_pred) ** 2)
+
+
+CASES = {
+    "momentum": Case(optimizer=OPTIMIZERS["momentum"], sizes=MANY, epochs=4),
+    "Adam": Case(optimizer=OPTIMIZERS["Adam"], sizes=MANY, epochs=4),
+    "AdamW, global_clipnorm": Case(
+        optimizer=lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.01),
+        sizes=MANY,
+        epochs=4,
+    ),
+    "embedding": Case(
+        make=embedding,
+        data=tokens,
+        optimizer=OPTIMIZERS["Adam"],
+        sizes=MANY,
+        epochs=4,
+    ),
+    "masked sequences": Case(make=recurrent, data=tokens, sizes=MANY, epochs=4),
+}
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_80_updates_on_several_replicas_are_those_of_one_device(case, replicas):
+    check(case, mirrored(replicas))
+
+
+MORE_CASES = {
+    "clipnorm": Case(optimizer=lambda: keras.optimizers.SGD(clipnorm=0.01)),
+    "clipvalue": Case(optimizer=lambda: keras.optimizers.SGD(clipvalue=1e-3)),
+    "schedule": Case(
+        optimizer=lambda: keras.optimizers.SGD(
+            keras.optimizers.schedules.CosineDecay(0.3, 9)
+        )
+    ),
+    "EMA": Case(optimizer=lambda: OPTIMIZERS["Adam"](use_ema=True)),
+    "sample weights": Case(data=weighted_classes),
+    "mean_with_sample_weight": Case(
+        make=recurrent,
+        data=weighted_tokens,
+        loss=sparse_crossentropy("mean_with_sample_weight"),
+    ),
+    "sum": Case(
+        loss=sparse_crossentropy("sum"),
+        optimizer=lambda: keras.optimizers.SGD(0.003),
+    ),
+    "function that returns a scalar, not a number of no samples": Case(
+        make=two_outputs,
+        data=two_targets,
+        loss=lambda: {"size": squared_error_as_scalar},
+    ),
+    "scalar beside a regulariser": Case(
+        make=lambda cls: with_l2(cls), data=points, loss=lambda: squares
+    ),
+    "add_loss": Case(make=with_add_loss),
+    "regulariser": Case(make=lambda cls: dense(cls, kernel_regularizer="l2")),
+    "frozen layer": Case(make=with_frozen_layer),
+    "unused variable": Case(make=with_unused_variable),
+    "several outputs": Case(
+        make=two_outputs,
+        data=two_targets,
+        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+    ),
+    "clipped embedding": Case(
+        make=embedding,
+        data=tokens,
+        optimizer=lambda: keras.optimizers.SGD(0.3, global_clipnorm=0.01),
+    ),
+    "steps_per_execution": Case(compile={"steps_per_execution": 3}),
+    "run_eagerly": Case(compile={"run_eagerly": True}),
+    "float64": Case(
+        make=masking,
+        data=points,
+        loss=lambda: "mse",
+        policy="float64",
+        tolerance=1e-12,
+    ),
+    "logs": Case(
+        sizes=[[8, 3, 8, 5]], compile={"metrics": ["accuracy"]}, logs=True
+    ),
+    "logs of a masked loss": Case(
+        make=recurrent,
+        data=weighted_tokens,
+        sizes=[[8, 3, 8, 5]],
+        compile={"weighted_metrics": ["accuracy"]},
+        logs=True,
+    ),
+}
+if "MultiOptimizer" in OPTIMIZERS:
+    MORE_CASES["MultiOptimizer"] = Case(optimizer=OPTIMIZERS["MultiOptimizer"])
+
+
+def with_l2(model_class):
+    inputs = keras.Input((None, 2))
+    return model_class(
+        inputs, keras.layers.Dense(1, kernel_regularizer="l2")(inputs)
+    )
+
+
+@pytest.mark.parametrize("case", MORE_CASES.values(), ids=MORE_CASES)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
+def test_every_case_on_two_replicas_is_that_of_one_device(case):
+    check(case, mirrored(2))
+
+
+def test_one_device_strategy():
+    check(Case(sizes=SHORT_INSIDE), tf.distribute.OneDeviceStrategy("CPU:1"))
+
+
+class OwnLoss(AccumulatingModel):
+    """Divides by the replicas, as a loss of one's own must in Keras."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = keras.layers.Dense(CLASSES, activation="softmax")
+
+    def call(self, inputs):
+        return self.head(keras.ops.one_hot(inputs, TOKENS))
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        known = keras.ops.cast(x > 0, "float32")
+        losses = keras.losses.sparse_categorical_crossentropy(y, y_pred)
+        loss = keras.ops.sum(losses * known) / keras.ops.sum(known)
+        return loss / self.distribute_strategy.num_replicas_in_sync
+
+    def micro_batch_weight(self, x, y, y_pred, sample_weight):
+        return tf.reduce_sum(tf.cast(x > 0, tf.float32))
+
+
+def test_a_compute_loss_of_ones_own_is_divided_by_the_replicas_as_in_keras():
+    # On a replica without tokens this loss is not a number.
+    case = Case(make=lambda cls: OwnLoss(), data=tokens, sizes=[[8] * 4])
+    _, micro = datasets(case)
+    reference, _ = train(case, None, micro, accum_steps=4)
+    model, _ = train(case, None, micro, mirrored(2), accum_steps=4)
+    assert distance(model, reference) < 1e-6
+
+
+# -- what a single device does, several do, too ----------------------------
+
+
+def with_a_bad_sample(samples, rng):
+    """One sample is NaN: of the second micro-batch, on the first replica."""
+    x, y = classes(samples, rng)
+    x[9] = np.nan
+    return x, y
+
+
+def scheduler():
+    return accumodel.AccumStepsScheduler(lambda epoch, steps: (1, 4, 2)[epoch])
+
+
+FEATURES_OF_ONE_DEVICE = {
+    "remainder, carry": (Case(compile={"remainder": "carry"}), {}),
+    "remainder, drop": (Case(compile={"remainder": "drop"}), {}),
+    "skip_nonfinite": (
+        Case(data=with_a_bad_sample, compile={"skip_nonfinite": True}),
+        {},
+    ),
+    "AccumStepsScheduler": (Case(), {"callbacks": [scheduler()]}),
+    # Even ones: Keras's own step weighs the parts of an odd batch alike.
+    "AccumStepsScheduler, from a compiled 1": (
+        Case(compile={"accum_steps": 1}, sizes=WHOLE),
+        {"callbacks": [scheduler()]},
+    ),
+    "mixed_bfloat16": (Case(policy="mixed_bfloat16", tolerance=2e-3), {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "fit"),
+    FEATURES_OF_ONE_DEVICE.values(),
+    ids=FEATURES_OF_ONE_DEVICE,
+)
+def test_two_replicas_do_as_one_device_does(case, fit):
+    case = dataclasses.replace(case, fit=fit)
+    case.compile.setdefault("accum_steps", 4)
+    _, micro = datasets(case)
+    expected, _ = train(case, AccumulatingModel, micro)
+    model, _ = train(case, AccumulatingModel, micro, mirrored(2))
+    assert distance(model, expected) <= case.tolerance
+    for name in ("pending_steps", "skipped_steps", "accum_steps"):
+        assert getattr(model, name) == getattr(expected, name)
+    assert updates(model) == updates(expected) > 0
+
+
+def test_an_overflow_on_one_replica_skips_the_update_on_all():
+    def data(samples, rng):
+        x = 0.1 * rng.normal(size=(samples, FEATURES))
+        x[9] = 1e3  # in the first cycle, and on one replica
+        return x, 0.1 * rng.normal(size=(samples, 1))
+
+    case = Case(
+        make=linear,
+        data=data,
+        loss=lambda: "mse",
+        sizes=WHOLE,
+        policy="mixed_float16",
+    )
+    _, micro = datasets(case)
+    model, _ = train(case, AccumulatingModel, micro, mirrored(2), accum_steps=4)
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    iterations = model.optimizer.inner_optimizer.iterations
+    for value in values_of_replicas(model, iterations):
+        assert value == EPOCHS * (len(WHOLE) - 1)
+    for value in values_of_replicas(model, model.optimizer.dynamic_scale):
+        assert value == 2.0 ** (15 - EPOCHS)
+    for weight in model.trainable_variables:
+        first, second = values_of_replicas(model, weight)
+        assert np.isfinite(first).all()
+        np.testing.assert_array_equal(first, second)
+
+
+def values_of_replicas(model, variable):
+    values = model.distribute_strategy.experimental_local_results(
+        variable.value
+    )
+    return [value.numpy() for value in values]
+
+
+def test_the_remainder_of_train_on_batch_is_applied_on_all_replicas():
+    x, y = classes(20, np.random.default_rng(0))
+    reference = make_model(keras.Model, dense)
+    reference.compile("sgd", "sparse_categorical_crossentropy")
+    reference.train_on_batch(x, y)
+    with mirrored(2).scope():
+        model = make_model(AccumulatingModel, dense)
+        model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+    for begin, end in ((0, 8), (8, 16), (16, 20)):
+        model.train_on_batch(x[begin:end], y[begin:end])
+    assert model.pending_steps == 3
+    model.apply_accumulated_gradients()
+    assert model.pending_steps == 0
+    assert distance(model, reference) < 1e-6
+    for weight in model.trainable_variables:
+        np.testing.assert_array_equal(*values_of_replicas(model, weight))
+    model.train_on_batch(x, y)
+    model.reset_accumulated_gradients()
+    assert model.pending_steps == 0
+    model.apply_accumulated_gradients()  # of nothing
+    assert distance(model, reference) < 1e-6
+
+
+# -- the reductions --------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_cycle_makes_one_reduction_and_at_its_end(optimizer):
+    reduction = CountingReduction()
+    with mirrored(2, reduction).scope():
+        model = make_model(AccumulatingModel, dense)
+        model.compile(
+            optimizer, "sparse_categorical_crossentropy", accum_steps=4
+        )
+    executed = []
+    at_batch_end = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: executed.append(
+            int(reduction.executed.numpy())
+        )
+    )
+    x, y = classes(64, np.random.default_rng(0))
+    model.fit(x, y, batch_size=8, callbacks=[at_batch_end], verbose=0)
+    assert np.diff(executed, prepend=0).tolist() == [0, 0, 0, 1, 0, 0, 0, 1]
+
+
+def reductions(graph_def, function_names, functions):
+    """Returns the collectives that run whatever a condition says."""
+    nodes = list(graph_def.node)
+    for name in function_names:
+        nodes += functions[name].node_def
+    found = []
+    for node in nodes:
+        if "Collective" in node.op and "Reduce" in node.op:
+            found.append(node)
+        elif "PartitionedCall" in node.op:
+            called = functions[node.attr["f"].func.name]
+            found += reductions(called, [], functions)
+    return found
+
+
+def test_every_reduction_of_the_traced_step_stands_under_the_condition():
+    # The default reduction, which is a collective of its own in the graph.
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    x, y = classes(8, np.random.default_rng(0))
+
+    def trace(accum_steps):
+        with strategy.scope():
+            model = make_model(AccumulatingModel, dense)
+            model.compile(
+                "adam",
+                "sparse_categorical_crossentropy",
+                accum_steps=accum_steps,
+            )
+            model._symbolic_build(data_batch=(x, y))
+        step = tf.function(
+            lambda: strategy.run(model.train_step, args=((x, y),))
+        )
+        graph = step.get_concrete_function().graph.as_graph_def()
+        functions = {f.signature.name: f for f in graph.library.function}
+        return reductions(graph, [], functions), str(graph)
+
+    unconditional, graph = trace(accum_steps=4)
+    assert "CollectiveReduce" in graph
+    assert not unconditional
+    unconditional, _ = trace(accum_steps=1)
+    assert unconditional
+
+
+# -- strategies, and where an accumulator belongs ----------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "experimental.CentralStorageStrategy",
+        "ParameterServerStrategy",
+    ],
+)
+def test_strategies_that_would_be_wrong_are_refused_by_name(name, monkeypatch):
+    strategy_class = operator.attrgetter(name)(tf.distribute)
+    strategy = strategy_class.__new__(strategy_class)  # they need a cluster
+    model = make_model(AccumulatingModel, dense)
+    monkeypatch.setattr(model, "_distribute_strategy", strategy)
+    match = f"{strategy_class.__name__}.*Use `tf.distribute.MirroredStrategy`"
+    with pytest.raises(ValueError, match=match):
+        model.compile("sgd", "mse", accum_steps=2)
+    assert not model.compiled
+    model.compile("sgd", "mse")  # Keras's own step
+    with pytest.raises(ValueError, match=match):
+        model.accum_steps = 2
+    assert model.accum_steps == 1
+
+
+def test_tpu_strategy_is_said_not_to_be_tested(monkeypatch):
+    strategy = tf.distribute.TPUStrategy.__new__(tf.distribute.TPUStrategy)
+    model = make_model(AccumulatingModel, dense)
+    monkeypatch.setattr(model, "_distribute_strategy", strategy)
+    with pytest.warns(UserWarning, match="not been tested under `TPUStrategy`"):
+        model.compile("sgd", "mse", accum_steps=2)
+
+
+def test_xla_is_left_aside_on_several_replicas():
+    with pytest.warns(UserWarning, match="`jit_compile=True` has no effect"):
+        check(Case(compile={"jit_compile": True}), mirrored(2))
+
+
+def squared_error(variable, x):
+    # Divided by the replicas, whose gradients the optimizer sums.
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    return tf.reduce_mean((variable * x - 1.0) ** 2) / replicas
+
+
+def test_an_accumulator_by_itself_under_strategy_run():
+    values = np.linspace(0.0, 1.0, 16, dtype="float32")
+
+    def run(strategy, optimizer):
+        with strategy.scope():
+            variable = keras.Variable([0.5], name="variable")
+            accumulator = GradientAccumulator(
+                optimizer(), [variable], accum_steps=3
+            )
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = squared_error(variable.value, x)
+            gradients = tape.gradient(loss, [variable.value])
+            accumulator.accumulate(gradients, weight=tf.size(x))
+
+        def end():
+            accumulator.apply()
+
+        batches = tf.data.Dataset.from_tensor_slices(values).batch(4)
+        for x in strategy.experimental_distribute_dataset(batches):
+            strategy.run(step, args=(x,))
+        assert accumulator.pending_steps == 1
+        strategy.run(tf.function(end))
+        assert accumulator.pending_steps == 0
+        return keras.ops.convert_to_numpy(variable)
+
+    for optimizer in (
+        lambda: keras.optimizers.SGD(0.5, clipnorm=0.1),
+        lambda: keras.optimizers.Adam(0.1),
+    ):
+        expected = run(tf.distribute.get_strategy(), optimizer)
+        np.testing.assert_allclose(run(mirrored(2), optimizer), expected, 1e-6)
+
+
+def test_an_accumulator_belongs_to_the_strategy_of_its_scope():
+    strategy = mirrored(2)
+    variable = keras.Variable([0.5])
+    outside = GradientAccumulator(keras.optimizers.SGD(), [variable])
+    match = "call `accumulate` in what `strategy.run\\(\\)` runs. Received: "
+    with pytest.raises(ValueError, match=match):
+        strategy.run(lambda: outside.accumulate([tf.ones(1)]))
+    with strategy.scope():
+        variable = keras.Variable([0.5])
+        inside = GradientAccumulator(keras.optimizers.SGD(), [variable])
+        with pytest.raises(ValueError, match=match):
+            inside.accumulate([tf.ones(1)])
+    with pytest.raises(ValueError, match=match):
+        inside.accumulate([tf.ones(1)])
+    assert inside.pending_steps == 0
+    with pytest.raises(ValueError, match=r"`strategy.scope\(\)`, before"):
+        strategy.run(
+            lambda: GradientAccumulator(keras.optimizers.SGD(), [variable])
+        )
