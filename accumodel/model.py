@@ -61,6 +61,8 @@ class AccumulatingModel(keras.Model):
     """
 
     jit_compile: bool  # a property of Keras's trainer
+    train_function: Callable | None
+    test_function: Callable | None
     # Keras's loaders ask for these before `compile`, so the class has them.
     _accum_steps = 1
     _remainder = "apply"
@@ -388,7 +390,11 @@ class AccumulatingModel(keras.Model):
                 "The model does not have any trainable weights.", stacklevel=2
             )
         elif self._accumulates:
-            self._built_accumulator().accumulate(gradients, weight)
+            # Only the first micro-batch may build the variables of the model.
+            if self._accumulator is None:
+                across_replicas(self._build_accumulator)
+            assert self._accumulator is not None
+            self._accumulator.accumulate(gradients, weight)
         else:
             variables = self.trainable_variables
             gradients = check_gradients(gradients, variables)
@@ -523,12 +529,6 @@ class AccumulatingModel(keras.Model):
         if not self.optimizer.built and self.trainable_variables:
             with tf.init_scope():
                 self.optimizer.build(self.trainable_variables)
-
-    def _built_accumulator(self) -> GradientAccumulator:
-        # Only the first micro-batch may build the variables of the model.
-        if self._accumulator is None:
-            across_replicas(self._build_accumulator)
-        return self._accumulator
 
     def _build_accumulator(self):
         jit_compile: bool | typing.Literal["auto"] = "auto"

@@ -111,6 +111,20 @@ def test_benchmarks_run_and_write_figures_and_picture(command, tmp_path):
     assert paths[1].stat().st_size > 10_000
 
 
+def test_the_benchmark_of_workers_counts_one_reduction_in_a_cycle(tmp_path):
+    path = tmp_path / "figures.json"
+    arguments = f"--models embedding --steps 2 --rounds=1 --json={path}"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.distributed", *arguments.split()],
+        cwd=ROOT,
+        timeout=300,
+        check=True,
+    )
+    (row,) = json.loads(path.read_text())
+    assert row["one a cycle"]["reductions"] == 0.5
+    assert row["one a micro-batch"]["reductions"] == 1.5
+
+
 def test_the_comparison_with_keras_finds_accumodel_exact(tmp_path):
     path = tmp_path / "figures.json"
     subprocess.run(

@@ -1,0 +1,114 @@
+"""One worker of a `MultiWorkerMirroredStrategy`, as a user would write it.
+
+Started by `test_workers.py`, which sets `TF_CONFIG`:
+`python worker.py FOLDER ACCUM_STEPS [EPOCH_OF_DEATH]`.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import accumodel
+
+FEATURES = 6
+CLASSES = 3
+EFFECTIVE_BATCH = 32
+EPOCHS = 3
+
+
+def make_data():
+    """101 samples: the last cycle is short, and its end is one sample."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(101, FEATURES)).astype("float32")
+    return x, rng.integers(CLASSES, size=101)
+
+
+def make_and_compile(model_class, **kwargs):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Dense(8, activation="tanh")(inputs)
+    outputs = keras.layers.Dense(CLASSES, activation="softmax")(x)
+    model = model_class(inputs, outputs)
+    model.compile(
+        keras.optimizers.AdamW(0.01, global_clipnorm=0.1),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        **kwargs,
+    )
+    return model
+
+
+def fit_and_report(model, batch_size, callbacks=()):
+    x, y = make_data()
+    history = model.fit(
+        x,
+        y,
+        batch_size=batch_size,
+        epochs=EPOCHS,
+        shuffle=False,
+        validation_data=(x[:33], y[:33]),
+        callbacks=list(callbacks),
+        verbose=0,
+    )
+    return {
+        "history": history.history,
+        "evaluate": model.evaluate(x, y, batch_size=10, verbose=0),
+        "predict": model.predict(x, batch_size=10, verbose=0).tolist(),
+        "weights": [weight.tolist() for weight in model.get_weights()],
+    }
+
+
+class Dies(keras.callbacks.Callback):
+    """Is as sudden as a machine that loses its power."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self._of_death = epoch
+        self._epoch = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._epoch == self._of_death and batch == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SavesAlone(keras.callbacks.Callback):
+    """The chief saves at the end of an epoch; no other worker takes part."""
+
+    def __init__(self, path):
+        super().__init__()
+        self._path = path
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.save_weights(self._path)
+
+
+def main(folder, accum_steps, epoch_of_death=None):
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    folder = pathlib.Path(folder)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = make_and_compile(
+            accumodel.AccumulatingModel, accum_steps=int(accum_steps)
+        )
+    callbacks = [keras.callbacks.BackupAndRestore(folder / f"backup{rank}")]
+    if rank == 0:
+        callbacks.append(SavesAlone(folder / "chief.weights.h5"))
+    elif epoch_of_death is not None:
+        callbacks.append(Dies(int(epoch_of_death)))
+    report = fit_and_report(
+        model, EFFECTIVE_BATCH // int(accum_steps), callbacks
+    )
+    (folder / f"report{rank}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
