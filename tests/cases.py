@@ -366,8 +366,10 @@ def as_dataset(arrays, sizes):
         lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype),
         arrays,
     )
+    # Copies: TensorFlow 2.16 computes in place in what a generator gives.
     dataset = tf.data.Dataset.from_generator(
-        lambda: iter(batches), output_signature=signature
+        lambda: (keras.tree.map_structure(np.copy, part) for part in batches),
+        output_signature=signature,
     )
     return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
