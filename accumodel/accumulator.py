@@ -1,11 +1,13 @@
 """Sum the gradients of a cycle, then let the optimizer apply them once."""
 
 import numbers
+import operator
 import typing
 import warnings
 from collections.abc import Iterable
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from accumodel.distribution import across_replicas
@@ -18,6 +20,8 @@ from accumodel.distribution import scope_of
 from accumodel.distribution import sum_over_replicas
 from accumodel.distribution import without_empty
 from accumodel.distribution import without_own_reduction
+from accumodel.state import check
+from accumodel.state import seal
 
 # Parameters from which on compiling the update pays. For each million it saves
 # 2 ms an update; it costs a second or two, and 120 MB that XLA itself takes.
@@ -110,6 +114,8 @@ class GradientAccumulator:
             self._skipped = _make_counter("skipped_steps")
             self._accum_steps = _make_counter("accum_steps")
             self._accum_steps.assign(accum_steps)
+        # Pending micro-batches that came from a file, which `fit` goes on with.
+        self.restored_steps = 0
         self._jit_compile = jit_compile
         self._run_update: typing.Callable | None = None
 
@@ -182,6 +188,38 @@ class GradientAccumulator:
         self._total.assign(0.0)
         self._count.assign(0)
 
+    def read_cycle(self, trainable):
+        """Returns the cycle as arrays, see `state`; none if none has begun."""
+        if not self.pending_steps:
+            return {}
+        with scope_of(self._strategy):
+            return seal(
+                {
+                    "pending_steps": np.int64(self.pending_steps),
+                    "total_weight": np.asarray(tf.identity(self._total)),
+                    "trainable": trainable,
+                    **{
+                        f"sum_{i}": np.asarray(tf.identity(accumulator))
+                        for i, accumulator in enumerate(self._sums)
+                        if self._has_gradient[i]
+                    },
+                }
+            )
+
+    def write_cycle(self, cycle, trainable):
+        """Replaces the cycle by one that `read_cycle` returned, or raises."""
+        check(cycle, trainable, self._sums)
+        self.restored_steps = int(cycle["pending_steps"])
+        sums = [cycle.get(f"sum_{i}") for i in range(len(self._sums))]
+        self._expect_gradients([value is not None for value in sums])
+        with scope_of(self._strategy):
+            for accumulator, value in zip(self._sums, sums, strict=True):
+                accumulator.assign(
+                    tf.zeros_like(accumulator) if value is None else value
+                )
+            self._total.assign(cycle["total_weight"])
+            self._count.assign(cycle["pending_steps"])
+
     # What follows runs once for all replicas.
 
     def _accumulate_unless(self, bad, gradients, weight):
@@ -192,19 +230,7 @@ class GradientAccumulator:
         )
 
     def _accumulate(self, gradients, weight):
-        has_gradient = [
-            before or gradient is not None
-            for before, gradient in zip(
-                self._has_gradient, gradients, strict=True
-            )
-        ]
-        if has_gradient != self._has_gradient:
-            self._has_gradient = has_gradient
-            self._run_update = self._choose_update()
-            self._end_cycle = self._apply
-            if self._strategy is not None:
-                # Eager reductions are slow, and TensorFlow warns of them.
-                self._end_cycle = tf.function(self._apply, autograph=False)
+        self._expect_gradients([each is not None for each in gradients])
         done = tf.cond(
             self._count > 0,
             lambda: on_each_replica(self._add, _add, gradients, weight),
@@ -215,6 +241,17 @@ class GradientAccumulator:
         tf.cond(
             self._count >= self._accum_steps, self._run_update, lambda: None
         )
+
+    def _expect_gradients(self, present):
+        has_gradient = list(map(operator.or_, self._has_gradient, present))
+        if has_gradient == self._has_gradient:
+            return
+        self._has_gradient = has_gradient
+        self._run_update = self._choose_update()
+        self._end_cycle = self._apply
+        if self._strategy is not None:
+            # Eager reductions are slow, and TensorFlow warns of them.
+            self._end_cycle = tf.function(self._apply, autograph=False)
 
     def _apply(self):
         tf.cond(self._count > 0, self._run_update, lambda: None)

@@ -81,11 +81,14 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._warn_of_few_samples_to_normalize()
-        # What an interrupted `fit` or `train_on_batch` has left.
-        if self.model._remainder != "carry":
-            self.model.reset_accumulated_gradients()
+        self._forget_what_an_interruption_left()
         self._updates = None
         self._warned = False
+
+    def _forget_what_an_interruption_left(self):
+        if self.model._remainder == "carry" or self.model._cycle_is_restored():
+            return
+        self.model.reset_accumulated_gradients()
 
     def on_epoch_begin(self, epoch, logs=None):
         if self.model.accum_steps > 1:

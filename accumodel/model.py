@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 # Private: what `keras.Model(inputs, outputs)` makes has no public name.
@@ -22,7 +23,11 @@ from accumodel.distribution import can_compile
 from accumodel.distribution import check_strategy
 from accumodel.distribution import first_batch
 from accumodel.distribution import loss_of_batch
+from accumodel.distribution import scope_of
 from accumodel.distribution import with_local_logs
+from accumodel.state import CheckpointedCycle
+from accumodel.state import from_store
+from accumodel.state import to_store
 from accumodel.weighting import LossDivisors
 from accumodel.weighting import count_samples
 
@@ -187,8 +192,10 @@ class AccumulatingModel(keras.Model):
         self._accum_steps = accum_steps
         self._remainder = remainder
         self._skip_nonfinite = skip_nonfinite
-        self._accumulates = accum_steps > 1 or skip_nonfinite
+        self._accumulates = False
         self._accumulator = None
+        if accum_steps > 1 or skip_nonfinite:
+            self._begin_to_accumulate()
         # Keras keeps the loss of an earlier `compile` where there is no new.
         if not self._loss_divisors.watches(self._compile_loss):
             self._loss_divisors = LossDivisors(
@@ -219,9 +226,7 @@ class AccumulatingModel(keras.Model):
         if self._accumulator is not None:
             self._accumulator.accum_steps = value
         if begins:
-            self._accumulates = True
-            if self.train_function is not None:
-                self.make_train_function(force=True)
+            self._begin_to_accumulate()
 
     @property
     def pending_steps(self) -> int:
@@ -498,6 +503,45 @@ class AccumulatingModel(keras.Model):
             iterator, data_batch = None, first_batch(iterator, strategy)
         super()._maybe_symbolic_build(iterator, data_batch)
 
+    def load_weights(
+        self, filepath: typing.Any, skip_mismatch: bool = False, **kwargs
+    ) -> None:
+        """Loads as `keras.Model.load_weights`, and a cycle that had begun.
+
+        If it fails, the weights, the optimizer and the cycle are as before.
+
+        Args:
+            filepath: Path of a `.weights.h5`, `.weights.json` or `.keras` file.
+            skip_mismatch: Bool. Warn of what does not fit in place of raising.
+                Defaults to `False`.
+            **kwargs: Keyword arguments of `keras.Model.load_weights`.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it is of another model.
+        """
+        variables = [*self.variables]
+        if self.compiled and self.optimizer is not None:
+            variables += self.optimizer.variables
+        values = [keras.ops.convert_to_numpy(each) for each in variables]
+        cycle = self._read_cycle()
+        try:
+            super().load_weights(filepath, skip_mismatch, **kwargs)
+        except BaseException:
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+            self._write_cycle(cycle)
+            raise
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        to_store(self._read_cycle(), store)
+
+    def load_own_variables(self, store):
+        cycle, store = from_store(store)
+        super().load_own_variables(store)
+        self._write_cycle(cycle)
+
     def get_compile_config(self):
         config = super().get_compile_config()
         if config:
@@ -514,6 +558,43 @@ class AccumulatingModel(keras.Model):
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.optimizer is not None and self.built:
             self.optimizer.build(self.trainable_variables)
+
+    def _begin_to_accumulate(self):
+        self._accumulates = True
+        self._checkpointed_cycle = CheckpointedCycle(
+            self._read_cycle, self._write_cycle
+        )
+        if self.train_function is not None:
+            self.make_train_function(force=True)
+
+    def _read_cycle(self):
+        if self._accumulator is None:
+            return {}
+        return self._accumulator.read_cycle(self._trainable_indices())
+
+    def _write_cycle(self, cycle):
+        if not self.compiled:
+            return  # loaded for inference
+        self.reset_accumulated_gradients()
+        if not cycle:
+            return
+        if not self._accumulates:
+            self._begin_to_accumulate()
+        if self._accumulator is None:
+            with scope_of(self.distribute_strategy):
+                self._build_accumulator()
+        assert self._accumulator is not None
+        self._accumulator.write_cycle(cycle, self._trainable_indices())
+
+    def _cycle_is_restored(self):
+        """Whether what is pending came from a file, and has not moved since."""
+        if self._accumulator is None:
+            return False
+        return self._accumulator.restored_steps == self.pending_steps
+
+    def _trainable_indices(self):
+        trainable = set(map(id, self.trainable_variables))
+        return np.flatnonzero([id(each) in trainable for each in self.weights])
 
     def _compiled_gradients(self, data):
         return (self._gradient_function or self.compute_gradients)(data)

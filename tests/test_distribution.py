@@ -200,8 +200,13 @@ class OwnLoss(AccumulatingModel):
 
 
 def test_a_compute_loss_of_ones_own_is_divided_by_the_replicas_as_in_keras():
-    # On a replica without tokens this loss is not a number.
-    case = Case(make=lambda cls: OwnLoss(), data=tokens, sizes=[[8] * 4])
+    def data(samples, rng):
+        x, y = tokens(samples, rng)
+        x[:4] = 0  # all that the first replica gets at first
+        return x, y
+
+    # Without tokens this loss, and its gradient, is not a number.
+    case = Case(make=lambda cls: OwnLoss(), data=data, sizes=[[8] * 4])
     _, micro = datasets(case)
     reference, _ = train(case, None, micro, accum_steps=4)
     model, _ = train(case, None, micro, mirrored(2), accum_steps=4)
@@ -212,9 +217,9 @@ def test_a_compute_loss_of_ones_own_is_divided_by_the_replicas_as_in_keras():
 
 
 def with_a_bad_sample(samples, rng):
-    """One sample is NaN: of the second micro-batch, on the first replica."""
+    """One sample is NaN: of the second micro-batch, on the second replica."""
     x, y = classes(samples, rng)
-    x[9] = np.nan
+    x[10] = np.nan
     return x, y
 
 

@@ -1,0 +1,129 @@
+"""The cycle that has begun, as files hold it.
+
+Between cycles there is nothing to save. In mid-cycle a file holds, beside the
+weights, a dict of arrays with these names:
+
+| name            | holds                                                      |
+|-----------------|------------------------------------------------------------|
+| `pending_steps` | int64, the micro-batches accumulated                       |
+| `total_weight`  | float64, what the sums are to be divided by                |
+| `trainable`     | int64s, which of the model's weights the sums are for      |
+| `sum_3`         | the sum for the fourth of them; none for one that had no   |
+|                 | gradient                                                   |
+| `checksum`      | int64, CRC-32 of all of the above                          |
+"""
+
+import io
+import zlib
+
+import numpy as np
+import tensorflow as tf
+
+# Of the names in a `.weights.h5` file, where a model's own variables are "0",
+# "1", ...: a `keras.Model` refuses names beside these.
+_PREFIX = "accumulated_"
+
+
+class CheckpointedCycle(tf.train.experimental.PythonState):
+    """By which a `tf.train.Checkpoint` of a model saves its cycle.
+
+    Args:
+        read: Function that returns the cycle, see `seal`.
+        write: Function that takes what `read` returned.
+    """
+
+    def __init__(self, read, write):
+        self._read = read
+        self._write = write
+
+    def serialize(self):
+        buffer = io.BytesIO()
+        np.savez(buffer, **self._read())
+        return buffer.getvalue()
+
+    def deserialize(self, string_value):
+        with np.load(io.BytesIO(string_value)) as arrays:
+            self._write(dict(arrays))
+
+
+def seal(cycle):
+    """Returns a cycle with its checksum."""
+    return {**cycle, "checksum": np.int64(_checksum(cycle))}
+
+
+def check(cycle, trainable, sums):
+    """Raises unless a cycle is whole and belongs to these variables.
+
+    Args:
+        cycle: Dict of arrays, as `seal` returned it.
+        trainable: Int array, which of the model's weights are trainable.
+        sums: List of the variables that the sums are for.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    rest = {name: value for name, value in cycle.items() if name != "checksum"}
+    if cycle.get("checksum") != _checksum(rest):
+        _refuse("is damaged: its checksum does not fit", sorted(cycle))
+    if not np.array_equal(rest["trainable"], trainable):
+        _refuse(
+            "is of other trainable variables. Freeze the layers that were "
+            "frozen when it was saved, and compile",
+            f"weights {rest['trainable'].tolist()}, where this model trains "
+            f"{trainable.tolist()}",
+        )
+    if rest["pending_steps"] < 1 or not np.isfinite(rest["total_weight"]):
+        _refuse(
+            "makes no sense",
+            f"pending_steps={rest['pending_steps']}, "
+            f"total_weight={rest['total_weight']}",
+        )
+    for i, variable in enumerate(sums):
+        value = rest.get(f"sum_{i}")
+        if value is None:
+            continue
+        if value.shape != variable.shape or value.dtype != variable.dtype:
+            _refuse(
+                "is of another model",
+                f"a sum of shape {value.shape} and dtype {value.dtype} for "
+                f"shape {tuple(variable.shape)} and dtype "
+                f"{variable.dtype.name}",
+            )
+        if not np.isfinite(value).all():
+            _refuse(
+                "holds sums that are not finite. Load a file that was saved "
+                "before, or compile with `skip_nonfinite=True`",
+                f"sum_{i} with NaN or infinity",
+            )
+
+
+def to_store(cycle, store):
+    """Adds a cycle to the dict in which Keras saves a model's variables."""
+    for name, value in cycle.items():
+        store[_PREFIX + name] = value
+
+
+def from_store(store):
+    """Returns the cycle in such a dict, and the dict without it."""
+    cycle, rest = {}, {}
+    for name in store.keys():  # noqa: SIM118, no dict but like one
+        if name.startswith(_PREFIX):
+            cycle[name.removeprefix(_PREFIX)] = np.array(store[name])
+        else:
+            rest[name] = store[name]
+    return cycle, rest
+
+
+def _checksum(cycle):
+    checksum = 0
+    for name in sorted(cycle):
+        checksum = zlib.crc32(name.encode(), checksum)
+        value = np.ascontiguousarray(cycle[name])
+        checksum = zlib.crc32(value.tobytes(), checksum)
+    return checksum
+
+
+def _refuse(what, received):
+    raise ValueError(
+        f"The cycle that has begun in this file {what}. Received: {received}"
+    )

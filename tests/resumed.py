@@ -1,0 +1,85 @@
+"""A training script that may be killed at any time, and started again.
+
+It saves after each micro-batch, in one atomic step, and begins where the newest
+file says. `test_state.py` runs it in processes of its own.
+"""
+
+import os
+import pathlib
+
+import keras
+import numpy as np
+
+import accumodel
+
+ACCUM_STEPS = 5
+EPOCHS = 3
+STEPS = EPOCHS * 13  # 13 micro-batches: two cycles, and a remainder of three
+
+
+def make_data():
+    rng = np.random.default_rng(0)
+    return rng.random((100, 20), "float32"), rng.integers(3, size=100)
+
+
+def make_model(model_class=accumodel.AccumulatingModel, **kwargs):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((20,))
+    x = keras.layers.Dense(16, activation="tanh")(inputs)
+    outputs = keras.layers.Dense(3, activation="softmax")(x)
+    model = model_class(inputs, outputs)
+    if model_class is accumodel.AccumulatingModel:
+        kwargs.setdefault("accum_steps", ACCUM_STEPS)
+    model.compile("adam", "sparse_categorical_crossentropy", **kwargs)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def train(model, begin, end):
+    """Trains on the micro-batches of these numbers; yields after each."""
+    x, y = make_data()
+    for step in range(begin, end):
+        part = slice(8 * (step % 13), 8 * (step % 13) + 8)
+        model.train_on_batch(x[part], y[part])
+        if step % 13 == 12:
+            model.apply_accumulated_gradients()
+        yield step + 1
+
+
+def main(folder):
+    folder = pathlib.Path(folder)
+    model = make_model()
+    begin = 0
+    saved = sorted(folder.glob("step*.weights.h5"))
+    if saved:
+        model.load_weights(saved[-1])
+        begin = int(saved[-1].name[4:8])
+    for step in train(model, begin, STEPS):
+        model.save_weights(folder / "new.weights.h5")
+        os.replace(
+            folder / "new.weights.h5", folder / f"step{step:04}.weights.h5"
+        )
+    np.savez(folder / "final.npz", *model.get_weights())
+
+
+def go_on(folder, steps):
+    """Ends the training from each file in `folder`, and saves the weights."""
+    import tensorflow as tf
+
+    for step in steps:
+        for name in ("plain.weights.h5", "sharded.weights.json", "whole.keras"):
+            model = make_model()
+            model.load_weights(folder / f"{step}-{name}")
+            finish(model, step, folder / f"{step}-{name}.npz")
+        model = keras.models.load_model(folder / f"{step}-whole.keras")
+        finish(model, step, folder / f"{step}-loaded.npz")
+        model = make_model()
+        checkpoint = tf.train.Checkpoint(model=model)
+        checkpoint.read(folder / f"{step}-checkpoint").assert_consumed()
+        finish(model, step, folder / f"{step}-checkpoint.npz")
+
+
+def finish(model, begin, path):
+    for _ in train(model, begin, 2 * 13):
+        pass
+    np.savez(path, *model.get_weights())

@@ -1,0 +1,488 @@
+"""Nothing is lost: saved, loaded, interrupted, resumed."""
+
+import copy
+import functools
+import multiprocessing
+import pickle
+import random
+import time
+import zipfile
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import resumed
+import tensorflow as tf
+from conftest import distance
+from conftest import make_functional
+from conftest import make_sequential
+
+from accumodel import AccumulatingModel
+from accumodel import state
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Starts processes that have imported everything already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["accumodel"])
+    return context
+
+
+def run(processes, function, *arguments):
+    process = processes.Process(target=function, args=arguments)
+    process.start()
+    process.join(240)
+    alive = process.is_alive()
+    process.kill()
+    process.join()
+    assert not alive
+    assert process.exitcode == 0
+
+
+def weights_in(path):
+    with np.load(path) as arrays:
+        return list(arrays.values())
+
+
+def in_mid_cycle(steps=8, **kwargs):
+    """A model with three micro-batches pending, after one update."""
+    model = resumed.make_model(**kwargs)
+    for _ in resumed.train(model, 0, steps):
+        pass
+    return model
+
+
+# -- between cycles ----------------------------------------------------------
+
+
+def plain():
+    return resumed.make_model(keras.Model)
+
+
+def plain_after_a_step():
+    model = plain()
+    model.train_on_batch(*resumed.make_data())
+    return model
+
+
+def save(model, path):
+    if path.suffix == ".keras":
+        model.save(path)
+    else:
+        model.save_weights(path)
+
+
+@pytest.mark.parametrize("name", ["file.weights.h5", "file.keras"])
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        (functools.partial(in_mid_cycle, 10), plain),
+        (functools.partial(in_mid_cycle, 13), plain),
+        (functools.partial(in_mid_cycle, 7, accum_steps=1), plain),
+        (plain_after_a_step, resumed.make_model),
+        (
+            plain_after_a_step,
+            functools.partial(resumed.make_model, accum_steps=1),
+        ),
+        (functools.partial(in_mid_cycle, 10), resumed.make_model),
+    ],
+)
+def test_between_cycles_files_are_those_of_keras(write, read, name, tmp_path):
+    written = write()
+    save(written, tmp_path / name)
+    model = read()
+    model.load_weights(tmp_path / name)
+    variables = [*model.variables, *model.optimizer.variables]
+    expected = [*written.variables, *written.optimizer.variables]
+    for actual, desired in zip(variables, expected, strict=True):
+        np.testing.assert_array_equal(actual, desired)
+
+
+def test_a_file_of_a_cycles_end_clears_what_was_pending(tmp_path):
+    in_mid_cycle(10).save_weights(tmp_path / "end.weights.h5")
+    tf.train.Checkpoint(model=in_mid_cycle(10)).write(tmp_path / "checkpoint")
+    model = in_mid_cycle()
+    model.load_weights(tmp_path / "end.weights.h5")
+    assert model.pending_steps == 0
+    model = in_mid_cycle()
+    tf.train.Checkpoint(model=model).read(tmp_path / "checkpoint")
+    assert model.pending_steps == 0
+
+
+# -- in mid-cycle --------------------------------------------------------------
+
+
+def test_each_micro_batch_goes_on_bit_for_bit_in_a_new_process(
+    processes, tmp_path
+):
+    model = resumed.make_model()
+    for step in resumed.train(model, 0, 2 * 13):
+        if 5 <= step <= 9:  # a whole cycle, of 0 to 4 pending
+            assert model.pending_steps == step - 5
+            save(model, tmp_path / f"{step}-plain.weights.h5")
+            save(model, tmp_path / f"{step}-whole.keras")
+            model.save_weights(
+                tmp_path / f"{step}-sharded.weights.json", max_shard_size=4e-6
+            )
+            checkpoint = tf.train.Checkpoint(model=model)
+            checkpoint.write(tmp_path / f"{step}-checkpoint")
+    run(processes, resumed.go_on, tmp_path, range(5, 10))
+    results = sorted(tmp_path.glob("*.npz"))
+    assert len(results) == 5 * 5
+    for path in results:
+        for weight, expected in zip(
+            weights_in(path), model.get_weights(), strict=True
+        ):
+            np.testing.assert_array_equal(weight, expected)
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2, 3])
+def test_with_fewer_steps_the_next_micro_batch_ends_the_cycle(
+    accum_steps, tmp_path
+):
+    in_mid_cycle().save_weights(tmp_path / "mid.weights.h5")
+    model = resumed.make_model(accum_steps=accum_steps)
+    model.train_on_batch(*resumed.make_data())  # traced before it is loaded
+    model.load_weights(tmp_path / "mid.weights.h5")
+    assert (model.pending_steps, model.accum_steps) == (3, accum_steps)
+    expected = resumed.make_model(accum_steps=4)
+    expected.load_weights(tmp_path / "mid.weights.h5")
+    for each in (model, expected):
+        for _ in resumed.train(each, 8, 9):
+            pass
+        assert each.pending_steps == 0
+    assert distance(model, expected) == 0
+
+
+def test_for_inference_a_file_holds_weights_and_nothing_else(tmp_path):
+    written = in_mid_cycle()
+    written.save(tmp_path / "mid.keras")
+    model = keras.models.load_model(tmp_path / "mid.keras", compile=False)
+    assert model.pending_steps == 0
+    assert not model.compiled
+    assert distance(model, written) == 0
+
+
+def test_plain_keras_refuses_a_file_of_mid_cycle(tmp_path):
+    in_mid_cycle().save_weights(tmp_path / "mid.weights.h5")
+    with pytest.raises(ValueError, match="expected 0 variables, but received"):
+        plain().load_weights(tmp_path / "mid.weights.h5")
+
+
+def test_fit_goes_on_with_a_cycle_from_a_file_and_with_no_other(tmp_path):
+    in_mid_cycle().save_weights(tmp_path / "mid.weights.h5")
+    x, y = resumed.make_data()
+    model = resumed.make_model()
+    model.load_weights(tmp_path / "mid.weights.h5")
+    before = int(model.optimizer.iterations)
+    # Three are pending: two more end the cycle.
+    with pytest.warns(UserWarning, match="only 2 micro-batches"):
+        model.fit(x[:16], y[:16], batch_size=8, verbose=0)
+    assert int(model.optimizer.iterations) == before + 1
+    for _ in resumed.train(model, 8, 11):
+        pass
+    assert model.pending_steps == 3
+    with pytest.warns(UserWarning, match="only 2 micro-batches"):
+        model.fit(x[:16], y[:16], batch_size=8, verbose=0)
+    assert int(model.optimizer.iterations) == before + 2
+
+
+@pytest.mark.parametrize("make", [make_functional, make_sequential])
+def test_copies_have_the_cycle_too(make):
+    x, y = resumed.make_data()
+    model = make(AccumulatingModel)
+    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=3)
+    model.train_on_batch(x, y)
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(duplicate) is type(model)
+        assert duplicate.pending_steps == 1
+        assert distance(duplicate, model) == 0
+    clone = keras.models.clone_model(model)
+    assert type(clone) is type(model)
+    assert clone.pending_steps == 0
+    assert clone.accum_steps == 3  # compiled again, as by Keras
+
+
+def test_an_export_holds_no_accumulators(tmp_path):
+    model = in_mid_cycle()
+    model.export(tmp_path, verbose=False)
+    exported = tf.saved_model.load(tmp_path)
+    x, _ = resumed.make_data()
+    np.testing.assert_allclose(exported.serve(x), model(x), rtol=1e-6)
+    assert len(exported.variables) == len(model.weights)
+
+
+# -- interruptions -------------------------------------------------------------
+
+
+class Interrupts(keras.callbacks.Callback):
+    def __init__(self, error):
+        super().__init__()
+        self._error = error
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._epoch == 1 and batch == 6:
+            raise self._error
+
+
+class Fails(keras.layers.Layer):
+    """Raises in the step itself, in the second epoch."""
+
+    calls = 0
+
+    def call(self, inputs):
+        def fail(values):
+            Fails.calls += 1
+            if Fails.calls == 20:
+                raise RuntimeError("in a layer")
+            return values
+
+        outputs = tf.numpy_function(fail, [inputs], inputs.dtype)
+        return inputs + 0.0 * tf.reduce_sum(
+            tf.ensure_shape(tf.stop_gradient(outputs), inputs.shape)
+        )
+
+
+@pytest.mark.parametrize("remainder", ["apply", "carry"])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RuntimeError("in a callback")], ids=repr
+)
+def test_a_restarted_fit_ends_as_an_uninterrupted_one(
+    error, remainder, tmp_path
+):
+    x, y = resumed.make_data()
+
+    def fit(callbacks):
+        model = resumed.make_model(remainder=remainder)
+        backup = keras.callbacks.BackupAndRestore(tmp_path)
+        model.fit(
+            x,
+            y,
+            batch_size=8,
+            epochs=3,
+            shuffle=False,
+            callbacks=[backup, *callbacks],
+            verbose=0,
+        )
+        return model
+
+    expected = fit([])
+    with pytest.raises(type(error)):
+        fit([Interrupts(error)])
+    assert distance(fit([]), expected) < 1e-6
+
+
+@pytest.mark.parametrize("where", ["data", "layer"])
+def test_a_failure_in_a_step_leaves_weights_and_cycle_as_they_were(where):
+    x, y = resumed.make_data()
+    inputs = keras.Input((20,))
+    hidden = keras.layers.Dense(16)(inputs)
+    if where == "layer":
+        hidden = Fails()(hidden)
+        Fails.calls = 17  # two micro-batches from the failure
+    model = AccumulatingModel(
+        inputs, keras.layers.Dense(3, activation="softmax")(hidden)
+    )
+    model.compile("adam", "sparse_categorical_crossentropy", accum_steps=5)
+
+    def batches():
+        for i in range(5):
+            if where == "data" and i == 2:
+                raise RuntimeError("in the data")
+            yield x[8 * i : 8 * i + 8], y[8 * i : 8 * i + 8]
+
+    weights = model.get_weights()
+    with pytest.raises(Exception, match=f"in (the |a ){where}"):
+        model.fit(batches(), shuffle=False, verbose=0)
+    assert model.pending_steps == 2
+    assert int(model.optimizer.iterations) == 0
+    for before, after in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_a_killed_training_ends_as_one_that_was_not(processes, tmp_path):
+    expected = resumed.make_model()
+    for _ in resumed.train(expected, 0, resumed.STEPS):
+        pass
+    moments = random.Random(0)
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        process = processes.Process(target=resumed.main, args=(folder,))
+        process.start()
+        begun = folder / f"step{moments.randrange(1, 30):04}.weights.h5"
+        deadline = time.monotonic() + 120
+        while not begun.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0.0, 0.05))
+        process.kill()
+        process.join()
+        assert process.exitcode == -9
+        assert not (folder / "final.npz").exists()
+        run(processes, resumed.main, folder)
+        for weight, desired in zip(
+            weights_in(folder / "final.npz"),
+            expected.get_weights(),
+            strict=True,
+        ):
+            np.testing.assert_allclose(weight, desired, rtol=0, atol=1e-6)
+
+
+# -- bad files -----------------------------------------------------------------
+
+PREFIX = "vars/accumulated_"
+
+
+def cut(fraction):
+    def damage(path):
+        data = path.read_bytes()
+        path.write_bytes(data[: int(fraction * len(data))])
+
+    return damage
+
+
+def flip(position):
+    def damage(path):
+        data = bytearray(path.read_bytes())
+        data[position] ^= 0xFF
+        path.write_bytes(data)
+
+    return damage
+
+
+def edit(change, seal=False):
+    """Damages the cycle in the file; its checksum fits again if `seal`."""
+
+    def damage(path):
+        with h5py.File(path, "r+") as file:
+            names = [n for n in file["vars"] if n.startswith("accumulated_")]
+            cycle = {
+                name.removeprefix("accumulated_"): file["vars"][name][()]
+                for name in names
+            }
+            change(cycle)
+            if seal:
+                cycle.pop("checksum")
+                cycle = state.seal(cycle)
+            for name in names:
+                del file["vars"][name]
+            state.to_store(cycle, file["vars"])
+
+    return damage
+
+
+def set_first(name, value):
+    def change(cycle):
+        array = np.array(cycle[name])
+        array.flat[0] = value
+        cycle[name] = array
+
+    return change
+
+
+def other_model(units=16, layers=1, frozen=None):
+    def replace(path):
+        inputs = x = keras.Input((20,))
+        for _ in range(layers):
+            x = keras.layers.Dense(units, activation="tanh")(x)
+        model = AccumulatingModel(
+            inputs, keras.layers.Dense(3, activation="softmax")(x)
+        )
+        if frozen is not None:
+            model.layers[frozen].trainable = False
+        model.compile("adam", "sparse_categorical_crossentropy", accum_steps=5)
+        for _ in resumed.train(model, 0, 8):
+            pass
+        model.save_weights(path)
+
+    return replace
+
+
+BAD_FILES = {
+    "missing": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "a text": lambda path: path.write_text("weights\n" * 1000),
+    "cut at a tenth": cut(0.1),
+    "cut in half": cut(0.5),
+    "cut at the end": cut(0.99),
+    "signature flipped": flip(0),
+    "superblock flipped": flip(9),
+    "root group flipped": flip(96),
+    "sum flipped": edit(set_first("sum_0", 7.0)),
+    "total flipped": edit(set_first("total_weight", 7.0)),
+    "count flipped": edit(set_first("pending_steps", 4)),
+    "no checksum": edit(lambda cycle: cycle.pop("checksum")),
+    "a sum is missing": edit(lambda cycle: cycle.pop("sum_2")),
+    "the count is missing": edit(lambda cycle: cycle.pop("pending_steps")),
+    "NaN in a sum": edit(set_first("sum_1", np.nan), seal=True),
+    "infinite total": edit(set_first("total_weight", np.inf), seal=True),
+    "count of zero": edit(set_first("pending_steps", 0), seal=True),
+    "sums of another dtype": edit(
+        lambda cycle: cycle.update(sum_0=cycle["sum_0"].astype("float64")),
+        seal=True,
+    ),
+    "more layers": other_model(layers=2),
+    "wider layers": other_model(units=17),
+    "another layer frozen": other_model(frozen=1),
+}
+
+
+@pytest.mark.parametrize("damage", BAD_FILES.values(), ids=BAD_FILES)
+@pytest.mark.filterwarnings("ignore:Skipping ")  # Keras's own
+def test_a_bad_file_is_refused_and_changes_nothing(damage, tmp_path):
+    path = tmp_path / "mid.weights.h5"
+    model = in_mid_cycle(9)
+    in_mid_cycle().save_weights(path)
+    damage(path)
+    variables = [*model.variables, *model.optimizer.variables]
+    before = [keras.ops.convert_to_numpy(each) for each in variables]
+    cycle = model._read_cycle()
+    with pytest.raises((OSError, ValueError, KeyError, RuntimeError)) as error:
+        model.load_weights(path)
+    assert len(str(error.value)) > 10
+    for variable, value in zip(variables, before, strict=True):
+        np.testing.assert_array_equal(variable, value)
+    assert model.pending_steps == 4
+    assert model._read_cycle().keys() == cycle.keys()
+    for name, value in model._read_cycle().items():
+        np.testing.assert_array_equal(value, cycle[name])
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (BAD_FILES["sum flipped"], "is damaged: its checksum"),
+        (BAD_FILES["NaN in a sum"], "not finite.* Received: sum_1"),
+        (BAD_FILES["another layer frozen"], "of other trainable variables"),
+        (BAD_FILES["sums of another dtype"], "of another model"),
+    ],
+)
+def test_what_is_wrong_with_a_cycle_is_said(damage, match, tmp_path):
+    path = tmp_path / "mid.weights.h5"
+    in_mid_cycle().save_weights(path)
+    damage(path)
+    with pytest.raises(ValueError, match=match):
+        resumed.make_model().load_weights(path)
+
+
+def test_a_keras_file_whose_cycle_is_damaged_is_refused(tmp_path):
+    path = tmp_path / "mid.keras"
+    in_mid_cycle().save(path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    weights = tmp_path / "model.weights.h5"
+    weights.write_bytes(members[weights.name])
+    BAD_FILES["sum flipped"](weights)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in (
+            members | {weights.name: weights.read_bytes()}
+        ).items():
+            archive.writestr(name, data)
+    with pytest.raises(ValueError, match="is damaged: its checksum"):
+        keras.models.load_model(path)
