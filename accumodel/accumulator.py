@@ -13,6 +13,7 @@ import tensorflow as tf
 from accumodel.distribution import across_replicas
 from accumodel.distribution import check_replica_context
 from accumodel.distribution import check_strategy
+from accumodel.distribution import count_replicas
 from accumodel.distribution import current_strategy
 from accumodel.distribution import local_results
 from accumodel.distribution import on_each_replica
@@ -193,10 +194,12 @@ class GradientAccumulator:
         if not self.pending_steps:
             return {}
         with scope_of(self._strategy):
+            total = np.asarray(tf.identity(self._total))
             return seal(
                 {
                     "pending_steps": np.int64(self.pending_steps),
-                    "total_weight": np.asarray(tf.identity(self._total)),
+                    # As on one device, see `_apply_gradients`.
+                    "total_weight": total / count_replicas(),
                     "trainable": trainable,
                     **{
                         f"sum_{i}": np.asarray(tf.identity(accumulator))
@@ -217,7 +220,7 @@ class GradientAccumulator:
                 accumulator.assign(
                     tf.zeros_like(accumulator) if value is None else value
                 )
-            self._total.assign(cycle["total_weight"])
+            self._total.assign(cycle["total_weight"] * count_replicas())
             self._count.assign(cycle["pending_steps"])
 
     # What follows runs once for all replicas.
@@ -310,8 +313,8 @@ class GradientAccumulator:
         total, *gradients = sum_over_replicas([total, *gradients])
         # Nothing was added to the total where the losses are sums. Elsewhere
         # each replica's loss is divided by their number, as optimizers expect.
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        divisor = tf.where(tf.not_equal(total, 0.0), total / replicas, 1.0)
+        divisor = total / count_replicas()
+        divisor = tf.where(tf.not_equal(total, 0.0), divisor, 1.0)
         self.optimizer.apply_gradients(
             (_divide(gradient, divisor, variable.dtype), variable)
             for gradient, variable in zip(

@@ -58,6 +58,11 @@ def current_strategy():
     return tf.distribute.get_strategy()
 
 
+def count_replicas():
+    """Returns how many replicas train together under the current strategy."""
+    return tf.distribute.get_strategy().num_replicas_in_sync
+
+
 def check_replica_context(made_under):
     """Raises unless this is a step of the strategy that is given."""
     strategy = None
@@ -184,10 +189,11 @@ def loss_of_batch(loss, samples):
 
     Keras divides losses by the number of replicas, for the optimizer to sum.
     """
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if replicas == 1:
+    if count_replicas() == 1:
         return loss
-    return tf.where(samples > 0, loss * tf.cast(replicas, loss.dtype), 0)
+    return tf.where(
+        samples > 0, loss * tf.cast(count_replicas(), loss.dtype), 0
+    )
 
 
 def is_multi_worker(strategy):

@@ -18,6 +18,8 @@ import warnings
 import keras
 import tensorflow as tf
 
+from accumodel.distribution import count_replicas
+
 # The weight of a micro-batch in which nothing counts. It changes nothing beside
 # other weights, and a cycle of nothing else still divides by something.
 _TINY = 1e-12
@@ -158,7 +160,7 @@ class _WatchedLoss:
         of_scalar = self._local.divisor.source and _is_scalar(values)
         if of_scalar and self._accumulates():
             # Keras divides all other means by the number of replicas.
-            loss /= tf.distribute.get_strategy().num_replicas_in_sync
+            loss /= count_replicas()
         return loss
 
 

@@ -318,6 +318,34 @@ def test_the_remainder_of_train_on_batch_is_applied_on_all_replicas():
     assert distance(model, reference) < 1e-6
 
 
+@pytest.mark.parametrize("writer", [1, 2, 3])
+@pytest.mark.parametrize("reader", [1, 2, 3])
+def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
+    x, y = classes(20, np.random.default_rng(0))
+
+    def make(replicas):
+        with mirrored(replicas).scope():
+            model = make_model(AccumulatingModel, dense)
+            model.compile(
+                "sgd", "sparse_categorical_crossentropy", accum_steps=3
+            )
+        return model
+
+    reference = make_model(keras.Model, dense)
+    reference.compile("sgd", "sparse_categorical_crossentropy")
+    reference.train_on_batch(x, y)
+    model = make(writer)
+    for part in (slice(0, 8), slice(8, 16)):
+        model.train_on_batch(x[part], y[part])
+    model.save_weights(tmp_path / "mid.weights.h5")
+    model = make(reader)
+    model.load_weights(tmp_path / "mid.weights.h5")
+    assert model.pending_steps == 2
+    model.train_on_batch(x[16:], y[16:])
+    assert model.pending_steps == 0
+    assert distance(model, reference) < 1e-6
+
+
 # -- the reductions --------------------------------------------------------
 
 

@@ -40,7 +40,10 @@ def test_public_names_have_an_example(name):
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_snippets_of_the_readme_run_as_they_stand(snippet):
+def test_snippets_of_the_readme_run_as_they_stand(
+    snippet, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # some save files
     exec(compile(snippet, "README.md", "exec"), {})
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import worker
 
+from accumodel import AccumulatingModel
 from benchmarks.workers import run_workers
 
 SECONDS = 240  # of which training takes ten
@@ -58,6 +59,26 @@ def test_workers_end_with_the_weights_of_one_device(
         plain.get_weights(), expected["weights"], strict=True
     ):
         np.testing.assert_allclose(weight, desired, rtol=0, atol=1e-6)
+
+
+def test_in_mid_cycle_the_files_of_all_workers_hold_the_whole_cycle(tmp_path):
+    assert train_workers(2, tmp_path, "4") == [0, 0]
+    models = []
+    for rank in range(2):
+        model = worker.make_and_compile(AccumulatingModel, accum_steps=4)
+        model.load_weights(tmp_path / f"mid{rank}.weights.h5")
+        assert model.pending_steps == 1
+        model.apply_accumulated_gradients()
+        models.append(model)
+    one = worker.make_and_compile(keras.Model)
+    one.optimizer.build(one.trainable_variables)
+    one.load_weights(tmp_path / "chief.weights.h5")
+    one.train_on_batch(*worker.make_data())
+    for model in models:
+        for weight, desired in zip(
+            model.get_weights(), one.get_weights(), strict=True
+        ):
+            np.testing.assert_allclose(weight, desired, rtol=0, atol=1e-6)
 
 
 def test_a_dead_worker_stops_the_others_and_a_restart_goes_on(
