@@ -190,9 +190,7 @@ class GradientAccumulator:
         self._count.assign(0)
 
     def read_cycle(self, trainable):
-        """Returns the cycle as arrays, see `state`; none if none has begun."""
-        if not self.pending_steps:
-            return {}
+        """Returns the cycle that has begun as arrays, see `state`."""
         with scope_of(self._strategy):
             total = np.asarray(tf.identity(self._total))
             return seal(
@@ -211,7 +209,9 @@ class GradientAccumulator:
 
     def write_cycle(self, cycle, trainable):
         """Replaces the cycle by one that `read_cycle` returned, or raises."""
-        check(cycle, trainable, self._sums)
+        # Loss scaling needs to see the overflows that it skips.
+        finite = not scales_loss(self.optimizer)
+        check(cycle, trainable, self._sums, finite)
         self.restored_steps = int(cycle["pending_steps"])
         sums = [cycle.get(f"sum_{i}") for i in range(len(self._sums))]
         self._expect_gradients([value is not None for value in sums])
@@ -339,7 +339,15 @@ def check_accum_steps(value):
     return int(value)
 
 
-def check_optimizer(optimizer, skip_nonfinite, scales_loss=False):
+def scales_loss(optimizer):
+    """Whether the optimizer looks for overflows, to find its loss scale."""
+    return any(
+        isinstance(each, keras.optimizers.LossScaleOptimizer)
+        for each in _with_inner_optimizers(optimizer)
+    )
+
+
+def check_optimizer(optimizer, skip_nonfinite, will_scale_loss=False):
     """Refuses what would accumulate twice, or hide overflows that it needs."""
     for each in _with_inner_optimizers(optimizer):
         steps = getattr(each, "gradient_accumulation_steps", None)
@@ -350,9 +358,7 @@ def check_optimizer(optimizer, skip_nonfinite, scales_loss=False):
                 "`accum_steps` alone. "
                 f"Received: gradient_accumulation_steps={steps}"
             )
-        if isinstance(each, keras.optimizers.LossScaleOptimizer):
-            scales_loss = True
-    if skip_nonfinite and scales_loss:
+    if skip_nonfinite and (will_scale_loss or scales_loss(optimizer)):
         raise ValueError(
             "`skip_nonfinite=True` would hide from a `LossScaleOptimizer` the "
             "overflows by which it finds its scale. It skips such updates "

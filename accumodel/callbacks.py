@@ -92,7 +92,7 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         if self.model.accum_steps > 1:
-            self._updates = self._count_updates()
+            self._updates = self.model._count_updates()
         steps = self.params.get("steps")
         if steps and self.model.accum_steps > steps:
             self._warn_of_short_epochs(steps)
@@ -104,15 +104,11 @@ class EndOfCycle(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self._end_cycle()
 
-    def _count_updates(self):
-        # `int()` does not take a variable that is on several replicas.
-        return int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
-
     def _end_cycle(self):
         pending = self.model.pending_steps
         if not pending:
             return
-        if self._updates == self._count_updates():
+        if self._updates == self.model._count_updates():
             # The length of the data was not known before.
             self._warn_of_short_epochs(pending)
         if self.model._remainder == "apply":

@@ -182,10 +182,11 @@ class AccumulatingModel(keras.Model):
         if isinstance(optimizer, dict):
             optimizer = keras.optimizers.get(optimizer)
         # Whether Keras is about to wrap it in a `LossScaleOptimizer`.
-        scales_loss = self.dtype_policy.name == "mixed_float16" and kwargs.get(
-            "auto_scale_loss", True
+        will_scale_loss = (
+            self.dtype_policy.name == "mixed_float16"
+            and kwargs.get("auto_scale_loss", True)
         )
-        check_optimizer(optimizer, skip_nonfinite, scales_loss)
+        check_optimizer(optimizer, skip_nonfinite, will_scale_loss)
         if accum_steps > 1 or skip_nonfinite:
             check_strategy(self.distribute_strategy)
         super().compile(*args, **kwargs)
@@ -223,20 +224,22 @@ class AccumulatingModel(keras.Model):
         if begins:
             check_strategy(self.distribute_strategy)
         self._accum_steps = value
-        if self._accumulator is not None:
-            self._accumulator.accum_steps = value
+        for accumulator in self._accumulators().values():
+            accumulator.accum_steps = value
         if begins:
             self._begin_to_accumulate()
 
     @property
     def pending_steps(self) -> int:
         """Int. Micro-batches accumulated since the last update."""
-        return self._accumulator.pending_steps if self._accumulator else 0
+        accumulators = self._accumulators().values()
+        return max((each.pending_steps for each in accumulators), default=0)
 
     @property
     def skipped_steps(self) -> int:
         """Int. Micro-batches that `skip_nonfinite` left out since `compile`."""
-        return self._accumulator.skipped_steps if self._accumulator else 0
+        accumulators = self._accumulators().values()
+        return sum(each.skipped_steps for each in accumulators)
 
     def train_step(self, data: typing.Any) -> dict:
         """Trains on one micro-batch; the last one of a cycle updates."""
@@ -427,13 +430,13 @@ class AccumulatingModel(keras.Model):
         >>> model.pending_steps, int(model.optimizer.iterations)
         (0, 1)
         """
-        if self._accumulator is not None:
-            self._accumulator.apply()
+        for accumulator in self._accumulators().values():
+            accumulator.apply()
 
     def reset_accumulated_gradients(self) -> None:
         """Forgets the micro-batches of the cycle that has begun."""
-        if self._accumulator is not None:
-            self._accumulator.reset()
+        for accumulator in self._accumulators().values():
+            accumulator.reset()
 
     def fit(
         self, *args: typing.Any, **kwargs: typing.Any
@@ -458,7 +461,7 @@ class AccumulatingModel(keras.Model):
         if self.train_function is not None and not force:
             return
         self._gradient_function = None
-        if self._accumulates:
+        if self._accumulates or self._accumulators():
             self._make_accumulating_function()
         else:
             super().make_train_function(force)
@@ -524,23 +527,23 @@ class AccumulatingModel(keras.Model):
         if self.compiled and self.optimizer is not None:
             variables += self.optimizer.variables
         values = [keras.ops.convert_to_numpy(each) for each in variables]
-        cycle = self._read_cycle()
+        cycles = self._read_cycles()
         try:
             super().load_weights(filepath, skip_mismatch, **kwargs)
         except BaseException:
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
-            self._write_cycle(cycle)
+            self._write_cycles(cycles)
             raise
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
-        to_store(self._read_cycle(), store)
+        to_store(self._read_cycles(), store)
 
     def load_own_variables(self, store):
-        cycle, store = from_store(store)
+        cycles, store = from_store(store)
         super().load_own_variables(store)
-        self._write_cycle(cycle)
+        self._write_cycles(cycles)
 
     def get_compile_config(self):
         config = super().get_compile_config()
@@ -562,39 +565,67 @@ class AccumulatingModel(keras.Model):
     def _begin_to_accumulate(self):
         self._accumulates = True
         self._checkpointed_cycle = CheckpointedCycle(
-            self._read_cycle, self._write_cycle
+            self._read_cycles, self._write_cycles
         )
         if self.train_function is not None:
             self.make_train_function(force=True)
 
-    def _read_cycle(self):
-        if self._accumulator is None:
-            return {}
-        return self._accumulator.read_cycle(self._trainable_indices())
+    def _accumulators(self):
+        """Returns the model's accumulators by the attributes that hold them."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, GradientAccumulator)
+        }
 
-    def _write_cycle(self, cycle):
+    def _read_cycles(self):
+        return {
+            name: accumulator.read_cycle(self._indices(accumulator.variables))
+            for name, accumulator in self._accumulators().items()
+            if accumulator.pending_steps
+        }
+
+    def _write_cycles(self, cycles):
         if not self.compiled:
             return  # loaded for inference
         self.reset_accumulated_gradients()
-        if not cycle:
-            return
-        if not self._accumulates:
-            self._begin_to_accumulate()
-        if self._accumulator is None:
+        if "_accumulator" in cycles and self._accumulator is None:
+            if not self._accumulates:
+                self._begin_to_accumulate()
             with scope_of(self.distribute_strategy):
                 self._build_accumulator()
-        assert self._accumulator is not None
-        self._accumulator.write_cycle(cycle, self._trainable_indices())
+        accumulators = self._accumulators()
+        if not cycles.keys() <= accumulators.keys():
+            raise ValueError(
+                "The file holds a cycle that has begun in an accumulator which "
+                f"this model does not have. Received: {list(cycles)}, where "
+                f"the model has {list(accumulators)}"
+            )
+        for name, cycle in cycles.items():
+            indices = self._indices(accumulators[name].variables)
+            accumulators[name].write_cycle(cycle, indices)
 
     def _cycle_is_restored(self):
         """Whether what is pending came from a file, and has not moved since."""
-        if self._accumulator is None:
-            return False
-        return self._accumulator.restored_steps == self.pending_steps
+        return any(
+            each.restored_steps == each.pending_steps > 0
+            for each in self._accumulators().values()
+        )
 
-    def _trainable_indices(self):
-        trainable = set(map(id, self.trainable_variables))
-        return np.flatnonzero([id(each) in trainable for each in self.weights])
+    def _count_updates(self):
+        """Returns how many updates all optimizers have made together."""
+        accumulators = self._accumulators().values()
+        optimizers = [each.optimizer for each in accumulators]
+        return sum(
+            # `int()` does not take a variable that is on several replicas.
+            int(keras.ops.convert_to_numpy(each.iterations))
+            for each in optimizers or [self.optimizer]
+        )
+
+    def _indices(self, variables):
+        """Returns the places of variables among the model's weights."""
+        wanted = set(map(id, variables))
+        return np.flatnonzero([id(each) in wanted for each in self.weights])
 
     def _compiled_gradients(self, data):
         return (self._gradient_function or self.compute_gradients)(data)

@@ -1,7 +1,7 @@
 """The cycle that has begun, as files hold it.
 
 Between cycles there is nothing to save. In mid-cycle a file holds, beside the
-weights, a dict of arrays with these names:
+weights, and for each accumulator of the model, arrays with these names:
 
 | name            | holds                                                      |
 |-----------------|------------------------------------------------------------|
@@ -20,15 +20,17 @@ import numpy as np
 import tensorflow as tf
 
 # Of the names in a `.weights.h5` file, where a model's own variables are "0",
-# "1", ...: a `keras.Model` refuses names beside these.
-_PREFIX = "accumulated_"
+# "1", ...: a `keras.Model` refuses names beside these. The attribute that holds
+# the accumulator follows, and the name of the array.
+_PREFIX = "accumulated"
 
 
 class CheckpointedCycle(tf.train.experimental.PythonState):
     """By which a `tf.train.Checkpoint` of a model saves its cycle.
 
     Args:
-        read: Function that returns the cycle, see `seal`.
+        read: Function that returns cycles, see `seal`, in a dict by the
+            attributes of their accumulators.
         write: Function that takes what `read` returned.
     """
 
@@ -38,12 +40,14 @@ class CheckpointedCycle(tf.train.experimental.PythonState):
 
     def serialize(self):
         buffer = io.BytesIO()
-        np.savez(buffer, **self._read())
+        arrays: dict = {}
+        to_store(self._read(), arrays)
+        np.savez(buffer, **arrays)
         return buffer.getvalue()
 
     def deserialize(self, string_value):
         with np.load(io.BytesIO(string_value)) as arrays:
-            self._write(dict(arrays))
+            self._write(from_store(arrays)[0])
 
 
 def seal(cycle):
@@ -51,13 +55,14 @@ def seal(cycle):
     return {**cycle, "checksum": np.int64(_checksum(cycle))}
 
 
-def check(cycle, trainable, sums):
+def check(cycle, trainable, sums, finite):
     """Raises unless a cycle is whole and belongs to these variables.
 
     Args:
         cycle: Dict of arrays, as `seal` returned it.
-        trainable: Int array, which of the model's weights are trainable.
-        sums: List of the variables that the sums are for.
+        trainable: Int array, which of the model's weights the sums are for.
+        sums: List of the variables that hold the sums.
+        finite: Bool. Whether the sums have to be.
 
     Raises:
         ValueError: If it is not.
@@ -89,7 +94,7 @@ def check(cycle, trainable, sums):
                 f"shape {tuple(variable.shape)} and dtype "
                 f"{variable.dtype.name}",
             )
-        if not np.isfinite(value).all():
+        if finite and not np.isfinite(value).all():
             _refuse(
                 "holds sums that are not finite. Load a file that was saved "
                 "before, or compile with `skip_nonfinite=True`",
@@ -97,21 +102,24 @@ def check(cycle, trainable, sums):
             )
 
 
-def to_store(cycle, store):
-    """Adds a cycle to the dict in which Keras saves a model's variables."""
-    for name, value in cycle.items():
-        store[_PREFIX + name] = value
+def to_store(cycles, store):
+    """Adds cycles to the dict in which Keras saves a model's variables."""
+    for attribute, cycle in cycles.items():
+        for name, value in cycle.items():
+            store[f"{_PREFIX}:{attribute}:{name}"] = value
 
 
 def from_store(store):
-    """Returns the cycle in such a dict, and the dict without it."""
-    cycle, rest = {}, {}
-    for name in store.keys():  # noqa: SIM118, no dict but like one
-        if name.startswith(_PREFIX):
-            cycle[name.removeprefix(_PREFIX)] = np.array(store[name])
+    """Returns the cycles in such a dict, and the dict without them."""
+    cycles: dict = {}
+    rest = {}
+    for key in store.keys():  # noqa: SIM118, no dict but like one
+        if key.startswith(_PREFIX):
+            _, attribute, name = key.split(":")
+            cycles.setdefault(attribute, {})[name] = np.array(store[key])
         else:
-            rest[name] = store[name]
-    return cycle, rest
+            rest[key] = store[key]
+    return cycles, rest
 
 
 def _checksum(cycle):
