@@ -84,16 +84,27 @@ class AccumulatingModel(keras.Model):
         return super().__new__(cls)
 
     def __init__(self, *args, **kwargs):
-        if _functional_arguments(args, kwargs):
+        bases = AccumulatingModel.__bases__
+        if _is_next_to_keras(type(self)) and _functional_arguments(
+            args, kwargs
+        ):
             _make_functional(type(self))
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            # Another model class beside this one may call the functional
+            # constructor (as keras-hub's do), for which Keras changes the bases
+            # of all classes of the model, this one too.
+            if AccumulatingModel.__bases__ != bases:
+                AccumulatingModel.__bases__ = bases
 
     @classmethod
     def from_model(cls, model: keras.Model) -> typing.Self:
         """Returns an accumulating model of the layers of another one.
 
         Layers and weights are shared, not copied: to train the one is to train
-        the other. The new model is not compiled.
+        the other. The new model is not compiled; if `model` is, a warning says
+        so. `compile(model.optimizer, ...)` goes on with its optimizer's state.
 
         Example:
 
@@ -102,24 +113,35 @@ class AccumulatingModel(keras.Model):
         >>> accumulating.compile("sgd", "mse", accum_steps=8)
 
         Args:
-            model: A functional or a built sequential `keras.Model`.
+            model: A `keras.Model`: functional, sequential and built, or a
+                subclass that overrides nothing of the training. A subclass is
+                held in the attribute `model` of the new one.
 
         Returns:
             A model of this class.
 
         Raises:
-            TypeError: If `model` is neither functional nor sequential.
+            TypeError: If `model` is no `keras.Model`, if it is a subclass that
+                overrides a method of the training, or if this class takes other
+                arguments than `keras.Model`.
             ValueError: If `model` is a sequential model that is not built.
         """
-        if not isinstance(model, (Functional, keras.Sequential)):
+        if not isinstance(model, keras.Model):
             raise TypeError(
-                "`model` must be functional or sequential. For a model that "
-                "is a subclass, make `accumodel.AccumulatingModel` its base "
-                f"class. Received: model={model} "
-                f"(of type {type(model).__name__})"
+                "`model` must be a `keras.Model`. "
+                f"Received: model={model} (of type {type(model).__name__})"
+            )
+        if model.compiled:
+            warnings.warn(
+                "`model` is compiled, and the model that `from_model` returns "
+                "is not: call its `compile`. With `compile(model.optimizer, "
+                "...)` it goes on with the state of the optimizer.",
+                stacklevel=2,
             )
         if isinstance(model, Functional):
             return cls(model.input, model.output, name=model.name)
+        if not isinstance(model, keras.Sequential):
+            return _wrap(cls, model)
         if not model.built:
             raise ValueError(
                 "`model` must be built, so that its inputs are known: begin it "
@@ -664,6 +686,63 @@ class FunctionalAccumulatingModel(AccumulatingModel, Functional):
     """
 
 
+@keras.saving.register_keras_serializable("accumodel")
+class WrappingAccumulatingModel(AccumulatingModel):
+    """What `from_model` makes of a model that is a subclass.
+
+    Args:
+        model: The `keras.Model` that it calls.
+    """
+
+    def __init__(self, model, **kwargs):
+        super().__init__(**kwargs)
+        self.model = model
+        self.built = model.built
+
+    def call(self, inputs, training=None):
+        # Keras hands `training` on, to models whose `call` takes it.
+        return self.model(inputs)
+
+    def get_config(self):
+        model = keras.saving.serialize_keras_object(self.model)
+        return {**super().get_config(), "model": model}
+
+    @classmethod
+    def from_config(cls, config):
+        model = keras.saving.deserialize_keras_object(config.pop("model"))
+        return cls(model, **config)
+
+
+# What a model may do its own way in training: its wrapper would not.
+_TRAINING = (
+    "compile",
+    "compute_loss",
+    "compute_metrics",
+    "evaluate",
+    "fit",
+    "predict",
+    "predict_step",
+    "test_step",
+    "train_step",
+)
+
+
+def _wrap(cls, model):
+    own = [
+        name
+        for name in _TRAINING
+        if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
+    if own or cls is not AccumulatingModel:
+        names = f"{cls.__name__}, {type(model).__name__}"
+        raise TypeError(
+            "`from_model` takes a subclass only as a layer: the methods of its "
+            f"training would be lost. Derive from both: class Model({names}). "
+            f"Received: model={model} with its own {own}"
+        )
+    return WrappingAccumulatingModel(model, name=model.name)
+
+
 def _functional_arguments(args, kwargs):
     """Whether Keras takes these arguments for `(inputs, outputs)`.
 
@@ -674,6 +753,13 @@ def _functional_arguments(args, kwargs):
         or (len(args) == 1 and "outputs" in kwargs)
         or ("inputs" in kwargs and "outputs" in kwargs)
     )
+
+
+def _is_next_to_keras(cls):
+    """Whether no other model class takes the arguments of the constructor."""
+    mro = cls.__mro__
+    after = mro[mro.index(AccumulatingModel) + 1]
+    return after in (keras.Model, Functional)
 
 
 def _make_functional(cls):

@@ -1,0 +1,347 @@
+"""Models as people build them: adopted with a line or two, and still exact."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import distance
+
+import accumodel
+from accumodel import AccumulatingModel
+from accumodel import GradientAccumulator
+
+SGD = keras.optimizers.SGD
+
+
+def fit(model, x, y, batch_size, **kwargs):
+    model.fit(
+        x,
+        y,
+        batch_size=batch_size,
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+        **kwargs,
+    )
+    return model
+
+
+# -- from_model ----------------------------------------------------------------
+
+
+@keras.saving.register_keras_serializable("test_models")
+class Encoder(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.hidden = keras.layers.Dense(8, activation="tanh")
+        self.dropout = keras.layers.Dropout(0.5)
+        self.head = keras.layers.Dense(2)
+
+    def call(self, inputs, training=None):
+        hidden = self.dropout(self.hidden(inputs), training=training)
+        return self.head(hidden)
+
+
+class Linear(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.head = keras.layers.Dense(2)
+
+    def call(self, inputs):
+        return self.head(inputs)
+
+
+@pytest.fixture
+def points():
+    rng = np.random.default_rng(0)
+    return rng.random((100, 5), "float32"), rng.random((100, 2), "float32")
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
+    x, y = points
+    model = Encoder()
+    if built:
+        model(x)
+    accumulating = AccumulatingModel.from_model(model)
+    accumulating.compile("sgd", "mse", accum_steps=4)
+    fit(accumulating, x, y, 8)
+    assert int(accumulating.optimizer.iterations) == 12
+    assert list(map(id, accumulating.weights)) == list(map(id, model.weights))
+    np.testing.assert_array_equal(accumulating(x), model(x))
+    assert (accumulating(x, training=True) != model(x)).numpy().any()
+    accumulating.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert (type(loaded), loaded.accum_steps) == (type(accumulating), 4)
+    np.testing.assert_array_equal(loaded(x), model(x))
+
+
+def test_a_wrapped_model_ends_with_the_weights_of_the_big_batch(points):
+    reference, model = Linear(), Linear()
+    for each in (reference, model):
+        each(points[0])
+    model.set_weights(reference.get_weights())
+    reference.compile(SGD(0.1, momentum=0.9), "mse")
+    fit(reference, *points, 32)
+    accumulating = AccumulatingModel.from_model(model)
+    accumulating.compile(SGD(0.1, momentum=0.9), "mse", accum_steps=4)
+    fit(accumulating, *points, 8)
+    assert distance(model, reference) < 1e-6
+
+
+def test_from_model_says_that_a_compiled_model_has_to_be_compiled(points):
+    model = Linear()
+    model.compile(keras.optimizers.Adam(), "mse")
+    fit(model, *points, 32)
+    with pytest.warns(UserWarning, match=r"is not: call its `compile`"):
+        accumulating = AccumulatingModel.from_model(model)
+    assert not accumulating.compiled
+    accumulating.compile(model.optimizer, "mse", accum_steps=4)
+    fit(accumulating, *points, 8)
+    assert int(model.optimizer.iterations) == 12 + 12
+
+
+def test_from_model_refuses_to_lose_a_training_of_ones_own():
+    class Own(Linear):
+        def train_step(self, data):
+            return {}
+
+    match = r"class Model\(AccumulatingModel, Own\).* own \['train_step'\]"
+    with pytest.raises(TypeError, match=match):
+        AccumulatingModel.from_model(Own())
+
+
+# -- cooperative inheritance ---------------------------------------------------
+
+
+class Task(keras.Model):
+    """In the manner of keras-hub's: functional inside, with its own `fit`."""
+
+    def __init__(self, backbone, preprocessor=None, **kwargs):
+        outputs = keras.layers.Dense(2)(backbone.output)
+        super().__init__(inputs=backbone.input, outputs=outputs, **kwargs)
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+
+    def compile(self, optimizer="auto", *, loss="auto", **kwargs):
+        optimizer = SGD(0.1) if optimizer == "auto" else optimizer
+        loss = "mse" if loss == "auto" else loss
+        super().compile(optimizer=optimizer, loss=loss, **kwargs)
+
+    def fit(self, x=None, y=None, batch_size=None, **kwargs):
+        return super().fit(
+            self.preprocessor(x), y, batch_size=batch_size, **kwargs
+        )
+
+
+class AccumulatingTask(AccumulatingModel, Task):
+    pass
+
+
+def make_task(task_class):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((5,))
+    backbone = keras.Model(inputs, keras.layers.Dense(4)(inputs))
+    return task_class(backbone, lambda x: 2 * x)
+
+
+def test_beside_another_model_class_its_methods_are_kept(points):
+    bases = AccumulatingModel.__bases__
+    for _ in range(2):  # Keras changes the classes of the first
+        reference, model = make_task(Task), make_task(AccumulatingTask)
+        reference.compile()
+        fit(reference, *points, 32)
+        model.compile(accum_steps=4)
+        fit(model, *points, 8)
+        assert int(model.optimizer.iterations) == 12
+        assert distance(model, reference) < 1e-6
+    assert AccumulatingModel.__bases__ == bases
+
+    class Subclass(AccumulatingModel):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(2)
+
+        def call(self, inputs):
+            return self.head(inputs)
+
+    model = Subclass()
+    model.compile("sgd", "mse", accum_steps=4)
+    fit(model, *points, 8)
+
+
+def test_keras_hub_tasks():
+    keras_hub = pytest.importorskip(
+        "keras_hub", reason="its newest release needs the newest TensorFlow"
+    )
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 30, size=(20, 8))
+    bert_inputs = {
+        "token_ids": tokens,
+        "segment_ids": np.zeros_like(tokens),
+        "padding_mask": rng.random(tokens.shape) < 0.8,
+    }
+    bert_inputs["padding_mask"][:, 0] = True
+    gpt_inputs = {
+        "token_ids": tokens,
+        "padding_mask": np.ones_like(tokens),
+    }
+    sizes = {
+        "vocabulary_size": 30,
+        "num_layers": 2,
+        "num_heads": 2,
+        "hidden_dim": 8,
+        "intermediate_dim": 16,
+        "dropout": 0.0,
+        "max_sequence_length": 8,
+    }
+
+    def classifier(base):
+        return base(
+            keras_hub.models.BertBackbone(**sizes), num_classes=3, dropout=0.0
+        )
+
+    def causal_lm(base):
+        return base(keras_hub.models.GPT2Backbone(**sizes), None)
+
+    class Bert(AccumulatingModel, keras_hub.models.BertTextClassifier):
+        pass
+
+    class Gpt(AccumulatingModel, keras_hub.models.GPT2CausalLM):
+        pass
+
+    for make, base, ours, x, y in (
+        (
+            classifier,
+            keras_hub.models.BertTextClassifier,
+            Bert,
+            bert_inputs,
+            rng.integers(3, size=20),
+        ),
+        (
+            causal_lm,
+            keras_hub.models.GPT2CausalLM,
+            Gpt,
+            gpt_inputs,
+            np.roll(tokens, -1, axis=1),
+        ),
+    ):
+        results = []
+        for model_class, batch_size, kwargs in (
+            (base, 8, {}),
+            (ours, 2, {"accum_steps": 4}),
+        ):
+            keras.utils.set_random_seed(0)
+            model = make(model_class)
+            model.compile(
+                optimizer=SGD(0.1, global_clipnorm=1.0),
+                loss=keras.losses.SparseCategoricalCrossentropy(
+                    from_logits=True
+                ),
+                **kwargs,
+            )
+            results.append(fit(model, x, y, batch_size))
+        reference, model = results
+        assert int(model.optimizer.iterations) == 9
+        assert distance(model, reference) < 1e-6
+
+
+# -- several optimizers --------------------------------------------------------
+
+
+class GAN(AccumulatingModel):
+    """Both players look at the weights of before the update."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential(
+            [keras.Input((3,)), keras.layers.Dense(5, activation="tanh")]
+        )
+        self.critic = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Dense(8, activation="tanh"),
+                keras.layers.Dense(1),
+            ]
+        )
+        self.built = True
+
+    def compile(self, accum_steps, **kwargs):
+        super().compile(accum_steps=accum_steps, **kwargs)
+        self.generator_optimizer = keras.optimizers.Adam(0.01, epsilon=1e-2)
+        self.critic_optimizer = SGD(0.1, momentum=0.9)
+        self.generator_accumulator = GradientAccumulator(
+            self.generator_optimizer,
+            self.generator.trainable_variables,
+            accum_steps,
+        )
+        self.critic_accumulator = GradientAccumulator(
+            self.critic_optimizer, self.critic.trainable_variables, accum_steps
+        )
+
+    def train_step(self, data):
+        noise, real, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape(persistent=True) as tape:
+            false = self.critic(self.generator(noise))
+            true = self.critic(real)
+            generator_loss = tf.reduce_mean(tf.nn.softplus(-false))
+            critic_loss = tf.reduce_mean(
+                tf.nn.softplus(false) + tf.nn.softplus(-true)
+            )
+        samples = tf.shape(noise)[0]
+        self.generator_accumulator.accumulate(
+            tape.gradient(generator_loss, self.generator.trainable_variables),
+            samples,
+        )
+        self.critic_accumulator.accumulate(
+            tape.gradient(critic_loss, self.critic.trainable_variables),
+            samples,
+        )
+        return {"generator_loss": generator_loss, "critic_loss": critic_loss}
+
+
+def make_gan(accum_steps):
+    keras.utils.set_random_seed(0)
+    model = GAN()
+    model.compile(accum_steps)
+    return model
+
+
+@pytest.fixture
+def noise_and_real():
+    rng = np.random.default_rng(0)
+    return rng.random((100, 3), "float32"), rng.random((100, 5), "float32")
+
+
+def test_a_gan_with_two_optimizers(noise_and_real):
+    reference = fit(make_gan(1), *noise_and_real, 32)
+    model = fit(make_gan(4), *noise_and_real, 8)
+    for optimizer in (model.generator_optimizer, model.critic_optimizer):
+        assert int(optimizer.iterations) == 12
+    assert distance(model, reference) < 1e-6
+    scheduler = accumodel.AccumStepsScheduler(lambda epoch, steps: 2)
+    fit(model, *noise_and_real, 8, callbacks=[scheduler])
+    assert model.generator_accumulator.accum_steps == 2
+    assert int(model.critic_optimizer.iterations) == 12 + 3 * 7
+
+
+def test_the_cycles_of_all_accumulators_are_saved(noise_and_real, tmp_path):
+    noise, real = noise_and_real
+    model = make_gan(4)
+    for _ in range(6):
+        model.train_on_batch(noise[:8], real[:8])
+    assert model.pending_steps == 2
+    model.save_weights(tmp_path / "mid.weights.h5")
+    restored = make_gan(4)
+    restored.load_weights(tmp_path / "mid.weights.h5")
+    assert restored.generator_accumulator.pending_steps == 2
+    for each in (model, restored):
+        each.train_on_batch(noise[8:], real[8:])
+        each.apply_accumulated_gradients()
+        assert each.pending_steps == 0
+    assert distance(restored, model) == 0
+    other = make_gan(4)
+    other.critic_accumulator = None
+    with pytest.raises(ValueError, match="which this model does not have"):
+        other.load_weights(tmp_path / "mid.weights.h5")
+    assert other.pending_steps == 0
