@@ -1,5 +1,6 @@
 """Sum the gradients of a cycle, then let the optimizer apply them once."""
 
+import functools
 import numbers
 import operator
 import typing
@@ -113,12 +114,16 @@ class GradientAccumulator:
             self._total = _make_sum((), tf.float64, "total_weight")
             self._count = _make_counter("pending_steps")
             self._skipped = _make_counter("skipped_steps")
+            # Of the pending ones, how many came from a file.
+            self._restored = _make_counter("restored_steps")
             self._accum_steps = _make_counter("accum_steps")
             self._accum_steps.assign(accum_steps)
-        # Pending micro-batches that came from a file, which `fit` goes on with.
-        self.restored_steps = 0
         self._jit_compile = jit_compile
         self._run_update: typing.Callable | None = None
+        self._end_cycle = self._apply
+        # Whether a graph holds an update, of the variables known at that time.
+        self._is_traced = False
+        self._trace_again: typing.Callable | None = None
 
     @property
     def accum_steps(self) -> int:
@@ -156,20 +161,26 @@ class GradientAccumulator:
         """
         gradients = check_gradients(gradients, self.variables)
         check_replica_context(self._strategy)
-        if weight is not None:
-            # A data set of unknown length ends with a run of the train function
-            # in which no data comes. What does not wait for the gradients would
-            # be counted in that run too.
-            with tf.control_dependencies(_values(gradients)):
-                weight = tf.identity(weight)
-            gradients = without_empty(gradients, weight)
+        divides = weight is not None
+        # A data set of unknown length ends with a run of the train function in
+        # which no data comes, and a gradient may fail: nothing may be counted
+        # or added before all gradients are there.
+        with tf.control_dependencies(_values(gradients)):
+            weight = tf.identity(weight if divides else 1.0)
+        gradients = without_empty(gradients, weight)
+        accumulate = functools.partial(self._accumulate, divides)
         if not self._skip_nonfinite:
-            across_replicas(self._accumulate, gradients, weight)
+            across_replicas(accumulate, gradients, weight)
             return
         # The same verdict on all replicas: how many have a bad gradient.
         bad = tf.cast(~_all_finite(gradients, weight), tf.float32)
         (bad,) = sum_over_replicas([bad])
-        across_replicas(self._accumulate_unless, bad, gradients, weight)
+        across_replicas(
+            functools.partial(self._accumulate_unless, accumulate),
+            bad,
+            gradients,
+            weight,
+        )
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.
@@ -188,8 +199,9 @@ class GradientAccumulator:
         # one more pass over them.
         self._total.assign(0.0)
         self._count.assign(0)
+        self._restored.assign(0)
 
-    def read_cycle(self, trainable):
+    def _read_cycle(self, places):
         """Returns the cycle that has begun as arrays, see `state`."""
         with scope_of(self._strategy):
             total = np.asarray(tf.identity(self._total))
@@ -198,7 +210,8 @@ class GradientAccumulator:
                     "pending_steps": np.int64(self.pending_steps),
                     # As on one device, see `_apply_gradients`.
                     "total_weight": total / count_replicas(),
-                    "trainable": trainable,
+                    "scales_loss": np.bool_(scales_loss(self.optimizer)),
+                    "places": places,
                     **{
                         f"sum_{i}": np.asarray(tf.identity(accumulator))
                         for i, accumulator in enumerate(self._sums)
@@ -207,12 +220,17 @@ class GradientAccumulator:
                 }
             )
 
-    def write_cycle(self, cycle, trainable):
-        """Replaces the cycle by one that `read_cycle` returned, or raises."""
-        # Loss scaling needs to see the overflows that it skips.
-        finite = not scales_loss(self.optimizer)
-        check(cycle, trainable, self._sums, finite)
-        self.restored_steps = int(cycle["pending_steps"])
+    def _state(self):
+        """Returns the variables of the cycle, if one has begun."""
+        if not self.pending_steps:
+            return []
+        return [*self._sums, self._total, self._count, self._restored]
+
+    def _check_cycle(self, cycle, places):
+        check(cycle, places, self._sums, scales_loss(self.optimizer))
+
+    def _write_cycle(self, cycle):
+        """Replaces the cycle by one that `_read_cycle` returned."""
         sums = [cycle.get(f"sum_{i}") for i in range(len(self._sums))]
         self._expect_gradients([value is not None for value in sums])
         with scope_of(self._strategy):
@@ -222,22 +240,26 @@ class GradientAccumulator:
                 )
             self._total.assign(cycle["total_weight"] * count_replicas())
             self._count.assign(cycle["pending_steps"])
+            self._restored.assign(cycle["pending_steps"])
 
     # What follows runs once for all replicas.
 
-    def _accumulate_unless(self, bad, gradients, weight):
+    def _accumulate_unless(self, accumulate, bad, gradients, weight):
         tf.cond(
             tf.equal(local_results(bad)[0], 0),
-            lambda: self._accumulate(gradients, weight),
+            lambda: accumulate(gradients, weight),
             lambda: _run(self._skipped.assign_add, 1),
         )
 
-    def _accumulate(self, gradients, weight):
+    def _accumulate(self, divides, gradients, weight):
         self._expect_gradients([each is not None for each in gradients])
+
+        def for_each(add):
+            function = functools.partial(self._add, add, divides)
+            return on_each_replica(function, gradients, weight)
+
         done = tf.cond(
-            self._count > 0,
-            lambda: on_each_replica(self._add, _add, gradients, weight),
-            lambda: on_each_replica(self._add, _assign, gradients, weight),
+            self._count > 0, lambda: for_each(_add), lambda: for_each(_assign)
         )
         with tf.control_dependencies(local_results(done)):
             self._count.assign_add(1)
@@ -247,14 +269,28 @@ class GradientAccumulator:
 
     def _expect_gradients(self, present):
         has_gradient = list(map(operator.or_, self._has_gradient, present))
-        if has_gradient == self._has_gradient:
-            return
-        self._has_gradient = has_gradient
-        self._run_update = self._choose_update()
-        self._end_cycle = self._apply
-        if self._strategy is not None:
-            # Eager reductions are slow, and TensorFlow warns of them.
-            self._end_cycle = tf.function(self._apply, autograph=False)
+        if has_gradient != self._has_gradient:
+            self._has_gradient = has_gradient
+            self._run_update = self._choose_update()
+            if self._strategy is not None:
+                # Eager reductions are slow, and TensorFlow warns of them.
+                self._end_cycle = tf.function(self._apply, autograph=False)
+            if self._is_traced:
+                self._retrace()
+        if not tf.executing_eagerly():
+            self._is_traced = True
+
+    def _retrace(self):
+        """What is traced already passes `None` for the new variables."""
+        if self._trace_again is None:
+            raise ValueError(
+                "A variable got its first gradient after `accumulate` had been "
+                "traced without it: that trace would never update it. Give "
+                "zeros in place of `None`, or make an accumulator for each set "
+                "of variables. Received: gradients of "
+                f"{sum(self._has_gradient)} of {len(self.variables)} variables"
+            )
+        self._trace_again()
 
     def _apply(self):
         tf.cond(self._count > 0, self._run_update, lambda: None)
@@ -292,11 +328,10 @@ class GradientAccumulator:
 
     # What follows runs on each replica.
 
-    def _add(self, add, gradients, weight):
-        scale = 1.0 if weight is None else weight
+    def _add(self, add, divides, gradients, weight):
         for accumulator, gradient in zip(self._sums, gradients, strict=True):
-            add(accumulator, gradient, scale)
-        if weight is not None:
+            add(accumulator, gradient, weight)
+        if divides:
             self._total.assign_add(tf.cast(weight, tf.float64))
         return tf.constant(True)
 

@@ -81,14 +81,10 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._warn_of_few_samples_to_normalize()
-        self._forget_what_an_interruption_left()
+        if self.model._remainder != "carry":
+            self.model._forget_interrupted_cycles()
         self._updates = None
         self._warned = False
-
-    def _forget_what_an_interruption_left(self):
-        if self.model._remainder == "carry" or self.model._cycle_is_restored():
-            return
-        self.model.reset_accumulated_gradients()
 
     def on_epoch_begin(self, epoch, logs=None):
         if self.model.accum_steps > 1:
@@ -187,4 +183,6 @@ def _batch_size(arguments):
     spec = getattr(arguments.get("x"), "element_spec", None)
     if spec is None:
         return arguments.get("batch_size")
-    return keras.tree.flatten(spec)[0].shape[0]
+    # A distributed data set has none, and a scalar no samples.
+    shape = getattr(keras.tree.flatten(spec)[0], "shape", None)
+    return shape[0] if shape else None

@@ -38,11 +38,16 @@ def check_strategy(strategy):
             f"Received: strategy={strategy}"
         )
     if isinstance(strategy, tf.distribute.TPUStrategy):
-        warnings.warn(
-            "accumodel has not been tested under `TPUStrategy`: compare the "
-            "weights with those of a big batch before you rely on it.",
-            stacklevel=3,
-        )
+        _warn_of_tpu()
+
+
+@functools.cache  # said once
+def _warn_of_tpu():
+    warnings.warn(
+        "accumodel has not been tested under `TPUStrategy`: compare the "
+        "weights with those of a big batch before you rely on it.",
+        stacklevel=4,
+    )
 
 
 def current_strategy():

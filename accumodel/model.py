@@ -6,7 +6,6 @@ from collections.abc import Callable
 from collections.abc import Iterable
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 # Private: what `keras.Model(inputs, outputs)` makes has no public name.
@@ -25,7 +24,7 @@ from accumodel.distribution import first_batch
 from accumodel.distribution import loss_of_batch
 from accumodel.distribution import scope_of
 from accumodel.distribution import with_local_logs
-from accumodel.state import CheckpointedCycle
+from accumodel.state import CheckpointedCycles
 from accumodel.state import from_store
 from accumodel.state import to_store
 from accumodel.weighting import LossDivisors
@@ -184,7 +183,8 @@ class AccumulatingModel(keras.Model):
                 `"apply"`.
             skip_nonfinite: Bool. Leave a micro-batch with a NaN or infinite
                 gradient out of the cycle, as if it had not been fed;
-                `skipped_steps` counts them. Defaults to `False`.
+                `skipped_steps` counts them. Layers that keep statistics, and
+                metrics, have seen it all the same. Defaults to `False`.
             **kwargs: Keyword arguments of `keras.Model.compile`.
 
         Raises:
@@ -215,10 +215,11 @@ class AccumulatingModel(keras.Model):
         self._accum_steps = accum_steps
         self._remainder = remainder
         self._skip_nonfinite = skip_nonfinite
-        self._accumulates = False
+        self._accumulates = accum_steps > 1 or skip_nonfinite
         self._accumulator = None
-        if accum_steps > 1 or skip_nonfinite:
-            self._begin_to_accumulate()
+        self._checkpointed_cycles = CheckpointedCycles(
+            self._read_cycles, self._write_cycles
+        )
         # Keras keeps the loss of an earlier `compile` where there is no new.
         if not self._loss_divisors.watches(self._compile_loss):
             self._loss_divisors = LossDivisors(
@@ -322,7 +323,7 @@ class AccumulatingModel(keras.Model):
         samples = count_samples(x)
         weight = self.micro_batch_weight(x, y, y_pred, sample_weight)
         if weight is not None:
-            # Tied to the data: see `GradientAccumulator._accumulate`.
+            # Tied to the data: see `GradientAccumulator.accumulate`.
             with tf.control_dependencies([loss]):
                 weight = tf.identity(weight)
         # Averaged as the losses of the micro-batches make up the big batch's.
@@ -504,6 +505,8 @@ class AccumulatingModel(keras.Model):
         # cluster carries every variable that it may write through it, which
         # takes longer than forward and backward together. So Keras is told not
         # to compile: `compute_gradients` and the update are, each by itself.
+        for accumulator in self._accumulators().values():
+            accumulator._trace_again = self._trace_again
         jit_compile: bool = self.jit_compile
         if jit_compile and can_compile(self.distribute_strategy):
             function = tf.function(
@@ -545,17 +548,30 @@ class AccumulatingModel(keras.Model):
             OSError: If the file cannot be read.
             ValueError: If it is of another model.
         """
-        variables = [*self.variables]
-        if self.compiled and self.optimizer is not None:
-            variables += self.optimizer.variables
+        models = [
+            layer
+            for layer in self._flatten_layers()
+            if isinstance(layer, AccumulatingModel)
+        ]
+        flags = [(each._accumulates, each._accumulator) for each in models]
+        variables = self.variables + [
+            variable for each in models for variable in each._training_state()
+        ]
         values = [keras.ops.convert_to_numpy(each) for each in variables]
-        cycles = self._read_cycles()
         try:
             super().load_weights(filepath, skip_mismatch, **kwargs)
+            if not str(filepath).endswith((".weights.h5", ".json", ".keras")):
+                # A legacy file: weights only, which Keras reads another way.
+                self.reset_accumulated_gradients()
         except BaseException:
+            for each, (accumulates, accumulator) in zip(
+                models, flags, strict=True
+            ):
+                each._accumulates = accumulates
+                each._accumulator = accumulator
+                each.reset_accumulated_gradients()
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
-            self._write_cycles(cycles)
             raise
 
     def save_own_variables(self, store):
@@ -586,9 +602,9 @@ class AccumulatingModel(keras.Model):
 
     def _begin_to_accumulate(self):
         self._accumulates = True
-        self._checkpointed_cycle = CheckpointedCycle(
-            self._read_cycles, self._write_cycles
-        )
+        self._trace_again()
+
+    def _trace_again(self):
         if self.train_function is not None:
             self.make_train_function(force=True)
 
@@ -602,21 +618,19 @@ class AccumulatingModel(keras.Model):
 
     def _read_cycles(self):
         return {
-            name: accumulator.read_cycle(self._indices(accumulator.variables))
-            for name, accumulator in self._accumulators().items()
-            if accumulator.pending_steps
+            name: each._read_cycle(self._places(each.variables))
+            for name, each in self._accumulators().items()
+            if each.pending_steps
         }
 
     def _write_cycles(self, cycles):
         if not self.compiled:
             return  # loaded for inference
-        self.reset_accumulated_gradients()
-        if "_accumulator" in cycles and self._accumulator is None:
-            if not self._accumulates:
-                self._begin_to_accumulate()
-            with scope_of(self.distribute_strategy):
-                self._build_accumulator()
         accumulators = self._accumulators()
+        if "_accumulator" in cycles and self._accumulator is None:
+            self._check_built()
+            with scope_of(self.distribute_strategy):
+                accumulators["_accumulator"] = self._new_accumulator()
         if not cycles.keys() <= accumulators.keys():
             raise ValueError(
                 "The file holds a cycle that has begun in an accumulator which "
@@ -624,15 +638,37 @@ class AccumulatingModel(keras.Model):
                 f"the model has {list(accumulators)}"
             )
         for name, cycle in cycles.items():
-            indices = self._indices(accumulators[name].variables)
-            accumulators[name].write_cycle(cycle, indices)
+            each = accumulators[name]
+            each._check_cycle(cycle, self._places(each.variables))
+        self.reset_accumulated_gradients()
+        for name, cycle in cycles.items():
+            accumulators[name]._write_cycle(cycle)
+        if "_accumulator" in cycles:
+            self._accumulator = accumulators["_accumulator"]
+            if not self._accumulates:
+                self._begin_to_accumulate()
 
-    def _cycle_is_restored(self):
-        """Whether what is pending came from a file, and has not moved since."""
-        return any(
-            each.restored_steps == each.pending_steps > 0
-            for each in self._accumulators().values()
-        )
+    def _forget_interrupted_cycles(self):
+        """Resets what did not come from a file."""
+        for accumulator in self._accumulators().values():
+            if not accumulator._restored.numpy():
+                accumulator.reset()
+
+    def _training_state(self):
+        """Returns the variables of optimizers, and of cycles that have begun.
+
+        On several workers to read those of a cycle needs all of them.
+        """
+        accumulators = self._accumulators().values()
+        optimizers = [each.optimizer for each in accumulators]
+        for each in vars(self).values():
+            if isinstance(each, keras.optimizers.Optimizer):
+                optimizers.append(each)
+        unique = {id(each): each for each in optimizers}.values()
+        return [
+            *(variable for each in unique for variable in each.variables),
+            *(variable for each in accumulators for variable in each._state()),
+        ]
 
     def _count_updates(self):
         """Returns how many updates all optimizers have made together."""
@@ -644,10 +680,10 @@ class AccumulatingModel(keras.Model):
             for each in optimizers or [self.optimizer]
         )
 
-    def _indices(self, variables):
-        """Returns the places of variables among the model's weights."""
-        wanted = set(map(id, variables))
-        return np.flatnonzero([id(each) in wanted for each in self.weights])
+    def _places(self, variables):
+        """Returns where variables stand among the model's weights."""
+        places = {id(each): i for i, each in enumerate(self.weights)}
+        return [places.get(id(each), -1) for each in variables]
 
     def _compiled_gradients(self, data):
         return (self._gradient_function or self.compute_gradients)(data)
@@ -664,17 +700,30 @@ class AccumulatingModel(keras.Model):
             with tf.init_scope():
                 self.optimizer.build(self.trainable_variables)
 
+    def _check_built(self):
+        if not self.trainable_variables:
+            raise ValueError(
+                "A checkpoint that holds a cycle which has begun needs the "
+                "variables of the model: build the model, or call it on a "
+                f"batch, before you restore. Received: model={self}"
+            )
+
     def _build_accumulator(self):
+        self._accumulator = self._new_accumulator()
+
+    def _new_accumulator(self):
         jit_compile: bool | typing.Literal["auto"] = "auto"
         if self.jit_compile or self.run_eagerly:
             jit_compile = self.jit_compile
-        self._accumulator = GradientAccumulator(
+        accumulator = GradientAccumulator(
             self.optimizer,
             self.trainable_variables,
             self._accum_steps,
             skip_nonfinite=self._skip_nonfinite,
             jit_compile=jit_compile,
         )
+        accumulator._trace_again = self._trace_again
+        return accumulator
 
 
 @keras.saving.register_keras_serializable("accumodel")

@@ -7,7 +7,8 @@ weights, and for each accumulator of the model, arrays with these names:
 |-----------------|------------------------------------------------------------|
 | `pending_steps` | int64, the micro-batches accumulated                       |
 | `total_weight`  | float64, what the sums are to be divided by                |
-| `trainable`     | int64s, which of the model's weights the sums are for      |
+| `places`        | int64s, which of the model's weights the sums are for      |
+| `scales_loss`   | bool, whether the losses were scaled                       |
 | `sum_3`         | the sum for the fourth of them; none for one that had no   |
 |                 | gradient                                                   |
 | `checksum`      | int64, CRC-32 of all of the above                          |
@@ -22,11 +23,11 @@ import tensorflow as tf
 # Of the names in a `.weights.h5` file, where a model's own variables are "0",
 # "1", ...: a `keras.Model` refuses names beside these. The attribute that holds
 # the accumulator follows, and the name of the array.
-_PREFIX = "accumulated"
+_PREFIX = "accumulated:"
 
 
-class CheckpointedCycle(tf.train.experimental.PythonState):
-    """By which a `tf.train.Checkpoint` of a model saves its cycle.
+class CheckpointedCycles(tf.train.experimental.PythonState):
+    """By which a `tf.train.Checkpoint` of a model saves its cycles.
 
     Args:
         read: Function that returns cycles, see `seal`, in a dict by the
@@ -41,7 +42,10 @@ class CheckpointedCycle(tf.train.experimental.PythonState):
     def serialize(self):
         buffer = io.BytesIO()
         arrays: dict = {}
-        to_store(self._read(), arrays)
+        # Not for `tf.saved_model.save`, which asks in a graph: what it writes
+        # is for inference.
+        if tf.executing_eagerly():
+            to_store(self._read(), arrays)
         np.savez(buffer, **arrays)
         return buffer.getvalue()
 
@@ -55,14 +59,14 @@ def seal(cycle):
     return {**cycle, "checksum": np.int64(_checksum(cycle))}
 
 
-def check(cycle, trainable, sums, finite):
+def check(cycle, places, sums, scales_loss):
     """Raises unless a cycle is whole and belongs to these variables.
 
     Args:
         cycle: Dict of arrays, as `seal` returned it.
-        trainable: Int array, which of the model's weights the sums are for.
+        places: List of ints, which of the model's weights the sums are for.
         sums: List of the variables that hold the sums.
-        finite: Bool. Whether the sums have to be.
+        scales_loss: Bool. Whether losses are scaled, to find overflows.
 
     Raises:
         ValueError: If it is not.
@@ -70,12 +74,18 @@ def check(cycle, trainable, sums, finite):
     rest = {name: value for name, value in cycle.items() if name != "checksum"}
     if cycle.get("checksum") != _checksum(rest):
         _refuse("is damaged: its checksum does not fit", sorted(cycle))
-    if not np.array_equal(rest["trainable"], trainable):
+    if rest["places"].tolist() != places:
         _refuse(
-            "is of other trainable variables. Freeze the layers that were "
-            "frozen when it was saved, and compile",
-            f"weights {rest['trainable'].tolist()}, where this model trains "
-            f"{trainable.tolist()}",
+            "is of other variables. Freeze the layers that were frozen when it "
+            "was saved, and compile",
+            f"weights {rest['places'].tolist()}, where this model's are "
+            f"{places}",
+        )
+    if rest["scales_loss"] != scales_loss:
+        _refuse(
+            "has sums that are scaled by another factor than this optimizer's. "
+            "Use a `LossScaleOptimizer` just where it was used",
+            f"scales_loss={rest['scales_loss']}",
         )
     if rest["pending_steps"] < 1 or not np.isfinite(rest["total_weight"]):
         _refuse(
@@ -94,7 +104,8 @@ def check(cycle, trainable, sums, finite):
                 f"shape {tuple(variable.shape)} and dtype "
                 f"{variable.dtype.name}",
             )
-        if finite and not np.isfinite(value).all():
+        # Loss scaling has to see the overflows that it skips.
+        if not scales_loss and not np.isfinite(value).all():
             _refuse(
                 "holds sums that are not finite. Load a file that was saved "
                 "before, or compile with `skip_nonfinite=True`",
@@ -106,7 +117,7 @@ def to_store(cycles, store):
     """Adds cycles to the dict in which Keras saves a model's variables."""
     for attribute, cycle in cycles.items():
         for name, value in cycle.items():
-            store[f"{_PREFIX}:{attribute}:{name}"] = value
+            store[f"{_PREFIX}{attribute}:{name}"] = value
 
 
 def from_store(store):

@@ -30,7 +30,7 @@ SECONDS = 900
 
 
 class ReducesEachMicroBatch(accumodel.AccumulatingModel):
-    """Accumulates gradients that were summed over the workers before."""
+    """Reduces each micro-batch's gradients, too: for its time, not its sums."""
 
     def accumulate_gradients(self, gradients, weight=1.0):
         context = tf.distribute.get_replica_context()

@@ -318,6 +318,39 @@ def test_the_remainder_of_train_on_batch_is_applied_on_all_replicas():
     assert distance(model, reference) < 1e-6
 
 
+def test_evaluate_and_predict_are_those_of_one_device():
+    x, y = classes(97, np.random.default_rng(0))
+    results = []
+    for strategy in (tf.distribute.get_strategy(), mirrored(2)):
+        with strategy.scope():
+            model = make_model(AccumulatingModel, dense)
+            model.compile(
+                "sgd",
+                "sparse_categorical_crossentropy",
+                metrics=["accuracy"],
+                accum_steps=4,
+            )
+        results.append(
+            [
+                model.evaluate(x, y, batch_size=8, verbose=0)[1],
+                *model.predict(x, batch_size=8, verbose=0).ravel(),
+            ]
+        )
+    np.testing.assert_allclose(*results, rtol=1e-5)
+
+
+def test_a_data_set_of_the_strategys_own_is_taken():
+    x, y = classes(64, np.random.default_rng(0))
+    strategy = mirrored(2)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    with strategy.scope():
+        model = make_model(AccumulatingModel, dense)
+        model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+    batches = strategy.experimental_distribute_dataset(batches)
+    model.fit(batches, shuffle=False, verbose=0)
+    assert updates(model) == 2
+
+
 @pytest.mark.parametrize("writer", [1, 2, 3])
 @pytest.mark.parametrize("reader", [1, 2, 3])
 def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):

@@ -476,7 +476,7 @@ def test_outputs_whose_masks_differ_are_warned_of_once():
     x, y = tokens_for_two(20, np.random.default_rng(0))
     with pytest.warns(UserWarning, match="averaged over different masks") as w:
         model.fit(x, y, batch_size=8, verbose=0)
-    assert len(w) == 1
+    assert sum("different masks" in str(each.message) for each in w) == 1
     model.fit(x, y, batch_size=7, verbose=0)  # warnings are errors
 
 

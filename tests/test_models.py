@@ -345,3 +345,64 @@ def test_the_cycles_of_all_accumulators_are_saved(noise_and_real, tmp_path):
     with pytest.raises(ValueError, match="which this model does not have"):
         other.load_weights(tmp_path / "mid.weights.h5")
     assert other.pending_steps == 0
+
+
+def test_a_file_that_is_refused_leaves_all_optimizers_alone(
+    noise_and_real, tmp_path
+):
+    noise, real = noise_and_real
+    written, model = make_gan(4), make_gan(4)
+    for _ in range(6):
+        written.train_on_batch(noise, real)
+    written.save_weights(tmp_path / "mid.weights.h5")
+    model.train_on_batch(noise, real)
+    model.critic_accumulator = None
+    with pytest.raises(ValueError, match="which this model does not have"):
+        model.load_weights(tmp_path / "mid.weights.h5")
+    assert model.generator_accumulator.pending_steps == 1
+    for optimizer in (model.generator_optimizer, model.critic_optimizer):
+        assert int(optimizer.iterations) == 0
+
+
+# -- variables that not every batch trains -------------------------------------
+
+
+class TwoHeads(AccumulatingModel):
+    """Which head it trains is in the dtype of the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = [keras.layers.Dense(1), keras.layers.Dense(1)]
+        for head in self.heads:
+            head.build((None, 2))
+        self.built = True
+
+    def call(self, inputs):
+        head = self.heads[inputs.dtype.is_floating]
+        return head(tf.cast(inputs, tf.float32))
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
+def test_a_head_that_comes_later_is_updated_by_what_was_traced_before():
+    model = TwoHeads()
+    model.compile(SGD(1.0), "mse", accum_steps=2)
+    a, b = np.ones((4, 2), "int32"), np.ones((4, 2), "float32")
+    y = np.zeros((4, 1), "float32")
+    model.train_on_batch(a, y)
+    model.train_on_batch(a, y)
+    before = model.heads[1].get_weights()[0]
+    model.train_on_batch(b, y)
+    model.train_on_batch(a, y)
+    # Half of the gradient of 2 x the sum of the weights.
+    expected = before - before.sum()
+    np.testing.assert_allclose(model.heads[1].get_weights()[0], expected, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_an_accumulator_says_so_where_it_could_not_update():
+    variables = [keras.Variable([1.0]), keras.Variable([1.0])]
+    accumulator = GradientAccumulator(SGD(), variables, accum_steps=2)
+    gradient = tf.ones(1)
+    tf.function(lambda: accumulator.accumulate([gradient, None]))()
+    with pytest.raises(ValueError, match="got its first gradient after"):
+        tf.function(lambda: accumulator.accumulate([None, gradient]))()

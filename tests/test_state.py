@@ -17,6 +17,7 @@ import tensorflow as tf
 from conftest import distance
 from conftest import make_functional
 from conftest import make_sequential
+from conftest import make_subclassed
 
 from accumodel import AccumulatingModel
 from accumodel import state
@@ -114,6 +115,14 @@ def test_a_file_of_a_cycles_end_clears_what_was_pending(tmp_path):
 # -- in mid-cycle --------------------------------------------------------------
 
 
+def test_a_legacy_file_holds_no_cycle_and_clears_it(tmp_path):
+    legacy = tmp_path / "legacy.h5"
+    plain().save(legacy)
+    model = in_mid_cycle()
+    model.load_weights(legacy)
+    assert model.pending_steps == 0
+
+
 def test_each_micro_batch_goes_on_bit_for_bit_in_a_new_process(
     processes, tmp_path
 ):
@@ -177,16 +186,79 @@ def test_fit_goes_on_with_a_cycle_from_a_file_and_with_no_other(tmp_path):
     model = resumed.make_model()
     model.load_weights(tmp_path / "mid.weights.h5")
     before = int(model.optimizer.iterations)
-    # Three are pending: two more end the cycle.
-    with pytest.warns(UserWarning, match="only 2 micro-batches"):
-        model.fit(x[:16], y[:16], batch_size=8, verbose=0)
-    assert int(model.optimizer.iterations) == before + 1
+    begins_with = []
+    callback = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: begins_with.append(model.pending_steps)
+    )
+
+    def fit():
+        model.fit(x[:40], y[:40], batch_size=8, callbacks=[callback], verbose=0)
+
+    fit()  # ends the cycle, and has a remainder of three
+    assert int(model.optimizer.iterations) == before + 2
     for _ in resumed.train(model, 8, 11):
         pass
+    assert model.pending_steps == 3  # as many, but not from the file
+    fit()
+    with pytest.raises(OSError, match="No such file"):
+        model.load_weights(tmp_path / "none.weights.h5")
+    model.train_on_batch(x, y)
+    fit()
+    assert begins_with == [3, 0, 0]
+
+
+def test_a_checkpoint_of_mid_cycle_needs_a_model_that_is_built(tmp_path):
+    def make():
+        model = make_subclassed(AccumulatingModel)
+        model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+        return model
+
+    model = make()
+    model.train_on_batch(*resumed.make_data())
+    tf.train.Checkpoint(model=model).write(tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match="build the model, or call it"):
+        tf.train.Checkpoint(model=make()).read(tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_is_read_where_accum_steps_is_1(tmp_path):
+    tf.train.Checkpoint(model=in_mid_cycle()).write(tmp_path / "checkpoint")
+    model = resumed.make_model(accum_steps=1)
+    tf.train.Checkpoint(model=model).read(tmp_path / "checkpoint")
     assert model.pending_steps == 3
-    with pytest.warns(UserWarning, match="only 2 micro-batches"):
-        model.fit(x[:16], y[:16], batch_size=8, verbose=0)
-    assert int(model.optimizer.iterations) == before + 2
+
+
+def test_model_checkpoint_saves_the_cycle(tmp_path):
+    x, y = resumed.make_data()
+    path = tmp_path / "{epoch}-{batch}.keras"
+    checkpoint = keras.callbacks.ModelCheckpoint(path, save_freq=7)
+    model = resumed.make_model()
+    model.fit(x, y, batch_size=8, callbacks=[checkpoint], verbose=0)
+    (saved,) = tmp_path.iterdir()
+    assert keras.models.load_model(saved).pending_steps == 2
+
+
+def test_a_saved_model_of_tensorflow_can_be_made_in_mid_cycle(tmp_path):
+    tf.saved_model.save(in_mid_cycle(), tmp_path)
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_scaled_sums_are_not_taken_for_others(scales, tmp_path):
+    def make(scales):
+        optimizer = keras.optimizers.SGD()
+        if scales:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        model = resumed.make_model()
+        model.compile(
+            optimizer, "sparse_categorical_crossentropy", accum_steps=4
+        )
+        optimizer.build(model.trainable_variables)
+        return model
+
+    model = make(scales)
+    model.train_on_batch(*resumed.make_data())
+    model.save_weights(tmp_path / "mid.weights.h5")
+    with pytest.raises(ValueError, match="scaled by another factor"):
+        make(not scales).load_weights(tmp_path / "mid.weights.h5")
 
 
 def test_an_overflow_that_is_pending_is_saved_for_the_loss_scale(tmp_path):
@@ -257,21 +329,31 @@ class Interrupts(keras.callbacks.Callback):
 
 
 class Fails(keras.layers.Layer):
-    """Raises in the step itself, in the second epoch."""
+    """Raises in the third step, in its forward or in its backward pass."""
 
-    calls = 0
+    def __init__(self, backward):
+        super().__init__()
+        self._backward = backward
+        self._calls = 0
 
     def call(self, inputs):
         def fail(values):
-            Fails.calls += 1
-            if Fails.calls == 20:
+            self._calls += 1
+            if self._calls == 3:
                 raise RuntimeError("in a layer")
             return values
 
-        outputs = tf.numpy_function(fail, [inputs], inputs.dtype)
-        return inputs + 0.0 * tf.reduce_sum(
-            tf.ensure_shape(tf.stop_gradient(outputs), inputs.shape)
-        )
+        def failing(values):
+            outputs = tf.numpy_function(fail, [values], values.dtype)
+            return tf.ensure_shape(outputs, values.shape)
+
+        @tf.custom_gradient
+        def identity(values):
+            if self._backward:
+                return tf.identity(values), failing
+            return failing(values), tf.identity
+
+        return identity(inputs)
 
 
 @pytest.mark.parametrize("remainder", ["apply", "carry"])
@@ -303,18 +385,41 @@ def test_a_restarted_fit_ends_as_an_uninterrupted_one(
     assert distance(fit([]), expected) < 1e-6
 
 
-@pytest.mark.parametrize("where", ["data", "layer"])
-def test_a_failure_in_a_step_leaves_weights_and_cycle_as_they_were(where):
+def test_a_backup_in_mid_cycle_brings_its_cycle_back(tmp_path):
+    x, y = resumed.make_data()
+    arguments = {"batch_size": 8, "shuffle": False, "verbose": 0}
+
+    def fit(model, callbacks):
+        backup = keras.callbacks.BackupAndRestore(tmp_path, save_freq=4)
+        model.fit(x, y, epochs=3, callbacks=[backup, *callbacks], **arguments)
+        return model
+
+    with pytest.raises(RuntimeError, match="in a callback"):
+        fit(resumed.make_model(), [Interrupts(RuntimeError("in a callback"))])
+    # By hand: Keras begins the interrupted epoch again, with the weights of
+    # the backup, in which the cycle had begun.
+    expected = resumed.make_model()
+    expected.load_weights(tmp_path / "latest.weights.h5")
+    assert expected.pending_steps > 0
+    expected.fit(x, y, epochs=3, initial_epoch=1, **arguments)
+    assert distance(fit(resumed.make_model(), []), expected) == 0
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+@pytest.mark.parametrize("where", ["data", "layer", "layer's gradient"])
+def test_a_failure_in_a_step_leaves_weights_and_cycle_as_they_were(
+    where, reduction
+):
     x, y = resumed.make_data()
     inputs = keras.Input((20,))
     hidden = keras.layers.Dense(16)(inputs)
-    if where == "layer":
-        hidden = Fails()(hidden)
-        Fails.calls = 17  # two micro-batches from the failure
+    if where != "data":
+        hidden = Fails(backward=where != "layer")(hidden)
     model = AccumulatingModel(
         inputs, keras.layers.Dense(3, activation="softmax")(hidden)
     )
-    model.compile("adam", "sparse_categorical_crossentropy", accum_steps=5)
+    loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
+    model.compile("adam", loss, accum_steps=5)
 
     def batches():
         for i in range(5):
@@ -323,9 +428,18 @@ def test_a_failure_in_a_step_leaves_weights_and_cycle_as_they_were(where):
             yield x[8 * i : 8 * i + 8], y[8 * i : 8 * i + 8]
 
     weights = model.get_weights()
-    with pytest.raises(Exception, match=f"in (the |a ){where}"):
+    with pytest.raises(Exception, match=r"in the data|in a layer"):
         model.fit(batches(), shuffle=False, verbose=0)
     assert model.pending_steps == 2
+    sums = [np.array(each) for each in model._accumulator._sums]
+    if where == "data":
+        return
+    twice = AccumulatingModel(inputs, model.output)
+    twice.compile("adam", loss, accum_steps=5)
+    for i in range(2):
+        twice.train_on_batch(x[8 * i : 8 * i + 8], y[8 * i : 8 * i + 8])
+    for value, expected in zip(sums, twice._accumulator._sums, strict=True):
+        np.testing.assert_array_equal(value, expected)
     assert int(model.optimizer.iterations) == 0
     for before, after in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_array_equal(before, after)
@@ -479,7 +593,7 @@ def test_a_bad_file_is_refused_and_changes_nothing(damage, tmp_path):
     [
         (BAD_FILES["sum flipped"], "is damaged: its checksum"),
         (BAD_FILES["NaN in a sum"], "not finite.* Received: sum_1"),
-        (BAD_FILES["another layer frozen"], "of other trainable variables"),
+        (BAD_FILES["another layer frozen"], "is of other variables"),
         (BAD_FILES["sums of another dtype"], "of another model"),
     ],
 )
