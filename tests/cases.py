@@ -95,6 +95,13 @@ def two_inputs(samples, rng):
     return {"a": x[:, :3], "b": x[:, 3:]}, y
 
 
+def with_an_overflow(samples, rng):
+    """Of float16, in the second micro-batch of 8."""
+    x = 0.1 * rng.normal(size=(samples, FEATURES))
+    x[9] = 1e3
+    return x, 0.1 * rng.normal(size=(samples, 1))
+
+
 def only_inputs(samples, rng):
     return (classes(samples, rng)[0],)
 
@@ -345,6 +352,15 @@ class Case:
     policy: str = "float32"
     tolerance: float = 1e-6
     logs: bool = False
+
+
+OVERFLOW = Case(
+    make=linear,
+    data=with_an_overflow,
+    loss=lambda: "mse",
+    sizes=WHOLE,
+    policy="mixed_float16",
+)
 
 
 def datasets(case):

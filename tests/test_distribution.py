@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 from cases import CLASSES
 from cases import EPOCHS
-from cases import FEATURES
 from cases import OPTIMIZERS
+from cases import OVERFLOW
 from cases import SHORT_INSIDE
 from cases import TOKENS
 from cases import WHOLE
@@ -20,7 +20,6 @@ from cases import classes
 from cases import datasets
 from cases import dense
 from cases import embedding
-from cases import linear
 from cases import masking
 from cases import points
 from cases import recurrent
@@ -262,20 +261,10 @@ def test_two_replicas_do_as_one_device_does(case, fit):
 
 
 def test_an_overflow_on_one_replica_skips_the_update_on_all():
-    def data(samples, rng):
-        x = 0.1 * rng.normal(size=(samples, FEATURES))
-        x[9] = 1e3  # in the first cycle, and on one replica
-        return x, 0.1 * rng.normal(size=(samples, 1))
-
-    case = Case(
-        make=linear,
-        data=data,
-        loss=lambda: "mse",
-        sizes=WHOLE,
-        policy="mixed_float16",
+    _, micro = datasets(OVERFLOW)
+    model, _ = train(
+        OVERFLOW, AccumulatingModel, micro, mirrored(2), accum_steps=4
     )
-    _, micro = datasets(case)
-    model, _ = train(case, AccumulatingModel, micro, mirrored(2), accum_steps=4)
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     iterations = model.optimizer.inner_optimizer.iterations
     for value in values_of_replicas(model, iterations):

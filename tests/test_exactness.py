@@ -17,6 +17,7 @@ from cases import CLASSES
 from cases import EPOCHS
 from cases import FEATURES
 from cases import OPTIMIZERS
+from cases import OVERFLOW
 from cases import SIZES
 from cases import TOKENS
 from cases import WHOLE
@@ -27,7 +28,6 @@ from cases import convolutional
 from cases import datasets
 from cases import dense
 from cases import embedding
-from cases import linear
 from cases import masked_without_lstm
 from cases import masking
 from cases import only_inputs
@@ -287,21 +287,9 @@ def test_half_types_differ_as_keras_does_between_two_summation_orders(
 
 
 def test_an_overflow_in_a_cycle_skips_its_update_and_lowers_the_scale_once():
-    def data(samples, rng):
-        x = 0.1 * rng.normal(size=(samples, FEATURES))
-        x[10] = 1e3  # in the second micro-batch of the first cycle
-        return x, 0.1 * rng.normal(size=(samples, 1))
-
-    case = Case(
-        make=linear,
-        data=data,
-        loss=lambda: "mse",
-        sizes=WHOLE,
-        policy="mixed_float16",
-    )
-    big, micro = datasets(case)
-    reference, _ = train(case, keras.Model, big)
-    model, _ = train(case, AccumulatingModel, micro, accum_steps=4)
+    big, micro = datasets(OVERFLOW)
+    reference, _ = train(OVERFLOW, keras.Model, big)
+    model, _ = train(OVERFLOW, AccumulatingModel, micro, accum_steps=4)
     for each in (reference, model):
         assert isinstance(each.optimizer, keras.optimizers.LossScaleOptimizer)
         updates = each.optimizer.inner_optimizer.iterations

@@ -196,6 +196,7 @@ def test_from_model_refuses_what_it_cannot_take(model, error):
 def test_what_users_look_at_is_unchanged(data):
     reference = make_model(keras.Model)
     train(reference, data, batch_size=32, epochs=1)
+    keras.backend.clear_session()  # the same names of layers again
     model = make_model()
     train(model, data, batch_size=8, accum_steps=3, remainder="carry", epochs=1)
     assert model.pending_steps == 1
@@ -203,9 +204,40 @@ def test_what_users_look_at_is_unchanged(data):
     for name in ("weights", "variables", "non_trainable_variables"):
         assert len(getattr(model, name)) == len(getattr(reference, name))
     assert len(model.optimizer.variables) == len(reference.optimizer.variables)
+    assert model.get_config().keys() == reference.get_config().keys()
+    model.set_weights(reference.get_weights())
+    assert distance(model, reference) == 0.0
+    assert summary_of(model) == summary_of(reference)
 
 
-@pytest.mark.parametrize("make", [make_functional, make_sequential])
+def summary_of(model):
+    """Returns what `summary` prints under the name of the model."""
+    lines = []
+    model.summary(print_fn=lambda line, line_break=False: lines.append(line))
+    return "\n".join(lines).split("\n", 1)[1]
+
+
+@keras.saving.register_keras_serializable("test")
+class Registered(AccumulatingModel):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.head = keras.layers.Dense(3, activation="softmax")
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+        self.head.build(input_shape)
+
+    def call(self, inputs):
+        return self.head(self.scale * inputs)
+
+
+def make_registered(model_class):
+    return Registered()
+
+
+@pytest.mark.parametrize(
+    "make", [make_functional, make_sequential, make_registered]
+)
 def test_a_keras_file_comes_back_compiled_as_it_was(make, data, tmp_path):
     model = make_model(make=make)
     train(
