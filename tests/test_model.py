@@ -183,10 +183,9 @@ def test_from_model_keeps_nested_inputs_and_outputs():
     ("model", "error"),
     [
         (keras.Sequential([keras.layers.Dense(1)]), ValueError),
-        (make_subclassed(keras.Model), TypeError),
         ("model.keras", TypeError),
     ],
-    ids=["not built", "subclassed", "no model"],
+    ids=["not built", "no model"],
 )
 def test_from_model_refuses_what_it_cannot_take(model, error):
     with pytest.raises(error, match=r"`model` must be .* Received: model="):
