@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel.distribution import across_replicas
+from accumodel.distribution import check_cross_replica_context
 from accumodel.distribution import check_replica_context
 from accumodel.distribution import check_strategy
 from accumodel.distribution import count_replicas
@@ -91,6 +92,7 @@ class GradientAccumulator:
         accum_steps = check_accum_steps(accum_steps)
         check_optimizer(optimizer, skip_nonfinite)
         self._strategy = current_strategy()
+        check_cross_replica_context(self._strategy)
         check_strategy(self._strategy)
         variables = list(variables)
         if not variables:

@@ -17,11 +17,6 @@ import tensorflow as tf
 # `with_local_logs`. Checked in Keras 3.14.0 and 3.15.1.
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
-_INSTEAD = (
-    "Use `tf.distribute.MirroredStrategy` on one machine, or "
-    "`tf.distribute.MultiWorkerMirroredStrategy` on several."
-)
-
 
 def check_strategy(strategy):
     """Refuses the strategies under which accumulation would not be right."""
@@ -34,7 +29,9 @@ def check_strategy(strategy):
     if isinstance(strategy, refused):
         raise ValueError(
             "accumodel cannot accumulate under a "
-            f"`{type(strategy).__name__}`. {_INSTEAD} "
+            f"`{type(strategy).__name__}`. Use "
+            "`tf.distribute.MirroredStrategy` on one machine, or "
+            "`tf.distribute.MultiWorkerMirroredStrategy` on several. "
             f"Received: strategy={strategy}"
         )
     if isinstance(strategy, tf.distribute.TPUStrategy):
@@ -51,15 +48,9 @@ def _warn_of_tpu():
 
 
 def current_strategy():
-    """Returns the strategy in whose scope this runs, or `None`."""
+    """Returns the strategy in whose scope or step this runs, or `None`."""
     if not tf.distribute.has_strategy():
         return None
-    if not tf.distribute.in_cross_replica_context():
-        raise ValueError(
-            "A `GradientAccumulator` makes variables, so it must be made in "
-            "`strategy.scope()`, before `strategy.run()`. "
-            f"Received: strategy={tf.distribute.get_strategy()}"
-        )
     return tf.distribute.get_strategy()
 
 
@@ -68,11 +59,19 @@ def count_replicas():
     return tf.distribute.get_strategy().num_replicas_in_sync
 
 
+def check_cross_replica_context(strategy):
+    """Raises if this is a step of the strategy, and not its scope."""
+    if strategy is not None and not tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "A `GradientAccumulator` makes variables, so it must be made in "
+            "`strategy.scope()`, before `strategy.run()`. "
+            f"Received: strategy={strategy}"
+        )
+
+
 def check_replica_context(made_under):
     """Raises unless this is a step of the strategy that is given."""
-    strategy = None
-    if tf.distribute.has_strategy():
-        strategy = tf.distribute.get_strategy()
+    strategy = current_strategy()
     if strategy is not made_under or not tf.distribute.get_replica_context():
         raise ValueError(
             "Make a `GradientAccumulator`, its optimizer and its variables in "
@@ -153,7 +152,8 @@ def without_own_reduction(optimizers):
     public way to say that gradients are reduced, as `tf.keras` once had in
     `experimental_aggregate_gradients`. Checked in 3.14.0 and 3.15.1.
     """
-    optimizers = list(optimizers)
+    # On one device nothing is reduced, and nothing inside is touched.
+    optimizers = list(optimizers) if count_replicas() > 1 else []
     for optimizer in optimizers:
         optimizer._all_reduce_sum_gradients = lambda pairs: pairs
     try:
@@ -164,9 +164,9 @@ def without_own_reduction(optimizers):
 
 
 def without_empty(gradients, weight):
-    """Returns `gradients`, or zeros on a replica that got no samples.
+    """Returns `gradients`, or zeros on a replica whose part weighs nothing.
 
-    A mean over no samples is not a number, and would stay none times zero.
+    A mean over nothing is not a number, and would stay none times zero.
     """
     if not tf.distribute.has_strategy():
         return gradients

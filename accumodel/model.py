@@ -501,12 +501,12 @@ class AccumulatingModel(keras.Model):
         )
 
     def _make_accumulating_function(self):
+        for accumulator in self._accumulators().values():
+            accumulator._trace_again = self._trace_again
         # Keras compiles the whole step as one XLA cluster. A condition inside a
         # cluster carries every variable that it may write through it, which
         # takes longer than forward and backward together. So Keras is told not
         # to compile: `compute_gradients` and the update are, each by itself.
-        for accumulator in self._accumulators().values():
-            accumulator._trace_again = self._trace_again
         jit_compile: bool = self.jit_compile
         if jit_compile and can_compile(self.distribute_strategy):
             function = tf.function(
