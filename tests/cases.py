@@ -354,6 +354,27 @@ class Case:
     logs: bool = False
 
 
+# A single cycle in an epoch, in which no weights move.
+LOG_CASES = {
+    "logs": Case(
+        sizes=[[8, 3, 8, 5]], compile={"metrics": ["accuracy"]}, logs=True
+    ),
+    "logs of a masked loss": Case(
+        make=recurrent,
+        data=weighted_tokens,
+        sizes=[[8, 3, 8, 5]],
+        compile={"weighted_metrics": ["accuracy"]},
+        logs=True,
+    ),
+    "logs of several outputs": Case(
+        make=two_outputs,
+        data=two_targets,
+        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+        sizes=[[8] * 4],
+        compile={"metrics": {"kind": ["accuracy"], "size": ["mae"]}},
+        logs=True,
+    ),
+}
 OVERFLOW = Case(
     make=linear,
     data=with_an_overflow,

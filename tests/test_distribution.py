@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from cases import CLASSES
 from cases import EPOCHS
+from cases import LOG_CASES
 from cases import OPTIMIZERS
 from cases import OVERFLOW
 from cases import SHORT_INSIDE
@@ -146,16 +147,7 @@ MORE_CASES = {
         policy="float64",
         tolerance=1e-12,
     ),
-    "logs": Case(
-        sizes=[[8, 3, 8, 5]], compile={"metrics": ["accuracy"]}, logs=True
-    ),
-    "logs of a masked loss": Case(
-        make=recurrent,
-        data=weighted_tokens,
-        sizes=[[8, 3, 8, 5]],
-        compile={"weighted_metrics": ["accuracy"]},
-        logs=True,
-    ),
+    **LOG_CASES,
 }
 if "MultiOptimizer" in OPTIMIZERS:
     MORE_CASES["MultiOptimizer"] = Case(optimizer=OPTIMIZERS["MultiOptimizer"])

@@ -16,6 +16,7 @@ import tensorflow as tf
 from cases import CLASSES
 from cases import EPOCHS
 from cases import FEATURES
+from cases import LOG_CASES
 from cases import OPTIMIZERS
 from cases import OVERFLOW
 from cases import SIZES
@@ -216,27 +217,7 @@ CASES = {
             ("masked", masked_without_lstm, tokens),
         )
     },
-    # Logs: a single cycle in an epoch, in which no weights move.
-    "logs": Case(
-        sizes=[[8, 3, 8, 5]],
-        compile={"metrics": ["accuracy"]},
-        logs=True,
-    ),
-    "logs of a masked loss": Case(
-        make=recurrent,
-        data=weighted_tokens,
-        sizes=[[8, 3, 8, 5]],
-        compile={"weighted_metrics": ["accuracy"]},
-        logs=True,
-    ),
-    "logs of several outputs": Case(
-        make=two_outputs,
-        data=two_targets,
-        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
-        sizes=[[8] * 4],
-        compile={"metrics": {"kind": ["accuracy"], "size": ["mae"]}},
-        logs=True,
-    ),
+    **LOG_CASES,
 }
 
 
