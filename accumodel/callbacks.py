@@ -163,7 +163,10 @@ def put_in_front(fit, args, kwargs):
         Tuple `(args, kwargs)`.
     """
     signature = inspect.signature(fit)
-    bound = signature.bind(*args, **kwargs)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return args, kwargs  # of which `fit` itself complains
     arguments = bound.arguments
     callback = EndOfCycle(_batch_size(arguments))
     if "callbacks" not in signature.parameters:

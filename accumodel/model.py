@@ -10,7 +10,7 @@ import tensorflow as tf
 
 # Private: what `keras.Model(inputs, outputs)` makes has no public name.
 # Checked in Keras 3.14.0 and 3.15.1.
-from keras.src.models.functional import Functional
+from keras.src.models.functional import Functional as KerasFunctional
 
 from accumodel.accumulator import GradientAccumulator
 from accumodel.accumulator import check_accum_steps
@@ -30,6 +30,8 @@ from accumodel.state import to_store
 from accumodel.weighting import LossDivisors
 from accumodel.weighting import count_samples
 
+# What a `tf.train.Checkpoint` calls them.
+_CYCLES = "_checkpointed_cycles"
 _REMAINDERS = ("apply", "carry", "drop")
 
 
@@ -76,10 +78,11 @@ class AccumulatingModel(keras.Model):
     _accumulator: GradientAccumulator | None = None
     _loss_divisors = LossDivisors(None, lambda: False)
     _gradient_function: Callable | None = None
+    _checkpointed_cycles: Callable[[], CheckpointedCycles]
 
     def __new__(cls, *args, **kwargs):
         if cls is AccumulatingModel and _functional_arguments(args, kwargs):
-            cls = FunctionalAccumulatingModel
+            cls = Functional
         return super().__new__(cls)
 
     def __init__(self, *args, **kwargs):
@@ -137,7 +140,7 @@ class AccumulatingModel(keras.Model):
                 "...)` it goes on with the state of the optimizer.",
                 stacklevel=2,
             )
-        if isinstance(model, Functional):
+        if isinstance(model, KerasFunctional):
             return cls(model.input, model.output, name=model.name)
         if not isinstance(model, keras.Sequential):
             return _wrap(cls, model)
@@ -217,9 +220,8 @@ class AccumulatingModel(keras.Model):
         self._skip_nonfinite = skip_nonfinite
         self._accumulates = accum_steps > 1 or skip_nonfinite
         self._accumulator = None
-        self._checkpointed_cycles = CheckpointedCycles(
-            self._read_cycles, self._write_cycles
-        )
+        cycles = CheckpointedCycles(self._read_cycles, self._write_cycles)
+        self._checkpointed_cycles = lambda: cycles  # no attribute of TensorFlow
         # Keras keeps the loss of an earlier `compile` where there is no new.
         if not self._loss_divisors.watches(self._compile_loss):
             self._loss_divisors = LossDivisors(
@@ -583,12 +585,34 @@ class AccumulatingModel(keras.Model):
         super().load_own_variables(store)
         self._write_cycles(cycles)
 
+    # `_trackable_children` and `_lookup_dependency` are private: what a
+    # `tf.train.Checkpoint` asks when it saves, and when it restores. An
+    # attribute would be saved where nothing accumulates, too. Checked in
+    # TensorFlow 2.16.1 and 2.21.0.
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        children = super()._trackable_children(save_type, **kwargs)
+        accumulates = self._accumulates or self._accumulators()
+        if self.compiled and accumulates and save_type == "checkpoint":
+            children[_CYCLES] = self._checkpointed_cycles()
+        return children
+
+    def _lookup_dependency(self, name, *args, **kwargs):
+        if name == _CYCLES and self.compiled:
+            return self._checkpointed_cycles()
+        return super()._lookup_dependency(name, *args, **kwargs)
+
     def get_compile_config(self):
         config = super().get_compile_config()
         if config:
-            config["accum_steps"] = self._accum_steps
-            config["remainder"] = self._remainder
-            config["skip_nonfinite"] = self._skip_nonfinite
+            ours = {
+                "accum_steps": self._accum_steps,
+                "remainder": self._remainder,
+                "skip_nonfinite": self._skip_nonfinite,
+            }
+            # No more than Keras writes where they are what the class has.
+            for name, value in ours.items():
+                if value != getattr(AccumulatingModel, f"_{name}"):
+                    config[name] = value
         return config
 
     def compile_from_config(self, config):
@@ -727,11 +751,12 @@ class AccumulatingModel(keras.Model):
 
 
 @keras.saving.register_keras_serializable("accumodel")
-class FunctionalAccumulatingModel(AccumulatingModel, Functional):
+class Functional(AccumulatingModel, KerasFunctional):
     """What `AccumulatingModel(inputs, outputs)` makes.
 
-    For Keras it is a functional model, and as a registered class it is found
-    again when a file is loaded.
+    For Keras it is a functional model, by its name too, after which Keras names
+    models, and TensorBoard knows them. As a registered class it is found again
+    when a file is loaded.
     """
 
 
@@ -808,7 +833,7 @@ def _is_next_to_keras(cls):
     """Whether no other model class takes the arguments of the constructor."""
     mro = cls.__mro__
     after = mro[mro.index(AccumulatingModel) + 1]
-    return after in (keras.Model, Functional)
+    return after in (keras.Model, KerasFunctional)
 
 
 def _make_functional(cls):
@@ -819,7 +844,9 @@ def _make_functional(cls):
     subclass in the process.
     """
     if cls is AccumulatingModel:
-        return FunctionalAccumulatingModel
-    if issubclass(cls, AccumulatingModel) and not issubclass(cls, Functional):
+        return Functional
+    if issubclass(cls, AccumulatingModel) and not issubclass(
+        cls, KerasFunctional
+    ):
         cls.__bases__ = tuple(_make_functional(base) for base in cls.__bases__)
     return cls

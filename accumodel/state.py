@@ -42,10 +42,7 @@ class CheckpointedCycles(tf.train.experimental.PythonState):
     def serialize(self):
         buffer = io.BytesIO()
         arrays: dict = {}
-        # Not for `tf.saved_model.save`, which asks in a graph: what it writes
-        # is for inference.
-        if tf.executing_eagerly():
-            to_store(self._read(), arrays)
+        to_store(self._read(), arrays)
         np.savez(buffer, **arrays)
         return buffer.getvalue()
 

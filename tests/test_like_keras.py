@@ -1,0 +1,315 @@
+"""With `accum_steps=1` a model cannot be told from a `keras.Model`."""
+
+import contextlib
+import io
+import json
+import re
+import unittest.mock
+import warnings
+import zipfile
+
+import h5py
+import keras
+import pytest
+import tensorflow as tf
+from conftest import make_functional
+from conftest import make_model
+from conftest import make_sequential
+from conftest import make_subclassed
+
+from accumodel import AccumulatingModel
+
+CLASSES = keras.Model, AccumulatingModel
+LOSS = "sparse_categorical_crossentropy"
+
+
+def of_both(function, *args):
+    """Calls it with a model of each class; the first one is Keras's."""
+    results = []
+    for model_class in CLASSES:
+        keras.backend.clear_session()
+        results.append(function(make_model(model_class), *args))
+    return results
+
+
+def normalize(text):
+    """Without times and addresses."""
+    text = re.sub(r"[\d.]+(us|ms|s)\b(/(step|epoch))?", "TIME", text)
+    return re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
+
+
+# -- logs, warnings, traces ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "compile_args",
+    [
+        {"metrics": ["accuracy"]},
+        {"run_eagerly": True},
+        {"jit_compile": True},
+        {"steps_per_execution": 3},
+    ],
+    ids=lambda args: next(iter(args)),
+)
+def test_logs_output_and_warnings_are_the_same(compile_args, data):
+    def run(model):
+        output = io.StringIO()
+        with (
+            contextlib.redirect_stdout(output),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            model.compile("adam", LOSS, **compile_args)
+            history = model.fit(
+                *data,
+                batch_size=8,
+                epochs=2,
+                validation_data=data,
+                verbose=2,
+            )
+            model.train_on_batch(*data)
+            model.summary()
+            model.trainable = False
+            model.compile("adam", LOSS, **compile_args)
+            model.fit(*data, verbose=2)  # warns that it trains nothing
+        return (
+            history.history,
+            history.params,
+            normalize(output.getvalue()),
+            [(each.category, str(each.message)) for each in caught],
+            repr(model),
+            [each.tolist() for each in model.get_weights()],
+            [each.path for each in model.optimizer.variables],
+        )
+
+    plain, ours = of_both(run)
+    assert "does not have any trainable weights" in plain[3][-1][1]
+    for expected, found in zip(plain, ours, strict=True):
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    "make", [make_functional, make_subclassed, make_sequential]
+)
+def test_a_model_is_traced_as_often(make, data):
+    counts = []
+    for model_class in CLASSES:
+        model = make_model(model_class, make)
+        layers = model._flatten_layers(include_self=False)
+        layer = next(
+            each for each in layers if isinstance(each, keras.layers.Dense)
+        )
+        layer.call = unittest.mock.Mock(wraps=layer.call)
+        model.compile("adam", LOSS)
+        model.fit(*data, batch_size=8, epochs=2, verbose=0)
+        model.fit(*data, batch_size=16, verbose=0)
+        model.train_on_batch(*data)
+        model.evaluate(*data, verbose=0)
+        counts.append(layer.call.call_count)
+    assert counts[1] == counts[0] > 0
+
+
+# -- errors --------------------------------------------------------------------
+
+ERRORS = {
+    "fit before compile": lambda model, x, y: model.fit(x, y),
+    "train_on_batch before compile": lambda model, x, y: model.train_on_batch(
+        x, y
+    ),
+    "an argument that compile does not know": lambda model, x, y: model.compile(
+        "adam", LOSS, loss_weight=1
+    ),
+    "an optimizer that is not known": lambda model, x, y: model.compile(
+        "amad", LOSS
+    ),
+    "an optimizer that is none": lambda model, x, y: model.compile(3, LOSS),
+    "a loss that is not known": lambda model, x, y: (
+        model.compile("adam", "crossentropie"),
+        model.fit(x, y),
+    ),
+    "an argument that fit does not know": lambda model, x, y: (
+        model.compile("adam", LOSS),
+        model.fit(x, y, batchsize=3),
+    ),
+    "too many arguments": lambda model, x, y: (
+        model.compile("adam", LOSS),
+        model.fit(*range(30)),
+    ),
+    "fewer inputs than targets": lambda model, x, y: (
+        model.compile("adam", LOSS),
+        model.fit(x[:3], y),
+    ),
+    "inputs of another shape": lambda model, x, y: (
+        model.compile("adam", LOSS),
+        model.fit(x[:, :3], y),
+    ),
+    "no inputs": lambda model, x, y: (
+        model.compile("adam", LOSS),
+        model.fit(),
+    ),
+    "no targets": lambda model, x, y: (
+        model.compile("adam", LOSS),
+        model.fit(x, verbose=0),
+    ),
+    "batch_size beside a data set": lambda model, x, y: (
+        model.compile("adam", LOSS),
+        model.fit(tf.data.Dataset.from_tensors((x, y)), batch_size=8),
+    ),
+    "a callback that is none": lambda model, x, y: (
+        model.compile("adam", LOSS),
+        model.fit(x, y, callbacks=[3], verbose=0),
+    ),
+    "a file that is not there": lambda model, x, y: model.load_weights(
+        "nowhere.weights.h5"
+    ),
+    "a file name of no format": lambda model, x, y: model.save("model.txt"),
+    "an attribute that is not there": lambda model, x, y: model.losss,
+    "no loss": lambda model, x, y: (
+        model.compile("adam"),
+        model.fit(x, y, verbose=0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_the_same(name, data):
+    def run(model):
+        try:
+            ERRORS[name](model, *data)
+        except Exception as error:
+            return type(error), normalize(str(error))
+        return None
+
+    plain, ours = of_both(run)
+    assert plain is not None
+    assert ours == plain
+
+
+# -- files ---------------------------------------------------------------------
+
+
+def train_briefly(model, data):
+    model.compile("adam", LOSS, metrics=["accuracy"])
+    model.fit(*data, batch_size=8, shuffle=False, verbose=0)
+    return model
+
+
+def read_h5(path):
+    """Returns all arrays and attributes of a file by their paths."""
+    contents = {}
+
+    def visit(name, each):
+        contents[name] = dict(each.attrs)
+        if isinstance(each, h5py.Dataset):
+            contents[name] = each[()].tolist(), dict(each.attrs)
+
+    with h5py.File(path) as file:
+        visit("/", file)
+        file.visititems(visit)
+    return contents
+
+
+def without_ids(config):
+    """A configuration without the addresses by which Keras shares objects."""
+
+    def drop(each):
+        each.pop("shared_object_id", None)
+        return each
+
+    return json.loads(config, object_hook=drop)
+
+
+def test_weights_files_are_the_same(data, tmp_path):
+    def run(model):
+        train_briefly(model, data).save_weights(tmp_path / "model.weights.h5")
+        return read_h5(tmp_path / "model.weights.h5")
+
+    plain, ours = of_both(run)
+    assert ours == plain
+    assert "optimizer/vars/0" in ours
+
+
+def test_keras_files_differ_in_the_class_only(data, tmp_path):
+    def run(model):
+        train_briefly(model, data).save(tmp_path / "model.keras")
+        with zipfile.ZipFile(tmp_path / "model.keras") as file:
+            file.extract("model.weights.h5", tmp_path)
+            return (
+                file.namelist(),
+                read_h5(tmp_path / "model.weights.h5"),
+                without_ids(file.read("config.json")),
+            )
+
+    plain, ours = of_both(run)
+    assert ours[:2] == plain[:2]
+    # By these `load_model` finds the class again.
+    assert ours[2].pop("registered_name") == "accumodel>Functional"
+    assert ours[2].pop("module") == "accumodel.model"
+    del plain[2]["registered_name"], plain[2]["module"]
+    assert ours[2] == plain[2]
+
+
+def test_checkpoints_and_exports_are_the_same(data, tmp_path):
+    def run(model):
+        train_briefly(model, data)
+        path = tf.train.Checkpoint(model).save(tmp_path / "checkpoint")
+        model.export(tmp_path / "exported", verbose=False)
+        exported = tf.saved_model.load(tmp_path / "exported")
+        names, shapes = zip(
+            *tf.train.list_variables(tmp_path / "exported/variables/variables"),
+            strict=True,
+        )
+        return (
+            tf.train.list_variables(path),
+            names,
+            sorted(shapes),  # in no order
+            sorted(exported.signatures),
+        )
+
+    plain, ours = of_both(run)
+    assert ours == plain
+
+
+def test_tensorboard_draws_the_same(data, tmp_path):
+    def run(model):
+        model.compile("adam", LOSS, metrics=["accuracy"])
+        folder = tmp_path / type(model).__module__
+        model.fit(
+            *data,
+            batch_size=8,
+            validation_data=data,
+            callbacks=[
+                keras.callbacks.TensorBoard(
+                    folder, histogram_freq=1, update_freq="batch"
+                )
+            ],
+            verbose=0,
+        )
+        return [
+            (event.step, value.tag)
+            for path in sorted(folder.glob("*/*.v2"))
+            for event in tf.compat.v1.train.summary_iterator(str(path))
+            for value in event.summary.value
+        ]
+
+    plain, ours = of_both(run)
+    assert ours == plain
+    assert (0, "keras") in ours  # the model as a graph
+
+
+# -- classes -------------------------------------------------------------------
+
+
+def test_names_and_clones_are_the_same():
+    def run(model):
+        clone = keras.models.clone_model(model)
+        return (
+            type(model).__name__,
+            model.name,
+            type(clone).__name__,
+            clone.name,
+            [each.name for each in model._flatten_layers()],
+        )
+
+    plain, ours = of_both(run)
+    assert ours == plain
