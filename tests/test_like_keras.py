@@ -151,10 +151,6 @@ ERRORS = {
         model.compile("adam", LOSS),
         model.fit(x, verbose=0),
     ),
-    "batch_size beside a data set": lambda model, x, y: (
-        model.compile("adam", LOSS),
-        model.fit(tf.data.Dataset.from_tensors((x, y)), batch_size=8),
-    ),
     "a callback that is none": lambda model, x, y: (
         model.compile("adam", LOSS),
         model.fit(x, y, callbacks=[3], verbose=0),
