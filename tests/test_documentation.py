@@ -20,9 +20,14 @@ from accumodel import callbacks
 from accumodel import model
 
 ROOT = pathlib.Path(__file__).parent.parent
-SNIPPETS = re.findall(
-    r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
-)
+# What stands under one heading is one program.
+SECTIONS = {
+    section.split("\n", 1)[0]: "\n".join(snippets)
+    for section in re.split(
+        r"^## ", (ROOT / "README.md").read_text(), flags=re.M
+    )
+    if (snippets := re.findall(r"^```python\n(.*?)^```", section, re.M | re.S))
+}
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 
 
@@ -39,12 +44,12 @@ def test_public_names_have_an_example(name):
     assert ">>> " in getattr(accumodel, name).__doc__
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+@pytest.mark.parametrize("section", SECTIONS)
 def test_snippets_of_the_readme_run_as_they_stand(
-    snippet, tmp_path, monkeypatch
+    section, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)  # some save files
-    exec(compile(snippet, "README.md", "exec"), {})
+    exec(compile(SECTIONS[section], f"README.md: {section}", "exec"), {})
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
