@@ -129,7 +129,21 @@ class GradientAccumulator:
 
     @property
     def accum_steps(self) -> int:
-        """Int. Micro-batches in a cycle; settable at any time, no retrace."""
+        """Int. Micro-batches in a cycle; settable at any time, no retrace.
+
+        To set it raises a `TypeError` where it is no int, and a `ValueError`
+        where it is less than 1.
+
+        Example:
+
+        >>> variable = keras.Variable([1.0])
+        >>> accumulator = accumodel.GradientAccumulator(
+        ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
+        ... )
+        >>> accumulator.accum_steps = 4
+        >>> accumulator.accum_steps
+        4
+        """
         return int(self._accum_steps.numpy())
 
     @accum_steps.setter
@@ -138,16 +152,51 @@ class GradientAccumulator:
 
     @property
     def pending_steps(self) -> int:
-        """Int. Micro-batches accumulated since the last update."""
+        """Int. Micro-batches accumulated since the last update.
+
+        Example:
+
+        >>> variable = keras.Variable([1.0])
+        >>> accumulator = accumodel.GradientAccumulator(
+        ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
+        ... )
+        >>> accumulator.accumulate([tf.constant([0.5])])
+        >>> accumulator.pending_steps
+        1
+        """
         return int(self._count.numpy())
 
     @property
     def skipped_steps(self) -> int:
-        """Int. Micro-batches left out by `skip_nonfinite`, since the start."""
+        """Int. Micro-batches left out by `skip_nonfinite`, since the start.
+
+        Example:
+
+        >>> accumulator = accumodel.GradientAccumulator(
+        ...     keras.optimizers.SGD(),
+        ...     [keras.Variable([1.0])],
+        ...     accum_steps=2,
+        ...     skip_nonfinite=True,
+        ... )
+        >>> accumulator.accumulate([tf.constant([np.nan])])
+        >>> accumulator.skipped_steps, accumulator.pending_steps
+        (1, 0)
+        """
         return int(self._skipped.numpy())
 
     def accumulate(self, gradients: Iterable, weight: typing.Any = 1.0) -> None:
         """Adds one micro-batch; its update follows if it ends the cycle.
+
+        Example:
+
+        >>> variable = keras.Variable([1.0])
+        >>> accumulator = accumodel.GradientAccumulator(
+        ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
+        ... )
+        >>> accumulator.accumulate([tf.constant([0.1])], weight=3)
+        >>> accumulator.accumulate([tf.constant([0.5])], weight=1)
+        >>> print(f"{float(variable[0]):.3f}")  # 1 - (3 * 0.1 + 1 * 0.5) / 4
+        0.800
 
         Args:
             gradients: List of tensors, `tf.IndexedSlices` or `None`, each of
@@ -189,6 +238,17 @@ class GradientAccumulator:
 
         The sums are divided by the summed weights and given to the optimizer,
         once, then cleared.
+
+        Example:
+
+        >>> variable = keras.Variable([1.0])
+        >>> accumulator = accumodel.GradientAccumulator(
+        ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
+        ... )
+        >>> accumulator.accumulate([tf.constant([0.5])])
+        >>> accumulator.apply()
+        >>> float(variable[0])
+        0.5
         """
         if self._run_update is None:
             return  # nothing was ever accumulated
@@ -196,7 +256,19 @@ class GradientAccumulator:
             across_replicas(self._end_cycle)
 
     def reset(self) -> None:
-        """Forgets the cycle that has begun."""
+        """Forgets the cycle that has begun.
+
+        Example:
+
+        >>> variable = keras.Variable([1.0])
+        >>> accumulator = accumodel.GradientAccumulator(
+        ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
+        ... )
+        >>> accumulator.accumulate([tf.constant([0.5])])
+        >>> accumulator.reset()
+        >>> accumulator.pending_steps
+        0
+        """
         # The next micro-batch overwrites the sums: to clear them here would be
         # one more pass over them.
         self._total.assign(0.0)

@@ -234,6 +234,19 @@ class AccumulatingModel(keras.Model):
 
         It may be set between or during fits and takes effect with the next
         micro-batch, without a new trace but for the one when it first leaves 1.
+        To set it raises a `TypeError` where it is no int, and a `ValueError`
+        where it is less than 1 or the model is not compiled.
+
+        Example:
+
+        >>> inputs = keras.Input((3,))
+        >>> model = accumodel.AccumulatingModel(
+        ...     inputs, keras.layers.Dense(1)(inputs)
+        ... )
+        >>> model.compile("sgd", "mse", accum_steps=2)
+        >>> model.accum_steps = 4
+        >>> model.accum_steps
+        4
         """
         return self._accum_steps
 
@@ -256,18 +269,61 @@ class AccumulatingModel(keras.Model):
 
     @property
     def pending_steps(self) -> int:
-        """Int. Micro-batches accumulated since the last update."""
+        """Int. Micro-batches accumulated since the last update.
+
+        Of several accumulators, those of the one with the most.
+
+        Example:
+
+        >>> inputs = keras.Input((3,))
+        >>> model = accumodel.AccumulatingModel(
+        ...     inputs, keras.layers.Dense(1)(inputs)
+        ... )
+        >>> model.compile("sgd", "mse", accum_steps=4)
+        >>> for _ in range(6):
+        ...     _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
+        >>> model.pending_steps
+        2
+        """
         accumulators = self._accumulators().values()
         return max((each.pending_steps for each in accumulators), default=0)
 
     @property
     def skipped_steps(self) -> int:
-        """Int. Micro-batches that `skip_nonfinite` left out since `compile`."""
+        """Int. Micro-batches that `skip_nonfinite` left out since `compile`.
+
+        Of several accumulators, those of all together.
+
+        Example:
+
+        >>> inputs = keras.Input((3,))
+        >>> model = accumodel.AccumulatingModel(
+        ...     inputs, keras.layers.Dense(1)(inputs)
+        ... )
+        >>> model.compile("sgd", "mse", accum_steps=2, skip_nonfinite=True)
+        >>> x, y = np.ones((24, 3)), np.ones((24, 1))
+        >>> x[9] = np.nan  # in the second of three micro-batches
+        >>> _ = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        >>> model.skipped_steps, int(model.optimizer.iterations)
+        (1, 1)
+        """
         accumulators = self._accumulators().values()
         return sum(each.skipped_steps for each in accumulators)
 
     def train_step(self, data: typing.Any) -> dict:
-        """Trains on one micro-batch; the last one of a cycle updates."""
+        """Trains on one micro-batch; the last one of a cycle updates.
+
+        Keras calls it, in `fit` and `train_on_batch`. One of your own calls
+        `accumulate_gradients`, where there is an example.
+
+        Args:
+            data: What `fit` was fed: a tensor, or a tuple `(x, y)` or
+                `(x, y, sample_weight)` of nested tensors, of shapes
+                `(samples, ...)`.
+
+        Returns:
+            Dict of scalars, the logs.
+        """
         if not self._accumulates and not self._overrides("compute_gradients"):
             return super().train_step(data)
         gradients, weight, logs = self._compiled_gradients(data)
@@ -459,7 +515,20 @@ class AccumulatingModel(keras.Model):
             accumulator.apply()
 
     def reset_accumulated_gradients(self) -> None:
-        """Forgets the micro-batches of the cycle that has begun."""
+        """Forgets the micro-batches of the cycle that has begun.
+
+        Example:
+
+        >>> inputs = keras.Input((3,))
+        >>> model = accumodel.AccumulatingModel(
+        ...     inputs, keras.layers.Dense(1)(inputs)
+        ... )
+        >>> model.compile("sgd", "mse", accum_steps=4)
+        >>> _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
+        >>> model.reset_accumulated_gradients()
+        >>> model.pending_steps
+        0
+        """
         for accumulator in self._accumulators().values():
             accumulator.reset()
 
@@ -470,6 +539,18 @@ class AccumulatingModel(keras.Model):
 
         What becomes of a short last cycle is the `remainder` of `compile`. It
         ends before validation and before the epoch's end reaches a callback.
+
+        Example:
+
+        >>> inputs = keras.Input((3,))
+        >>> model = accumodel.AccumulatingModel(
+        ...     inputs, keras.layers.Dense(1)(inputs)
+        ... )
+        >>> model.compile("sgd", "mse", accum_steps=4)
+        >>> x, y = np.random.rand(100, 3), np.random.rand(100, 1)
+        >>> history = model.fit(x, y, batch_size=8, verbose=0)
+        >>> int(model.optimizer.iterations)  # 13 micro-batches: 4 + 4 + 4 + 1
+        4
 
         Args:
             *args: Positional arguments of `keras.Model.fit`; `batch_size` is
@@ -539,6 +620,21 @@ class AccumulatingModel(keras.Model):
         """Loads as `keras.Model.load_weights`, and a cycle that had begun.
 
         If it fails, the weights, the optimizer and the cycle are as before.
+
+        Example:
+
+        >>> inputs = keras.Input((3,))
+        >>> model = accumodel.AccumulatingModel(
+        ...     inputs, keras.layers.Dense(1)(inputs)
+        ... )
+        >>> model.compile("sgd", "mse", accum_steps=4)
+        >>> _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model.save_weights(f"{folder}/mid-cycle.weights.h5")
+        ...     model.reset_accumulated_gradients()
+        ...     model.load_weights(f"{folder}/mid-cycle.weights.h5")
+        >>> model.pending_steps
+        1
 
         Args:
             filepath: Path of a `.weights.h5`, `.weights.json` or `.keras` file.

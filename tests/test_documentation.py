@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 
 import keras
 import nbclient
@@ -33,15 +34,34 @@ NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 
 @pytest.mark.parametrize("module", [accumulator, callbacks, model])
 def test_examples_in_docstrings_run(module):
-    names = {"accumodel": accumodel, "keras": keras, "np": np, "tf": tf}
+    names = {
+        "accumodel": accumodel,
+        "keras": keras,
+        "np": np,
+        "tempfile": tempfile,
+        "tf": tf,
+    }
     result = doctest.testmod(module, extraglobs=names)
     assert result.attempted > 0
     assert result.failed == 0
 
 
-@pytest.mark.parametrize("name", accumodel.__all__)
-def test_public_names_have_an_example(name):
-    assert ">>> " in getattr(accumodel, name).__doc__
+def public_members():
+    """Yields the public classes, and what they have beside Keras's classes."""
+    for class_name in accumodel.__all__:
+        public_class = getattr(accumodel, class_name)
+        yield pytest.param(public_class, id=class_name)
+        for name, member in vars(public_class).items():
+            known = any(name in dir(base) for base in public_class.__bases__)
+            if not name.startswith("_") and not known:
+                yield pytest.param(member, id=f"{class_name}.{name}")
+
+
+@pytest.mark.parametrize("member", list(public_members()))
+def test_public_names_have_an_example(member):
+    if isinstance(member, classmethod):
+        member = member.__func__
+    assert ">>> " in member.__doc__
 
 
 @pytest.mark.parametrize("section", SECTIONS)
