@@ -41,25 +41,26 @@ class GradientAccumulator:
     `strategy.scope()` and call `accumulate` in what `strategy.run` runs: each
     replica adds to sums of its own, and these are reduced once in a cycle.
 
-    Example:
-
-    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    >>> accumulator = accumodel.GradientAccumulator(
-    ...     keras.optimizers.SGD(0.1), model.trainable_variables, accum_steps=4
-    ... )
-    >>> @tf.function
-    ... def step(x, y):
-    ...     with tf.GradientTape() as tape:
-    ...         loss = tf.reduce_mean((model(x) - y) ** 2)
-    ...     gradients = tape.gradient(loss, model.trainable_variables)
-    ...     accumulator.accumulate(gradients, weight=tf.shape(x)[0])
-    >>> for _ in range(6):
-    ...     step(tf.ones((8, 3)), tf.ones((8, 1)))
-    >>> accumulator.pending_steps
-    2
-    >>> accumulator.apply()  # the remainder: the data has ended
-    >>> accumulator.pending_steps
-    0
+    Examples:
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> accumulator = accumodel.GradientAccumulator(
+        ...     keras.optimizers.SGD(0.1),
+        ...     model.trainable_variables,
+        ...     accum_steps=4,
+        ... )
+        >>> @tf.function
+        ... def step(x, y):
+        ...     with tf.GradientTape() as tape:
+        ...         loss = tf.reduce_mean((model(x) - y) ** 2)
+        ...     gradients = tape.gradient(loss, model.trainable_variables)
+        ...     accumulator.accumulate(gradients, weight=tf.shape(x)[0])
+        >>> for _ in range(6):
+        ...     step(tf.ones((8, 3)), tf.ones((8, 1)))
+        >>> accumulator.pending_steps
+        2
+        >>> accumulator.apply()  # the remainder: the data has ended
+        >>> accumulator.pending_steps
+        0
 
     Args:
         optimizer: A `keras.optimizers.Optimizer`. It is called through its
@@ -134,15 +135,14 @@ class GradientAccumulator:
         To set it raises a `TypeError` where it is no int, and a `ValueError`
         where it is less than 1.
 
-        Example:
-
-        >>> variable = keras.Variable([1.0])
-        >>> accumulator = accumodel.GradientAccumulator(
-        ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
-        ... )
-        >>> accumulator.accum_steps = 4
-        >>> accumulator.accum_steps
-        4
+        Examples:
+            >>> variable = keras.Variable([1.0])
+            >>> accumulator = accumodel.GradientAccumulator(
+            ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
+            ... )
+            >>> accumulator.accum_steps = 4
+            >>> accumulator.accum_steps
+            4
         """
         return int(self._accum_steps.numpy())
 
@@ -154,15 +154,14 @@ class GradientAccumulator:
     def pending_steps(self) -> int:
         """Int. Micro-batches accumulated since the last update.
 
-        Example:
-
-        >>> variable = keras.Variable([1.0])
-        >>> accumulator = accumodel.GradientAccumulator(
-        ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
-        ... )
-        >>> accumulator.accumulate([tf.constant([0.5])])
-        >>> accumulator.pending_steps
-        1
+        Examples:
+            >>> variable = keras.Variable([1.0])
+            >>> accumulator = accumodel.GradientAccumulator(
+            ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
+            ... )
+            >>> accumulator.accumulate([tf.constant([0.5])])
+            >>> accumulator.pending_steps
+            1
         """
         return int(self._count.numpy())
 
@@ -170,33 +169,31 @@ class GradientAccumulator:
     def skipped_steps(self) -> int:
         """Int. Micro-batches left out by `skip_nonfinite`, since the start.
 
-        Example:
-
-        >>> accumulator = accumodel.GradientAccumulator(
-        ...     keras.optimizers.SGD(),
-        ...     [keras.Variable([1.0])],
-        ...     accum_steps=2,
-        ...     skip_nonfinite=True,
-        ... )
-        >>> accumulator.accumulate([tf.constant([np.nan])])
-        >>> accumulator.skipped_steps, accumulator.pending_steps
-        (1, 0)
+        Examples:
+            >>> accumulator = accumodel.GradientAccumulator(
+            ...     keras.optimizers.SGD(),
+            ...     [keras.Variable([1.0])],
+            ...     accum_steps=2,
+            ...     skip_nonfinite=True,
+            ... )
+            >>> accumulator.accumulate([tf.constant([np.nan])])
+            >>> accumulator.skipped_steps, accumulator.pending_steps
+            (1, 0)
         """
         return int(self._skipped.numpy())
 
     def accumulate(self, gradients: Iterable, weight: typing.Any = 1.0) -> None:
         """Adds one micro-batch; its update follows if it ends the cycle.
 
-        Example:
-
-        >>> variable = keras.Variable([1.0])
-        >>> accumulator = accumodel.GradientAccumulator(
-        ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
-        ... )
-        >>> accumulator.accumulate([tf.constant([0.1])], weight=3)
-        >>> accumulator.accumulate([tf.constant([0.5])], weight=1)
-        >>> print(f"{float(variable[0]):.3f}")  # 1 - (3 * 0.1 + 1 * 0.5) / 4
-        0.800
+        Examples:
+            >>> variable = keras.Variable([1.0])
+            >>> accumulator = accumodel.GradientAccumulator(
+            ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
+            ... )
+            >>> accumulator.accumulate([tf.constant([0.1])], weight=3)
+            >>> accumulator.accumulate([tf.constant([0.5])], weight=1)
+            >>> print(f"{float(variable[0]):.2f}")  # 1 - (3 * 0.1 + 0.5) / 4
+            0.80
 
         Args:
             gradients: List of tensors, `tf.IndexedSlices` or `None`, each of
@@ -239,16 +236,15 @@ class GradientAccumulator:
         The sums are divided by the summed weights and given to the optimizer,
         once, then cleared.
 
-        Example:
-
-        >>> variable = keras.Variable([1.0])
-        >>> accumulator = accumodel.GradientAccumulator(
-        ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
-        ... )
-        >>> accumulator.accumulate([tf.constant([0.5])])
-        >>> accumulator.apply()
-        >>> float(variable[0])
-        0.5
+        Examples:
+            >>> variable = keras.Variable([1.0])
+            >>> accumulator = accumodel.GradientAccumulator(
+            ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
+            ... )
+            >>> accumulator.accumulate([tf.constant([0.5])])
+            >>> accumulator.apply()
+            >>> float(variable[0])
+            0.5
         """
         if self._run_update is None:
             return  # nothing was ever accumulated
@@ -258,16 +254,15 @@ class GradientAccumulator:
     def reset(self) -> None:
         """Forgets the cycle that has begun.
 
-        Example:
-
-        >>> variable = keras.Variable([1.0])
-        >>> accumulator = accumodel.GradientAccumulator(
-        ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
-        ... )
-        >>> accumulator.accumulate([tf.constant([0.5])])
-        >>> accumulator.reset()
-        >>> accumulator.pending_steps
-        0
+        Examples:
+            >>> variable = keras.Variable([1.0])
+            >>> accumulator = accumodel.GradientAccumulator(
+            ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
+            ... )
+            >>> accumulator.accumulate([tf.constant([0.5])])
+            >>> accumulator.reset()
+            >>> accumulator.pending_steps
+            0
         """
         # The next micro-batch overwrites the sums: to clear them here would be
         # one more pass over them.

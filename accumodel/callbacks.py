@@ -18,22 +18,21 @@ class AccumStepsScheduler(keras.callbacks.Callback):
     decaying learning rate does (Smith et al. 2018, arXiv 1711.00489). The logs
     of each epoch, and so the `History`, gain the key `accum_steps`.
 
-    Example:
-
-    >>> callback = accumodel.AccumStepsScheduler(
-    ...     lambda epoch, accum_steps: 2**epoch
-    ... )
-    >>> inputs = keras.Input((3,))
-    >>> model = accumodel.AccumulatingModel(
-    ...     inputs, keras.layers.Dense(1)(inputs)
-    ... )
-    >>> model.compile("sgd", "mse")
-    >>> history = model.fit(
-    ...     np.ones((8, 3)), np.ones((8, 1)), batch_size=1, epochs=3,
-    ...     callbacks=[callback], verbose=0,
-    ... )
-    >>> history.history["accum_steps"]
-    [1, 2, 4]
+    Examples:
+        >>> callback = accumodel.AccumStepsScheduler(
+        ...     lambda epoch, accum_steps: 2**epoch
+        ... )
+        >>> inputs = keras.Input((3,))
+        >>> model = accumodel.AccumulatingModel(
+        ...     inputs, keras.layers.Dense(1)(inputs)
+        ... )
+        >>> model.compile("sgd", "mse")
+        >>> history = model.fit(
+        ...     np.ones((8, 3)), np.ones((8, 1)), batch_size=1, epochs=3,
+        ...     callbacks=[callback], verbose=0,
+        ... )
+        >>> history.history["accum_steps"]
+        [1, 2, 4]
 
     Args:
         schedule: A function that takes the index of the epoch (int, from 0) and

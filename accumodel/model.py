@@ -45,16 +45,16 @@ class AccumulatingModel(keras.Model):
     else of `compile`, `fit`, `evaluate`, `predict` and `save` is as Keras
     documents it.
 
-    Example:
-
-    >>> inputs = keras.Input((20,))
-    >>> outputs = keras.layers.Dense(3, activation="softmax")(inputs)
-    >>> model = accumodel.AccumulatingModel(inputs, outputs)
-    >>> model.compile("adam", "sparse_categorical_crossentropy", accum_steps=4)
-    >>> x, y = np.random.rand(100, 20), np.random.randint(3, size=100)
-    >>> history = model.fit(x, y, batch_size=8, epochs=3, verbose=0)
-    >>> int(model.optimizer.iterations)  # 4 an epoch, the last of 4 samples
-    12
+    Examples:
+        >>> inputs = keras.Input((20,))
+        >>> outputs = keras.layers.Dense(3, activation="softmax")(inputs)
+        >>> model = accumodel.AccumulatingModel(inputs, outputs)
+        >>> loss = "sparse_categorical_crossentropy"
+        >>> model.compile("adam", loss, accum_steps=4)
+        >>> x, y = np.random.rand(100, 20), np.random.randint(3, size=100)
+        >>> history = model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+        >>> int(model.optimizer.iterations)  # 4 an epoch, the last of 4 samples
+        12
 
     What to override, and when:
 
@@ -108,11 +108,11 @@ class AccumulatingModel(keras.Model):
         the other. The new model is not compiled; if `model` is, a warning says
         so. `compile(model.optimizer, ...)` goes on with its optimizer's state.
 
-        Example:
-
-        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        >>> accumulating = accumodel.AccumulatingModel.from_model(model)
-        >>> accumulating.compile("sgd", "mse", accum_steps=8)
+        Examples:
+            >>> layers = [keras.Input((3,)), keras.layers.Dense(1)]
+            >>> model = keras.Sequential(layers)
+            >>> accumulating = accumodel.AccumulatingModel.from_model(model)
+            >>> accumulating.compile("sgd", "mse", accum_steps=8)
 
         Args:
             model: A `keras.Model`: functional, sequential and built, or a
@@ -164,15 +164,14 @@ class AccumulatingModel(keras.Model):
     ) -> None:
         """Configures the model for training, as `keras.Model.compile`.
 
-        Example:
-
-        >>> inputs = keras.Input((3,))
-        >>> model = accumodel.AccumulatingModel(
-        ...     inputs, keras.layers.Dense(1)(inputs)
-        ... )
-        >>> model.compile("adam", "mse", metrics=["mae"], accum_steps=8)
-        >>> model.accum_steps
-        8
+        Examples:
+            >>> inputs = keras.Input((3,))
+            >>> model = accumodel.AccumulatingModel(
+            ...     inputs, keras.layers.Dense(1)(inputs)
+            ... )
+            >>> model.compile("adam", "mse", metrics=["mae"], accum_steps=8)
+            >>> model.accum_steps
+            8
 
         Args:
             *args: Positional arguments of `keras.Model.compile`.
@@ -237,16 +236,15 @@ class AccumulatingModel(keras.Model):
         To set it raises a `TypeError` where it is no int, and a `ValueError`
         where it is less than 1 or the model is not compiled.
 
-        Example:
-
-        >>> inputs = keras.Input((3,))
-        >>> model = accumodel.AccumulatingModel(
-        ...     inputs, keras.layers.Dense(1)(inputs)
-        ... )
-        >>> model.compile("sgd", "mse", accum_steps=2)
-        >>> model.accum_steps = 4
-        >>> model.accum_steps
-        4
+        Examples:
+            >>> inputs = keras.Input((3,))
+            >>> model = accumodel.AccumulatingModel(
+            ...     inputs, keras.layers.Dense(1)(inputs)
+            ... )
+            >>> model.compile("sgd", "mse", accum_steps=2)
+            >>> model.accum_steps = 4
+            >>> model.accum_steps
+            4
         """
         return self._accum_steps
 
@@ -273,17 +271,16 @@ class AccumulatingModel(keras.Model):
 
         Of several accumulators, those of the one with the most.
 
-        Example:
-
-        >>> inputs = keras.Input((3,))
-        >>> model = accumodel.AccumulatingModel(
-        ...     inputs, keras.layers.Dense(1)(inputs)
-        ... )
-        >>> model.compile("sgd", "mse", accum_steps=4)
-        >>> for _ in range(6):
-        ...     _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
-        >>> model.pending_steps
-        2
+        Examples:
+            >>> inputs = keras.Input((3,))
+            >>> model = accumodel.AccumulatingModel(
+            ...     inputs, keras.layers.Dense(1)(inputs)
+            ... )
+            >>> model.compile("sgd", "mse", accum_steps=4)
+            >>> for _ in range(6):
+            ...     _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
+            >>> model.pending_steps
+            2
         """
         accumulators = self._accumulators().values()
         return max((each.pending_steps for each in accumulators), default=0)
@@ -294,18 +291,17 @@ class AccumulatingModel(keras.Model):
 
         Of several accumulators, those of all together.
 
-        Example:
-
-        >>> inputs = keras.Input((3,))
-        >>> model = accumodel.AccumulatingModel(
-        ...     inputs, keras.layers.Dense(1)(inputs)
-        ... )
-        >>> model.compile("sgd", "mse", accum_steps=2, skip_nonfinite=True)
-        >>> x, y = np.ones((24, 3)), np.ones((24, 1))
-        >>> x[9] = np.nan  # in the second of three micro-batches
-        >>> _ = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-        >>> model.skipped_steps, int(model.optimizer.iterations)
-        (1, 1)
+        Examples:
+            >>> inputs = keras.Input((3,))
+            >>> model = accumodel.AccumulatingModel(
+            ...     inputs, keras.layers.Dense(1)(inputs)
+            ... )
+            >>> model.compile("sgd", "mse", accum_steps=2, skip_nonfinite=True)
+            >>> x, y = np.ones((24, 3)), np.ones((24, 1))
+            >>> x[9] = np.nan  # in the second of three micro-batches
+            >>> _ = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+            >>> model.skipped_steps, int(model.optimizer.iterations)
+            (1, 1)
         """
         accumulators = self._accumulators().values()
         return sum(each.skipped_steps for each in accumulators)
@@ -338,16 +334,16 @@ class AccumulatingModel(keras.Model):
         Override it for another tape or several losses. It is compiled by XLA
         where `jit_compile` is on, so it must not update any weights.
 
-        Example:
-
-        >>> class Classifier(accumodel.AccumulatingModel):
-        ...     def compute_gradients(self, data):
-        ...         x, y = data
-        ...         with tf.GradientTape() as tape:
-        ...             y_pred = self(x, training=True)
-        ...             loss = self.compute_loss(x, y, y_pred)
-        ...         gradients = tape.gradient(loss, self.trainable_variables)
-        ...         return gradients, tf.shape(x)[0], {"loss": loss}
+        Examples:
+            >>> class Classifier(accumodel.AccumulatingModel):
+            ...     def compute_gradients(self, data):
+            ...         x, y = data
+            ...         with tf.GradientTape() as tape:
+            ...             y_pred = self(x, training=True)
+            ...             loss = self.compute_loss(x, y, y_pred)
+            ...         variables = self.trainable_variables
+            ...         gradients = tape.gradient(loss, variables)
+            ...         return gradients, tf.shape(x)[0], {"loss": loss}
 
         Args:
             data: What `fit` was fed: a tensor, or a tuple `(x, y)` or
@@ -404,19 +400,19 @@ class AccumulatingModel(keras.Model):
         Override it where the loss is averaged over something that Keras does
         not know of.
 
-        Example:
-
-        >>> class Tagger(accumodel.AccumulatingModel):
-        ...     def compute_loss(self, x, y, y_pred, sample_weight=None,
-        ...                      training=True):
-        ...         known = tf.cast(y >= 0, tf.float32)
-        ...         losses = keras.losses.sparse_categorical_crossentropy(
-        ...             tf.maximum(y, 0), y_pred
-        ...         )
-        ...         return tf.reduce_sum(losses * known) / tf.reduce_sum(known)
-        ...
-        ...     def micro_batch_weight(self, x, y, y_pred, sample_weight):
-        ...         return tf.reduce_sum(tf.cast(y >= 0, tf.float32))
+        Examples:
+            >>> class Tagger(accumodel.AccumulatingModel):
+            ...     def compute_loss(self, x, y, y_pred, sample_weight=None,
+            ...                      training=True):
+            ...         known = tf.cast(y >= 0, tf.float32)
+            ...         losses = keras.losses.sparse_categorical_crossentropy(
+            ...             tf.maximum(y, 0), y_pred
+            ...         )
+            ...         total = tf.reduce_sum(losses * known)
+            ...         return total / tf.reduce_sum(known)
+            ...
+            ...     def micro_batch_weight(self, x, y, y_pred, sample_weight):
+            ...         return tf.reduce_sum(tf.cast(y >= 0, tf.float32))
 
         Args:
             x: Nested tensors, the inputs, of shapes `(samples, ...)`.
@@ -447,16 +443,17 @@ class AccumulatingModel(keras.Model):
         For a `train_step` of one's own, in place of
         `optimizer.apply_gradients`.
 
-        Example:
-
-        >>> class Regressor(accumodel.AccumulatingModel):
-        ...     def train_step(self, data: typing.Any) -> dict:
-        ...         x, y = data
-        ...         with tf.GradientTape() as tape:
-        ...             loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
-        ...         gradients = tape.gradient(loss, self.trainable_variables)
-        ...         self.accumulate_gradients(gradients, tf.shape(x)[0])
-        ...         return {"loss": loss}
+        Examples:
+            >>> class Regressor(accumodel.AccumulatingModel):
+            ...     def train_step(self, data: typing.Any) -> dict:
+            ...         x, y = data
+            ...         with tf.GradientTape() as tape:
+            ...             y_pred = self(x, training=True)
+            ...             loss = tf.reduce_mean((y_pred - y) ** 2)
+            ...         variables = self.trainable_variables
+            ...         gradients = tape.gradient(loss, variables)
+            ...         self.accumulate_gradients(gradients, tf.shape(x)[0])
+            ...         return {"loss": loss}
 
         Args:
             gradients: List of tensors, `tf.IndexedSlices` or `None`, in the
@@ -497,19 +494,18 @@ class AccumulatingModel(keras.Model):
         `fit` does so at the end of an epoch. After `train_on_batch`, call it
         when the data has ended.
 
-        Example:
-
-        >>> inputs = keras.Input((3,))
-        >>> model = accumodel.AccumulatingModel(
-        ...     inputs, keras.layers.Dense(1)(inputs)
-        ... )
-        >>> model.compile("sgd", "mse", accum_steps=4)
-        >>> _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
-        >>> model.pending_steps, int(model.optimizer.iterations)
-        (1, 0)
-        >>> model.apply_accumulated_gradients()
-        >>> model.pending_steps, int(model.optimizer.iterations)
-        (0, 1)
+        Examples:
+            >>> inputs = keras.Input((3,))
+            >>> model = accumodel.AccumulatingModel(
+            ...     inputs, keras.layers.Dense(1)(inputs)
+            ... )
+            >>> model.compile("sgd", "mse", accum_steps=4)
+            >>> _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
+            >>> model.pending_steps, int(model.optimizer.iterations)
+            (1, 0)
+            >>> model.apply_accumulated_gradients()
+            >>> model.pending_steps, int(model.optimizer.iterations)
+            (0, 1)
         """
         for accumulator in self._accumulators().values():
             accumulator.apply()
@@ -517,17 +513,16 @@ class AccumulatingModel(keras.Model):
     def reset_accumulated_gradients(self) -> None:
         """Forgets the micro-batches of the cycle that has begun.
 
-        Example:
-
-        >>> inputs = keras.Input((3,))
-        >>> model = accumodel.AccumulatingModel(
-        ...     inputs, keras.layers.Dense(1)(inputs)
-        ... )
-        >>> model.compile("sgd", "mse", accum_steps=4)
-        >>> _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
-        >>> model.reset_accumulated_gradients()
-        >>> model.pending_steps
-        0
+        Examples:
+            >>> inputs = keras.Input((3,))
+            >>> model = accumodel.AccumulatingModel(
+            ...     inputs, keras.layers.Dense(1)(inputs)
+            ... )
+            >>> model.compile("sgd", "mse", accum_steps=4)
+            >>> _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
+            >>> model.reset_accumulated_gradients()
+            >>> model.pending_steps
+            0
         """
         for accumulator in self._accumulators().values():
             accumulator.reset()
@@ -540,17 +535,16 @@ class AccumulatingModel(keras.Model):
         What becomes of a short last cycle is the `remainder` of `compile`. It
         ends before validation and before the epoch's end reaches a callback.
 
-        Example:
-
-        >>> inputs = keras.Input((3,))
-        >>> model = accumodel.AccumulatingModel(
-        ...     inputs, keras.layers.Dense(1)(inputs)
-        ... )
-        >>> model.compile("sgd", "mse", accum_steps=4)
-        >>> x, y = np.random.rand(100, 3), np.random.rand(100, 1)
-        >>> history = model.fit(x, y, batch_size=8, verbose=0)
-        >>> int(model.optimizer.iterations)  # 13 micro-batches: 4 + 4 + 4 + 1
-        4
+        Examples:
+            >>> inputs = keras.Input((3,))
+            >>> model = accumodel.AccumulatingModel(
+            ...     inputs, keras.layers.Dense(1)(inputs)
+            ... )
+            >>> model.compile("sgd", "mse", accum_steps=4)
+            >>> x, y = np.random.rand(100, 3), np.random.rand(100, 1)
+            >>> history = model.fit(x, y, batch_size=8, verbose=0)
+            >>> int(model.optimizer.iterations)  # of 4 + 4 + 4 + 1
+            4
 
         Args:
             *args: Positional arguments of `keras.Model.fit`; `batch_size` is
@@ -621,20 +615,19 @@ class AccumulatingModel(keras.Model):
 
         If it fails, the weights, the optimizer and the cycle are as before.
 
-        Example:
-
-        >>> inputs = keras.Input((3,))
-        >>> model = accumodel.AccumulatingModel(
-        ...     inputs, keras.layers.Dense(1)(inputs)
-        ... )
-        >>> model.compile("sgd", "mse", accum_steps=4)
-        >>> _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     model.save_weights(f"{folder}/mid-cycle.weights.h5")
-        ...     model.reset_accumulated_gradients()
-        ...     model.load_weights(f"{folder}/mid-cycle.weights.h5")
-        >>> model.pending_steps
-        1
+        Examples:
+            >>> inputs = keras.Input((3,))
+            >>> model = accumodel.AccumulatingModel(
+            ...     inputs, keras.layers.Dense(1)(inputs)
+            ... )
+            >>> model.compile("sgd", "mse", accum_steps=4)
+            >>> _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     model.save_weights(f"{folder}/mid-cycle.weights.h5")
+            ...     model.reset_accumulated_gradients()
+            ...     model.load_weights(f"{folder}/mid-cycle.weights.h5")
+            >>> model.pending_steps
+            1
 
         Args:
             filepath: Path of a `.weights.h5`, `.weights.json` or `.keras` file.
