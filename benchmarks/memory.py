@@ -18,6 +18,7 @@ import tensorflow as tf
 
 import accumodel
 from accumodel.__main__ import peak_memory
+from benchmarks.report import GRAY
 from benchmarks.report import make_parser
 from benchmarks.report import report
 
@@ -106,7 +107,7 @@ def make_table(rows):
 def plot(rows, path):
     figure = matplotlib.figure.Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    colours = dict(zip(WAYS, ("#000000", "#D55E00", "#0072B2"), strict=True))
+    colours = dict(zip(WAYS, (GRAY, "#D55E00", "#0072B2"), strict=True))
     markers = dict(zip(WAYS, "^so", strict=True))
     for way in WAYS:
         own = [row for row in rows if row["way"] == way]
@@ -121,7 +122,9 @@ def plot(rows, path):
     axes.set_xticks([row["effective batch"] for row in own])
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"effective batch (micro-batches of {MICRO_BATCH})")
+    axes.set_xlabel(
+        f"effective batch (samples, in micro-batches of {MICRO_BATCH})"
+    )
     axes.set_ylabel("peak memory over the built model (MB)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend()

@@ -3,7 +3,26 @@
 import argparse
 import json
 
+import matplotlib
 import rich.console
+
+# A gray that can be read on white, on black and on paper.
+GRAY = "#767676"
+LOOK = {
+    **dict.fromkeys(
+        (
+            "axes.edgecolor",
+            "axes.labelcolor",
+            "text.color",
+            "xtick.color",
+            "ytick.color",
+        ),
+        GRAY,
+    ),
+    "axes.facecolor": "none",
+    "legend.frameon": False,
+    "savefig.transparent": True,
+}
 
 
 def make_parser(description, plot=True):
@@ -22,4 +41,5 @@ def report(arguments, figures, table, plot=None):
         with open(arguments.json, "w") as file:
             json.dump(figures, file, indent=2)
     if plot and arguments.plot:
-        plot(figures, arguments.plot)
+        with matplotlib.rc_context(LOOK):
+            plot(figures, arguments.plot)

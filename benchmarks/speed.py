@@ -26,6 +26,7 @@ import rich.table
 import tensorflow as tf
 
 import accumodel
+from benchmarks.report import GRAY
 from benchmarks.report import make_parser
 from benchmarks.report import report
 
@@ -231,7 +232,7 @@ def plot(rows, path):
     grid = figure.subplots(len(jits), len(models), squeeze=False)
     styles = {
         "floor": ("#999999", ":"),
-        "plain": ("#000000", "--"),
+        "plain": (GRAY, "--"),
         "Keras": ("#D55E00", "-"),
         "accumodel": ("#0072B2", "-"),
         "limit": ("#009E73", ":"),

@@ -14,6 +14,7 @@ import nbformat
 import numpy as np
 import pytest
 import tensorflow as tf
+from markdown.extensions.toc import slugify
 
 import accumodel
 from accumodel import accumulator
@@ -21,14 +22,25 @@ from accumodel import callbacks
 from accumodel import model
 
 ROOT = pathlib.Path(__file__).parent.parent
-# What stands under one heading is one program.
-SECTIONS = {
-    section.split("\n", 1)[0]: "\n".join(snippets)
-    for section in re.split(
-        r"^## ", (ROOT / "README.md").read_text(), flags=re.M
-    )
-    if (snippets := re.findall(r"^```python\n(.*?)^```", section, re.M | re.S))
-}
+PAGES = sorted(ROOT.glob("docs/**/*.md"))
+
+
+def find_programs():
+    """Yields what stands under a heading of the README, and on a page."""
+    texts = {
+        section.split("\n", 1)[0]: section
+        for section in re.split(
+            r"^##? ", (ROOT / "README.md").read_text(), flags=re.M
+        )
+    }
+    for page in PAGES:
+        texts[page.name] = page.read_text()
+    for name, text in texts.items():
+        snippets = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+        if snippets:
+            yield pytest.param("\n".join(snippets), id=name)
+
+
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 
 
@@ -64,12 +76,38 @@ def test_public_names_have_an_example(member):
     assert ">>> " in member.__doc__
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_snippets_of_the_readme_run_as_they_stand(
-    section, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("program", list(find_programs()))
+def test_snippets_run_as_they_stand(program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some save files
-    exec(compile(SECTIONS[section], f"README.md: {section}", "exec"), {})
+    exec(compile(program, "snippets", "exec"), {})
+
+
+@pytest.mark.parametrize(
+    "page", [*ROOT.glob("*.md"), *PAGES], ids=lambda page: page.name
+)
+def test_links_lead_to_files_and_headings(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue  # another machine's
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", linked.read_text(), re.M)
+            slugs = [slugify(heading, "-") for heading in headings]
+            assert anchor in slugs, target
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path],
+        cwd=ROOT,
+        timeout=300,
+        check=True,
+    )
+    reference = (tmp_path / "reference/index.html").read_text()
+    for member in public_members():
+        assert f'id="accumodel.{member.id}"' in reference
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
