@@ -722,11 +722,20 @@ class AccumulatingModel(keras.Model):
             self.make_train_function(force=True)
 
     def _accumulators(self):
-        """Returns the model's accumulators by the attributes that hold them."""
+        """Returns the model's accumulators by what holds them.
+
+        An attribute does, or a list or dict that is one.
+        """
+        held = dict(vars(self))
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                value = list(value.values())
+            if isinstance(value, list | tuple):
+                held |= {f"{name}.{i}": each for i, each in enumerate(value)}
         return {
-            name: value
-            for name, value in vars(self).items()
-            if isinstance(value, GradientAccumulator)
+            name: each
+            for name, each in held.items()
+            if isinstance(each, GradientAccumulator)
         }
 
     def _read_cycles(self):

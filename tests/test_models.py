@@ -347,6 +347,64 @@ def test_the_cycles_of_all_accumulators_are_saved(noise_and_real, tmp_path):
     assert other.pending_steps == 0
 
 
+class TwoPlayers(AccumulatingModel):
+    """Holds its accumulators in a list, tuple or dict."""
+
+    def __init__(self, hold):
+        super().__init__()
+        self.hold = hold
+        self.players = [keras.layers.Dense(1), keras.layers.Dense(1)]
+        for player in self.players:
+            player.build((None, 3))
+        self.built = True
+
+    def compile(self):
+        super().compile(accum_steps=4)
+        self.optimizers = [SGD(0.1), SGD(0.1)]
+        self.accumulators = self.hold(
+            GradientAccumulator(optimizer, player.trainable_variables, 4)
+            for optimizer, player in zip(
+                self.optimizers, self.players, strict=True
+            )
+        )
+
+    def train_step(self, data):
+        accumulators = self.accumulators
+        if isinstance(accumulators, dict):
+            accumulators = accumulators.values()
+        for player, accumulator in zip(self.players, accumulators, strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(player(data[0]) ** 2)
+            gradients = tape.gradient(loss, accumulator.variables)
+            accumulator.accumulate(gradients, tf.shape(data[0])[0])
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [list, tuple, lambda each: dict(zip("ab", each, strict=True))],
+    ids=["list", "tuple", "dict"],
+)
+def test_accumulators_in_a_container(hold, noise_and_real, tmp_path):
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        models.append(TwoPlayers(hold))
+        models[-1].compile()
+    model, restored = models
+    fit(model, *noise_and_real, 8)
+    assert [int(each.iterations) for each in model.optimizers] == [12, 12]
+    model.train_on_batch(*noise_and_real)
+    assert model.pending_steps == 1
+    model.save_weights(tmp_path / "mid.weights.h5")
+    restored.load_weights(tmp_path / "mid.weights.h5")
+    for each in models:
+        each.train_on_batch(*noise_and_real)
+        assert each.pending_steps == 2
+        each.apply_accumulated_gradients()
+    assert distance(restored, model) == 0
+
+
 def test_a_file_that_is_refused_leaves_all_optimizers_alone(
     noise_and_real, tmp_path
 ):
