@@ -155,6 +155,13 @@ def without_own_reduction(optimizers):
     # On one device nothing is reduced, and nothing inside is touched.
     optimizers = list(optimizers) if count_replicas() > 1 else []
     for optimizer in optimizers:
+        if not hasattr(optimizer, "_all_reduce_sum_gradients"):
+            raise RuntimeError(
+                "accumodel does not know how optimizers of this Keras reduce "
+                "their gradients, and would reduce them twice. Use a version "
+                "of Keras that it was tested with, or one device. "
+                f"Received: optimizer={optimizer} of keras {keras.__version__}"
+            )
         optimizer._all_reduce_sum_gradients = lambda pairs: pairs
     try:
         yield

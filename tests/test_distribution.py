@@ -463,6 +463,23 @@ def test_xla_is_left_aside_on_several_replicas():
         check(Case(compile={"jit_compile": True}), mirrored(2))
 
 
+def test_a_keras_that_reduces_in_another_way_is_refused(monkeypatch):
+    base = next(
+        each
+        for each in keras.optimizers.SGD.__mro__
+        if "_all_reduce_sum_gradients" in vars(each)
+    )
+    monkeypatch.delattr(base, "_all_reduce_sum_gradients")
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = keras.Variable([1.0])
+        accumulator = GradientAccumulator(keras.optimizers.SGD(), [variable])
+    step = tf.function(lambda: accumulator.accumulate([tf.ones(1)]))
+    with pytest.raises(RuntimeError, match="would reduce them twice"):
+        strategy.run(step)
+    np.testing.assert_array_equal(variable, [1.0])
+
+
 def squared_error(variable, x):
     # Divided by the replicas, whose gradients the optimizer sums.
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
