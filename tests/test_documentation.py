@@ -160,7 +160,7 @@ def test_the_demonstration_refuses_sizes_that_make_no_sense(arguments):
     "command",
     [
         "speed --models embedding --steps 1 2 --rounds=1 --calls=2",
-        "memory --sizes 16 32",
+        "memory --sizes 32",
     ],
     ids=lambda command: command.split()[0],
 )
@@ -173,7 +173,7 @@ def test_benchmarks_run_and_write_figures_and_picture(command, tmp_path):
         timeout=300,
         check=True,
     )
-    assert len(json.loads(paths[0].read_text())) >= 4
+    assert len(json.loads(paths[0].read_text())) >= 2
     assert paths[1].stat().st_size > 10_000
 
 
