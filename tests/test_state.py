@@ -115,6 +115,20 @@ def test_a_file_of_a_cycles_end_clears_what_was_pending(tmp_path):
 # -- in mid-cycle --------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5")
+def test_a_legacy_file_of_a_whole_model_loads_as_a_plain_one(tmp_path):
+    inputs = keras.Input((3,))
+    model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", keras.losses.MeanSquaredError(), accum_steps=2)
+    model.save(tmp_path / "legacy.h5")
+    loaded = keras.models.load_model(tmp_path / "legacy.h5")
+    assert not isinstance(loaded, AccumulatingModel)
+    for found, expected in zip(
+        loaded.get_weights(), model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_a_legacy_file_holds_no_cycle_and_clears_it(tmp_path):
     legacy = tmp_path / "legacy.h5"
     plain().save(legacy)
