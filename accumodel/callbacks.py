@@ -97,6 +97,7 @@ class EndOfCycle(keras.callbacks.Callback):
         self._end_cycle()
 
     def on_epoch_end(self, epoch, logs=None):
+        self._warn_of_updates_without_accumulation()
         self._end_cycle()
 
     def _end_cycle(self):
@@ -110,6 +111,24 @@ class EndOfCycle(keras.callbacks.Callback):
             self.model.apply_accumulated_gradients()
         elif self.model._remainder == "drop":
             self.model.reset_accumulated_gradients()
+
+    def _warn_of_updates_without_accumulation(self):
+        if (
+            self.model.accum_steps > 1
+            and self.model.trainable_variables
+            and not self.model._accumulators()
+            and not self._warned
+        ):
+            self._warned = True
+            warnings.warn(
+                f"`accum_steps` is {self.model.accum_steps}, but nothing was "
+                "accumulated: the `train_step` of "
+                f"{type(self.model).__name__} does not call "
+                "`self.accumulate_gradients(gradients, weight)`, which takes "
+                "the place of `self.optimizer.apply_gradients(...)` and "
+                "`self.optimizer.apply(...)`.",
+                stacklevel=2,
+            )
 
     def _warn_of_few_samples_to_normalize(self):
         if (

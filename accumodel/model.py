@@ -186,11 +186,13 @@ class AccumulatingModel(keras.Model):
             skip_nonfinite: Bool. Leave a micro-batch with a NaN or infinite
                 gradient out of the cycle, as if it had not been fed;
                 `skipped_steps` counts them. Layers that keep statistics, and
-                metrics, have seen it all the same. Defaults to `False`.
+                metrics, have seen it all the same: the epoch's loss is NaN.
+                Defaults to `False`.
             **kwargs: Keyword arguments of `keras.Model.compile`.
 
         Raises:
-            TypeError: If `accum_steps` is not an int.
+            TypeError: If `accum_steps` is not an int, or if another base class
+                has a `train_step` of its own, which would not be called.
             ValueError: If `accum_steps` is less than 1, if `remainder` is none
                 of the three, if the optimizer has a
                 `gradient_accumulation_steps` of its own, or if
@@ -212,7 +214,7 @@ class AccumulatingModel(keras.Model):
         )
         check_optimizer(optimizer, skip_nonfinite, will_scale_loss)
         if accum_steps > 1 or skip_nonfinite:
-            check_strategy(self.distribute_strategy)
+            self._check_trains_as_told()
         super().compile(*args, **kwargs)
         self._accum_steps = accum_steps
         self._remainder = remainder
@@ -258,7 +260,7 @@ class AccumulatingModel(keras.Model):
             )
         begins = value > 1 and not self._accumulates
         if begins:
-            check_strategy(self.distribute_strategy)
+            self._check_trains_as_told()
         self._accum_steps = value
         for accumulator in self._accumulators().values():
             accumulator.accum_steps = value
@@ -337,13 +339,13 @@ class AccumulatingModel(keras.Model):
         Examples:
             >>> class Classifier(accumodel.AccumulatingModel):
             ...     def compute_gradients(self, data):
-            ...         x, y = data
+            ...         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
             ...         with tf.GradientTape() as tape:
             ...             y_pred = self(x, training=True)
             ...             loss = self.compute_loss(x, y, y_pred)
             ...         variables = self.trainable_variables
             ...         gradients = tape.gradient(loss, variables)
-            ...         return gradients, tf.shape(x)[0], {"loss": loss}
+            ...         return gradients, tf.shape(x)[0], {"batch_loss": loss}
 
         Args:
             data: What `fit` was fed: a tensor, or a tuple `(x, y)` or
@@ -409,7 +411,9 @@ class AccumulatingModel(keras.Model):
             ...             tf.maximum(y, 0), y_pred
             ...         )
             ...         total = tf.reduce_sum(losses * known)
-            ...         return total / tf.reduce_sum(known)
+            ...         return tf.math.divide_no_nan(
+            ...             total, tf.reduce_sum(known)
+            ...         )
             ...
             ...     def micro_batch_weight(self, x, y, y_pred, sample_weight):
             ...         return tf.reduce_sum(tf.cast(y >= 0, tf.float32))
@@ -441,19 +445,20 @@ class AccumulatingModel(keras.Model):
         """Adds one micro-batch to the cycle; the last one updates.
 
         For a `train_step` of one's own, in place of
-        `optimizer.apply_gradients`.
+        `optimizer.apply_gradients` or `optimizer.apply`. Keras shows its own
+        tracker where a log is called `loss`, so give the logs other names.
 
         Examples:
             >>> class Regressor(accumodel.AccumulatingModel):
             ...     def train_step(self, data: typing.Any) -> dict:
-            ...         x, y = data
+            ...         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
             ...         with tf.GradientTape() as tape:
             ...             y_pred = self(x, training=True)
             ...             loss = tf.reduce_mean((y_pred - y) ** 2)
             ...         variables = self.trainable_variables
             ...         gradients = tape.gradient(loss, variables)
             ...         self.accumulate_gradients(gradients, tf.shape(x)[0])
-            ...         return {"loss": loss}
+            ...         return {"batch_loss": loss}
 
         Args:
             gradients: List of tensors, `tf.IndexedSlices` or `None`, in the
@@ -712,6 +717,22 @@ class AccumulatingModel(keras.Model):
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.optimizer is not None and self.built:
             self.optimizer.build(self.trainable_variables)
+
+    def _check_trains_as_told(self):
+        """Raises where the strategy, or another base class, stands against."""
+        check_strategy(self.distribute_strategy)
+        behind = super().train_step.__func__  # type: ignore[attr-defined]
+        if behind is not keras.Model.train_step and not self._overrides(
+            "train_step"
+        ):
+            raise TypeError(
+                f"`{behind.__qualname__}` would not be called: in the bases of "
+                f"{type(self).__name__} it stands behind `AccumulatingModel`, "
+                "which has a `train_step` of its own. Override `train_step` in "
+                f"{type(self).__name__}, with `self.accumulate_gradients("
+                "gradients, weight)` in place of `self.optimizer."
+                "apply_gradients(...)`."
+            )
 
     def _begin_to_accumulate(self):
         self._accumulates = True

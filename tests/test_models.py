@@ -170,6 +170,47 @@ def test_beside_another_model_class_its_methods_are_kept(points):
     fit(model, *points, 8)
 
 
+class TrainsItself(Linear):
+    """Its `train_step` calls the optimizer for each batch."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"batch_loss": loss}
+
+
+def test_a_train_step_behind_ours_is_not_passed_over_in_silence(points):
+    class Model(AccumulatingModel, TrainsItself):
+        pass
+
+    model = Model()
+    match = r"TrainsItself.train_step` would not be called.* Override"
+    with pytest.raises(TypeError, match=match):
+        model.compile("sgd", "mse", accum_steps=4)
+    assert not model.compiled
+    model.compile("sgd", "mse")
+    fit(model, *points, 8)  # calls it
+    assert int(model.optimizer.iterations) == 3 * 13
+    with pytest.raises(TypeError, match=match):
+        model.accum_steps = 4
+    assert model.accum_steps == 1
+
+
+def test_a_train_step_that_updates_by_itself_is_told_of(points):
+    class Model(TrainsItself, AccumulatingModel):
+        pass
+
+    model = Model()
+    model.compile("sgd", "mse", accum_steps=4)
+    with pytest.warns(UserWarning, match="nothing was accumulated") as caught:
+        fit(model, *points, 8)
+    messages = [str(each.message) for each in caught]
+    assert sum("nothing was accumulated" in each for each in messages) == 1
+
+
 def test_keras_hub_tasks():
     keras_hub = pytest.importorskip(
         "keras_hub", reason="its newest release needs the newest TensorFlow"
