@@ -1,5 +1,6 @@
 """What happens at the borders of epochs: the schedule, and the remainder."""
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable
@@ -169,10 +170,11 @@ class EndOfCycle(keras.callbacks.Callback):
         )
 
 
-def put_in_front(fit, args, kwargs):
+def put_in_front(model, fit, args, kwargs):
     """Returns the arguments of a call to `fit`, with `EndOfCycle` in them.
 
     Args:
+        model: The `AccumulatingModel`.
         fit: The bound `fit` method, whose signature names its arguments.
         args: Tuple of positional arguments.
         kwargs: Dict of keyword arguments.
@@ -188,16 +190,29 @@ def put_in_front(fit, args, kwargs):
     arguments = bound.arguments
     callback = EndOfCycle(_batch_size(arguments))
     if "callbacks" not in signature.parameters:
-        arguments = arguments.setdefault("kwargs", {})
+        arguments = arguments.setdefault(_rest(signature), {})
     callbacks = arguments.get("callbacks")
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = keras.tree.flatten(callbacks or [])
         arguments["callbacks"] = [callback, *callbacks]
-    elif not any(isinstance(each, EndOfCycle) for each in callbacks.callbacks):
-        callback.set_model(callbacks.model)
-        callback.set_params(callbacks.params)
-        callbacks.callbacks.insert(0, callback)
+    else:
+        callback.set_model(model)
+        callback.set_params(getattr(callbacks, "params", None) or {})
+        # Not into the list itself, which may serve another model, too.
+        arguments["callbacks"] = copy.copy(callbacks)
+        arguments["callbacks"].callbacks = [callback, *callbacks.callbacks]
     return bound.args, bound.kwargs
+
+
+def _rest(signature):
+    """Returns the name of the parameter that takes all other keywords."""
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return parameter.name
+    raise TypeError(
+        "The `fit` behind `AccumulatingModel` must take `callbacks`, by which "
+        f"a cycle ends with its epoch. Received: fit{signature}"
+    )
 
 
 def _batch_size(arguments):

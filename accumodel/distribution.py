@@ -153,7 +153,8 @@ def without_own_reduction(optimizers):
     `experimental_aggregate_gradients`. Checked in 3.14.0 and 3.15.1.
     """
     # On one device nothing is reduced, and nothing inside is touched.
-    optimizers = list(optimizers) if count_replicas() > 1 else []
+    unique = {id(optimizer): optimizer for optimizer in optimizers}
+    optimizers = list(unique.values()) if count_replicas() > 1 else []
     for optimizer in optimizers:
         if not hasattr(optimizer, "_all_reduce_sum_gradients"):
             raise RuntimeError(
@@ -162,6 +163,7 @@ def without_own_reduction(optimizers):
                 "of Keras that it was tested with, or one device. "
                 f"Received: optimizer={optimizer} of keras {keras.__version__}"
             )
+    for optimizer in optimizers:
         optimizer._all_reduce_sum_gradients = lambda pairs: pairs
     try:
         yield

@@ -123,7 +123,7 @@ class AccumulatingModel(keras.Model):
             A model of this class.
 
         Raises:
-            TypeError: If `model` is no `keras.Model`, if it is a subclass that
+            TypeError: If `model` is no `keras.Model`, if it is of a class that
                 overrides a method of the training, or if this class takes other
                 arguments than `keras.Model`.
             ValueError: If `model` is a sequential model that is not built.
@@ -140,10 +140,11 @@ class AccumulatingModel(keras.Model):
                 "...)` it goes on with the state of the optimizer.",
                 stacklevel=2,
             )
+        _check_training(cls, model)
         if isinstance(model, KerasFunctional):
-            return cls(model.input, model.output, name=model.name)
+            return _make(cls, model, model.input, model.output)
         if not isinstance(model, keras.Sequential):
-            return _wrap(cls, model)
+            return _make(WrappingAccumulatingModel, model, model)
         if not model.built:
             raise ValueError(
                 "`model` must be built, so that its inputs are known: begin it "
@@ -152,7 +153,7 @@ class AccumulatingModel(keras.Model):
             )
         # Bare where there is but one, as the layers of the model take it.
         outputs = model.outputs[0] if len(model.outputs) == 1 else model.outputs
-        return cls(model.inputs[0], outputs, name=model.name)
+        return _make(cls, model, model.inputs[0], outputs)
 
     def compile(
         self,
@@ -206,7 +207,10 @@ class AccumulatingModel(keras.Model):
             )
         optimizer = args[0] if args else kwargs.get("optimizer")
         if isinstance(optimizer, dict):
+            # Made once, and handed on: a second one would get another name.
             optimizer = keras.optimizers.get(optimizer)
+            args = (optimizer, *args[1:]) if args else args
+            kwargs |= {} if args else {"optimizer": optimizer}
         # Whether Keras is about to wrap it in a `LossScaleOptimizer`.
         will_scale_loss = (
             self.dtype_policy.name == "mixed_float16"
@@ -223,6 +227,8 @@ class AccumulatingModel(keras.Model):
         self._accumulator = None
         cycles = CheckpointedCycles(self._read_cycles, self._write_cycles)
         self._checkpointed_cycles = lambda: cycles  # no attribute of TensorFlow
+        # Private: of a checkpoint that was restored before. See below.
+        self._handle_deferred_dependencies(_CYCLES, cycles)
         # Keras keeps the loss of an earlier `compile` where there is no new.
         if not self._loss_divisors.watches(self._compile_loss):
             self._loss_divisors = LossDivisors(
@@ -485,6 +491,12 @@ class AccumulatingModel(keras.Model):
             if self._accumulator is None:
                 across_replicas(self._build_accumulator)
             assert self._accumulator is not None
+            if not self._trains_the_same(self._accumulator):
+                raise ValueError(
+                    "Other variables are to be trained than when the sums of "
+                    "the cycle were made. If a layer was frozen or freed, call "
+                    f"`compile()` again. Received: model={self}"
+                )
             self._accumulator.accumulate(gradients, weight)
         else:
             variables = self.trainable_variables
@@ -559,12 +571,12 @@ class AccumulatingModel(keras.Model):
         Returns:
             The `keras.callbacks.History`.
         """
-        args, kwargs = put_in_front(super().fit, args, kwargs)
+        args, kwargs = put_in_front(self, super().fit, args, kwargs)
         return super().fit(*args, **kwargs)
 
     def make_train_function(self, force=False):
         if self.train_function is not None and not force:
-            return
+            return self.train_function  # as Keras does
         self._gradient_function = None
         if self._accumulates or self._accumulators():
             self._make_accumulating_function()
@@ -576,7 +588,7 @@ class AccumulatingModel(keras.Model):
 
     def make_test_function(self, force=False):
         if self.test_function is not None and not force:
-            return
+            return self.test_function
         super().make_test_function(force)
         self.test_function = with_local_logs(
             self.test_function, self.distribute_strategy
@@ -679,14 +691,13 @@ class AccumulatingModel(keras.Model):
         super().load_own_variables(store)
         self._write_cycles(cycles)
 
-    # `_trackable_children` and `_lookup_dependency` are private: what a
-    # `tf.train.Checkpoint` asks when it saves, and when it restores. An
-    # attribute would be saved where nothing accumulates, too. Checked in
+    # These are private: what a `tf.train.Checkpoint` asks and sets when it
+    # saves and restores a model. A tracked attribute would be in the files of a
+    # cycle's end, too, which are to be those of a plain model. Checked in
     # TensorFlow 2.16.1 and 2.21.0.
     def _trackable_children(self, save_type="checkpoint", **kwargs):
         children = super()._trackable_children(save_type, **kwargs)
-        accumulates = self._accumulates or self._accumulators()
-        if self.compiled and accumulates and save_type == "checkpoint":
+        if self.compiled and self.pending_steps and save_type == "checkpoint":
             children[_CYCLES] = self._checkpointed_cycles()
         return children
 
@@ -694,6 +705,16 @@ class AccumulatingModel(keras.Model):
         if name == _CYCLES and self.compiled:
             return self._checkpointed_cycles()
         return super()._lookup_dependency(name, *args, **kwargs)
+
+    @property
+    def _update_uid(self):
+        return super()._update_uid
+
+    @_update_uid.setter
+    def _update_uid(self, value):
+        keras.Model._update_uid.fset(self, value)
+        # Before anything of a checkpoint is restored: its state counts.
+        self.reset_accumulated_gradients()
 
     def get_compile_config(self):
         config = super().get_compile_config()
@@ -710,9 +731,14 @@ class AccumulatingModel(keras.Model):
         return config
 
     def compile_from_config(self, config):
-        if type(self).compile is not AccumulatingModel.compile:
-            # A `compile` of the user's own: Keras warns of it.
-            super().compile_from_config(config)
+        behind = super().compile_from_config
+        if (
+            self._overrides("compile")
+            or behind.__func__ is not keras.Model.compile_from_config
+        ):
+            # A `compile` of the user's own, of which Keras warns, or another
+            # class's way.
+            behind(config)
             return
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.optimizer is not None and self.built:
@@ -734,6 +760,12 @@ class AccumulatingModel(keras.Model):
                 "apply_gradients(...)`."
             )
 
+    def _trains_the_same(self, accumulator):
+        """Whether the sums are those of the variables that are trained now."""
+        return [id(each) for each in accumulator.variables] == [
+            id(each) for each in self.trainable_variables
+        ]
+
     def _begin_to_accumulate(self):
         self._accumulates = True
         self._trace_again()
@@ -747,24 +779,31 @@ class AccumulatingModel(keras.Model):
 
         An attribute does, or a list or dict that is one.
         """
-        held = dict(vars(self))
+        names: dict = {}  # of each, its first
         for name, value in vars(self).items():
+            if isinstance(value, GradientAccumulator):
+                names.setdefault(value, name)
             if isinstance(value, dict):
                 value = list(value.values())
             if isinstance(value, list | tuple):
-                held |= {f"{name}.{i}": each for i, each in enumerate(value)}
-        return {
-            name: each
-            for name, each in held.items()
-            if isinstance(each, GradientAccumulator)
-        }
+                for i, each in enumerate(value):
+                    if isinstance(each, GradientAccumulator):
+                        names.setdefault(each, f"{name}.{i}")
+        return {name: each for each, name in names.items()}
 
     def _read_cycles(self):
-        return {
-            name: each._read_cycle(self._places(each.variables))
-            for name, each in self._accumulators().items()
-            if each.pending_steps
-        }
+        cycles = {}
+        for name, each in self._accumulators().items():
+            if each is self._accumulator and not self._trains_the_same(each):
+                warnings.warn(
+                    "The file leaves out the cycle that has begun: other "
+                    "variables are to be trained now than those that it is of.",
+                    stacklevel=2,
+                )
+            elif each.pending_steps:
+                places = self._places(each.variables)
+                cycles[name] = each._read_cycle(places)
+        return cycles
 
     def _write_cycles(self, cycles):
         if not self.compiled:
@@ -920,20 +959,35 @@ _TRAINING = (
 )
 
 
-def _wrap(cls, model):
+def _check_training(cls, model):
+    base = keras.Model
+    if isinstance(model, AccumulatingModel):
+        base = AccumulatingModel
     own = [
         name
         for name in _TRAINING
-        if getattr(type(model), name) is not getattr(keras.Model, name)
+        if getattr(type(model), name) is not getattr(base, name)
     ]
-    if own or cls is not AccumulatingModel:
-        names = f"{cls.__name__}, {type(model).__name__}"
+    if own and base is AccumulatingModel:
         raise TypeError(
-            "`from_model` takes a subclass only as a layer: the methods of its "
-            f"training would be lost. Derive from both: class Model({names}). "
+            "`model` accumulates already, in its own way: compile it itself. "
             f"Received: model={model} with its own {own}"
         )
-    return WrappingAccumulatingModel(model, name=model.name)
+    is_layered = isinstance(model, KerasFunctional | keras.Sequential)
+    if own or (cls is not AccumulatingModel and not is_layered):
+        names = f"{cls.__name__}, {type(model).__name__}"
+        raise TypeError(
+            "`from_model` takes the layers of a model, or calls it as one: the "
+            "methods of its training would be lost. Derive from both: "
+            f"class Model({names}). Received: model={model} with its own {own}"
+        )
+
+
+def _make(cls, model, *args):
+    made = cls(*args, name=model.name)
+    # It says whether losses are scaled.
+    made.dtype_policy = model.dtype_policy
+    return made
 
 
 def _functional_arguments(args, kwargs):

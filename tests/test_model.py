@@ -428,10 +428,36 @@ def test_a_callback_list_of_the_users_own_is_taken(data):
     callbacks = keras.callbacks.CallbackList(
         [watch], add_history=True, model=model, epochs=1, steps=13
     )
-    for _ in range(2):
-        model.fit(*data, batch_size=8, callbacks=callbacks, verbose=0)
+    other = make_model()
+    other.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+    for each in (model, other):
+        callbacks.set_model(each)
+        each.fit(*data, batch_size=8, callbacks=callbacks, verbose=0)
+        assert each.pending_steps == 0
+        assert int(each.optimizer.iterations) == 4
     assert watch.pending == [0, 0]
-    assert len(callbacks.callbacks) == 3  # ours, the user's, the history
+    assert len(callbacks.callbacks) == 2  # the user's, and the history
+
+
+def test_variables_that_are_trained_may_not_change_without_compile(data):
+    model = make_model()
+    hidden, head = model.layers[1:]
+    head.trainable = False
+    # As many variables in both, of the same shapes.
+    twin = keras.layers.Dense(20, name="twin")
+    model = AccumulatingModel(model.inputs, hidden(twin(model.inputs[0])))
+    hidden.trainable = False
+    model.compile("sgd", "mse", accum_steps=2, run_eagerly=True)
+    y = np.zeros((100, 16))
+    model.fit(data[0], y, batch_size=8, verbose=0)
+    before = model.get_weights()
+    twin.trainable, hidden.trainable = False, True
+    with pytest.raises(ValueError, match="Other variables are to be trained"):
+        model.fit(data[0], y, batch_size=8, verbose=0)
+    for found, expected in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    model.compile("sgd", "mse", accum_steps=2)
+    model.fit(data[0], y, batch_size=8, verbose=0)
 
 
 # -- accum_steps at run time -----------------------------------------------

@@ -43,8 +43,8 @@ class Encoder(keras.Model):
 
 
 class Linear(keras.Model):
-    def __init__(self):
-        super().__init__()
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
         self.head = keras.layers.Dense(2)
 
     def call(self, inputs):
@@ -111,6 +111,64 @@ def test_from_model_refuses_to_lose_a_training_of_ones_own():
         AccumulatingModel.from_model(Own())
 
 
+class OwnSequential(keras.Sequential):
+    def train_step(self, data):
+        return {}
+
+
+class OwnFunctional(keras.Model):
+    def compute_loss(self, *args, **kwargs):
+        return 0.0
+
+
+class OwnAccumulating(AccumulatingModel):
+    def train_step(self, data):
+        return {}
+
+
+def make_own(model_class):
+    inputs = keras.Input((3,))
+    outputs = keras.layers.Dense(1)(inputs)
+    if model_class is OwnSequential:
+        return OwnSequential([inputs, keras.layers.Dense(1)])
+    return model_class(inputs, outputs)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "match"),
+    [
+        (OwnSequential, "Derive from both"),
+        (OwnFunctional, "Derive from both"),
+        (OwnAccumulating, "accumulates already, in its own way"),
+    ],
+)
+def test_from_model_refuses_them_of_layers_too(model_class, match):
+    with pytest.raises(TypeError, match=match):
+        AccumulatingModel.from_model(make_own(model_class))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_own(AccumulatingModel),
+        lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]),
+        Linear,
+    ],
+    ids=["functional", "sequential", "subclass"],
+)
+def test_from_model_keeps_the_precision(make):
+    try:
+        keras.mixed_precision.set_global_policy("mixed_float16")
+        model = make()
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    accumulating = AccumulatingModel.from_model(model)
+    accumulating.compile("sgd", "mse", accum_steps=2)
+    assert isinstance(
+        accumulating.optimizer, keras.optimizers.LossScaleOptimizer
+    )
+
+
 # -- cooperative inheritance ---------------------------------------------------
 
 
@@ -168,6 +226,61 @@ def test_beside_another_model_class_its_methods_are_kept(points):
     model = Subclass()
     model.compile("sgd", "mse", accum_steps=4)
     fit(model, *points, 8)
+
+
+class FitsOtherwise(Linear):
+    def fit(self, x, y, size, **rest):
+        return super().fit(x, y, size, verbose=0, **rest)
+
+
+class FitsWithoutCallbacks(Linear):
+    def fit(self, x, y):
+        return super().fit(x, y)
+
+
+def test_a_fit_of_another_signature_still_ends_the_cycle(points):
+    class Model(AccumulatingModel, FitsOtherwise):
+        pass
+
+    model = Model()
+    model.compile("sgd", "mse", accum_steps=4)
+    model.fit(*points, 8)
+    assert (int(model.optimizer.iterations), model.pending_steps) == (4, 0)
+
+    class Without(AccumulatingModel, FitsWithoutCallbacks):
+        pass
+
+    model = Without()
+    model.compile("sgd", "mse", accum_steps=4)
+    with pytest.raises(TypeError, match="must take `callbacks`"):
+        model.fit(*points)
+
+
+@keras.saving.register_keras_serializable("test_models")
+class CompilesOtherwise(Linear):
+    def compile(self, rate=0.1, **kwargs):
+        super().compile(SGD(rate), "mse", **kwargs)
+        self.rate = rate
+
+    def get_compile_config(self):
+        return {"rate": self.rate}
+
+    def compile_from_config(self, config):
+        self.compile(**config)
+
+
+@keras.saving.register_keras_serializable("test_models")
+class AccumulatingOtherwise(AccumulatingModel, CompilesOtherwise):
+    pass
+
+
+def test_the_compile_config_of_another_class_is_kept(points, tmp_path):
+    model = AccumulatingOtherwise()
+    model.compile(0.5, accum_steps=4)
+    model.fit(*points, batch_size=8, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert (loaded.rate, loaded.accum_steps) == (0.5, 4)
 
 
 class TrainsItself(Linear):
@@ -402,12 +515,14 @@ class TwoPlayers(AccumulatingModel):
     def compile(self):
         super().compile(accum_steps=4)
         self.optimizers = [SGD(0.1), SGD(0.1)]
-        self.accumulators = self.hold(
+        accumulators = [
             GradientAccumulator(optimizer, player.trainable_variables, 4)
             for optimizer, player in zip(
                 self.optimizers, self.players, strict=True
             )
-        )
+        ]
+        self.accumulators = self.hold(accumulators)
+        self.first = accumulators[0]  # another name of the same
 
     def train_step(self, data):
         accumulators = self.accumulators

@@ -112,6 +112,64 @@ def test_a_file_of_a_cycles_end_clears_what_was_pending(tmp_path):
     assert model.pending_steps == 0
 
 
+def test_checkpoints_of_a_cycles_end_are_those_of_a_plain_model(tmp_path):
+    path = tf.train.Checkpoint(model=plain_after_a_step()).save(tmp_path / "a")
+    model = in_mid_cycle()
+    status = tf.train.Checkpoint(model=model).restore(path)
+    status.assert_consumed().assert_existing_objects_matched()
+    assert model.pending_steps == 0
+    path = tf.train.Checkpoint(model=in_mid_cycle(10)).save(tmp_path / "b")
+    status = tf.train.Checkpoint(model=plain_after_a_step()).restore(path)
+    status.assert_consumed().assert_existing_objects_matched()
+
+
+def test_a_checkpoint_that_is_restored_before_compile_waits_for_it(tmp_path):
+    written = in_mid_cycle()
+    path = tf.train.Checkpoint(model=written).save(tmp_path / "checkpoint")
+    model = make_functional(AccumulatingModel)
+    status = tf.train.Checkpoint(model=model).restore(path)
+    model.compile(
+        keras.optimizers.Adam(),
+        "sparse_categorical_crossentropy",
+        accum_steps=written.accum_steps,
+    )
+    model.optimizer.build(model.trainable_variables)
+    status.assert_consumed()
+    assert model.pending_steps == written.pending_steps == 3
+
+
+def test_a_manager_restores_each_of_its_checkpoints(tmp_path):
+    model = in_mid_cycle(1)
+    checkpoint = tf.train.Checkpoint(model=model)
+    manager = tf.train.CheckpointManager(checkpoint, tmp_path, max_to_keep=None)
+    x, y = resumed.make_data()
+    pending = []
+    for _ in range(6):
+        manager.save()
+        pending.append(model.pending_steps)
+        model.train_on_batch(x[:8], y[:8])
+    assert 0 in pending
+    for path, expected in zip(manager.checkpoints, pending, strict=True):
+        checkpoint.restore(path).assert_consumed()
+        assert model.pending_steps == expected
+
+
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
+def test_a_cycle_of_what_is_no_longer_trained_is_left_out(tmp_path):
+    model = make_functional(AccumulatingModel)
+    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+    model.train_on_batch(*resumed.make_data())
+    model.quantize("int8")
+    with pytest.warns(UserWarning, match="leaves out the cycle"):
+        model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.pending_steps == 0
+    x = resumed.make_data()[0]
+    np.testing.assert_array_equal(
+        loaded.predict(x, verbose=0), model.predict(x, verbose=0)
+    )
+
+
 # -- in mid-cycle --------------------------------------------------------------
 
 
