@@ -209,8 +209,10 @@ class AccumulatingModel(keras.Model):
         if isinstance(optimizer, dict):
             # Made once, and handed on: a second one would get another name.
             optimizer = keras.optimizers.get(optimizer)
-            args = (optimizer, *args[1:]) if args else args
-            kwargs |= {} if args else {"optimizer": optimizer}
+            if args:
+                args = (optimizer, *args[1:])
+            else:
+                kwargs["optimizer"] = optimizer
         # Whether Keras is about to wrap it in a `LossScaleOptimizer`.
         will_scale_loss = (
             self.dtype_policy.name == "mixed_float16"
@@ -794,13 +796,15 @@ class AccumulatingModel(keras.Model):
     def _read_cycles(self):
         cycles = {}
         for name, each in self._accumulators().items():
+            if not each.pending_steps:
+                continue
             if each is self._accumulator and not self._trains_the_same(each):
                 warnings.warn(
                     "The file leaves out the cycle that has begun: other "
                     "variables are to be trained now than those that it is of.",
                     stacklevel=2,
                 )
-            elif each.pending_steps:
+            else:
                 places = self._places(each.variables)
                 cycles[name] = each._read_cycle(places)
         return cycles

@@ -309,3 +309,13 @@ def test_names_and_clones_are_the_same():
 
     plain, ours = of_both(run)
     assert ours == plain
+
+
+def test_an_optimizer_made_of_its_config_has_the_same_name(data):
+    def run(model):
+        model.compile({"class_name": "SGD", "config": {}}, LOSS)
+        model.fit(*data, verbose=0)
+        return model.optimizer.name, model.make_train_function() is None
+
+    plain, ours = of_both(run)
+    assert ours == plain
