@@ -7,7 +7,7 @@ import matplotlib
 import rich.console
 
 # A gray that can be read on white, on black and on paper.
-GRAY = "#767676"
+GRAY = "#808080"
 LOOK = {
     **dict.fromkeys(
         (
