@@ -92,6 +92,14 @@ def make_model(model_class=accumodel.AccumulatingModel, make=make_functional):
     return make(model_class)
 
 
+def read_summaries(folder):
+    """Yields the step and value of all that TensorBoard would show."""
+    for path in sorted(folder.glob("*/*.v2")):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                yield event.step, value
+
+
 def distance(model, reference):
     """The largest difference of any weight of two models."""
     return max(

@@ -147,8 +147,9 @@ def test_the_demonstration_shows_the_weights_of_the_big_batch(tmp_path):
     [["--epochs=0"], ["--accum-steps=1"], ["--effective-batch=100"]],
 )
 def test_the_demonstration_refuses_sizes_that_make_no_sense(arguments, capsys):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit) as caught:
         demonstration.main(arguments)
+    assert caught.value.code == 2
     assert arguments[0].split("=")[0] in capsys.readouterr().err
 
 
@@ -156,7 +157,7 @@ def test_the_demonstration_refuses_sizes_that_make_no_sense(arguments, capsys):
     "command",
     [
         "speed --models embedding --steps 1 2 --rounds=1 --calls=2",
-        "memory --sizes 32",
+        "memory --sizes 16 32",
     ],
     ids=lambda command: command.split()[0],
 )
@@ -169,7 +170,7 @@ def test_benchmarks_run_and_write_figures_and_picture(command, tmp_path):
         timeout=300,
         check=True,
     )
-    assert len(json.loads(paths[0].read_text())) >= 2
+    assert len(json.loads(paths[0].read_text())) >= 4
     assert paths[1].stat().st_size > 10_000
 
 

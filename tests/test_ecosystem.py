@@ -9,6 +9,7 @@ import tensorflow as tf
 from conftest import distance
 from conftest import make_functional
 from conftest import make_model
+from conftest import read_summaries
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -74,9 +75,9 @@ def unseen():
     return rng.random((100, 20), np.float32), rng.integers(3, size=100)
 
 
-def check_histories(reference, history, keys=("val_loss", "val_accuracy")):
+def check_histories(reference, history):
     assert history.epoch == reference.epoch
-    for key in keys:
+    for key in ("val_loss", "val_accuracy"):
         np.testing.assert_allclose(
             history.history[key], reference.history[key], atol=1e-6
         )
@@ -217,17 +218,14 @@ def test_lambda_callbacks_see_each_micro_batch_and_updated_weights(data):
 def read_scalars(folder):
     """Returns `{tag: {step: value}}` of what TensorBoard would show."""
     scalars = {}
-    for path in sorted(folder.glob("*/events*")):
-        for event in tf.compat.v1.train.summary_iterator(str(path)):
-            for value in event.summary.value:
-                plugin = value.metadata.plugin_data.plugin_name
-                if plugin == "scalars" or value.tag in scalars:
-                    tensor = tf.make_ndarray(value.tensor)
-                    scalars.setdefault(value.tag, {})[event.step] = tensor
+    for step, value in read_summaries(folder):
+        plugin = value.metadata.plugin_data.plugin_name
+        if plugin == "scalars" or value.tag in scalars:
+            tensor = tf.make_ndarray(value.tensor)
+            scalars.setdefault(value.tag, {})[step] = tensor
     return scalars
 
 
-@pytest.mark.filterwarnings("ignore:.*tf_record_iterator")
 def test_tensorboard_of_epochs_and_of_batches(data, tmp_path):
     folders = iter([tmp_path / "plain", tmp_path / "ours"])
     in_both_ways(

@@ -16,6 +16,7 @@ from conftest import make_functional
 from conftest import make_model
 from conftest import make_sequential
 from conftest import make_subclassed
+from conftest import read_summaries
 
 from accumodel import AccumulatingModel
 
@@ -281,12 +282,7 @@ def test_tensorboard_draws_the_same(data, tmp_path):
             ],
             verbose=0,
         )
-        return [
-            (event.step, value.tag)
-            for path in sorted(folder.glob("*/*.v2"))
-            for event in tf.compat.v1.train.summary_iterator(str(path))
-            for value in event.summary.value
-        ]
+        return [(step, value.tag) for step, value in read_summaries(folder)]
 
     plain, ours = of_both(run)
     assert ours == plain

@@ -440,18 +440,16 @@ def test_a_callback_list_of_the_users_own_is_taken(data):
 
 
 def test_variables_that_are_trained_may_not_change_without_compile(data):
-    model = make_model()
-    hidden, head = model.layers[1:]
-    head.trainable = False
-    # As many variables in both, of the same shapes.
-    twin = keras.layers.Dense(20, name="twin")
-    model = AccumulatingModel(model.inputs, hidden(twin(model.inputs[0])))
-    hidden.trainable = False
+    # Of the same shapes: no other check would tell them apart.
+    first, second = keras.layers.Dense(20), keras.layers.Dense(20)
+    inputs = keras.Input((20,))
+    model = AccumulatingModel(inputs, second(first(inputs)))
+    first.trainable = False
     model.compile("sgd", "mse", accum_steps=2, run_eagerly=True)
-    y = np.zeros((100, 16))
+    y = np.zeros((100, 20))
     model.fit(data[0], y, batch_size=8, verbose=0)
     before = model.get_weights()
-    twin.trainable, hidden.trainable = False, True
+    first.trainable, second.trainable = True, False
     with pytest.raises(ValueError, match="Other variables are to be trained"):
         model.fit(data[0], y, batch_size=8, verbose=0)
     for found, expected in zip(model.get_weights(), before, strict=True):

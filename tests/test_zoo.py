@@ -22,9 +22,8 @@ def digits(samples, size=8):
     """Real images of shape `(samples, size, size, 1)` in 0..1, and classes."""
     data = load_digits()
     images = data.images[:samples, ..., None] / 16
-    return np.asarray(tf.image.resize(images, (size, size))), data.target[
-        :samples
-    ]
+    images = np.asarray(tf.image.resize(images, (size, size)))
+    return images, data.target[:samples]
 
 
 def train_both(make, data, **kwargs):
