@@ -477,7 +477,8 @@ class AccumulatingModel(keras.Model):
 
         Raises:
             ValueError: If the model is not compiled, if the number of gradients
-                is not that of the variables, or if all of them are `None`.
+                is not that of the variables, if all of them are `None`, or if
+                what is trained has changed since `compile`.
         """
         if not self.compiled:
             raise ValueError(
