@@ -1,4 +1,4 @@
-"""Train a Keras model in micro-batches, with the weights of one big batch."""
+"""Gradient accumulation for Keras 3, with the weights of the larger batch."""
 
 import os
 

@@ -1,14 +1,14 @@
 """`python -m accumodel`: four ways to train the same network, side by side.
 
-A small CNN learns the handwritten digits that scikit-learn ships: in big
-batches, in micro-batches with `AccumulatingModel`, in micro-batches with the
-`gradient_accumulation_steps` of Keras, and in micro-batches alone. Each way
-runs in a process of its own, so that its peak memory can be told.
+A small CNN learns the handwritten digits that come with scikit-learn. It is
+trained with big batches, with micro-batches and `AccumulatingModel`, with
+micro-batches and the `gradient_accumulation_steps` of Keras, and with
+micro-batches and no accumulation. Each way runs in a separate process, to
+measure its peak memory.
 """
 
 import argparse
 import multiprocessing
-import resource
 import statistics
 import sys
 import time
@@ -27,8 +27,8 @@ try:
     from sklearn.model_selection import train_test_split
 except ImportError as error:
     raise SystemExit(
-        "The demonstration needs a few more packages: "
-        f'pip install "accumodel[demo]". {error}'
+        "The demonstration needs more packages. "
+        f'Run `pip install "accumodel[demo]"`. {error}'
     ) from error
 
 _IMAGE_SIZE = 40
@@ -44,8 +44,8 @@ _WAYS = (_BIG, _ACCUMODEL, _KERAS, _MICRO)
 def load_data():
     """Returns the digits as `(x_train, x_test, y_train, y_test)`.
 
-    1,437 images of 40 x 40 pixels to train on: no multiple of a usual batch, so
-    each epoch ends with a short one.
+    There are 1,437 training images of 40 x 40 pixels. This is not a multiple of
+    any usual batch size, so each epoch ends with a short batch.
     """
     digits = load_digits()
     images = keras.ops.image.resize(
@@ -62,14 +62,14 @@ def load_data():
 
 
 def make_model(model_class):
-    """Returns the CNN, with the same initial weights at each call."""
+    """Returns the CNN, with the same initial weights at every call."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((_IMAGE_SIZE, _IMAGE_SIZE, 1))
     x = inputs
     for filters in (16, 32):
         for _ in range(2):
-            # GELU has no kink. The background is exactly 0, and there ReLU
-            # would let rounding decide which way a gradient goes.
+            # GELU is smooth. The background is exactly 0: with ReLU, rounding
+            # would decide there whether a gradient is 0.
             x = keras.layers.Conv2D(
                 filters, 3, padding="same", activation="gelu"
             )(x)
@@ -80,11 +80,13 @@ def make_model(model_class):
 
 
 class Recorder(keras.callbacks.Callback):
-    """Keeps the weights after each effective batch, and the epochs' times.
+    """Records the weights after each effective batch, and each epoch's time.
 
     Args:
-        batches_per_record: Int. Batches of `fit` in an effective batch.
-        report: Function that is called with the epochs done so far, a float.
+        batches_per_record: Int. Number of `fit`'s batches in an effective
+            batch.
+        report: Function. It is called with the number of epochs done so far, a
+            float.
     """
 
     def __init__(self, batches_per_record, report):
@@ -112,7 +114,7 @@ class Recorder(keras.callbacks.Callback):
 
 
 def train(way, arguments, connection):
-    """Trains in one of the ways; sends progress, then what was measured."""
+    """Trains in one of the ways. Sends its progress, then the results."""
     steps = arguments.accum_steps
     micro_batch = arguments.effective_batch // steps
     x_train, x_test, y_train, y_test = load_data()
@@ -151,7 +153,7 @@ def train(way, arguments, connection):
             "updates": int(model.optimizer.iterations),
             "accuracy": accuracy,
             "peak": peak - built,
-            # The first epoch holds the tracing, unless it is the only one.
+            # The first epoch includes tracing. Skip it if there are others.
             "epoch": statistics.median(
                 recorder.seconds[1:] or recorder.seconds
             ),
@@ -161,13 +163,19 @@ def train(way, arguments, connection):
 
 
 def peak_memory():
-    """Returns the most memory that this process ever held, in bytes."""
+    """Returns the peak memory of this process so far, in bytes."""
+    if sys.platform == "win32":
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    import resource  # not on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux
 
 
 def run(way, arguments, progress):
-    """Trains in one of the ways in a new process; returns its measurements."""
+    """Trains in one of the ways in a new process, and returns its results."""
     task = progress.add_task(way, total=arguments.epochs)
     context = multiprocessing.get_context("spawn")
     connection, child = context.Pipe()
@@ -178,14 +186,14 @@ def run(way, arguments, progress):
         while not isinstance(message := connection.recv(), dict):
             progress.update(task, completed=message)
     except EOFError:
-        raise SystemExit(f"The process of '{way}' has failed.") from None
+        raise SystemExit(f"The process for '{way}' failed.") from None
     finally:
         process.join()
     return message
 
 
 def distances(weights, reference):
-    """Returns the largest difference of any weight, after each record."""
+    """Returns the largest difference of any weight, for each record."""
     return [
         max(np.abs(a - b).max() for a, b in zip(ours, theirs, strict=True))
         for ours, theirs in zip(weights, reference, strict=True)
@@ -193,7 +201,7 @@ def distances(weights, reference):
 
 
 def make_table(results, arguments):
-    """Returns the measurements of all ways as a `rich` table."""
+    """Returns the results of all ways as a `rich` table."""
     micro_batch = arguments.effective_batch // arguments.accum_steps
     table = rich.table.Table(
         title=f"Effective batch {arguments.effective_batch} = "
@@ -222,23 +230,23 @@ def make_table(results, arguments):
 
 
 def conclusion(results):
-    """Returns what the figures of this run say, in one sentence."""
+    """Returns a summary of this run."""
     big, ours, keras_own = (results[way] for way in (_BIG, _ACCUMODEL, _KERAS))
     return (
-        f"accumodel made the big batch's {ours['updates']} updates and ended "
-        f"{ours['distances'][-1]:.0e} from its weights, in "
-        f"{ours['peak'] / big['peak']:.0%} of its peak memory; the "
-        f"accumulation of Keras ended {keras_own['distances'][-1]:.0e} away, "
-        f"after {keras_own['updates']} updates."
+        f"accumodel made {ours['updates']} updates, needed "
+        f"{ours['peak'] / big['peak']:.0%} of the big batch's peak memory, and "
+        f"ended {ours['distances'][-1]:.0e} from its weights. Keras's own "
+        f"accumulation made {keras_own['updates']} updates and ended "
+        f"{keras_own['distances'][-1]:.0e} away."
     )
 
 
 def plot(results, path):
-    """Draws memory, and distance from the big batch, into a picture file."""
+    """Plots memory and the distance from the big batch to a file."""
     figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     ways = list(results)
-    # Okabe and Ito's colours, which the colour-blind can tell apart.
+    # Okabe and Ito's palette, safe for colour-blind readers.
     colours = dict(
         zip(ways, ("#000000", "#0072B2", "#D55E00", "#999999"), strict=True)
     )
@@ -271,7 +279,7 @@ def plot(results, path):
 
 
 def parse(argv):
-    """Returns the command line's arguments, checked."""
+    """Parses and checks the command-line arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m accumodel", description=__doc__.splitlines()[0]
     )
@@ -279,10 +287,10 @@ def parse(argv):
     parser.add_argument("--accum-steps", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument(
-        "--jit", action="store_true", help="compile by XLA (jit_compile=True)"
+        "--jit", action="store_true", help="compile with XLA (jit_compile=True)"
     )
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw memory and distance into FILE"
+        "--plot", metavar="FILE", help="plot memory and distance to FILE"
     )
     arguments = parser.parse_args(argv)
     if arguments.epochs < 1:
@@ -300,7 +308,7 @@ def parse(argv):
 
 
 def main(argv=None):
-    """Runs the four ways, and prints and draws what they came to."""
+    """Runs the four ways, then prints and plots their results."""
     arguments = parse(argv)
     console = rich.console.Console()
     results = {}
@@ -317,8 +325,8 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    # Imported under its own name: a spawned process does not find what a
-    # `__main__` of a package holds.
+    # Import it by its full name: a spawned process cannot unpickle functions
+    # of `__main__`.
     from accumodel.__main__ import main as importable_main
 
     importable_main()

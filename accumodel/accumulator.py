@@ -1,45 +1,73 @@
-"""Sum the gradients of a cycle, then let the optimizer apply them once."""
+"""Sum the gradients of a cycle, then let the optimizer apply them once.
 
+The algorithm, in which `sums`, `total` and `count` are variables:
+
+    accumulate(gradients, weight):
+        # On each replica, by itself:
+        sums += weight * gradients      # the first of a cycle assigns
+        total += weight
+        # Once for all replicas:
+        count += 1
+        if count >= accum_steps:
+            update()
+
+    update():
+        reduce sums and total over the replicas
+        optimizer.apply_gradients(sums / total)
+        total = count = 0
+"""
+
+import contextlib
+import contextvars
 import functools
-import numbers
-import operator
 import typing
 import warnings
 from collections.abc import Iterable
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from accumodel.distribution import across_replicas
-from accumodel.distribution import check_cross_replica_context
-from accumodel.distribution import check_replica_context
-from accumodel.distribution import check_strategy
-from accumodel.distribution import count_replicas
-from accumodel.distribution import current_strategy
-from accumodel.distribution import local_results
-from accumodel.distribution import on_each_replica
-from accumodel.distribution import scope_of
-from accumodel.distribution import sum_over_replicas
-from accumodel.distribution import without_empty
-from accumodel.distribution import without_own_reduction
-from accumodel.state import check
-from accumodel.state import seal
+from accumodel._checks import check_accum_steps
+from accumodel._checks import check_gradients
+from accumodel._checks import check_optimizer
+from accumodel._checks import overwrites
+from accumodel._checks import tf_variable
+from accumodel._checks import with_inner_optimizers
+from accumodel._keras import without_own_reduction
+from accumodel._replicas import across_replicas
+from accumodel._replicas import check_cross_replica_context
+from accumodel._replicas import check_replica_context
+from accumodel._replicas import check_strategy
+from accumodel._replicas import count_replicas
+from accumodel._replicas import current_strategy
+from accumodel._replicas import local_results
+from accumodel._replicas import on_each_replica
+from accumodel._replicas import scope_of
+from accumodel._replicas import sum_over_replicas
+from accumodel._replicas import without_empty
 
-# Parameters from which on compiling the update pays. For each million it saves
-# 2 ms an update; it costs a second or two, and 120 MB that XLA itself takes.
+# From this number of parameters on, compiling the update by XLA pays. For each
+# million it saves 2 ms per update; it costs a second or two, and 120 MB that
+# XLA itself takes.
 _MANY = 10_000_000
 
+# Weights that cancel leave a total that is rounding, next to their sizes.
+_CANCELLED = 1e-9
 
-class GradientAccumulator:
+# The accumulators that the train step at hand has called; `None` outside.
+_called: contextvars.ContextVar = contextvars.ContextVar("called", default=None)
+
+
+class GradientAccumulator(tf.Module):
     """Accumulates gradients for one optimizer and its variables.
 
-    It is what stands beneath `AccumulatingModel`; use it by itself in a custom
-    training loop, one for each optimizer. All of its state is in `tf.Variable`s
-    that are made when it is made, so `accumulate` works in eager code and
-    inside a `tf.function` alike. Under a `tf.distribute` strategy make it in
-    `strategy.scope()` and call `accumulate` in what `strategy.run` runs: each
-    replica adds to sums of its own, and these are reduced once in a cycle.
+    `AccumulatingModel` is built on it; use it by itself in a custom training
+    loop, one for each optimizer. All of its state is in `tf.Variable`s that are
+    made when it is made, so `accumulate` works in eager code and inside a
+    `tf.function` alike, and a `tf.train.Checkpoint` saves a pending cycle.
+    Under a `tf.distribute` strategy make it in `strategy.scope()` and call
+    `accumulate` in what `strategy.run` runs: each replica adds to its own sums,
+    and these are reduced once per cycle.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -63,15 +91,15 @@ class GradientAccumulator:
         0
 
     Args:
-        optimizer: A `keras.optimizers.Optimizer`. It is called through its
-            `apply_gradients` alone, once per cycle.
+        optimizer: A `keras.optimizers.Optimizer`. Only its `apply_gradients`
+            is called, once per cycle.
         variables: List of the trainable variables, in the order in which
             `accumulate` is given their gradients.
         accum_steps: Positive int. Micro-batches in a cycle. Defaults to `1`.
         skip_nonfinite: Bool. Leave micro-batches with a NaN or infinite
             gradient out. Defaults to `False`.
         jit_compile: Bool or `"auto"`. Compile the update by XLA; `"auto"` does
-            on machines without a GPU where there are many parameters and the
+            so on machines without a GPU if there are many parameters and the
             optimizer can be compiled. Defaults to `False`.
 
     Raises:
@@ -92,57 +120,59 @@ class GradientAccumulator:
     ) -> None:
         accum_steps = check_accum_steps(accum_steps)
         check_optimizer(optimizer, skip_nonfinite)
-        self._strategy = current_strategy()
-        check_cross_replica_context(self._strategy)
-        check_strategy(self._strategy)
+        strategy = current_strategy()
+        check_cross_replica_context(strategy)
+        if strategy is not None:
+            check_strategy(strategy)
         variables = list(variables)
-        if not variables:
-            raise ValueError(
-                "`variables` must hold at least one variable to train. "
-                f"Received: variables={variables}"
-            )
+        _check_variables(variables)
+        super().__init__(name="gradient_accumulator")
         self.optimizer = optimizer
-        self.variables = variables
         self._skip_nonfinite = skip_nonfinite
-        # Which variables have ever been given a gradient. The others get
-        # `None` at the update, so that Keras skips them as it always does.
-        self._has_gradient = [False] * len(variables)
-        with tf.init_scope(), scope_of(self._strategy):
+        self._jit_compile = jit_compile
+        # Whether `accumulate` was traced: the update is then compiled as well.
+        self._is_traced = False
+        # Which variables a cycle probably trains: those of the last call.
+        self._expected = (True,) * len(variables)
+        # Whether micro-batches have weights, or losses that are sums.
+        self._has_weights: bool | None = None
+        # In functions, so that a checkpoint does not hold what they return.
+        self._get_strategy = lambda: strategy
+        self._get_variables = lambda: variables
+        self._compiled_update = functools.cache(self._compile_update)
+        with tf.init_scope(), scope_of(strategy):
             # Built now: an optimizer that copies the weights into its slots
             # (ScheduleFreeAdamW) would copy nothing inside a trace.
             if not optimizer.built:
                 optimizer.build(variables)
             self._sums = [_make_accumulator(v) for v in variables]
-            # What the sums are divided by. float64: it adds up many weights.
-            self._total = _make_sum((), tf.float64, "total_weight")
+            # Of each replica: the sum of the weights, by which the sums are
+            # divided; the sum of their sizes; and the micro-batches added.
+            # float64: it adds up many weights.
+            self._totals = _make_sum((3,), tf.float64, "totals")
             self._count = _make_counter("pending_steps")
             self._skipped = _make_counter("skipped_steps")
-            # Of the pending ones, how many came from a file.
-            self._restored = _make_counter("restored_steps")
             self._accum_steps = _make_counter("accum_steps")
             self._accum_steps.assign(accum_steps)
-        self._jit_compile = jit_compile
-        self._run_update: typing.Callable | None = None
-        self._end_cycle = self._apply
-        # Whether a graph holds an update, of the variables known at that time.
-        self._is_traced = False
-        self._trace_again: typing.Callable | None = None
+            # Which variables got a gradient in this cycle. The others get
+            # `None` at the update, so that Keras skips them as usual.
+            self._given = tf.Variable([False] * len(variables), trainable=False)
+            # Updates for which the graph could not know that.
+            self._unsure = _make_counter("unsure_updates")
+        self._has_warned = False
+
+    @property
+    def variables(self) -> list:
+        """List. The variables that it trains."""
+        return self._get_variables()
 
     @property
     def accum_steps(self) -> int:
         """Int. Micro-batches in a cycle; settable at any time, no retrace.
 
-        To set it raises a `TypeError` where it is no int, and a `ValueError`
-        where it is less than 1.
-
-        Examples:
-            >>> variable = keras.Variable([1.0])
-            >>> accumulator = accumodel.GradientAccumulator(
-            ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
-            ... )
-            >>> accumulator.accum_steps = 4
-            >>> accumulator.accum_steps
-            4
+        Raises:
+            TypeError: If it is set to something other than an int.
+            ValueError: If it is set to less than 1.
         """
         return int(self._accum_steps.numpy())
 
@@ -152,38 +182,16 @@ class GradientAccumulator:
 
     @property
     def pending_steps(self) -> int:
-        """Int. Micro-batches accumulated since the last update.
-
-        Examples:
-            >>> variable = keras.Variable([1.0])
-            >>> accumulator = accumodel.GradientAccumulator(
-            ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
-            ... )
-            >>> accumulator.accumulate([tf.constant([0.5])])
-            >>> accumulator.pending_steps
-            1
-        """
+        """Int. Micro-batches accumulated since the last update."""
         return int(self._count.numpy())
 
     @property
     def skipped_steps(self) -> int:
-        """Int. Micro-batches left out by `skip_nonfinite`, since the start.
-
-        Examples:
-            >>> accumulator = accumodel.GradientAccumulator(
-            ...     keras.optimizers.SGD(),
-            ...     [keras.Variable([1.0])],
-            ...     accum_steps=2,
-            ...     skip_nonfinite=True,
-            ... )
-            >>> accumulator.accumulate([tf.constant([np.nan])])
-            >>> accumulator.skipped_steps, accumulator.pending_steps
-            (1, 0)
-        """
+        """Int. Micro-batches left out by `skip_nonfinite`, since the start."""
         return int(self._skipped.numpy())
 
     def accumulate(self, gradients: Iterable, weight: typing.Any = 1.0) -> None:
-        """Adds one micro-batch; its update follows if it ends the cycle.
+        """Adds one micro-batch; the last one of a cycle updates.
 
         Examples:
             >>> variable = keras.Variable([1.0])
@@ -197,186 +205,217 @@ class GradientAccumulator:
 
         Args:
             gradients: List of tensors, `tf.IndexedSlices` or `None`, each of
-                the shape of its variable and in the order of `variables`.
+                the shape of its variable and in the order of `variables`; or
+                `(gradient, variable)` pairs, as for
+                `optimizer.apply_gradients`.
             weight: Scalar. What the loss of the micro-batch was divided by:
                 the number of its samples, or of its unmasked elements. `None`
-                where the loss is a sum, which is not to be divided. Defaults
-                to `1.0`, which is right where all micro-batches weigh alike.
+                if the loss is a sum, which must not be divided. Defaults to
+                `1.0`, which is right if all micro-batches weigh the same.
 
         Raises:
             ValueError: If the number of gradients or a shape is not that of
-                the variables, or if all of them are `None`.
+                the variables, if a variable is not one of these, if all
+                gradients are `None`, if only some micro-batches have a weight,
+                or if it is called twice in one `train_step` of a model.
         """
         gradients = check_gradients(gradients, self.variables)
-        check_replica_context(self._strategy)
-        divides = weight is not None
-        # A data set of unknown length ends with a run of the train function in
-        # which no data comes, and a gradient may fail: nothing may be counted
-        # or added before all gradients are there.
-        with tf.control_dependencies(_values(gradients)):
-            weight = tf.identity(weight if divides else 1.0)
-        gradients = without_empty(gradients, weight)
-        accumulate = functools.partial(self._accumulate, divides)
-        if not self._skip_nonfinite:
-            across_replicas(accumulate, gradients, weight)
-            return
-        # The same verdict on all replicas: how many have a bad gradient.
-        bad = tf.cast(~_all_finite(gradients, weight), tf.float32)
-        (bad,) = sum_over_replicas([bad])
-        across_replicas(
-            functools.partial(self._accumulate_unless, accumulate),
-            bad,
-            gradients,
-            weight,
-        )
+        check_replica_context(self._get_strategy())
+        self._check_has_weights(weight is not None)
+        self._check_called_once()
+        present = tuple(gradient is not None for gradient in gradients)
+        self._expected = present
+        self._is_traced |= not tf.executing_eagerly()
+        accepted = self._add(gradients, weight)
+        across_replicas(functools.partial(self._end_step, present), accepted)
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.
 
-        The sums are divided by the summed weights and given to the optimizer,
-        once, then cleared.
-
-        Examples:
-            >>> variable = keras.Variable([1.0])
-            >>> accumulator = accumodel.GradientAccumulator(
-            ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
-            ... )
-            >>> accumulator.accumulate([tf.constant([0.5])])
-            >>> accumulator.apply()
-            >>> float(variable[0])
-            0.5
+        The sums are divided by the summed weights and passed to the optimizer,
+        once.
         """
-        if self._run_update is None:
-            return  # nothing was ever accumulated
-        with scope_of(self._strategy):
+        with scope_of(self._get_strategy()):
             across_replicas(self._end_cycle)
+        self._warn_of_unsure_updates()
 
     def reset(self) -> None:
-        """Forgets the cycle that has begun.
-
-        Examples:
-            >>> variable = keras.Variable([1.0])
-            >>> accumulator = accumodel.GradientAccumulator(
-            ...     keras.optimizers.SGD(1.0), [variable], accum_steps=2
-            ... )
-            >>> accumulator.accumulate([tf.constant([0.5])])
-            >>> accumulator.reset()
-            >>> accumulator.pending_steps
-            0
-        """
+        """Forgets the pending cycle."""
         # The next micro-batch overwrites the sums: to clear them here would be
         # one more pass over them.
-        self._total.assign(0.0)
+        self._totals.assign(tf.zeros(3, tf.float64))
         self._count.assign(0)
-        self._restored.assign(0)
 
-    def _read_cycle(self, places):
-        """Returns the cycle that has begun as arrays, see `state`."""
-        with scope_of(self._strategy):
-            total = np.asarray(tf.identity(self._total))
-            return seal(
-                {
-                    "pending_steps": np.int64(self.pending_steps),
-                    # As on one device, see `_apply_gradients`.
-                    "total_weight": total / count_replicas(),
-                    "scales_loss": np.bool_(scales_loss(self.optimizer)),
-                    "places": places,
-                    **{
-                        f"sum_{i}": np.asarray(tf.identity(accumulator))
-                        for i, accumulator in enumerate(self._sums)
-                        if self._has_gradient[i]
-                    },
-                }
-            )
+    # What follows runs on each replica.
 
-    def _state(self):
-        """Returns the variables of the cycle, if one has begun."""
-        if not self.pending_steps:
-            return []
-        return [*self._sums, self._total, self._count, self._restored]
+    def _add(self, gradients, weight):
+        """Adds a micro-batch to this replica's sums, without the others.
 
-    def _check_cycle(self, cycle, places):
-        check(cycle, places, self._sums, scales_loss(self.optimizer))
+        Returns:
+            Scalar bool tensor. Whether it was added: the same on all replicas.
+        """
+        divides = weight is not None
+        # A data set of unknown length ends with a run of the train function in
+        # which no data comes, and a gradient may fail: nothing may be counted
+        # or added before all gradients are there. `tf.identity`, because a
+        # control dependency on what a nested `tf.function` returns is lost.
+        with tf.control_dependencies(
+            list(map(tf.identity, _values(gradients)))
+        ):
+            weight = tf.identity(weight if divides else 1.0)
+        gradients = without_empty(gradients, weight)
+        accepted = self._accepts(gradients, weight)
 
-    def _write_cycle(self, cycle):
-        """Replaces the cycle by one that `_read_cycle` returned."""
-        sums = [cycle.get(f"sum_{i}") for i in range(len(self._sums))]
-        self._expect_gradients([value is not None for value in sums])
-        with scope_of(self._strategy):
-            for accumulator, value in zip(self._sums, sums, strict=True):
-                accumulator.assign(
-                    tf.zeros_like(accumulator) if value is None else value
-                )
-            self._total.assign(cycle["total_weight"] * count_replicas())
-            self._count.assign(cycle["pending_steps"])
-            self._restored.assign(cycle["pending_steps"])
+        def add():
+            # Keras divides the loss of each replica by their number, unless it
+            # is a sum. The sums are those of one device.
+            scale = tf.cast(weight, tf.float64)
+            if divides:
+                scale *= count_replicas()
+            is_first = tf.equal(self._totals[2], 0)
+            add_each = functools.partial(self._add_each, gradients, scale)
+            tf.cond(is_first, lambda: add_each(_assign), lambda: add_each(_add))
+            each = tf.cast(weight, tf.float64) * float(divides)
+            self._totals.assign_add([each, tf.abs(each), 1.0])
+
+        if self._skip_nonfinite:
+            tf.cond(accepted, add, lambda: None)
+        else:
+            add()
+        return accepted
+
+    def _accepts(self, gradients, weight):
+        """Whether to add a micro-batch: the same answer on all replicas.
+
+        What is to be known of a micro-batch by its gradients and its weight is
+        known here.
+        """
+        if not self._skip_nonfinite:
+            with tf.control_dependencies([weight]):
+                return tf.identity(True)
+        bad = tf.cast(~_all_finite(gradients, weight), tf.float32)
+        (bad,) = sum_over_replicas([bad])
+        return tf.equal(bad, 0)
+
+    def _add_each(self, gradients, scale, add):
+        # After all gradients are there, see `_add`.
+        with tf.control_dependencies([scale]):
+            for accumulator, gradient, variable in zip(
+                self._sums, gradients, self.variables, strict=True
+            ):
+                if overwrites(variable):
+                    _raise_to(accumulator, gradient, is_first=add is _assign)
+                else:
+                    add(accumulator, gradient, scale)
+
+    def _apply_gradients(self, present):
+        """Passes the reduced and divided sums to the optimizer."""
+        sums = [
+            total if is_present else None
+            for total, is_present in zip(self._sums, present, strict=True)
+        ]
+        # In the widest dtype of the sums, so as to travel with them.
+        widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
+        totals = tf.cast(self._totals, widest)
+        totals, *sums = sum_over_replicas([totals, *sums])
+        divisor = _make_divisor(totals[0], totals[1])
+        self.optimizer.apply_gradients(
+            (_divide(total, divisor, variable), variable)
+            for total, variable in zip(sums, self.variables, strict=True)
+        )
 
     # What follows runs once for all replicas.
 
-    def _accumulate_unless(self, accumulate, bad, gradients, weight):
-        tf.cond(
-            tf.equal(local_results(bad)[0], 0),
-            lambda: accumulate(gradients, weight),
-            lambda: _run(self._skipped.assign_add, 1),
-        )
+    def _end_step(self, present, accepted):
+        """Counts the micro-batch, and updates if it is the cycle's last."""
+        (accepted, *_) = local_results(accepted)
 
-    def _accumulate(self, divides, gradients, weight):
-        self._expect_gradients([each is not None for each in gradients])
-
-        def for_each(add):
-            function = functools.partial(self._add, add, divides)
-            return on_each_replica(function, gradients, weight)
-
-        done = tf.cond(
-            self._count > 0, lambda: for_each(_add), lambda: for_each(_assign)
-        )
-        with tf.control_dependencies(local_results(done)):
+        def count():
+            is_begun = self._count > 0
+            self._given.assign((self._given & is_begun) | present)
             self._count.assign_add(1)
+            tf.cond(
+                self._count >= self._accum_steps,
+                lambda: self._update(present),
+                lambda: None,
+            )
+
+        with tf.control_dependencies([accepted]):
+            if self._skip_nonfinite:
+                skip = functools.partial(self._skipped.assign_add, 1)
+                tf.cond(accepted, count, lambda: _run(skip))
+            else:
+                count()
+
+    def _end_cycle(self):
         tf.cond(
-            self._count >= self._accum_steps, self._run_update, lambda: None
+            self._count > 0, lambda: self._update(self._expected), lambda: None
         )
 
-    def _expect_gradients(self, present):
-        has_gradient = list(map(operator.or_, self._has_gradient, present))
-        if has_gradient != self._has_gradient:
-            self._has_gradient = has_gradient
-            self._run_update = self._choose_update()
-            if self._strategy is not None:
-                # Eager reductions are slow, and TensorFlow warns of them.
-                self._end_cycle = tf.function(self._apply, autograph=False)
-            if self._is_traced:
-                self._retrace()
-        if not tf.executing_eagerly():
-            self._is_traced = True
+    def _update(self, expected):
+        """Updates the variables that got a gradient in this cycle.
 
-    def _retrace(self):
-        """What is traced already passes `None` for the new variables."""
-        if self._trace_again is None:
-            raise ValueError(
-                "A variable got its first gradient after `accumulate` had been "
-                "traced without it: that trace would never update it. Give "
-                "zeros in place of `None`, or make an accumulator for each set "
-                "of variables. Received: gradients of "
-                f"{sum(self._has_gradient)} of {len(self.variables)} variables"
+        Args:
+            expected: Tuple of bools, which variables these probably are. A
+                graph has one update for these, and one for all variables.
+        """
+        if tf.executing_eagerly():
+            self._update_variables(tuple(self._given.numpy().tolist()))
+            return
+        everything = (True,) * len(expected)
+
+        def update_all():
+            # Those that got no gradient get zeros, where Keras skips them.
+            is_unsure = ~tf.reduce_all(self._given)
+            self._unsure.assign_add(tf.cast(is_unsure, tf.int64))
+            self._update_variables(everything)
+
+        if expected == everything:
+            update_all()
+        else:
+            tf.cond(
+                tf.reduce_all(tf.equal(self._given, expected)),
+                lambda: self._update_variables(expected),
+                update_all,
             )
-        self._trace_again()
 
-    def _apply(self):
-        tf.cond(self._count > 0, self._run_update, lambda: None)
+    def _update_variables(self, present):
+        strategy = self._get_strategy()
+        if tf.executing_eagerly():
+            is_inline = not self._is_traced and self._jit_compile is not True
+        else:
+            # A function inside of the step cannot reach the other replicas.
+            is_inline = strategy is not None
+        if is_inline:
+            self._reduce_and_apply(present)
+        else:
+            self._compiled_update(present)()
 
-    def _choose_update(self):
-        if self._strategy is not None:
-            return self._update
-        compiled = tf.function(self._update, jit_compile=True, autograph=False)
+    def _reduce_and_apply(self, present):
+        with without_own_reduction(with_inner_optimizers(self.optimizer)):
+            on_each_replica(self._apply_gradients, present)
+        self.reset()
+
+    def _compile_update(self, present):
+        def compiled(jit_compile):
+            return tf.function(
+                functools.partial(self._reduce_and_apply, present),
+                jit_compile=jit_compile,
+                autograph=False,
+            )
+
+        if self._get_strategy() is not None:
+            return compiled(None)
         if self._jit_compile == "auto":
-            return compiled if self._pays_to_compile(compiled) else self._update
-        return compiled if self._jit_compile else self._update
+            update = compiled(True)
+            return update if self._pays_to_compile(update) else compiled(None)
+        return compiled(self._jit_compile or None)
 
     def _pays_to_compile(self, update):
         # Without XLA an optimizer makes one pass over the parameters for each
         # of its operations: Adam over 23 million takes 65 ms, and 24 with XLA
-        # (2 cores). With a GPU Keras compiles the step by default, so that who
-        # does not wants no XLA.
+        # (2 cores). On GPU, Keras turns on `jit_compile` by default, so `False`
+        # there is deliberate.
         parameters = sum(v.shape.num_elements() for v in self._sums)
         if parameters < _MANY or tf.config.list_physical_devices("GPU"):
             return False
@@ -390,122 +429,77 @@ class GradientAccumulator:
             return False
         return True
 
-    def _update(self):
-        with without_own_reduction(_with_inner_optimizers(self.optimizer)):
-            on_each_replica(self._apply_gradients)
-        self.reset()
+    # Checks.
 
-    # What follows runs on each replica.
-
-    def _add(self, add, divides, gradients, weight):
-        for accumulator, gradient in zip(self._sums, gradients, strict=True):
-            add(accumulator, gradient, weight)
-        if divides:
-            self._total.assign_add(tf.cast(weight, tf.float64))
-        return tf.constant(True)
-
-    def _apply_gradients(self):
-        gradients = [
-            accumulator if has_gradient else None
-            for accumulator, has_gradient in zip(
-                self._sums, self._has_gradient, strict=True
-            )
-        ]
-        # In the widest dtype of the sums, so as to travel with them.
-        widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
-        total = tf.cast(self._total, widest)
-        total, *gradients = sum_over_replicas([total, *gradients])
-        # Nothing was added to the total where the losses are sums. Elsewhere
-        # each replica's loss is divided by their number, as optimizers expect.
-        divisor = total / count_replicas()
-        divisor = tf.where(tf.not_equal(total, 0.0), divisor, 1.0)
-        self.optimizer.apply_gradients(
-            (_divide(gradient, divisor, variable.dtype), variable)
-            for gradient, variable in zip(
-                gradients, self.variables, strict=True
-            )
-        )
-
-
-def check_accum_steps(value):
-    """Returns `value` as an int, or says what is wrong with it."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(
-            "`accum_steps` must be a positive integer, the number of "
-            "micro-batches that make one update. "
-            f"Received: accum_steps={value!r} (of type {type(value).__name__})"
-        )
-    if value < 1:
-        raise ValueError(
-            "`accum_steps` must be at least 1 (1 updates after every "
-            f"micro-batch). Received: accum_steps={value}"
-        )
-    return int(value)
-
-
-def scales_loss(optimizer):
-    """Whether the optimizer looks for overflows, to find its loss scale."""
-    return any(
-        isinstance(each, keras.optimizers.LossScaleOptimizer)
-        for each in _with_inner_optimizers(optimizer)
-    )
-
-
-def check_optimizer(optimizer, skip_nonfinite, will_scale_loss=False):
-    """Refuses what would accumulate twice, or hide overflows that it needs."""
-    for each in _with_inner_optimizers(optimizer):
-        steps = getattr(each, "gradient_accumulation_steps", None)
-        if steps:
+    def _check_has_weights(self, has_weights):
+        if self._has_weights is None:
+            self._has_weights = has_weights
+        elif self._has_weights != has_weights:
             raise ValueError(
-                "`optimizer` accumulates by itself, which would accumulate "
-                "twice. Leave its `gradient_accumulation_steps` away and use "
-                "`accum_steps` alone. "
-                f"Received: gradient_accumulation_steps={steps}"
+                "`weight` must be a number for all micro-batches, or `None` "
+                "for all: sums cannot be averaged with means. Give sums and "
+                "means a `GradientAccumulator` each. Received: "
+                f"{'a number' if has_weights else 'weight=None'} after "
+                f"{'weight=None' if has_weights else 'numbers'}"
             )
-    if skip_nonfinite and (will_scale_loss or scales_loss(optimizer)):
-        raise ValueError(
-            "`skip_nonfinite=True` would hide from a `LossScaleOptimizer` the "
-            "overflows by which it finds its scale. It skips such updates "
-            "itself: leave `skip_nonfinite` away. "
-            f"Received: skip_nonfinite={skip_nonfinite}"
-        )
 
-
-def check_gradients(gradients, variables):
-    """Returns `gradients` as a list that fits `variables`, or raises."""
-    gradients = list(gradients)
-    if len(gradients) != len(variables):
-        raise ValueError(
-            "`gradients` must hold one entry for each trainable variable, "
-            f"which are {len(variables)}. If a layer was frozen or freed, call "
-            f"`compile()` again. Received: {len(gradients)} gradients"
-        )
-    if all(gradient is None for gradient in gradients):
-        raise ValueError(
-            "`gradients` must hold a gradient for at least one variable: the "
-            "loss does not depend on any of them. "
-            f"Received: gradients={gradients}"
-        )
-    for gradient, variable in zip(gradients, variables, strict=True):
-        if gradient is None:
-            continue
-        if not isinstance(gradient, tf.IndexedSlices):
-            gradient = tf.convert_to_tensor(gradient)
-        if not gradient.shape.is_compatible_with(variable.shape):
+    def _check_called_once(self):
+        called = _called.get()
+        if called is None:
+            return
+        graph = None
+        if not tf.executing_eagerly():
+            # The branches of a condition are graphs, and only one of them runs.
+            graph = tf.compat.v1.get_default_graph()
+        if (self, graph) in called:
             raise ValueError(
-                "`gradients` must have the shapes of the variables, "
-                f"{tuple(variable.shape)} for '{variable.name}'. "
-                f"Received: a gradient of shape {tuple(gradient.shape)}"
+                "Gradients were accumulated twice in one `train_step`, and "
+                "each call counts as a micro-batch. Add up the losses or the "
+                "gradients and accumulate them once. If several optimizers "
+                "train, give each a `GradientAccumulator`. "
+                f"Received: a second call for {len(self.variables)} variables"
             )
-    return gradients
+        called.add((self, graph))
+
+    def _warn_of_unsure_updates(self):
+        if not tf.executing_eagerly() or not self._unsure.numpy():
+            return
+        self._unsure.assign(0)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "The micro-batches of a cycle trained different sets of "
+                "variables. Those that got no gradient in that cycle were "
+                "updated with a gradient of zero, so momentum and weight "
+                "decay may have changed them. Let whole cycles train the same "
+                "variables, or use a `GradientAccumulator` for each set.",
+                stacklevel=3,
+            )
 
 
-def _with_inner_optimizers(optimizer):
-    yield optimizer
-    if hasattr(optimizer, "inner_optimizer"):
-        yield from _with_inner_optimizers(optimizer.inner_optimizer)
-    for each in getattr(optimizer, "optimizers", []):
-        yield from _with_inner_optimizers(each)
+@contextlib.contextmanager
+def one_train_step():
+    """In it, each accumulator may be called once."""
+    token = _called.set(set())
+    try:
+        yield
+    finally:
+        _called.reset(token)
+
+
+def _check_variables(variables):
+    if not variables:
+        raise ValueError(
+            "`variables` must hold at least one variable to train. "
+            f"Received: variables={variables}"
+        )
+    overwritten = [each for each in variables if overwrites(each)]
+    if overwritten and count_replicas() > 1:
+        raise ValueError(
+            "Variables that are overwritten by their gradients, such as the "
+            "scales of float8, cannot be accumulated on several replicas. Use "
+            f"one device, or another precision. Received: {overwritten[0]}"
+        )
 
 
 def _make_accumulator(variable):
@@ -514,11 +508,15 @@ def _make_accumulator(variable):
     # 2.0 add up to 512 in bfloat16.
     if dtype in (tf.float16, tf.bfloat16):
         dtype = tf.float32
-    return _make_sum(variable.shape, dtype, "accumulator")
+    # On its variable's device, as the slots of an optimizer.
+    variable = tf_variable(variable)
+    extended = tf.distribute.get_strategy().extended
+    with extended.colocate_vars_with(variable):
+        return _make_sum(variable.shape, dtype, "accumulator")
 
 
 def _make_sum(shape, dtype, name):
-    """Makes a variable in which each replica keeps a sum of its own."""
+    """Makes a variable in which each replica keeps its own sum."""
     return tf.Variable(
         tf.zeros(shape, dtype),
         trainable=False,
@@ -563,10 +561,35 @@ def _add(accumulator, gradient, scale):
         )
 
 
-def _divide(gradient, divisor, dtype):
-    if gradient is None:
+def _raise_to(accumulator, gradient, is_first):
+    """Keeps the maximum, of what is a value and no gradient."""
+    if gradient is not None:
+        value = tf.cast(gradient, accumulator.dtype)
+        if not is_first:
+            value = tf.maximum(accumulator, value)
+        accumulator.assign(value)
+
+
+def _make_divisor(weight, size):
+    """Returns what the sums are to be divided by.
+
+    Args:
+        weight: Scalar tensor, the sum of the weights.
+        size: Scalar tensor, the sum of their absolute values.
+    """
+    # Weights that cancel make no update, as in Keras.
+    is_cancelled = tf.abs(weight) <= _CANCELLED * size
+    divisor = tf.where(is_cancelled, weight.dtype.max, weight)
+    # Nothing was added to the total if the losses are sums.
+    return tf.where(tf.equal(size, 0), tf.ones_like(divisor), divisor)
+
+
+def _divide(total, divisor, variable):
+    if total is None:
         return None
-    return tf.cast(gradient / tf.cast(divisor, gradient.dtype), dtype)
+    if not overwrites(variable):
+        total = total / tf.cast(divisor, total.dtype)
+    return tf.cast(total, variable.dtype)
 
 
 def _values(gradients):
@@ -579,14 +602,12 @@ def _values(gradients):
 
 
 def _all_finite(gradients, weight):
-    values = _values(gradients)
-    if weight is not None:
-        values.append(tf.cast(weight, tf.float64))
+    values = [*_values(gradients), tf.cast(weight, tf.float64)]
     return tf.reduce_all(
         [tf.reduce_all(tf.math.is_finite(value)) for value in values]
     )
 
 
-def _run(function, *args):
+def _run(function):
     """Calls for the effect: the branches of `tf.cond` must return alike."""
-    function(*args)
+    function()

@@ -1,11 +1,13 @@
-"""What happens at the borders of epochs: the schedule, and the remainder."""
+"""What happens when an epoch begins and ends: the schedule, the remainder."""
 
-import copy
-import inspect
 import warnings
 from collections.abc import Callable
+from collections.abc import Mapping
 
 import keras
+
+from accumodel._checks import check_accum_steps
+from accumodel._keras import flat_layers
 
 # Batch normalization loses accuracy in smaller batches: Wu and He 2018, "Group
 # Normalization", arXiv 1803.08494, figure 1.
@@ -13,16 +15,14 @@ _FEW_SAMPLES = 8
 
 
 class AccumStepsScheduler(keras.callbacks.Callback):
-    """Sets `accum_steps` at the beginning of each epoch.
+    """Sets `accum_steps` when an epoch begins.
 
     A growing effective batch does for the noise of the gradients what a
     decaying learning rate does (Smith et al. 2018, arXiv 1711.00489). The logs
     of each epoch, and so the `History`, gain the key `accum_steps`.
 
     Examples:
-        >>> callback = accumodel.AccumStepsScheduler(
-        ...     lambda epoch, accum_steps: 2**epoch
-        ... )
+        >>> callback = accumodel.AccumStepsScheduler({0: 1, 2: 4})
         >>> inputs = keras.Input((3,))
         >>> model = accumodel.AccumulatingModel(
         ...     inputs, keras.layers.Dense(1)(inputs)
@@ -33,20 +33,44 @@ class AccumStepsScheduler(keras.callbacks.Callback):
         ...     callbacks=[callback], verbose=0,
         ... )
         >>> history.history["accum_steps"]
-        [1, 2, 4]
+        [1, 1, 4]
 
     Args:
-        schedule: A function that takes the index of the epoch (int, from 0) and
-            the present `accum_steps` (int), and returns the new one (int).
+        schedule: A dict from epochs (ints, from 0) to their `accum_steps`
+            (ints); other epochs keep the present value. Or a function that
+            takes the epoch and the present `accum_steps`, and returns the new
+            one.
 
     Raises:
-        TypeError: At the start of training, if the model does not accumulate;
-            at an epoch's beginning, if `schedule` does not return an int.
-        ValueError: If `schedule` returns less than 1.
+        TypeError: If `schedule` is neither, or holds something other than
+            ints; when training begins, if the model does not accumulate; when
+            an epoch begins, if the function does not return an int.
+        ValueError: If `schedule` holds or returns less than 1, or holds a
+            negative epoch.
     """
 
-    def __init__(self, schedule: Callable[[int, int], int]) -> None:
+    def __init__(
+        self, schedule: Mapping[int, int] | Callable[[int, int], int]
+    ) -> None:
         super().__init__()
+        if isinstance(schedule, Mapping):
+            for epoch, accum_steps in schedule.items():
+                check_accum_steps(accum_steps)
+                if isinstance(epoch, bool) or not isinstance(epoch, int):
+                    raise TypeError(
+                        "The keys of `schedule` must be epochs, integers from "
+                        f"0. Received: schedule={schedule}"
+                    )
+                if epoch < 0:
+                    raise ValueError(
+                        "The keys of `schedule` must be epochs, integers from "
+                        f"0. Received: schedule={schedule}"
+                    )
+        elif not callable(schedule):
+            raise TypeError(
+                "`schedule` must be a dict from epochs to `accum_steps`, or a "
+                f"function. Received: schedule={schedule!r}"
+            )
         self.schedule = schedule
 
     def on_train_begin(self, logs=None):
@@ -58,7 +82,11 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.model.accum_steps = self.schedule(epoch, self.model.accum_steps)
+        present = self.model.accum_steps
+        if isinstance(self.schedule, Mapping):
+            self.model.accum_steps = self.schedule.get(epoch, present)
+        else:
+            self.model.accum_steps = self.schedule(epoch, present)
 
     def on_epoch_end(self, epoch, logs=None):
         if logs is not None:
@@ -66,32 +94,38 @@ class AccumStepsScheduler(keras.callbacks.Callback):
 
 
 class EndOfCycle(keras.callbacks.Callback):
-    """Ends the cycle where `fit` ends an epoch, which it tells no one else.
+    """Ends the cycle at the end of each epoch.
 
-    It goes in front of the user's own callbacks, so that validation,
-    checkpoints and early stopping all see the updated weights.
+    `fit` announces this only to callbacks. This one is in front of the user's,
+    so that validation, checkpoints and early stopping all see the updated
+    weights.
 
     Args:
         batch_size: Int, the samples in a micro-batch; `None` if not known.
     """
 
+    # Keras need not wait for this one at the end of a batch.
+    async_safe = True
+
     def __init__(self, batch_size):
         super().__init__()
         self._batch_size = batch_size
+        self._warned = False
+        self._batches = 0
 
     def on_train_begin(self, logs=None):
-        self._warn_of_few_samples_to_normalize()
-        if self.model._remainder != "carry":
-            self.model._forget_interrupted_cycles()
-        self._updates = None
-        self._warned = False
+        if self.model.accum_steps > 1:
+            self._warn_of_layers()
+        self.model._cycles.begin_fit(self.model._remainder)
 
     def on_epoch_begin(self, epoch, logs=None):
-        if self.model.accum_steps > 1:
-            self._updates = self.model._count_updates()
+        self._batches = 0
         steps = self.params.get("steps")
         if steps and self.model.accum_steps > steps:
             self._warn_of_short_epochs(steps)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._batches = batch + 1
 
     def on_test_begin(self, logs=None):
         # Validation comes before `on_epoch_end`.
@@ -99,25 +133,25 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self._warn_of_updates_without_accumulation()
+        if (
+            self.model.accum_steps > self._batches
+            and not self.model.stop_training
+        ):
+            # The length of the data was not known before.
+            self._warn_of_short_epochs(self._batches)
         self._end_cycle()
 
     def _end_cycle(self):
-        pending = self.model.pending_steps
-        if not pending:
-            return
-        if self._updates == self.model._count_updates():
-            # The length of the data was not known before.
-            self._warn_of_short_epochs(pending)
         if self.model._remainder == "apply":
-            self.model.apply_accumulated_gradients()
+            self.model._cycles.apply()
         elif self.model._remainder == "drop":
-            self.model.reset_accumulated_gradients()
+            self.model._cycles.reset()
 
     def _warn_of_updates_without_accumulation(self):
         if (
             self.model.accum_steps > 1
             and self.model.trainable_variables
-            and not self.model._accumulators()
+            and not self.model._cycles.accumulators()
             and not self._warned
         ):
             self._warned = True
@@ -125,30 +159,34 @@ class EndOfCycle(keras.callbacks.Callback):
                 f"`accum_steps` is {self.model.accum_steps}, but nothing was "
                 "accumulated: the `train_step` of "
                 f"{type(self.model).__name__} does not call "
-                "`self.accumulate_gradients(gradients, weight)`, which takes "
-                "the place of `self.optimizer.apply_gradients(...)` and "
+                "`self.accumulate_gradients(gradients, weight)`. Call it "
+                "instead of `self.optimizer.apply_gradients(...)` or "
                 "`self.optimizer.apply(...)`.",
                 stacklevel=2,
             )
 
-    def _warn_of_few_samples_to_normalize(self):
-        if (
-            self.model.accum_steps == 1
-            or (self._batch_size or _FEW_SAMPLES) >= _FEW_SAMPLES
-        ):
-            return
-        # `_flatten_layers` is private: `layers` does not reach inside composite
-        # layers. Checked in Keras 3.14.0 and 3.15.1.
-        if any(
+    def _warn_of_layers(self):
+        layers = [layer for layer in flat_layers(self.model) if layer.trainable]
+        if (self._batch_size or _FEW_SAMPLES) < _FEW_SAMPLES and any(
             isinstance(layer, keras.layers.BatchNormalization)
-            and layer.trainable
-            for layer in self.model._flatten_layers()
+            for layer in layers
         ):
             warnings.warn(
                 "Batch normalization normalizes each micro-batch by itself: "
                 f"its statistics are those of {self._batch_size} samples, not "
                 "of the effective batch. Use larger micro-batches, or "
                 "`keras.layers.GroupNormalization`, or freeze the layer.",
+                stacklevel=2,
+            )
+        if any(
+            isinstance(layer, keras.layers.SpectralNormalization)
+            for layer in layers
+        ):
+            warnings.warn(
+                "`SpectralNormalization` changes its kernel in the forward "
+                "pass of each micro-batch, so the weights are not those of the "
+                "effective batch. Use it with `accum_steps=1`, or normalize "
+                "in another way.",
                 stacklevel=2,
             )
 
@@ -165,60 +203,16 @@ class EndOfCycle(keras.callbacks.Callback):
             f"`accum_steps` is {self.model.accum_steps}, but an epoch has only "
             f'{steps} micro-batches: with `remainder="{remainder}"` '
             f"{consequences[remainder]}. Lower `accum_steps`, or use "
-            '`remainder="carry"` to go on with the cycle in the next epoch.',
+            '`remainder="carry"` to continue the cycle in the next epoch.',
             stacklevel=2,
         )
 
 
-def put_in_front(model, fit, args, kwargs):
-    """Returns the arguments of a call to `fit`, with `EndOfCycle` in them.
-
-    Args:
-        model: The `AccumulatingModel`.
-        fit: The bound `fit` method, whose signature names its arguments.
-        args: Tuple of positional arguments.
-        kwargs: Dict of keyword arguments.
-
-    Returns:
-        Tuple `(args, kwargs)`.
-    """
-    signature = inspect.signature(fit)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError:
-        return args, kwargs  # of which `fit` itself complains
-    arguments = bound.arguments
-    callback = EndOfCycle(_batch_size(arguments))
-    if "callbacks" not in signature.parameters:
-        arguments = arguments.setdefault(_rest(signature), {})
-    callbacks = arguments.get("callbacks")
-    if not isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = keras.tree.flatten(callbacks or [])
-        arguments["callbacks"] = [callback, *callbacks]
-    else:
-        callback.set_model(model)
-        callback.set_params(getattr(callbacks, "params", None) or {})
-        # Not into the list itself, which may serve another model, too.
-        arguments["callbacks"] = copy.copy(callbacks)
-        arguments["callbacks"].callbacks = [callback, *callbacks.callbacks]
-    return bound.args, bound.kwargs
-
-
-def _rest(signature):
-    """Returns the name of the parameter that takes all other keywords."""
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            return parameter.name
-    raise TypeError(
-        "The `fit` behind `AccumulatingModel` must take `callbacks`, by which "
-        f"a cycle ends with its epoch. Received: fit{signature}"
-    )
-
-
-def _batch_size(arguments):
-    spec = getattr(arguments.get("x"), "element_spec", None)
+def batch_size_of(x, batch_size):
+    """Returns the samples in a batch of `fit`; `None` if not known."""
+    spec = getattr(x, "element_spec", None)
     if spec is None:
-        return arguments.get("batch_size")
+        return batch_size
     # A distributed data set has none, and a scalar no samples.
     shape = getattr(keras.tree.flatten(spec)[0], "shape", None)
     return shape[0] if shape else None

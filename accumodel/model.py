@@ -1,5 +1,7 @@
 """`AccumulatingModel`: what `fit` does with one micro-batch."""
 
+import functools
+import inspect
 import typing
 import warnings
 from collections.abc import Callable
@@ -8,42 +10,39 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-# Private: what `keras.Model(inputs, outputs)` makes has no public name.
-# Checked in Keras 3.14.0 and 3.15.1.
-from keras.src.models.functional import Functional as KerasFunctional
-
+from accumodel import _construction
+from accumodel import _cycles
+from accumodel import _keras
+from accumodel._checks import check_accum_steps
+from accumodel._checks import check_gradients
+from accumodel._checks import check_optimizer
+from accumodel._checks import check_remainder
+from accumodel._replicas import across_replicas
+from accumodel._replicas import can_compile
+from accumodel._replicas import check_strategy
+from accumodel._replicas import first_batch
+from accumodel._replicas import is_multi_worker
+from accumodel._replicas import scope_of
+from accumodel._replicas import split_over_replicas
+from accumodel._weighting import LossWeights
+from accumodel._weighting import count_samples
+from accumodel._weighting import loss_of_batch
+from accumodel._weighting import undivided
 from accumodel.accumulator import GradientAccumulator
-from accumodel.accumulator import check_accum_steps
-from accumodel.accumulator import check_gradients
-from accumodel.accumulator import check_optimizer
-from accumodel.callbacks import put_in_front
-from accumodel.distribution import across_replicas
-from accumodel.distribution import can_compile
-from accumodel.distribution import check_strategy
-from accumodel.distribution import first_batch
-from accumodel.distribution import loss_of_batch
-from accumodel.distribution import scope_of
-from accumodel.distribution import with_local_logs
-from accumodel.state import CheckpointedCycles
-from accumodel.state import from_store
-from accumodel.state import to_store
-from accumodel.weighting import LossDivisors
-from accumodel.weighting import count_samples
-
-# What a `tf.train.Checkpoint` calls them.
-_CYCLES = "_checkpointed_cycles"
-_REMAINDERS = ("apply", "carry", "drop")
+from accumodel.accumulator import one_train_step
+from accumodel.callbacks import EndOfCycle
+from accumodel.callbacks import batch_size_of
 
 
 class AccumulatingModel(keras.Model):
     """A `keras.Model` that makes one update from several micro-batches.
 
+    This is gradient accumulation with the weights of the larger batch.
     Subclass it, or build it with `(inputs, outputs)`, exactly like
-    `keras.Model`, and tell `compile` how many micro-batches make a cycle. The
-    weights then end where one big batch would have brought them:
-    `fit(batch_size=b)` with `accum_steps=n` is `fit(batch_size=n * b)`. All
-    else of `compile`, `fit`, `evaluate`, `predict` and `save` is as Keras
-    documents it.
+    `keras.Model`, and tell `compile` how many micro-batches make a cycle:
+    `fit(batch_size=b)` with `accum_steps=n` ends with the weights of
+    `fit(batch_size=n * b)`. Everything else of `compile`, `fit`, `evaluate`,
+    `predict` and `save` works as Keras documents it.
 
     Examples:
         >>> inputs = keras.Input((20,))
@@ -55,15 +54,23 @@ class AccumulatingModel(keras.Model):
         >>> history = model.fit(x, y, batch_size=8, epochs=3, verbose=0)
         >>> int(model.optimizer.iterations)  # 4 an epoch, the last of 4 samples
         12
+        >>> model.accum_steps = 3
+        >>> for _ in range(4):
+        ...     _ = model.train_on_batch(x[:8], y[:8])
+        >>> model.pending_steps, int(model.optimizer.iterations)
+        (1, 13)
+        >>> model.apply_accumulated_gradients()
+        >>> model.pending_steps, int(model.optimizer.iterations)
+        (0, 14)
 
     What to override, and when:
 
     - `compute_loss`, as in any Keras model: needs nothing else. Its gradients
-      are weighed by the number of samples.
-    - `micro_batch_weight`: where the loss is averaged over something else.
+      are weighted by the number of samples.
+    - `micro_batch_weight`: if the loss is averaged over something else.
     - `compute_gradients`: for another tape, or several losses.
     - `train_step`: for everything else; call `self.accumulate_gradients(...)`
-      in place of `self.optimizer.apply_gradients(...)`.
+      instead of `self.optimizer.apply_gradients(...)`.
     """
 
     jit_compile: bool  # a property of Keras's trainer
@@ -73,28 +80,28 @@ class AccumulatingModel(keras.Model):
     _accum_steps = 1
     _remainder = "apply"
     _skip_nonfinite = False
-    # Whether gradients go through an accumulator. Without, the step is Keras's.
+    # Whether gradients go through an accumulator. If not, the step is Keras's.
     _accumulates = False
     _accumulator: GradientAccumulator | None = None
-    _loss_divisors = LossDivisors(None, lambda: False)
     _gradient_function: Callable | None = None
-    _checkpointed_cycles: Callable[[], CheckpointedCycles]
 
     def __new__(cls, *args, **kwargs):
-        if cls is AccumulatingModel and _functional_arguments(args, kwargs):
+        if cls is AccumulatingModel and _construction.is_functional(
+            args, kwargs
+        ):
             cls = Functional
         return super().__new__(cls)
 
     def __init__(self, *args, **kwargs):
-        bases = AccumulatingModel.__bases__
-        if _is_next_to_keras(type(self)) and _functional_arguments(
-            args, kwargs
-        ):
-            _make_functional(type(self))
+        cls, bases = type(self), AccumulatingModel.__bases__
+        if _construction.is_next_to_keras(
+            cls, AccumulatingModel
+        ) and _construction.is_functional(args, kwargs):
+            _construction.make_functional(cls, AccumulatingModel, Functional)
         try:
             super().__init__(*args, **kwargs)
         finally:
-            # Another model class beside this one may call the functional
+            # Another model class next to this one may call the functional
             # constructor (as keras-hub's do), for which Keras changes the bases
             # of all classes of the model, this one too.
             if AccumulatingModel.__bases__ != bases:
@@ -104,9 +111,9 @@ class AccumulatingModel(keras.Model):
     def from_model(cls, model: keras.Model) -> typing.Self:
         """Returns an accumulating model of the layers of another one.
 
-        Layers and weights are shared, not copied: to train the one is to train
-        the other. The new model is not compiled; if `model` is, a warning says
-        so. `compile(model.optimizer, ...)` goes on with its optimizer's state.
+        Layers and weights are shared, not copied: training one trains the
+        other. The new model is not compiled; if `model` is, a warning says so.
+        `compile(model.optimizer, ...)` continues with its optimizer's state.
 
         Examples:
             >>> layers = [keras.Input((3,)), keras.layers.Dense(1)]
@@ -116,44 +123,24 @@ class AccumulatingModel(keras.Model):
 
         Args:
             model: A `keras.Model`: functional, sequential and built, or a
-                subclass that overrides nothing of the training. A subclass is
+                subclass. If its class overrides `fit`, `compile` or another
+                method of the training, as the tasks of keras-hub do, the class
+                of the new model derives from it too. Any other subclass is
                 held in the attribute `model` of the new one.
 
         Returns:
             A model of this class.
 
         Raises:
-            TypeError: If `model` is no `keras.Model`, if it is of a class that
-                overrides a method of the training, or if this class takes other
-                arguments than `keras.Model`.
+            TypeError: If `model` is not a `keras.Model`, if its class has a
+                custom `train_step`, or if this class takes other arguments
+                than `keras.Model`.
             ValueError: If `model` is a sequential model that is not built.
         """
-        if not isinstance(model, keras.Model):
-            raise TypeError(
-                "`model` must be a `keras.Model`. "
-                f"Received: model={model} (of type {type(model).__name__})"
-            )
-        if model.compiled:
-            warnings.warn(
-                "`model` is compiled, and the model that `from_model` returns "
-                "is not: call its `compile`. With `compile(model.optimizer, "
-                "...)` it goes on with the state of the optimizer.",
-                stacklevel=2,
-            )
-        _check_training(cls, model)
-        if isinstance(model, KerasFunctional):
-            return _make(cls, model, model.input, model.output)
-        if not isinstance(model, keras.Sequential):
-            return _make(WrappingAccumulatingModel, model, model)
-        if not model.built:
-            raise ValueError(
-                "`model` must be built, so that its inputs are known: begin it "
-                "with `keras.Input(shape)`, or call `model.build(shape)`. "
-                f"Received: model={model}"
-            )
-        # Bare where there is but one, as the layers of the model take it.
-        outputs = model.outputs[0] if len(model.outputs) == 1 else model.outputs
-        return _make(cls, model, model.inputs[0], outputs)
+        _construction.check_model(cls, model, AccumulatingModel)
+        return _construction.from_model(
+            cls, model, AccumulatingModel, WrappingAccumulatingModel
+        )
 
     def compile(
         self,
@@ -165,15 +152,6 @@ class AccumulatingModel(keras.Model):
     ) -> None:
         """Configures the model for training, as `keras.Model.compile`.
 
-        Examples:
-            >>> inputs = keras.Input((3,))
-            >>> model = accumodel.AccumulatingModel(
-            ...     inputs, keras.layers.Dense(1)(inputs)
-            ... )
-            >>> model.compile("adam", "mse", metrics=["mae"], accum_steps=8)
-            >>> model.accum_steps
-            8
-
         Args:
             *args: Positional arguments of `keras.Model.compile`.
             accum_steps: Positive int. Micro-batches that make one update.
@@ -181,9 +159,8 @@ class AccumulatingModel(keras.Model):
             remainder: What becomes of the micro-batches that are left when an
                 epoch ends before the cycle is full. `"apply"` makes an update
                 of them, divided by their own weight, as Keras does with a short
-                last batch; `"carry"` goes on with the cycle in the next epoch
-                and in the next `fit`; `"drop"` forgets them. Defaults to
-                `"apply"`.
+                last batch; `"carry"` continues the cycle in the next epoch and
+                in the next `fit`; `"drop"` forgets them. Defaults to `"apply"`.
             skip_nonfinite: Bool. Leave a micro-batch with a NaN or infinite
                 gradient out of the cycle, as if it had not been fed;
                 `skipped_steps` counts them. Layers that keep statistics, and
@@ -193,68 +170,41 @@ class AccumulatingModel(keras.Model):
 
         Raises:
             TypeError: If `accum_steps` is not an int, or if another base class
-                has a `train_step` of its own, which would not be called.
+                has a custom `train_step`, which would not be called.
             ValueError: If `accum_steps` is less than 1, if `remainder` is none
-                of the three, if the optimizer has a
-                `gradient_accumulation_steps` of its own, or if
-                `skip_nonfinite` stands beside a `LossScaleOptimizer`.
+                of the three, if the optimizer has
+                `gradient_accumulation_steps` set, if `skip_nonfinite` is used
+                with a `LossScaleOptimizer`, if the `tf.distribute` strategy
+                cannot be right, or if `steps_per_execution` is used with
+                several workers. After an error the model is not compiled.
         """
         accum_steps = check_accum_steps(accum_steps)
-        if remainder not in _REMAINDERS:
-            raise ValueError(
-                f"`remainder` must be one of {_REMAINDERS}. "
-                f"Received: remainder={remainder!r}"
-            )
-        optimizer = args[0] if args else kwargs.get("optimizer")
-        if isinstance(optimizer, dict):
-            # Made once, and handed on: a second one would get another name.
-            optimizer = keras.optimizers.get(optimizer)
-            if args:
-                args = (optimizer, *args[1:])
-            else:
-                kwargs["optimizer"] = optimizer
-        # Whether Keras is about to wrap it in a `LossScaleOptimizer`.
-        will_scale_loss = (
-            self.dtype_policy.name == "mixed_float16"
-            and kwargs.get("auto_scale_loss", True)
-        )
-        check_optimizer(optimizer, skip_nonfinite, will_scale_loss)
-        if accum_steps > 1 or skip_nonfinite:
-            self._check_trains_as_told()
-        super().compile(*args, **kwargs)
+        check_remainder(remainder)
+        accumulates = accum_steps > 1 or skip_nonfinite
+        try:
+            super().compile(*args, **kwargs)
+            check_optimizer(self.optimizer, skip_nonfinite)
+            if accumulates:
+                self._check_can_accumulate()
+        except BaseException:
+            self.compiled = False
+            raise
         self._accum_steps = accum_steps
         self._remainder = remainder
         self._skip_nonfinite = skip_nonfinite
-        self._accumulates = accum_steps > 1 or skip_nonfinite
+        self._accumulates = accumulates
         self._accumulator = None
-        cycles = CheckpointedCycles(self._read_cycles, self._write_cycles)
-        self._checkpointed_cycles = lambda: cycles  # no attribute of TensorFlow
-        # Private: of a checkpoint that was restored before. See below.
-        self._handle_deferred_dependencies(_CYCLES, cycles)
-        # Keras keeps the loss of an earlier `compile` where there is no new.
-        if not self._loss_divisors.watches(self._compile_loss):
-            self._loss_divisors = LossDivisors(
-                self._compile_loss, lambda: self._accumulates
-            )
 
     @property
     def accum_steps(self) -> int:
         """Int. Micro-batches that make one update.
 
         It may be set between or during fits and takes effect with the next
-        micro-batch, without a new trace but for the one when it first leaves 1.
-        To set it raises a `TypeError` where it is no int, and a `ValueError`
-        where it is less than 1 or the model is not compiled.
+        micro-batch, without retracing, except the first time it changes from 1.
 
-        Examples:
-            >>> inputs = keras.Input((3,))
-            >>> model = accumodel.AccumulatingModel(
-            ...     inputs, keras.layers.Dense(1)(inputs)
-            ... )
-            >>> model.compile("sgd", "mse", accum_steps=2)
-            >>> model.accum_steps = 4
-            >>> model.accum_steps
-            4
+        Raises:
+            TypeError: If it is set to something other than an int.
+            ValueError: If it is set to less than 1, or before `compile`.
         """
         return self._accum_steps
 
@@ -263,15 +213,14 @@ class AccumulatingModel(keras.Model):
         value = check_accum_steps(value)
         if not self.compiled:
             raise ValueError(
-                "`accum_steps` is a choice about training: give it to "
+                "`accum_steps` is a choice about training: pass it to "
                 f"`compile()` first. Received: accum_steps={value}"
             )
         begins = value > 1 and not self._accumulates
         if begins:
-            self._check_trains_as_told()
+            self._check_can_accumulate()
         self._accum_steps = value
-        for accumulator in self._accumulators().values():
-            accumulator.accum_steps = value
+        self._cycles.set_accum_steps(value)
         if begins:
             self._begin_to_accumulate()
 
@@ -280,47 +229,22 @@ class AccumulatingModel(keras.Model):
         """Int. Micro-batches accumulated since the last update.
 
         Of several accumulators, those of the one with the most.
-
-        Examples:
-            >>> inputs = keras.Input((3,))
-            >>> model = accumodel.AccumulatingModel(
-            ...     inputs, keras.layers.Dense(1)(inputs)
-            ... )
-            >>> model.compile("sgd", "mse", accum_steps=4)
-            >>> for _ in range(6):
-            ...     _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
-            >>> model.pending_steps
-            2
         """
-        accumulators = self._accumulators().values()
-        return max((each.pending_steps for each in accumulators), default=0)
+        return self._cycles.pending_steps
 
     @property
     def skipped_steps(self) -> int:
         """Int. Micro-batches that `skip_nonfinite` left out since `compile`.
 
         Of several accumulators, those of all together.
-
-        Examples:
-            >>> inputs = keras.Input((3,))
-            >>> model = accumodel.AccumulatingModel(
-            ...     inputs, keras.layers.Dense(1)(inputs)
-            ... )
-            >>> model.compile("sgd", "mse", accum_steps=2, skip_nonfinite=True)
-            >>> x, y = np.ones((24, 3)), np.ones((24, 1))
-            >>> x[9] = np.nan  # in the second of three micro-batches
-            >>> _ = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-            >>> model.skipped_steps, int(model.optimizer.iterations)
-            (1, 1)
         """
-        accumulators = self._accumulators().values()
-        return sum(each.skipped_steps for each in accumulators)
+        return self._cycles.skipped_steps
 
     def train_step(self, data: typing.Any) -> dict:
         """Trains on one micro-batch; the last one of a cycle updates.
 
-        Keras calls it, in `fit` and `train_on_batch`. One of your own calls
-        `accumulate_gradients`, where there is an example.
+        Keras calls it, in `fit` and `train_on_batch`. A custom one calls
+        `accumulate_gradients`, which has an example.
 
         Args:
             data: What `fit` was fed: a tensor, or a tuple `(x, y)` or
@@ -332,7 +256,8 @@ class AccumulatingModel(keras.Model):
         """
         if not self._accumulates and not self._overrides("compute_gradients"):
             return super().train_step(data)
-        gradients, weight, logs = self._compiled_gradients(data)
+        compute = self._gradient_function or self._watched_gradients
+        gradients, weight, logs = compute(data)
         self.accumulate_gradients(gradients, weight)
         return logs
 
@@ -342,7 +267,7 @@ class AccumulatingModel(keras.Model):
         """Runs forward and backward on one micro-batch.
 
         Override it for another tape or several losses. It is compiled by XLA
-        where `jit_compile` is on, so it must not update any weights.
+        if `jit_compile` is on, so it must not update any weights.
 
         Examples:
             >>> class Classifier(accumodel.AccumulatingModel):
@@ -362,36 +287,24 @@ class AccumulatingModel(keras.Model):
         Returns:
             Tuple `(gradients, weight, logs)`: a list of tensors,
             `tf.IndexedSlices` or `None` in the order of `trainable_variables`,
-            scaled where `optimizer.scale_loss` scaled the loss; the weight of
+            scaled if `optimizer.scale_loss` scaled the loss; the weight of
             the micro-batch, see `micro_batch_weight`; and a dict of scalars.
         """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
-            # `_call_has_training_arg`, `_compute_loss` and `_loss_tracker` are
-            # private: what Keras's own `train_step` is made of, for which
-            # there are no public names. Checked in Keras 3.14.0 and 3.15.1.
-            if self._call_has_training_arg:
-                y_pred = self(x, training=True)
-            else:
-                y_pred = self(x)
-            loss = self._compute_loss(
-                x=x,
-                y=y,
-                y_pred=y_pred,
-                sample_weight=sample_weight,
-                training=True,
-            )
+            y_pred = self(x, training=True)
+            loss = self._loss_of(x, y, y_pred, sample_weight)
             self._build_optimizer()
             scaled_loss = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled_loss, self.trainable_variables)
         samples = count_samples(x)
         weight = self.micro_batch_weight(x, y, y_pred, sample_weight)
         if weight is not None:
-            # Tied to the data: see `GradientAccumulator.accumulate`.
+            # Tied to the data: see `GradientAccumulator._add`.
             with tf.control_dependencies([loss]):
                 weight = tf.identity(weight)
-        # Averaged as the losses of the micro-batches make up the big batch's.
-        self._loss_tracker.update_state(
+        # Averaged as the losses of the micro-batches make up the whole.
+        _keras.loss_tracker(self).update_state(
             loss_of_batch(loss, samples),
             sample_weight=samples if weight is None else weight,
         )
@@ -407,8 +320,8 @@ class AccumulatingModel(keras.Model):
     ) -> typing.Any:
         """Returns what the loss of the micro-batch was divided by.
 
-        Override it where the loss is averaged over something that Keras does
-        not know of.
+        Override it if the loss is averaged over something that Keras does not
+        know of.
 
         Examples:
             >>> class Tagger(accumodel.AccumulatingModel):
@@ -429,32 +342,30 @@ class AccumulatingModel(keras.Model):
         Args:
             x: Nested tensors, the inputs, of shapes `(samples, ...)`.
             y: Nested tensors, the targets, or `None`.
-            y_pred: Nested tensors, what the model made of `x`.
+            y_pred: Nested tensors, the outputs of the model.
             sample_weight: Nested tensors, or `None`.
 
         Returns:
             A scalar tensor: the elements or sample weights that the compiled
             loss was averaged over, as its reduction and masks say, or the
-            number of samples where `compute_loss` is overridden or there is no
-            compiled loss. `None` where the loss is a sum, which is not to be
+            number of samples if `compute_loss` is overridden or there is no
+            compiled loss. `None` if the loss is a sum, which must not be
             divided.
 
         Raises:
-            ValueError: If one compiled loss is a sum and another a mean.
+            ValueError: If one loss is a sum and another a mean, if the
+                reduction of a loss is unknown, or outside of a training step.
         """
-        samples = count_samples(x)
-        if self._compile_loss is None or self._overrides("compute_loss"):
-            return samples
-        return self._loss_divisors.weight(samples)
+        return self._loss_weights.weight(x, self._overrides("compute_loss"))
 
     def accumulate_gradients(
         self, gradients: Iterable, weight: typing.Any = 1.0
     ) -> None:
         """Adds one micro-batch to the cycle; the last one updates.
 
-        For a `train_step` of one's own, in place of
-        `optimizer.apply_gradients` or `optimizer.apply`. Keras shows its own
-        tracker where a log is called `loss`, so give the logs other names.
+        For a custom `train_step`, instead of `optimizer.apply_gradients` or
+        `optimizer.apply`; once in each step. Keras shows its own tracker for a
+        log called `loss`, so give the logs other names.
 
         Examples:
             >>> class Regressor(accumodel.AccumulatingModel):
@@ -470,15 +381,16 @@ class AccumulatingModel(keras.Model):
 
         Args:
             gradients: List of tensors, `tf.IndexedSlices` or `None`, in the
-                order of `trainable_variables`; still scaled, where a
-                `LossScaleOptimizer` scaled the loss.
-            weight: Scalar, see `micro_batch_weight`. Defaults to `1.0`: all
-                micro-batches weigh alike.
+                order of `trainable_variables`, or `(gradient, variable)` pairs;
+                still scaled, if a `LossScaleOptimizer` scaled the loss.
+            weight: Scalar, see `micro_batch_weight`; `None` if the loss is a
+                sum. Defaults to `1.0`: all micro-batches weigh the same.
 
         Raises:
-            ValueError: If the model is not compiled, if the number of gradients
-                is not that of the variables, if all of them are `None`, or if
-                what is trained has changed since `compile`.
+            ValueError: If the model is not compiled, if the gradients do not
+                fit the trainable variables, if all of them are `None`, if it
+                is called twice in one `train_step`, or if the trainable
+                variables or the optimizer have changed since `compile`.
         """
         if not self.compiled:
             raise ValueError(
@@ -494,10 +406,10 @@ class AccumulatingModel(keras.Model):
             if self._accumulator is None:
                 across_replicas(self._build_accumulator)
             assert self._accumulator is not None
-            if not self._trains_the_same(self._accumulator):
+            if not self._cycles.trains_the_same(self._accumulator):
                 raise ValueError(
-                    "Other variables are to be trained than when the sums of "
-                    "the cycle were made. If a layer was frozen or freed, call "
+                    "The set of trainable variables, or the optimizer, has "
+                    "changed since the accumulators were created. Call "
                     f"`compile()` again. Received: model={self}"
                 )
             self._accumulator.accumulate(gradients, weight)
@@ -513,93 +425,85 @@ class AccumulatingModel(keras.Model):
 
         `fit` does so at the end of an epoch. After `train_on_batch`, call it
         when the data has ended.
-
-        Examples:
-            >>> inputs = keras.Input((3,))
-            >>> model = accumodel.AccumulatingModel(
-            ...     inputs, keras.layers.Dense(1)(inputs)
-            ... )
-            >>> model.compile("sgd", "mse", accum_steps=4)
-            >>> _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
-            >>> model.pending_steps, int(model.optimizer.iterations)
-            (1, 0)
-            >>> model.apply_accumulated_gradients()
-            >>> model.pending_steps, int(model.optimizer.iterations)
-            (0, 1)
         """
-        for accumulator in self._accumulators().values():
-            accumulator.apply()
+        self._cycles.apply()
 
     def reset_accumulated_gradients(self) -> None:
-        """Forgets the micro-batches of the cycle that has begun.
-
-        Examples:
-            >>> inputs = keras.Input((3,))
-            >>> model = accumodel.AccumulatingModel(
-            ...     inputs, keras.layers.Dense(1)(inputs)
-            ... )
-            >>> model.compile("sgd", "mse", accum_steps=4)
-            >>> _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
-            >>> model.reset_accumulated_gradients()
-            >>> model.pending_steps
-            0
-        """
-        for accumulator in self._accumulators().values():
-            accumulator.reset()
+        """Forgets the pending cycle."""
+        self._cycles.reset()
 
     def fit(
-        self, *args: typing.Any, **kwargs: typing.Any
+        self,
+        x: typing.Any = None,
+        y: typing.Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: typing.Any = "auto",
+        callbacks: typing.Any = None,
+        **kwargs: typing.Any,
     ) -> keras.callbacks.History:
         """Trains as `keras.Model.fit`; a cycle ends with its epoch.
 
         What becomes of a short last cycle is the `remainder` of `compile`. It
-        ends before validation and before the epoch's end reaches a callback.
-
-        Examples:
-            >>> inputs = keras.Input((3,))
-            >>> model = accumodel.AccumulatingModel(
-            ...     inputs, keras.layers.Dense(1)(inputs)
-            ... )
-            >>> model.compile("sgd", "mse", accum_steps=4)
-            >>> x, y = np.random.rand(100, 3), np.random.rand(100, 1)
-            >>> history = model.fit(x, y, batch_size=8, verbose=0)
-            >>> int(model.optimizer.iterations)  # of 4 + 4 + 4 + 1
-            4
+        ends before validation and before any other callback sees the end of
+        the epoch.
 
         Args:
-            *args: Positional arguments of `keras.Model.fit`; `batch_size` is
-                that of a micro-batch.
-            **kwargs: Keyword arguments of `keras.Model.fit`.
+            x: Inputs, see `keras.Model.fit`.
+            y: Targets.
+            batch_size: Int. Samples in a micro-batch. Defaults to `32`.
+            epochs: Int. Defaults to `1`.
+            verbose: `"auto"`, `0`, `1` or `2`. Defaults to `"auto"`.
+            callbacks: List of `keras.callbacks.Callback`.
+            **kwargs: More keyword arguments of `keras.Model.fit`.
 
         Returns:
             The `keras.callbacks.History`.
         """
-        args, kwargs = put_in_front(self, super().fit, args, kwargs)
-        return super().fit(*args, **kwargs)
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
+        callbacks = [
+            EndOfCycle(batch_size_of(x, batch_size)),
+            *keras.tree.flatten(callbacks or []),
+        ]
+        # Defaults are left to `super().fit`: another class may have its own.
+        if batch_size is not None:
+            kwargs["batch_size"] = batch_size
+        if epochs != 1:
+            kwargs["epochs"] = epochs
+        if verbose != "auto":
+            kwargs["verbose"] = verbose
+        self._share_sample_weight(y, kwargs.get("sample_weight"))
+        return super().fit(x, y, callbacks=callbacks, **kwargs)
 
     def make_train_function(self, force=False):
         if self.train_function is not None and not force:
             return self.train_function  # as Keras does
         self._gradient_function = None
-        if self._accumulates or self._accumulators():
+        if self._accumulates or self._cycles.accumulators():
             self._make_accumulating_function()
         else:
-            super().make_train_function(force)
-        self.train_function = with_local_logs(
-            self.train_function, self.distribute_strategy
-        )
+            super().make_train_function(force=True)
+        if is_multi_worker(self.distribute_strategy):
+            self.train_function = _keras.with_local_logs(self.train_function)
 
     def make_test_function(self, force=False):
         if self.test_function is not None and not force:
             return self.test_function
         super().make_test_function(force)
-        self.test_function = with_local_logs(
-            self.test_function, self.distribute_strategy
-        )
+        if is_multi_worker(self.distribute_strategy):
+            self.test_function = _keras.with_local_logs(self.test_function)
 
     def _make_accumulating_function(self):
-        for accumulator in self._accumulators().values():
-            accumulator._trace_again = self._trace_again
+        # Made before the step is traced, which is then traced once.
+        if (
+            self._accumulates
+            and self.built
+            and not self._overrides("train_step")
+        ):
+            with scope_of(self.distribute_strategy):
+                self._build_optimizer()
+                self._build_accumulator()
         # Keras compiles the whole step as one XLA cluster. A condition inside a
         # cluster carries every variable that it may write through it, which
         # takes longer than forward and backward together. So Keras is told not
@@ -607,21 +511,42 @@ class AccumulatingModel(keras.Model):
         jit_compile: bool = self.jit_compile
         if jit_compile and can_compile(self.distribute_strategy):
             function = tf.function(
-                self.compute_gradients,
+                self._watched_gradients,
                 jit_compile=True,
                 reduce_retracing=True,
                 autograph=False,
             )
             # A bare `tf.function` would be tracked, and exported.
             self._gradient_function = lambda data: function(data)
+        train_step = self.train_step
+        # Keras takes its step from this name.
+        vars(self)["train_step"] = lambda data: self._train(train_step, data)
         self.jit_compile = False
         try:
             super().make_train_function(force=True)
         finally:
             self.jit_compile = jit_compile
+            del vars(self)["train_step"]
+        train_function = self.train_function
 
-    # `_maybe_symbolic_build` is private: Keras builds a model by it before the
-    # first step under a strategy. Checked in 3.14.0 and 3.15.1.
+        def train(iterator):
+            self._cycles.is_live = True
+            batches = split_over_replicas(iterator, self.distribute_strategy)
+            return train_function(batches)
+
+        self.train_function = train
+
+    def _train(self, train_step, data):
+        """Runs a `train_step`, which may be custom, on one micro-batch."""
+        with one_train_step(), self._loss_weights.watch():
+            return train_step(data)
+
+    def _watched_gradients(self, data):
+        with self._loss_weights.watch():
+            return self.compute_gradients(data)
+
+    # Private, see `_keras`: Keras builds a model by it before the first step
+    # under a strategy.
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         strategy = self.distribute_strategy
         if strategy.num_replicas_in_sync > 1 and iterator is not None:
@@ -631,27 +556,14 @@ class AccumulatingModel(keras.Model):
     def load_weights(
         self, filepath: typing.Any, skip_mismatch: bool = False, **kwargs
     ) -> None:
-        """Loads as `keras.Model.load_weights`, and a cycle that had begun.
+        """Loads as `keras.Model.load_weights`, and a pending cycle.
 
-        If it fails, the weights, the optimizer and the cycle are as before.
-
-        Examples:
-            >>> inputs = keras.Input((3,))
-            >>> model = accumodel.AccumulatingModel(
-            ...     inputs, keras.layers.Dense(1)(inputs)
-            ... )
-            >>> model.compile("sgd", "mse", accum_steps=4)
-            >>> _ = model.train_on_batch(np.ones((8, 3)), np.ones((8, 1)))
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     model.save_weights(f"{folder}/mid-cycle.weights.h5")
-            ...     model.reset_accumulated_gradients()
-            ...     model.load_weights(f"{folder}/mid-cycle.weights.h5")
-            >>> model.pending_steps
-            1
+        If it fails, no cycle is pending, and the weights are as Keras left
+        them.
 
         Args:
             filepath: Path of a `.weights.h5`, `.weights.json` or `.keras` file.
-            skip_mismatch: Bool. Warn of what does not fit in place of raising.
+            skip_mismatch: Bool. Warn of what does not fit instead of raising.
                 Defaults to `False`.
             **kwargs: Keyword arguments of `keras.Model.load_weights`.
 
@@ -659,65 +571,27 @@ class AccumulatingModel(keras.Model):
             OSError: If the file cannot be read.
             ValueError: If it is of another model.
         """
-        models = [
-            layer
-            for layer in self._flatten_layers()
-            if isinstance(layer, AccumulatingModel)
-        ]
-        flags = [(each._accumulates, each._accumulator) for each in models]
-        variables = self.variables + [
-            variable for each in models for variable in each._training_state()
-        ]
-        values = [keras.ops.convert_to_numpy(each) for each in variables]
+        self._cycles.reset()  # a legacy file holds no cycle
         try:
             super().load_weights(filepath, skip_mismatch, **kwargs)
-            if not str(filepath).endswith((".weights.h5", ".json", ".keras")):
-                # A legacy file: weights only, which Keras reads another way.
-                self.reset_accumulated_gradients()
         except BaseException:
-            for each, (accumulates, accumulator) in zip(
-                models, flags, strict=True
-            ):
-                each._accumulates = accumulates
-                each._accumulator = accumulator
-                each.reset_accumulated_gradients()
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
+            self._cycles.reset()
             raise
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
-        to_store(self._read_cycles(), store)
+        self._cycles.save(store)
 
     def load_own_variables(self, store):
-        cycles, store = from_store(store)
+        cycles, store = _cycles.split(store)
+        if self.compiled:  # else it is loaded for inference
+            if _cycles.OWN in cycles and self._accumulator is None:
+                with scope_of(self.distribute_strategy):
+                    self._build_accumulator()
+            self._cycles.load(cycles)
+            if _cycles.OWN in cycles and not self._accumulates:
+                self._begin_to_accumulate()
         super().load_own_variables(store)
-        self._write_cycles(cycles)
-
-    # These are private: what a `tf.train.Checkpoint` asks and sets when it
-    # saves and restores a model. A tracked attribute would be in the files of a
-    # cycle's end, too, which are to be those of a plain model. Checked in
-    # TensorFlow 2.16.1 and 2.21.0.
-    def _trackable_children(self, save_type="checkpoint", **kwargs):
-        children = super()._trackable_children(save_type, **kwargs)
-        if self.compiled and self.pending_steps and save_type == "checkpoint":
-            children[_CYCLES] = self._checkpointed_cycles()
-        return children
-
-    def _lookup_dependency(self, name, *args, **kwargs):
-        if name == _CYCLES and self.compiled:
-            return self._checkpointed_cycles()
-        return super()._lookup_dependency(name, *args, **kwargs)
-
-    @property
-    def _update_uid(self):
-        return super()._update_uid
-
-    @_update_uid.setter
-    def _update_uid(self, value):
-        keras.Model._update_uid.fset(self, value)
-        # Before anything of a checkpoint is restored: its state counts.
-        self.reset_accumulated_gradients()
 
     def get_compile_config(self):
         config = super().get_compile_config()
@@ -727,7 +601,7 @@ class AccumulatingModel(keras.Model):
                 "remainder": self._remainder,
                 "skip_nonfinite": self._skip_nonfinite,
             }
-            # No more than Keras writes where they are what the class has.
+            # No more than Keras writes if they are the defaults.
             for name, value in ours.items():
                 if value != getattr(AccumulatingModel, f"_{name}"):
                     config[name] = value
@@ -739,146 +613,73 @@ class AccumulatingModel(keras.Model):
             self._overrides("compile")
             or behind.__func__ is not keras.Model.compile_from_config
         ):
-            # A `compile` of the user's own, of which Keras warns, or another
-            # class's way.
+            # A custom `compile`, of which Keras warns, or another class's way.
             behind(config)
             return
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.optimizer is not None and self.built:
             self.optimizer.build(self.trainable_variables)
 
-    def _check_trains_as_told(self):
-        """Raises where the strategy, or another base class, stands against."""
-        check_strategy(self.distribute_strategy)
+    def _check_can_accumulate(self):
+        """Raises if the strategy, or another base class, does not allow it."""
+        strategy = self.distribute_strategy
+        check_strategy(strategy)
+        if is_multi_worker(strategy) and self.steps_per_execution > 1:
+            raise ValueError(
+                "`steps_per_execution` must be 1 with several workers: "
+                "TensorFlow cannot reduce gradients inside of that loop. "
+                f"Received: steps_per_execution={self.steps_per_execution}"
+            )
         behind = super().train_step.__func__  # type: ignore[attr-defined]
         if behind is not keras.Model.train_step and not self._overrides(
             "train_step"
         ):
             raise TypeError(
-                f"`{behind.__qualname__}` would not be called: in the bases of "
-                f"{type(self).__name__} it stands behind `AccumulatingModel`, "
-                "which has a `train_step` of its own. Override `train_step` in "
-                f"{type(self).__name__}, with `self.accumulate_gradients("
-                "gradients, weight)` in place of `self.optimizer."
-                "apply_gradients(...)`."
+                f"`{behind.__qualname__}` would not be called: "
+                f"{type(self).__name__} derives from `AccumulatingModel` "
+                "first, which has its own `train_step`. Override `train_step` "
+                f"in {type(self).__name__}, and call "
+                "`self.accumulate_gradients(gradients, weight)` instead of "
+                "`self.optimizer.apply_gradients(...)`."
             )
-
-    def _trains_the_same(self, accumulator):
-        """Whether the sums are those of the variables that are trained now."""
-        return [id(each) for each in accumulator.variables] == [
-            id(each) for each in self.trainable_variables
-        ]
 
     def _begin_to_accumulate(self):
         self._accumulates = True
-        self._trace_again()
-
-    def _trace_again(self):
         if self.train_function is not None:
             self.make_train_function(force=True)
 
-    def _accumulators(self):
-        """Returns the model's accumulators by what holds them.
-
-        An attribute does, or a list or dict that is one.
-        """
-        names: dict = {}  # of each, its first
-        for name, value in vars(self).items():
-            if isinstance(value, GradientAccumulator):
-                names.setdefault(value, name)
-            if isinstance(value, dict):
-                value = list(value.values())
-            if isinstance(value, list | tuple):
-                for i, each in enumerate(value):
-                    if isinstance(each, GradientAccumulator):
-                        names.setdefault(each, f"{name}.{i}")
-        return {name: each for each, name in names.items()}
-
-    def _read_cycles(self):
-        cycles = {}
-        for name, each in self._accumulators().items():
-            if not each.pending_steps:
-                continue
-            if each is self._accumulator and not self._trains_the_same(each):
-                warnings.warn(
-                    "The file leaves out the cycle that has begun: other "
-                    "variables are to be trained now than those that it is of.",
-                    stacklevel=2,
-                )
-            else:
-                places = self._places(each.variables)
-                cycles[name] = each._read_cycle(places)
-        return cycles
-
-    def _write_cycles(self, cycles):
-        if not self.compiled:
-            return  # loaded for inference
-        accumulators = self._accumulators()
-        if "_accumulator" in cycles and self._accumulator is None:
-            self._check_built()
-            with scope_of(self.distribute_strategy):
-                accumulators["_accumulator"] = self._new_accumulator()
-        if not cycles.keys() <= accumulators.keys():
-            raise ValueError(
-                "The file holds a cycle that has begun in an accumulator which "
-                f"this model does not have. Received: {list(cycles)}, where "
-                f"the model has {list(accumulators)}"
-            )
-        for name, cycle in cycles.items():
-            each = accumulators[name]
-            each._check_cycle(cycle, self._places(each.variables))
-        self.reset_accumulated_gradients()
-        for name, cycle in cycles.items():
-            accumulators[name]._write_cycle(cycle)
-        if "_accumulator" in cycles:
-            self._accumulator = accumulators["_accumulator"]
-            if not self._accumulates:
-                self._begin_to_accumulate()
-
-    def _forget_interrupted_cycles(self):
-        """Resets what did not come from a file."""
-        for accumulator in self._accumulators().values():
-            if not accumulator._restored.numpy():
-                accumulator.reset()
-
-    def _training_state(self):
-        """Returns the variables of optimizers, and of cycles that have begun.
-
-        On several workers to read those of a cycle needs all of them.
-        """
-        accumulators = self._accumulators().values()
-        optimizers = [each.optimizer for each in accumulators]
-        for each in vars(self).values():
-            if isinstance(each, keras.optimizers.Optimizer):
-                optimizers.append(each)
-        unique = {id(each): each for each in optimizers}.values()
-        return [
-            *(variable for each in unique for variable in each.variables),
-            *(variable for each in accumulators for variable in each._state()),
-        ]
-
-    def _count_updates(self):
-        """Returns how many updates all optimizers have made together."""
-        accumulators = self._accumulators().values()
-        optimizers = [each.optimizer for each in accumulators]
-        return sum(
-            # `int()` does not take a variable that is on several replicas.
-            int(keras.ops.convert_to_numpy(each.iterations))
-            for each in optimizers or [self.optimizer]
+    def _share_sample_weight(self, y, sample_weight):
+        """Notes whether one array of sample weights serves several outputs."""
+        shared = sample_weight is not None and not keras.tree.is_nested(
+            sample_weight
         )
+        shared = shared and keras.tree.is_nested(y)
+        if shared != self._loss_weights.share_sample_weight:
+            self._loss_weights.share_sample_weight = shared
+            if self._accumulates:
+                self.train_function = None  # it was traced for the other case
 
-    def _places(self, variables):
-        """Returns where variables stand among the model's weights."""
-        places = {id(each): i for i, each in enumerate(self.weights)}
-        return [places.get(id(each), -1) for each in variables]
+    @functools.cached_property
+    def _cycles(self):
+        return _cycles.Cycles(self)
 
-    def _compiled_gradients(self, data):
-        return (self._gradient_function or self.compute_gradients)(data)
+    @functools.cached_property
+    def _loss_weights(self):
+        return LossWeights(self)
 
     def _overrides(self, name):
-        """Whether a subclass has a method of its own of this name."""
+        """Whether a subclass overrides the method of this name."""
         own = getattr(type(self), name)
         return own is not getattr(AccumulatingModel, name)
+
+    def _loss_of(self, x, y, y_pred, sample_weight):
+        arguments = {"training": True}
+        if "training" not in inspect.signature(self.compute_loss).parameters:
+            arguments = {}  # an override for a Keras before 3.3
+        loss = self.compute_loss(x, y, y_pred, sample_weight, **arguments)
+        if not self._overrides("compute_loss"):
+            loss = undivided(loss, self, x)
+        return loss
 
     def _build_optimizer(self):
         # Before the optimizer scales the loss, and outside of the trace: inside
@@ -887,34 +688,23 @@ class AccumulatingModel(keras.Model):
             with tf.init_scope():
                 self.optimizer.build(self.trainable_variables)
 
-    def _check_built(self):
-        if not self.trainable_variables:
-            raise ValueError(
-                "A checkpoint that holds a cycle which has begun needs the "
-                "variables of the model: build the model, or call it on a "
-                f"batch, before you restore. Received: model={self}"
-            )
-
     def _build_accumulator(self):
-        self._accumulator = self._new_accumulator()
-
-    def _new_accumulator(self):
+        if self._accumulator is not None or not self.trainable_variables:
+            return
         jit_compile: bool | typing.Literal["auto"] = "auto"
         if self.jit_compile or self.run_eagerly:
             jit_compile = self.jit_compile
-        accumulator = GradientAccumulator(
+        self._accumulator = GradientAccumulator(
             self.optimizer,
             self.trainable_variables,
             self._accum_steps,
             skip_nonfinite=self._skip_nonfinite,
             jit_compile=jit_compile,
         )
-        accumulator._trace_again = self._trace_again
-        return accumulator
 
 
 @keras.saving.register_keras_serializable("accumodel")
-class Functional(AccumulatingModel, KerasFunctional):
+class Functional(AccumulatingModel, _construction.KerasFunctional):
     """What `AccumulatingModel(inputs, outputs)` makes.
 
     For Keras it is a functional model, by its name too, after which Keras names
@@ -937,7 +727,7 @@ class WrappingAccumulatingModel(AccumulatingModel):
         self.built = model.built
 
     def call(self, inputs, training=None):
-        # Keras hands `training` on, to models whose `call` takes it.
+        # Keras passes `training` on, to models whose `call` takes it.
         return self.model(inputs)
 
     def get_config(self):
@@ -948,83 +738,3 @@ class WrappingAccumulatingModel(AccumulatingModel):
     def from_config(cls, config):
         model = keras.saving.deserialize_keras_object(config.pop("model"))
         return cls(model, **config)
-
-
-# What a model may do its own way in training: its wrapper would not.
-_TRAINING = (
-    "compile",
-    "compute_loss",
-    "compute_metrics",
-    "evaluate",
-    "fit",
-    "predict",
-    "predict_step",
-    "test_step",
-    "train_step",
-)
-
-
-def _check_training(cls, model):
-    base = keras.Model
-    if isinstance(model, AccumulatingModel):
-        base = AccumulatingModel
-    own = [
-        name
-        for name in _TRAINING
-        if getattr(type(model), name) is not getattr(base, name)
-    ]
-    if own and base is AccumulatingModel:
-        raise TypeError(
-            "`model` accumulates already, in its own way: compile it itself. "
-            f"Received: model={model} with its own {own}"
-        )
-    is_layered = isinstance(model, KerasFunctional | keras.Sequential)
-    if own or (cls is not AccumulatingModel and not is_layered):
-        names = f"{cls.__name__}, {type(model).__name__}"
-        raise TypeError(
-            "`from_model` takes the layers of a model, or calls it as one: the "
-            "methods of its training would be lost. Derive from both: "
-            f"class Model({names}). Received: model={model} with its own {own}"
-        )
-
-
-def _make(cls, model, *args):
-    made = cls(*args, name=model.name)
-    # It says whether losses are scaled.
-    made.dtype_policy = model.dtype_policy
-    return made
-
-
-def _functional_arguments(args, kwargs):
-    """Whether Keras takes these arguments for `(inputs, outputs)`.
-
-    The same test as `keras.src.models.model.functional_init_arguments`.
-    """
-    return (
-        len(args) == 2
-        or (len(args) == 1 and "outputs" in kwargs)
-        or ("inputs" in kwargs and "outputs" in kwargs)
-    )
-
-
-def _is_next_to_keras(cls):
-    """Whether no other model class takes the arguments of the constructor."""
-    mro = cls.__mro__
-    after = mro[mro.index(AccumulatingModel) + 1]
-    return after in (keras.Model, KerasFunctional)
-
-
-def _make_functional(cls):
-    """Puts the functional class in the place of `AccumulatingModel` in `cls`.
-
-    Keras does the same for subclasses of `keras.Model`. Left to itself it would
-    change the bases of `AccumulatingModel`, and with them those of every other
-    subclass in the process.
-    """
-    if cls is AccumulatingModel:
-        return Functional
-    if issubclass(cls, AccumulatingModel) and not issubclass(
-        cls, KerasFunctional
-    ):
-        cls.__bases__ = tuple(_make_functional(base) for base in cls.__bases__)
-    return cls

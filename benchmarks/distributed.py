@@ -1,10 +1,10 @@
 """`python -m benchmarks.distributed --workers 2`: what the reductions cost.
 
 Starts worker processes on 127.0.0.1 that train together, as several machines
-would, and takes the milliseconds per micro-batch, with one reduction of the
-gradients in a cycle, which is what accumodel does, against one in a
-micro-batch. Both train in turns, in the same processes; times are medians over
-the rounds. The reductions are counted where they are executed.
+would. Compares the milliseconds per micro-batch with one reduction of the
+gradients per cycle, which is what accumodel does, and with one per micro-batch.
+Both train in turns, in the same processes. Times are medians over the rounds.
+Reductions are counted as they are executed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SECONDS = 900
 
 
 class ReducesEachMicroBatch(accumodel.AccumulatingModel):
-    """Reduces each micro-batch's gradients, too: for its time, not its sums."""
+    """Also reduces each micro-batch's gradients, to measure what that costs."""
 
     def accumulate_gradients(self, gradients, weight=1.0):
         context = tf.distribute.get_replica_context()
@@ -135,7 +135,7 @@ def executed(counter):
 
 
 def work(arguments):
-    """What each worker does; the first one writes the figures down."""
+    """Measures, on each worker. The first worker writes the figures."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope():
         counter = tf.Variable(

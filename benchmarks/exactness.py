@@ -1,9 +1,9 @@
 """`python -m benchmarks.exactness`: how far from the big batch each way ends.
 
-Small models are trained in big batches by plain `keras.Model`, and in
-micro-batches by the `gradient_accumulation_steps` of Keras and by accumodel:
-the same initial weights, the same samples in the same order. The table shows
-the largest difference of any weight from the big batch's.
+Small models are trained with big batches by plain `keras.Model`, and with
+micro-batches by the `gradient_accumulation_steps` of Keras and by accumodel,
+from the same initial weights, on the same samples in the same order. The table
+shows the largest difference of any weight from the big batch's.
 """
 
 import keras

@@ -1,9 +1,10 @@
 """`python -m benchmarks.memory`: peak memory against the effective batch.
 
-A CNN is trained for two updates: in one big batch, and in micro-batches of 16
-by the `gradient_accumulation_steps` of Keras and by accumodel. Each way and
-size runs in a process of its own. What is shown is the peak over the built
-model: of the resident memory, or on a machine with a GPU, of the GPU's.
+A CNN is trained for two updates: with one big batch, and with micro-batches of
+16 and either the `gradient_accumulation_steps` of Keras or accumodel. Each way
+and size runs in a separate process. The table shows the peak minus what the
+built model held before: of the GPU's memory if there is a GPU, and of the
+process's resident memory if not.
 """
 
 import concurrent.futures
@@ -43,7 +44,7 @@ def make_model(model_class):
 
 
 def device_peak():
-    """Returns the most bytes ever held: by the GPU if there is one."""
+    """Returns the peak memory in bytes: the GPU's if there is one."""
     if tf.config.list_physical_devices("GPU"):
         return tf.config.experimental.get_memory_info("GPU:0")["peak"]
     return peak_memory()
@@ -138,7 +139,7 @@ def main():
     )
     parser.add_argument("--jit", action="store_true", help="jit_compile=True")
     arguments = parser.parse_args()
-    # A new process for each: the peak of a process never falls.
+    # A new process for each measurement: a process's peak never falls.
     with concurrent.futures.ProcessPoolExecutor(
         max_workers=1,
         mp_context=multiprocessing.get_context("spawn"),

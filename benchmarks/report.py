@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: where their figures go."""
+"""Shared by the benchmarks: their options, and output of their figures."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ LOOK = {
 
 
 def make_parser(description, plot=True):
-    """Returns a parser with the options by which all benchmarks report."""
+    """Returns a parser with the output options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the figures")
     if plot:
@@ -35,7 +35,7 @@ def make_parser(description, plot=True):
 
 
 def report(arguments, figures, table, plot=None):
-    """Prints the table, and writes and draws what was asked for."""
+    """Prints the table. Writes and plots the figures if asked to."""
     rich.console.Console().print(table)
     if arguments.json:
         with open(arguments.json, "w") as file:

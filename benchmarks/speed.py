@@ -1,21 +1,21 @@
 """`python -m benchmarks.speed`: milliseconds per micro-batch, side by side.
 
-All ways train the same model on the same micro-batches, in one process, in
-turns, so that whatever else the machine does meets all of them alike. The
+All ways train the same model on the same micro-batches. They run in turns in
+one process, so that other load on the machine affects all of them alike. The
 columns:
 
 - floor: forward and backward only
 - plain: `keras.Model`, which updates at every micro-batch
 - Keras: `gradient_accumulation_steps` of the optimizer
 - accumodel: `accum_steps`
-- limit: `floor + (plain - floor) / N + (N - 1) / N x add`, where add is one
-  streaming add over the parameters: what N micro-batches cannot do without
+- limit: `floor + (plain - floor) / N + (N - 1) / N x add`, the least that N
+  micro-batches need; add is one streaming add over the parameters
 
-Times are medians over the rounds, and ratios are medians of the rounds' ratios.
+Times are lower quartiles over the rounds, and ratios are ratios of these
+quartiles: other load only ever adds time.
 """
 
 import itertools
-import statistics
 import time
 
 import keras
@@ -91,13 +91,18 @@ WORKLOADS = {each.__name__: each for each in (mlp, cnn, transformer, embedding)}
 # -- the ways ------------------------------------------------------------------
 
 
-class Floor(accumodel.AccumulatingModel):
-    """Forward and backward, whose gradients go nowhere."""
+class Floor(keras.Model):
+    """Forward and backward only: it computes gradients and returns them."""
 
     def train_step(self, data):
-        gradients, _, logs = self._compiled_gradients(data)
-        # What is given back is not pruned.
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x, y, y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        # TensorFlow prunes what is not returned.
         flat = tf.nest.flatten(gradients, expand_composites=True)
+        logs = self.compute_metrics(x, y, y_pred)
         return logs | {f"gradient {i}": each for i, each in enumerate(flat)}
 
 
@@ -136,7 +141,7 @@ def make_ways(make, jit, steps):
     """Returns the functions that each way calls for a micro-batch."""
     plain, model = make_step(make, keras.Model, jit)
     ways = {
-        "floor": make_step(make, Floor, jit, accum_steps=2)[0],
+        "floor": make_step(make, Floor, jit)[0],
         "plain": plain,
         "add": make_add(model),
     }
@@ -151,13 +156,13 @@ def make_ways(make, jit, steps):
 
 
 def measure(ways, rounds, calls):
-    """Returns the milliseconds of a call of each way, one a round, in turns."""
+    """Returns, for each way, the milliseconds of a call in each round."""
     times = {name: [] for name in ways}
     for call in ways.values():
         for _ in range(calls):  # traces, and fills the caches
             call()
     for i in range(rounds):
-        # Each round in another order: nobody always follows the slowest.
+        # The order changes: no way always follows the slowest one.
         names = list(ways)
         for name in names[i % len(names) :] + names[: i % len(names)]:
             begin = time.perf_counter()
@@ -169,28 +174,23 @@ def measure(ways, rounds, calls):
 
 
 def summarize(times, n):
-    """Returns the row of one N: medians of times and of ratios."""
-    median = statistics.median
-    columns = [times[way] for way in ("floor", "plain", "add")]
-    limit = [
-        floor + (plain - floor) / n + (n - 1) / n * add
-        for floor, plain, add in zip(*columns, strict=True)
-    ]
-    ours, own = times[f"accumodel {n}"], times.get(f"Keras {n}")
-
-    def ratio(others):
-        return median(a / b for a, b in zip(ours, others, strict=True))
-
+    """Returns the row of one N: lower quartiles, and their ratios."""
+    quartiles = {
+        way: float(np.quantile(values, 0.25)) for way, values in times.items()
+    }
+    floor, plain = quartiles["floor"], quartiles["plain"]
+    limit = floor + (plain - floor) / n + (n - 1) / n * quartiles["add"]
+    ours, own = quartiles[f"accumodel {n}"], quartiles.get(f"Keras {n}")
     return {
         "N": n,
-        "floor": median(times["floor"]),
-        "plain": median(times["plain"]),
-        "Keras": median(own) if own else None,
-        "accumodel": median(ours),
-        "limit": median(limit),
-        "/ Keras": ratio(own) if own else None,
-        "/ limit": ratio(limit),
-        "/ plain": ratio(times["plain"]),
+        "floor": floor,
+        "plain": plain,
+        "Keras": own,
+        "accumodel": ours,
+        "limit": limit,
+        "/ Keras": ours / own if own else None,
+        "/ limit": ours / limit,
+        "/ plain": ours / plain,
     }
 
 

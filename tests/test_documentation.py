@@ -24,6 +24,11 @@ from accumodel import model
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
+# Where the README's links lead, which PyPI shows too.
+PUBLISHED = (
+    "https://github.com/accumodel/accumodel/blob/main/",
+    "https://raw.githubusercontent.com/accumodel/accumodel/main/",
+)
 
 
 def find_programs():
@@ -70,11 +75,16 @@ def public_members():
                 yield pytest.param(member, id=f"{class_name}.{name}")
 
 
+@pytest.mark.parametrize("name", accumodel.__all__)
+def test_public_classes_have_an_example(name):
+    assert ">>> " in getattr(accumodel, name).__doc__
+
+
 @pytest.mark.parametrize("member", list(public_members()))
-def test_public_names_have_an_example(member):
+def test_public_names_have_a_docstring(member):
     if isinstance(member, classmethod):
         member = member.__func__
-    assert ">>> " in member.__doc__
+    assert member.__doc__
 
 
 @pytest.mark.parametrize("program", list(find_programs()))
@@ -88,6 +98,9 @@ def test_snippets_run_as_they_stand(program, tmp_path, monkeypatch):
 )
 def test_links_lead_to_files_and_headings(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        for base in PUBLISHED:
+            if target.startswith(base):
+                target = str(ROOT / target.removeprefix(base))
         if target.startswith("https://"):
             continue  # another machine's
         path, _, anchor = target.partition("#")

@@ -493,7 +493,7 @@ def test_a_sum_beside_a_mean_is_refused():
     model.fit(x, y, batch_size=8, verbose=0)  # Keras's own step
     model.compile("sgd", losses, accum_steps=2)
     before = model.get_weights()
-    match = r"`loss` holds sums beside means.* Received: reductions="
+    match = r"sums and means, and one weight.* Received: reductions="
     with pytest.raises(ValueError, match=match):
         model.fit(x, y, batch_size=8, verbose=0)
     for a, b in zip(model.get_weights(), before, strict=True):

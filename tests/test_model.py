@@ -402,7 +402,8 @@ def test_an_interrupted_fit_leaves_nothing_behind_for_the_next(data):
     reference = make_model(keras.Model)
     reference.compile("sgd", "sparse_categorical_crossentropy")
     reference.set_weights(model.get_weights())
-    model.fit(*data, batch_size=8, shuffle=False, verbose=0)
+    with pytest.warns(UserWarning, match="2 micro-batches .* are dropped"):
+        model.fit(*data, batch_size=8, shuffle=False, verbose=0)
     reference.fit(*data, batch_size=32, shuffle=False, verbose=0)
     assert distance(model, reference) < 1e-6
 
@@ -450,7 +451,7 @@ def test_variables_that_are_trained_may_not_change_without_compile(data):
     model.fit(data[0], y, batch_size=8, verbose=0)
     before = model.get_weights()
     first.trainable, second.trainable = True, False
-    with pytest.raises(ValueError, match="Other variables are to be trained"):
+    with pytest.raises(ValueError, match="has changed since"):
         model.fit(data[0], y, batch_size=8, verbose=0)
     for found, expected in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -494,19 +495,15 @@ def test_accum_steps_take_effect_at_once_and_without_a_trace(jit_compile):
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
-def test_fit_is_traced_as_often_as_by_keras(jit_compile, data):
-    def count_traces(model_class, **kwargs):
-        counter = CountTraces()
-        inputs = keras.Input((20,))
-        outputs = keras.layers.Dense(3, activation="softmax")(counter(inputs))
-        model = model_class(inputs, outputs)
-        train(model, data, batch_size=8, jit_compile=jit_compile, **kwargs)
-        return counter.traces
-
+def test_a_built_model_is_traced_once(jit_compile, data):
+    counter = CountTraces()
+    inputs = keras.Input((20,))
+    outputs = keras.layers.Dense(3, activation="softmax")(counter(inputs))
+    model = AccumulatingModel(inputs, outputs)
+    traces = counter.traces
     # The epochs end with a short micro-batch and a short cycle.
-    assert count_traces(AccumulatingModel, accum_steps=5) == count_traces(
-        keras.Model
-    )
+    train(model, data, batch_size=8, jit_compile=jit_compile, accum_steps=5)
+    assert counter.traces == traces + 1
 
 
 def test_leaving_1_makes_the_accumulators_and_one_trace(data):

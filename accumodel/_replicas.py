@@ -1,9 +1,9 @@
-"""Where replicas meet: the condition, and the one reduction of a cycle.
+"""Where replicas meet: the end of a fed batch, and the reduction of a cycle.
 
-A condition whose branch updates mirrored variables may not stand in a replica,
-so what decides about a cycle runs once for all replicas, by way of
-`tf.distribute.ReplicaContext.merge_call`; what touches a replica's own sums
-runs on each. Without a strategy both are plain calls.
+A condition whose branch updates mirrored variables may not be in a replica, so
+the end of a fed batch runs once for all replicas, through
+`tf.distribute.ReplicaContext.merge_call`. What adds to a replica's own sums
+stays in the replica. Without a strategy both are plain calls.
 """
 
 import contextlib
@@ -11,22 +11,26 @@ import functools
 import warnings
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-# Private: holds the function that reduces the logs of a step, see
-# `with_local_logs`. Checked in Keras 3.14.0 and 3.15.1.
-from keras.src.backend.tensorflow import trainer as keras_trainer
+# Right by test: weights are those of one device.
+_TESTED = (
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.OneDeviceStrategy,
+)
+# One updates from the gradients of a single replica, and the other has
+# replicas that do not wait for each other.
+_WRONG = (
+    tf.distribute.experimental.CentralStorageStrategy,
+    tf.distribute.ParameterServerStrategy,
+)
 
 
 def check_strategy(strategy):
-    """Refuses the strategies under which accumulation would not be right."""
-    # One updates from the gradients of a single replica, without a word, and
-    # the other has replicas that do not wait for each other.
-    refused = (
-        tf.distribute.experimental.CentralStorageStrategy,
-        tf.distribute.ParameterServerStrategy,
-    )
-    if isinstance(strategy, refused):
+    """Refuses strategies that would be wrong, and warns of unknown ones."""
+    if isinstance(strategy, _WRONG):
         raise ValueError(
             "accumodel cannot accumulate under a "
             f"`{type(strategy).__name__}`. Use "
@@ -34,15 +38,19 @@ def check_strategy(strategy):
             "`tf.distribute.MultiWorkerMirroredStrategy` on several. "
             f"Received: strategy={strategy}"
         )
-    if isinstance(strategy, tf.distribute.TPUStrategy):
-        _warn_of_tpu()
+    if isinstance(strategy, _TESTED):
+        return
+    with scope_of(strategy):
+        # Without a strategy TensorFlow has a default one, which is right.
+        if tf.distribute.has_strategy():
+            _warn_of_unknown(type(strategy).__name__)
 
 
-@functools.cache  # said once
-def _warn_of_tpu():
+@functools.cache  # said once of each
+def _warn_of_unknown(name):
     warnings.warn(
-        "accumodel has not been tested under `TPUStrategy`: compare the "
-        "weights with those of a big batch before you rely on it.",
+        f"accumodel has not been tested under `{name}`: compare the weights "
+        "with those of a large batch before you rely on it.",
         stacklevel=4,
     )
 
@@ -142,36 +150,6 @@ def sum_over_replicas(values):
     return sums
 
 
-@contextlib.contextmanager
-def without_own_reduction(optimizers):
-    """While it is open, `optimizers` take gradients as they are given.
-
-    Keras clips gradients, and looks for overflows in them, before it reduces
-    them: on several replicas neither sees the gradient of the batch. So they
-    are reduced before. `_all_reduce_sum_gradients` is private: Keras 3 has no
-    public way to say that gradients are reduced, as `tf.keras` once had in
-    `experimental_aggregate_gradients`. Checked in 3.14.0 and 3.15.1.
-    """
-    # On one device nothing is reduced, and nothing inside is touched.
-    unique = {id(optimizer): optimizer for optimizer in optimizers}
-    optimizers = list(unique.values()) if count_replicas() > 1 else []
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "_all_reduce_sum_gradients"):
-            raise RuntimeError(
-                "accumodel does not know how optimizers of this Keras reduce "
-                "their gradients, and would reduce them twice. Use a version "
-                "of Keras that it was tested with, or one device. "
-                f"Received: optimizer={optimizer} of keras {keras.__version__}"
-            )
-    for optimizer in optimizers:
-        optimizer._all_reduce_sum_gradients = lambda pairs: pairs
-    try:
-        yield
-    finally:
-        for optimizer in optimizers:
-            del optimizer._all_reduce_sum_gradients
-
-
 def without_empty(gradients, weight):
     """Returns `gradients`, or zeros on a replica whose part weighs nothing.
 
@@ -198,18 +176,6 @@ def _zeros_like(gradient):
     return tf.zeros_like(gradient)
 
 
-def loss_of_batch(loss, samples):
-    """Returns the loss to log: neither divided by the replicas, nor of nothing.
-
-    Keras divides losses by the number of replicas, for the optimizer to sum.
-    """
-    if count_replicas() == 1:
-        return loss
-    return tf.where(
-        samples > 0, loss * tf.cast(count_replicas(), loss.dtype), 0
-    )
-
-
 def is_multi_worker(strategy):
     """Whether several processes train together under `strategy`."""
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -232,40 +198,36 @@ def can_compile(strategy):
     return False
 
 
-def with_local_logs(function, strategy):
-    """Returns a train or test function of Keras, made fit for several workers.
+def split_over_replicas(batches, strategy):
+    """Returns the batches of `train_on_batch` with a part for each replica.
 
-    Keras reduces the logs of each step over the workers, along an axis that
-    scalars do not have, which fails (keras-team/keras#20585, checked in 3.14.0
-    and 3.15.1). The logs of a step become those of this worker, without a
-    reduction; those of an epoch are made of the metrics' variables, which sum
-    over all workers. Where Keras's own reduction works, it is used.
+    Keras gives each replica the whole batch, which would then weigh as much as
+    there are replicas next to the batches of `fit`.
+
+    Args:
+        batches: Iterator over batches; one of `fit` is returned as it is.
+        strategy: The strategy of the model.
     """
-    if not is_multi_worker(strategy):
-        return function
-    reduce_per_replica = keras_trainer.reduce_per_replica
+    iterators = (tf.data.Iterator, tf.distribute.DistributedIterator)
+    if isinstance(batches, iterators) or strategy.num_replicas_in_sync == 1:
+        return batches
+    replicas = len(strategy.extended.worker_devices)  # of this worker
+    return (_split(batch, replicas, strategy) for batch in batches)
 
-    def reduce_or_take_local(values, strategy, reduction):
-        try:
-            return reduce_per_replica(values, strategy, reduction)
-        except ValueError:
-            return keras.tree.map_structure(
-                lambda value: tf.reduce_mean(
-                    strategy.experimental_local_results(value), axis=0
-                ),
-                values,
-            )
 
-    @functools.wraps(function)
-    def wrapped(iterator):
-        # Looked up by Keras while it traces.
-        keras_trainer.reduce_per_replica = reduce_or_take_local
-        try:
-            return function(iterator)
-        finally:
-            keras_trainer.reduce_per_replica = reduce_per_replica
+def _split(batch, replicas, strategy):
+    def part(context):
+        place = context.replica_id_in_sync_group % replicas
 
-    return wrapped
+        def cut(leaf):
+            if not getattr(leaf, "shape", ()):
+                return leaf
+            bounds = np.linspace(0, leaf.shape[0], replicas + 1).astype(int)
+            return leaf[bounds[place] : bounds[place + 1]]
+
+        return keras.tree.map_structure(cut, batch)
+
+    return strategy.experimental_distribute_values_from_function(part)
 
 
 def first_batch(iterator, strategy):

@@ -1,0 +1,142 @@
+"""Arguments, and the errors that say what is wrong with them."""
+
+import numbers
+
+import keras
+import tensorflow as tf
+
+REMAINDERS = ("apply", "carry", "drop")
+
+
+def check_accum_steps(value, name="accum_steps"):
+    """Returns `value` as an int, or says what is wrong with it."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(
+            f"`{name}` must be a positive integer, the number of "
+            "micro-batches that make one update. "
+            f"Received: {name}={value!r} (of type {type(value).__name__})"
+        )
+    if value < 1:
+        raise ValueError(
+            f"`{name}` must be at least 1 (1 updates after every "
+            f"micro-batch). Received: {name}={value}"
+        )
+    return int(value)
+
+
+def check_remainder(value):
+    """Raises if `value` is no `remainder`."""
+    if value not in REMAINDERS:
+        raise ValueError(
+            f"`remainder` must be one of {REMAINDERS}. "
+            f"Received: remainder={value!r}"
+        )
+
+
+def check_optimizer(optimizer, skip_nonfinite):
+    """Refuses what would accumulate twice, or hide overflows that it needs."""
+    for each in with_inner_optimizers(optimizer):
+        steps = getattr(each, "gradient_accumulation_steps", None)
+        if steps:
+            raise ValueError(
+                "`optimizer` has `gradient_accumulation_steps` set, so "
+                "gradients would be accumulated twice. Remove it and use "
+                "`accum_steps`. "
+                f"Received: gradient_accumulation_steps={steps}"
+            )
+    if skip_nonfinite and scales_loss(optimizer):
+        raise ValueError(
+            "`skip_nonfinite=True` cannot be combined with a "
+            "`LossScaleOptimizer`, which must see overflows to adjust its "
+            "scale and already skips those updates. Remove `skip_nonfinite`. "
+            f"Received: skip_nonfinite={skip_nonfinite}"
+        )
+
+
+def scales_loss(optimizer):
+    """Whether the optimizer looks for overflows, to find its loss scale."""
+    return any(
+        isinstance(each, keras.optimizers.LossScaleOptimizer)
+        for each in with_inner_optimizers(optimizer)
+    )
+
+
+def with_inner_optimizers(optimizer):
+    """Yields an optimizer and all optimizers that it wraps."""
+    yield optimizer
+    if hasattr(optimizer, "inner_optimizer"):
+        yield from with_inner_optimizers(optimizer.inner_optimizer)
+    for each in getattr(optimizer, "optimizers", []):
+        yield from with_inner_optimizers(each)
+
+
+def overwrites(variable):
+    """Whether the "gradient" of a variable is its new value, as in float8."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def tf_variable(variable):
+    """Returns the `tf.Variable` of a Keras variable, and any other as it is."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def check_gradients(gradients, variables):
+    """Returns `gradients` as a list that fits `variables`, or raises.
+
+    Args:
+        gradients: Iterable of gradients in the order of `variables`, or of
+            `(gradient, variable)` pairs, as `optimizer.apply_gradients` takes.
+        variables: List of variables.
+    """
+    gradients = list(gradients)
+    if gradients and all(isinstance(each, tuple) for each in gradients):
+        gradients = _match(gradients, variables)
+    if len(gradients) != len(variables):
+        raise ValueError(
+            "`gradients` must hold one entry for each of the "
+            f"{len(variables)} trainable variables. If a layer was frozen or "
+            "unfrozen, call `compile()` again. "
+            f"Received: {len(gradients)} gradients"
+        )
+    if all(gradient is None for gradient in gradients):
+        raise ValueError(
+            "`gradients` must hold a gradient for at least one variable: the "
+            "loss does not depend on any of them. "
+            f"Received: gradients={gradients}"
+        )
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is None:
+            continue
+        if not isinstance(gradient, tf.IndexedSlices):
+            gradient = tf.convert_to_tensor(gradient)
+        if not gradient.shape.is_compatible_with(variable.shape):
+            raise ValueError(
+                "`gradients` must have the shapes of the variables, "
+                f"{tuple(variable.shape)} for '{variable.name}'. "
+                f"Received: a gradient of shape {tuple(gradient.shape)}"
+            )
+    return gradients
+
+
+def _match(pairs, variables):
+    """Returns the gradients of pairs in the order of `variables`."""
+    places = {
+        id(tf_variable(variable)): i for i, variable in enumerate(variables)
+    }
+    gradients = [None] * len(variables)
+    for gradient, variable in pairs:
+        place = places.get(id(tf_variable(variable)))
+        if place is None:
+            raise ValueError(
+                "`gradients` holds a pair whose variable is not one of the "
+                f"{len(variables)} trainable variables. If a layer was frozen "
+                "or unfrozen, call `compile()` again. "
+                f"Received: variable={variable}"
+            )
+        if gradients[place] is not None:
+            raise ValueError(
+                "`gradients` holds two pairs of the same variable. Add their "
+                f"gradients up. Received: variable={variable}"
+            )
+        gradients[place] = gradient
+    return gradients

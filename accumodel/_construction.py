@@ -1,0 +1,174 @@
+"""How `AccumulatingModel` takes the place of `keras.Model` in class magic.
+
+Keras turns `keras.Model(inputs, outputs)`, and subclasses that are built so,
+into functional models. And `from_model` makes an accumulating model of one that
+exists.
+"""
+
+import warnings
+
+import keras
+
+# What `keras.Model(inputs, outputs)` makes has no public name. The names keep
+# Keras's counters of automatic names as they are.
+_input = keras.Input((1,), name="input")
+KerasFunctional = type(keras.Model(_input, _input, name="model"))
+
+# What a model may do in its own way, and its copy would not.
+_TRAINING = (
+    "compile",
+    "compute_loss",
+    "compute_metrics",
+    "evaluate",
+    "fit",
+    "predict",
+    "predict_step",
+    "test_step",
+)
+
+
+def is_functional(args, kwargs):
+    """Whether Keras takes these arguments for `(inputs, outputs)`.
+
+    The same test as `keras.src.models.model.functional_init_arguments`.
+    """
+    return (
+        len(args) == 2
+        or (len(args) == 1 and "outputs" in kwargs)
+        or ("inputs" in kwargs and "outputs" in kwargs)
+    )
+
+
+def is_next_to_keras(cls, accumulating):
+    """Whether no other model class takes the arguments of the constructor."""
+    after = cls.__mro__[cls.__mro__.index(accumulating) + 1]
+    return after in (keras.Model, KerasFunctional)
+
+
+def make_functional(cls, accumulating, functional):
+    """Replaces `accumulating` by `functional` among the bases of `cls`.
+
+    Keras does the same for subclasses of `keras.Model`. Left to itself it would
+    change the bases of `AccumulatingModel`, and with them those of every other
+    subclass in the process.
+    """
+    if cls is accumulating:
+        return functional
+    if issubclass(cls, accumulating) and not issubclass(cls, KerasFunctional):
+        cls.__bases__ = tuple(
+            make_functional(base, accumulating, functional)
+            for base in cls.__bases__
+        )
+    return cls
+
+
+def check_model(cls, model, accumulating):
+    """Raises unless `cls.from_model(model)` can keep how `model` trains."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "`model` must be a `keras.Model`. "
+            f"Received: model={model} (of type {type(model).__name__})"
+        )
+    if isinstance(model, accumulating) and (
+        _overrides(model, accumulating) or _trains(model, accumulating)
+    ):
+        raise TypeError(
+            "`model` accumulates already, in its own way: compile it itself. "
+            f"Received: model={model}"
+        )
+    if not isinstance(model, accumulating) and _trains(model, keras.Model):
+        raise TypeError(
+            f"{type(model).__name__} has a custom `train_step`, which calls "
+            "the optimizer for each batch. Derive from both classes and "
+            "override it: `class Model(AccumulatingModel, "
+            f"{type(model).__name__})` with a `train_step` that calls "
+            "`self.accumulate_gradients(gradients, weight)` instead of "
+            f"`self.optimizer.apply_gradients(...)`. Received: model={model}"
+        )
+    if isinstance(model, keras.Sequential) and not model.built:
+        raise ValueError(
+            "`model` must be built, so that its inputs are known: begin it "
+            "with `keras.Input(shape)`, or call `model.build(shape)`. "
+            f"Received: model={model}"
+        )
+    if model.compiled:
+        warnings.warn(
+            "`model` is compiled, and the model that `from_model` returns is "
+            "not: call its `compile`. With `compile(model.optimizer, ...)` it "
+            "continues with the state of the optimizer.",
+            stacklevel=3,
+        )
+
+
+def from_model(cls, model, accumulating, wrapping):
+    """Returns an accumulating model of class `cls` with the layers of `model`.
+
+    Args:
+        cls: `AccumulatingModel` or a subclass.
+        model: A `keras.Model` that `check_model` let pass.
+        accumulating: The class `AccumulatingModel`.
+        wrapping: Class of the model that calls a subclass of `keras.Model`.
+    """
+    base = accumulating if isinstance(model, accumulating) else keras.Model
+    is_layered = isinstance(model, KerasFunctional | keras.Sequential)
+    if _overrides(model, base) or (cls is not accumulating and not is_layered):
+        made = _derive(cls, model)
+    elif isinstance(model, KerasFunctional):
+        made = cls(model.input, model.output, name=model.name)
+    elif is_layered:
+        # Bare if there is but one, as the layers of the model take it.
+        outputs = model.outputs[0] if len(model.outputs) == 1 else model.outputs
+        made = cls(model.inputs[0], outputs, name=model.name)
+    else:
+        made = wrapping(model, name=model.name)
+    # It says whether losses are scaled.
+    made.dtype_policy = model.dtype_policy
+    return made
+
+
+def _overrides(model, base):
+    """Whether the class of a model has its own way of training."""
+    return any(
+        getattr(type(model), name) is not getattr(base, name)
+        for name in _TRAINING
+    )
+
+
+def _trains(model, base):
+    return type(model).train_step is not base.train_step
+
+
+def _derive(cls, model):
+    """Returns a model whose class derives from `cls` and that of `model`.
+
+    Its constructor is not called: the layers exist, and so does all that it
+    made of its arguments. For Keras's files it is a model of the old class,
+    which any process finds again.
+    """
+    theirs = type(model)
+    derived = type(
+        theirs.__name__,
+        (cls, theirs),
+        {
+            "__module__": theirs.__module__,
+            "__doc__": theirs.__doc__,
+            "get_compile_config": theirs.get_compile_config,
+        },
+    )
+    package, _, name = keras.saving.get_registered_name(theirs).rpartition(">")
+    if package:
+        # By this name files call the new class, and find the old one.
+        for each in (derived, theirs):
+            keras.saving.register_keras_serializable(package, name)(each)
+    made = derived.__new__(derived)
+    if isinstance(model, KerasFunctional):
+        KerasFunctional.__init__(
+            made, model.input, model.output, name=model.name
+        )
+    else:
+        keras.Model.__init__(made, name=model.name)
+    for name, value in vars(model).items():
+        if name not in vars(made):
+            setattr(made, name, value)
+    made.built = model.built
+    return made

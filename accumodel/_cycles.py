@@ -1,0 +1,241 @@
+"""All accumulators of a model as one, and how a file holds a pending cycle.
+
+At the end of a cycle there is nothing to save. In mid-cycle a file holds, with
+the weights, and for each accumulator of the model, arrays with these names:
+
+| name            | holds                                                      |
+|-----------------|------------------------------------------------------------|
+| `pending_steps` | int64, the micro-batches accumulated                       |
+| `totals`        | three float64s: the sum of their weights, by which the     |
+|                 | sums are divided, the sum of the sizes of the weights, and |
+|                 | the number of micro-batches on all replicas                |
+| `places`        | int64s, which of the model's weights the sums are for      |
+| `scales_loss`   | bool, whether the losses were scaled                       |
+| `sum_3`         | the sum for the fourth of them; none for one that had no   |
+|                 | gradient                                                   |
+
+Sums and totals are those of one device, on any number of replicas.
+"""
+
+import warnings
+
+import numpy as np
+import tensorflow as tf
+
+from accumodel._checks import scales_loss
+from accumodel._replicas import scope_of
+from accumodel.accumulator import GradientAccumulator
+
+# Of the names in a `.weights.h5` file, where a model's own variables are "0",
+# "1", ...: a `keras.Model` refuses other names. The attribute that holds the
+# accumulator follows, and the name of the array.
+_PREFIX = "accumulated:"
+
+# The attribute of the model that holds its own accumulator.
+OWN = "_accumulator"
+
+
+class Cycles:
+    """All accumulators of a model.
+
+    An accumulator is in an attribute of the model, or in a list, tuple or dict
+    that is one.
+
+    Args:
+        model: The `AccumulatingModel`.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        # Whether micro-batches were accumulated here since a file was loaded.
+        self.is_live = False
+
+    def accumulators(self):
+        """Returns the accumulators in a dict, by what holds them."""
+        attributes = vars(self._model)
+        found = {
+            value: name
+            for name, value in attributes.items()
+            if isinstance(value, GradientAccumulator)
+        }
+        for name, value in attributes.items():
+            if isinstance(value, dict):
+                value = list(value.values())
+            if isinstance(value, list | tuple):
+                for i, each in enumerate(value):
+                    if isinstance(each, GradientAccumulator):
+                        found.setdefault(each, f"{name}.{i}")
+        return {name: each for each, name in found.items()}
+
+    def __iter__(self):
+        return iter(self.accumulators().values())
+
+    @property
+    def pending_steps(self):
+        return max((each.pending_steps for each in self), default=0)
+
+    @property
+    def skipped_steps(self):
+        return sum(each.skipped_steps for each in self)
+
+    def set_accum_steps(self, value):
+        for each in self:
+            each.accum_steps = value
+
+    def apply(self):
+        for each in self:
+            each.apply()
+
+    def reset(self):
+        for each in self:
+            each.reset()
+
+    def begin_fit(self, remainder):
+        """Forgets what was pending, unless it is carried or from a file."""
+        pending = self.pending_steps
+        if not pending or remainder == "carry" or not self.is_live:
+            return
+        self.reset()
+        warnings.warn(
+            f"{pending} micro-batches were accumulated before `fit` and made "
+            "no update. They are dropped, since `fit` begins with an empty "
+            "cycle. Call `apply_accumulated_gradients()` before `fit`, or "
+            '`compile` with `remainder="carry"`.',
+            stacklevel=3,
+        )
+
+    def trains_the_same(self, accumulator):
+        """Whether an accumulator fits what `compile` and `trainable` say."""
+        return accumulator.optimizer is self._model.optimizer and list(
+            map(id, accumulator.variables)
+        ) == list(map(id, self._model.trainable_variables))
+
+    # -- files -----------------------------------------------------------------
+
+    def save(self, store):
+        """Adds the pending cycles to the dict of a model's own variables."""
+        for attribute, each in self.accumulators().items():
+            if not each.pending_steps:
+                continue
+            if attribute == OWN and not self.trains_the_same(each):
+                warnings.warn(
+                    "The pending cycle was not saved: the trainable variables "
+                    "or the optimizer changed after it began.",
+                    stacklevel=2,
+                )
+                continue
+            for name, value in self._read(each).items():
+                store[f"{_PREFIX}{attribute}:{name}"] = value
+
+    def load(self, cycles):
+        """Replaces the pending cycles by those that `split` returned.
+
+        Raises:
+            ValueError: If a cycle does not belong to this model. Then no cycle
+                is pending.
+        """
+        self.reset()
+        accumulators = self.accumulators()
+        if not cycles.keys() <= accumulators.keys():
+            raise ValueError(
+                "The file holds a pending cycle of an accumulator that this "
+                f"model does not have. Received: {list(cycles)}, but the model "
+                f"has {list(accumulators)}"
+            )
+        for attribute, cycle in cycles.items():
+            self._check(accumulators[attribute], cycle)
+        for attribute, cycle in cycles.items():
+            _write(accumulators[attribute], cycle)
+        self.is_live = False
+
+    def _read(self, accumulator):
+        with scope_of(accumulator._get_strategy()):
+            given = accumulator._given.numpy()
+            return {
+                "pending_steps": np.int64(accumulator.pending_steps),
+                "totals": np.asarray(tf.identity(accumulator._totals)),
+                "scales_loss": np.bool_(scales_loss(accumulator.optimizer)),
+                "places": self._places(accumulator),
+                **{
+                    f"sum_{i}": np.asarray(tf.identity(total))
+                    for i, total in enumerate(accumulator._sums)
+                    if given[i]
+                },
+            }
+
+    def _places(self, accumulator):
+        """Returns which of the model's weights an accumulator trains."""
+        places = {id(each): i for i, each in enumerate(self._model.weights)}
+        return [places.get(id(each), -1) for each in accumulator.variables]
+
+    def _check(self, accumulator, cycle):
+        """Raises unless a cycle is whole and belongs to these variables."""
+        missing = {"pending_steps", "totals", "places", "scales_loss"} - {
+            *cycle
+        }
+        if missing:
+            _refuse("is incomplete", f"no {sorted(missing)}")
+        places = self._places(accumulator)
+        if cycle["places"].tolist() != places:
+            _refuse(
+                "belongs to a different set of trainable weights. Freeze the "
+                "layers that were frozen when it was saved, and compile",
+                f"weights {cycle['places'].tolist()}, but this model's are "
+                f"{places}",
+            )
+        scales = scales_loss(accumulator.optimizer)
+        if cycle["scales_loss"] != scales:
+            _refuse(
+                "has sums that were scaled differently. Use a "
+                "`LossScaleOptimizer` only if it was used then",
+                f"scales_loss={cycle['scales_loss']}",
+            )
+        if cycle["pending_steps"] < 1 or cycle["totals"].shape != (3,):
+            _refuse(
+                "is damaged",
+                f"pending_steps={cycle['pending_steps']}, "
+                f"totals={cycle['totals']}",
+            )
+        sums = accumulator._sums
+        names = {f"sum_{i}": total for i, total in enumerate(sums)}
+        if not names.keys() & cycle.keys():
+            _refuse("is incomplete", "no sums")
+        for name in names.keys() & cycle.keys():
+            value, total = cycle[name], names[name]
+            if value.shape != total.shape or value.dtype != total.dtype:
+                _refuse(
+                    "belongs to another model",
+                    f"a sum of shape {value.shape} and dtype {value.dtype} for "
+                    f"shape {tuple(total.shape)} and dtype {total.dtype.name}",
+                )
+
+
+def split(store):
+    """Returns the cycles in a dict of variables, and the dict without them."""
+    cycles: dict = {}
+    rest = {}
+    for key in store.keys():  # noqa: SIM118, no dict but like one
+        if key.startswith(_PREFIX):
+            _, attribute, name = key.split(":")
+            cycles.setdefault(attribute, {})[name] = np.array(store[key])
+        else:
+            rest[key] = store[key]
+    return cycles, rest
+
+
+def _write(accumulator, cycle):
+    given = [f"sum_{i}" in cycle for i in range(len(accumulator._sums))]
+    with scope_of(accumulator._get_strategy()):
+        for i, total in enumerate(accumulator._sums):
+            value = cycle[f"sum_{i}"] if given[i] else tf.zeros_like(total)
+            total.assign(value)
+        accumulator._totals.assign(cycle["totals"])
+        accumulator._count.assign(cycle["pending_steps"])
+        accumulator._given.assign(given)
+        accumulator._has_weights = bool(cycle["totals"][1] > 0)
+
+
+def _refuse(what, received):
+    raise ValueError(
+        f"The pending cycle in this file {what}. Received: {received}"
+    )

@@ -1,0 +1,251 @@
+"""Every private name of Keras that accumodel uses, and why.
+
+Checked in Keras 3.14.0 and 3.15.1. `tests/test_keras_names.py` checks that each
+name exists and does what is said here. None is needed to import accumodel or to
+use a model that does not accumulate on one device.
+
+| name                                        | if Keras renames or changes it |
+|---------------------------------------------|--------------------------------|
+| `keras.src.losses.loss.reduce_weighted_values` | an error at the first step  |
+| `Trainer._compile_loss`, `CompileLoss._flat_losses` | an error at the first  |
+|                                             | step                           |
+| `Trainer._loss_tracker`                     | an error at the first step     |
+| `Optimizer._all_reduce_sum_gradients`       | an error at the first update,  |
+|                                             | on several replicas            |
+| `Layer._flatten_layers`                     | an error when `fit` begins     |
+| `keras.src.backend.tensorflow.trainer       | an error at the first step, on |
+| .reduce_per_replica`                        | several workers                |
+| `Trainer._maybe_symbolic_build`, overridden | Keras's own error, if replicas |
+| in `model.py`                               | get batches of unequal sizes   |
+"""
+
+import contextlib
+import functools
+import importlib
+import threading
+import typing
+
+import keras
+import tensorflow as tf
+
+# -- losses --------------------------------------------------------------------
+
+
+class Reduction(typing.NamedTuple):
+    """What one loss reduced: the arguments of `reduce_weighted_values`.
+
+    Args:
+        values: Tensor of the losses before they were reduced.
+        sample_weight: Tensor or `None`.
+        mask: Tensor or `None`.
+        reduction: String or `None`, as the `reduction` of a `keras.Loss`.
+    """
+
+    values: typing.Any
+    sample_weight: typing.Any
+    mask: typing.Any
+    reduction: str | None
+
+
+# Each thread notes its own reductions: replicas are threads.
+_noted = threading.local()
+_lock = threading.Lock()
+_watchers = 0
+
+
+def _loss_module():
+    return importlib.import_module("keras.src.losses.loss")
+
+
+@contextlib.contextmanager
+def noted_reductions():
+    """While it is open, notes each reduction of a `keras.Loss`.
+
+    Keras computes the masks and divisors of a loss in this one function and
+    returns neither. It is replaced by one that calls it and takes notes, while
+    any model computes a loss; nothing is set on the user's losses.
+
+    Yields:
+        List of `Reduction`, which grows as losses are called in this thread.
+    """
+    global _watchers
+    module = _loss_module()
+    with _lock:
+        if not _watchers:
+            original = module.reduce_weighted_values
+            module.reduce_weighted_values = functools.partial(_note, original)
+        _watchers += 1
+    before = getattr(_noted, "reductions", None)
+    _noted.reductions = []
+    try:
+        yield _noted.reductions
+    finally:
+        _noted.reductions = before
+        with _lock:
+            _watchers -= 1
+            if not _watchers:
+                wrapper = module.reduce_weighted_values
+                module.reduce_weighted_values = wrapper.args[0]
+
+
+def _note(
+    original,
+    values,
+    sample_weight=None,
+    mask=None,
+    reduction="sum_over_batch_size",
+    dtype=None,
+):
+    loss = original(
+        values,
+        sample_weight=sample_weight,
+        mask=mask,
+        reduction=reduction,
+        dtype=dtype,
+    )
+    reductions = getattr(_noted, "reductions", None)
+    if reductions is None:  # a model that does not accumulate
+        return loss
+    values = keras.ops.convert_to_tensor(values, dtype=dtype)
+    noted = Reduction(values, sample_weight, mask, reduction)
+    reductions.append(noted)
+    is_scalar = values.shape.rank == 0 and sample_weight is None is mask
+    if is_scalar and reduction not in ("sum", "none", None):
+        # Keras divides every other mean by the number of replicas.
+        loss /= tf.distribute.get_strategy().num_replicas_in_sync
+    return loss
+
+
+def sum_of_weights(sample_weight, mask, dtype):
+    """Returns the sum of the weights by which Keras multiplies losses.
+
+    Computed by Keras's own function, so that masks and sample weights of
+    different ranks are brought together as they are there.
+    """
+    return _loss_module().reduce_weighted_values(
+        tf.ones((), dtype),
+        sample_weight=sample_weight,
+        mask=mask,
+        reduction="sum",
+        dtype=dtype,
+    )
+
+
+def compiled_losses(model):
+    """Returns the losses of `compile` with their weights, as Keras calls them.
+
+    Returns:
+        List of pairs of a `keras.Loss` and its weight, a float or `None`. They
+        are known only after the first call.
+    """
+    if model._compile_loss is None:
+        return []
+    return [
+        (each.loss, each.loss_weights)
+        for each in model._compile_loss._flat_losses
+    ]
+
+
+def loss_tracker(model):
+    """Returns the metric behind the log `loss`.
+
+    It is not found by its name among `model.metrics`, which a subclass may
+    override, with a metric "loss" that it updates itself.
+    """
+    return model._loss_tracker
+
+
+# -- layers --------------------------------------------------------------------
+
+
+def flat_layers(model):
+    """Returns all layers of a model, those inside of other layers too.
+
+    `model.layers` does not reach inside composite layers.
+    """
+    return list(model._flatten_layers(include_self=False))
+
+
+# -- several replicas ----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def without_own_reduction(optimizers):
+    """While it is open, `optimizers` take gradients as they are given.
+
+    Keras clips gradients, and looks for overflows, before it reduces them: on
+    several replicas neither sees the gradient of the batch. So accumodel
+    reduces first. Keras 3 has no public way to say that gradients are reduced,
+    as `tf.keras` had in `experimental_aggregate_gradients`.
+
+    Raises:
+        RuntimeError: If the optimizers reduce in another way than they did in
+            the versions that were checked.
+    """
+    calls = 0
+
+    def take(pairs):
+        nonlocal calls
+        calls += 1
+        return pairs
+
+    # On one device nothing is reduced, and nothing is replaced.
+    several = tf.distribute.get_strategy().num_replicas_in_sync > 1
+    unique = {id(optimizer): optimizer for optimizer in optimizers}
+    optimizers = list(unique.values()) if several else []
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "_all_reduce_sum_gradients"):
+            _refuse_reduction(optimizer)
+    for optimizer in optimizers:
+        optimizer._all_reduce_sum_gradients = take
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            del optimizer._all_reduce_sum_gradients
+    if optimizers and not calls:
+        _refuse_reduction(optimizers[0])
+
+
+def _refuse_reduction(optimizer):
+    raise RuntimeError(
+        "accumodel does not know how the optimizers of this version of Keras "
+        "reduce their gradients over replicas, and would reduce them twice. "
+        "Use a version of Keras that accumodel was tested with, or one device. "
+        f"Received: optimizer={optimizer} of Keras {keras.__version__}"
+    )
+
+
+def with_local_logs(function):
+    """Returns a train or test function of Keras, made fit for several workers.
+
+    Keras reduces the logs of each step over the workers, along an axis that
+    scalars do not have, which fails (keras-team/keras#20585). The logs of a
+    step become those of this worker, without a reduction; those of an epoch
+    are made of the metrics' variables, which sum over all workers. If Keras's
+    own reduction works, it is used.
+    """
+    trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
+    reduce_per_replica = trainer.reduce_per_replica
+
+    def reduce_or_take_local(values, strategy, reduction):
+        try:
+            return reduce_per_replica(values, strategy, reduction)
+        except ValueError:
+            return keras.tree.map_structure(
+                lambda value: tf.reduce_mean(
+                    strategy.experimental_local_results(value), axis=0
+                ),
+                values,
+            )
+
+    @functools.wraps(function)
+    def wrapped(iterator):
+        # Looked up by Keras while it traces.
+        trainer.reduce_per_replica = reduce_or_take_local
+        try:
+            return function(iterator)
+        finally:
+            trainer.reduce_per_replica = reduce_per_replica
+
+    return wrapped

@@ -1,0 +1,301 @@
+"""What the loss of a micro-batch was divided by: its weight.
+
+A micro-batch whose loss is `S / D`, a sum over a number of things, must weigh
+`D` for the cycle to end with `sum(S) / sum(D)`, the loss of the effective
+batch. What `D` is follows from how Keras reduces a loss
+(`keras/src/losses/loss.py`):
+
+| reduction                     | D                                     |
+|-------------------------------|---------------------------------------|
+| `mean`, `sum_over_batch_size` | the elements that no mask hides       |
+| `mean_with_sample_weight`     | the sample weights that no mask hides |
+| `sum`, `none`                 | nothing is divided                    |
+"""
+
+import contextlib
+import threading
+import typing
+import warnings
+
+import keras
+import tensorflow as tf
+
+from accumodel import _keras
+from accumodel._replicas import count_replicas
+
+_MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
+_SUMS = ("sum", "none", None)
+
+# The weight of a micro-batch in which nothing counts. It changes nothing next
+# to other weights, and a cycle of nothing else still divides by something.
+_TINY = 1e-12
+
+# The source of divisors that are in proportion to the samples.
+_SAMPLES = ("samples",)
+
+
+class Divisor(typing.NamedTuple):
+    """What one loss was divided by, and what decides about it.
+
+    Args:
+        value: Scalar tensor; `None` if the loss is a sum, or if only its
+            proportion to the number of samples is known.
+        source: Tuple. Losses with equal sources have divisors in proportion;
+            `None` if the loss is a sum.
+    """
+
+    value: typing.Any
+    source: tuple | None
+
+
+class LossWeights:
+    """Finds the weights of a model's micro-batches, while it computes losses.
+
+    Args:
+        model: The `AccumulatingModel`.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        self._warned: set[str] = set()
+        # The replicas of a `MirroredStrategy` are threads.
+        self._local = threading.local()
+        # Whether `fit` was given one array of sample weights for all outputs,
+        # of which Keras makes one for each.
+        self.share_sample_weight = False
+
+    @contextlib.contextmanager
+    def watch(self):
+        """While it is open, notes what the losses that are called reduce."""
+        before = getattr(self._local, "reductions", None)
+        with _keras.noted_reductions() as reductions:
+            self._local.reductions = reductions
+            try:
+                yield
+            finally:
+                self._local.reductions = before
+
+    def weight(self, x, overridden):
+        """Returns the weight of the micro-batch that was last computed.
+
+        Args:
+            x: Nested tensors, the inputs of the micro-batch.
+            overridden: Bool. Whether the model has a custom `compute_loss`.
+
+        Returns:
+            A scalar tensor, or `None` if the loss is a sum.
+
+        Raises:
+            ValueError: If no weight can be right.
+        """
+        reductions = getattr(self._local, "reductions", None)
+        if reductions is None:
+            raise ValueError(
+                "The weight of a micro-batch is known only after its loss was "
+                "computed: call `micro_batch_weight` after `compute_loss`, in "
+                "`train_step` or `compute_gradients`. Received: a call "
+                f"outside of a training step of {self._model}"
+            )
+        samples = count_samples(x)
+        if overridden:
+            self._warn_of_custom_loss(reductions, x)
+            return samples
+        reductions = self._that_count(reductions)
+        divisors = [self._divisor(each, x) for each in reductions]
+        sources = {divisor.source for divisor in divisors}
+        # A vector that `add_loss` was given is summed up by Keras.
+        vectors = summed_losses(self._model, x)
+        if vectors:
+            sources.add(None)
+        if sources == {None}:
+            return None
+        if None in sources:
+            raise ValueError(
+                "The losses of this model are sums and means, and one weight "
+                "cannot be right for both. Use mean reductions everywhere and "
+                "scale them by `loss_weights`, pass `add_loss` a scalar mean, "
+                "or override `micro_batch_weight`. Received: reductions="
+                f"{[each.reduction for each in reductions]} and "
+                f"{len(vectors)} vectors from `add_loss`"
+            )
+        if len(sources) > 1:
+            self._warn(
+                "masks",
+                "The losses of this model are averaged over different masks "
+                "or sample weights, so no single weight is exact for all: each "
+                "micro-batch weighs its number of samples. Override "
+                "`micro_batch_weight` to choose another weight.",
+            )
+            return samples
+        value = divisors[0].value if divisors else None
+        return samples if value is None else _nonzero(value, samples)
+
+    def _that_count(self, reductions):
+        """Returns the reductions that are part of the gradient."""
+        losses = _keras.compiled_losses(self._model)
+        self._warn_of_whole_batch([loss for loss, _ in losses])
+        plain = [
+            loss
+            for loss, _ in losses
+            if type(loss).__call__ is keras.losses.Loss.__call__
+        ]
+        if len(reductions) < len(plain):
+            raise RuntimeError(
+                "accumodel does not know how this version of Keras reduces "
+                "its losses. Use a version of Keras that accumodel was tested "
+                f"with. Received: {len(reductions)} reductions of "
+                f"{len(plain)} losses in Keras {keras.__version__}"
+            )
+        if len(plain) == len(losses) == len(reductions):
+            return [
+                reduction
+                for reduction, (_, loss_weight) in zip(
+                    reductions, losses, strict=True
+                )
+                if not (
+                    isinstance(loss_weight, int | float) and loss_weight == 0
+                )
+            ]
+        if losses and not reductions:
+            self._warn(
+                "unseen",
+                "A compiled loss overrides `__call__` and computes its own "
+                "mean, so accumodel cannot see what it is averaged over: each "
+                "micro-batch weighs its number of samples. If the loss is "
+                "averaged over a mask or over sample weights, override "
+                f"`micro_batch_weight`. Received: loss={losses[0][0]}",
+            )
+        return reductions
+
+    def _divisor(self, reduction, x):
+        values, sample_weight, mask, kind = reduction
+        if kind in _SUMS:
+            return Divisor(None, None)
+        if kind not in _MEANS:
+            raise ValueError(
+                "accumodel does not know what a loss with this reduction is "
+                "divided by. Override `micro_batch_weight` to say so. "
+                f"Received: reduction={kind!r}"
+            )
+        if _is_single(values, x):
+            if values.shape.rank == 0 and sample_weight is not None:
+                self._warn(
+                    "scalar",
+                    "A loss function that returns a scalar was given sample "
+                    "weights. Keras multiplies the two means, of the losses "
+                    "and of the weights, which micro-batches cannot reproduce. "
+                    "Return one loss per sample instead.",
+                )
+            return Divisor(None, _SAMPLES)
+        dtype = "float64" if values.dtype == "float64" else "float32"
+        weighed = mask is not None or sample_weight is not None
+        if kind == "mean_with_sample_weight" and weighed:
+            value = _keras.sum_of_weights(sample_weight, mask, dtype)
+            weights = id(sample_weight)
+            if self.share_sample_weight:
+                weights = "shared"
+            return Divisor(value, ("weights", id(mask), weights))
+        elements = tf.cast(tf.size(values, out_type=tf.int64), dtype)
+        if mask is None:
+            return Divisor(elements, _SAMPLES)
+        # A mask counts its own elements; each may be several of the values.
+        size = tf.cast(tf.size(mask, out_type=tf.int64), dtype)
+        each = tf.math.divide_no_nan(elements, size)  # a replica may get none
+        value = _keras.sum_of_weights(None, mask, dtype) * each
+        return Divisor(value, ("mask", id(mask)))
+
+    def _warn_of_custom_loss(self, reductions, x):
+        unseen = [
+            each
+            for each in reductions
+            if each.reduction in _MEANS
+            and self._divisor(each, x).source != _SAMPLES
+        ]
+        if self._model.loss is not None:
+            unseen += [each for each in reductions if each.reduction == "sum"]
+        if unseen:
+            self._warn(
+                "custom",
+                "A loss that the custom `compute_loss` calls is a sum, or is "
+                "averaged over a mask or sample weights, but each micro-batch "
+                "weighs its number of samples. Override `micro_batch_weight` "
+                "to return what the loss is divided by (`None` for a sum). "
+                f"Received: reductions={[e.reduction for e in reductions]}",
+            )
+
+    def _warn_of_whole_batch(self, losses):
+        for loss in losses:
+            is_ratio = getattr(loss, "fn", None) in (
+                keras.losses.dice,
+                keras.losses.tversky,
+            )
+            axis = getattr(loss, "axis", None)
+            is_ratio &= axis is None or 0 in tuple(axis)
+            if is_ratio or isinstance(loss, keras.losses.Circle):
+                self._warn(
+                    "whole batch",
+                    f"`{loss.name}` is a loss of the whole batch, not a mean "
+                    "over samples, so micro-batches cannot reproduce the loss "
+                    "of the effective batch. For `Dice` and `Tversky` of "
+                    "images, use `axis=(1, 2, 3)`, which makes it one loss per "
+                    f"sample. Received: loss={loss}",
+                )
+
+    def _warn(self, topic, message):
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(message, stacklevel=2)
+
+
+def count_samples(x):
+    """Returns the number of samples in `x`, counted as Keras's loss does."""
+    return tf.shape(_first_leaf(x))[0]
+
+
+def _first_leaf(x):
+    return next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+
+
+def _is_single(values, x):
+    """Whether a loss was reduced already: a scalar, or a single element.
+
+    A single element may also be the loss of a single sample.
+    """
+    is_one_sample = tf.TensorShape(_first_leaf(x).shape)[:1] == [1]
+    return values.shape.rank == 0 or (
+        values.shape.num_elements() == 1 and not is_one_sample
+    )
+
+
+def summed_losses(model, x):
+    """Returns the losses that `add_loss` was given with an axis.
+
+    Keras sums them up, and divides the sum by the number of replicas.
+    """
+    return [loss for loss in model.losses if not _is_single(loss, x)]
+
+
+def undivided(loss, model, x):
+    """Returns `loss` with summed losses not divided by the replicas."""
+    replicas = count_replicas()
+    for summed in summed_losses(model, x) if replicas > 1 else ():
+        loss += tf.reduce_sum(summed) * (1 - 1 / replicas)
+    return loss
+
+
+def loss_of_batch(loss, samples):
+    """Returns the loss to log: neither divided by the replicas, nor of nothing.
+
+    Keras divides losses by the number of replicas, for the optimizer to sum.
+    """
+    if count_replicas() == 1:
+        return loss
+    return tf.where(
+        samples > 0, loss * tf.cast(count_replicas(), loss.dtype), 0
+    )
+
+
+def _nonzero(value, samples):
+    """Returns a tiny number instead of 0, unless there are no samples."""
+    tiny = _TINY * tf.cast(tf.minimum(samples, 1), value.dtype)
+    return tf.where(tf.equal(value, 0), tiny, value)

@@ -1,0 +1,207 @@
+"""Each private name of Keras that accumodel uses exists, and does its part.
+
+Run these against a new version of Keras first: they take seconds, and say what
+has to be mended in `accumodel/_keras.py`.
+"""
+
+import importlib
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import accumodel
+from accumodel import _construction
+from accumodel import _keras
+
+MODULE = importlib.import_module("keras.src.losses.loss")
+
+
+def make_model(model_class=keras.Model):
+    inputs = keras.Input((3,))
+    return model_class(inputs, keras.layers.Dense(2)(inputs))
+
+
+def test_a_loss_reduces_in_one_function_that_is_given_all_it_needs():
+    before = MODULE.reduce_weighted_values
+    y_pred = tf.ones((2, 5, 3))
+    mask = tf.constant([[True] * 5, [False] * 5])
+    y_pred._keras_mask = mask
+    weights = tf.constant([[1.0], [2.0]])
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    with _keras.noted_reductions() as reductions:
+        value = loss(tf.zeros((2, 5, 3)), y_pred, weights)
+    (noted,) = reductions
+    assert noted.values.shape == (2, 5)
+    assert noted.mask is mask
+    assert noted.sample_weight is weights
+    assert noted.reduction == "mean_with_sample_weight"
+    assert float(value) == 1.0
+    assert MODULE.reduce_weighted_values is before
+
+
+@pytest.mark.parametrize(
+    ("sample_weight", "mask", "expected"),
+    [
+        ([1.0, 2.0], None, 3.0),
+        (None, [[1, 1, 0], [1, 0, 0]], 3.0),
+        ([[1.0], [2.0]], [[1, 1, 0], [1, 0, 0]], 4.0),
+    ],
+)
+def test_the_function_sums_up_weights_and_masks(sample_weight, mask, expected):
+    found = _keras.sum_of_weights(sample_weight, mask, "float32")
+    assert float(found) == expected
+
+
+def test_the_compiled_losses_are_known_after_the_first_call():
+    model = make_model()
+    model.compile("sgd", ["mse"], loss_weights=[2.0])
+    model.train_on_batch(np.ones((4, 3)), np.ones((4, 2)))
+    ((loss, loss_weight),) = _keras.compiled_losses(model)
+    assert isinstance(loss, keras.losses.Loss)
+    assert loss_weight == 2.0
+    assert _keras.compiled_losses(make_model()) == []
+
+
+def test_the_loss_tracker_is_what_the_log_shows():
+    model = make_model()
+    model.compile("sgd", "mse")
+    logs = model.train_on_batch(
+        np.ones((4, 3)), np.ones((4, 2)), return_dict=True
+    )
+    tracker = _keras.loss_tracker(model)
+    assert float(tracker.result()) == pytest.approx(logs["loss"])
+
+
+def test_all_layers_are_found_inside_of_others():
+    class Composite(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.layers.BatchNormalization()
+
+        def call(self, inputs):
+            return self.inner(inputs)
+
+    inputs = keras.Input((3,))
+    composite = Composite()
+    model = keras.Model(inputs, composite(inputs))
+    assert composite.inner in _keras.flat_layers(model)
+
+
+def two_replicas():
+    return tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(1.0),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)),
+    ],
+)
+def test_optimizers_reduce_through_the_method_that_is_replaced(make):
+    strategy = two_replicas()
+    with strategy.scope():
+        variable = keras.Variable([0.0])
+        accumulator = accumodel.GradientAccumulator(make(), [variable])
+    scale = float(accumulator.optimizer.scale_loss(tf.ones(())))
+    step = tf.function(lambda: accumulator.accumulate([scale * tf.ones(1) / 2]))
+    strategy.run(step)
+    np.testing.assert_allclose(variable, [-1.0])
+
+
+def test_an_optimizer_that_reduces_in_another_way_is_refused(monkeypatch):
+    base = next(
+        each
+        for each in keras.optimizers.SGD.__mro__
+        if "_all_reduce_sum_gradients" in vars(each)
+    )
+
+    def train():
+        strategy = two_replicas()
+        with strategy.scope():
+            variable = keras.Variable([1.0])
+            accumulator = accumodel.GradientAccumulator(
+                keras.optimizers.SGD(), [variable]
+            )
+        step = tf.function(lambda: accumulator.accumulate([tf.ones(1)]))
+        with pytest.raises(RuntimeError, match="would reduce them twice"):
+            strategy.run(step)
+        np.testing.assert_array_equal(variable, [1.0])
+
+    # The method is there, and another one is called.
+    monkeypatch.setattr(
+        base,
+        "_backend_update_step",
+        lambda self, gradients, variables, learning_rate: None,
+    )
+    train()
+    monkeypatch.undo()
+    monkeypatch.delattr(base, "_all_reduce_sum_gradients")
+    train()
+
+
+@pytest.mark.parametrize("change", ["renamed", "not called"])
+def test_a_loss_that_reduces_in_another_way_is_refused(change, monkeypatch):
+    model = make_model(accumodel.AccumulatingModel)
+    model.compile("sgd", "mse", accum_steps=2)
+    if change == "renamed":
+        monkeypatch.delattr(MODULE, "reduce_weighted_values")
+        error, match = AttributeError, "reduce_weighted_values"
+    else:
+
+        def call(self, y_true, y_pred, sample_weight=None):
+            return keras.ops.mean(self.call(y_true, y_pred))
+
+        monkeypatch.setattr(keras.losses.Loss, "__call__", call)
+        error, match = RuntimeError, "does not know how this version of Keras"
+    before = model.get_weights()
+    with pytest.raises(error, match=match):
+        model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
+    np.testing.assert_array_equal(model.get_weights()[0], before[0])
+
+
+def test_what_reduces_the_logs_of_replicas_is_there():
+    trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
+    parameters = inspect.signature(trainer.reduce_per_replica).parameters
+    assert [*parameters] == ["values", "strategy", "reduction"]
+
+
+def test_keras_builds_a_model_by_the_method_that_is_overridden():
+    method = keras.Model._maybe_symbolic_build
+    assert [*inspect.signature(method).parameters] == [
+        "self",
+        "iterator",
+        "data_batch",
+    ]
+
+
+def test_keras_takes_its_train_step_from_the_attribute():
+    model = make_model()
+    model.compile("sgd", "mse")
+    step = model.train_step
+    seen = []
+
+    def train_step(data):
+        seen.append(data)
+        return step(data)
+
+    vars(model)["train_step"] = train_step
+    model.make_train_function()
+    del vars(model)["train_step"]
+    model.train_on_batch(np.ones((4, 3)), np.ones((4, 2)))
+    assert seen
+
+
+def test_a_plain_model_refuses_names_that_it_does_not_know():
+    model = make_model()
+    with pytest.raises(ValueError, match="expected 0 variables"):
+        model.load_own_variables({"accumulated:_accumulator:count": 1})
+
+
+def test_the_functional_class_is_that_of_keras():
+    assert type(make_model()) is _construction.KerasFunctional
