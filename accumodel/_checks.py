@@ -33,6 +33,32 @@ def check_remainder(value):
         )
 
 
+def check_compiled(model, name):
+    """Raises unless `model` is compiled."""
+    if not model.compiled:
+        raise ValueError(
+            f"`{name}` needs an optimizer: call `compile(optimizer, ...)` "
+            f"first. Received: model={model}"
+        )
+
+
+def check_train_step(cls, behind):
+    """Raises if another base class has a custom `train_step`.
+
+    Args:
+        cls: The class of the model, which does not override it.
+        behind: The bound method that follows in the order of its bases.
+    """
+    if behind.__func__ is not keras.Model.train_step:
+        raise TypeError(
+            f"`{behind.__qualname__}` would not be called: {cls.__name__} "
+            "derives from `AccumulatingModel` first, which has its own "
+            f"`train_step`. Override `train_step` in {cls.__name__}, and call "
+            "`self.accumulate_gradients(gradients, weight)` instead of "
+            "`self.optimizer.apply_gradients(...)`."
+        )
+
+
 def check_optimizer(optimizer, skip_nonfinite):
     """Refuses what would accumulate twice, or hide overflows that it needs."""
     for each in with_inner_optimizers(optimizer):

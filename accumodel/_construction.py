@@ -5,6 +5,8 @@ into functional models. And `from_model` makes an accumulating model of one that
 exists.
 """
 
+import contextlib
+import typing
 import warnings
 
 import keras
@@ -27,6 +29,33 @@ _TRAINING = (
 )
 
 
+class Wrapping:
+    """A model that calls another one.
+
+    Args:
+        model: The `keras.Model` that it calls.
+    """
+
+    def __init__(self, model, **kwargs):
+        super().__init__(**kwargs)
+        self.model = model
+        self.built = model.built
+
+    def call(self, inputs, training=None):
+        # Keras passes `training` on, to models whose `call` takes it.
+        return self.model(inputs)
+
+    def get_config(self):
+        model = keras.saving.serialize_keras_object(self.model)
+        config = super().get_config()  # type: ignore[misc]
+        return {**config, "model": model}
+
+    @classmethod
+    def from_config(cls, config):
+        model = keras.saving.deserialize_keras_object(config.pop("model"))
+        return cls(model, **config)
+
+
 def is_functional(args, kwargs):
     """Whether Keras takes these arguments for `(inputs, outputs)`.
 
@@ -39,13 +68,34 @@ def is_functional(args, kwargs):
     )
 
 
-def is_next_to_keras(cls, accumulating):
-    """Whether no other model class takes the arguments of the constructor."""
+@contextlib.contextmanager
+def in_place_of_keras(cls, args, kwargs, accumulating, functional):
+    """In it, the constructor of `keras.Model` makes accumulating models.
+
+    Args:
+        cls: The class of the model.
+        args: Tuple, the positional arguments of its constructor.
+        kwargs: Dict, the keyword arguments.
+        accumulating: The class `AccumulatingModel`.
+        functional: What it becomes if the model is functional.
+    """
+    bases = accumulating.__bases__
+    # Whether no other model class takes the arguments of the constructor.
     after = cls.__mro__[cls.__mro__.index(accumulating) + 1]
-    return after in (keras.Model, KerasFunctional)
+    is_next_to_keras = after in (keras.Model, KerasFunctional)
+    if is_next_to_keras and is_functional(args, kwargs):
+        _make_functional(cls, accumulating, functional)
+    try:
+        yield
+    finally:
+        # Another model class next to `AccumulatingModel` may call the
+        # functional constructor (as keras-hub's do), for which Keras changes
+        # the bases of all classes of the model, this one too.
+        if accumulating.__bases__ != bases:
+            accumulating.__bases__ = bases
 
 
-def make_functional(cls, accumulating, functional):
+def _make_functional(cls, accumulating, functional):
     """Replaces `accumulating` by `functional` among the bases of `cls`.
 
     Keras does the same for subclasses of `keras.Model`. Left to itself it would
@@ -56,7 +106,7 @@ def make_functional(cls, accumulating, functional):
         return functional
     if issubclass(cls, accumulating) and not issubclass(cls, KerasFunctional):
         cls.__bases__ = tuple(
-            make_functional(base, accumulating, functional)
+            _make_functional(base, accumulating, functional)
             for base in cls.__bases__
         )
     return cls
@@ -146,7 +196,7 @@ def _derive(cls, model):
     which any process finds again.
     """
     theirs = type(model)
-    derived = type(
+    derived: typing.Any = type(
         theirs.__name__,
         (cls, theirs),
         {
@@ -160,7 +210,7 @@ def _derive(cls, model):
         # By this name files call the new class, and find the old one.
         for each in (derived, theirs):
             keras.saving.register_keras_serializable(package, name)(each)
-    made = derived.__new__(derived)
+    made = keras.Model.__new__(derived)
     if isinstance(model, KerasFunctional):
         KerasFunctional.__init__(
             made, model.input, model.output, name=model.name

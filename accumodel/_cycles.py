@@ -110,6 +110,15 @@ class Cycles:
             map(id, accumulator.variables)
         ) == list(map(id, self._model.trainable_variables))
 
+    def check_trains_the_same(self, accumulator):
+        """Raises if it does not."""
+        if not self.trains_the_same(accumulator):
+            raise ValueError(
+                "The set of trainable variables, or the optimizer, has "
+                "changed since the accumulators were created. Call "
+                f"`compile()` again. Received: model={self._model}"
+            )
+
     # -- files -----------------------------------------------------------------
 
     def save(self, store):

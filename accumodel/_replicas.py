@@ -28,8 +28,14 @@ _WRONG = (
 )
 
 
-def check_strategy(strategy):
+def check_strategy(strategy, steps_per_execution=1):
     """Refuses strategies that would be wrong, and warns of unknown ones."""
+    if is_multi_worker(strategy) and steps_per_execution > 1:
+        raise ValueError(
+            "`steps_per_execution` must be 1 with several workers: TensorFlow "
+            "cannot reduce gradients inside of that loop. "
+            f"Received: steps_per_execution={steps_per_execution}"
+        )
     if isinstance(strategy, _WRONG):
         raise ValueError(
             "accumodel cannot accumulate under a "

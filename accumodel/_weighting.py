@@ -13,11 +13,13 @@ batch. What `D` is follows from how Keras reduces a loss
 """
 
 import contextlib
+import inspect
 import threading
 import typing
 import warnings
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from accumodel import _keras
@@ -62,7 +64,21 @@ class LossWeights:
         self._local = threading.local()
         # Whether `fit` was given one array of sample weights for all outputs,
         # of which Keras makes one for each.
-        self.share_sample_weight = False
+        self._shares_sample_weight = False
+
+    def share(self, y, sample_weight):
+        """Notes whether one array of sample weights serves several outputs.
+
+        Returns:
+            Bool. Whether that is new.
+        """
+        before = self._shares_sample_weight
+        self._shares_sample_weight = (
+            sample_weight is not None
+            and keras.tree.is_nested(y)
+            and not keras.tree.is_nested(sample_weight)
+        )
+        return self._shares_sample_weight != before
 
     @contextlib.contextmanager
     def watch(self):
@@ -191,9 +207,7 @@ class LossWeights:
         weighed = mask is not None or sample_weight is not None
         if kind == "mean_with_sample_weight" and weighed:
             value = _keras.sum_of_weights(sample_weight, mask, dtype)
-            weights = id(sample_weight)
-            if self.share_sample_weight:
-                weights = "shared"
+            weights = 0 if self._shares_sample_weight else id(sample_weight)
             return Divisor(value, ("weights", id(mask), weights))
         elements = tf.cast(tf.size(values, out_type=tf.int64), dtype)
         if mask is None:
@@ -225,13 +239,7 @@ class LossWeights:
 
     def _warn_of_whole_batch(self, losses):
         for loss in losses:
-            is_ratio = getattr(loss, "fn", None) in (
-                keras.losses.dice,
-                keras.losses.tversky,
-            )
-            axis = getattr(loss, "axis", None)
-            is_ratio &= axis is None or 0 in tuple(axis)
-            if is_ratio or isinstance(loss, keras.losses.Circle):
+            if _is_ratio(loss) or isinstance(loss, keras.losses.Circle):
                 self._warn(
                     "whole batch",
                     f"`{loss.name}` is a loss of the whole batch, not a mean "
@@ -245,6 +253,15 @@ class LossWeights:
         if topic not in self._warned:
             self._warned.add(topic)
             warnings.warn(message, stacklevel=2)
+
+
+def _is_ratio(loss):
+    """Whether a loss is one ratio over the batch, and no mean over samples."""
+    function = getattr(loss, "fn", None)
+    if function not in (keras.losses.dice, keras.losses.tversky):
+        return False
+    axis = getattr(loss, "axis", None)
+    return axis is None or 0 in np.atleast_1d(axis)
 
 
 def count_samples(x):
@@ -275,11 +292,17 @@ def summed_losses(model, x):
     return [loss for loss in model.losses if not _is_single(loss, x)]
 
 
-def undivided(loss, model, x):
-    """Returns `loss` with summed losses not divided by the replicas."""
+def compute_loss(model, x, y, y_pred, sample_weight):
+    """Returns the loss of a micro-batch, as Keras's own step computes it."""
+    arguments = {"training": True}
+    if "training" not in inspect.signature(model.compute_loss).parameters:
+        arguments = {}  # an override for a Keras before 3.3
+    loss = model.compute_loss(x, y, y_pred, sample_weight, **arguments)
     replicas = count_replicas()
-    for summed in summed_losses(model, x) if replicas > 1 else ():
-        loss += tf.reduce_sum(summed) * (1 - 1 / replicas)
+    if replicas > 1 and not model._overrides("compute_loss"):
+        # Keras divides these by the number of replicas although they are sums.
+        for summed in summed_losses(model, x):
+            loss += tf.reduce_sum(summed) * (1 - 1 / replicas)
     return loss
 
 

@@ -1,7 +1,6 @@
 """`AccumulatingModel`: what `fit` does with one micro-batch."""
 
 import functools
-import inspect
 import typing
 import warnings
 from collections.abc import Callable
@@ -10,24 +9,12 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
+from accumodel import _checks
 from accumodel import _construction
 from accumodel import _cycles
 from accumodel import _keras
-from accumodel._checks import check_accum_steps
-from accumodel._checks import check_gradients
-from accumodel._checks import check_optimizer
-from accumodel._checks import check_remainder
-from accumodel._replicas import across_replicas
-from accumodel._replicas import can_compile
-from accumodel._replicas import check_strategy
-from accumodel._replicas import first_batch
-from accumodel._replicas import is_multi_worker
-from accumodel._replicas import scope_of
-from accumodel._replicas import split_over_replicas
-from accumodel._weighting import LossWeights
-from accumodel._weighting import count_samples
-from accumodel._weighting import loss_of_batch
-from accumodel._weighting import undivided
+from accumodel import _replicas
+from accumodel import _weighting
 from accumodel.accumulator import GradientAccumulator
 from accumodel.accumulator import one_train_step
 from accumodel.callbacks import EndOfCycle
@@ -93,19 +80,10 @@ class AccumulatingModel(keras.Model):
         return super().__new__(cls)
 
     def __init__(self, *args, **kwargs):
-        cls, bases = type(self), AccumulatingModel.__bases__
-        if _construction.is_next_to_keras(
-            cls, AccumulatingModel
-        ) and _construction.is_functional(args, kwargs):
-            _construction.make_functional(cls, AccumulatingModel, Functional)
-        try:
+        with _construction.in_place_of_keras(
+            type(self), args, kwargs, AccumulatingModel, Functional
+        ):
             super().__init__(*args, **kwargs)
-        finally:
-            # Another model class next to this one may call the functional
-            # constructor (as keras-hub's do), for which Keras changes the bases
-            # of all classes of the model, this one too.
-            if AccumulatingModel.__bases__ != bases:
-                AccumulatingModel.__bases__ = bases
 
     @classmethod
     def from_model(cls, model: keras.Model) -> typing.Self:
@@ -114,12 +92,6 @@ class AccumulatingModel(keras.Model):
         Layers and weights are shared, not copied: training one trains the
         other. The new model is not compiled; if `model` is, a warning says so.
         `compile(model.optimizer, ...)` continues with its optimizer's state.
-
-        Examples:
-            >>> layers = [keras.Input((3,)), keras.layers.Dense(1)]
-            >>> model = keras.Sequential(layers)
-            >>> accumulating = accumodel.AccumulatingModel.from_model(model)
-            >>> accumulating.compile("sgd", "mse", accum_steps=8)
 
         Args:
             model: A `keras.Model`: functional, sequential and built, or a
@@ -171,19 +143,16 @@ class AccumulatingModel(keras.Model):
         Raises:
             TypeError: If `accum_steps` is not an int, or if another base class
                 has a custom `train_step`, which would not be called.
-            ValueError: If `accum_steps` is less than 1, if `remainder` is none
-                of the three, if the optimizer has
-                `gradient_accumulation_steps` set, if `skip_nonfinite` is used
-                with a `LossScaleOptimizer`, if the `tf.distribute` strategy
-                cannot be right, or if `steps_per_execution` is used with
-                several workers. After an error the model is not compiled.
+            ValueError: If an argument has no meaning, or cannot be right with
+                the optimizer, the `tf.distribute` strategy or the other
+                arguments. After an error the model is not compiled.
         """
-        accum_steps = check_accum_steps(accum_steps)
-        check_remainder(remainder)
+        accum_steps = _checks.check_accum_steps(accum_steps)
+        _checks.check_remainder(remainder)
         accumulates = accum_steps > 1 or skip_nonfinite
         try:
             super().compile(*args, **kwargs)
-            check_optimizer(self.optimizer, skip_nonfinite)
+            _checks.check_optimizer(self.optimizer, skip_nonfinite)
             if accumulates:
                 self._check_can_accumulate()
         except BaseException:
@@ -210,12 +179,8 @@ class AccumulatingModel(keras.Model):
 
     @accum_steps.setter
     def accum_steps(self, value: int) -> None:
-        value = check_accum_steps(value)
-        if not self.compiled:
-            raise ValueError(
-                "`accum_steps` is a choice about training: pass it to "
-                f"`compile()` first. Received: accum_steps={value}"
-            )
+        value = _checks.check_accum_steps(value)
+        _checks.check_compiled(self, "accum_steps")
         begins = value > 1 and not self._accumulates
         if begins:
             self._check_can_accumulate()
@@ -226,18 +191,12 @@ class AccumulatingModel(keras.Model):
 
     @property
     def pending_steps(self) -> int:
-        """Int. Micro-batches accumulated since the last update.
-
-        Of several accumulators, those of the one with the most.
-        """
+        """Int. Micro-batches since the last update, of any accumulator."""
         return self._cycles.pending_steps
 
     @property
     def skipped_steps(self) -> int:
-        """Int. Micro-batches that `skip_nonfinite` left out since `compile`.
-
-        Of several accumulators, those of all together.
-        """
+        """Int. Micro-batches that `skip_nonfinite` left out, of all."""
         return self._cycles.skipped_steps
 
     def train_step(self, data: typing.Any) -> dict:
@@ -247,9 +206,7 @@ class AccumulatingModel(keras.Model):
         `accumulate_gradients`, which has an example.
 
         Args:
-            data: What `fit` was fed: a tensor, or a tuple `(x, y)` or
-                `(x, y, sample_weight)` of nested tensors, of shapes
-                `(samples, ...)`.
+            data: What `fit` was fed, see `compute_gradients`.
 
         Returns:
             Dict of scalars, the logs.
@@ -269,20 +226,10 @@ class AccumulatingModel(keras.Model):
         Override it for another tape or several losses. It is compiled by XLA
         if `jit_compile` is on, so it must not update any weights.
 
-        Examples:
-            >>> class Classifier(accumodel.AccumulatingModel):
-            ...     def compute_gradients(self, data):
-            ...         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-            ...         with tf.GradientTape() as tape:
-            ...             y_pred = self(x, training=True)
-            ...             loss = self.compute_loss(x, y, y_pred)
-            ...         variables = self.trainable_variables
-            ...         gradients = tape.gradient(loss, variables)
-            ...         return gradients, tf.shape(x)[0], {"batch_loss": loss}
-
         Args:
             data: What `fit` was fed: a tensor, or a tuple `(x, y)` or
-                `(x, y, sample_weight)` of nested tensors.
+                `(x, y, sample_weight)` of nested tensors, of shapes
+                `(samples, ...)`.
 
         Returns:
             Tuple `(gradients, weight, logs)`: a list of tensors,
@@ -293,11 +240,11 @@ class AccumulatingModel(keras.Model):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             y_pred = self(x, training=True)
-            loss = self._loss_of(x, y, y_pred, sample_weight)
+            loss = _weighting.compute_loss(self, x, y, y_pred, sample_weight)
             self._build_optimizer()
             scaled_loss = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled_loss, self.trainable_variables)
-        samples = count_samples(x)
+        samples = _weighting.count_samples(x)
         weight = self.micro_batch_weight(x, y, y_pred, sample_weight)
         if weight is not None:
             # Tied to the data: see `GradientAccumulator._add`.
@@ -305,7 +252,7 @@ class AccumulatingModel(keras.Model):
                 weight = tf.identity(weight)
         # Averaged as the losses of the micro-batches make up the whole.
         _keras.loss_tracker(self).update_state(
-            loss_of_batch(loss, samples),
+            _weighting.loss_of_batch(loss, samples),
             sample_weight=samples if weight is None else weight,
         )
         logs = self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
@@ -325,25 +272,14 @@ class AccumulatingModel(keras.Model):
 
         Examples:
             >>> class Tagger(accumodel.AccumulatingModel):
-            ...     def compute_loss(self, x, y, y_pred, sample_weight=None,
-            ...                      training=True):
-            ...         known = tf.cast(y >= 0, tf.float32)
-            ...         losses = keras.losses.sparse_categorical_crossentropy(
-            ...             tf.maximum(y, 0), y_pred
-            ...         )
-            ...         total = tf.reduce_sum(losses * known)
-            ...         return tf.math.divide_no_nan(
-            ...             total, tf.reduce_sum(known)
-            ...         )
-            ...
+            ...     # With a `compute_loss` that averages over known targets.
             ...     def micro_batch_weight(self, x, y, y_pred, sample_weight):
             ...         return tf.reduce_sum(tf.cast(y >= 0, tf.float32))
 
         Args:
-            x: Nested tensors, the inputs, of shapes `(samples, ...)`.
-            y: Nested tensors, the targets, or `None`.
-            y_pred: Nested tensors, the outputs of the model.
-            sample_weight: Nested tensors, or `None`.
+            x, y, y_pred, sample_weight: Nested tensors of shapes
+                `(samples, ...)`: inputs, targets or `None`, outputs of the
+                model, and sample weights or `None`.
 
         Returns:
             A scalar tensor: the elements or sample weights that the compiled
@@ -387,16 +323,11 @@ class AccumulatingModel(keras.Model):
                 sum. Defaults to `1.0`: all micro-batches weigh the same.
 
         Raises:
-            ValueError: If the model is not compiled, if the gradients do not
-                fit the trainable variables, if all of them are `None`, if it
-                is called twice in one `train_step`, or if the trainable
-                variables or the optimizer have changed since `compile`.
+            ValueError: If the gradients do not fit the trainable variables, if
+                these or the optimizer have changed since `compile`, or if it
+                is called twice in one `train_step`.
         """
-        if not self.compiled:
-            raise ValueError(
-                "`accumulate_gradients` needs an optimizer: call "
-                f"`compile(optimizer, ...)` first. Received: model={self}"
-            )
+        _checks.check_compiled(self, "accumulate_gradients")
         if not self.trainable_variables:
             warnings.warn(
                 "The model does not have any trainable weights.", stacklevel=2
@@ -404,27 +335,21 @@ class AccumulatingModel(keras.Model):
         elif self._accumulates:
             # Only the first micro-batch may build the variables of the model.
             if self._accumulator is None:
-                across_replicas(self._build_accumulator)
+                _replicas.across_replicas(self._build_accumulator)
             assert self._accumulator is not None
-            if not self._cycles.trains_the_same(self._accumulator):
-                raise ValueError(
-                    "The set of trainable variables, or the optimizer, has "
-                    "changed since the accumulators were created. Call "
-                    f"`compile()` again. Received: model={self}"
-                )
+            self._cycles.check_trains_the_same(self._accumulator)
             self._accumulator.accumulate(gradients, weight)
         else:
             variables = self.trainable_variables
-            gradients = check_gradients(gradients, variables)
+            gradients = _checks.check_gradients(gradients, variables)
             self.optimizer.apply_gradients(
                 zip(gradients, variables, strict=True)
             )
 
     def apply_accumulated_gradients(self) -> None:
-        """Ends the cycle now; with nothing pending, it does nothing.
+        """Ends the cycle now, as `fit` does at the end of an epoch.
 
-        `fit` does so at the end of an epoch. After `train_on_batch`, call it
-        when the data has ended.
+        Call it when the data of `train_on_batch` has ended.
         """
         self._cycles.apply()
 
@@ -449,13 +374,8 @@ class AccumulatingModel(keras.Model):
         the epoch.
 
         Args:
-            x: Inputs, see `keras.Model.fit`.
-            y: Targets.
-            batch_size: Int. Samples in a micro-batch. Defaults to `32`.
-            epochs: Int. Defaults to `1`.
-            verbose: `"auto"`, `0`, `1` or `2`. Defaults to `"auto"`.
-            callbacks: List of `keras.callbacks.Callback`.
-            **kwargs: More keyword arguments of `keras.Model.fit`.
+            x, y, batch_size, epochs, verbose, callbacks, **kwargs: As for
+                `keras.Model.fit`; `batch_size` is that of a micro-batch.
 
         Returns:
             The `keras.callbacks.History`.
@@ -467,31 +387,33 @@ class AccumulatingModel(keras.Model):
             *keras.tree.flatten(callbacks or []),
         ]
         # Defaults are left to `super().fit`: another class may have its own.
-        if batch_size is not None:
-            kwargs["batch_size"] = batch_size
-        if epochs != 1:
-            kwargs["epochs"] = epochs
-        if verbose != "auto":
-            kwargs["verbose"] = verbose
-        self._share_sample_weight(y, kwargs.get("sample_weight"))
+        for name, value, default in (
+            ("batch_size", batch_size, None),
+            ("epochs", epochs, 1),
+            ("verbose", verbose, "auto"),
+        ):
+            if value != default:
+                kwargs[name] = value
+        if self._loss_weights.share(y, kwargs.get("sample_weight")):
+            self.train_function = None  # it was traced for the other case
         return super().fit(x, y, callbacks=callbacks, **kwargs)
 
     def make_train_function(self, force=False):
         if self.train_function is not None and not force:
-            return self.train_function  # as Keras does
+            return
         self._gradient_function = None
         if self._accumulates or self._cycles.accumulators():
             self._make_accumulating_function()
         else:
             super().make_train_function(force=True)
-        if is_multi_worker(self.distribute_strategy):
+        if _replicas.is_multi_worker(self.distribute_strategy):
             self.train_function = _keras.with_local_logs(self.train_function)
 
     def make_test_function(self, force=False):
         if self.test_function is not None and not force:
-            return self.test_function
+            return
         super().make_test_function(force)
-        if is_multi_worker(self.distribute_strategy):
+        if _replicas.is_multi_worker(self.distribute_strategy):
             self.test_function = _keras.with_local_logs(self.test_function)
 
     def _make_accumulating_function(self):
@@ -501,15 +423,14 @@ class AccumulatingModel(keras.Model):
             and self.built
             and not self._overrides("train_step")
         ):
-            with scope_of(self.distribute_strategy):
-                self._build_optimizer()
-                self._build_accumulator()
+            self._build_optimizer()
+            self._build_accumulator()
         # Keras compiles the whole step as one XLA cluster. A condition inside a
         # cluster carries every variable that it may write through it, which
         # takes longer than forward and backward together. So Keras is told not
         # to compile: `compute_gradients` and the update are, each by itself.
         jit_compile: bool = self.jit_compile
-        if jit_compile and can_compile(self.distribute_strategy):
+        if jit_compile and _replicas.can_compile(self.distribute_strategy):
             function = tf.function(
                 self._watched_gradients,
                 jit_compile=True,
@@ -518,20 +439,23 @@ class AccumulatingModel(keras.Model):
             )
             # A bare `tf.function` would be tracked, and exported.
             self._gradient_function = lambda data: function(data)
-        train_step = self.train_step
         # Keras takes its step from this name.
-        vars(self)["train_step"] = lambda data: self._train(train_step, data)
+        train_step = functools.partial(self._train, self.train_step)
+        self.__dict__["train_step"] = train_step
         self.jit_compile = False
         try:
             super().make_train_function(force=True)
         finally:
             self.jit_compile = jit_compile
-            del vars(self)["train_step"]
+            del self.__dict__["train_step"]
         train_function = self.train_function
+        assert train_function is not None
 
         def train(iterator):
             self._cycles.is_live = True
-            batches = split_over_replicas(iterator, self.distribute_strategy)
+            batches = _replicas.split_over_replicas(
+                iterator, self.distribute_strategy
+            )
             return train_function(batches)
 
         self.train_function = train
@@ -550,7 +474,10 @@ class AccumulatingModel(keras.Model):
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         strategy = self.distribute_strategy
         if strategy.num_replicas_in_sync > 1 and iterator is not None:
-            iterator, data_batch = None, first_batch(iterator, strategy)
+            iterator, data_batch = (
+                None,
+                _replicas.first_batch(iterator, strategy),
+            )
         super()._maybe_symbolic_build(iterator, data_batch)
 
     def load_weights(
@@ -560,16 +487,6 @@ class AccumulatingModel(keras.Model):
 
         If it fails, no cycle is pending, and the weights are as Keras left
         them.
-
-        Args:
-            filepath: Path of a `.weights.h5`, `.weights.json` or `.keras` file.
-            skip_mismatch: Bool. Warn of what does not fit instead of raising.
-                Defaults to `False`.
-            **kwargs: Keyword arguments of `keras.Model.load_weights`.
-
-        Raises:
-            OSError: If the file cannot be read.
-            ValueError: If it is of another model.
         """
         self._cycles.reset()  # a legacy file holds no cycle
         try:
@@ -585,24 +502,18 @@ class AccumulatingModel(keras.Model):
     def load_own_variables(self, store):
         cycles, store = _cycles.split(store)
         if self.compiled:  # else it is loaded for inference
-            if _cycles.OWN in cycles and self._accumulator is None:
-                with scope_of(self.distribute_strategy):
-                    self._build_accumulator()
-            self._cycles.load(cycles)
-            if _cycles.OWN in cycles and not self._accumulates:
+            if _cycles.OWN in cycles:
                 self._begin_to_accumulate()
+                self._build_accumulator()
+            self._cycles.load(cycles)
         super().load_own_variables(store)
 
     def get_compile_config(self):
         config = super().get_compile_config()
         if config:
-            ours = {
-                "accum_steps": self._accum_steps,
-                "remainder": self._remainder,
-                "skip_nonfinite": self._skip_nonfinite,
-            }
             # No more than Keras writes if they are the defaults.
-            for name, value in ours.items():
+            for name in ("accum_steps", "remainder", "skip_nonfinite"):
+                value = getattr(self, f"_{name}")
                 if value != getattr(AccumulatingModel, f"_{name}"):
                     config[name] = value
         return config
@@ -621,43 +532,17 @@ class AccumulatingModel(keras.Model):
             self.optimizer.build(self.trainable_variables)
 
     def _check_can_accumulate(self):
-        """Raises if the strategy, or another base class, does not allow it."""
-        strategy = self.distribute_strategy
-        check_strategy(strategy)
-        if is_multi_worker(strategy) and self.steps_per_execution > 1:
-            raise ValueError(
-                "`steps_per_execution` must be 1 with several workers: "
-                "TensorFlow cannot reduce gradients inside of that loop. "
-                f"Received: steps_per_execution={self.steps_per_execution}"
-            )
-        behind = super().train_step.__func__  # type: ignore[attr-defined]
-        if behind is not keras.Model.train_step and not self._overrides(
-            "train_step"
-        ):
-            raise TypeError(
-                f"`{behind.__qualname__}` would not be called: "
-                f"{type(self).__name__} derives from `AccumulatingModel` "
-                "first, which has its own `train_step`. Override `train_step` "
-                f"in {type(self).__name__}, and call "
-                "`self.accumulate_gradients(gradients, weight)` instead of "
-                "`self.optimizer.apply_gradients(...)`."
-            )
+        _replicas.check_strategy(
+            self.distribute_strategy, self.steps_per_execution
+        )
+        if not self._overrides("train_step"):
+            _checks.check_train_step(type(self), super().train_step)
 
     def _begin_to_accumulate(self):
-        self._accumulates = True
-        if self.train_function is not None:
-            self.make_train_function(force=True)
-
-    def _share_sample_weight(self, y, sample_weight):
-        """Notes whether one array of sample weights serves several outputs."""
-        shared = sample_weight is not None and not keras.tree.is_nested(
-            sample_weight
-        )
-        shared = shared and keras.tree.is_nested(y)
-        if shared != self._loss_weights.share_sample_weight:
-            self._loss_weights.share_sample_weight = shared
-            if self._accumulates:
-                self.train_function = None  # it was traced for the other case
+        if not self._accumulates:
+            self._accumulates = True
+            if self.train_function is not None:
+                self.make_train_function(force=True)
 
     @functools.cached_property
     def _cycles(self):
@@ -665,27 +550,18 @@ class AccumulatingModel(keras.Model):
 
     @functools.cached_property
     def _loss_weights(self):
-        return LossWeights(self)
+        return _weighting.LossWeights(self)
 
     def _overrides(self, name):
         """Whether a subclass overrides the method of this name."""
         own = getattr(type(self), name)
         return own is not getattr(AccumulatingModel, name)
 
-    def _loss_of(self, x, y, y_pred, sample_weight):
-        arguments = {"training": True}
-        if "training" not in inspect.signature(self.compute_loss).parameters:
-            arguments = {}  # an override for a Keras before 3.3
-        loss = self.compute_loss(x, y, y_pred, sample_weight, **arguments)
-        if not self._overrides("compute_loss"):
-            loss = undivided(loss, self, x)
-        return loss
-
     def _build_optimizer(self):
         # Before the optimizer scales the loss, and outside of the trace: inside
         # one, some optimizers lose the initial values of their slots.
         if not self.optimizer.built and self.trainable_variables:
-            with tf.init_scope():
+            with tf.init_scope(), _replicas.scope_of(self.distribute_strategy):
                 self.optimizer.build(self.trainable_variables)
 
     def _build_accumulator(self):
@@ -694,47 +570,24 @@ class AccumulatingModel(keras.Model):
         jit_compile: bool | typing.Literal["auto"] = "auto"
         if self.jit_compile or self.run_eagerly:
             jit_compile = self.jit_compile
-        self._accumulator = GradientAccumulator(
-            self.optimizer,
-            self.trainable_variables,
-            self._accum_steps,
-            skip_nonfinite=self._skip_nonfinite,
-            jit_compile=jit_compile,
-        )
+        with _replicas.scope_of(self.distribute_strategy):
+            self._accumulator = GradientAccumulator(
+                self.optimizer,
+                self.trainable_variables,
+                self._accum_steps,
+                skip_nonfinite=self._skip_nonfinite,
+                jit_compile=jit_compile,
+            )
 
 
 @keras.saving.register_keras_serializable("accumodel")
 class Functional(AccumulatingModel, _construction.KerasFunctional):
     """What `AccumulatingModel(inputs, outputs)` makes.
 
-    For Keras it is a functional model, by its name too, after which Keras names
-    models, and TensorBoard knows them. As a registered class it is found again
-    when a file is loaded.
+    Keras names models after its name, and TensorBoard knows it by it.
     """
 
 
 @keras.saving.register_keras_serializable("accumodel")
-class WrappingAccumulatingModel(AccumulatingModel):
-    """What `from_model` makes of a model that is a subclass.
-
-    Args:
-        model: The `keras.Model` that it calls.
-    """
-
-    def __init__(self, model, **kwargs):
-        super().__init__(**kwargs)
-        self.model = model
-        self.built = model.built
-
-    def call(self, inputs, training=None):
-        # Keras passes `training` on, to models whose `call` takes it.
-        return self.model(inputs)
-
-    def get_config(self):
-        model = keras.saving.serialize_keras_object(self.model)
-        return {**super().get_config(), "model": model}
-
-    @classmethod
-    def from_config(cls, config):
-        model = keras.saving.deserialize_keras_object(config.pop("model"))
-        return cls(model, **config)
+class WrappingAccumulatingModel(_construction.Wrapping, AccumulatingModel):
+    """What `from_model` makes of a model that is a subclass."""

@@ -26,7 +26,7 @@ SIZES = {
     "short last micro-batch": SHORT_LAST_MICRO_BATCH,
     "short inside a cycle": SHORT_INSIDE,
 }
-EPOCHS = 3
+EPOCHS = 2
 FEATURES = 6
 CLASSES = 3
 TIMESTEPS = 5
@@ -266,6 +266,31 @@ def with_add_loss(model_class):
     )
 
 
+class AddsLosses(keras.layers.Layer):
+    """Adds one loss per sample, which Keras sums up: as a CTC layer does."""
+
+    def call(self, inputs):
+        self.add_loss(0.1 * keras.ops.sum(inputs**2, axis=-1, keepdims=True))
+        return inputs
+
+
+def with_summed_add_loss(model_class):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Dense(4, activation="tanh", use_bias=False)(inputs)
+    return model_class(inputs, AddsLosses()(x))
+
+
+def masked_and_not(model_class):
+    """Two outputs, of which one is under a mask."""
+    inputs = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
+    masked = keras.layers.Dense(CLASSES, activation="softmax")(x)
+    unmasked = keras.layers.Dense(CLASSES, activation="softmax")(
+        keras.ops.one_hot(inputs, TOKENS)
+    )
+    return model_class(inputs, [masked, unmasked])
+
+
 def with_own_compute_loss(model_class):
     class Own(model_class):
         def __init__(self):
@@ -316,6 +341,21 @@ def squared_error_by_sample(y_true, y_pred):
 
 def squared_error_as_scalar(y_true, y_pred):
     return keras.ops.mean((y_pred - y_true) ** 2)
+
+
+def squared_error_as_one_element(y_true, y_pred):
+    return keras.ops.mean((y_pred - y_true) ** 2, keepdims=True)
+
+
+class Twice(keras.losses.Loss):
+    """Overrides `__call__`, and calls a loss inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.losses.SparseCategoricalCrossentropy()
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return 2.0 * self.inner(y_true, y_pred, sample_weight)
 
 
 # -- the cases -------------------------------------------------------------

@@ -112,6 +112,7 @@ def test_links_lead_to_files_and_headings(page):
             assert anchor in slugs, target
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path],
@@ -124,6 +125,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
         assert f'id="accumodel.{member.id}"' in reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebooks_run_and_hold_their_outputs(path):
     notebook = nbformat.read(path, as_version=4)
@@ -134,6 +136,7 @@ def test_notebooks_run_and_hold_their_outputs(path):
     nbclient.NotebookClient(notebook, timeout=300).execute()
 
 
+@pytest.mark.slow
 def test_the_demonstration_shows_the_weights_of_the_big_batch(tmp_path):
     picture = tmp_path / "demonstration.png"
     result = subprocess.run(
@@ -166,6 +169,7 @@ def test_the_demonstration_refuses_sizes_that_make_no_sense(arguments, capsys):
     assert arguments[0].split("=")[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -187,6 +191,7 @@ def test_benchmarks_run_and_write_figures_and_picture(command, tmp_path):
     assert paths[1].stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_workers_counts_one_reduction_in_a_cycle(tmp_path):
     path = tmp_path / "figures.json"
     arguments = f"--models embedding --steps 2 --rounds=1 --json={path}"
@@ -201,6 +206,7 @@ def test_the_benchmark_of_workers_counts_one_reduction_in_a_cycle(tmp_path):
     assert row["one a micro-batch"]["reductions"] == 1.5
 
 
+@pytest.mark.slow
 def test_the_comparison_with_keras_finds_accumodel_exact(tmp_path):
     path = tmp_path / "figures.json"
     subprocess.run(

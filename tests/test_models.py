@@ -330,6 +330,7 @@ def test_a_train_step_that_updates_by_itself_is_told_of(points):
     assert sum("nothing was accumulated" in each for each in messages) == 1
 
 
+@pytest.mark.slow
 def test_keras_hub_tasks():
     keras_hub = pytest.importorskip(
         "keras_hub", reason="its newest release needs the newest TensorFlow"
@@ -443,7 +444,9 @@ def make_text_task(keras_hub, name):
     )
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["bert", pytest.param("gpt2", marks=pytest.mark.slow)]
+)
 def test_from_model_takes_keras_hub_tasks(name, tmp_path):
     keras_hub = pytest.importorskip(
         "keras_hub", reason="its newest release needs the newest TensorFlow"

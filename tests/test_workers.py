@@ -6,6 +6,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import worker
 
 from accumodel import AccumulatingModel
@@ -41,38 +42,56 @@ def check_reports(folder, count, expected):
         yield report
 
 
-@pytest.mark.parametrize(("count", "accum_steps"), [(2, "4"), (3, "2")])
-def test_workers_end_with_the_weights_of_one_device(
-    count, accum_steps, expected, tmp_path
-):
-    codes = train_workers(count, tmp_path, accum_steps)
-    for report in check_reports(tmp_path, count, expected):
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory):
+    """The folder of two workers that have trained."""
+    folder = tmp_path_factory.mktemp("two")
+    assert train_workers(2, folder, "4") == [0, 0], log_of(folder)
+    return folder
+
+
+def log_of(folder):
+    return (folder / "log0").read_text()
+
+
+def check_workers(folder, count, expected):
+    for report in check_reports(folder, count, expected):
         assert list(report["history"]) == list(expected["history"])
         for name, values in expected["history"].items():
             np.testing.assert_allclose(report["history"][name], values, 1e-5)
-    assert codes == [0] * count
     # What the chief saved by itself is a file like any other.
     plain = worker.make_and_compile(keras.Model)
     plain.optimizer.build(plain.trainable_variables)
-    plain.load_weights(tmp_path / "chief.weights.h5")
+    plain.load_weights(folder / "chief.weights.h5")
     for weight, desired in zip(
         plain.get_weights(), expected["weights"], strict=True
     ):
         np.testing.assert_allclose(weight, desired, rtol=0, atol=1e-6)
 
 
-def test_in_mid_cycle_the_files_of_all_workers_hold_the_whole_cycle(tmp_path):
-    assert train_workers(2, tmp_path, "4") == [0, 0]
+def test_two_workers_end_with_the_weights_of_one_device(two_workers, expected):
+    check_workers(two_workers, 2, expected)
+
+
+@pytest.mark.slow
+def test_three_workers_end_with_the_weights_of_one_device(expected, tmp_path):
+    assert train_workers(3, tmp_path, "2") == [0, 0, 0]
+    check_workers(tmp_path, 3, expected)
+
+
+def test_in_mid_cycle_the_files_of_all_workers_hold_the_whole_cycle(
+    two_workers,
+):
     models = []
     for rank in range(2):
         model = worker.make_and_compile(AccumulatingModel, accum_steps=4)
-        model.load_weights(tmp_path / f"mid{rank}.weights.h5")
+        model.load_weights(two_workers / f"mid{rank}.weights.h5")
         assert model.pending_steps == 1
         model.apply_accumulated_gradients()
         models.append(model)
     one = worker.make_and_compile(keras.Model)
     one.optimizer.build(one.trainable_variables)
-    one.load_weights(tmp_path / "chief.weights.h5")
+    one.load_weights(two_workers / "chief.weights.h5")
     one.train_on_batch(*worker.make_data())
     for model in models:
         for weight, desired in zip(
@@ -81,6 +100,17 @@ def test_in_mid_cycle_the_files_of_all_workers_hold_the_whole_cycle(tmp_path):
             np.testing.assert_allclose(weight, desired, rtol=0, atol=1e-6)
 
 
+def test_steps_per_execution_is_refused_on_several_workers(monkeypatch):
+    model = worker.make_and_compile(AccumulatingModel)
+    strategy_class = tf.distribute.MultiWorkerMirroredStrategy
+    strategy = strategy_class.__new__(strategy_class)  # it needs a cluster
+    monkeypatch.setattr(model, "_distribute_strategy", strategy)
+    match = r"`steps_per_execution` must be 1.* steps_per_execution=2"
+    with pytest.raises(ValueError, match=match):
+        model.compile("sgd", "mse", accum_steps=2, steps_per_execution=2)
+
+
+@pytest.mark.slow
 def test_a_dead_worker_stops_the_others_and_a_restart_goes_on(
     expected, tmp_path
 ):

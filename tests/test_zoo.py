@@ -95,7 +95,15 @@ APPLICATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", APPLICATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("MobileNet", "ResNet50V2")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in APPLICATIONS
+    ],
+)
 def test_applications(name):
     images, classes = digits(12, 32)
     # Gray: on a background of exact zeros, and without biases, rounding would
@@ -549,7 +557,11 @@ def make_wgan(model_class):
 
 
 @pytest.mark.parametrize(
-    ("make", "updates"), [(make_dcgan, (4, 4)), (make_wgan, (1, 3))]
+    ("make", "updates"),
+    [
+        pytest.param(make_dcgan, (4, 4), marks=pytest.mark.slow),
+        (make_wgan, (1, 3)),
+    ],
 )
 def test_gans(make, updates):
     images, _ = digits(SAMPLES)

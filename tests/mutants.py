@@ -1,0 +1,277 @@
+"""`python -m tests.mutants`: does a test notice each of these faults?
+
+Applies one fault at a time to a copy of the repository, runs the default tests
+there until one fails, and prints which one did. A fault that no test notices,
+or that cannot be applied any more, makes the exit code 1.
+"""
+
+import argparse
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import typing
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+class Mutant(typing.NamedTuple):
+    """One fault.
+
+    Args:
+        name: What it does.
+        path: The module, in `accumodel/`.
+        old: Text that occurs once in it.
+        new: What replaces it.
+        first: Test files that are run before all others, for speed.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    first: str
+
+
+MUTANTS = [
+    Mutant(
+        "no weight",
+        "accumulator.py",
+        "scale = tf.cast(weight, tf.float64)",
+        "scale = tf.ones((), tf.float64)",
+        "test_accumulator.py",
+    ),
+    Mutant(
+        "weights not added up",
+        "accumulator.py",
+        "assign_add([each, tf.abs(each), 1.0])",
+        "assign_add([1.0, 1.0, 1.0])",
+        "test_accumulator.py",
+    ),
+    Mutant(
+        "replicas left out of the scale",
+        "accumulator.py",
+        "scale *= count_replicas()",
+        "scale *= 1",
+        "test_distribution.py",
+    ),
+    Mutant(
+        "reduced by accumodel and by the optimizer",
+        "accumulator.py",
+        "with without_own_reduction(with_inner_optimizers(self.optimizer)):",
+        "with contextlib.nullcontext():",
+        "test_keras_names.py test_distribution.py",
+    ),
+    Mutant(
+        "the first of a cycle adds",
+        "accumulator.py",
+        "lambda: add_each(_assign), lambda",
+        "lambda: add_each(_add), lambda",
+        "test_accumulator.py",
+    ),
+    Mutant(
+        "reset keeps the total",
+        "accumulator.py",
+        "self._totals.assign(tf.zeros(3, tf.float64))",
+        "pass",
+        "test_accumulator.py",
+    ),
+    Mutant(
+        "no end of the cycle before validation",
+        "callbacks.py",
+        "        # Validation comes before `on_epoch_end`.\n"
+        "        self._end_cycle()",
+        "        pass",
+        "test_model.py",
+    ),
+    Mutant(
+        "no end of the cycle at the end of an epoch",
+        "callbacks.py",
+        "            self._warn_of_short_epochs(self._batches)\n"
+        "        self._end_cycle()",
+        "            self._warn_of_short_epochs(self._batches)",
+        "test_model.py",
+    ),
+    Mutant(
+        "mask ignored",
+        "_weighting.py",
+        "        if mask is None:\n            return Divisor(elements,",
+        "        if True:\n            return Divisor(elements,",
+        "test_exactness.py",
+    ),
+    Mutant(
+        "a weight of zero is not replaced",
+        "_weighting.py",
+        "return tf.where(tf.equal(value, 0), tiny, value)",
+        "return value",
+        "test_exactness.py",
+    ),
+    Mutant(
+        "no wait for the gradients of a nested function",
+        "accumulator.py",
+        "list(map(tf.identity, _values(gradients)))",
+        "_values(gradients)",
+        "test_refused_or_warned.py",
+    ),
+    Mutant(
+        "no wait before the count",
+        "accumulator.py",
+        "with tf.control_dependencies([accepted]):",
+        "with contextlib.nullcontext():",
+        "test_model.py test_refused_or_warned.py",
+    ),
+    Mutant(
+        "sums in the dtype of the variable",
+        "accumulator.py",
+        "if dtype in (tf.float16, tf.bfloat16):",
+        "if False:",
+        "test_accumulator.py",
+    ),
+    Mutant(
+        "an update at every micro-batch",
+        "accumulator.py",
+        "self._count >= self._accum_steps",
+        "self._count >= 1",
+        "test_accumulator.py",
+    ),
+    Mutant(
+        "float8 averaged",
+        "accumulator.py",
+        "                if overwrites(variable):\n",
+        "                if False:\n",
+        "test_refused_or_warned.py",
+    ),
+    Mutant(
+        "gradients of an earlier cycle count",
+        "accumulator.py",
+        "(self._given & is_begun) | present",
+        "self._given | present",
+        "test_refused_or_warned.py",
+    ),
+    Mutant(
+        "each replica judges by itself what is finite",
+        "accumulator.py",
+        "(bad,) = sum_over_replicas([bad])",
+        "",
+        "test_distribution.py",
+    ),
+    Mutant(
+        "a replica without samples gives its gradients",
+        "accumulator.py",
+        "gradients = without_empty(gradients, weight)",
+        "",
+        "test_distribution.py",
+    ),
+    Mutant(
+        "weights that cancel divide",
+        "accumulator.py",
+        "_CANCELLED = 1e-9",
+        "_CANCELLED = -1.0",
+        "test_refused_or_warned.py",
+    ),
+    Mutant(
+        "the remainder is applied although it is to be dropped",
+        "callbacks.py",
+        "self.model._cycles.reset()",
+        "self.model._cycles.apply()",
+        "test_model.py",
+    ),
+    Mutant(
+        "sums are divided by samples",
+        "_weighting.py",
+        "            return None\n        if None in sources:",
+        "            return samples\n        if None in sources:",
+        "test_exactness.py",
+    ),
+    Mutant(
+        "the logged loss is a mean of means",
+        "model.py",
+        "sample_weight=samples if weight is None else weight,",
+        "",
+        "test_exactness.py",
+    ),
+    Mutant(
+        "pairs are taken apart",
+        "_checks.py",
+        "gradients = _match(gradients, variables)",
+        "gradients = [gradient for gradient, _ in gradients]",
+        "test_refused_or_warned.py",
+    ),
+    Mutant(
+        "a file forgets the weights of its sums",
+        "_cycles.py",
+        'accumulator._totals.assign(cycle["totals"])',
+        'accumulator._totals.assign([0.0 * cycle["totals"][0], 0.0, 1.0])',
+        "test_state.py",
+    ),
+    Mutant(
+        "train_on_batch gives each replica the whole batch",
+        "model.py",
+        "batches = split_over_replicas(iterator, self.distribute_strategy)",
+        "batches = iterator",
+        "test_distribution.py",
+    ),
+    Mutant(
+        "sums are all on one device",
+        "accumulator.py",
+        "with extended.colocate_vars_with(variable):",
+        "with contextlib.nullcontext():",
+        "test_refused_or_warned.py",
+    ),
+]
+
+
+def apply(mutant, folder):
+    path = folder / "accumodel" / mutant.path
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        raise SystemExit(
+            f"'{mutant.name}' cannot be applied: its text occurs "
+            f"{text.count(mutant.old)} times in {mutant.path}, not once."
+        )
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def run(folder, arguments):
+    """Returns the name of the first test that fails, or `None`."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.M)
+    if failed:
+        return failed.group(1).removeprefix("tests/")
+    if result.returncode:
+        raise SystemExit(f"pytest failed:\n{result.stdout}{result.stderr}")
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="of some faults; default: all")
+    arguments = parser.parse_args()
+    mutants = [
+        each
+        for each in MUTANTS
+        if not arguments.names or each.name in arguments.names
+    ]
+    survivors = 0
+    for mutant in mutants:
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name) / "copy"
+            ignored = shutil.ignore_patterns(".git", "__pycache__", ".*_cache")
+            shutil.copytree(ROOT, folder, ignore=ignored)
+            apply(mutant, folder)
+            first = [f"tests/{each}" for each in mutant.first.split()]
+            killer = run(folder, first) or run(folder, [])
+        survivors += killer is None
+        print(f"{mutant.name:56} {killer or 'SURVIVES'}", flush=True)
+    sys.exit(survivors > 0)
+
+
+if __name__ == "__main__":
+    main()
