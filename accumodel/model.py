@@ -400,7 +400,7 @@ class AccumulatingModel(keras.Model):
 
     def make_train_function(self, force=False):
         if self.train_function is not None and not force:
-            return
+            return self.train_function  # as Keras does
         self._gradient_function = None
         if self._accumulates or self._cycles.accumulators():
             self._make_accumulating_function()
@@ -411,7 +411,7 @@ class AccumulatingModel(keras.Model):
 
     def make_test_function(self, force=False):
         if self.test_function is not None and not force:
-            return
+            return self.test_function
         super().make_test_function(force)
         if _replicas.is_multi_worker(self.distribute_strategy):
             self.test_function = _keras.with_local_logs(self.test_function)

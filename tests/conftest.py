@@ -1,5 +1,7 @@
 """What all tests share: data, models, and the comparison of their weights."""
 
+import gc
+
 import hypothesis
 import keras
 import numpy as np
@@ -28,10 +30,16 @@ for name, examples, derandomize in (
 hypothesis.settings.load_profile("default")
 
 
+# What was imported is never garbage, and need not be searched for any.
+gc.collect()
+gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def fresh_keras():
     """Each test begins with the same seed and without the last one's graphs."""
-    keras.backend.clear_session()
+    # Without its search for garbage, which takes longer than many tests.
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
 
 

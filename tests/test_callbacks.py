@@ -36,6 +36,34 @@ def test_the_schedule_sets_the_steps_of_each_epoch(data):
     assert distance(model, reference) < 1e-6
 
 
+def test_a_dict_sets_the_steps_of_its_epochs_and_keeps_them(data):
+    model = make_model()
+    model.compile("adam", "sparse_categorical_crossentropy", accum_steps=3)
+    logs = model.fit(
+        *data,
+        batch_size=8,
+        epochs=5,
+        verbose=0,
+        callbacks=[AccumStepsScheduler({1: 1, 3: 4})],
+    )
+    assert logs.history["accum_steps"] == [3, 1, 1, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "error", "match"),
+    [
+        ({0: 0}, ValueError, "`accum_steps` must be at least 1"),
+        ({0: 1, 4: 2.5}, TypeError, "`accum_steps` must be a positive"),
+        ({-1: 2}, ValueError, "keys of `schedule` must be epochs"),
+        ({"4": 2}, TypeError, "keys of `schedule` must be epochs"),
+        ([1, 2], TypeError, "`schedule` must be a dict"),
+    ],
+)
+def test_a_bad_schedule_is_refused_when_it_is_made(schedule, error, match):
+    with pytest.raises(error, match=match):
+        AccumStepsScheduler(schedule)
+
+
 @pytest.mark.parametrize(
     ("value", "error"), [(0, ValueError), (2.5, TypeError)]
 )
