@@ -242,7 +242,7 @@ def run(folder, arguments):
         capture_output=True,
         text=True,
     )
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", result.stdout, re.M)
     if failed:
         return failed.group(1).removeprefix("tests/")
     if result.returncode:

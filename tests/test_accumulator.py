@@ -1,4 +1,4 @@
-"""`GradientAccumulator` by itself, in training loops of one's own."""
+"""`GradientAccumulator` by itself, in custom training loops."""
 
 import keras
 import numpy as np

@@ -135,7 +135,7 @@ MORE_CASES = {
         data=two_targets,
         loss=lambda: {"size": squared_error_as_scalar},
     ),
-    "scalar beside a regulariser": Case(
+    "scalar next to a regulariser": Case(
         make=lambda cls: with_l2(cls), data=points, loss=lambda: squares
     ),
     "add_loss": Case(make=with_add_loss),
@@ -216,7 +216,7 @@ def test_one_device_strategy():
 
 
 class OwnLoss(AccumulatingModel):
-    """Divides by the replicas, as a loss of one's own must in Keras."""
+    """Divides by the replicas, as a custom loss must in Keras."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +235,7 @@ class OwnLoss(AccumulatingModel):
         return tf.reduce_sum(tf.cast(x > 0, tf.float32))
 
 
-def test_a_compute_loss_of_ones_own_is_divided_by_the_replicas_as_in_keras():
+def test_a_custom_compute_loss_is_divided_by_the_replicas_as_in_keras():
     def data(samples, rng):
         x, y = tokens(samples, rng)
         x[:4] = 0  # all that the first replica gets at first

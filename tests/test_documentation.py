@@ -65,7 +65,7 @@ def test_examples_in_docstrings_run(module):
 
 
 def public_members():
-    """Yields the public classes, and what they have beside Keras's classes."""
+    """Yields the public classes, and what they have next to Keras's classes."""
     for class_name in accumodel.__all__:
         public_class = getattr(accumodel, class_name)
         yield pytest.param(public_class, id=class_name)

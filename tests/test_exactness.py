@@ -117,6 +117,11 @@ def test_schedules_count_updates(schedule):
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
 # A sum is as large as its batch.
 SMALL_STEPS = {"sum": lambda: keras.optimizers.SGD(0.003)}
+# Keras has two names of one reduction, and a sum has no divisor to be wrong.
+SAME_AS_OTHERS = [
+    *(("mean", data) for data in (classes, weighted_classes, tokens)),
+    *(("sum", data) for data in (weighted_classes, tokens)),
+]
 CASES = {
     # Losses, weights, masks.
     **{
@@ -126,8 +131,11 @@ CASES = {
             make=recurrent if "tokens" in data.__name__ else dense,
             optimizer=SMALL_STEPS.get(reduction, OPTIMIZERS["SGD"]),
         )
-        for reduction in REDUCTIONS
-        for data in (classes, weighted_classes, tokens, weighted_tokens)
+        for reduction, data in itertools.product(
+            REDUCTIONS, (classes, weighted_classes, tokens, weighted_tokens)
+        )
+        # The same as another row.
+        if (reduction, data) not in SAME_AS_OTHERS
     },
     "no reduction": Case(
         loss=sparse_crossentropy("none"), optimizer=SMALL_STEPS["sum"]
@@ -214,8 +222,8 @@ CASES = {
         data=tokens,
         sizes=[[1, 1], [1, 7], [8, 8]],
     ),
-    "compute_loss of one's own": Case(make=with_own_compute_loss),
-    "micro_batch_weight of one's own": Case(make=with_own_weight, data=tokens),
+    "custom compute_loss": Case(make=with_own_compute_loss),
+    "custom micro_batch_weight": Case(make=with_own_weight, data=tokens),
     # Gradients.
     "sparse gradients, one table used twice": Case(
         make=embedding, data=tokens, optimizer=OPTIMIZERS["Adam"]
@@ -263,9 +271,13 @@ def test_every_case_that_users_meet(case):
 # -- precision -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SGD", "momentum", "Adam", "AdamW"])
 @pytest.mark.parametrize(
-    ("make", "data"), [(dense, weighted_classes), (masking, points)]
+    ("name", "make", "data"),
+    [
+        ("momentum", masking, points),
+        ("Adam", dense, weighted_classes),
+        ("AdamW", masking, points),
+    ],
 )
 def test_float64_agrees_to_its_own_rounding(name, make, data):
     loss = "mse" if make is masking else "sparse_categorical_crossentropy"
@@ -284,7 +296,7 @@ def test_float64_agrees_to_its_own_rounding(name, make, data):
 @pytest.mark.parametrize(
     "policy", ["mixed_float16", "mixed_bfloat16", "bfloat16", "float16"]
 )
-@pytest.mark.parametrize("name", ["SGD", "momentum"])
+@pytest.mark.parametrize("name", ["momentum"])
 def test_half_types_differ_as_keras_does_between_two_summation_orders(
     policy, name
 ):
@@ -516,7 +528,7 @@ def test_batch_normalization_of_few_samples_is_warned_of(
     assert any("Batch normalization" in m for m in messages) == warns
 
 
-def test_a_sum_beside_a_mean_is_refused():
+def test_a_sum_next_to_a_mean_is_refused():
     model = two_outputs(AccumulatingModel)
     losses = {
         "kind": keras.losses.SparseCategoricalCrossentropy(reduction="sum"),

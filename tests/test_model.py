@@ -278,7 +278,7 @@ class OwnCompile(AccumulatingModel):
         super().compile(*args, **kwargs)
 
 
-def test_a_compile_of_ones_own_is_warned_of_at_loading_as_by_keras(tmp_path):
+def test_a_custom_compile_is_warned_of_at_loading_as_by_keras(tmp_path):
     model = make_model(OwnCompile)
     model.compile("sgd", "mse", accum_steps=2)
     model.save(tmp_path / "model.keras")
@@ -437,7 +437,7 @@ def test_an_interrupted_fit_carries_its_cycle_where_that_was_asked_for(data):
     assert model.pending_steps == (6 + 13) % 4
 
 
-def test_a_callback_list_of_the_users_own_is_taken(data):
+def test_a_callback_list_of_the_user_is_taken(data):
     model = make_model()
     model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
     watch = Watch()
@@ -543,7 +543,7 @@ def test_with_accum_steps_1_the_step_is_that_of_keras(data):
 
 
 @pytest.mark.parametrize("accum_steps", [1, 4])
-def test_compute_gradients_of_ones_own_is_called_for_every_n(accum_steps, data):
+def test_custom_compute_gradients_is_called_for_every_n(accum_steps, data):
     class Doubled(AccumulatingModel):
         def compute_gradients(self, data):
             gradients, weight, logs = super().compute_gradients(data)
@@ -557,7 +557,7 @@ def test_compute_gradients_of_ones_own_is_called_for_every_n(accum_steps, data):
 
 
 @pytest.mark.parametrize("accum_steps", [1, 4])
-def test_train_step_of_ones_own_accumulates_for_every_n(accum_steps, data):
+def test_custom_train_step_accumulates_for_every_n(accum_steps, data):
     class Custom(AccumulatingModel):
         def train_step(self, data):
             x, y = data
@@ -624,7 +624,7 @@ def policy(request):
     ],
     indirect=["policy"],
 )
-def test_skip_nonfinite_beside_a_loss_scale_optimizer_is_refused(policy, wrap):
+def test_skip_nonfinite_next_to_a_loss_scale_optimizer_is_refused(policy, wrap):
     model = make_model()
     optimizer = wrap(keras.optimizers.SGD())
     with pytest.raises(ValueError, match="Received: skip_nonfinite=True"):

@@ -237,7 +237,7 @@ def make_task(task_class):
     return task_class(backbone, lambda x: 2 * x)
 
 
-def test_beside_another_model_class_its_methods_are_kept(points):
+def test_next_to_another_model_class_its_methods_are_kept(points):
     bases = AccumulatingModel.__bases__
     for _ in range(2):  # Keras changes the classes of the first
         reference, model = make_task(Task), make_task(AccumulatingTask)

@@ -7,6 +7,7 @@ import collections
 import functools
 import importlib
 import threading
+import time
 import warnings
 
 import cases
@@ -743,40 +744,36 @@ def test_sums_are_on_the_devices_of_their_variables():
     }
 
 
-class Fails:
-    """A gradient out of a nested function; one of its two may fail."""
-
-    def __init__(self):
-        self.fails = False
-
-    @property
-    def gradients(self):
-        @tf.function(autograph=False)
-        def gradients():
-            def maybe_fail(value):
-                if self.fails:
-                    raise RuntimeError("in a gradient")
-                return value
-
-            bad = tf.numpy_function(maybe_fail, [tf.ones(1)], tf.float32)
-            return tf.ones(1), tf.ensure_shape(bad, (1,))
-
-        return gradients
-
-
 @pytest.mark.parametrize("skip_nonfinite", [False, True])
 def test_a_failing_gradient_of_a_nested_function_adds_nothing(skip_nonfinite):
     variables = [keras.Variable([0.0]), keras.Variable([0.0])]
     accumulator = GradientAccumulator(
         SGD(1.0), variables, 3, skip_nonfinite=skip_nonfinite
     )
-    fails = Fails()
-    gradients = fails.gradients
-    step = tf.function(lambda: accumulator.accumulate(gradients(), 2.0))
-    step()
-    fails.fails = True
+
+    fails = []
+
+    def maybe_fail(value):
+        if fails:
+            time.sleep(0.3)  # so that nothing else is late by chance
+            raise RuntimeError("in a gradient")
+        return value
+
+    @tf.function(autograph=False)
+    def gradients(value):
+        # Without a side effect: nothing waits for it unless it is told to.
+        late = tf.numpy_function(
+            maybe_fail, [value], tf.float32, stateful=False
+        )
+        return value, tf.ensure_shape(late, (1,))
+
+    step = tf.function(
+        lambda value: accumulator.accumulate(gradients(value), 2.0)
+    )
+    step(tf.ones(1))
+    fails.append(True)
     with pytest.raises(Exception, match="in a gradient"):
-        step()
+        step(1000.0 * tf.ones(1))
     assert accumulator.pending_steps == 1
     np.testing.assert_array_equal(accumulator._totals, [2.0, 2.0, 1.0])
     for total in accumulator._sums:

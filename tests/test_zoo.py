@@ -1,4 +1,4 @@
-"""Models that nobody here thought up, beside the same in big batches."""
+"""Models that nobody here thought up, next to the same in big batches."""
 
 import keras
 import numpy as np
@@ -99,7 +99,7 @@ APPLICATIONS = {
     "name",
     [
         name
-        if name in ("MobileNet", "ResNet50V2")
+        if name == "MobileNet"
         else pytest.param(name, marks=pytest.mark.slow)
         for name in APPLICATIONS
     ],
@@ -329,7 +329,7 @@ def test_a_stateful_rnn_goes_on_from_micro_batch_to_micro_batch():
         np.testing.assert_allclose(state, expected, atol=1e-6)
 
 
-# -- a loss of one's own -------------------------------------------------------
+# -- a custom loss ------------------------------------------------------------
 
 
 class Distiller(keras.Model):
@@ -368,7 +368,7 @@ def test_distillation():
     )
 
 
-# -- a train_step of one's own -------------------------------------------------
+# -- a custom train_step ------------------------------------------------------
 
 
 def make_vae(model_class):
