@@ -6,6 +6,7 @@ exists.
 """
 
 import contextlib
+import functools
 import typing
 import warnings
 
@@ -119,8 +120,11 @@ def check_model(cls, model, accumulating):
             "`model` must be a `keras.Model`. "
             f"Received: model={model} (of type {type(model).__name__})"
         )
-    if isinstance(model, accumulating) and (
-        _overrides(model, accumulating) or _trains(model, accumulating)
+    is_layered = isinstance(model, KerasFunctional | keras.Sequential)
+    if isinstance(model, accumulating) and not (
+        is_layered
+        and not _overrides(model, accumulating)
+        and not _trains(model, accumulating)
     ):
         raise TypeError(
             "`model` accumulates already, in its own way: compile it itself. "
@@ -192,10 +196,38 @@ def _derive(cls, model):
     """Returns a model whose class derives from `cls` and that of `model`.
 
     Its constructor is not called: the layers exist, and so does all that it
-    made of its arguments. For Keras's files it is a model of the old class,
-    which any process finds again.
+    made of its arguments.
     """
-    theirs = type(model)
+    derived = _derived_class(cls, type(model))  # type: ignore[arg-type]
+    made = keras.Model.__new__(derived)
+    if isinstance(model, KerasFunctional):
+        KerasFunctional.__init__(
+            made, model.input, model.output, name=model.name
+        )
+    else:
+        keras.Model.__init__(made, name=model.name)
+    for name, value in vars(model).items():
+        if name not in vars(made):
+            setattr(made, name, value)
+    made.built = model.built
+    if not model.trainable:
+        made.trainable = False
+    if len(made.weights) != len(model.weights):
+        raise TypeError(
+            "`from_model` finds the weights of a model by its attributes, and "
+            f"{type(model).__name__} holds some in another way. Derive from "
+            f"both classes: `class Model({cls.__name__}, "
+            f"{type(model).__name__})`. Received: model={model}"
+        )
+    return made
+
+
+@functools.cache
+def _derived_class(cls, theirs):
+    """Returns a class of both, which is `theirs` for Keras's files.
+
+    So any process that knows `theirs` can load them.
+    """
     derived: typing.Any = type(
         theirs.__name__,
         (cls, theirs),
@@ -210,15 +242,4 @@ def _derive(cls, model):
         # By this name files call the new class, and find the old one.
         for each in (derived, theirs):
             keras.saving.register_keras_serializable(package, name)(each)
-    made = keras.Model.__new__(derived)
-    if isinstance(model, KerasFunctional):
-        KerasFunctional.__init__(
-            made, model.input, model.output, name=model.name
-        )
-    else:
-        keras.Model.__init__(made, name=model.name)
-    for name, value in vars(model).items():
-        if name not in vars(made):
-            setattr(made, name, value)
-    made.built = model.built
-    return made
+    return derived

@@ -158,7 +158,7 @@ class Cycles:
         self.is_live = False
 
     def _read(self, accumulator):
-        with scope_of(accumulator._get_strategy()):
+        with scope_of(accumulator._fixed.strategy):
             given = accumulator._given.numpy()
             return {
                 "pending_steps": np.int64(accumulator.pending_steps),
@@ -234,14 +234,14 @@ def split(store):
 
 def _write(accumulator, cycle):
     given = [f"sum_{i}" in cycle for i in range(len(accumulator._sums))]
-    with scope_of(accumulator._get_strategy()):
+    with scope_of(accumulator._fixed.strategy):
         for i, total in enumerate(accumulator._sums):
             value = cycle[f"sum_{i}"] if given[i] else tf.zeros_like(total)
             total.assign(value)
         accumulator._totals.assign(cycle["totals"])
         accumulator._count.assign(cycle["pending_steps"])
         accumulator._given.assign(given)
-        accumulator._has_weights = bool(cycle["totals"][1] > 0)
+        accumulator._has_weights = True if cycle["totals"][1] > 0 else None
 
 
 def _refuse(what, received):

@@ -51,6 +51,7 @@ class Reduction(typing.NamedTuple):
 _noted = threading.local()
 _lock = threading.Lock()
 _watchers = 0
+_originals: dict = {}
 
 
 def _loss_module():
@@ -58,61 +59,93 @@ def _loss_module():
 
 
 @contextlib.contextmanager
-def noted_reductions():
-    """While it is open, notes each reduction of a `keras.Loss`.
+def noted_reductions(scales):
+    """While it is open, notes what each loss that is called reduces.
 
-    Keras computes the masks and divisors of a loss in this one function and
-    returns neither. It is replaced by one that calls it and takes notes, while
-    any model computes a loss; nothing is set on the user's losses.
+    Keras computes the masks and divisors of a loss in one function and returns
+    neither. This function, and `keras.Loss.__call__`, are replaced by ones that
+    call them and take notes, while any model computes a loss. Nothing is set on
+    the user's losses.
+
+    Args:
+        scales: Bool. Whether losses that Keras does not divide by the number of
+            replicas are divided by it.
 
     Yields:
-        List of `Reduction`, which grows as losses are called in this thread.
+        List of `Reduction`, which grows as losses are called in this thread. A
+        loss that only combines others is not in it, but these are.
     """
     global _watchers
     module = _loss_module()
     with _lock:
         if not _watchers:
-            original = module.reduce_weighted_values
-            module.reduce_weighted_values = functools.partial(_note, original)
+            _originals["reduce"] = module.reduce_weighted_values
+            _originals["call"] = keras.losses.Loss.__call__
+            module.reduce_weighted_values = _reduce
+            keras.losses.Loss.__call__ = _call
         _watchers += 1
-    before = getattr(_noted, "reductions", None)
-    _noted.reductions = []
+    before = vars(_noted).copy()
+    _noted.reductions, _noted.scales = [], scales
     try:
         yield _noted.reductions
     finally:
-        _noted.reductions = before
+        vars(_noted).clear()
+        vars(_noted).update(before)
         with _lock:
             _watchers -= 1
             if not _watchers:
-                wrapper = module.reduce_weighted_values
-                module.reduce_weighted_values = wrapper.args[0]
+                module.reduce_weighted_values = _originals["reduce"]
+                keras.losses.Loss.__call__ = _originals["call"]
 
 
-def _note(
-    original,
+def _reduce(
     values,
     sample_weight=None,
     mask=None,
     reduction="sum_over_batch_size",
     dtype=None,
 ):
-    loss = original(
+    reductions = getattr(_noted, "reductions", None)
+    if reductions is not None:
+        # As Keras does first: a function may return a Python number.
+        values = keras.ops.convert_to_tensor(values, dtype=dtype)
+        reductions.append(Reduction(values, sample_weight, mask, reduction))
+    return _originals["reduce"](
         values,
         sample_weight=sample_weight,
         mask=mask,
         reduction=reduction,
         dtype=dtype,
     )
-    reductions = getattr(_noted, "reductions", None)
-    if reductions is None:  # a model that does not accumulate
+
+
+def _call(self, y_true, y_pred, sample_weight=None):
+    outer = getattr(_noted, "reductions", None)
+    if outer is None:  # a model that does not accumulate
+        return _originals["call"](self, y_true, y_pred, sample_weight)
+    _noted.reductions = []
+    try:
+        loss = _originals["call"](self, y_true, y_pred, sample_weight)
+        *inner, own = _noted.reductions or [None]
+    finally:
+        _noted.reductions = outer
+    if own is None:  # Keras has changed: `LossWeights` raises
         return loss
-    values = keras.ops.convert_to_tensor(values, dtype=dtype)
-    noted = Reduction(values, sample_weight, mask, reduction)
-    reductions.append(noted)
-    is_scalar = values.shape.rank == 0 and sample_weight is None is mask
-    if is_scalar and reduction not in ("sum", "none", None):
-        # Keras divides every other mean by the number of replicas.
-        loss /= tf.distribute.get_strategy().num_replicas_in_sync
+    is_scalar = own.values.shape.rank == 0
+    outer += inner if inner and is_scalar else [own]
+    if (
+        is_scalar
+        and _noted.scales
+        and own.reduction not in ("sum", "none", None)
+    ):
+        # Keras divides means by the number of replicas, once: but scalars not
+        # at all, and scalars under a mask, of losses inside, twice.
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        is_weighed = own.sample_weight is not None or own.mask is not None
+        if inner and is_weighed:
+            loss *= replicas
+        elif not inner and not is_weighed:
+            loss /= replicas
     return loss
 
 
@@ -123,8 +156,8 @@ def sum_of_weights(sample_weight, mask, dtype):
     different ranks are brought together as they are there.
     """
     reduce_weighted_values = _loss_module().reduce_weighted_values
-    if _watchers:  # this reduction is not to be noted
-        reduce_weighted_values = reduce_weighted_values.args[0]
+    if reduce_weighted_values is _reduce:  # this one is not to be noted
+        reduce_weighted_values = _originals["reduce"]
     return reduce_weighted_values(
         tf.ones((), dtype),
         sample_weight=sample_weight,
@@ -145,7 +178,7 @@ def compiled_losses(model):
         return []
     return [
         (each.loss, each.loss_weights)
-        for each in model._compile_loss._flat_losses
+        for each in model._compile_loss._flat_losses or []
     ]
 
 

@@ -80,16 +80,16 @@ class LossWeights:
         )
         return self._shares_sample_weight != before
 
+    def forget(self):
+        """Forgets the losses of the micro-batch before."""
+        self._local.reductions = None
+
     @contextlib.contextmanager
-    def watch(self):
+    def watch(self, scales):
         """While it is open, notes what the losses that are called reduce."""
-        before = getattr(self._local, "reductions", None)
-        with _keras.noted_reductions() as reductions:
-            self._local.reductions = reductions
-            try:
-                yield
-            finally:
-                self._local.reductions = before
+        with _keras.noted_reductions(scales) as reductions:
+            yield
+        self._local.reductions = reductions
 
     def weight(self, x, overridden):
         """Returns the weight of the micro-batch that was last computed.
@@ -105,25 +105,29 @@ class LossWeights:
             ValueError: If no weight can be right.
         """
         reductions = getattr(self._local, "reductions", None)
+        samples = count_samples(x)
+        if overridden:
+            self._warn_of_custom_loss(reductions or [], x)
+            return samples
+        if not self._model._accumulates:
+            return samples  # of which nothing is made
         if reductions is None:
             raise ValueError(
                 "The weight of a micro-batch is known only after its loss was "
                 "computed: call `micro_batch_weight` after `compute_loss`, in "
-                "`train_step` or `compute_gradients`. Received: a call "
-                f"outside of a training step of {self._model}"
+                "the same train step and the same `tf.function`. Received: a "
+                f"call without `compute_loss` for model={self._model}"
             )
-        samples = count_samples(x)
-        if overridden:
-            self._warn_of_custom_loss(reductions, x)
-            return samples
-        reductions = self._that_count(reductions)
+        reductions, unseen = self._that_count(reductions)
         divisors = [self._divisor(each, x) for each in reductions]
+        divisors += [Divisor(None, _SAMPLES)] * unseen
         sources = {divisor.source for divisor in divisors}
         # A vector that `add_loss` was given is summed up by Keras.
         vectors = summed_losses(self._model, x)
         if vectors:
             sources.add(None)
         if sources == {None}:
+            self._warn_of_scalars_next_to_sums(len(vectors))
             return None
         if None in sources:
             raise ValueError(
@@ -147,7 +151,12 @@ class LossWeights:
         return samples if value is None else _nonzero(value, samples)
 
     def _that_count(self, reductions):
-        """Returns the reductions that are part of the gradient."""
+        """Returns the reductions that are part of the gradient.
+
+        Returns:
+            Tuple `(reductions, unseen)`, where `unseen` is the number of losses
+            that reduce in their own way.
+        """
         losses = _keras.compiled_losses(self._model)
         self._warn_of_whole_batch([loss for loss, _ in losses])
         plain = [
@@ -162,26 +171,50 @@ class LossWeights:
                 f"with. Received: {len(reductions)} reductions of "
                 f"{len(plain)} losses in Keras {keras.__version__}"
             )
-        if len(plain) == len(losses) == len(reductions):
+        if len(losses) == len(reductions):
+            weights = [loss_weight for _, loss_weight in losses]
             return [
                 reduction
-                for reduction, (_, loss_weight) in zip(
-                    reductions, losses, strict=True
-                )
-                if not (
-                    isinstance(loss_weight, int | float) and loss_weight == 0
-                )
-            ]
-        if losses and not reductions:
-            self._warn(
-                "unseen",
-                "A compiled loss overrides `__call__` and computes its own "
-                "mean, so accumodel cannot see what it is averaged over: each "
-                "micro-batch weighs its number of samples. If the loss is "
-                "averaged over a mask or over sample weights, override "
-                f"`micro_batch_weight`. Received: loss={losses[0][0]}",
+                for reduction, weight in zip(reductions, weights, strict=True)
+                if not (isinstance(weight, int | float) and weight == 0)
+            ], 0
+        unseen = max(0, len(losses) - len(reductions))
+        if unseen:
+            self._warn_of_unseen(
+                [loss for loss, _ in losses if loss not in plain]
             )
-        return reductions
+        return reductions, unseen
+
+    def _warn_of_unseen(self, losses):
+        if count_replicas() > 1:
+            raise ValueError(
+                "A compiled loss overrides `__call__` and computes its own "
+                "mean, so accumodel cannot see whether it is divided by the "
+                "number of replicas. Override `call` instead, or override "
+                "`compute_loss` and divide by "
+                "`self.distribute_strategy.num_replicas_in_sync`. "
+                f"Received: loss={losses}"
+            )
+        self._warn(
+            "unseen",
+            "A compiled loss overrides `__call__` and computes its own mean, "
+            "so accumodel cannot see what it is averaged over: each "
+            "micro-batch weighs its number of samples. If the loss is averaged "
+            "over a mask or over sample weights, override "
+            f"`micro_batch_weight`. Received: loss={losses}",
+        )
+
+    def _warn_of_scalars_next_to_sums(self, vectors):
+        scalars = len(self._model.losses) - vectors
+        if scalars:
+            self._warn(
+                "scalars",
+                "The loss of this model is a sum, so all losses of a cycle are "
+                f"added up, {scalars} scalars of `add_loss` or of regularizers "
+                "too. If these are means or regularizers, they count once per "
+                "micro-batch: use mean losses, or divide these by "
+                "`accum_steps`.",
+            )
 
     def _divisor(self, reduction, x):
         values, sample_weight, mask, kind = reduction
@@ -270,7 +303,8 @@ def count_samples(x):
 
 
 def _first_leaf(x):
-    return next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+    leaves = (leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+    return next(leaves, None)
 
 
 def _is_single(values, x):
@@ -278,7 +312,8 @@ def _is_single(values, x):
 
     A single element may also be the loss of a single sample.
     """
-    is_one_sample = tf.TensorShape(_first_leaf(x).shape)[:1] == [1]
+    leaf = _first_leaf(x)
+    is_one_sample = leaf is not None and tf.TensorShape(leaf.shape)[:1] == [1]
     return values.shape.rank == 0 or (
         values.shape.num_elements() == 1 and not is_one_sample
     )
@@ -293,17 +328,25 @@ def summed_losses(model, x):
 
 
 def compute_loss(model, x, y, y_pred, sample_weight):
-    """Returns the loss of a micro-batch, as Keras's own step computes it."""
+    """Calls `model.compute_loss`, as Keras's own step does."""
     arguments = {"training": True}
     if "training" not in inspect.signature(model.compute_loss).parameters:
         arguments = {}  # an override for a Keras before 3.3
-    loss = model.compute_loss(x, y, y_pred, sample_weight, **arguments)
+    return model.compute_loss(x, y, y_pred, sample_weight, **arguments)
+
+
+def missing_sums(model, x):
+    """Returns what makes the sums of `add_loss` those of one device.
+
+    Keras divides them by the number of replicas, as if they were means.
+    """
     replicas = count_replicas()
-    if replicas > 1 and not model._overrides("compute_loss"):
-        # Keras divides these by the number of replicas although they are sums.
-        for summed in summed_losses(model, x):
-            loss += tf.reduce_sum(summed) * (1 - 1 / replicas)
-    return loss
+    if replicas == 1:
+        return 0.0
+    return sum(
+        tf.reduce_sum(summed) * (1 - 1 / replicas)
+        for summed in summed_losses(model, x)
+    )
 
 
 def loss_of_batch(loss, samples):

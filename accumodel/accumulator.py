@@ -58,6 +58,23 @@ _CANCELLED = 1e-9
 _called: contextvars.ContextVar = contextvars.ContextVar("called", default=None)
 
 
+class _Fixed:
+    """What a `tf.Module` would track, and a checkpoint hold, as attributes.
+
+    Args:
+        strategy: The strategy under which the accumulator was made, or `None`.
+        variables: List of the variables that it trains.
+    """
+
+    def __init__(self, strategy, variables):
+        self.strategy = strategy
+        self.variables = variables
+        self.updates: dict = {}  # compiled, by what they update
+
+    def __getstate__(self):
+        return {**vars(self), "updates": {}}  # those of the copied variables
+
+
 class GradientAccumulator(tf.Module):
     """Accumulates gradients for one optimizer and its variables.
 
@@ -136,10 +153,7 @@ class GradientAccumulator(tf.Module):
         self._expected = (True,) * len(variables)
         # Whether micro-batches have weights, or losses that are sums.
         self._has_weights: bool | None = None
-        # In functions, so that a checkpoint does not hold what they return.
-        self._get_strategy = lambda: strategy
-        self._get_variables = lambda: variables
-        self._compiled_update = functools.cache(self._compile_update)
+        self._fixed = _Fixed(strategy, variables)
         with tf.init_scope(), scope_of(strategy):
             # Built now: an optimizer that copies the weights into its slots
             # (ScheduleFreeAdamW) would copy nothing inside a trace.
@@ -164,7 +178,7 @@ class GradientAccumulator(tf.Module):
     @property
     def variables(self) -> list:
         """List. The variables that it trains."""
-        return self._get_variables()
+        return self._fixed.variables
 
     @property
     def accum_steps(self) -> int:
@@ -220,7 +234,7 @@ class GradientAccumulator(tf.Module):
                 or if it is called twice in one `train_step` of a model.
         """
         gradients = check_gradients(gradients, self.variables)
-        check_replica_context(self._get_strategy())
+        check_replica_context(self._fixed.strategy)
         self._check_has_weights(weight is not None)
         self._check_called_once()
         present = tuple(gradient is not None for gradient in gradients)
@@ -235,7 +249,7 @@ class GradientAccumulator(tf.Module):
         The sums are divided by the summed weights and passed to the optimizer,
         once.
         """
-        with scope_of(self._get_strategy()):
+        with scope_of(self._fixed.strategy):
             across_replicas(self._end_cycle)
         self._warn_of_unsure_updates()
 
@@ -380,7 +394,7 @@ class GradientAccumulator(tf.Module):
             )
 
     def _update_variables(self, present):
-        strategy = self._get_strategy()
+        strategy = self._fixed.strategy
         if tf.executing_eagerly():
             is_inline = not self._is_traced and self._jit_compile is not True
         else:
@@ -389,7 +403,10 @@ class GradientAccumulator(tf.Module):
         if is_inline:
             self._reduce_and_apply(present)
         else:
-            self._compiled_update(present)()
+            updates = self._fixed.updates
+            if present not in updates:
+                updates[present] = self._compile_update(present)
+            updates[present]()
 
     def _reduce_and_apply(self, present):
         with without_own_reduction(with_inner_optimizers(self.optimizer)):
@@ -404,7 +421,7 @@ class GradientAccumulator(tf.Module):
                 autograph=False,
             )
 
-        if self._get_strategy() is not None:
+        if self._fixed.strategy is not None:
             return compiled(None)
         if self._jit_compile == "auto":
             update = compiled(True)

@@ -208,11 +208,35 @@ class EndOfCycle(keras.callbacks.Callback):
         )
 
 
-def batch_size_of(x, batch_size):
-    """Returns the samples in a batch of `fit`; `None` if not known."""
-    spec = getattr(x, "element_spec", None)
-    if spec is None:
-        return batch_size
-    # A distributed data set has none, and a scalar no samples.
-    shape = getattr(keras.tree.flatten(spec)[0], "shape", None)
-    return shape[0] if shape else None
+# The first parameters of `fit`.
+_FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks")
+
+
+def with_end_of_cycle(args, kwargs):
+    """Puts `EndOfCycle` in front of the callbacks of a call to `fit`.
+
+    Args:
+        args: Tuple of its positional arguments.
+        kwargs: Dict of its keyword arguments.
+
+    Returns:
+        Tuple of a dict of what was given by name, and the new `args` and
+        `kwargs`.
+    """
+    given = dict(zip(_FIT, args, strict=False)) | kwargs
+    callbacks = given.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    spec = getattr(given.get("x"), "element_spec", None)
+    batch_size = given.get("batch_size")
+    if spec is not None:
+        # A distributed data set has none, and a scalar no samples.
+        shape = getattr(keras.tree.flatten(spec)[0], "shape", None)
+        batch_size = shape[0] if shape else None
+    callbacks = [EndOfCycle(batch_size), *keras.tree.flatten(callbacks or [])]
+    place = _FIT.index("callbacks")
+    if len(args) > place:
+        args = (*args[:place], callbacks, *args[place + 1 :])
+    else:
+        kwargs = {**kwargs, "callbacks": callbacks}
+    return given, args, kwargs

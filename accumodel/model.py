@@ -17,8 +17,7 @@ from accumodel import _replicas
 from accumodel import _weighting
 from accumodel.accumulator import GradientAccumulator
 from accumodel.accumulator import one_train_step
-from accumodel.callbacks import EndOfCycle
-from accumodel.callbacks import batch_size_of
+from accumodel.callbacks import with_end_of_cycle
 
 
 class AccumulatingModel(keras.Model):
@@ -162,7 +161,8 @@ class AccumulatingModel(keras.Model):
         self._remainder = remainder
         self._skip_nonfinite = skip_nonfinite
         self._accumulates = accumulates
-        self._accumulator = None
+        if self._accumulator is not None:
+            del self._accumulator  # what is tracked, too
 
     @property
     def accum_steps(self) -> int:
@@ -213,7 +213,7 @@ class AccumulatingModel(keras.Model):
         """
         if not self._accumulates and not self._overrides("compute_gradients"):
             return super().train_step(data)
-        compute = self._gradient_function or self._watched_gradients
+        compute = self._gradient_function or self.compute_gradients
         gradients, weight, logs = compute(data)
         self.accumulate_gradients(gradients, weight)
         return logs
@@ -257,6 +257,16 @@ class AccumulatingModel(keras.Model):
         )
         logs = self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         return gradients, weight, logs
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        if not self._accumulates:
+            return super().compute_loss(x, y, y_pred, sample_weight, training)
+        is_default = not self._overrides("compute_loss")
+        with self._loss_weights.watch(scales=is_default):
+            loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss + _weighting.missing_sums(self, x) if is_default else loss
 
     def micro_batch_weight(
         self,
@@ -338,6 +348,7 @@ class AccumulatingModel(keras.Model):
                 _replicas.across_replicas(self._build_accumulator)
             assert self._accumulator is not None
             self._cycles.check_trains_the_same(self._accumulator)
+            self._cycles.is_live = True
             self._accumulator.accumulate(gradients, weight)
         else:
             variables = self.trainable_variables
@@ -357,16 +368,9 @@ class AccumulatingModel(keras.Model):
         """Forgets the pending cycle."""
         self._cycles.reset()
 
-    def fit(
-        self,
-        x: typing.Any = None,
-        y: typing.Any = None,
-        batch_size: int | None = None,
-        epochs: int = 1,
-        verbose: typing.Any = "auto",
-        callbacks: typing.Any = None,
-        **kwargs: typing.Any,
-    ) -> keras.callbacks.History:
+    # The signature of Keras's, for editors; arguments go on as they came.
+    @functools.wraps(keras.Model.fit, assigned=(), updated=())
+    def fit(self, *args, **kwargs) -> keras.callbacks.History:
         """Trains as `keras.Model.fit`; a cycle ends with its epoch.
 
         What becomes of a short last cycle is the `remainder` of `compile`. It
@@ -374,29 +378,19 @@ class AccumulatingModel(keras.Model):
         the epoch.
 
         Args:
-            x, y, batch_size, epochs, verbose, callbacks, **kwargs: As for
-                `keras.Model.fit`; `batch_size` is that of a micro-batch.
+            *args, **kwargs: As for `keras.Model.fit`; `batch_size` is that of a
+                micro-batch.
 
         Returns:
             The `keras.callbacks.History`.
         """
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = callbacks.callbacks
-        callbacks = [
-            EndOfCycle(batch_size_of(x, batch_size)),
-            *keras.tree.flatten(callbacks or []),
-        ]
-        # Defaults are left to `super().fit`: another class may have its own.
-        for name, value, default in (
-            ("batch_size", batch_size, None),
-            ("epochs", epochs, 1),
-            ("verbose", verbose, "auto"),
-        ):
-            if value != default:
-                kwargs[name] = value
-        if self._loss_weights.share(y, kwargs.get("sample_weight")):
-            self.train_function = None  # it was traced for the other case
-        return super().fit(x, y, callbacks=callbacks, **kwargs)
+        given, args, kwargs = with_end_of_cycle(args, kwargs)
+        self._share_sample_weight(given.get("y"), given.get("sample_weight"))
+        return super().fit(*args, **kwargs)
+
+    def train_on_batch(self, *args, **kwargs):
+        self._share_sample_weight(None, None)
+        return super().train_on_batch(*args, **kwargs)
 
     def make_train_function(self, force=False):
         if self.train_function is not None and not force:
@@ -432,7 +426,7 @@ class AccumulatingModel(keras.Model):
         jit_compile: bool = self.jit_compile
         if jit_compile and _replicas.can_compile(self.distribute_strategy):
             function = tf.function(
-                self._watched_gradients,
+                self.compute_gradients,
                 jit_compile=True,
                 reduce_retracing=True,
                 autograph=False,
@@ -462,12 +456,9 @@ class AccumulatingModel(keras.Model):
 
     def _train(self, train_step, data):
         """Runs a `train_step`, which may be custom, on one micro-batch."""
-        with one_train_step(), self._loss_weights.watch():
+        self._loss_weights.forget()
+        with one_train_step():
             return train_step(data)
-
-    def _watched_gradients(self, data):
-        with self._loss_weights.watch():
-            return self.compute_gradients(data)
 
     # Private, see `_keras`: Keras builds a model by it before the first step
     # under a strategy.
@@ -530,6 +521,11 @@ class AccumulatingModel(keras.Model):
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.optimizer is not None and self.built:
             self.optimizer.build(self.trainable_variables)
+
+    def _share_sample_weight(self, y, sample_weight):
+        is_new = self._loss_weights.share(y, sample_weight)
+        if is_new and self._accumulates:
+            self.train_function = None  # it was traced for the other case
 
     def _check_can_accumulate(self):
         _replicas.check_strategy(

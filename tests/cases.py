@@ -358,6 +358,18 @@ class Twice(keras.losses.Loss):
         return 2.0 * self.inner(y_true, y_pred, sample_weight)
 
 
+class Combined(keras.losses.Loss):
+    """Overrides `call`, and combines two losses in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.losses.SparseCategoricalCrossentropy()
+        self.second = keras.losses.SparseCategoricalCrossentropy()
+
+    def call(self, y_true, y_pred):
+        return self.first(y_true, y_pred) + 0.5 * self.second(y_true, y_pred)
+
+
 # -- the cases -------------------------------------------------------------
 
 

@@ -209,8 +209,15 @@ MUTANTS = [
     Mutant(
         "train_on_batch gives each replica the whole batch",
         "model.py",
-        "batches = split_over_replicas(iterator, self.distribute_strategy)",
-        "batches = iterator",
+        "return train_function(batches)",
+        "return train_function(iterator)",
+        "test_distribution.py",
+    ),
+    Mutant(
+        "a loss that combines others is divided by the replicas again",
+        "_keras.py",
+        "outer += inner if inner and is_scalar else [own]",
+        "outer, inner = outer + [own], []",
         "test_distribution.py",
     ),
     Mutant(

@@ -1,5 +1,9 @@
 """`GradientAccumulator` by itself, in custom training loops."""
 
+import copy
+import pickle
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -240,3 +244,25 @@ def test_a_variable_may_get_its_first_gradient_late():
         accumulator.accumulate(ones)
     np.testing.assert_array_equal(bias, [-1.0, -1.0])
     np.testing.assert_array_equal(kernel, np.full((3, 2), -1.0))
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
+)
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_copy_trains_its_own_variables(duplicate, traced):
+    variable = tf.Variable([1.0])
+    accumulator = GradientAccumulator(keras.optimizers.SGD(0.5), [variable], 2)
+
+    def accumulate(each):
+        function = tf.function(each.accumulate) if traced else each.accumulate
+        for _ in range(2):
+            function([tf.ones(1)])
+
+    accumulate(accumulator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Keras's, of a copied optimizer
+        copied = duplicate(accumulator)
+    accumulate(copied)
+    np.testing.assert_array_equal(variable, [0.5])
+    np.testing.assert_array_equal(copied.variables[0], [0.0])

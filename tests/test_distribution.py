@@ -17,11 +17,13 @@ from cases import SHORT_INSIDE
 from cases import TOKENS
 from cases import WHOLE
 from cases import Case
+from cases import Combined
 from cases import check
 from cases import classes
 from cases import datasets
 from cases import dense
 from cases import embedding
+from cases import masked_without_lstm
 from cases import masking
 from cases import only_inputs
 from cases import points
@@ -138,6 +140,10 @@ MORE_CASES = {
     "scalar next to a regulariser": Case(
         make=lambda cls: with_l2(cls), data=points, loss=lambda: squares
     ),
+    "loss that combines others": Case(loss=lambda: Combined()),
+    "loss that combines others, under a mask": Case(
+        make=masked_without_lstm, data=tokens, loss=lambda: Combined()
+    ),
     "add_loss": Case(make=with_add_loss),
     "add_loss of one loss per sample": Case(
         make=with_summed_add_loss,
@@ -244,6 +250,31 @@ def test_a_custom_compute_loss_is_divided_by_the_replicas_as_in_keras():
     # Without tokens this loss, and its gradient, is not a number.
     case = Case(make=lambda cls: OwnLoss(), data=data, sizes=[[8] * 4])
     _, micro = datasets(case)
+    reference, _ = train(case, None, micro, accum_steps=4)
+    model, _ = train(case, None, micro, mirrored(2), accum_steps=4)
+    assert distance(model, reference) < 1e-6
+
+
+class ScalarLoss(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return keras.ops.mean((y_true - y_pred) ** 2)
+
+
+class DividesItself(AccumulatingModel):
+    """Divides by the replicas the loss of a `Loss` that Keras does not."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        loss = ScalarLoss()(y, y_pred)
+        return loss / self.distribute_strategy.num_replicas_in_sync
+
+
+def test_a_loss_that_a_custom_compute_loss_calls_is_left_as_it_is():
+    def make(model_class):
+        inputs = keras.Input((None, 2))
+        return DividesItself(inputs, keras.layers.Dense(1)(inputs))
+
+    _, micro = datasets(Case(make=make, data=points, sizes=WHOLE))
+    case = Case(make=make, loss=lambda: None)
     reference, _ = train(case, None, micro, accum_steps=4)
     model, _ = train(case, None, micro, mirrored(2), accum_steps=4)
     assert distance(model, reference) < 1e-6

@@ -23,6 +23,7 @@ from cases import SIZES
 from cases import TOKENS
 from cases import WHOLE
 from cases import Case
+from cases import Combined
 from cases import Twice
 from cases import check
 from cases import classes
@@ -172,6 +173,9 @@ CASES = {
     ),
     "loss that calls another one, under a mask": Case(
         make=masked_without_lstm, data=tokens, loss=lambda: Twice()
+    ),
+    "loss that combines others, under a mask": Case(
+        make=masked_without_lstm, data=tokens, loss=lambda: Combined()
     ),
     # Several outputs.
     "an output whose loss weighs nothing": Case(

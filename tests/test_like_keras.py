@@ -132,6 +132,10 @@ ERRORS = {
         model.compile("adam", LOSS),
         model.fit(x, y, batchsize=3),
     ),
+    "too many arguments": lambda model, x, y: (
+        model.compile("adam", LOSS),
+        model.fit(*range(30)),
+    ),
     "fewer inputs than targets": lambda model, x, y: (
         model.compile("adam", LOSS),
         model.fit(x[:3], y),

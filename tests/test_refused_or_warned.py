@@ -243,6 +243,37 @@ class ComputesItsOwnMean(keras.losses.Loss):
         return keras.ops.mean((y_true - y_pred) ** 2)
 
 
+def test_it_is_warned_of_next_to_a_loss_that_is_seen():
+    def make_and_fit():
+        model = cases.masked_and_not(AccumulatingModel)
+        loss = ["sparse_categorical_crossentropy", OwnCrossentropy()]
+        model.compile("sgd", loss, accum_steps=2)
+        x, (y, _) = cases.tokens_for_two(16, np.random.default_rng(0))
+        model.fit(x, (y, y), batch_size=4, verbose=0)
+
+    found = messages_of(make_and_fit)
+    assert any("overrides `__call__`" in each for each in found)
+    assert any("different masks" in each for each in found)
+
+
+def test_it_is_refused_on_replicas():
+    strategy = tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
+    )
+    with strategy.scope():
+        model = linear(AccumulatingModel)
+        model.compile("sgd", ComputesItsOwnMean(), accum_steps=2)
+    with pytest.raises(ValueError, match="divided by the number of replicas"):
+        model.fit(features(), np.zeros((24, CLASSES)), batch_size=4, verbose=0)
+
+
+class OwnCrossentropy(keras.losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return keras.ops.mean(
+            keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
+        )
+
+
 class WithoutInit(ComputesItsOwnMean):
     def __init__(self):
         pass
@@ -385,6 +416,81 @@ def test_a_summed_add_loss_next_to_a_mean_is_refused():
     with pytest.raises(ValueError, match=r"sums and means.* 1 vectors"):
         model.fit(features(), np.zeros((24, 2)), batch_size=4, verbose=0)
     np.testing.assert_array_equal(model.get_weights()[0], before[0])
+
+
+@pytest.mark.parametrize("scalar", ["add_loss", "regularizer"])
+def test_scalars_next_to_a_sum_are_warned_of(scalar):
+    inputs = keras.Input((FEATURES,))
+    regularizer = "l2" if scalar == "regularizer" else None
+    hidden = keras.layers.Dense(2, kernel_regularizer=regularizer)(inputs)
+    if scalar == "add_loss":
+        hidden = cases.AddsLoss()(hidden)
+    model = AccumulatingModel(inputs, Ctc()(hidden))
+    model.compile(SGD(0.001), accum_steps=2)
+    with pytest.warns(UserWarning, match="1 scalars of `add_loss` or of"):
+        model.fit(features(), batch_size=4, verbose=0)
+
+
+class Monitors(keras.layers.Layer):
+    """Calls a loss in the forward pass, which is no compiled loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss = keras.losses.MeanSquaredError(reduction="sum")
+
+    def call(self, inputs):
+        self.loss(keras.ops.zeros_like(inputs), inputs)
+        return inputs
+
+
+def test_a_loss_that_a_layer_calls_is_not_a_compiled_one():
+    def make(model_class):
+        inputs = keras.Input((FEATURES,))
+        return model_class(inputs, Monitors()(keras.layers.Dense(2)(inputs)))
+
+    x, y = features(), features()[:, :2]
+
+    def fit(model, size):
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+
+    assert distance(*both(make, fit)) < 1e-6
+
+
+class TwoPasses(AccumulatingModel):
+    """Two forward passes for one gradient."""
+
+    def compute_gradients(self, data):
+        first, weight, logs = super().compute_gradients(data)
+        second, weight, logs = super().compute_gradients(data)
+        gradients = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+        return gradients, weight, logs
+
+
+def test_compute_gradients_may_be_called_twice_under_a_mask():
+    x, y = cases.tokens(16, np.random.default_rng(0))
+
+    def fit(model, size):
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+
+    models = both(
+        lambda cls: cases.masked_without_lstm(
+            TwoPasses if cls is AccumulatingModel else cls
+        ),
+        fit,
+        loss="sparse_categorical_crossentropy",
+    )
+    assert distance(*models) < 1e-6
+
+
+def test_the_weight_is_not_known_before_the_loss():
+    class Early(Custom):
+        def train_step(self, data):
+            self.micro_batch_weight(data[0], data[1], None, None)
+
+    model = Early()
+    model.compile("sgd", "mse", accum_steps=2)
+    with pytest.raises(ValueError, match="call `micro_batch_weight` after"):
+        model.fit(features(), np.ones((24, FEATURES)), batch_size=4, verbose=0)
 
 
 WHOLE_BATCH = {
@@ -780,7 +886,7 @@ def test_a_failing_gradient_of_a_nested_function_adds_nothing(skip_nonfinite):
         np.testing.assert_array_equal(total, [2.0])
 
 
-def test_nothing_of_keras_is_replaced_but_in_a_step_that_accumulates():
+def test_nothing_of_keras_is_replaced_until_a_model_accumulates():
     x, y = np.ones((4, 20)), np.ones(4)
     module = importlib.import_module("keras.src.losses.loss")
     before = module.reduce_weighted_values
@@ -792,12 +898,12 @@ def test_nothing_of_keras_is_replaced_but_in_a_step_that_accumulates():
             return super().call(y_true, y_pred)
 
     model = make_model()
-    for accum_steps, in_step in ((1, True), (2, False)):
+    for accum_steps, is_kerass in ((1, True), (2, False)):
         model.compile(
             "sgd", Watching(), accum_steps=accum_steps, run_eagerly=True
         )
         model.train_on_batch(x, y)
         model.evaluate(x, y, verbose=0)
-        assert seen == [in_step, True]
+        assert seen == [is_kerass, is_kerass]
         seen.clear()
     assert module.reduce_weighted_values is before
