@@ -287,9 +287,10 @@ class AccumulatingModel(keras.Model):
             ...         return tf.reduce_sum(tf.cast(y >= 0, tf.float32))
 
         Args:
-            x, y, y_pred, sample_weight: Nested tensors of shapes
-                `(samples, ...)`: inputs, targets or `None`, outputs of the
-                model, and sample weights or `None`.
+            x: Nested tensors of shapes `(samples, ...)`, the inputs.
+            y: Nested tensors, the targets, or `None`.
+            y_pred: Nested tensors, the outputs of the model.
+            sample_weight: Nested tensors, or `None`.
 
         Returns:
             A scalar tensor: the elements or sample weights that the compiled
@@ -378,7 +379,8 @@ class AccumulatingModel(keras.Model):
         the epoch.
 
         Args:
-            *args, **kwargs: As for `keras.Model.fit`; `batch_size` is that of a
+            *args: As for `keras.Model.fit`.
+            **kwargs: As for `keras.Model.fit`; `batch_size` is that of a
                 micro-batch.
 
         Returns:

@@ -196,6 +196,9 @@ SLOW_CASES = (
     "several outputs",
     "logs of several outputs",
     "clipped embedding",
+    "mean_with_sample_weight",
+    "logs of a masked loss",
+    "loss that combines others, under a mask",
 )
 
 

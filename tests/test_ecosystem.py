@@ -255,6 +255,7 @@ def test_tensorboard_of_epochs_and_of_batches(data, tmp_path):
 
 # Its own.
 @pytest.mark.filterwarnings("ignore:(currentThread|getName):DeprecationWarning")
+@pytest.mark.slow
 def test_keras_tuner_searches_over_accum_steps(data, tmp_path):
     keras_tuner = pytest.importorskip(
         "keras_tuner", reason="it is installed with the test extra only"
@@ -319,6 +320,7 @@ def test_lora_trains_its_own_weights_only(data):
 
 # Keras's own: it quantizes what it can.
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
+@pytest.mark.slow
 def test_quantized_inference_after_training(data):
     (reference, *_), (model, *_) = in_both_ways(data)
     float_predictions = model.predict(data[0], verbose=0)
@@ -334,6 +336,7 @@ def test_quantized_inference_after_training(data):
 
 # In a graph TensorFlow cannot recompute the call of a layer with keywords, in
 # Keras's models either.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "run_eagerly"), [("activations", False), ("full", True)]
 )

@@ -77,9 +77,8 @@ def test_every_optimizer_of_keras(optimizer):
 
 # An optimizer sees one gradient per cycle, whatever its sizes.
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_cycles_of_every_size(name, sizes):
-    check(Case(optimizer=OPTIMIZERS[name], sizes=sizes))
+def test_cycles_of_every_size(sizes):
+    check(Case(optimizer=OPTIMIZERS["Adam"], sizes=sizes))
 
 
 @pytest.mark.parametrize(
@@ -612,7 +611,7 @@ def test_any_cycle_of_any_model_ends_with_the_weights_of_the_big_batch(name):
 @pytest.mark.parametrize("name", PROPERTY_MODELS)
 def test_more_cycles_of_any_model(name):
     @given(case=cases(*PROPERTY_MODELS[name]))
-    @settings(max_examples=30, derandomize=False)
+    @settings(max_examples=10, derandomize=False)
     def any_cycle(case):
         keras.backend.clear_session()
         check(case)

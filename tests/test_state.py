@@ -75,19 +75,27 @@ def save(model, path):
         model.save_weights(path)
 
 
-@pytest.mark.parametrize("name", ["file.weights.h5", "file.keras"])
 @pytest.mark.parametrize(
-    ("write", "read"),
+    ("write", "read", "name"),
     [
-        (functools.partial(in_mid_cycle, 10), plain),
-        (functools.partial(in_mid_cycle, 13), plain),
-        (functools.partial(in_mid_cycle, 7, accum_steps=1), plain),
-        (plain_after_a_step, resumed.make_model),
+        (functools.partial(in_mid_cycle, 10), plain, "file.weights.h5"),
+        (functools.partial(in_mid_cycle, 13), plain, "file.keras"),
+        (
+            functools.partial(in_mid_cycle, 7, accum_steps=1),
+            plain,
+            "file.weights.h5",
+        ),
+        (plain_after_a_step, resumed.make_model, "file.keras"),
         (
             plain_after_a_step,
             functools.partial(resumed.make_model, accum_steps=1),
+            "file.weights.h5",
         ),
-        (functools.partial(in_mid_cycle, 10), resumed.make_model),
+        (
+            functools.partial(in_mid_cycle, 10),
+            resumed.make_model,
+            "file.keras",
+        ),
     ],
 )
 def test_between_cycles_files_are_those_of_keras(write, read, name, tmp_path):

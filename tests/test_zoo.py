@@ -191,6 +191,7 @@ def make_masked_lm(model_class):
     return model_class(tokens, layers.Dense(40)(x))
 
 
+@pytest.mark.slow
 def test_masked_lm():
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 40, size=(SAMPLES, 10))
@@ -222,6 +223,7 @@ class TwoTowers(keras.Model):
         return ops.einsum("bd,bkd->bk", users, items)
 
 
+@pytest.mark.slow
 def test_two_tower_retrieval():
     rng = np.random.default_rng(0)
     inputs = {
@@ -274,6 +276,7 @@ def make_translator(model_class):
     return model_class([source, target], layers.Dense(20)(x))
 
 
+@pytest.mark.slow
 def test_the_state_of_an_encoder_begins_the_decoder():
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 20, size=(2, SAMPLES, 7))
@@ -358,6 +361,7 @@ class Distiller(keras.Model):
         return loss + 9 * ops.mean(divergence)
 
 
+@pytest.mark.slow
 def test_distillation():
     images, classes = digits(SAMPLES)
     check_same_weights(
@@ -418,6 +422,7 @@ def make_vae(model_class):
     return VAE()
 
 
+@pytest.mark.slow
 def test_vae():
     images, _ = digits(SAMPLES)
     noise = np.random.default_rng(0).normal(size=(SAMPLES, 4))
