@@ -651,7 +651,8 @@ def test_a_loop_may_stand_around_gradients_and_add(replicas):
         step = {"slices": in_slices, "at once": at_once}[use]
         batches = tf.data.Dataset.from_tensor_slices(x).batch(8).repeat(2)
         for batch in strategy.experimental_distribute_dataset(batches):
-            strategy.run(tf.function(step), args=(batch,))
+            step_function = tf.function(step, autograph=False)
+            strategy.run(step_function, args=(batch,))
         assert int(accumulator.optimizer.iterations.numpy()) == 2
         return keras.ops.convert_to_numpy(kernel)
 
