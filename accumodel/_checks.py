@@ -8,18 +8,18 @@ import tensorflow as tf
 REMAINDERS = ("apply", "carry", "drop")
 
 
-def check_accum_steps(value, name="accum_steps"):
+def check_accum_steps(value):
     """Returns `value` as an int, or says what is wrong with it."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
-            f"`{name}` must be a positive integer, the number of "
+            "`accum_steps` must be a positive integer, the number of "
             "micro-batches that make one update. "
-            f"Received: {name}={value!r} (of type {type(value).__name__})"
+            f"Received: accum_steps={value!r} (of type {type(value).__name__})"
         )
     if value < 1:
         raise ValueError(
-            f"`{name}` must be at least 1 (1 updates after every "
-            f"micro-batch). Received: {name}={value}"
+            "`accum_steps` must be at least 1 (1 updates after every "
+            f"micro-batch). Received: accum_steps={value}"
         )
     return int(value)
 

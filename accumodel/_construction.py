@@ -113,18 +113,18 @@ def _make_functional(cls, accumulating, functional):
     return cls
 
 
-def check_model(cls, model, accumulating):
-    """Raises unless `cls.from_model(model)` can keep how `model` trains."""
+def check_model(model, accumulating):
+    """Raises unless `from_model` can keep how `model` trains."""
     if not isinstance(model, keras.Model):
         raise TypeError(
             "`model` must be a `keras.Model`. "
             f"Received: model={model} (of type {type(model).__name__})"
         )
     is_layered = isinstance(model, KerasFunctional | keras.Sequential)
-    if isinstance(model, accumulating) and not (
-        is_layered
-        and not _overrides(model, accumulating)
-        and not _trains(model, accumulating)
+    if isinstance(model, accumulating) and (
+        not is_layered
+        or _overrides(model, accumulating)
+        or _trains(model, accumulating)
     ):
         raise TypeError(
             "`model` accumulates already, in its own way: compile it itself. "

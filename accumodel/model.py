@@ -108,7 +108,7 @@ class AccumulatingModel(keras.Model):
                 than `keras.Model`.
             ValueError: If `model` is a sequential model that is not built.
         """
-        _construction.check_model(cls, model, AccumulatingModel)
+        _construction.check_model(model, AccumulatingModel)
         return _construction.from_model(
             cls, model, AccumulatingModel, WrappingAccumulatingModel
         )
