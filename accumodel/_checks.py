@@ -10,18 +10,57 @@ REMAINDERS = ("apply", "carry", "drop")
 
 def check_accum_steps(value):
     """Returns `value` as an int, or says what is wrong with it."""
+    return _check_positive(
+        "accum_steps",
+        value,
+        "a positive integer, the number of batches that make one update",
+    )
+
+
+def check_micro_batch_size(value):
+    """Returns `value` as an int or `None`, or says what is wrong with it."""
+    if value is None:
+        return None
+    return _check_positive(
+        "micro_batch_size",
+        value,
+        "`None` or a positive integer, the largest number of samples that go "
+        "through the model at once",
+    )
+
+
+def _check_positive(name, value, meaning):
+    received = f"Received: {name}={value!r} (of type {type(value).__name__})"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(
-            "`accum_steps` must be a positive integer, the number of "
-            "micro-batches that make one update. "
-            f"Received: accum_steps={value!r} (of type {type(value).__name__})"
-        )
+        raise TypeError(f"`{name}` must be {meaning}. {received}")
     if value < 1:
-        raise ValueError(
-            "`accum_steps` must be at least 1 (1 updates after every "
-            f"micro-batch). Received: accum_steps={value}"
-        )
+        raise ValueError(f"`{name}` must be at least 1. {received}")
     return int(value)
+
+
+def check_layers_can_slice(layers, replicas):
+    """Refuses layers that a batch in micro-batches would make wrong.
+
+    Args:
+        layers: List of all layers of the model.
+        replicas: Int. The number of replicas that train together.
+    """
+    for layer in layers:
+        if getattr(layer, "stateful", False):
+            raise ValueError(
+                "`micro_batch_size` cannot be used with a stateful layer, "
+                "which would carry its state from one micro-batch to the "
+                "next. Use `stateful=False`, or feed micro-batches and use "
+                f"`accum_steps`. Received: layer={layer}"
+            )
+        if replicas > 1 and getattr(layer, "synchronized", False):
+            raise ValueError(
+                "`micro_batch_size` cannot be used with "
+                "`BatchNormalization(synchronized=True)` on several replicas, "
+                "whose numbers of micro-batches may differ. Use "
+                "`synchronized=False` or `accum_steps`. "
+                f"Received: layer={layer}"
+            )
 
 
 def check_remainder(value):

@@ -5,7 +5,7 @@ the weights, and for each accumulator of the model, arrays with these names:
 
 | name            | holds                                                      |
 |-----------------|------------------------------------------------------------|
-| `pending_steps` | int64, the micro-batches accumulated                       |
+| `pending_steps` | int64, the batches accumulated                             |
 | `totals`        | three float64s: the sum of their weights, by which the     |
 |                 | sums are divided, the sum of the sizes of the weights, and |
 |                 | the number of micro-batches on all replicas                |
@@ -89,6 +89,11 @@ class Cycles:
     def reset(self):
         for each in self:
             each.reset()
+
+    def reset_broken(self):
+        """Forgets the cycles that a failure left with a part of a fed batch."""
+        for each in self:
+            each._reset_if_broken()
 
     def begin_fit(self, remainder):
         """Forgets what was pending, unless it is carried or from a file."""

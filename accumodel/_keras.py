@@ -182,13 +182,15 @@ def compiled_losses(model):
     ]
 
 
-def loss_tracker(model):
-    """Returns the metric behind the log `loss`.
+def loss_trackers(model):
+    """Returns the metric behind the log `loss`, and those of the outputs.
 
     It is not found by its name among `model.metrics`, which a subclass may
-    override, with a metric "loss" that it updates itself.
+    override, with a metric "loss" that it updates itself. Those of several
+    outputs are known only after the first call.
     """
-    return model._loss_tracker
+    of_outputs = model._compile_loss.metrics if model._compile_loss else []
+    return [model._loss_tracker, *of_outputs]
 
 
 # -- layers --------------------------------------------------------------------

@@ -150,6 +150,31 @@ class LossWeights:
         value = divisors[0].value if divisors else None
         return samples if value is None else _nonzero(value, samples)
 
+    def of_outputs(self, x, outputs):
+        """Returns the weight of each output's logged loss, `None` for a sum.
+
+        Args:
+            x: Nested tensors, the inputs of the micro-batch.
+            outputs: Int. The number of outputs with a loss.
+        """
+        samples = count_samples(x)
+        reductions = self._local.reductions or []
+        if len(reductions) != outputs:  # some reduce in their own way
+            return [samples] * outputs
+        weights = []
+        for each in reductions:
+            weight = samples
+            if each.reduction == "sum":
+                weight = None
+            elif each.reduction in _SUMS:  # without one, and logged as a mean
+                weight = tf.size(each.values)
+            elif each.reduction in _MEANS:
+                value = self._divisor(each, x).value
+                if value is not None:
+                    weight = _nonzero(value, samples)
+            weights.append(weight)
+        return weights
+
     def _that_count(self, reductions):
         """Returns the reductions that are part of the gradient.
 
@@ -327,9 +352,9 @@ def summed_losses(model, x):
     return [loss for loss in model.losses if not _is_single(loss, x)]
 
 
-def compute_loss(model, x, y, y_pred, sample_weight):
+def compute_loss(model, x, y, y_pred, sample_weight, training):
     """Calls `model.compute_loss`, as Keras's own step does."""
-    arguments = {"training": True}
+    arguments = {"training": training}
     if "training" not in inspect.signature(model.compute_loss).parameters:
         arguments = {}  # an override for a Keras before 3.3
     return model.compute_loss(x, y, y_pred, sample_weight, **arguments)

@@ -7,7 +7,7 @@ The algorithm, in which `sums`, `total` and `count` are variables:
         sums += weight * gradients      # the first of a cycle assigns
         total += weight
         # Once for all replicas:
-        count += 1
+        count += 1                      # of a cut batch: after its last part
         if count >= accum_steps:
             update()
 
@@ -17,14 +17,13 @@ The algorithm, in which `sums`, `total` and `count` are variables:
         total = count = 0
 """
 
-import contextlib
-import contextvars
 import functools
 import typing
 import warnings
 from collections.abc import Iterable
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from accumodel._checks import check_accum_steps
@@ -45,6 +44,7 @@ from accumodel._replicas import on_each_replica
 from accumodel._replicas import scope_of
 from accumodel._replicas import sum_over_replicas
 from accumodel._replicas import without_empty
+from accumodel._train_step import current_step
 
 # From this number of parameters on, compiling the update by XLA pays. For each
 # million it saves 2 ms per update; it costs a second or two, and 120 MB that
@@ -53,9 +53,6 @@ _MANY = 10_000_000
 
 # Weights that cancel leave a total that is rounding, next to their sizes.
 _CANCELLED = 1e-9
-
-# The accumulators that the train step at hand has called; `None` outside.
-_called: contextvars.ContextVar = contextvars.ContextVar("called", default=None)
 
 
 class _Fixed:
@@ -173,6 +170,9 @@ class GradientAccumulator(tf.Module):
             self._given = tf.Variable([False] * len(variables), trainable=False)
             # Updates for which the graph could not know that.
             self._unsure = _make_counter("unsure_updates")
+            # Of each replica: the parts of the fed batch at hand that were
+            # added, and those that were skipped.
+            self._parts = _make_sum((2,), tf.float64, "parts")
         self._has_warned = False
 
     @property
@@ -236,12 +236,21 @@ class GradientAccumulator(tf.Module):
         gradients = check_gradients(gradients, self.variables)
         check_replica_context(self._fixed.strategy)
         self._check_has_weights(weight is not None)
-        self._check_called_once()
+        step = current_step()
+        if step is not None:
+            step.check_called_once(self)
         present = tuple(gradient is not None for gradient in gradients)
         self._expected = present
         self._is_traced |= not tf.executing_eagerly()
-        accepted = self._add(gradients, weight)
-        across_replicas(functools.partial(self._end_step, present), accepted)
+        if step is not None and step.fed_batch is not None:
+            self._add_part(gradients, weight)
+            step.fed_batch.note(self, present, step.is_conditional())
+        else:
+            accepted = self._add(gradients, weight, self._accepts)
+            end = functools.partial(
+                self._end_step, present, self._skip_nonfinite
+            )
+            across_replicas(end, accepted, 1 - tf.cast(accepted, tf.int64))
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.
@@ -260,13 +269,42 @@ class GradientAccumulator(tf.Module):
         self._totals.assign(tf.zeros(3, tf.float64))
         self._count.assign(0)
 
+    def _reset_if_broken(self):
+        """Forgets the cycle if the last fed batch was added in part only."""
+        with scope_of(self._fixed.strategy):
+            if np.any(tf.identity(self._parts)):
+                self._parts.assign(tf.zeros(2, tf.float64))
+                self.reset()
+
     # What follows runs on each replica.
 
-    def _add(self, gradients, weight):
+    def _add_part(self, gradients, weight):
+        """Adds a part of a fed batch, of which each replica has its own."""
+        accepted = self._add(gradients, weight, self._is_good)
+        accepted = tf.cast(accepted, tf.float64)
+        self._parts.assign_add([accepted, 1 - accepted])
+
+    def _end_parts(self, present, is_conditional):
+        """Ends a fed batch of which all parts were added."""
+        may_be_nothing = self._skip_nonfinite or is_conditional
+        parts = tf.identity(self._parts)
+        if may_be_nothing:
+            (parts,) = sum_over_replicas([parts])
+        self._parts.assign(tf.zeros_like(parts))
+        added, skipped = tf.unstack(parts)
+        end = functools.partial(self._end_step, present, may_be_nothing)
+        across_replicas(end, added > 0, tf.cast(skipped, tf.int64))
+
+    def _add(self, gradients, weight, accepts):
         """Adds a micro-batch to this replica's sums, without the others.
 
+        Args:
+            gradients: List, see `accumulate`.
+            weight: Scalar or `None`, see `accumulate`.
+            accepts: Function. Whether to add it, given both.
+
         Returns:
-            Scalar bool tensor. Whether it was added: the same on all replicas.
+            Scalar bool tensor. Whether it was added.
         """
         divides = weight is not None
         # A data set of unknown length ends with a run of the train function in
@@ -278,7 +316,7 @@ class GradientAccumulator(tf.Module):
         ):
             weight = tf.identity(weight if divides else 1.0)
         gradients = without_empty(gradients, weight)
-        accepted = self._accepts(gradients, weight)
+        accepted = accepts(gradients, weight)
 
         def add():
             # Keras divides the loss of each replica by their number, unless it
@@ -298,17 +336,23 @@ class GradientAccumulator(tf.Module):
             add()
         return accepted
 
-    def _accepts(self, gradients, weight):
-        """Whether to add a micro-batch: the same answer on all replicas.
+    def _is_good(self, gradients, weight):
+        """Whether to add a micro-batch, for all that this replica knows.
 
         What is to be known of a micro-batch by its gradients and its weight is
         known here.
         """
+        with tf.control_dependencies([weight]):
+            if self._skip_nonfinite:
+                return _all_finite(gradients, weight)
+            return tf.identity(True)
+
+    def _accepts(self, gradients, weight):
+        """Whether to add a micro-batch: the same answer on all replicas."""
+        is_good = self._is_good(gradients, weight)
         if not self._skip_nonfinite:
-            with tf.control_dependencies([weight]):
-                return tf.identity(True)
-        bad = tf.cast(~_all_finite(gradients, weight), tf.float32)
-        (bad,) = sum_over_replicas([bad])
+            return is_good
+        (bad,) = sum_over_replicas([tf.cast(~is_good, tf.float32)])
         return tf.equal(bad, 0)
 
     def _add_each(self, gradients, scale, add):
@@ -340,9 +384,17 @@ class GradientAccumulator(tf.Module):
 
     # What follows runs once for all replicas.
 
-    def _end_step(self, present, accepted):
-        """Counts the micro-batch, and updates if it is the cycle's last."""
-        (accepted, *_) = local_results(accepted)
+    def _end_step(self, present, may_be_nothing, accepted, skipped):
+        """Counts the fed batch, and updates if it is the cycle's last.
+
+        Args:
+            present: Tuple of bools, which variables got a gradient.
+            may_be_nothing: Bool. Whether `accepted` may be false.
+            accepted: Bool of each replica, all alike. Whether it was added.
+            skipped: Int of each replica, all alike. The micro-batches of it
+                that were not.
+        """
+        (accepted, *_), (skipped, *_) = map(local_results, (accepted, skipped))
 
         def count():
             is_begun = self._count > 0
@@ -355,9 +407,9 @@ class GradientAccumulator(tf.Module):
             )
 
         with tf.control_dependencies([accepted]):
-            if self._skip_nonfinite:
-                skip = functools.partial(self._skipped.assign_add, 1)
-                tf.cond(accepted, count, lambda: _run(skip))
+            if may_be_nothing:
+                self._skipped.assign_add(skipped)
+                tf.cond(accepted, count, lambda: None)
             else:
                 count()
 
@@ -460,24 +512,6 @@ class GradientAccumulator(tf.Module):
                 f"{'weight=None' if has_weights else 'numbers'}"
             )
 
-    def _check_called_once(self):
-        called = _called.get()
-        if called is None:
-            return
-        graph = None
-        if not tf.executing_eagerly():
-            # The branches of a condition are graphs, and only one of them runs.
-            graph = tf.compat.v1.get_default_graph()
-        if (self, graph) in called:
-            raise ValueError(
-                "Gradients were accumulated twice in one `train_step`, and "
-                "each call counts as a micro-batch. Add up the losses or the "
-                "gradients and accumulate them once. If several optimizers "
-                "train, give each a `GradientAccumulator`. "
-                f"Received: a second call for {len(self.variables)} variables"
-            )
-        called.add((self, graph))
-
     def _warn_of_unsure_updates(self):
         if not tf.executing_eagerly() or not self._unsure.numpy():
             return
@@ -492,16 +526,6 @@ class GradientAccumulator(tf.Module):
                 "variables, or use a `GradientAccumulator` for each set.",
                 stacklevel=3,
             )
-
-
-@contextlib.contextmanager
-def one_train_step():
-    """In it, each accumulator may be called once."""
-    token = _called.set(set())
-    try:
-        yield
-    finally:
-        _called.reset(token)
 
 
 def _check_variables(variables):
@@ -623,8 +647,3 @@ def _all_finite(gradients, weight):
     return tf.reduce_all(
         [tf.reduce_all(tf.math.is_finite(value)) for value in values]
     )
-
-
-def _run(function):
-    """Calls for the effect: the branches of `tf.cond` must return alike."""
-    function()

@@ -114,7 +114,7 @@ class EndOfCycle(keras.callbacks.Callback):
         self._batches = 0
 
     def on_train_begin(self, logs=None):
-        if self.model.accum_steps > 1:
+        if self.model.accum_steps > 1 or self.model.micro_batch_size:
             self._warn_of_layers()
         self.model._cycles.begin_fit(self.model._remainder)
 
@@ -167,13 +167,15 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def _warn_of_layers(self):
         layers = [layer for layer in flat_layers(self.model) if layer.trainable]
-        if (self._batch_size or _FEW_SAMPLES) < _FEW_SAMPLES and any(
+        sizes = (self._batch_size, self.model.micro_batch_size)
+        samples = min((size for size in sizes if size), default=_FEW_SAMPLES)
+        if samples < _FEW_SAMPLES and any(
             isinstance(layer, keras.layers.BatchNormalization)
             for layer in layers
         ):
             warnings.warn(
                 "Batch normalization normalizes each micro-batch by itself: "
-                f"its statistics are those of {self._batch_size} samples, not "
+                f"its statistics are those of {samples} samples, not "
                 "of the effective batch. Use larger micro-batches, or "
                 "`keras.layers.GroupNormalization`, or freeze the layer.",
                 stacklevel=2,
@@ -185,7 +187,7 @@ class EndOfCycle(keras.callbacks.Callback):
             warnings.warn(
                 "`SpectralNormalization` changes its kernel in the forward "
                 "pass of each micro-batch, so the weights are not those of the "
-                "effective batch. Use it with `accum_steps=1`, or normalize "
+                "effective batch. Use it without accumulation, or normalize "
                 "in another way.",
                 stacklevel=2,
             )
@@ -232,7 +234,7 @@ def with_end_of_cycle(args, kwargs):
     if spec is not None:
         # A distributed data set has none, and a scalar no samples.
         shape = getattr(keras.tree.flatten(spec)[0], "shape", None)
-        batch_size = shape[0] if shape else None
+        batch_size = shape[0] if shape is not None and shape.rank else None
     callbacks = [EndOfCycle(batch_size), *keras.tree.flatten(callbacks or [])]
     place = _FIT.index("callbacks")
     if len(args) > place:

@@ -1,4 +1,4 @@
-"""`AccumulatingModel`: what `fit` does with one micro-batch."""
+"""`AccumulatingModel`: what `fit` does with one batch."""
 
 import functools
 import typing
@@ -12,12 +12,21 @@ import tensorflow as tf
 from accumodel import _checks
 from accumodel import _construction
 from accumodel import _cycles
+from accumodel import _functions
 from accumodel import _keras
 from accumodel import _replicas
+from accumodel import _slices
 from accumodel import _weighting
 from accumodel.accumulator import GradientAccumulator
-from accumodel.accumulator import one_train_step
 from accumodel.callbacks import with_end_of_cycle
+
+# The arguments of `compile` that Keras's has not.
+_OWN_ARGUMENTS = (
+    "accum_steps",
+    "micro_batch_size",
+    "remainder",
+    "skip_nonfinite",
+)
 
 
 class AccumulatingModel(keras.Model):
@@ -64,6 +73,7 @@ class AccumulatingModel(keras.Model):
     test_function: Callable | None
     # Keras's loaders ask for these before `compile`, so the class has them.
     _accum_steps = 1
+    _micro_batch_size: int | None = None
     _remainder = "apply"
     _skip_nonfinite = False
     # Whether gradients go through an accumulator. If not, the step is Keras's.
@@ -117,6 +127,7 @@ class AccumulatingModel(keras.Model):
         self,
         *args: typing.Any,
         accum_steps: int = 1,
+        micro_batch_size: int | None = None,
         remainder: typing.Literal["apply", "carry", "drop"] = "apply",
         skip_nonfinite: bool = False,
         **kwargs: typing.Any,
@@ -147,17 +158,22 @@ class AccumulatingModel(keras.Model):
                 arguments. After an error the model is not compiled.
         """
         accum_steps = _checks.check_accum_steps(accum_steps)
+        micro_batch_size = _checks.check_micro_batch_size(micro_batch_size)
         _checks.check_remainder(remainder)
-        accumulates = accum_steps > 1 or skip_nonfinite
+        slices = micro_batch_size is not None
+        accumulates = accum_steps > 1 or slices or skip_nonfinite
         try:
             super().compile(*args, **kwargs)
             _checks.check_optimizer(self.optimizer, skip_nonfinite)
             if accumulates:
                 self._check_can_accumulate()
+            if slices:
+                self._check_can_slice()
         except BaseException:
             self.compiled = False
             raise
         self._accum_steps = accum_steps
+        self._micro_batch_size = micro_batch_size
         self._remainder = remainder
         self._skip_nonfinite = skip_nonfinite
         self._accumulates = accumulates
@@ -190,8 +206,36 @@ class AccumulatingModel(keras.Model):
             self._begin_to_accumulate()
 
     @property
+    def micro_batch_size(self) -> int | None:
+        """Int or `None`. Samples that go through the model at once.
+
+        It may be set between or during fits and takes effect with the next
+        batch, without retracing, except if it changes from or to `None`.
+
+        Raises:
+            TypeError: If it is set to something other than an int or `None`.
+            ValueError: If it is set to less than 1, before `compile`, or for
+                layers that cannot be right in micro-batches.
+        """
+        return self._micro_batch_size
+
+    @micro_batch_size.setter
+    def micro_batch_size(self, value: int | None) -> None:
+        value = _checks.check_micro_batch_size(value)
+        _checks.check_compiled(self, "micro_batch_size")
+        if value is not None:
+            self._check_can_accumulate()
+            self._check_can_slice()
+        before, self._micro_batch_size = self._micro_batch_size, value
+        if value is not None and before is not None:
+            self._slices.set_size(value)
+        elif value is not before:
+            self._accumulates = True
+            self._make_functions_again()
+
+    @property
     def pending_steps(self) -> int:
-        """Int. Micro-batches since the last update, of any accumulator."""
+        """Int. Batches of `fit` since the last update, of any accumulator."""
         return self._cycles.pending_steps
 
     @property
@@ -239,11 +283,22 @@ class AccumulatingModel(keras.Model):
         """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
-            y_pred = self(x, training=True)
-            loss = _weighting.compute_loss(self, x, y, y_pred, sample_weight)
-            self._build_optimizer()
+            y_pred, loss = self._forward(x, y, sample_weight, training=True)
+            _functions.build_optimizer(self)
             scaled_loss = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled_loss, self.trainable_variables)
+        weight, logs = self._log(x, y, y_pred, sample_weight, loss)
+        return gradients, weight, logs
+
+    def _forward(self, x, y, sample_weight, training):
+        """Returns the outputs of a micro-batch, and its loss."""
+        y_pred = self(x, training=training)
+        return y_pred, _weighting.compute_loss(
+            self, x, y, y_pred, sample_weight, training
+        )
+
+    def _log(self, x, y, y_pred, sample_weight, loss):
+        """Returns the weight of a micro-batch, and its logs."""
         samples = _weighting.count_samples(x)
         weight = self.micro_batch_weight(x, y, y_pred, sample_weight)
         if weight is not None:
@@ -251,12 +306,14 @@ class AccumulatingModel(keras.Model):
             with tf.control_dependencies([loss]):
                 weight = tf.identity(weight)
         # Averaged as the losses of the micro-batches make up the whole.
-        _keras.loss_tracker(self).update_state(
+        tracker, *_ = _keras.loss_trackers(self)
+        tracker.update_state(
             _weighting.loss_of_batch(loss, samples),
             sample_weight=samples if weight is None else weight,
         )
+        _slices.note_losses(self, loss, weight, x)
         logs = self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        return gradients, weight, logs
+        return weight, logs
 
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
@@ -305,6 +362,37 @@ class AccumulatingModel(keras.Model):
         """
         return self._loss_weights.weight(x, self._overrides("compute_loss"))
 
+    def slice_data(
+        self, data: typing.Any, begin: typing.Any, end: typing.Any
+    ) -> typing.Any:
+        """Cuts a micro-batch out of a batch, for `micro_batch_size`.
+
+        Override it if a batch holds something that is not one entry for each
+        sample. Call it for the rest.
+
+        Examples:
+            >>> class Lookup(accumodel.AccumulatingModel):
+            ...     # All samples of a batch share one table.
+            ...     def slice_data(self, data, begin, end):
+            ...         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            ...         ids, y = super().slice_data((x["ids"], y), begin, end)
+            ...         return {"ids": ids, "table": x["table"]}, y
+
+        Args:
+            data: What `fit` was fed, see `compute_gradients`. Its number of
+                samples is the length of its first array.
+            begin: Scalar int64 tensor. The first sample of the micro-batch.
+            end: Scalar int64 tensor. The first sample that follows it.
+
+        Returns:
+            The data of these samples, in the same structure. Scalars and `None`
+            are left as they are; ragged and sparse tensors are cut by rows.
+
+        Raises:
+            ValueError: If the arrays differ in their number of samples.
+        """
+        return _slices.slice_data(data, begin, end)
+
     def accumulate_gradients(
         self, gradients: Iterable, weight: typing.Any = 1.0
     ) -> None:
@@ -346,7 +434,7 @@ class AccumulatingModel(keras.Model):
         elif self._accumulates:
             # Only the first micro-batch may build the variables of the model.
             if self._accumulator is None:
-                _replicas.across_replicas(self._build_accumulator)
+                _replicas.across_replicas(_functions.build_accumulator, self)
             assert self._accumulator is not None
             self._cycles.check_trains_the_same(self._accumulator)
             self._cycles.is_live = True
@@ -397,70 +485,19 @@ class AccumulatingModel(keras.Model):
     def make_train_function(self, force=False):
         if self.train_function is not None and not force:
             return self.train_function  # as Keras does
-        self._gradient_function = None
-        if self._accumulates or self._cycles.accumulators():
-            self._make_accumulating_function()
-        else:
-            super().make_train_function(force=True)
-        if _replicas.is_multi_worker(self.distribute_strategy):
-            self.train_function = _keras.with_local_logs(self.train_function)
+        _functions.make_train_function(self, super().make_train_function)
 
     def make_test_function(self, force=False):
         if self.test_function is not None and not force:
             return self.test_function
-        super().make_test_function(force)
-        if _replicas.is_multi_worker(self.distribute_strategy):
-            self.test_function = _keras.with_local_logs(self.test_function)
+        _functions.make_test_function(self, super().make_test_function)
 
-    def _make_accumulating_function(self):
-        # Made before the step is traced, which is then traced once.
-        if (
-            self._accumulates
-            and self.built
-            and not self._overrides("train_step")
-        ):
-            self._build_optimizer()
-            self._build_accumulator()
-        # Keras compiles the whole step as one XLA cluster. A condition inside a
-        # cluster carries every variable that it may write through it, which
-        # takes longer than forward and backward together. So Keras is told not
-        # to compile: `compute_gradients` and the update are, each by itself.
-        jit_compile: bool = self.jit_compile
-        if jit_compile and _replicas.can_compile(self.distribute_strategy):
-            function = tf.function(
-                self.compute_gradients,
-                jit_compile=True,
-                reduce_retracing=True,
-                autograph=False,
-            )
-            # A bare `tf.function` would be tracked, and exported.
-            self._gradient_function = lambda data: function(data)
-        # Keras takes its step from this name.
-        train_step = functools.partial(self._train, self.train_step)
-        self.__dict__["train_step"] = train_step
-        self.jit_compile = False
-        try:
-            super().make_train_function(force=True)
-        finally:
-            self.jit_compile = jit_compile
-            del self.__dict__["train_step"]
-        train_function = self.train_function
-        assert train_function is not None
-
-        def train(iterator):
-            self._cycles.is_live = True
-            batches = _replicas.split_over_replicas(
-                iterator, self.distribute_strategy
-            )
-            return train_function(batches)
-
-        self.train_function = train
-
-    def _train(self, train_step, data):
-        """Runs a `train_step`, which may be custom, on one micro-batch."""
-        self._loss_weights.forget()
-        with one_train_step():
-            return train_step(data)
+    def _test_micro_batch(self, data):
+        """Does what Keras's `test_step` does, with a micro-batch."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred, loss = self._forward(x, y, sample_weight, training=False)
+        _, logs = self._log(x, y, y_pred, sample_weight, loss)
+        return logs
 
     # Private, see `_keras`: Keras builds a model by it before the first step
     # under a strategy.
@@ -497,7 +534,7 @@ class AccumulatingModel(keras.Model):
         if self.compiled:  # else it is loaded for inference
             if _cycles.OWN in cycles:
                 self._begin_to_accumulate()
-                self._build_accumulator()
+                _functions.build_accumulator(self)
             self._cycles.load(cycles)
         super().load_own_variables(store)
 
@@ -505,7 +542,7 @@ class AccumulatingModel(keras.Model):
         config = super().get_compile_config()
         if config:
             # No more than Keras writes if they are the defaults.
-            for name in ("accum_steps", "remainder", "skip_nonfinite"):
+            for name in _OWN_ARGUMENTS:
                 value = getattr(self, f"_{name}")
                 if value != getattr(AccumulatingModel, f"_{name}"):
                     config[name] = value
@@ -536,11 +573,25 @@ class AccumulatingModel(keras.Model):
         if not self._overrides("train_step"):
             _checks.check_train_step(type(self), super().train_step)
 
+    def _check_can_slice(self):
+        replicas = self.distribute_strategy.num_replicas_in_sync
+        _checks.check_layers_can_slice(_keras.flat_layers(self), replicas)
+
     def _begin_to_accumulate(self):
         if not self._accumulates:
             self._accumulates = True
-            if self.train_function is not None:
-                self.make_train_function(force=True)
+            self._make_functions_again()
+
+    def _make_functions_again(self):
+        # Those that are in use: a callback may ask for it in the middle of fit.
+        if self.train_function is not None:
+            self.make_train_function(force=True)
+        if self.test_function is not None:
+            self.make_test_function(force=True)
+
+    @functools.cached_property
+    def _slices(self):
+        return _slices.Slices(self)
 
     @functools.cached_property
     def _cycles(self):
@@ -554,28 +605,6 @@ class AccumulatingModel(keras.Model):
         """Whether a subclass overrides the method of this name."""
         own = getattr(type(self), name)
         return own is not getattr(AccumulatingModel, name)
-
-    def _build_optimizer(self):
-        # Before the optimizer scales the loss, and outside of the trace: inside
-        # one, some optimizers lose the initial values of their slots.
-        if not self.optimizer.built and self.trainable_variables:
-            with tf.init_scope(), _replicas.scope_of(self.distribute_strategy):
-                self.optimizer.build(self.trainable_variables)
-
-    def _build_accumulator(self):
-        if self._accumulator is not None or not self.trainable_variables:
-            return
-        jit_compile: bool | typing.Literal["auto"] = "auto"
-        if self.jit_compile or self.run_eagerly:
-            jit_compile = self.jit_compile
-        with _replicas.scope_of(self.distribute_strategy):
-            self._accumulator = GradientAccumulator(
-                self.optimizer,
-                self.trainable_variables,
-                self._accum_steps,
-                skip_nonfinite=self._skip_nonfinite,
-                jit_compile=jit_compile,
-            )
 
 
 @keras.saving.register_keras_serializable("accumodel")

@@ -284,8 +284,8 @@ def masked_and_not(model_class):
     """Two outputs, of which one is under a mask."""
     inputs = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
-    masked = keras.layers.Dense(CLASSES, activation="softmax")(x)
-    unmasked = keras.layers.Dense(CLASSES, activation="softmax")(
+    masked = keras.layers.Dense(CLASSES, activation="softmax", name="a")(x)
+    unmasked = keras.layers.Dense(CLASSES, activation="softmax", name="b")(
         keras.ops.one_hot(inputs, TOKENS)
     )
     return model_class(inputs, [masked, unmasked])
@@ -389,8 +389,9 @@ class Case:
         policy: The dtype policy of all layers.
         tolerance: Largest difference of any weight. 1e-6 is what a few dozen
             updates in float32 gather in rounding.
-        logs: Whether the logs are compared. They can be equal only where the
-            weights do not move inside an epoch.
+        logs: Whether the logs of fed micro-batches are compared, too. They can
+            be equal only where the weights do not move inside an epoch.
+        micro_batch_size: Of the way in which the model cuts the big batches.
     """
 
     make: typing.Callable = dense
@@ -404,6 +405,7 @@ class Case:
     policy: str = "float32"
     tolerance: float = 1e-6
     logs: bool = False
+    micro_batch_size: int = 5
 
 
 # A single cycle in an epoch, in which no weights move.
@@ -479,38 +481,65 @@ def train(case, model_class, dataset, strategy=None, **kwargs):
             # loses the initial values of its slots.
             if model.built:
                 model.optimizer.build(model.trainable_variables)
+        batches = []
+        log = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: batches.append(dict(logs))
+        )
+        fit = {**case.fit, "callbacks": [*case.fit.get("callbacks", []), log]}
         history = model.fit(
-            dataset,
-            epochs=case.epochs,
-            shuffle=False,
-            verbose=0,
-            **case.fit,
+            dataset, epochs=case.epochs, shuffle=False, verbose=0, **fit
         )
     finally:
         keras.config.set_dtype_policy("float32")
         keras.config.set_floatx("float32")
-    return model, history.history
+    return model, {"epochs": history.history, "batches": batches}
 
 
 def updates(model):
     return int(keras.ops.convert_to_numpy(model.optimizer.iterations))
 
 
-def check(case, strategy=None):
-    """Trains both and compares; `strategy` is that of the micro-batches."""
+def check(case, strategy=None, cut=True):
+    """Trains in three ways and compares them.
+
+    The big batches by plain Keras; micro-batches that are fed; and the big
+    batches again, which the model cuts. `strategy` is that of the last two.
+    Without `cut` the last is left out.
+    """
     big, micro = datasets(case)
     reference, expected = train(case, keras.Model, big)
     # Cycles that are short inside a data set would not end by themselves.
     steps = max(map(len, case.sizes))
-    model, logs = train(
+    fed, fed_logs = train(
         case, AccumulatingModel, micro, strategy, accum_steps=steps
     )
+    check_weights(fed, reference, case)
+    if case.logs:
+        check_logs(fed_logs["epochs"], expected["epochs"])
+    if not cut:
+        return
+    size = case.micro_batch_size
+    cut, logs = train(
+        case, AccumulatingModel, big, strategy, micro_batch_size=size
+    )
+    check_weights(cut, reference, case)
+    if case.logs or not strategy:
+        check_logs(logs["epochs"], expected["epochs"])
+    if not strategy:
+        batches = zip(logs["batches"], expected["batches"], strict=True)
+        for ours, theirs in batches:
+            check_logs(ours, theirs)
+
+
+def check_weights(model, reference, case):
     assert updates(model) == updates(reference)
     assert distance(model, reference) <= case.tolerance
-    if case.logs:
-        assert list(logs) == list(expected)
-        for name, values in expected.items():
-            np.testing.assert_allclose(logs[name], values, rtol=1e-5)
+
+
+def check_logs(logs, expected):
+    assert list(logs) == list(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(logs[name], values, rtol=1e-5)
 
 
 OPTIMIZERS = {

@@ -1,7 +1,6 @@
 """Several replicas end with the weights of one device and one big batch."""
 
 import dataclasses
-import functools
 import operator
 
 import keras
@@ -47,7 +46,6 @@ from conftest import make_model
 import accumodel
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
-from accumodel._replicas import across_replicas
 
 # 80 updates; each of 4 epochs ends with a batch of a single sample, so that
 # only the first replica gets one.
@@ -609,54 +607,6 @@ def test_an_accumulator_by_itself_under_strategy_run():
     ):
         expected = run(tf.distribute.get_strategy(), optimizer)
         np.testing.assert_allclose(run(mirrored(2), optimizer), expected, 1e-6)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_loop_may_stand_around_gradients_and_add(replicas):
-    """What cuts a batch: many adds on each replica, one end for all."""
-    x = np.random.default_rng(0).random((16, 3), np.float32)
-
-    def train(use):
-        strategy = mirrored(replicas)
-        with strategy.scope():
-            kernel = keras.Variable(np.ones((3, 1), "float32"))
-            accumulator = GradientAccumulator(
-                keras.optimizers.Adam(0.1), [kernel], accum_steps=2
-            )
-
-        def gradients_of(part):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((part @ kernel.value) ** 2)
-                loss /= strategy.num_replicas_in_sync
-            return tape.gradient(loss, [kernel.value])
-
-        def in_slices(batch):
-            def body(begin, _):
-                part = batch[begin : begin + 2]
-                added = accumulator._add(gradients_of(part), tf.shape(part)[0])
-                return begin + 2, added
-
-            _, added = tf.while_loop(
-                lambda begin, _: begin < tf.shape(batch)[0],
-                body,
-                (0, True),
-                parallel_iterations=1,
-            )
-            end = functools.partial(accumulator._end_step, (True,))
-            across_replicas(end, added)
-
-        def at_once(batch):
-            accumulator.accumulate(gradients_of(batch), tf.shape(batch)[0])
-
-        step = {"slices": in_slices, "at once": at_once}[use]
-        batches = tf.data.Dataset.from_tensor_slices(x).batch(8).repeat(2)
-        for batch in strategy.experimental_distribute_dataset(batches):
-            step_function = tf.function(step, autograph=False)
-            strategy.run(step_function, args=(batch,))
-        assert int(accumulator.optimizer.iterations.numpy()) == 2
-        return keras.ops.convert_to_numpy(kernel)
-
-    np.testing.assert_allclose(train("slices"), train("at once"), atol=1e-6)
 
 
 def test_an_accumulator_belongs_to_the_strategy_of_its_scope():

@@ -71,7 +71,7 @@ def test_the_loss_tracker_is_what_the_log_shows():
     logs = model.train_on_batch(
         np.ones((4, 3)), np.ones((4, 2)), return_dict=True
     )
-    tracker = _keras.loss_tracker(model)
+    tracker, *_ = _keras.loss_trackers(model)
     assert float(tracker.result()) == pytest.approx(logs["loss"])
 
 

@@ -1,0 +1,158 @@
+"""What `fit` and `evaluate` call: Keras's functions around accumodel's steps.
+
+Keras compiles the whole step as one XLA cluster. A condition inside a cluster
+carries every variable that it may write through it, which takes longer than
+forward and backward together, and a loop over parts would be compiled for each
+number of samples. So Keras is told not to compile: what runs for a micro-batch
+is compiled, and the update, each by itself.
+"""
+
+import contextlib
+import functools
+import typing
+
+import keras
+import tensorflow as tf
+
+from accumodel import _keras
+from accumodel import _replicas
+from accumodel._train_step import one_train_step
+from accumodel.accumulator import GradientAccumulator
+
+
+def make_train_function(model, make):
+    """Makes `model.train_function`.
+
+    Args:
+        model: The `AccumulatingModel`.
+        make: Function. Keras's `make_train_function`.
+    """
+    model._gradient_function = None
+    if model._accumulates or model._cycles.accumulators():
+        _make_accumulating(model, make)
+    else:
+        make(force=True)
+    if _replicas.is_multi_worker(model.distribute_strategy):
+        model.train_function = _keras.with_local_logs(model.train_function)
+
+
+def make_test_function(model, make):
+    """Makes `model.test_function`, see `make_train_function`."""
+    if model.micro_batch_size is None:
+        make(force=True)
+    else:
+        model._slices.set_size(model.micro_batch_size)
+        is_own = type(model).test_step is keras.Model.test_step
+        step = model._test_micro_batch if is_own else model.test_step
+        if _compiles(model):
+            step = _compiled(step)
+        step = functools.partial(model._slices.run, step, notes=is_own)
+        with _instead_of(model, "test_step", step):
+            make(force=True)
+    if _replicas.is_multi_worker(model.distribute_strategy):
+        model.test_function = _keras.with_local_logs(model.test_function)
+
+
+def _make_accumulating(model, make):
+    # Made before the step is traced, which is then traced once. A custom one
+    # may have accumulators of its own. If not, it needs this one at the latest
+    # before the loop over parts, in which no replica can wait for the others.
+    is_needed = not model._overrides("train_step") or (
+        model.micro_batch_size is not None and not model._cycles.accumulators()
+    )
+    if model._accumulates and model.built and is_needed:
+        build_optimizer(model)
+        build_accumulator(model)
+    if _compiles(model):
+        model._gradient_function = _compiled(model.compute_gradients)
+    if model.micro_batch_size is not None:
+        model._slices.set_size(model.micro_batch_size)
+    step = functools.partial(_train, model, model.train_step)
+    with _instead_of(model, "train_step", step):
+        make(force=True)
+    train_function = model.train_function
+
+    def train(iterator):
+        model._cycles.is_live = True
+        batches = _replicas.split_over_replicas(
+            iterator, model.distribute_strategy
+        )
+        try:
+            return train_function(batches)
+        except BaseException:
+            model._cycles.reset_broken()
+            raise
+
+    model.train_function = train
+
+
+def _train(model, train_step, data):
+    """Runs a `train_step`, which may be custom, on one fed batch."""
+    if model.micro_batch_size is not None:
+        is_own = not (
+            model._overrides("train_step")
+            or model._overrides("compute_gradients")
+        )
+        return model._slices.train(train_step, data, notes=is_own)
+    model._loss_weights.forget()
+    with one_train_step():
+        return train_step(data)
+
+
+def build_optimizer(model):
+    """Builds the optimizer, unless it is.
+
+    Before it scales the loss, and outside of the trace: inside one, some
+    optimizers lose the initial values of their slots.
+    """
+    if not model.optimizer.built and model.trainable_variables:
+        with tf.init_scope(), _replicas.scope_of(model.distribute_strategy):
+            model.optimizer.build(model.trainable_variables)
+
+
+def build_accumulator(model):
+    """Makes the model's own accumulator, unless it has one."""
+    if model._accumulator is not None or not model.trainable_variables:
+        return
+    jit_compile: bool | typing.Literal["auto"] = "auto"
+    if model.jit_compile or model.run_eagerly:
+        jit_compile = model.jit_compile
+    with _replicas.scope_of(model.distribute_strategy):
+        model._accumulator = GradientAccumulator(
+            model.optimizer,
+            model.trainable_variables,
+            model.accum_steps,
+            skip_nonfinite=model._skip_nonfinite,
+            jit_compile=jit_compile,
+        )
+
+
+@contextlib.contextmanager
+def _instead_of(model, name, step):
+    """While it is open, Keras takes `step` for the method of this name.
+
+    And it does not compile it.
+    """
+    jit_compile = model.jit_compile
+    model.__dict__[name] = step
+    model.jit_compile = False
+    try:
+        yield
+    finally:
+        model.jit_compile = jit_compile
+        del model.__dict__[name]
+
+
+def _compiles(model):
+    return model.jit_compile and _replicas.can_compile(
+        model.distribute_strategy
+    )
+
+
+def _compiled(step):
+    """Returns a step of a micro-batch, compiled by XLA by itself."""
+    function = tf.function(
+        step, jit_compile=True, reduce_retracing=True, autograph=False
+    )
+    # A bare `tf.function` would be tracked, and exported.
+    return lambda data: function(data)

@@ -1,0 +1,320 @@
+"""The model cuts the batch that `fit` feeds: the loop over its micro-batches.
+
+A fed batch of `n` samples is cut into `k = ceil(n / micro_batch_size)` parts,
+as equal as they can be:
+
+    for i in range(k):
+        train_step(slice_data(data, i * n // k, (i + 1) * n // k))
+    end the fed batch       # counts it, and updates if the cycle is full
+
+This is a `tf.while_loop` with the gradient tape in its body: an unrolled loop
+would keep the activations of all parts. Each replica loops over its own part of
+the fed batch. The loop is not compiled by XLA, only what is in it.
+"""
+
+import contextlib
+import contextvars
+
+import keras
+import tensorflow as tf
+
+from accumodel import _keras
+from accumodel._replicas import count_replicas
+from accumodel._replicas import scope_of
+from accumodel._train_step import FedBatch
+from accumodel._train_step import one_train_step
+
+# The names of what a batch is made of.
+_NAMES = ("x", "y", "sample_weight")
+
+# Whether the step at hand notes its losses, by `note_losses`.
+_notes: contextvars.ContextVar = contextvars.ContextVar("notes", default=False)
+
+
+class Slices:
+    """Runs the steps of a model over the parts of a fed batch.
+
+    Args:
+        model: The `AccumulatingModel`.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        self._size = None
+
+    def set_size(self, value):
+        """Sets the largest number of samples in a part."""
+        if self._size is None:
+            # A variable, so that another size needs no retrace.
+            with tf.init_scope(), scope_of(self._model.distribute_strategy):
+                self._size = tf.Variable(value, trainable=False, dtype=tf.int64)
+        self._size.assign(value)
+
+    def train(self, step, data, notes):
+        """Calls a `train_step` with each part, and ends the fed batch.
+
+        Args:
+            step: Function of a part. Returns a dict, the logs.
+            data: The fed batch.
+            notes: Bool. Whether `step` calls `note_losses`.
+
+        Returns:
+            Dict of scalars, the logs.
+        """
+        batch = FedBatch()
+
+        def train_part(part):
+            self._model._loss_weights.forget()
+            with one_train_step(batch):
+                return step(part)
+
+        logs = self.run(train_part, data, notes)
+        if not batch.end() and self._model.trainable_variables:
+            raise ValueError(
+                "With `micro_batch_size`, `train_step` is called with each "
+                "micro-batch of a batch, and must add up its gradients. Call "
+                "`self.accumulate_gradients(gradients, weight)` instead of "
+                "`self.optimizer.apply_gradients(...)`. Received: the "
+                f"`train_step` of {type(self._model).__name__}, which "
+                "accumulates nothing"
+            )
+        return logs
+
+    def run(self, step, data, notes):
+        """Calls `step` with each part of a fed batch, see `train`."""
+        samples = _count_samples(data)
+        parts = tf.maximum(-(-samples // self._size), 1)
+
+        def run_part(i):
+            begin, end = i * samples // parts, (i + 1) * samples // parts
+            with _on_host():
+                part = self._model.slice_data(data, begin, end)
+            token = _notes.set(notes)
+            try:
+                logs = step(part)
+            finally:
+                _notes.reset(token)
+            return logs, self._take_losses(notes)
+
+        if not tf.executing_eagerly():
+            # Traced before the loop, which must know what the logs will be.
+            function = tf.function(run_part, autograph=False)
+            run_part = function.get_concrete_function(
+                tf.TensorSpec((), tf.int64)
+            )
+        held = self._hold_losses(notes)
+        logs, losses = _loop(run_part, parts)
+        if not notes:
+            return logs
+        self._release_losses(held, losses, data, samples)
+        results = self._model.get_metrics_result()
+        return {name: results.get(name, value) for name, value in logs.items()}
+
+    # Keras's loss trackers average over batches. While the parts of a batch
+    # run, they hold the losses of one part, and then get that of the batch.
+
+    def _hold_losses(self, notes):
+        """Empties the trackers, and returns what was in them."""
+        trackers = _keras.loss_trackers(self._model) if notes else []
+        held = {
+            tracker: list(map(tf.identity, tracker.variables))
+            for tracker in trackers
+        }
+        for tracker in trackers:
+            tracker.reset_state()
+        return held
+
+    def _take_losses(self, notes):
+        """Empties the trackers, and returns what `note_losses` put in them."""
+        trackers = _keras.loss_trackers(self._model) if notes else []
+        losses = [
+            tf.cast(value, tf.float64)
+            for tracker in trackers
+            for value in (tracker.total, tracker.count)
+        ]
+        losses = tf.reshape(
+            tf.convert_to_tensor(losses, tf.float64), (len(trackers), 2)
+        )
+        for tracker in trackers:
+            tracker.reset_state()
+        return losses
+
+    def _release_losses(self, held, losses, data, samples):
+        """Updates the trackers with the losses of the fed batch, as Keras."""
+        (static_samples, *_) = [leaf.shape[0] for _, leaf in _leaves(data)]
+        weight = samples
+        for i, tracker in enumerate(_keras.loss_trackers(self._model)):
+            total, count = losses[i, 0], losses[i, 1]
+            for variable, value in zip(
+                tracker.variables, held.get(tracker, []), strict=False
+            ):
+                variable.assign(value)
+            loss = tf.where(count == 0, total, total / count)
+            tracker.update_state(loss, sample_weight=weight)
+            # Keras weighs the loss of an output by what it knows when traced.
+            weight = static_samples
+
+
+def note_losses(model, loss, weight, x):
+    """Puts the losses of a part in Keras's trackers, with their weights.
+
+    A tracker then holds `weight * loss` and `weight`, or a sum and 0.
+
+    Args:
+        model: The `AccumulatingModel`.
+        loss: Tensor. That of the part.
+        weight: Scalar, that of the part, or `None`.
+        x: Nested tensors, the inputs.
+    """
+    if not _notes.get():
+        return
+    tracker, *of_outputs = _keras.loss_trackers(model)
+    if loss.shape.rank:  # without a reduction, and logged as a mean
+        weight = tf.size(loss)
+    weights = model._loss_weights.of_outputs(x, len(of_outputs))
+    for each, divisor in zip(
+        [tracker, *of_outputs], [weight, *weights], strict=True
+    ):
+        loss = each.result()
+        is_sum = divisor is None
+        if not is_sum:
+            loss *= tf.cast(divisor, loss.dtype)
+        each.total.assign(loss)
+        each.count.assign(0 if is_sum else divisor)
+
+
+def slice_data(data, begin, end):
+    """See `AccumulatingModel.slice_data`."""
+    with tf.control_dependencies(_check_lengths(_leaves(data))):
+        return keras.tree.map_structure(
+            lambda leaf: (
+                _slice(leaf, begin, end) if _has_samples(leaf) else leaf
+            ),
+            data,
+        )
+
+
+def _slice(leaf, begin, end):
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[begin:end]
+    begins = tf.concat([[begin], tf.zeros_like(leaf.dense_shape[1:])], 0)
+    sizes = tf.concat([[end - begin], leaf.dense_shape[1:]], 0)
+    part = tf.sparse.slice(leaf, begins, sizes)
+    # TensorFlow does not keep what is known of the shape.
+    part.set_shape([None, *leaf.shape[1:]])
+    return part
+
+
+def _has_samples(leaf):
+    """Whether a leaf of the data has an axis of samples."""
+    return hasattr(leaf, "shape") and tf.TensorShape(leaf.shape).rank != 0
+
+
+def _leaves(data):
+    """Returns pairs of the path and the leaf, for those that have samples."""
+    return [
+        (path, leaf)
+        for path, leaf in keras.tree.flatten_with_path(data)
+        if _has_samples(leaf)
+    ]
+
+
+def _length(leaf):
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int64)
+    return tf.shape(leaf, tf.int64)[0]
+
+
+def _count_samples(data):
+    leaves = _leaves(data)
+    if not leaves:
+        raise ValueError(
+            "With `micro_batch_size`, a batch must hold at least one array "
+            f"with an axis of samples. Received: {data}"
+        )
+    return _length(leaves[0][1])
+
+
+def _check_lengths(leaves):
+    """Raises unless all leaves hold the same number of samples.
+
+    Returns:
+        List of what checks the lengths that are known only when it runs.
+    """
+    names = [_name(path) for path, _ in leaves]
+    lengths = [tf.TensorShape(leaf.shape)[:1] for _, leaf in leaves]
+    lengths = [each[0] if each.rank == 1 else None for each in lengths]
+    message = (
+        "With `micro_batch_size`, all arrays of a batch must hold the same "
+        "number of samples. Override `slice_data` to say how others are cut. "
+        "Received: "
+    )
+    known = [each for each in lengths if each is not None]
+    if len(set(known)) > 1:
+        received = zip(names, lengths, strict=True)
+        raise ValueError(
+            message
+            + ", ".join(
+                f"{name} of length {length}" for name, length in received
+            )
+        )
+    if len(known) == len(lengths):
+        return []
+    lengths = tf.stack([_length(leaf) for _, leaf in leaves])
+    check = tf.debugging.Assert(
+        tf.reduce_all(lengths == lengths[0]),
+        [f"{message}{', '.join(names)} of lengths", lengths],
+    )
+    return [check]
+
+
+def _name(path):
+    """Returns what a user calls a leaf of the data, as in `x['image']`."""
+    if not path:
+        return "x"
+    first, *rest = path
+    name = _NAMES[first] if first in range(len(_NAMES)) else f"[{first!r}]"
+    return name + "".join(f"[{key!r}]" for key in rest)
+
+
+def _on_host():
+    """Returns where a batch is cut, so that only a part is copied to a GPU.
+
+    Several replicas get their batches on their devices.
+    """
+    if count_replicas() > 1:
+        return contextlib.nullcontext()
+    return tf.device("CPU:0")
+
+
+def _loop(run_part, parts):
+    """Returns the logs of the last part, and the sum of the losses of all."""
+    if tf.executing_eagerly():
+        losses = 0.0
+        for i in range(int(parts)):
+            logs, more = run_part(tf.constant(i, tf.int64))
+            losses += more
+        return logs, losses
+
+    def body(i, _, losses):
+        logs, more = run_part(i)
+        return i + 1, logs, losses + more
+
+    # Of the right shape; there is at least one part.
+    specs = run_part.structured_outputs
+    zeros = tf.nest.map_structure(
+        lambda spec: tf.zeros([size or 0 for size in spec.shape], spec.dtype),
+        specs,
+    )
+    begin = (tf.constant(0, tf.int64), *zeros)
+    shapes = tf.nest.map_structure(lambda spec: spec.shape, specs)
+    _, logs, losses = tf.while_loop(
+        lambda i, *_: i < parts,
+        body,
+        begin,
+        shape_invariants=(tf.TensorShape([]), *shapes),
+        parallel_iterations=1,
+    )
+    return logs, losses

@@ -1,0 +1,675 @@
+"""The model cuts the batch that `fit` feeds: what the table does not show.
+
+`cases.check` compares weights and the logs of every batch for all its cases.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import CLASSES
+from cases import FEATURES
+from cases import OPTIMIZERS
+from cases import TOKENS
+from cases import Case
+from cases import check_logs
+from cases import classes
+from cases import datasets
+from cases import dense
+from cases import masked_and_not
+from cases import tokens_for_two
+from cases import train
+from cases import updates
+from cases import with_an_overflow
+from conftest import distance
+
+from accumodel import AccumulatingModel
+from accumodel import GradientAccumulator
+
+
+class Sizes(keras.layers.Layer):
+    """Notes the number of samples of each call, in graphs too."""
+
+    def build(self, shape):
+        # Not trained.
+        self.trainable = False
+        self.largest = self.add_weight((), "zeros", dtype="int32")
+        self.calls = self.add_weight((), "zeros", dtype="int32")
+
+    def call(self, inputs):
+        size = tf.shape(inputs)[0]
+        self.largest.assign(tf.maximum(self.largest.value, size))
+        self.calls.assign_add(1)
+        return inputs
+
+    def read(self):
+        read = int(self.largest), int(self.calls)
+        self.largest.assign(0)
+        self.calls.assign(0)
+        return read
+
+
+def with_sizes(model_class=AccumulatingModel):
+    inputs = keras.Input((FEATURES,))
+    x = Sizes(name="sizes")(inputs)
+    outputs = keras.layers.Dense(CLASSES, activation="softmax")(x)
+    return model_class(inputs, outputs)
+
+
+def compiled(model, **kwargs):
+    loss = "sparse_categorical_crossentropy"
+    model.compile(kwargs.pop("optimizer", "adam"), loss, **kwargs)
+    return model
+
+
+@pytest.fixture
+def samples():
+    return classes(100, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_parts_are_as_equal_as_they_can_be(samples, run_eagerly):
+    model = compiled(with_sizes(), micro_batch_size=32, run_eagerly=run_eagerly)
+    sizes = model.get_layer("sizes")
+    x, y = samples
+    model.train_on_batch(x, y)
+    assert sizes.read() == (25, 4)  # not 32, 32, 32 and 4
+    model.train_on_batch(x[:20], y[:20])
+    assert sizes.read() == (20, 1)
+    model.evaluate(x, y, batch_size=70, verbose=0)
+    assert sizes.read() == (30, 4)  # 24, 23, 23; 30
+    model.micro_batch_size = 11
+    model.test_on_batch(x, y)
+    assert sizes.read() == (10, 10)
+    model.train_on_batch(x, y)
+    assert sizes.read() == (10, 10)
+    model.micro_batch_size = None
+    for run in (model.train_on_batch, model.test_on_batch):
+        run(x, y)
+        assert sizes.read() == (100, 1)
+    assert int(model.optimizer.iterations) == 4
+
+
+def test_one_trace_for_every_size(samples):
+    traces = []
+
+    class Traced(keras.layers.Layer):
+        def call(self, inputs):
+            traces.append(inputs.shape)
+            return inputs
+
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Dense(CLASSES, activation="softmax")(inputs)
+    model = AccumulatingModel(inputs, Traced()(x))
+    compiled(model, micro_batch_size=8)
+    traces.clear()
+
+    class Resize(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.micro_batch_size = 8 + batch
+
+    model.fit(
+        *samples, batch_size=32, epochs=2, callbacks=[Resize()], verbose=0
+    )
+    assert model.micro_batch_size == 11
+    model.evaluate(*samples, batch_size=32, verbose=0)
+    assert len(traces) == 2  # `fit` and `evaluate`
+
+
+def test_xla_compiles_once_for_each_size_of_a_part(samples):
+    model = compiled(with_sizes(), micro_batch_size=8, jit_compile=True)
+    model.fit(*samples, batch_size=32, epochs=2, shuffle=False, verbose=0)
+    assert model.get_layer("sizes").read() == (8, 2 * 13)
+
+
+# -- what a batch may be ---------------------------------------------------
+
+
+def ragged_model(model_class):
+    inputs = keras.Input((None,), dtype="int32", ragged=True)
+
+    class Bag(keras.layers.Layer):
+        def call(self, inputs):
+            return tf.reduce_sum(tf.one_hot(inputs, TOKENS), axis=1)
+
+    outputs = keras.layers.Dense(1)(Bag()(inputs))
+    return model_class(inputs, outputs)
+
+
+def sparse_model(model_class):
+    inputs = keras.Input((TOKENS,), sparse=True)
+    return model_class(inputs, keras.layers.Dense(1)(inputs))
+
+
+def string_model(model_class):
+    class Strings(model_class):
+        def __init__(self):
+            super().__init__()
+            self.lookup = keras.layers.StringLookup(
+                vocabulary=["a", "b", "c"], output_mode="one_hot"
+            )
+            self.head = keras.layers.Dense(1)
+
+        def call(self, inputs):
+            return self.head(self.lookup(inputs["word"]))
+
+    return Strings()
+
+
+def ragged_data():
+    lengths = np.random.default_rng(0).integers(1, 5, size=20)
+    values = np.random.default_rng(1).integers(TOKENS, size=sum(lengths))
+    return tf.RaggedTensor.from_row_lengths(values.astype("int32"), lengths)
+
+
+def sparse_data():
+    array = np.random.default_rng(0).normal(size=(20, TOKENS))
+    return tf.sparse.from_dense((array * (array > 0)).astype("float32"))
+
+
+def string_data():
+    return {"word": tf.constant(list("abcab" * 4)), "nothing": tf.ones((20, 0))}
+
+
+@pytest.mark.parametrize(
+    ("make", "data"),
+    [
+        (ragged_model, ragged_data),
+        (sparse_model, sparse_data),
+        (string_model, string_data),
+    ],
+)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_what_a_batch_may_be_made_of(make, data, run_eagerly):
+    y = np.random.default_rng(2).normal(size=(20, 1)).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((data(), y)).batch(8)
+    models = []
+    for model_class, kwargs in (
+        (keras.Model, {}),
+        (AccumulatingModel, {"micro_batch_size": 3}),
+    ):
+        keras.utils.set_random_seed(0)
+        model = make(model_class)
+        model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
+        logs = model.fit(dataset, epochs=2, shuffle=False, verbose=0).history
+        models.append((model, logs | {"test": model.evaluate(dataset)}))
+    (reference, expected), (model, logs) = models
+    assert distance(model, reference) < 1e-6
+    check_logs(logs, expected)
+
+
+class WithTable(AccumulatingModel):
+    def __init__(self):
+        super().__init__()
+        self.head = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.head(tf.gather(inputs["table"], inputs["id"]))
+
+
+class CutsTable(WithTable):
+    def slice_data(self, data, begin, end):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        ids, y = super().slice_data((x["id"], y), begin, end)
+        return {"id": ids, "table": x["table"]}, y
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
+    rng = np.random.default_rng(0)
+    x = {
+        "id": rng.integers(5, size=12),
+        "table": rng.normal(size=(5, 4)).astype("float32"),
+    }
+    y = rng.normal(size=(12, 1)).astype("float32")
+    models = []
+    for size in (None, 5):
+        keras.utils.set_random_seed(0)
+        model = CutsTable()
+        model.compile(
+            "sgd", "mse", run_eagerly=run_eagerly, micro_batch_size=size
+        )
+        model.train_on_batch(x, y)
+        models.append(model)
+    assert distance(*models) < 1e-6
+    model = WithTable()
+    model.compile("sgd", "mse", run_eagerly=run_eagerly, micro_batch_size=5)
+    match = (
+        r"Override `slice_data`.* x\['id'\] of length 12, x\['table'\] of "
+        r"length 5, y of length 12"
+    )
+    with pytest.raises(ValueError, match=match):
+        model.train_on_batch(x, y)
+    # Lengths that are known only when it runs.
+    unknown = tf.data.Dataset.from_generator(
+        lambda: iter([(x, y)]),
+        output_signature=keras.tree.map_structure(
+            lambda a: tf.TensorSpec((None, *a.shape[1:]), a.dtype), (x, y)
+        ),
+    )
+    error = ValueError if run_eagerly else tf.errors.InvalidArgumentError
+    with pytest.raises(error, match=r"(?s)slice_data.*x\[.*table"):
+        model.fit(unknown, shuffle=False, verbose=0)
+    assert model.pending_steps == int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_scalars_and_none_are_left_as_they_are(run_eagerly):
+    class Scaled(AccumulatingModel):
+        def call(self, inputs):
+            return inputs["x"] * inputs["y"] * self.kernel
+
+    model = Scaled()
+    model.kernel = model.add_weight((), "ones")
+    model.compile("sgd", "mse", run_eagerly=run_eagerly, micro_batch_size=2)
+    x = {"x": tf.ones((4, 1)), "y": tf.constant(2.0)}
+    dataset = tf.data.Dataset.from_tensors((x, tf.ones((4, 1)), None))
+    model.fit(dataset, shuffle=False, verbose=0)
+    assert float(model.kernel) == pytest.approx(1 - 0.01 * 4)
+    with pytest.raises(ValueError, match="an axis of samples"):
+        model.train_on_batch(2.0)
+
+
+# -- logs ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "compile_arguments",
+    [{}, {"run_eagerly": True}, {"jit_compile": True}],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:The losses of this model are averaged over")
+def test_evaluate_shows_what_keras_does(compile_arguments):
+    """Losses under different masks: each is averaged over its own elements."""
+    x, y = tokens_for_two(40, np.random.default_rng(0))
+    results = []
+    for model_class, kwargs in (
+        (keras.Model, {}),
+        (AccumulatingModel, {"micro_batch_size": 3}),
+    ):
+        keras.utils.set_random_seed(0)
+        model = masked_and_not(model_class)
+        model.compile(
+            loss=["sparse_categorical_crossentropy"] * 2,
+            metrics=[["accuracy"]] * 2,
+            **compile_arguments,
+            **kwargs,
+        )
+        logs = model.evaluate(x, y, batch_size=16, return_dict=True, verbose=0)
+        *_, loss = model.test_on_batch(x[:9], [each[:9] for each in y])
+        # Of both losses no single weight is right: a warning says so.
+        del logs["loss"]
+        results.append(logs | {"on_batch": loss})
+    check_logs(*results)
+
+
+class OwnMetrics(AccumulatingModel):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {"error": 1 - logs["accuracy"], **logs}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_custom_metrics_are_over_all_parts(samples, run_eagerly):
+    results = []
+    for size in (None, 7):
+        keras.utils.set_random_seed(0)
+        model = dense(OwnMetrics)
+        compiled(
+            model,
+            micro_batch_size=size,
+            run_eagerly=run_eagerly,
+            metrics=["accuracy"],
+        )
+        results.append(model.train_on_batch(*samples, return_dict=True))
+    check_logs(*results)
+
+
+# -- the cycle -------------------------------------------------------------
+
+
+def test_with_accum_steps_fed_batches_make_a_cycle(samples, tmp_path):
+    x, y = samples
+    reference = compiled(dense(keras.Model))
+    reference.fit(x, y, batch_size=64, epochs=2, shuffle=False, verbose=0)
+    keras.utils.set_random_seed(0)
+    model = compiled(
+        dense(AccumulatingModel), micro_batch_size=5, accum_steps=2
+    )
+    model.fit(x, y, batch_size=32, epochs=2, shuffle=False, verbose=0)
+    assert updates(model) == updates(reference) == 4
+    assert distance(model, reference) < 1e-6
+    reference.train_on_batch(x[:64], y[:64])
+    model.train_on_batch(x[:32], y[:32])
+    assert model.pending_steps == 1
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(
+        tmp_path / "model.keras", {"AccumulatingModel": AccumulatingModel}
+    )
+    assert loaded.pending_steps == 1
+    assert (loaded.micro_batch_size, loaded.accum_steps) == (5, 2)
+    for each in (model, loaded):
+        each.train_on_batch(x[32:64], y[32:64])
+        assert distance(each, reference) < 1e-6
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_skip_nonfinite_leaves_micro_batches_out(samples, run_eagerly):
+    x, y = samples
+    x[9] = np.nan
+    good = np.r_[:8, 12:32]  # without the third of eight parts
+    reference = compiled(dense(keras.Model))
+    reference.train_on_batch(x[good], y[good])
+    keras.utils.set_random_seed(0)
+    model = compiled(
+        dense(AccumulatingModel),
+        micro_batch_size=4,
+        skip_nonfinite=True,
+        run_eagerly=run_eagerly,
+    )
+    model.train_on_batch(x[:32], y[:32])
+    assert distance(model, reference) < 1e-6
+    assert model.skipped_steps == 1
+    before = model.get_weights()
+    model.train_on_batch(np.full_like(x, np.nan), y)
+    assert model.skipped_steps == 26
+    assert updates(model) == 1
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_overflow_in_a_part_skips_the_update():
+    case = Case(
+        make=lambda cls: dense(cls),
+        data=with_an_overflow,
+        loss=lambda: "mse",
+        sizes=[[32]] * 3,
+        policy="mixed_float16",
+    )
+    big, _ = datasets(case)
+    reference, _ = train(case, keras.Model, big)
+    model, _ = train(case, AccumulatingModel, big, micro_batch_size=8)
+    for name in ("iterations", "dynamic_scale", "step_counter"):
+        assert float(getattr(model.optimizer, name)) == float(
+            getattr(reference.optimizer, name)
+        )
+    assert distance(model, reference) < 2e-3
+
+
+class FailsAt(keras.layers.Layer):
+    """Fails in the backward pass of a part that holds a number over 100."""
+
+    def call(self, inputs):
+        @tf.custom_gradient
+        def check(x):
+            def backward(upstream):
+                largest = tf.reduce_max(x)
+                with tf.control_dependencies(
+                    [tf.debugging.assert_less(largest, 100.0)]
+                ):
+                    return tf.identity(upstream)
+
+            return tf.identity(x), backward
+
+        return check(inputs)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_a_failure_in_the_middle_leaves_no_part_behind(
+    samples, accum_steps, run_eagerly
+):
+    x, y = samples
+    inputs = keras.Input((FEATURES,))
+    hidden = FailsAt()(keras.layers.Dense(4)(inputs))
+    model = AccumulatingModel(
+        inputs, keras.layers.Dense(CLASSES, activation="softmax")(hidden)
+    )
+    compiled(
+        model,
+        micro_batch_size=8,
+        accum_steps=accum_steps,
+        run_eagerly=run_eagerly,
+    )
+    before = model.get_weights()
+    bad = x[:32].copy()
+    bad[20] = 1e6
+    if accum_steps == 2:
+        model.train_on_batch(x[:32], y[:32])
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        model.train_on_batch(bad, y[:32])
+    assert model.pending_steps == updates(model) == 0
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for _ in range(accum_steps):
+        model.train_on_batch(x[:32], y[:32])
+    after = model.get_weights()
+    model.set_weights(before)
+    compiled(model)
+    model.train_on_batch(x[:32], y[:32])
+    for a, b in zip(model.get_weights(), after, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+# -- custom steps ----------------------------------------------------------
+
+
+class OwnGradients(AccumulatingModel):
+    def compute_gradients(self, data):
+        gradients, weight, logs = super().compute_gradients(data)
+        size = tf.cast(tf.shape(data[0])[0], "float32")
+        return [2 * each for each in gradients], weight, {"size": size, **logs}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_custom_compute_gradients_get_a_part(samples, run_eagerly):
+    x, y = samples
+    optimizer = OPTIMIZERS["SGD"]
+    model = dense(OwnGradients)
+    compiled(
+        model,
+        optimizer=optimizer(),
+        micro_batch_size=30,
+        run_eagerly=run_eagerly,
+    )
+    logs = model.train_on_batch(x, y, return_dict=True)
+    assert logs["size"] == 25
+    keras.utils.set_random_seed(0)
+    reference = dense(keras.Model)
+    compiled(reference, optimizer=keras.optimizers.SGD(0.6))
+    reference.train_on_batch(x, y)
+    assert distance(model, reference) < 1e-6
+
+
+class OwnStep(AccumulatingModel):
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.accumulate_gradients(gradients, tf.shape(x)[0])
+        return {"size": tf.shape(x)[0]}
+
+    def test_step(self, data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return {"size": tf.shape(x)[0]}
+
+
+class StepWithoutAccumulation(OwnStep):
+    def accumulate_gradients(self, gradients, weight):
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
+    reference = compiled(dense(keras.Model))
+    reference.fit(*samples, batch_size=32, shuffle=False, verbose=0)
+    keras.utils.set_random_seed(0)
+    model = compiled(
+        dense(OwnStep), micro_batch_size=7, run_eagerly=run_eagerly
+    )
+    model.fit(*samples, batch_size=32, shuffle=False, verbose=0)
+    assert distance(model, reference) < 1e-6
+    assert model.train_on_batch(*samples, return_dict=True) == {"size": 7}
+    assert model.test_on_batch(*samples, return_dict=True) == {"size": 7}
+    model = compiled(dense(StepWithoutAccumulation), micro_batch_size=7)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="Call `self"):
+        model.fit(*samples, verbose=0)
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+class Players(AccumulatingModel):
+    """Two accumulators, of which one is called in every other batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(1)
+        self.second = keras.layers.Dense(1)
+        for layer in (self.first, self.second):
+            layer.build((None, FEATURES))
+        self.built = True
+        self.turn = tf.Variable(0, trainable=False)
+
+    def compile(self, **kwargs):
+        super().compile(**kwargs)
+        self.accumulators = [
+            GradientAccumulator(
+                keras.optimizers.SGD(0.1), layer.trainable_variables
+            )
+            for layer in (self.first, self.second)
+        ]
+
+    def train_step(self, data):
+        x, *_ = data
+        for layer, accumulator, is_due in zip(
+            (self.first, self.second),
+            self.accumulators,
+            (True, tf.equal(self.turn % 2, 0)),
+            strict=True,
+        ):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((layer(x) - 1) ** 2)
+            gradients = tape.gradient(loss, layer.trainable_variables)
+            accumulate = functools.partial(
+                accumulator.accumulate, gradients, tf.shape(x)[0]
+            )
+            if is_due is True:
+                accumulate()
+            else:
+                tf.cond(is_due, accumulate, lambda: None)
+        return {}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_two_accumulators_of_which_one_is_called_in_turns(samples, replicas):
+    x, y = (each.astype("float32") for each in samples)
+    models = []
+    for strategy, kwargs in (
+        (tf.distribute.get_strategy(), {}),
+        (mirrored(replicas), {"micro_batch_size": 3}),
+    ):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = Players()
+            model.compile(**kwargs)
+        for i in range(4):
+            model.turn.assign(i)
+            model.train_on_batch(x[: 10 + i], y[: 10 + i])
+        iterations = [
+            int(strategy.experimental_local_results(i.value)[0])
+            for i in (each.optimizer.iterations for each in model.accumulators)
+        ]
+        assert iterations == [4, 2]
+        models.append(model)
+    if replicas == 1:
+        assert distance(*models) < 1e-6
+
+
+# -- several replicas ------------------------------------------------------
+
+
+def mirrored(replicas):
+    if replicas == 1:
+        return tf.distribute.OneDeviceStrategy("CPU:0")
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(replicas)],
+        tf.distribute.ReductionToOneDevice(),
+    )
+
+
+# The numbers of parts on two replicas: 2 and 1, 1 and none, 2 and 2.
+@pytest.mark.parametrize("sizes", [[[5]], [[1]], [[8]], [[5], [1], [8]]])
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_replicas_with_different_numbers_of_parts(sizes, run_eagerly):
+    case = Case(sizes=sizes, compile={"run_eagerly": run_eagerly}, epochs=2)
+    big, _ = datasets(case)
+    reference, _ = train(case, keras.Model, big)
+    model, _ = train(
+        case, AccumulatingModel, big, mirrored(2), micro_batch_size=2
+    )
+    assert distance(model, reference) < 1e-6
+
+
+def test_skip_nonfinite_on_replicas_takes_each_part_by_itself(samples):
+    x, y = samples
+    x[1] = np.nan  # in the first part of the first replica
+    good = np.r_[4:32]
+    reference = compiled(dense(keras.Model))
+    reference.train_on_batch(x[good], y[good])
+    keras.utils.set_random_seed(0)
+    with mirrored(2).scope():
+        model = compiled(
+            dense(AccumulatingModel), micro_batch_size=4, skip_nonfinite=True
+        )
+    model.train_on_batch(x[:32], y[:32])
+    assert distance(model, reference) < 1e-6
+    assert model.skipped_steps == 1
+
+
+# -- refused ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (2.5, TypeError),
+        ("4", TypeError),
+        (True, TypeError),
+    ],
+)
+def test_values_that_are_no_size(value, error):
+    model = with_sizes()
+    with pytest.raises(error, match=f"micro_batch_size={value!r}"):
+        compiled(model, micro_batch_size=value)
+    assert not model.compiled
+    compiled(model, micro_batch_size=4)
+    with pytest.raises(error, match="`micro_batch_size` must be"):
+        model.micro_batch_size = value
+    assert model.micro_batch_size == 4
+
+
+def test_layers_that_cannot_be_right_in_parts():
+    inputs = keras.Input((4, 2), batch_size=2)
+    outputs = keras.layers.LSTM(1, stateful=True)(inputs)
+    model = AccumulatingModel(inputs, outputs)
+    with pytest.raises(ValueError, match="stateful layer"):
+        model.compile("sgd", "mse", micro_batch_size=1)
+    assert not model.compiled
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="stateful layer"):
+        model.micro_batch_size = 1
+    assert model.micro_batch_size is None
+    with mirrored(2).scope():
+        inputs = keras.Input((2,))
+        layer = keras.layers.BatchNormalization(synchronized=True)
+        model = AccumulatingModel(inputs, layer(inputs))
+        with pytest.raises(ValueError, match="synchronized=True"):
+            model.compile("sgd", "mse", micro_batch_size=1)
