@@ -263,9 +263,12 @@ def _check_lengths(leaves):
     if len(known) == len(lengths):
         return []
     lengths = tf.stack([_length(leaf) for _, leaf in leaves])
-    check = tf.debugging.Assert(
-        tf.reduce_all(lengths == lengths[0]),
-        [f"{message}{', '.join(names)} of lengths", lengths],
+    # The op itself: `tf.debugging.Assert` adds a condition, which takes longer
+    # than a small part.
+    check = tf.raw_ops.Assert(
+        condition=tf.reduce_all(lengths == lengths[0]),
+        data=[f"{message}{', '.join(names)} of lengths", lengths],
+        summarize=len(names),
     )
     return [check]
 
