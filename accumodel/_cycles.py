@@ -47,7 +47,7 @@ class Cycles:
 
     def __init__(self, model):
         self._model = model
-        # Whether micro-batches were accumulated here since a file was loaded.
+        # Whether batches were accumulated here since a file was loaded.
         self.is_live = False
 
     def accumulators(self):
@@ -102,7 +102,7 @@ class Cycles:
             return
         self.reset()
         warnings.warn(
-            f"{pending} micro-batches were accumulated before `fit` and made "
+            f"{pending} batches were accumulated before `fit` and made "
             "no update. They are dropped, since `fit` begins with an empty "
             "cycle. Call `apply_accumulated_gradients()` before `fit`, or "
             '`compile` with `remainder="carry"`.',

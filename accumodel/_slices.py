@@ -102,11 +102,13 @@ class Slices:
             run_part = function.get_concrete_function(
                 tf.TensorSpec((), tf.int64)
             )
-        held = self._hold_losses(notes)
+        # A data set of unknown length ends with a run without data.
+        with tf.control_dependencies([samples]):
+            held = self._hold_losses(notes)
         logs, losses = _loop(run_part, parts)
         if not notes:
             return logs
-        self._release_losses(held, losses, data, samples)
+        self._release_losses(held, losses, samples)
         results = self._model.get_metrics_result()
         return {name: results.get(name, value) for name, value in logs.items()}
 
@@ -139,9 +141,8 @@ class Slices:
             tracker.reset_state()
         return losses
 
-    def _release_losses(self, held, losses, data, samples):
+    def _release_losses(self, held, losses, samples):
         """Updates the trackers with the losses of the fed batch, as Keras."""
-        (static_samples, *_) = [leaf.shape[0] for _, leaf in _leaves(data)]
         weight = samples
         for i, tracker in enumerate(_keras.loss_trackers(self._model)):
             total, count = losses[i, 0], losses[i, 1]
@@ -152,7 +153,7 @@ class Slices:
             loss = tf.where(count == 0, total, total / count)
             tracker.update_state(loss, sample_weight=weight)
             # Keras weighs the loss of an output by what it knows when traced.
-            weight = static_samples
+            weight = tf.get_static_value(samples)
 
 
 def note_losses(model, loss, weight, x):
@@ -228,7 +229,9 @@ def _length(leaf):
 
 
 def _count_samples(data):
-    leaves = _leaves(data)
+    # Inputs may hold arrays of other lengths, for a custom `slice_data`.
+    y = data[1] if isinstance(data, tuple) and len(data) > 1 else None
+    leaves = _leaves(y) or _leaves(data)
     if not leaves:
         raise ValueError(
             "With `micro_batch_size`, a batch must hold at least one array "

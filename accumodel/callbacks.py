@@ -101,7 +101,7 @@ class EndOfCycle(keras.callbacks.Callback):
     weights.
 
     Args:
-        batch_size: Int, the samples in a micro-batch; `None` if not known.
+        batch_size: Int, the samples in a batch of `fit`; `None` if not known.
     """
 
     # Keras need not wait for this one at the end of a batch.
@@ -194,7 +194,7 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def _warn_of_short_epochs(self, steps):
         consequences = {
-            "apply": "each epoch makes one update, of all its micro-batches",
+            "apply": "each epoch makes one update, of all its batches",
             "drop": "no epoch makes an update, and nothing is trained",
         }
         remainder = self.model._remainder
@@ -203,7 +203,7 @@ class EndOfCycle(keras.callbacks.Callback):
         self._warned = True
         warnings.warn(
             f"`accum_steps` is {self.model.accum_steps}, but an epoch has only "
-            f'{steps} micro-batches: with `remainder="{remainder}"` '
+            f'{steps} batches: with `remainder="{remainder}"` '
             f"{consequences[remainder]}. Lower `accum_steps`, or use "
             '`remainder="carry"` to continue the cycle in the next epoch.',
             stacklevel=2,

@@ -34,20 +34,29 @@ class AccumulatingModel(keras.Model):
 
     This is gradient accumulation with the weights of the larger batch.
     Subclass it, or build it with `(inputs, outputs)`, exactly like
-    `keras.Model`, and tell `compile` how many micro-batches make a cycle:
-    `fit(batch_size=b)` with `accum_steps=n` ends with the weights of
-    `fit(batch_size=n * b)`. Everything else of `compile`, `fit`, `evaluate`,
-    `predict` and `save` works as Keras documents it.
+    `keras.Model`, and pass `compile` one of these, or both:
+
+    - `micro_batch_size`: the model cuts each batch that `fit` feeds into
+      micro-batches, and makes one update of them.
+    - `accum_steps`: this many of the batches that `fit` feeds make one update.
+
+    The weights are those of plain Keras with the larger batch. Everything else
+    of `compile`, `fit`, `evaluate`, `predict` and `save` works as Keras
+    documents it.
 
     Examples:
         >>> inputs = keras.Input((20,))
         >>> outputs = keras.layers.Dense(3, activation="softmax")(inputs)
         >>> model = accumodel.AccumulatingModel(inputs, outputs)
         >>> loss = "sparse_categorical_crossentropy"
-        >>> model.compile("adam", loss, accum_steps=4)
+        >>> model.compile("adam", loss, micro_batch_size=8)
         >>> x, y = np.random.rand(100, 20), np.random.randint(3, size=100)
-        >>> history = model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+        >>> history = model.fit(x, y, batch_size=32, epochs=3, verbose=0)
         >>> int(model.optimizer.iterations)  # 4 an epoch, the last of 4 samples
+        12
+        >>> model.compile("adam", loss, accum_steps=4)
+        >>> history = model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+        >>> int(model.optimizer.iterations)
         12
         >>> model.accum_steps = 3
         >>> for _ in range(4):
@@ -64,6 +73,7 @@ class AccumulatingModel(keras.Model):
       are weighted by the number of samples.
     - `micro_batch_weight`: if the loss is averaged over something else.
     - `compute_gradients`: for another tape, or several losses.
+    - `slice_data`: if a batch holds something that its samples share.
     - `train_step`: for everything else; call `self.accumulate_gradients(...)`
       instead of `self.optimizer.apply_gradients(...)`.
     """
@@ -136,9 +146,13 @@ class AccumulatingModel(keras.Model):
 
         Args:
             *args: Positional arguments of `keras.Model.compile`.
-            accum_steps: Positive int. Micro-batches that make one update.
-                Defaults to `1`, with which the step is Keras's own.
-            remainder: What becomes of the micro-batches that are left when an
+            accum_steps: Positive int. Batches that `fit` feeds for one update.
+                Defaults to `1`.
+            micro_batch_size: Positive int or `None`. The most samples that go
+                through the model at once, on each replica: a batch that `fit`
+                or `evaluate` feeds is cut into parts as equal as can be.
+                Defaults to `None`: it is not cut.
+            remainder: What becomes of the batches that are left when an
                 epoch ends before the cycle is full. `"apply"` makes an update
                 of them, divided by their own weight, as Keras does with a short
                 last batch; `"carry"` continues the cycle in the next epoch and
@@ -151,8 +165,9 @@ class AccumulatingModel(keras.Model):
             **kwargs: Keyword arguments of `keras.Model.compile`.
 
         Raises:
-            TypeError: If `accum_steps` is not an int, or if another base class
-                has a custom `train_step`, which would not be called.
+            TypeError: If `accum_steps` or `micro_batch_size` is not an int, or
+                if another base class has a custom `train_step`, which would not
+                be called.
             ValueError: If an argument has no meaning, or cannot be right with
                 the optimizer, the `tf.distribute` strategy or the other
                 arguments. After an error the model is not compiled.
@@ -182,10 +197,10 @@ class AccumulatingModel(keras.Model):
 
     @property
     def accum_steps(self) -> int:
-        """Int. Micro-batches that make one update.
+        """Int. Batches that `fit` feeds for one update.
 
         It may be set between or during fits and takes effect with the next
-        micro-batch, without retracing, except the first time it changes from 1.
+        batch, without retracing, except the first time it changes from 1.
 
         Raises:
             TypeError: If it is set to something other than an int.
@@ -235,7 +250,7 @@ class AccumulatingModel(keras.Model):
 
     @property
     def pending_steps(self) -> int:
-        """Int. Batches of `fit` since the last update, of any accumulator."""
+        """Int. Batches that `fit` fed since the last update."""
         return self._cycles.pending_steps
 
     @property
@@ -246,11 +261,12 @@ class AccumulatingModel(keras.Model):
     def train_step(self, data: typing.Any) -> dict:
         """Trains on one micro-batch; the last one of a cycle updates.
 
-        Keras calls it, in `fit` and `train_on_batch`. A custom one calls
-        `accumulate_gradients`, which has an example.
+        `fit` and `train_on_batch` call it, with `micro_batch_size` once for
+        each part of a batch. A custom one calls `accumulate_gradients`, which
+        has an example; its logs are those of the last part.
 
         Args:
-            data: What `fit` was fed, see `compute_gradients`.
+            data: The micro-batch, see `compute_gradients`.
 
         Returns:
             Dict of scalars, the logs.
@@ -271,9 +287,9 @@ class AccumulatingModel(keras.Model):
         if `jit_compile` is on, so it must not update any weights.
 
         Args:
-            data: What `fit` was fed: a tensor, or a tuple `(x, y)` or
-                `(x, y, sample_weight)` of nested tensors, of shapes
-                `(samples, ...)`.
+            data: What `fit` was fed, or a part of it: a tensor, or a tuple
+                `(x, y)` or `(x, y, sample_weight)` of nested tensors, of
+                shapes `(samples, ...)`.
 
         Returns:
             Tuple `(gradients, weight, logs)`: a list of tensors,
@@ -379,8 +395,8 @@ class AccumulatingModel(keras.Model):
             ...         return {"ids": ids, "table": x["table"]}, y
 
         Args:
-            data: What `fit` was fed, see `compute_gradients`. Its number of
-                samples is the length of its first array.
+            data: The batch that `fit` feeds: `(x, y, sample_weight)`. Its number
+                of samples is the length of `y`, or of `x` without `y`.
             begin: Scalar int64 tensor. The first sample of the micro-batch.
             end: Scalar int64 tensor. The first sample that follows it.
 
@@ -468,8 +484,8 @@ class AccumulatingModel(keras.Model):
 
         Args:
             *args: As for `keras.Model.fit`.
-            **kwargs: As for `keras.Model.fit`; `batch_size` is that of a
-                micro-batch.
+            **kwargs: As for `keras.Model.fit`. `batch_size` is what
+                `micro_batch_size` cuts, and `accum_steps` counts.
 
         Returns:
             The `keras.callbacks.History`.

@@ -26,6 +26,7 @@ from cases import Case
 from cases import Combined
 from cases import Twice
 from cases import check
+from cases import check_logs
 from cases import classes
 from cases import convolutional
 from cases import datasets
@@ -375,6 +376,14 @@ def tf_data(x, y, batch_size):
     return {"x": dataset, "shuffle": False}
 
 
+def unknown_length(x, y, batch_size):
+    """Each epoch ends with a run in which no data comes."""
+    arguments = tf_data(x, y, batch_size)
+    dataset = arguments["x"].filter(lambda *_: True)
+    assert dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY
+    return {**arguments, "x": dataset}
+
+
 def endless(x, y, batch_size):
     steps = -(-len(x) // batch_size)
     arguments = tf_data(x, y, batch_size)
@@ -415,6 +424,7 @@ def sample_weight(x, y, batch_size):
 FEEDS = (
     arrays,
     tf_data,
+    unknown_length,
     py_dataset,
     validation_split,
     validation_data,
@@ -428,17 +438,19 @@ ENDLESS_FEEDS = (endless, generator)
     ("feed", "steps_per_execution"),
     [
         *itertools.product(FEEDS, (1,)),
-        *itertools.product((tf_data, validation_data), (5,)),
+        *itertools.product((tf_data, unknown_length, validation_data), (5,)),
         *itertools.product(ENDLESS_FEEDS, (1,)),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
+@pytest.mark.filterwarnings("ignore:Your input ran out")  # Keras's own
 def test_every_way_to_feed(feed, steps_per_execution):
     x, y = classes(100, np.random.default_rng(0))
     results = []
     for model_class, batch_size, kwargs in (
         (keras.Model, 32, {}),
         (AccumulatingModel, 8, {"accum_steps": 4}),
+        (AccumulatingModel, 32, {"micro_batch_size": 5}),
     ):
         keras.utils.set_random_seed(0)
         model = dense(model_class)
@@ -449,11 +461,14 @@ def test_every_way_to_feed(feed, steps_per_execution):
             **kwargs,
         )
         history = model.fit(epochs=3, verbose=0, **feed(x, y, batch_size))
-        results.append((model, history.history.get("val_loss", 0.0)))
-    (reference, expected), (model, val_loss) = results
-    assert distance(model, reference) < 1e-6
+        results.append((model, history.history))
+    (reference, expected), (fed, logs), (cut, cut_logs) = results
+    for model in (fed, cut):
+        assert distance(model, reference) < 1e-6
     # Of the updated weights, or it would be that of the cycle before.
-    np.testing.assert_allclose(val_loss, expected, rtol=1e-5)
+    for name in {"val_loss"} & expected.keys():
+        np.testing.assert_allclose(logs[name], expected[name], rtol=1e-5)
+    check_logs(cut_logs, expected)
 
 
 def test_micro_batches_padded_to_different_lengths():

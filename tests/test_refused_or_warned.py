@@ -779,7 +779,7 @@ def test_micro_batches_of_train_on_batch_are_not_dropped_in_silence():
     (message,) = messages_of(
         lambda: model.fit(x[:16], y[:16], batch_size=4, verbose=0)
     )
-    assert message.startswith("3 micro-batches were accumulated before `fit`")
+    assert message.startswith("3 batches were accumulated before `fit`")
     assert int(model.optimizer.iterations) == 1
 
 
