@@ -1,8 +1,9 @@
-"""`python -m accumodel`: four ways to train the same network, side by side.
+"""`python -m accumodel`: five ways to train the same network, side by side.
 
 A small CNN learns the handwritten digits that come with scikit-learn. It is
-trained with big batches, with micro-batches and `AccumulatingModel`, with
-micro-batches and the `gradient_accumulation_steps` of Keras, and with
+trained with big batches; with big batches that `AccumulatingModel` cuts into
+micro-batches; with micro-batches that are fed, and `AccumulatingModel`; with
+micro-batches and the `gradient_accumulation_steps` of Keras; and with
 micro-batches and no accumulation. Each way runs in a separate process, to
 measure its peak memory.
 """
@@ -32,13 +33,13 @@ except ImportError as error:
     ) from error
 
 _IMAGE_SIZE = 40
-_BIG, _ACCUMODEL, _KERAS, _MICRO = (
+_BIG, _CUT, _FED, _KERAS, _MICRO = _WAYS = (
     "big batch",
-    "accumodel",
+    "micro_batch_size",
+    "accum_steps",
     "Keras's own",
     "micro-batch alone",
 )
-_WAYS = (_BIG, _ACCUMODEL, _KERAS, _MICRO)
 
 
 def load_data():
@@ -121,7 +122,10 @@ def train(way, arguments, connection):
     model_class = keras.Model
     compile_arguments = {}
     optimizer_arguments = {}
-    if way == _ACCUMODEL:
+    if way == _CUT:
+        model_class = accumodel.AccumulatingModel
+        compile_arguments["micro_batch_size"] = micro_batch
+    elif way == _FED:
         model_class = accumodel.AccumulatingModel
         compile_arguments["accum_steps"] = steps
     elif way == _KERAS:
@@ -134,7 +138,7 @@ def train(way, arguments, connection):
         jit_compile=arguments.jit,
         **compile_arguments,
     )
-    big = way == _BIG
+    big = way in (_BIG, _CUT)
     recorder = Recorder(1 if big else steps, connection.send)
     built = peak_memory()
     model.fit(
@@ -231,13 +235,13 @@ def make_table(results, arguments):
 
 def conclusion(results):
     """Returns a summary of this run."""
-    big, ours, keras_own = (results[way] for way in (_BIG, _ACCUMODEL, _KERAS))
+    big, ours, keras_own = (results[way] for way in (_BIG, _CUT, _KERAS))
     return (
-        f"accumodel made {ours['updates']} updates, needed "
-        f"{ours['peak'] / big['peak']:.0%} of the big batch's peak memory, and "
-        f"ended {ours['distances'][-1]:.0e} from its weights. Keras's own "
-        f"accumulation made {keras_own['updates']} updates and ended "
-        f"{keras_own['distances'][-1]:.0e} away."
+        f"With `micro_batch_size` the model made {ours['updates']} updates, "
+        f"needed {ours['peak'] / big['peak']:.0%} of the big batch's peak "
+        f"memory, and ended {ours['distances'][-1]:.0e} from its weights. "
+        f"Keras's own accumulation made {keras_own['updates']} updates and "
+        f"ended {keras_own['distances'][-1]:.0e} away."
     )
 
 
@@ -248,7 +252,11 @@ def plot(results, path):
     ways = list(results)
     # Okabe and Ito's palette, safe for colour-blind readers.
     colours = dict(
-        zip(ways, ("#000000", "#0072B2", "#D55E00", "#999999"), strict=True)
+        zip(
+            ways,
+            ("#000000", "#009E73", "#0072B2", "#D55E00", "#999999"),
+            strict=True,
+        )
     )
     bars = left.barh(
         ways,
@@ -259,7 +267,7 @@ def plot(results, path):
     left.invert_yaxis()
     left.set_xlabel("peak memory over the built model (MB)")
     left.margins(x=0.15)
-    for way, marker in zip(ways[1:], "os^", strict=True):
+    for way, marker in zip(ways[1:], "Dos^", strict=True):
         values = results[way]["distances"]
         right.plot(
             range(1, len(values) + 1),
@@ -308,7 +316,7 @@ def parse(argv):
 
 
 def main(argv=None):
-    """Runs the four ways, then prints and plots their results."""
+    """Runs the five ways, then prints and plots their results."""
     arguments = parse(argv)
     console = rich.console.Console()
     results = {}

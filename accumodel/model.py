@@ -395,8 +395,8 @@ class AccumulatingModel(keras.Model):
             ...         return {"ids": ids, "table": x["table"]}, y
 
         Args:
-            data: The batch that `fit` feeds: `(x, y, sample_weight)`. Its number
-                of samples is the length of `y`, or of `x` without `y`.
+            data: What `fit` feeds: `(x, y, sample_weight)`. Its number of
+                samples is the length of `y`, or of `x` without `y`.
             begin: Scalar int64 tensor. The first sample of the micro-batch.
             end: Scalar int64 tensor. The first sample that follows it.
 

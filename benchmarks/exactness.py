@@ -1,9 +1,11 @@
 """`python -m benchmarks.exactness`: how far from the big batch each way ends.
 
-Small models are trained with big batches by plain `keras.Model`, and with
-micro-batches by the `gradient_accumulation_steps` of Keras and by accumodel,
-from the same initial weights, on the same samples in the same order. The table
-shows the largest difference of any weight from the big batch's.
+Small models are trained with big batches by plain `keras.Model`; with
+micro-batches by the `gradient_accumulation_steps` of Keras and by the
+`accum_steps` of accumodel; and with big batches that accumodel cuts, by
+`micro_batch_size`. They begin with the same weights and see the same samples in
+the same order. The table shows the largest difference of any weight from the
+big batch's.
 """
 
 import keras
@@ -118,24 +120,27 @@ def train(model_class, case, batch_size, optimizer=None, **kwargs):
 
 
 def compare(case):
-    """Returns how far Keras's own and accumodel end from the big batch."""
-    big = train(keras.Model, case, STEPS * MICRO_BATCH)
-    own = train(
-        keras.Model,
-        case,
-        MICRO_BATCH,
-        {"gradient_accumulation_steps": STEPS},
-    )
-    ours = train(
-        accumodel.AccumulatingModel, case, MICRO_BATCH, accum_steps=STEPS
-    )
-    return [
-        max(
+    """Returns how far each way ends from the big batch, by its name."""
+    batch = STEPS * MICRO_BATCH
+    big = train(keras.Model, case, batch)
+    own = {"gradient_accumulation_steps": STEPS}
+    ours = accumodel.AccumulatingModel
+    ways = {
+        "gradient_accumulation_steps": train(
+            keras.Model, case, MICRO_BATCH, own
+        ),
+        "accum_steps": train(ours, case, MICRO_BATCH, accum_steps=STEPS),
+        "micro_batch_size": train(
+            ours, case, batch, micro_batch_size=MICRO_BATCH
+        ),
+    }
+    return {
+        way: max(
             float(np.abs(a - b).max())
             for a, b in zip(weights, big, strict=True)
         )
-        for weights in (own, ours)
-    ]
+        for way, weights in ways.items()
+    }
 
 
 def main():
@@ -144,16 +149,13 @@ def main():
         title=f"Weights from the big batch's, {STEPS} x {MICRO_BATCH} samples"
     )
     table.add_column("case", no_wrap=True)
-    table.add_column("gradient_accumulation_steps", justify="right")
-    table.add_column("accumodel", justify="right")
     figures = {}
     for case in rich.progress.track(CASES, transient=True):
-        own, ours = compare(case)
-        figures[case[0]] = {
-            "gradient_accumulation_steps": own,
-            "accumodel": ours,
-        }
-        table.add_row(case[0], f"{own:.1e}", f"{ours:.1e}")
+        figures[case[0]] = compare(case)
+    for way in figures[case[0]]:
+        table.add_column(way, justify="right")
+    for name, distances in figures.items():
+        table.add_row(name, *(f"{each:.1e}" for each in distances.values()))
     report(arguments, figures, table)
 
 

@@ -1,7 +1,8 @@
 """`python -m benchmarks.memory`: peak memory against the effective batch.
 
-A CNN is trained for two updates: with one big batch, and with micro-batches of
-16 and either the `gradient_accumulation_steps` of Keras or accumodel. Each way
+A CNN is trained for two updates: with one big batch; with micro-batches of 16
+and either the `gradient_accumulation_steps` of Keras or `accum_steps`; and with
+one big batch that accumodel cuts into micro-batches of 16. Each way
 and size runs in a separate process. The table shows the peak minus what the
 built model held before: of the GPU's memory if there is a GPU, and of the
 process's resident memory if not.
@@ -24,7 +25,7 @@ from benchmarks.report import make_parser
 from benchmarks.report import report
 
 MICRO_BATCH = 16
-WAYS = ("big batch", "Keras", "accumodel")
+WAYS = ("big batch", "Keras", "accum_steps", "micro_batch_size")
 
 
 def make_model(model_class):
@@ -55,14 +56,15 @@ def measure(way, effective_batch, jit):
     steps = effective_batch // MICRO_BATCH
     model_class, optimizer, kwargs = keras.Model, {}, {}
     batch_size = MICRO_BATCH
-    if way == "big batch":
+    if way in ("big batch", "micro_batch_size"):
         batch_size = effective_batch
-    elif way == "accumodel":
-        model_class, kwargs = (
-            accumodel.AccumulatingModel,
-            {"accum_steps": steps},
-        )
-    elif steps > 1:
+    if way == "accum_steps":
+        model_class = accumodel.AccumulatingModel
+        kwargs = {"accum_steps": steps}
+    elif way == "micro_batch_size":
+        model_class = accumodel.AccumulatingModel
+        kwargs = {"micro_batch_size": MICRO_BATCH}
+    elif way == "Keras" and steps > 1:
         optimizer = {"gradient_accumulation_steps": steps}
     model = make_model(model_class)
     model.compile(
@@ -108,8 +110,10 @@ def make_table(rows):
 def plot(rows, path):
     figure = matplotlib.figure.Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    colours = dict(zip(WAYS, (GRAY, "#D55E00", "#0072B2"), strict=True))
-    markers = dict(zip(WAYS, "^so", strict=True))
+    colours = dict(
+        zip(WAYS, (GRAY, "#D55E00", "#0072B2", "#009E73"), strict=True)
+    )
+    markers = dict(zip(WAYS, "^soD", strict=True))
     for way in WAYS:
         own = [row for row in rows if row["way"] == way]
         axes.plot(

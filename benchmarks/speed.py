@@ -8,6 +8,7 @@ columns:
 - plain: `keras.Model`, which updates at every micro-batch
 - Keras: `gradient_accumulation_steps` of the optimizer
 - accumodel: `accum_steps`
+- cut: accumodel's `micro_batch_size`, of a batch of N micro-batches
 - limit: `floor + (plain - floor) / N + (N - 1) / N x add`, the least that N
   micro-batches need; add is one streaming add over the parameters
 
@@ -85,7 +86,19 @@ def embedding(model_class):
     return model_class(inputs, outputs), data
 
 
-WORKLOADS = {each.__name__: each for each in (mlp, cnn, transformer, embedding)}
+def tiny(model_class):
+    """784-128-10, micro-batches of 32: what a step costs beside arithmetic."""
+    inputs = keras.Input((784,))
+    x = keras.layers.Dense(128, activation="relu")(inputs)
+    outputs = keras.layers.Dense(10)(x)
+    rng = np.random.default_rng(0)
+    data = rng.random((32, 784), "float32"), rng.integers(10, size=32)
+    return model_class(inputs, outputs), data
+
+
+WORKLOADS = {
+    each.__name__: each for each in (mlp, cnn, transformer, embedding, tiny)
+}
 
 
 # -- the ways ------------------------------------------------------------------
@@ -106,10 +119,13 @@ class Floor(keras.Model):
         return logs | {f"gradient {i}": each for i, each in enumerate(flat)}
 
 
-def make_step(make, model_class, jit, optimizer=None, **kwargs):
-    """Returns a function that trains on one micro-batch, and its model."""
+def make_step(make, model_class, jit, optimizer=None, batches=1, **kwargs):
+    """Returns a function that trains on one batch, and its model."""
     keras.utils.set_random_seed(0)
     model, data = make(model_class)
+    data = keras.tree.map_structure(
+        lambda array: np.concatenate([array] * batches), data
+    )
     model.compile(
         keras.optimizers.Adam(1e-4, **(optimizer or {})),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -138,8 +154,9 @@ def make_add(model):
 
 
 def make_ways(make, jit, steps):
-    """Returns the functions that each way calls for a micro-batch."""
+    """Returns what each way calls; "cut N" takes N micro-batches at once."""
     plain, model = make_step(make, keras.Model, jit)
+    _, data = make(keras.Model)
     ways = {
         "floor": make_step(make, Floor, jit)[0],
         "plain": plain,
@@ -149,27 +166,36 @@ def make_ways(make, jit, steps):
         if n > 1:
             own = {"gradient_accumulation_steps": n}
             ways[f"Keras {n}"] = make_step(make, keras.Model, jit, own)[0]
-        ways[f"accumodel {n}"] = make_step(
-            make, accumodel.AccumulatingModel, jit, accum_steps=n
+        ours = accumodel.AccumulatingModel
+        ways[f"accumodel {n}"] = make_step(make, ours, jit, accum_steps=n)[0]
+        ways[f"cut {n}"] = make_step(
+            make, ours, jit, batches=n, micro_batch_size=len(data[1])
         )[0]
     return ways
 
 
 def measure(ways, rounds, calls):
-    """Returns, for each way, the milliseconds of a call in each round."""
+    """Returns, for each way, the ms of a micro-batch in each round."""
     times = {name: [] for name in ways}
-    for call in ways.values():
-        for _ in range(calls):  # traces, and fills the caches
+    # A call of "cut N" runs N micro-batches.
+    sizes = {
+        name: int(name.split()[1]) if name.startswith("cut") else 1
+        for name in ways
+    }
+    for name, call in ways.items():
+        for _ in range(-(-calls // sizes[name])):  # traces, fills the caches
             call()
     for i in range(rounds):
         # The order changes: no way always follows the slowest one.
         names = list(ways)
         for name in names[i % len(names) :] + names[: i % len(names)]:
+            count = -(-calls // sizes[name])
             begin = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(count):
                 ways[name]()
             tf.test.experimental.sync_devices()
-            times[name].append((time.perf_counter() - begin) / calls * 1e3)
+            seconds = time.perf_counter() - begin
+            times[name].append(seconds / (count * sizes[name]) * 1e3)
     return times
 
 
@@ -187,10 +213,12 @@ def summarize(times, n):
         "plain": plain,
         "Keras": own,
         "accumodel": ours,
+        "cut": quartiles[f"cut {n}"],
         "limit": limit,
         "/ Keras": ours / own if own else None,
         "/ limit": ours / limit,
         "/ plain": ours / plain,
+        "cut / accumodel": quartiles[f"cut {n}"] / ours,
     }
 
 
@@ -235,6 +263,7 @@ def plot(rows, path):
         "plain": (GRAY, "--"),
         "Keras": ("#D55E00", "-"),
         "accumodel": ("#0072B2", "-"),
+        "cut": ("#CC79A7", "-"),
         "limit": ("#009E73", ":"),
     }
     for (jit, model), axes in zip(

@@ -12,7 +12,6 @@ from cases import EPOCHS
 from cases import LOG_CASES
 from cases import OPTIMIZERS
 from cases import OVERFLOW
-from cases import SHORT_INSIDE
 from cases import TOKENS
 from cases import WHOLE
 from cases import Case
@@ -22,7 +21,6 @@ from cases import classes
 from cases import datasets
 from cases import dense
 from cases import embedding
-from cases import masked_without_lstm
 from cases import masking
 from cases import only_inputs
 from cases import points
@@ -34,10 +32,7 @@ from cases import train
 from cases import two_outputs
 from cases import two_targets
 from cases import updates
-from cases import weighted_classes
-from cases import weighted_tokens
 from cases import with_add_loss
-from cases import with_frozen_layer
 from cases import with_summed_add_loss
 from cases import with_unused_variable
 from conftest import distance
@@ -103,24 +98,11 @@ CASES = {
     ],
 )
 def test_80_updates_on_several_replicas_are_those_of_one_device(name, replicas):
-    check(CASES[name], mirrored(replicas))
+    check(CASES[name], mirrored(replicas), cut=False)
 
 
 MORE_CASES = {
     "clipnorm": Case(optimizer=lambda: keras.optimizers.SGD(clipnorm=0.01)),
-    "clipvalue": Case(optimizer=lambda: keras.optimizers.SGD(clipvalue=1e-3)),
-    "schedule": Case(
-        optimizer=lambda: keras.optimizers.SGD(
-            keras.optimizers.schedules.CosineDecay(0.3, 9)
-        )
-    ),
-    "EMA": Case(optimizer=lambda: OPTIMIZERS["Adam"](use_ema=True)),
-    "sample weights": Case(data=weighted_classes),
-    "mean_with_sample_weight": Case(
-        make=recurrent,
-        data=weighted_tokens,
-        loss=sparse_crossentropy("mean_with_sample_weight"),
-    ),
     "sum": Case(
         loss=sparse_crossentropy("sum"),
         optimizer=lambda: keras.optimizers.SGD(0.003),
@@ -134,9 +116,6 @@ MORE_CASES = {
         make=lambda cls: with_l2(cls), data=points, loss=lambda: squares
     ),
     "loss that combines others": Case(loss=lambda: Combined()),
-    "loss that combines others, under a mask": Case(
-        make=masked_without_lstm, data=tokens, loss=lambda: Combined()
-    ),
     "add_loss": Case(make=with_add_loss),
     "add_loss of one loss per sample": Case(
         make=with_summed_add_loss,
@@ -145,18 +124,7 @@ MORE_CASES = {
         optimizer=lambda: keras.optimizers.SGD(0.003),
     ),
     "regulariser": Case(make=lambda cls: dense(cls, kernel_regularizer="l2")),
-    "frozen layer": Case(make=with_frozen_layer),
     "unused variable": Case(make=with_unused_variable),
-    "several outputs": Case(
-        make=two_outputs,
-        data=two_targets,
-        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
-    ),
-    "clipped embedding": Case(
-        make=embedding,
-        data=tokens,
-        optimizer=lambda: keras.optimizers.SGD(0.3, global_clipnorm=0.01),
-    ),
     "steps_per_execution": Case(compile={"steps_per_execution": 3}),
     "run_eagerly": Case(compile={"run_eagerly": True}),
     "float64": Case(
@@ -179,34 +147,23 @@ def with_l2(model_class):
     )
 
 
-# What replicas have no part in, or the same part as in another row.
-SLOW_CASES = (
-    "clipvalue",
-    "schedule",
-    "EMA",
-    "sample weights",
-    "frozen layer",
-    "several outputs",
-    "logs of several outputs",
-    "clipped embedding",
-    "mean_with_sample_weight",
+# Where a part of a fed batch is another case than a micro-batch that is fed.
+CUT_TOO = (
+    "sum",
+    "loss that combines others",
+    "add_loss of one loss per sample",
+    "steps_per_execution",
+    "float64",
+    "logs",
     "logs of a masked loss",
-    "loss that combines others, under a mask",
+    "logs of several outputs",
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow)
-        if name in SLOW_CASES
-        else name
-        for name in MORE_CASES
-    ],
-)
+@pytest.mark.parametrize("name", MORE_CASES)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_every_case_on_two_replicas_is_that_of_one_device(name):
-    check(MORE_CASES[name], mirrored(2))
+    check(MORE_CASES[name], mirrored(2), cut=name in CUT_TOO)
 
 
 def test_masked_sequences_on_three_replicas():
@@ -214,7 +171,7 @@ def test_masked_sequences_on_three_replicas():
 
 
 def test_one_device_strategy():
-    check(Case(sizes=SHORT_INSIDE), tf.distribute.OneDeviceStrategy("CPU:1"))
+    check(Case(), tf.distribute.OneDeviceStrategy("CPU:1"))
 
 
 class OwnLoss(AccumulatingModel):
@@ -564,7 +521,7 @@ def test_a_strategy_that_was_not_tested_is_warned_of_once(monkeypatch):
 
 def test_xla_is_left_aside_on_several_replicas():
     with pytest.warns(UserWarning, match="`jit_compile=True` has no effect"):
-        check(Case(compile={"jit_compile": True}), mirrored(2))
+        check(Case(compile={"jit_compile": True}), mirrored(2), cut=False)
 
 
 def squared_error(variable, x):

@@ -550,7 +550,7 @@ def test_a_failure_in_a_step_leaves_weights_and_cycle_as_they_were(
         np.testing.assert_array_equal(before, after)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_killed_training_ends_as_one_that_was_not(kills, processes, tmp_path):
     expected = resumed.make_model()
     for _ in resumed.train(expected, 0, resumed.STEPS):
