@@ -151,6 +151,10 @@ class Slices:
             ):
                 variable.assign(value)
             loss = tf.where(count == 0, total, total / count)
+            if count_replicas() > 1:
+                # Masks may differ from replica to replica.
+                known = tf.cast(samples, count.dtype)
+                weight = tf.where(count == 0, known, count)
             tracker.update_state(loss, sample_weight=weight)
             # Keras weighs the loss of an output by what it knows when traced.
             weight = tf.get_static_value(samples)

@@ -118,7 +118,7 @@ def test_one_trace_for_every_size(samples):
     assert len(traces) == 2  # `fit` and `evaluate`
 
 
-def test_xla_compiles_once_for_each_size_of_a_part(samples):
+def test_xla_sees_the_same_parts(samples):
     model = compiled(with_sizes(), micro_batch_size=8, jit_compile=True)
     model.fit(*samples, batch_size=32, epochs=2, shuffle=False, verbose=0)
     assert model.get_layer("sizes").read() == (8, 2 * 13)
@@ -206,14 +206,14 @@ class WithTable(AccumulatingModel):
         self.head = keras.layers.Dense(1)
 
     def call(self, inputs):
-        return self.head(tf.gather(inputs["table"], inputs["id"]))
+        return self.head(tf.gather(inputs["all"], inputs["id"]))
 
 
 class CutsTable(WithTable):
     def slice_data(self, data, begin, end):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         ids, y = super().slice_data((x["id"], y), begin, end)
-        return {"id": ids, "table": x["table"]}, y
+        return {"id": ids, "all": x["all"]}, y
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
@@ -221,7 +221,7 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
     rng = np.random.default_rng(0)
     x = {
         "id": rng.integers(5, size=12),
-        "table": rng.normal(size=(5, 4)).astype("float32"),
+        "all": rng.normal(size=(5, 4)).astype("float32"),
     }
     y = rng.normal(size=(12, 1)).astype("float32")
     models = []
@@ -237,8 +237,8 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
     model = WithTable()
     model.compile("sgd", "mse", run_eagerly=run_eagerly, micro_batch_size=5)
     match = (
-        r"Override `slice_data`.* x\['id'\] of length 12, x\['table'\] of "
-        r"length 5, y of length 12"
+        r"Override `slice_data`.* x\['all'\] of length 5, x\['id'\] of "
+        r"length 12, y of length 12"
     )
     with pytest.raises(ValueError, match=match):
         model.train_on_batch(x, y)
@@ -250,7 +250,7 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
         ),
     )
     error = ValueError if run_eagerly else tf.errors.InvalidArgumentError
-    with pytest.raises(error, match=r"(?s)slice_data.*x\[.*table"):
+    with pytest.raises(error, match=r"(?s)slice_data.*x\[.*all"):
         model.fit(unknown, shuffle=False, verbose=0)
     assert model.pending_steps == int(model.optimizer.iterations) == 0
 
