@@ -38,11 +38,12 @@ def _check_positive(name, value, meaning):
     return int(value)
 
 
-def check_layers_can_slice(layers, replicas):
-    """Refuses layers that a batch in micro-batches would make wrong.
+def check_can_slice(model, layers, replicas):
+    """Refuses models that a batch in micro-batches would make wrong.
 
     Args:
-        layers: List of all layers of the model.
+        model: The `AccumulatingModel`.
+        layers: List of all of its layers.
         replicas: Int. The number of replicas that train together.
     """
     for layer in layers:
@@ -60,6 +61,14 @@ def check_layers_can_slice(layers, replicas):
                 "whose numbers of micro-batches may differ. Use "
                 "`synchronized=False` or `accum_steps`. "
                 f"Received: layer={layer}"
+            )
+    for tensor in getattr(model, "inputs", None) or []:
+        if tensor.shape[0] is not None:
+            raise ValueError(
+                "`micro_batch_size` cannot be used with "
+                "`keras.Input(batch_size=...)`, which fixes the number of "
+                "samples that go through the model at once. Leave `batch_size` "
+                f"out. Received: input={tensor}"
             )
 
 

@@ -102,14 +102,20 @@ class Slices:
             run_part = function.get_concrete_function(
                 tf.TensorSpec((), tf.int64)
             )
-        # A data set of unknown length ends with a run without data.
+        # A data set of unknown length ends with a run without data, in which
+        # nothing may change.
         with tf.control_dependencies([samples]):
             held = self._hold_losses(notes)
         logs, losses = _loop(run_part, parts)
         if not notes:
             return logs
-        self._release_losses(held, losses, samples)
+        self._release_losses(held, losses, data, samples)
         results = self._model.get_metrics_result()
+        if self._model._overrides("compute_metrics"):
+            # Its other logs may have names of metrics, too.
+            trackers = _keras.loss_trackers(self._model)
+            names = {tracker.name for tracker in trackers}
+            results = {name: results[name] for name in names & results.keys()}
         return {name: results.get(name, value) for name, value in logs.items()}
 
     # Keras's loss trackers average over batches. While the parts of a batch
@@ -141,7 +147,7 @@ class Slices:
             tracker.reset_state()
         return losses
 
-    def _release_losses(self, held, losses, samples):
+    def _release_losses(self, held, losses, data, samples):
         """Updates the trackers with the losses of the fed batch, as Keras."""
         weight = samples
         for i, tracker in enumerate(_keras.loss_trackers(self._model)):
@@ -157,7 +163,7 @@ class Slices:
                 weight = tf.where(count == 0, known, count)
             tracker.update_state(loss, sample_weight=weight)
             # Keras weighs the loss of an output by what it knows when traced.
-            weight = tf.get_static_value(samples)
+            weight = _first_leaf(data).shape[0]
 
 
 def note_losses(model, loss, weight, x):
@@ -233,6 +239,14 @@ def _length(leaf):
 
 
 def _count_samples(data):
+    """Returns the number of samples; it waits for the data if it is known."""
+    leaf = _first_leaf(data)
+    values = tf.nest.flatten(leaf, expand_composites=True)
+    with tf.control_dependencies(values):
+        return tf.identity(_length(leaf))
+
+
+def _first_leaf(data):
     # Inputs may hold arrays of other lengths, for a custom `slice_data`.
     y = data[1] if isinstance(data, tuple) and len(data) > 1 else None
     leaves = _leaves(y) or _leaves(data)
@@ -241,7 +255,7 @@ def _count_samples(data):
             "With `micro_batch_size`, a batch must hold at least one array "
             f"with an axis of samples. Received: {data}"
         )
-    return _length(leaves[0][1])
+    return leaves[0][1]
 
 
 def _check_lengths(leaves):
@@ -315,7 +329,10 @@ def _loop(run_part, parts):
     # Of the right shape; there is at least one part.
     specs = run_part.structured_outputs
     zeros = tf.nest.map_structure(
-        lambda spec: tf.zeros([size or 0 for size in spec.shape], spec.dtype),
+        lambda spec: tf.zeros(
+            [size or 0 for size in spec.shape] if spec.shape.rank else [],
+            spec.dtype,
+        ),
         specs,
     )
     begin = (tf.constant(0, tf.int64), *zeros)

@@ -158,7 +158,7 @@ class LossWeights:
             outputs: Int. The number of outputs with a loss.
         """
         samples = count_samples(x)
-        reductions = self._local.reductions or []
+        reductions = getattr(self._local, "reductions", None) or []
         if len(reductions) != outputs:  # some reduce in their own way
             return [samples] * outputs
         weights = []

@@ -272,7 +272,8 @@ class GradientAccumulator(tf.Module):
     def _reset_if_broken(self):
         """Forgets the cycle if the last fed batch was added in part only."""
         with scope_of(self._fixed.strategy):
-            if np.any(tf.identity(self._parts)):
+            # Those of this worker: the others may not be here to reduce.
+            if any(np.any(part.numpy()) for part in local_results(self._parts)):
                 self._parts.assign(tf.zeros(2, tf.float64))
                 self.reset()
 

@@ -591,7 +591,7 @@ class AccumulatingModel(keras.Model):
 
     def _check_can_slice(self):
         replicas = self.distribute_strategy.num_replicas_in_sync
-        _checks.check_layers_can_slice(_keras.flat_layers(self), replicas)
+        _checks.check_can_slice(self, _keras.flat_layers(self), replicas)
 
     def _begin_to_accumulate(self):
         if not self._accumulates:

@@ -382,7 +382,7 @@ def test_validation_sees_the_updated_weights(data):
     )
     model = make_model()
     model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=20)
-    with pytest.warns(UserWarning, match="only 13 micro-batches"):
+    with pytest.warns(UserWarning, match="only 13 batches"):
         logs = model.fit(*data, batch_size=8, validation_data=data, verbose=0)
     np.testing.assert_allclose(
         logs.history["val_loss"], expected.history["val_loss"], rtol=1e-6
@@ -417,7 +417,7 @@ def test_an_interrupted_fit_leaves_nothing_behind_for_the_next(data):
     reference = make_model(keras.Model)
     reference.compile("sgd", "sparse_categorical_crossentropy")
     reference.set_weights(model.get_weights())
-    with pytest.warns(UserWarning, match="2 micro-batches .* are dropped"):
+    with pytest.warns(UserWarning, match="2 batches .* are dropped"):
         model.fit(*data, batch_size=8, shuffle=False, verbose=0)
     reference.fit(*data, batch_size=32, shuffle=False, verbose=0)
     assert distance(model, reference) < 1e-6

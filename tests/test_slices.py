@@ -308,7 +308,8 @@ def test_evaluate_shows_what_keras_does(compile_arguments):
 class OwnMetrics(AccumulatingModel):
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         logs = super().compute_metrics(x, y, y_pred, sample_weight)
-        return {"error": 1 - logs["accuracy"], **logs}
+        percent = 100 * logs["accuracy"]
+        return {"error": 1 - logs["accuracy"], **logs, "accuracy": percent}
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
@@ -325,6 +326,20 @@ def test_custom_metrics_are_over_all_parts(samples, run_eagerly):
         )
         results.append(model.train_on_batch(*samples, return_dict=True))
     check_logs(*results)
+
+
+class OwnLoss(AccumulatingModel):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return keras.ops.mean((y - y_pred) ** 2)
+
+
+def test_a_custom_loss_is_evaluated_before_it_is_trained():
+    x, y = np.ones((10, 6)), np.ones((10, 1))
+    model = OwnLoss(inputs := keras.Input((6,)), keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse", micro_batch_size=3)
+    expected = model.compute_loss(y=y, y_pred=model(x), x=x)
+    found = model.evaluate(x, y, verbose=0)
+    assert found == pytest.approx(float(expected), rel=1e-6)
 
 
 # -- the cycle -------------------------------------------------------------
@@ -673,3 +688,7 @@ def test_layers_that_cannot_be_right_in_parts():
         model = AccumulatingModel(inputs, layer(inputs))
         with pytest.raises(ValueError, match="synchronized=True"):
             model.compile("sgd", "mse", micro_batch_size=1)
+    inputs = keras.Input((2,), batch_size=8)
+    model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
+    with pytest.raises(ValueError, match=r"Leave `batch_size` out"):
+        model.compile("sgd", "mse", micro_batch_size=1)
