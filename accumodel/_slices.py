@@ -121,9 +121,12 @@ class Slices:
     # Keras's loss trackers average over batches. While the parts of a batch
     # run, they hold the losses of one part, and then get that of the batch.
 
+    def _trackers(self, notes):
+        return _keras.loss_trackers(self._model) if notes else []
+
     def _hold_losses(self, notes):
         """Empties the trackers, and returns what was in them."""
-        trackers = _keras.loss_trackers(self._model) if notes else []
+        trackers = self._trackers(notes)
         held = {
             tracker: list(map(tf.identity, tracker.variables))
             for tracker in trackers
@@ -134,7 +137,7 @@ class Slices:
 
     def _take_losses(self, notes):
         """Empties the trackers, and returns what `note_losses` put in them."""
-        trackers = _keras.loss_trackers(self._model) if notes else []
+        trackers = self._trackers(notes)
         losses = [
             tf.cast(value, tf.float64)
             for tracker in trackers

@@ -126,9 +126,7 @@ def compare(case):
     own = {"gradient_accumulation_steps": STEPS}
     ours = accumodel.AccumulatingModel
     ways = {
-        "gradient_accumulation_steps": train(
-            keras.Model, case, MICRO_BATCH, own
-        ),
+        "Keras's own": train(keras.Model, case, MICRO_BATCH, own),
         "accum_steps": train(ours, case, MICRO_BATCH, accum_steps=STEPS),
         "micro_batch_size": train(
             ours, case, batch, micro_batch_size=MICRO_BATCH

@@ -21,7 +21,7 @@ tf.config.set_logical_device_configuration(
 # The same examples at each run, for each model; others, and more, with
 # `--hypothesis-profile=explore`.
 for name, examples, derandomize in (
-    ("default", 3, True),
+    ("default", 2, True),
     ("explore", 200, False),
 ):
     hypothesis.settings.register_profile(

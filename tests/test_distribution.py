@@ -126,7 +126,9 @@ MORE_CASES = {
     "regulariser": Case(make=lambda cls: dense(cls, kernel_regularizer="l2")),
     "unused variable": Case(make=with_unused_variable),
     "steps_per_execution": Case(compile={"steps_per_execution": 3}),
-    "run_eagerly": Case(compile={"run_eagerly": True}),
+    "run_eagerly": Case(
+        compile={"run_eagerly": True}, sizes=[[8, 3, 5], [1, 2]], epochs=1
+    ),
     "float64": Case(
         make=masking,
         data=points,
@@ -153,7 +155,6 @@ CUT_TOO = (
     "loss that combines others",
     "add_loss of one loss per sample",
     "steps_per_execution",
-    "float64",
     "logs",
     "logs of a masked loss",
     "logs of several outputs",
@@ -166,6 +167,7 @@ def test_every_case_on_two_replicas_is_that_of_one_device(name):
     check(MORE_CASES[name], mirrored(2), cut=name in CUT_TOO)
 
 
+@pytest.mark.slow
 def test_masked_sequences_on_three_replicas():
     check(Case(make=recurrent, data=tokens), mirrored(3))
 

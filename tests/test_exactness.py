@@ -249,13 +249,22 @@ CASES = {
     # How Keras runs the step.
     **{
         f"{how}, {name}": Case(
-            make=make, data=data, optimizer=OPTIMIZERS["Adam"], compile=kwargs
+            make=make,
+            data=data,
+            optimizer=OPTIMIZERS["Adam"],
+            compile={how: value},
+            **arguments,
         )
-        for how, kwargs in {
-            "steps_per_execution": {"steps_per_execution": 3},
-            "run_eagerly": {"run_eagerly": True},
-            "jit_compile": {"jit_compile": True},
-        }.items()
+        for how, value, arguments in (
+            ("steps_per_execution", 3, {}),
+            ("run_eagerly", True, {}),
+            # XLA compiles each size.
+            (
+                "jit_compile",
+                True,
+                {"sizes": [[8, 8], [8, 4]], "micro_batch_size": 8},
+            ),
+        )
         for name, make, data in (
             ("dense", dense, classes),
             ("sparse", embedding, tokens),

@@ -444,9 +444,8 @@ def make_text_task(keras_hub, name):
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["bert", pytest.param("gpt2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_from_model_takes_keras_hub_tasks(name, tmp_path):
     keras_hub = pytest.importorskip(
         "keras_hub", reason="its newest release needs the newest TensorFlow"

@@ -95,15 +95,8 @@ APPLICATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        if name == "MobileNet"
-        else pytest.param(name, marks=pytest.mark.slow)
-        for name in APPLICATIONS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", APPLICATIONS)
 def test_applications(name):
     images, classes = digits(12, 32)
     # Gray: on a background of exact zeros, and without biases, rounding would
