@@ -243,3 +243,21 @@ def _derived_class(cls, theirs):
         for each in (derived, theirs):
             keras.saving.register_keras_serializable(package, name)(each)
     return derived
+
+
+def compile_from_config(model, config, behind):
+    """Compiles an accumulating model as a file says.
+
+    Args:
+        model: The accumulating model.
+        config: Dict, what `get_compile_config` returned.
+        behind: The bound method that follows in the order of its bases.
+    """
+    is_keras = behind.__func__ is keras.Model.compile_from_config
+    if model._overrides("compile") or not is_keras:
+        # A custom `compile`, of which Keras warns, or another class's way.
+        behind(config)
+        return
+    model.compile(**keras.saving.deserialize_keras_object(config))
+    if model.optimizer is not None and model.built:
+        model.optimizer.build(model.trainable_variables)

@@ -43,7 +43,9 @@ def make_test_function(model, make):
     else:
         model._slices.set_size(model.micro_batch_size)
         is_own = type(model).test_step is keras.Model.test_step
-        step = model._test_micro_batch if is_own else model.test_step
+        step = model.test_step
+        if is_own:
+            step = functools.partial(_test, model)
         if _compiles(model):
             step = _compiled(step)
         step = functools.partial(model._slices.run, step, notes=is_own)
@@ -84,6 +86,22 @@ def _make_accumulating(model, make):
             raise
 
     model.train_function = train
+
+
+def make_again(model):
+    """Makes the functions that are in use, in the middle of `fit` too."""
+    if model.train_function is not None:
+        model.make_train_function(force=True)
+    if model.test_function is not None:
+        model.make_test_function(force=True)
+
+
+def _test(model, data):
+    """Does what Keras's `test_step` does, with a micro-batch."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    y_pred, loss = model._forward(x, y, sample_weight, training=False)
+    _, logs = model._log(x, y, y_pred, sample_weight, loss)
+    return logs
 
 
 def _train(model, train_step, data):

@@ -21,12 +21,7 @@ from accumodel.accumulator import GradientAccumulator
 from accumodel.callbacks import with_end_of_cycle
 
 # The arguments of `compile` that Keras's has not.
-_OWN_ARGUMENTS = (
-    "accum_steps",
-    "micro_batch_size",
-    "remainder",
-    "skip_nonfinite",
-)
+_OWN = ("accum_steps", "micro_batch_size", "remainder", "skip_nonfinite")
 
 
 class AccumulatingModel(keras.Model):
@@ -181,9 +176,7 @@ class AccumulatingModel(keras.Model):
             super().compile(*args, **kwargs)
             _checks.check_optimizer(self.optimizer, skip_nonfinite)
             if accumulates:
-                self._check_can_accumulate()
-            if slices:
-                self._check_can_slice()
+                self._check_can_accumulate(slices)
         except BaseException:
             self.compiled = False
             raise
@@ -214,7 +207,7 @@ class AccumulatingModel(keras.Model):
         _checks.check_compiled(self, "accum_steps")
         begins = value > 1 and not self._accumulates
         if begins:
-            self._check_can_accumulate()
+            self._check_can_accumulate(slices=False)
         self._accum_steps = value
         self._cycles.set_accum_steps(value)
         if begins:
@@ -239,14 +232,13 @@ class AccumulatingModel(keras.Model):
         value = _checks.check_micro_batch_size(value)
         _checks.check_compiled(self, "micro_batch_size")
         if value is not None:
-            self._check_can_accumulate()
-            self._check_can_slice()
+            self._check_can_accumulate(slices=True)
         before, self._micro_batch_size = self._micro_batch_size, value
         if value is not None and before is not None:
             self._slices.set_size(value)
         elif value is not before:
             self._accumulates = True
-            self._make_functions_again()
+            _functions.make_again(self)
 
     @property
     def pending_steps(self) -> int:
@@ -458,9 +450,8 @@ class AccumulatingModel(keras.Model):
         else:
             variables = self.trainable_variables
             gradients = _checks.check_gradients(gradients, variables)
-            self.optimizer.apply_gradients(
-                zip(gradients, variables, strict=True)
-            )
+            pairs = zip(gradients, variables, strict=True)
+            self.optimizer.apply_gradients(pairs)
 
     def apply_accumulated_gradients(self) -> None:
         """Ends the cycle now, as `fit` does at the end of an epoch.
@@ -508,22 +499,13 @@ class AccumulatingModel(keras.Model):
             return self.test_function
         _functions.make_test_function(self, super().make_test_function)
 
-    def _test_micro_batch(self, data):
-        """Does what Keras's `test_step` does, with a micro-batch."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        y_pred, loss = self._forward(x, y, sample_weight, training=False)
-        _, logs = self._log(x, y, y_pred, sample_weight, loss)
-        return logs
-
     # Private, see `_keras`: Keras builds a model by it before the first step
     # under a strategy.
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         strategy = self.distribute_strategy
         if strategy.num_replicas_in_sync > 1 and iterator is not None:
-            iterator, data_batch = (
-                None,
-                _replicas.first_batch(iterator, strategy),
-            )
+            data_batch = _replicas.first_batch(iterator, strategy)
+            iterator = None
         super()._maybe_symbolic_build(iterator, data_batch)
 
     def load_weights(
@@ -558,7 +540,7 @@ class AccumulatingModel(keras.Model):
         config = super().get_compile_config()
         if config:
             # No more than Keras writes if they are the defaults.
-            for name in _OWN_ARGUMENTS:
+            for name in _OWN:
                 value = getattr(self, f"_{name}")
                 if value != getattr(AccumulatingModel, f"_{name}"):
                     config[name] = value
@@ -566,44 +548,26 @@ class AccumulatingModel(keras.Model):
 
     def compile_from_config(self, config):
         behind = super().compile_from_config
-        if (
-            self._overrides("compile")
-            or behind.__func__ is not keras.Model.compile_from_config
-        ):
-            # A custom `compile`, of which Keras warns, or another class's way.
-            behind(config)
-            return
-        self.compile(**keras.saving.deserialize_keras_object(config))
-        if self.optimizer is not None and self.built:
-            self.optimizer.build(self.trainable_variables)
+        _construction.compile_from_config(self, config, behind)
 
     def _share_sample_weight(self, y, sample_weight):
         is_new = self._loss_weights.share(y, sample_weight)
         if is_new and self._accumulates:
             self.train_function = None  # it was traced for the other case
 
-    def _check_can_accumulate(self):
-        _replicas.check_strategy(
-            self.distribute_strategy, self.steps_per_execution
-        )
+    def _check_can_accumulate(self, slices):
+        strategy = self.distribute_strategy
+        _replicas.check_strategy(strategy, self.steps_per_execution)
         if not self._overrides("train_step"):
             _checks.check_train_step(type(self), super().train_step)
-
-    def _check_can_slice(self):
-        replicas = self.distribute_strategy.num_replicas_in_sync
-        _checks.check_can_slice(self, _keras.flat_layers(self), replicas)
+        if slices:
+            layers = _keras.flat_layers(self)
+            _checks.check_can_slice(self, layers, strategy.num_replicas_in_sync)
 
     def _begin_to_accumulate(self):
         if not self._accumulates:
             self._accumulates = True
-            self._make_functions_again()
-
-    def _make_functions_again(self):
-        # Those that are in use: a callback may ask for it in the middle of fit.
-        if self.train_function is not None:
-            self.make_train_function(force=True)
-        if self.test_function is not None:
-            self.make_test_function(force=True)
+            _functions.make_again(self)
 
     @functools.cached_property
     def _slices(self):
@@ -619,8 +583,7 @@ class AccumulatingModel(keras.Model):
 
     def _overrides(self, name):
         """Whether a subclass overrides the method of this name."""
-        own = getattr(type(self), name)
-        return own is not getattr(AccumulatingModel, name)
+        return getattr(type(self), name) is not getattr(AccumulatingModel, name)
 
 
 @keras.saving.register_keras_serializable("accumodel")
