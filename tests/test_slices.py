@@ -250,7 +250,7 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
         ),
     )
     error = ValueError if run_eagerly else tf.errors.InvalidArgumentError
-    with pytest.raises(error, match=r"(?s)slice_data.*x\[.*all"):
+    with pytest.raises(error, match="must hold the same number"):
         model.fit(unknown, shuffle=False, verbose=0)
     assert model.pending_steps == int(model.optimizer.iterations) == 0
 
