@@ -41,7 +41,6 @@ def make_test_function(model, make):
     if model.micro_batch_size is None:
         make(force=True)
     else:
-        model._slices.set_size(model.micro_batch_size)
         is_own = type(model).test_step is keras.Model.test_step
         step = model.test_step
         if is_own:
@@ -67,8 +66,6 @@ def _make_accumulating(model, make):
         build_accumulator(model)
     if _compiles(model):
         model._gradient_function = _compiled(model.compute_gradients)
-    if model.micro_batch_size is not None:
-        model._slices.set_size(model.micro_batch_size)
     step = functools.partial(_train, model, model.train_step)
     with _instead_of(model, "train_step", step):
         make(force=True)

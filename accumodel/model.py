@@ -182,6 +182,8 @@ class AccumulatingModel(keras.Model):
             raise
         self._accum_steps = accum_steps
         self._micro_batch_size = micro_batch_size
+        if slices:
+            self._slices.set_size(micro_batch_size)
         self._remainder = remainder
         self._skip_nonfinite = skip_nonfinite
         self._accumulates = accumulates
@@ -233,10 +235,9 @@ class AccumulatingModel(keras.Model):
         _checks.check_compiled(self, "micro_batch_size")
         if value is not None:
             self._check_can_accumulate(slices=True)
-        before, self._micro_batch_size = self._micro_batch_size, value
-        if value is not None and before is not None:
             self._slices.set_size(value)
-        elif value is not before:
+        before, self._micro_batch_size = self._micro_batch_size, value
+        if (before is None) != (value is None):
             self._accumulates = True
             _functions.make_again(self)
 
@@ -551,8 +552,7 @@ class AccumulatingModel(keras.Model):
         _construction.compile_from_config(self, config, behind)
 
     def _share_sample_weight(self, y, sample_weight):
-        is_new = self._loss_weights.share(y, sample_weight)
-        if is_new and self._accumulates:
+        if self._loss_weights.share(y, sample_weight) and self._accumulates:
             self.train_function = None  # it was traced for the other case
 
     def _check_can_accumulate(self, slices):

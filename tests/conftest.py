@@ -50,6 +50,24 @@ def data():
     return rng.random((100, 20), np.float32), rng.integers(3, size=100)
 
 
+# What is no positive integer, and the error that says so.
+NO_COUNTS = [
+    (0, ValueError),
+    (-1, ValueError),
+    (2.5, TypeError),
+    ("4", TypeError),
+    (True, TypeError),
+]
+
+
+def mirrored(replicas, reduction=None):
+    # With the default reduction, two strategies in one process collide.
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(replicas)],
+        reduction or tf.distribute.ReductionToOneDevice(),
+    )
+
+
 def make_functional(model_class):
     inputs = keras.Input((20,))
     x = keras.layers.Dense(16, activation="tanh")(inputs)

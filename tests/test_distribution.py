@@ -37,6 +37,7 @@ from cases import with_summed_add_loss
 from cases import with_unused_variable
 from conftest import distance
 from conftest import make_model
+from conftest import mirrored
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -57,14 +58,6 @@ class CountingReduction(tf.distribute.ReductionToOneDevice):
     def batch_reduce_implementation(self, *args, **kwargs):
         self.executed.assign_add(1)
         return super().batch_reduce_implementation(*args, **kwargs)
-
-
-def mirrored(replicas, reduction=None):
-    # With the default reduction, two strategies in one process collide.
-    return tf.distribute.MirroredStrategy(
-        [f"CPU:{i}" for i in range(replicas)],
-        reduction or tf.distribute.ReductionToOneDevice(),
-    )
 
 
 def squares(y_true, y_pred):

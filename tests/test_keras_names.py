@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import mirrored
 
 import accumodel
 from accumodel import _construction
@@ -90,12 +91,6 @@ def test_all_layers_are_found_inside_of_others():
     assert composite.inner in _keras.flat_layers(model)
 
 
-def two_replicas():
-    return tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
-    )
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -104,7 +99,7 @@ def two_replicas():
     ],
 )
 def test_optimizers_reduce_through_the_method_that_is_replaced(make):
-    strategy = two_replicas()
+    strategy = mirrored(2)
     with strategy.scope():
         variable = keras.Variable([0.0])
         accumulator = accumodel.GradientAccumulator(make(), [variable])
@@ -122,7 +117,7 @@ def test_an_optimizer_that_reduces_in_another_way_is_refused(monkeypatch):
     )
 
     def train():
-        strategy = two_replicas()
+        strategy = mirrored(2)
         with strategy.scope():
             variable = keras.Variable([1.0])
             accumulator = accumodel.GradientAccumulator(

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import NO_COUNTS
 from conftest import distance
 from conftest import make_functional
 from conftest import make_model
@@ -637,15 +638,7 @@ def test_skip_nonfinite_next_to_a_loss_scale_optimizer_is_refused(policy, wrap):
 
 @pytest.mark.parametrize(
     ("value", "error"),
-    [
-        (0, ValueError),
-        (-1, ValueError),
-        (2.5, TypeError),
-        ("4", TypeError),
-        (True, TypeError),
-        (None, TypeError),
-        ([4], TypeError),
-    ],
+    [*NO_COUNTS, (None, TypeError), ([4], TypeError)],
 )
 def test_bad_accum_steps_are_refused_everywhere(value, error):
     model = make_model()

@@ -19,6 +19,7 @@ from cases import CLASSES
 from cases import FEATURES
 from conftest import distance
 from conftest import make_model
+from conftest import mirrored
 
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
@@ -257,10 +258,7 @@ def test_it_is_warned_of_next_to_a_loss_that_is_seen():
 
 
 def test_it_is_refused_on_replicas():
-    strategy = tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
-    )
-    with strategy.scope():
+    with mirrored(2).scope():
         model = linear(AccumulatingModel)
         model.compile("sgd", ComputesItsOwnMean(), accum_steps=2)
     with pytest.raises(ValueError, match="divided by the number of replicas"):

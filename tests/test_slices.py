@@ -23,7 +23,9 @@ from cases import tokens_for_two
 from cases import train
 from cases import updates
 from cases import with_an_overflow
+from conftest import NO_COUNTS
 from conftest import distance
+from conftest import mirrored
 
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
@@ -581,13 +583,19 @@ class Players(AccumulatingModel):
         return {}
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_two_accumulators_of_which_one_is_called_in_turns(samples, replicas):
+@pytest.mark.parametrize(
+    "make_strategy",
+    [lambda: tf.distribute.OneDeviceStrategy("CPU:0"), lambda: mirrored(2)],
+    ids=["one device", "two replicas"],
+)
+def test_two_accumulators_of_which_one_is_called_in_turns(
+    samples, make_strategy
+):
     x, y = (each.astype("float32") for each in samples)
     models = []
     for strategy, kwargs in (
         (tf.distribute.get_strategy(), {}),
-        (mirrored(replicas), {"micro_batch_size": 3}),
+        (make_strategy(), {"micro_batch_size": 3}),
     ):
         keras.utils.set_random_seed(0)
         with strategy.scope():
@@ -602,20 +610,11 @@ def test_two_accumulators_of_which_one_is_called_in_turns(samples, replicas):
         ]
         assert iterations == [4, 2]
         models.append(model)
-    if replicas == 1:
+    if strategy.num_replicas_in_sync == 1:
         assert distance(*models) < 1e-6
 
 
 # -- several replicas ------------------------------------------------------
-
-
-def mirrored(replicas):
-    if replicas == 1:
-        return tf.distribute.OneDeviceStrategy("CPU:0")
-    return tf.distribute.MirroredStrategy(
-        [f"CPU:{i}" for i in range(replicas)],
-        tf.distribute.ReductionToOneDevice(),
-    )
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
@@ -650,16 +649,7 @@ def test_skip_nonfinite_on_replicas_takes_each_part_by_itself(samples):
 # -- refused ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        (0, ValueError),
-        (-1, ValueError),
-        (2.5, TypeError),
-        ("4", TypeError),
-        (True, TypeError),
-    ],
-)
+@pytest.mark.parametrize(("value", "error"), NO_COUNTS)
 def test_values_that_are_no_size(value, error):
     model = with_sizes()
     with pytest.raises(error, match=f"micro_batch_size={value!r}"):
