@@ -38,6 +38,38 @@ def _check_positive(name, value, meaning):
     return int(value)
 
 
+def check_gradient_cache(model, value, micro_batch_size, skip_nonfinite):
+    """Refuses what `gradient_cache` cannot be used with."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            "`gradient_cache` must be a bool. "
+            f"Received: gradient_cache={value!r}"
+        )
+    if not value:
+        return
+    if micro_batch_size is None:
+        raise ValueError(
+            "`gradient_cache=True` computes the loss of a batch from its "
+            "micro-batches: pass `micro_batch_size` as well. "
+            "Received: micro_batch_size=None"
+        )
+    if skip_nonfinite:
+        raise ValueError(
+            "`skip_nonfinite=True` cannot be combined with "
+            "`gradient_cache=True`: no micro-batch can be left out of the loss "
+            "of the whole batch. Remove one of them. "
+            f"Received: skip_nonfinite={skip_nonfinite}"
+        )
+    for name in ("compute_gradients", "train_step"):
+        if model._overrides(name):
+            raise ValueError(
+                f"`gradient_cache=True` cannot be used with a custom `{name}`, "
+                "which it would not call: it computes the loss without the "
+                "gradients of the model. Override `compute_loss` instead. "
+                f"Received: a model of {type(model).__name__}"
+            )
+
+
 def check_can_slice(model, layers, replicas):
     """Refuses models that a batch in micro-batches would make wrong.
 

@@ -14,6 +14,7 @@ import typing
 import keras
 import tensorflow as tf
 
+from accumodel import _gradient_cache
 from accumodel import _keras
 from accumodel import _replicas
 from accumodel._train_step import one_train_step
@@ -45,9 +46,12 @@ def make_test_function(model, make):
         step = model.test_step
         if is_own:
             step = functools.partial(_test, model)
-        if _compiles(model):
-            step = _compiled(step)
-        step = functools.partial(model._slices.run, step, notes=is_own)
+        compiled = _compiler(model)
+        step = functools.partial(
+            model._slices.run, compiled(step), notes=is_own
+        )
+        if is_own and model._gradient_cache:
+            step = functools.partial(_gradient_cache.test, model, compiled)
         with _instead_of(model, "test_step", step):
             make(force=True)
     if _replicas.is_multi_worker(model.distribute_strategy):
@@ -64,8 +68,7 @@ def _make_accumulating(model, make):
     if model._accumulates and model.built and is_needed:
         build_optimizer(model)
         build_accumulator(model)
-    if _compiles(model):
-        model._gradient_function = _compiled(model.compute_gradients)
+    model._gradient_function = _compiler(model)(model.compute_gradients)
     step = functools.partial(_train, model, model.train_step)
     with _instead_of(model, "train_step", step):
         make(force=True)
@@ -97,12 +100,14 @@ def _test(model, data):
     """Does what Keras's `test_step` does, with a micro-batch."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred, loss = model._forward(x, y, sample_weight, training=False)
-    _, logs = model._log(x, y, y_pred, sample_weight, loss)
-    return logs
+    weight = model._weigh(x, y, y_pred, sample_weight, loss)
+    return model._log(x, y, y_pred, sample_weight, loss, weight)
 
 
 def _train(model, train_step, data):
     """Runs a `train_step`, which may be custom, on one fed batch."""
+    if model._gradient_cache:
+        return _gradient_cache.train(model, _compiler(model), data)
     if model.micro_batch_size is not None:
         is_own = not (
             model._overrides("train_step")
@@ -158,10 +163,11 @@ def _instead_of(model, name, step):
         del model.__dict__[name]
 
 
-def _compiles(model):
-    return model.jit_compile and _replicas.can_compile(
-        model.distribute_strategy
-    )
+def _compiler(model):
+    """Returns what compiles a step of a micro-batch, if it is to be."""
+    if model.jit_compile and _replicas.can_compile(model.distribute_strategy):
+        return _compiled
+    return lambda step: step
 
 
 def _compiled(step):

@@ -12,6 +12,8 @@ use a model that does not accumulate on one device.
 | `Trainer._loss_tracker`                     | an error at the first step     |
 | `Optimizer._all_reduce_sum_gradients`       | an error at the first update,  |
 |                                             | on several replicas            |
+| `Tensor._keras_mask`                        | losses of padding, with the    |
+|                                             | gradient cache                 |
 | `Layer._flatten_layers`                     | an error when `fit` begins     |
 | `keras.src.backend.tensorflow.trainer       | an error at the first step, on |
 | .reduce_per_replica`                        | several workers                |
@@ -191,6 +193,16 @@ def loss_trackers(model):
     """
     of_outputs = model._compile_loss.metrics if model._compile_loss else []
     return [model._loss_tracker, *of_outputs]
+
+
+def mask_of(output):
+    """Returns the mask of an output that Keras's losses look at, or `None`."""
+    return getattr(output, "_keras_mask", None)
+
+
+def set_mask(output, mask):
+    """Makes it the mask of an output, as a layer of Keras does."""
+    output._keras_mask = mask
 
 
 # -- layers --------------------------------------------------------------------

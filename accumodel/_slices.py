@@ -31,6 +31,43 @@ _NAMES = ("x", "y", "sample_weight")
 _notes: contextvars.ContextVar = contextvars.ContextVar("notes", default=False)
 
 
+class Parts:
+    """The parts of one fed batch.
+
+    Args:
+        model: The `AccumulatingModel`.
+        data: The fed batch.
+    """
+
+    def __init__(self, model, data):
+        self._model = model
+        self._data = data
+        self.samples = _count_samples(data)
+        self.count = tf.maximum(-(-self.samples // model._slices.size), 1)
+
+    def bounds(self, i):
+        """Returns the first sample of a part, and the first after it."""
+        samples, parts = self.samples, self.count
+        return i * samples // parts, (i + 1) * samples // parts
+
+    def share(self, i):
+        """Returns how much of the samples are in a part."""
+        begin, end = self.bounds(i)
+        return tf.math.divide_no_nan(
+            tf.cast(end - begin, tf.float64), tf.cast(self.samples, tf.float64)
+        )
+
+    def rows(self, i, values):
+        """Returns those of a part, given those of all samples."""
+        begin, end = self.bounds(i)
+        return values[begin:end]
+
+    def cut(self, i):
+        """Returns the data of a part."""
+        with _on_host():
+            return self._model.slice_data(self._data, *self.bounds(i))
+
+
 class Slices:
     """Runs the steps of a model over the parts of a fed batch.
 
@@ -40,15 +77,15 @@ class Slices:
 
     def __init__(self, model):
         self._model = model
-        self._size = None
+        self.size = None
 
     def set_size(self, value):
         """Sets the largest number of samples in a part."""
-        if self._size is None:
+        if self.size is None:
             # A variable, so that another size needs no retrace.
             with tf.init_scope(), scope_of(self._model.distribute_strategy):
-                self._size = tf.Variable(value, trainable=False, dtype=tf.int64)
-        self._size.assign(value)
+                self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
+        self.size.assign(value)
 
     def train(self, step, data, notes):
         """Calls a `train_step` with each part, and ends the fed batch.
@@ -82,13 +119,10 @@ class Slices:
 
     def run(self, step, data, notes):
         """Calls `step` with each part of a fed batch, see `train`."""
-        samples = _count_samples(data)
-        parts = tf.maximum(-(-samples // self._size), 1)
+        parts = Parts(self._model, data)
 
         def run_part(i):
-            begin, end = i * samples // parts, (i + 1) * samples // parts
-            with _on_host():
-                part = self._model.slice_data(data, begin, end)
+            part = parts.cut(i)
             token = _notes.set(notes)
             try:
                 logs = step(part)
@@ -104,12 +138,12 @@ class Slices:
             )
         # A data set of unknown length ends with a run without data, in which
         # nothing may change.
-        with tf.control_dependencies([samples]):
+        with tf.control_dependencies([parts.samples]):
             held = self._hold_losses(notes)
-        logs, losses = _loop(run_part, parts)
+        logs, losses = _run_all(run_part, parts.count)
         if not notes:
             return logs
-        self._release_losses(held, losses, data, samples)
+        self._release_losses(held, losses, data, parts.samples)
         results = self._model.get_metrics_result()
         if self._model._overrides("compute_metrics"):
             # Its other logs may have names of metrics, too.
@@ -166,7 +200,7 @@ class Slices:
                 weight = tf.where(count == 0, known, count)
             tracker.update_state(loss, sample_weight=weight)
             # Keras weighs the loss of an output by what it knows when traced.
-            weight = _first_leaf(data).shape[0]
+            weight = first_leaf(data).shape[0]
 
 
 def note_losses(model, loss, weight, x):
@@ -243,13 +277,14 @@ def _length(leaf):
 
 def _count_samples(data):
     """Returns the number of samples; it waits for the data if it is known."""
-    leaf = _first_leaf(data)
+    leaf = first_leaf(data)
     values = tf.nest.flatten(leaf, expand_composites=True)
     with tf.control_dependencies(values):
         return tf.identity(_length(leaf))
 
 
-def _first_leaf(data):
+def first_leaf(data):
+    """Returns an array whose length is the number of samples."""
     # Inputs may hold arrays of other lengths, for a custom `slice_data`.
     y = data[1] if isinstance(data, tuple) and len(data) > 1 else None
     leaves = _leaves(y) or _leaves(data)
@@ -316,19 +351,42 @@ def _on_host():
     return tf.device("CPU:0")
 
 
-def _loop(run_part, parts):
-    """Returns the logs of the last part, and the sum of the losses of all."""
+def loop(body, parts, state, shapes=None):
+    """Runs all parts, each when the one before is done.
+
+    Args:
+        body: Function of the number of a part and the state. Returns the next
+            state.
+        parts: Scalar int64 tensor, the number of parts.
+        state: Tuple of nested tensors or `tf.TensorArray`s.
+        shapes: The shapes of these, where they change.
+
+    Returns:
+        The last state.
+    """
     if tf.executing_eagerly():
-        losses = 0.0
         for i in range(int(parts)):
-            logs, more = run_part(tf.constant(i, tf.int64))
-            losses += more
-        return logs, losses
+            state = body(tf.constant(i, tf.int64), *state)
+        return state
+    _, *state = tf.while_loop(
+        lambda i, *_: i < parts,
+        lambda i, *state: (i + 1, *body(i, *state)),
+        (tf.constant(0, tf.int64), *state),
+        shape_invariants=shapes and (tf.TensorShape([]), *shapes),
+        parallel_iterations=1,
+    )
+    return state
+
+
+def _run_all(run_part, parts):
+    """Returns the logs of the last part, and the sum of the losses of all."""
 
     def body(i, _, losses):
         logs, more = run_part(i)
-        return i + 1, logs, losses + more
+        return logs, losses + more
 
+    if tf.executing_eagerly():
+        return loop(body, parts, (None, 0.0))
     # Of the right shape; there is at least one part.
     specs = run_part.structured_outputs
     zeros = tf.nest.map_structure(
@@ -338,13 +396,5 @@ def _loop(run_part, parts):
         ),
         specs,
     )
-    begin = (tf.constant(0, tf.int64), *zeros)
     shapes = tf.nest.map_structure(lambda spec: spec.shape, specs)
-    _, logs, losses = tf.while_loop(
-        lambda i, *_: i < parts,
-        body,
-        begin,
-        shape_invariants=(tf.TensorShape([]), *shapes),
-        parallel_iterations=1,
-    )
-    return logs, losses
+    return loop(body, parts, zeros, shapes)

@@ -126,6 +126,8 @@ class LossWeights:
         vectors = summed_losses(self._model, x)
         if vectors:
             sources.add(None)
+        if len(sources) > 1 and self._model._gradient_cache:
+            return samples  # each fed batch has its own loss
         if sources == {None}:
             self._warn_of_scalars_next_to_sums(len(vectors))
             return None
@@ -251,7 +253,7 @@ class LossWeights:
                 "divided by. Override `micro_batch_weight` to say so. "
                 f"Received: reduction={kind!r}"
             )
-        if _is_single(values, x):
+        if is_single(values, x):
             if values.shape.rank == 0 and sample_weight is not None:
                 self._warn(
                     "scalar",
@@ -308,7 +310,8 @@ class LossWeights:
                 )
 
     def _warn(self, topic, message):
-        if topic not in self._warned:
+        # With the gradient cache, the loss is that of the whole fed batch.
+        if topic not in self._warned and not self._model._gradient_cache:
             self._warned.add(topic)
             warnings.warn(message, stacklevel=2)
 
@@ -332,7 +335,7 @@ def _first_leaf(x):
     return next(leaves, None)
 
 
-def _is_single(values, x):
+def is_single(values, x):
     """Whether a loss was reduced already: a scalar, or a single element.
 
     A single element may also be the loss of a single sample.
@@ -349,7 +352,7 @@ def summed_losses(model, x):
 
     Keras sums them up, and divides the sum by the number of replicas.
     """
-    return [loss for loss in model.losses if not _is_single(loss, x)]
+    return [loss for loss in model.losses if not is_single(loss, x)]
 
 
 def compute_loss(model, x, y, y_pred, sample_weight, training):

@@ -279,9 +279,9 @@ class GradientAccumulator(tf.Module):
 
     # What follows runs on each replica.
 
-    def _add_part(self, gradients, weight):
+    def _add_part(self, gradients, weight, share=1.0):
         """Adds a part of a fed batch, of which each replica has its own."""
-        accepted = self._add(gradients, weight, self._is_good)
+        accepted = self._add(gradients, weight, self._is_good, share)
         accepted = tf.cast(accepted, tf.float64)
         self._parts.assign_add([accepted, 1 - accepted])
 
@@ -296,13 +296,15 @@ class GradientAccumulator(tf.Module):
         end = functools.partial(self._end_step, present, may_be_nothing)
         across_replicas(end, added > 0, tf.cast(skipped, tf.int64))
 
-    def _add(self, gradients, weight, accepts):
+    def _add(self, gradients, weight, accepts, share=1.0):
         """Adds a micro-batch to this replica's sums, without the others.
 
         Args:
             gradients: List, see `accumulate`.
             weight: Scalar or `None`, see `accumulate`.
             accepts: Function. Whether to add it, given both.
+            share: How much of the weight to add to the total. Less than 1 if
+                several gradients, each with the whole weight, add up to one.
 
         Returns:
             Scalar bool tensor. Whether it was added.
@@ -328,7 +330,7 @@ class GradientAccumulator(tf.Module):
             is_first = tf.equal(self._totals[2], 0)
             add_each = functools.partial(self._add_each, gradients, scale)
             tf.cond(is_first, lambda: add_each(_assign), lambda: add_each(_add))
-            each = tf.cast(weight, tf.float64) * float(divides)
+            each = tf.cast(weight, tf.float64) * float(divides) * share
             self._totals.assign_add([each, tf.abs(each), 1.0])
 
         if self._skip_nonfinite:

@@ -21,7 +21,13 @@ from accumodel.accumulator import GradientAccumulator
 from accumodel.callbacks import with_end_of_cycle
 
 # The arguments of `compile` that Keras's has not.
-_OWN = ("accum_steps", "micro_batch_size", "remainder", "skip_nonfinite")
+_OWN = (
+    "accum_steps",
+    "micro_batch_size",
+    "gradient_cache",
+    "remainder",
+    "skip_nonfinite",
+)
 
 
 class AccumulatingModel(keras.Model):
@@ -79,6 +85,7 @@ class AccumulatingModel(keras.Model):
     # Keras's loaders ask for these before `compile`, so the class has them.
     _accum_steps = 1
     _micro_batch_size: int | None = None
+    _gradient_cache = False
     _remainder = "apply"
     _skip_nonfinite = False
     # Whether gradients go through an accumulator. If not, the step is Keras's.
@@ -133,6 +140,7 @@ class AccumulatingModel(keras.Model):
         *args: typing.Any,
         accum_steps: int = 1,
         micro_batch_size: int | None = None,
+        gradient_cache: bool = False,
         remainder: typing.Literal["apply", "carry", "drop"] = "apply",
         skip_nonfinite: bool = False,
         **kwargs: typing.Any,
@@ -147,6 +155,10 @@ class AccumulatingModel(keras.Model):
                 through the model at once, on each replica: a batch that `fit`
                 or `evaluate` feeds is cut into parts as equal as can be.
                 Defaults to `None`: it is not cut.
+            gradient_cache: Bool. With `micro_batch_size`, compute the loss and
+                the metrics once for all samples of a batch, by a second forward
+                pass (Gao et al. 2021, arXiv 2101.06983). For losses that
+                compare samples with each other. Defaults to `False`.
             remainder: What becomes of the batches that are left when an
                 epoch ends before the cycle is full. `"apply"` makes an update
                 of them, divided by their own weight, as Keras does with a short
@@ -169,6 +181,9 @@ class AccumulatingModel(keras.Model):
         """
         accum_steps = _checks.check_accum_steps(accum_steps)
         micro_batch_size = _checks.check_micro_batch_size(micro_batch_size)
+        _checks.check_gradient_cache(
+            self, gradient_cache, micro_batch_size, skip_nonfinite
+        )
         _checks.check_remainder(remainder)
         slices = micro_batch_size is not None
         accumulates = accum_steps > 1 or slices or skip_nonfinite
@@ -184,6 +199,7 @@ class AccumulatingModel(keras.Model):
         self._micro_batch_size = micro_batch_size
         if slices:
             self._slices.set_size(micro_batch_size)
+        self._gradient_cache = gradient_cache
         self._remainder = remainder
         self._skip_nonfinite = skip_nonfinite
         self._accumulates = accumulates
@@ -233,6 +249,7 @@ class AccumulatingModel(keras.Model):
     def micro_batch_size(self, value: int | None) -> None:
         value = _checks.check_micro_batch_size(value)
         _checks.check_compiled(self, "micro_batch_size")
+        _checks.check_gradient_cache(self, self._gradient_cache, value, False)
         if value is not None:
             self._check_can_accumulate(slices=True)
             self._slices.set_size(value)
@@ -296,7 +313,8 @@ class AccumulatingModel(keras.Model):
             _functions.build_optimizer(self)
             scaled_loss = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled_loss, self.trainable_variables)
-        weight, logs = self._log(x, y, y_pred, sample_weight, loss)
+        weight = self._weigh(x, y, y_pred, sample_weight, loss)
+        logs = self._log(x, y, y_pred, sample_weight, loss, weight)
         return gradients, weight, logs
 
     def _forward(self, x, y, sample_weight, training):
@@ -306,14 +324,18 @@ class AccumulatingModel(keras.Model):
             self, x, y, y_pred, sample_weight, training
         )
 
-    def _log(self, x, y, y_pred, sample_weight, loss):
-        """Returns the weight of a micro-batch, and its logs."""
-        samples = _weighting.count_samples(x)
+    def _weigh(self, x, y, y_pred, sample_weight, loss):
+        """Returns the weight of a micro-batch."""
         weight = self.micro_batch_weight(x, y, y_pred, sample_weight)
-        if weight is not None:
-            # Tied to the data: see `GradientAccumulator._add`.
-            with tf.control_dependencies([loss]):
-                weight = tf.identity(weight)
+        if weight is None:
+            return None
+        # Tied to the data: see `GradientAccumulator._add`.
+        with tf.control_dependencies([loss]):
+            return tf.identity(weight)
+
+    def _log(self, x, y, y_pred, sample_weight, loss, weight):
+        """Returns the logs of a micro-batch."""
+        samples = _weighting.count_samples(x)
         # Averaged as the losses of the micro-batches make up the whole.
         tracker, *_ = _keras.loss_trackers(self)
         tracker.update_state(
@@ -321,8 +343,7 @@ class AccumulatingModel(keras.Model):
             sample_weight=samples if weight is None else weight,
         )
         _slices.note_losses(self, loss, weight, x)
-        logs = self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        return weight, logs
+        return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
@@ -441,18 +462,22 @@ class AccumulatingModel(keras.Model):
                 "The model does not have any trainable weights.", stacklevel=2
             )
         elif self._accumulates:
-            # Only the first micro-batch may build the variables of the model.
-            if self._accumulator is None:
-                _replicas.across_replicas(_functions.build_accumulator, self)
-            assert self._accumulator is not None
-            self._cycles.check_trains_the_same(self._accumulator)
-            self._cycles.is_live = True
-            self._accumulator.accumulate(gradients, weight)
+            self._ready_accumulator().accumulate(gradients, weight)
         else:
             variables = self.trainable_variables
             gradients = _checks.check_gradients(gradients, variables)
             pairs = zip(gradients, variables, strict=True)
             self.optimizer.apply_gradients(pairs)
+
+    def _ready_accumulator(self):
+        """Returns the accumulator of the trainable variables."""
+        # Only the first micro-batch may build the variables of the model.
+        if self._accumulator is None:
+            _replicas.across_replicas(_functions.build_accumulator, self)
+        assert self._accumulator is not None
+        self._cycles.check_trains_the_same(self._accumulator)
+        self._cycles.is_live = True
+        return self._accumulator
 
     def apply_accumulated_gradients(self) -> None:
         """Ends the cycle now, as `fit` does at the end of an epoch.

@@ -1,0 +1,624 @@
+"""Losses of the whole batch from micro-batches: `gradient_cache=True`.
+
+The reference is plain Keras with the same fed batches, and no slices.
+"""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import CLASSES
+from cases import FEATURES
+from cases import SHORT_INSIDE
+from cases import Case
+from cases import check_logs
+from cases import check_weights
+from cases import classes
+from cases import datasets
+from cases import dense
+from cases import masked_and_not
+from cases import recurrent
+from cases import tokens_for_two
+from cases import train
+from cases import two_outputs
+from cases import two_targets
+from cases import weighted_tokens
+from cases import with_add_loss
+from cases import with_summed_add_loss
+from conftest import distance
+from conftest import mirrored
+
+from accumodel import AccumulatingModel
+
+ops = keras.ops
+
+
+def two_views(samples, rng):
+    x = rng.normal(size=(samples, FEATURES))
+    noise = rng.normal(size=(2, samples, FEATURES))
+    a, b = x + 0.3 * noise
+    return ({"a": a, "b": b},)
+
+
+def tower(**kwargs):
+    return keras.Sequential(
+        [
+            keras.layers.Dense(8, "tanh", **kwargs),
+            keras.layers.Dense(4, activity_regularizer="l2"),
+        ]
+    )
+
+
+def in_batch_softmax(queries, keys, scale=1.0):
+    logits = scale * ops.normalize(queries) @ ops.transpose(ops.normalize(keys))
+    losses = keras.losses.sparse_categorical_crossentropy(
+        ops.arange(ops.shape(logits)[0]), logits, from_logits=True
+    )
+    return ops.mean(losses)
+
+
+class Towers:
+    """A base class, next to that of a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = tower(kernel_regularizer="l2")
+        self.key = tower()
+
+    def build(self, shapes):
+        self.query.build(shapes["a"])
+        self.key.build(shapes["b"])
+
+    def call(self, inputs):
+        return {"a": self.query(inputs["a"]), "b": self.key(inputs["b"])}
+
+
+class InBatchSoftmax(Towers):
+    """With a temperature that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scale = self.add_weight((), "zeros", name="log_scale")
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        scale = ops.exp(self.log_scale)
+        loss = in_batch_softmax(y_pred["a"], y_pred["b"], scale)
+        return loss + sum(self.losses)
+
+
+class TowerInTheLoss(InBatchSoftmax):
+    """The loss itself calls the tower of the keys, as in keras-rs."""
+
+    def call(self, inputs):
+        return self.query(inputs["a"])
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        keys = self.key(x["b"], training=training)
+        return in_batch_softmax(y_pred, keys, ops.exp(self.log_scale))
+
+
+class BarlowTwins(Towers):
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        def standardize(z):
+            deviation = ops.std(z, axis=0) + 1e-3
+            return (z - ops.mean(z, axis=0)) / deviation
+
+        a, b = standardize(y_pred["a"]), standardize(y_pred["b"])
+        samples = ops.cast(ops.shape(a)[0], a.dtype)
+        correlation = ops.transpose(a) @ b / samples
+        return ops.sum((correlation - ops.eye(4, dtype=a.dtype)) ** 2)
+
+
+def made(base):
+    """Returns what makes a model of this base class and Keras's, or ours."""
+
+    def make(model_class):
+        model = type(base.__name__, (base, model_class), {})()
+        model.build({"a": (None, FEATURES), "b": (None, FEATURES)})
+        model.built = True
+        return model
+
+    return make
+
+
+def supervised_contrastive(y_true, y_pred):
+    """Of one scalar, as a compiled loss."""
+    z = ops.normalize(y_pred)
+    labels = ops.reshape(y_true, (-1,))
+    same = ops.cast(labels[:, None] == labels[None], z.dtype)
+    itself = ops.eye(ops.shape(z)[0], dtype=z.dtype)
+    same -= itself
+    logits = 5.0 * z @ ops.transpose(z) - 1e9 * itself
+    log_p = ops.log_softmax(logits)
+    return -ops.sum(same * log_p) / ops.maximum(ops.sum(same), 1.0)
+
+
+def triplets(y_true, y_pred):
+    """Each sample, the next one, and the farthest: gathered."""
+    distances = ops.sum((y_pred[:, None] - y_pred[None]) ** 2, axis=-1)
+    farthest = ops.take(y_pred, ops.argmax(distances, axis=1), axis=0)
+    following = ops.roll(y_pred, 1, axis=0)
+    near = ops.sum((y_pred - following) ** 2, axis=-1)
+    far = ops.sum((y_pred - farthest) ** 2, axis=-1)
+    return ops.mean(ops.relu(near - far + 5.0))
+
+
+def most_common(y_true, y_pred):
+    """A metric that is no mean over samples."""
+    return ops.max(ops.sum(ops.one_hot(ops.argmax(y_pred), CLASSES), axis=0))
+
+
+def spread(y_true, y_pred):
+    return ops.std(y_pred)
+
+
+def clipped_adam():
+    return keras.optimizers.Adam(0.01, global_clipnorm=0.1)
+
+
+IN_BATCH = Case(
+    make=made(InBatchSoftmax),
+    data=two_views,
+    optimizer=clipped_adam,
+    loss=lambda: None,
+)
+# Those of the whole batch, and whether micro-batches alone are far off.
+CASES = {
+    "in-batch softmax": (IN_BATCH, True),
+    "Barlow Twins": (
+        Case(make=made(BarlowTwins), data=two_views, loss=lambda: None),
+        True,
+    ),
+    "a tower in the loss": (
+        Case(make=made(TowerInTheLoss), data=two_views, loss=lambda: None),
+        True,
+    ),
+    "supervised contrastive": (
+        Case(
+            loss=lambda: supervised_contrastive,
+            compile={"metrics": [spread, "accuracy"]},
+        ),
+        True,
+    ),
+    "triplets": (Case(loss=lambda: triplets), True),
+    "Dice": (
+        Case(
+            make=two_outputs,
+            data=two_targets,
+            loss=lambda: {
+                "kind": keras.losses.SparseCategoricalCrossentropy(),
+                "size": keras.losses.Tversky(),
+            },
+        ),
+        True,
+    ),
+    "a sum next to a mean": (
+        Case(
+            make=two_outputs,
+            data=two_targets,
+            optimizer=lambda: keras.optimizers.SGD(0.01),
+            loss=lambda: {
+                "kind": keras.losses.SparseCategoricalCrossentropy(),
+                "size": keras.losses.MeanSquaredError(reduction="sum"),
+            },
+        ),
+        False,
+    ),
+    "different masks": (
+        Case(
+            make=masked_and_not,
+            data=tokens_for_two,
+            loss=lambda: "sparse_categorical_crossentropy",
+        ),
+        True,
+    ),
+    "a mask and weights": (
+        Case(
+            make=recurrent,
+            data=weighted_tokens,
+            loss=lambda: keras.losses.SparseCategoricalCrossentropy(
+                reduction="mean_with_sample_weight"
+            ),
+            compile={"weighted_metrics": ["accuracy"]},
+        ),
+        False,
+    ),
+    "scalars of add_loss": (Case(make=with_add_loss), False),
+    "vectors of add_loss": (
+        Case(
+            make=with_summed_add_loss,
+            optimizer=lambda: keras.optimizers.SGD(0.01),
+            loss=lambda: None,
+        ),
+        False,
+    ),
+}
+
+
+def in_float64(case):
+    return dataclasses.replace(case, policy="float64", tolerance=1e-12)
+
+
+def run(case, model_class=AccumulatingModel, **kwargs):
+    big, _ = datasets(case)
+    return train(case, model_class, big, **kwargs)
+
+
+def check(case, micro_batch_size=5, **kwargs):
+    """Trains by plain Keras and with the gradient cache, and compares them."""
+    reference, expected = run(case, keras.Model)
+    cached, logs = run(
+        case, micro_batch_size=micro_batch_size, gradient_cache=True, **kwargs
+    )
+    check_weights(cached, reference, case)
+    check_logs(logs["epochs"], expected["epochs"])
+    for ours, theirs in zip(logs["batches"], expected["batches"], strict=True):
+        check_logs(ours, theirs)
+    return cached, reference
+
+
+@pytest.mark.filterwarnings("ignore:.*averaged over different masks")
+@pytest.mark.filterwarnings("ignore:.*loss of the whole batch")
+@pytest.mark.parametrize(("case", "is_far"), CASES.values(), ids=CASES)
+def test_the_loss_of_the_whole_batch(case, is_far):
+    case = in_float64(case)
+    cached, reference = check(case)
+    big, _ = datasets(case)
+    ours, theirs = (
+        each.evaluate(big, verbose=0) for each in (cached, reference)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    if is_far:
+        cut, _ = run(case, micro_batch_size=5)
+        assert distance(cut, reference) > 1e-3
+
+
+@pytest.mark.parametrize("size", [1, 8, 24])
+def test_any_size(size):
+    check(in_float64(IN_BATCH), size)
+
+
+WAYS = {
+    "eager": {"run_eagerly": True},
+    "XLA": {"jit_compile": True},
+    "two in a call": {"steps_per_execution": 2},
+    "graph": {},
+}
+
+
+@pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
+def test_every_way_to_run(arguments):
+    case = dataclasses.replace(in_float64(IN_BATCH), compile=arguments)
+    check(case)
+
+
+def test_fed_batches_of_a_cycle_have_a_loss_each():
+    """As with `accum_steps` alone, which does not cut them."""
+    case = dataclasses.replace(in_float64(IN_BATCH), sizes=SHORT_INSIDE)
+    _, fed = datasets(case)
+    models = [
+        train(case, AccumulatingModel, fed, accum_steps=4, **kwargs)[0]
+        for kwargs in ({}, {"micro_batch_size": 3, "gradient_cache": True})
+    ]
+    assert distance(*models) <= 1e-12
+
+
+def test_loss_scaling():
+    case, _ = CASES["triplets"]
+    case = dataclasses.replace(case, policy="mixed_float16", tolerance=2e-3)
+    arguments = {"micro_batch_size": 5, "gradient_cache": True}
+    check_weights(run(case, **arguments)[0], run(case, keras.Model)[0], case)
+
+
+class Divided(InBatchSoftmax):
+    """As a custom loss is to be under a strategy."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        return loss / tf.distribute.get_strategy().num_replicas_in_sync
+
+
+class Gathered(InBatchSoftmax):
+    """With the negatives of all replicas."""
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        replica = tf.distribute.get_replica_context()
+        a, b = (replica.all_gather(y_pred[each], 0) for each in "ab")
+        scale = ops.exp(self.log_scale)
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        return in_batch_softmax(a, b, scale) / replicas
+
+
+def replicated(base):
+    # Keras clips before it adds the gradients of replicas up.
+    def sgd():
+        return keras.optimizers.SGD(0.3)
+
+    return dataclasses.replace(IN_BATCH, make=made(base), optimizer=sgd)
+
+
+# Some with a batch that is smaller than the number of replicas.
+@pytest.mark.parametrize(
+    ("case", "strategy", "sizes"),
+    [
+        (replicated(Divided), lambda: mirrored(2), [[24], [7], [24]]),
+        (replicated(Gathered), lambda: None, [[24], [7], [1], [24]]),
+        (Case(), lambda: None, [[24], [7], [1], [24]]),
+    ],
+    ids=["of each replica", "of all replicas", "a mean"],
+)
+def test_replicas(case, strategy, sizes):
+    case = dataclasses.replace(in_float64(case), sizes=sizes)
+    big, _ = datasets(case)
+    reference, _ = train(case, keras.Model, big, strategy())
+    arguments = {"micro_batch_size": 5, "gradient_cache": True}
+    cached, _ = train(case, AccumulatingModel, big, mirrored(2), **arguments)
+    check_weights(cached, reference, case)
+
+
+class Noise(keras.layers.Layer):
+    """Draws from the global generator of Keras."""
+
+    def call(self, inputs, training=False):
+        if not training:
+            return inputs
+        return inputs + keras.random.normal(ops.shape(inputs), stddev=0.1)
+
+
+def noisy(model_class):
+    inputs = keras.Input((FEATURES,))
+    x = keras.layers.Dense(8, "tanh")(inputs)
+    x = keras.layers.BatchNormalization()(x)
+    x = Noise()(x)
+    x = keras.layers.GaussianNoise(0.1)(x)
+    x = keras.layers.Dropout(0.5)(x)
+    return model_class(inputs, keras.layers.Dense(CLASSES)(x))
+
+
+@pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
+def test_the_second_pass_repeats_the_first(arguments):
+    """All is as after one pass with one tape over the same parts."""
+    x, y = classes(24, np.random.default_rng(0))
+    x = x.astype("float32")
+
+    def begin(model_class):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        keras.random.normal(())  # makes the global generator
+        return noisy(model_class)
+
+    reference = begin(keras.Model)
+    optimizer = keras.optimizers.SGD(0.3)
+
+    # XLA draws other numbers.
+    @tf.function(
+        jit_compile=arguments.get("jit_compile", False), autograph=False
+    )
+    def compute():
+        with tf.GradientTape() as tape:
+            parts = [reference(x[i : i + 8], training=True) for i in (0, 8, 16)]
+            loss = supervised_contrastive(y, tf.concat(parts, 0))
+        return tape.gradient(loss, reference.trainable_variables)
+
+    for _ in range(2):
+        optimizer.apply(compute(), reference.trainable_variables)
+    drawn = keras.random.normal(())
+
+    model = begin(AccumulatingModel)
+    model.compile(
+        keras.optimizers.SGD(0.3),
+        supervised_contrastive,
+        micro_batch_size=8,
+        gradient_cache=True,
+        **arguments,
+    )
+    model.fit(
+        np.concatenate([x, x]),
+        np.concatenate([y, y]),
+        batch_size=24,
+        shuffle=False,
+        verbose=0,
+    )
+    for ours, theirs in zip(model.variables, reference.variables, strict=False):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert float(drawn) == float(keras.random.normal(()))
+
+
+class Remember(keras.layers.Layer):
+    """Remembers what it was last given."""
+
+    def build(self, shape):
+        self.seen = self.add_weight((8, CLASSES), "zeros", trainable=False)
+
+    def call(self, inputs):
+        self.seen.assign(tf.ensure_shape(inputs, (8, CLASSES)))
+        return inputs
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_both_passes_give_the_same_bits(jit_compile):
+    outputs = []
+
+    class Compare(AccumulatingModel):
+        def __init__(self):
+            super().__init__()
+            self.model = noisy(keras.Model)
+            self.first = Remember()
+            self.second = Remember()
+
+        def build(self, shape):
+            self.model.build(shape)
+            self.first.build(shape)
+            self.second.build(shape)
+
+        def call(self, inputs, training=False):
+            return self.second(self.model(inputs, training=training))
+
+        def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+            return ops.mean(self.first(y_pred) ** 2)
+
+    model = Compare()
+    model.compile(
+        "sgd", micro_batch_size=8, gradient_cache=True, jit_compile=jit_compile
+    )
+    x, y = classes(8, np.random.default_rng(0))
+    for _ in range(2):
+        model.train_on_batch(x, y)
+        first, second = (np.array(m.seen) for m in (model.first, model.second))
+        np.testing.assert_array_equal(first, second)
+        outputs.append(first)
+    assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
+
+
+# -- what is refused -----------------------------------------------------------
+
+
+class CustomTrainStep(AccumulatingModel):
+    def train_step(self, data):
+        return {}
+
+
+class CustomGradients(AccumulatingModel):
+    def compute_gradients(self, data):
+        return super().compute_gradients(data)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "arguments", "error", "message"),
+    [
+        (AccumulatingModel, {"gradient_cache": 1}, TypeError, "a bool"),
+        (
+            AccumulatingModel,
+            {"micro_batch_size": None},
+            ValueError,
+            "pass `micro_batch_size`",
+        ),
+        (
+            AccumulatingModel,
+            {"skip_nonfinite": True},
+            ValueError,
+            "`skip_nonfinite=True` cannot be combined",
+        ),
+        (CustomTrainStep, {}, ValueError, "custom `train_step`"),
+        (CustomGradients, {}, ValueError, "custom `compute_gradients`"),
+    ],
+)
+def test_arguments_that_do_not_go_together(
+    model_class, arguments, error, message
+):
+    keras_model = dense(keras.Model)
+    model = model_class(keras_model.input, keras_model.output)
+    model.compile("adam", "mse")
+    arguments = {"micro_batch_size": 8, "gradient_cache": True, **arguments}
+    with pytest.raises(error, match=message):
+        model.compile("sgd", "mae", **arguments)
+    assert model.loss == "mse"
+    assert model.micro_batch_size is None
+
+
+def test_the_size_cannot_be_taken_away():
+    model = dense(AccumulatingModel)
+    model.compile("adam", "mse", micro_batch_size=8, gradient_cache=True)
+    with pytest.raises(ValueError, match="pass `micro_batch_size`"):
+        model.micro_batch_size = None
+    assert model.micro_batch_size == 8
+
+
+class WithScale(AccumulatingModel):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(CLASSES)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+class OutputOfAnotherLength(WithScale):
+    def call(self, inputs):
+        return {"z": self.dense(inputs), "scale": ops.ones(())}
+
+
+class Codebook(WithScale):
+    def call(self, inputs):
+        return [self.dense(inputs), self.dense.kernel * 1.0]
+
+
+class Ragged(WithScale):
+    def call(self, inputs):
+        return tf.RaggedTensor.from_tensor(self.dense(inputs))
+
+
+class TensorFlowNoise(WithScale):
+    def call(self, inputs):
+        return self.dense(inputs + tf.random.normal(tf.shape(inputs)))
+
+
+class Counts(WithScale):
+    def __init__(self):
+        super().__init__()
+        self.count = tf.Variable(0.0, trainable=False)
+
+    def call(self, inputs):
+        self.count.assign_add(1.0)
+        return self.dense(inputs)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "message"),
+    [
+        (OutputOfAnotherLength, r"output\['scale'\] of shape \(\)"),
+        (Codebook, r"output\[1\] of shape \(6, 3\)"),
+        (Ragged, "output of type RaggedTensor"),
+        (TensorFlowNoise, "the operation RandomStandardNormal"),
+        (Counts, "the operation AssignAddVariableOp"),
+    ],
+)
+@pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
+def test_models_that_cannot_be(model_class, message, arguments):
+    model = model_class()
+    x, y = classes(8, np.random.default_rng(0))
+    model.dense.build((None, FEATURES))
+    before = model.get_weights()
+    model.compile(
+        "sgd",
+        loss=lambda *_: 0.0,
+        micro_batch_size=4,
+        gradient_cache=True,
+        **arguments,
+    )
+    if "run_eagerly" in arguments and "operation" in message:
+        pytest.skip()
+    with pytest.raises(ValueError, match=message):
+        model.train_on_batch(x, y)
+    np.testing.assert_equal(model.get_weights(), before)
+
+
+def test_a_loss_that_depends_on_nothing():
+    model = dense(AccumulatingModel)
+    model.compile(
+        "sgd",
+        lambda y, y_pred: ops.mean(y),
+        micro_batch_size=4,
+        gradient_cache=True,
+    )
+    with pytest.raises(ValueError, match="does not depend on any"):
+        model.train_on_batch(*classes(8, np.random.default_rng(0)))
+
+
+def test_it_is_saved(tmp_path):
+    model = dense(AccumulatingModel)
+    model.compile("adam", "mse", micro_batch_size=8, gradient_cache=True)
+    model.train_on_batch(np.ones((8, FEATURES)), np.ones((8, CLASSES)))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.get_compile_config()["gradient_cache"] is True
