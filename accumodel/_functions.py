@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from accumodel import _gradient_cache
 from accumodel import _keras
+from accumodel import _micro_batch
 from accumodel import _replicas
 from accumodel._train_step import one_train_step
 from accumodel.accumulator import GradientAccumulator
@@ -45,7 +46,7 @@ def make_test_function(model, make):
         is_own = type(model).test_step is keras.Model.test_step
         step = model.test_step
         if is_own:
-            step = functools.partial(_test, model)
+            step = functools.partial(_micro_batch.test, model)
         compiled = _compiler(model)
         step = functools.partial(
             model._slices.run, compiled(step), notes=is_own
@@ -94,14 +95,6 @@ def make_again(model):
         model.make_train_function(force=True)
     if model.test_function is not None:
         model.make_test_function(force=True)
-
-
-def _test(model, data):
-    """Does what Keras's `test_step` does, with a micro-batch."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred, loss = model._forward(x, y, sample_weight, training=False)
-    weight = model._weigh(x, y, y_pred, sample_weight, loss)
-    return model._log(x, y, y_pred, sample_weight, loss, weight)
 
 
 def _train(model, train_step, data):

@@ -22,6 +22,7 @@ import keras
 import tensorflow as tf
 
 from accumodel import _keras
+from accumodel import _micro_batch
 from accumodel import _replicas
 from accumodel import _slices
 from accumodel import _weighting
@@ -166,7 +167,9 @@ def test(model, compiled, data):
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     loss = _compute_loss(model, x, y, sample_weight, whole, training=False)
     samples = _weighting.count_samples(x)
-    return model._log(x, y, whole.outputs, sample_weight, loss, samples)
+    return _micro_batch.log(
+        model, x, y, whole.outputs, sample_weight, loss, samples
+    )
 
 
 # -- 1. Forward, part by part --------------------------------------------------
@@ -305,8 +308,9 @@ def _differentiate(model, data, whole):
         if gradient is not None
     }
     samples = _weighting.count_samples(x)
-    logs = model._log(x, y, whole.outputs, sample_weight, loss, samples)
-    weight = model._weigh(x, y, whole.outputs, sample_weight, loss)
+    step = (model, x, y, whole.outputs, sample_weight, loss)
+    logs = _micro_batch.log(*step, samples)
+    weight = _micro_batch.weigh(*step)
     if model._overrides("compute_loss"):
         weight, own = _as_keras(weight, own, samples)
     return own, cache, weight, logs
@@ -359,7 +363,7 @@ def _compute_loss(model, x, y, sample_weight, whole, training):
     for loss in whole.losses:
         # Of its layers, which a functional model cannot say of itself.
         keras.layers.Layer.add_loss(model, loss)
-    return _weighting.compute_loss(
+    return _micro_batch.compute_loss(
         model, x, y, whole.outputs, sample_weight, training
     )
 

@@ -12,8 +12,8 @@ use a model that does not accumulate on one device.
 | `Trainer._loss_tracker`                     | an error at the first step     |
 | `Optimizer._all_reduce_sum_gradients`       | an error at the first update,  |
 |                                             | on several replicas            |
-| `Tensor._keras_mask`                        | losses of padding, with the    |
-|                                             | gradient cache                 |
+| `Tensor._keras_mask`                        | an error at the first step,    |
+|                                             | with the gradient cache        |
 | `Layer._flatten_layers`                     | an error when `fit` begins     |
 | `keras.src.backend.tensorflow.trainer       | an error at the first step, on |
 | .reduce_per_replica`                        | several workers                |
@@ -197,12 +197,26 @@ def loss_trackers(model):
 
 def mask_of(output):
     """Returns the mask of an output that Keras's losses look at, or `None`."""
+    _check_masks()
     return getattr(output, "_keras_mask", None)
 
 
 def set_mask(output, mask):
     """Makes it the mask of an output, as a layer of Keras does."""
     output._keras_mask = mask
+
+
+@functools.cache
+def _check_masks():
+    with tf.init_scope():
+        masked = keras.layers.Masking(name="probe")(tf.zeros((1, 1, 1)))
+    if getattr(masked, "_keras_mask", None) is None:
+        raise RuntimeError(
+            "accumodel does not know where this version of Keras keeps the "
+            "mask of an output, and the loss would count padding. Use a "
+            "version of Keras that accumodel was tested with, or no "
+            f"`gradient_cache`. Received: Keras {keras.__version__}"
+        )
 
 
 # -- layers --------------------------------------------------------------------

@@ -13,7 +13,6 @@ batch. What `D` is follows from how Keras reduces a loss
 """
 
 import contextlib
-import inspect
 import threading
 import typing
 import warnings
@@ -355,14 +354,6 @@ def summed_losses(model, x):
     return [loss for loss in model.losses if not is_single(loss, x)]
 
 
-def compute_loss(model, x, y, y_pred, sample_weight, training):
-    """Calls `model.compute_loss`, as Keras's own step does."""
-    arguments = {"training": training}
-    if "training" not in inspect.signature(model.compute_loss).parameters:
-        arguments = {}  # an override for a Keras before 3.3
-    return model.compute_loss(x, y, y_pred, sample_weight, **arguments)
-
-
 def missing_sums(model, x):
     """Returns what makes the sums of `add_loss` those of one device.
 
@@ -374,18 +365,6 @@ def missing_sums(model, x):
     return sum(
         tf.reduce_sum(summed) * (1 - 1 / replicas)
         for summed in summed_losses(model, x)
-    )
-
-
-def loss_of_batch(loss, samples):
-    """Returns the loss to log: neither divided by the replicas, nor of nothing.
-
-    Keras divides losses by the number of replicas, for the optimizer to sum.
-    """
-    if count_replicas() == 1:
-        return loss
-    return tf.where(
-        samples > 0, loss * tf.cast(count_replicas(), loss.dtype), 0
     )
 
 

@@ -14,6 +14,7 @@ from accumodel import _construction
 from accumodel import _cycles
 from accumodel import _functions
 from accumodel import _keras
+from accumodel import _micro_batch
 from accumodel import _replicas
 from accumodel import _slices
 from accumodel import _weighting
@@ -309,41 +310,14 @@ class AccumulatingModel(keras.Model):
         """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
-            y_pred, loss = self._forward(x, y, sample_weight, training=True)
+            y_pred = self(x, training=True)
+            loss = _micro_batch.compute_loss(self, x, y, y_pred, sample_weight)
             _functions.build_optimizer(self)
             scaled_loss = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled_loss, self.trainable_variables)
-        weight = self._weigh(x, y, y_pred, sample_weight, loss)
-        logs = self._log(x, y, y_pred, sample_weight, loss, weight)
-        return gradients, weight, logs
-
-    def _forward(self, x, y, sample_weight, training):
-        """Returns the outputs of a micro-batch, and its loss."""
-        y_pred = self(x, training=training)
-        return y_pred, _weighting.compute_loss(
-            self, x, y, y_pred, sample_weight, training
-        )
-
-    def _weigh(self, x, y, y_pred, sample_weight, loss):
-        """Returns the weight of a micro-batch."""
-        weight = self.micro_batch_weight(x, y, y_pred, sample_weight)
-        if weight is None:
-            return None
-        # Tied to the data: see `GradientAccumulator._add`.
-        with tf.control_dependencies([loss]):
-            return tf.identity(weight)
-
-    def _log(self, x, y, y_pred, sample_weight, loss, weight):
-        """Returns the logs of a micro-batch."""
-        samples = _weighting.count_samples(x)
-        # Averaged as the losses of the micro-batches make up the whole.
-        tracker, *_ = _keras.loss_trackers(self)
-        tracker.update_state(
-            _weighting.loss_of_batch(loss, samples),
-            sample_weight=samples if weight is None else weight,
-        )
-        _slices.note_losses(self, loss, weight, x)
-        return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        step = (self, x, y, y_pred, sample_weight, loss)
+        weight = _micro_batch.weigh(*step)
+        return gradients, weight, _micro_batch.log(*step, weight)
 
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True

@@ -43,6 +43,22 @@ def test_a_loss_reduces_in_one_function_that_is_given_all_it_needs():
     assert MODULE.reduce_weighted_values is before
 
 
+def test_a_mask_is_an_attribute_of_the_output(monkeypatch):
+    _keras._check_masks.cache_clear()
+    masked = keras.layers.Masking()(tf.constant([[[0.0], [1.0]]]))
+    assert _keras.mask_of(masked).numpy().tolist() == [[False, True]]
+    unmasked = tf.ones((1, 2, 1))
+    assert _keras.mask_of(unmasked) is None
+    _keras.set_mask(unmasked, _keras.mask_of(masked))
+    loss = keras.losses.MeanSquaredError()
+    assert float(loss(tf.constant([[[9.0], [1.0]]]), unmasked)) == 0.0
+
+    _keras._check_masks.cache_clear()
+    monkeypatch.setattr(keras.layers.Masking, "__call__", lambda self, x: x)
+    with pytest.raises(RuntimeError, match="keeps the mask of an output"):
+        _keras.mask_of(masked)
+
+
 @pytest.mark.parametrize(
     ("sample_weight", "mask", "expected"),
     [
