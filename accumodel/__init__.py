@@ -25,6 +25,12 @@ _check_backend()
 from accumodel.accumulator import GradientAccumulator  # noqa: E402
 from accumodel.callbacks import AccumStepsScheduler  # noqa: E402
 from accumodel.model import AccumulatingModel  # noqa: E402
+from accumodel.noise_scale import GradientNoiseScale  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["AccumStepsScheduler", "AccumulatingModel", "GradientAccumulator"]
+__all__ = [
+    "AccumStepsScheduler",
+    "AccumulatingModel",
+    "GradientAccumulator",
+    "GradientNoiseScale",
+]

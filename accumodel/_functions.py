@@ -108,7 +108,7 @@ def _train(model, train_step, data):
         )
         return model._slices.train(train_step, data, notes=is_own)
     model._loss_weights.forget()
-    with one_train_step():
+    with one_train_step(data):
         return train_step(data)
 
 

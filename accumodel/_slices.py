@@ -102,7 +102,7 @@ class Slices:
 
         def train_part(part):
             self._model._loss_weights.forget()
-            with one_train_step(batch):
+            with one_train_step(part, batch):
                 return step(part)
 
         logs = self.run(train_part, data, notes)

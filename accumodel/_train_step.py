@@ -41,10 +41,12 @@ class TrainStep:
     """One call of a `train_step`, in which it may call each accumulator once.
 
     Args:
-        fed_batch: The `FedBatch` of which its data is a part, or `None`.
+        data: The micro-batch.
+        fed_batch: The `FedBatch` of which it is a part, or `None`.
     """
 
-    def __init__(self, fed_batch):
+    def __init__(self, data, fed_batch):
+        self.data = data
         self.fed_batch = fed_batch
         self._graph = _current_graph()
         self._called: set = set()
@@ -68,14 +70,15 @@ class TrainStep:
 
 
 @contextlib.contextmanager
-def one_train_step(fed_batch=None):
+def one_train_step(data, fed_batch=None):
     """In it, each accumulator may be called once.
 
     Args:
-        fed_batch: The `FedBatch` of which the data of this step is a part. Then
-            nothing is counted, and no weights move, before this ends.
+        data: The micro-batch.
+        fed_batch: The `FedBatch` of which it is a part. Then nothing is
+            counted, and no weights move, before this ends.
     """
-    token = _step.set(TrainStep(fed_batch))
+    token = _step.set(TrainStep(data, fed_batch))
     try:
         yield
     finally:

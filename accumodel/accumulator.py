@@ -67,9 +67,11 @@ class _Fixed:
         self.strategy = strategy
         self.variables = variables
         self.updates: dict = {}  # compiled, by what they update
+        self.meter: typing.Any = None  # see `noise_scale`
 
     def __getstate__(self):
-        return {**vars(self), "updates": {}}  # those of the copied variables
+        # Those of the copied variables.
+        return {**vars(self), "updates": {}, "meter": None}
 
 
 class GradientAccumulator(tf.Module):
@@ -328,6 +330,13 @@ class GradientAccumulator(tf.Module):
             if divides:
                 scale *= count_replicas()
             is_first = tf.equal(self._totals[2], 0)
+            if self._fixed.meter is not None:
+                self._fixed.meter.add(
+                    gradients,
+                    self.variables,
+                    weight if divides else None,
+                    is_first,
+                )
             add_each = functools.partial(self._add_each, gradients, scale)
             tf.cond(is_first, lambda: add_each(_assign), lambda: add_each(_add))
             each = tf.cast(weight, tf.float64) * float(divides) * share
@@ -370,20 +379,29 @@ class GradientAccumulator(tf.Module):
                     add(accumulator, gradient, scale)
 
     def _apply_gradients(self, present):
-        """Passes the reduced and divided sums to the optimizer."""
+        """Passes the reduced and divided sums to the optimizer.
+
+        Returns:
+            What the meter measured of this cycle, if there is one.
+        """
         sums = [
             total if is_present else None
             for total, is_present in zip(self._sums, present, strict=True)
         ]
         # In the widest dtype of the sums, so as to travel with them.
         widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
+        meter = self._fixed.meter
+        measured = None if meter is None else tf.cast(meter.sums, widest)
         totals = tf.cast(self._totals, widest)
-        totals, *sums = sum_over_replicas([totals, *sums])
+        totals, measured, *sums = sum_over_replicas([totals, measured, *sums])
+        if meter is not None:
+            measured = meter.measure(measured, totals, sums, self.optimizer)
         divisor = _make_divisor(totals[0], totals[1])
         self.optimizer.apply_gradients(
             (_divide(total, divisor, variable), variable)
             for total, variable in zip(sums, self.variables, strict=True)
         )
+        return measured
 
     # What follows runs once for all replicas.
 
@@ -458,14 +476,16 @@ class GradientAccumulator(tf.Module):
         if is_inline:
             self._reduce_and_apply(present)
         else:
-            updates = self._fixed.updates
-            if present not in updates:
-                updates[present] = self._compile_update(present)
-            updates[present]()
+            updates, key = self._fixed.updates, (present, self._fixed.meter)
+            if key not in updates:
+                updates[key] = self._compile_update(present)
+            updates[key]()
 
     def _reduce_and_apply(self, present):
         with without_own_reduction(with_inner_optimizers(self.optimizer)):
-            on_each_replica(self._apply_gradients, present)
+            measured = on_each_replica(self._apply_gradients, present)
+        if self._fixed.meter is not None:
+            self._fixed.meter.average(local_results(measured)[0])
         self.reset()
 
     def _compile_update(self, present):

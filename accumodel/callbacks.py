@@ -8,6 +8,7 @@ import keras
 
 from accumodel._checks import check_accum_steps
 from accumodel._keras import flat_layers
+from accumodel.noise_scale import GradientNoiseScale
 
 # Batch normalization loses accuracy in smaller batches: Wu and He 2018, "Group
 # Normalization", arXiv 1803.08494, figure 1.
@@ -210,6 +211,9 @@ class EndOfCycle(keras.callbacks.Callback):
         )
 
 
+# Callbacks that add to the logs of an epoch.
+_LOGGING = (AccumStepsScheduler, GradientNoiseScale)
+
 # The first parameters of `fit`.
 _FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks")
 
@@ -235,7 +239,12 @@ def with_end_of_cycle(args, kwargs):
         # A distributed data set has none, and a scalar no samples.
         shape = getattr(keras.tree.flatten(spec)[0], "shape", None)
         batch_size = shape[0] if shape is not None and shape.rank else None
-    callbacks = [EndOfCycle(batch_size), *keras.tree.flatten(callbacks or [])]
+    # Those that add to the logs come before those that write them.
+    callbacks = sorted(
+        keras.tree.flatten(callbacks or []),
+        key=lambda each: not isinstance(each, _LOGGING),
+    )
+    callbacks = [EndOfCycle(batch_size), *callbacks]
     place = _FIT.index("callbacks")
     if len(args) > place:
         args = (*args[:place], callbacks, *args[place + 1 :])

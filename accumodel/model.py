@@ -92,6 +92,7 @@ class AccumulatingModel(keras.Model):
     # Whether gradients go through an accumulator. If not, the step is Keras's.
     _accumulates = False
     _accumulator: GradientAccumulator | None = None
+    _meter: typing.Any = None  # see `noise_scale`
     _gradient_function: Callable | None = None
 
     def __new__(cls, *args, **kwargs):
@@ -156,10 +157,9 @@ class AccumulatingModel(keras.Model):
                 through the model at once, on each replica: a batch that `fit`
                 or `evaluate` feeds is cut into parts as equal as can be.
                 Defaults to `None`: it is not cut.
-            gradient_cache: Bool. With `micro_batch_size`, compute the loss and
-                the metrics once for all samples of a batch, by a second forward
-                pass (Gao et al. 2021, arXiv 2101.06983). For losses that
-                compare samples with each other. Defaults to `False`.
+            gradient_cache: Bool. With `micro_batch_size`, compute the loss once
+                from all samples of a batch, by a second forward pass (Gao et
+                al. 2021, arXiv 2101.06983). Defaults to `False`.
             remainder: What becomes of the batches that are left when an
                 epoch ends before the cycle is full. `"apply"` makes an update
                 of them, divided by their own weight, as Keras does with a short
@@ -451,6 +451,7 @@ class AccumulatingModel(keras.Model):
         assert self._accumulator is not None
         self._cycles.check_trains_the_same(self._accumulator)
         self._cycles.is_live = True
+        self._accumulator._fixed.meter = self._meter
         return self._accumulator
 
     def apply_accumulated_gradients(self) -> None:

@@ -244,8 +244,8 @@ MUTANTS = [
     Mutant(
         "each part ends its fed batch",
         "_slices.py",
-        "with one_train_step(batch):",
-        "batch.end = lambda: True\n            with one_train_step():",
+        "with one_train_step(part, batch):",
+        "batch.end = lambda: True\n            with one_train_step(part):",
         "test_slices.py",
     ),
     Mutant(

@@ -1,0 +1,374 @@
+"""How large a batch is worth its samples: the gradient noise scale.
+
+From the micro-batches of a cycle, with weights `n_i`, gradients `g_i`, and
+their mean `g` over `n = sum(n_i)`, `k` of them:
+
+    variance = (sum(n_i |g_i|^2) - n |g|^2) / (k - 1)
+    squared  = |g|^2 - variance / n
+    noise scale = variance / squared
+
+These estimate the trace of the covariance of the gradient of one sample, and
+the squared norm of the true gradient. Both are unbiased for micro-batches of
+any sizes; with equal ones they are those of McCandlish et al. 2018, "An
+Empirical Model of Large-Batch Training" (arXiv 1812.06162), appendix A.1.
+"""
+
+import math
+import typing
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from accumodel import _functions
+from accumodel._checks import overwrites
+from accumodel._cycles import OWN
+from accumodel._replicas import count_replicas
+from accumodel._replicas import scope_of
+from accumodel._train_step import current_step
+from accumodel._weighting import count_samples
+
+# A micro-batch in which nothing counts weighs less than this.
+_NOTHING = 1e-9
+
+
+class GradientNoiseScale(keras.callbacks.Callback):
+    """Measures how large a batch is worth its samples.
+
+    The gradient noise scale is the batch size up to which a larger batch saves
+    updates in proportion, and beyond which it mostly costs samples (McCandlish
+    et al. 2018, arXiv 1812.06162). It is measured from how much the gradients
+    of the micro-batches of a cycle differ, and does not change the training.
+
+    At the end of each epoch it adds three entries to the logs, in samples:
+    `noise_scale`, and the ends of an interval that is to hold it in 9 of 10
+    runs, `noise_scale_low` and `noise_scale_high`. They are `nan` as long as
+    the gradients may be nothing but noise.
+
+    It is an order of magnitude, of the loss with its regularizers, at the
+    present weights. It grows while a model learns, needs shuffled data, and
+    says nothing certain of optimizers such as Adam.
+
+    Examples:
+        >>> inputs = keras.Input((20,))
+        >>> outputs = keras.layers.Dense(3, activation="softmax")(inputs)
+        >>> model = accumodel.AccumulatingModel(inputs, outputs)
+        >>> loss = "sparse_categorical_crossentropy"
+        >>> model.compile("sgd", loss, micro_batch_size=8)
+        >>> x = np.random.rand(1000, 20)
+        >>> y = np.argmax(x[:, :3], axis=1)
+        >>> noise_scale = accumodel.GradientNoiseScale()
+        >>> history = model.fit(
+        ...     x, y, batch_size=64, callbacks=[noise_scale], verbose=0
+        ... )
+        >>> [name for name in history.history if "noise" in name]
+        ['noise_scale', 'noise_scale_low', 'noise_scale_high']
+
+    Args:
+        decay: Float, at least 0 and less than 1. Of the moving averages over
+            cycles: it remembers about `1 / (1 - decay)` of them. Defaults to
+            `0.99`.
+
+    Raises:
+        TypeError: When training begins, if the model does not accumulate.
+        ValueError: If `decay` is out of range; when training begins, if the
+            model uses the gradient cache or a custom `GradientAccumulator`.
+    """
+
+    def __init__(self, decay: float = 0.99) -> None:
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise ValueError(
+                "`decay` must be at least 0 and less than 1. "
+                f"Received: decay={decay}"
+            )
+        self.decay = decay
+        self._meter: Meter | None = None
+        self._has_warned = False
+
+    def on_train_begin(self, logs=None):
+        model = self.model
+        if not hasattr(model, "accum_steps"):
+            raise TypeError(
+                "`GradientNoiseScale` needs a model that accumulates, a "
+                "subclass of `accumodel.AccumulatingModel`. "
+                f"Received: model={model}"
+            )
+        if model._gradient_cache:
+            raise ValueError(
+                "`GradientNoiseScale` cannot be used with "
+                "`gradient_cache=True`: the gradient of a micro-batch depends "
+                "on all others there, and is no sample of the gradient. "
+                "Remove one of them."
+            )
+        if model._cycles.accumulators().keys() - {OWN}:
+            raise ValueError(
+                "`GradientNoiseScale` measures what a `train_step` passes to "
+                "`self.accumulate_gradients`, not what it passes to a "
+                "custom `GradientAccumulator`. "
+                f"Received: model={model}"
+            )
+        self._meter = Meter(self.decay, model.distribute_strategy)
+        self._measure(self._meter)
+
+    def on_train_end(self, logs=None):
+        self._measure(None)
+
+    def on_epoch_end(self, epoch, logs=None):
+        estimate = self._estimate()
+        if math.isnan(estimate.batch) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "The noise scale cannot be measured: no update was made from "
+                "two micro-batches or more. Pass `compile` a "
+                "`micro_batch_size` that is less than the batch, or "
+                "`accum_steps`.",
+                stacklevel=2,
+            )
+        if logs is not None:
+            logs["noise_scale"] = estimate.value
+            logs["noise_scale_low"] = estimate.low
+            logs["noise_scale_high"] = estimate.high
+
+    def advise(self) -> None:
+        """Prints what other batch sizes would take, after `fit`.
+
+        For a quarter to four times the present effective batch: how many
+        updates and how many samples a training to the same loss takes, each
+        relative to the least possible (McCandlish et al. 2018, section 2.3).
+        With a batch of `B` samples and the noise scale `N` these are
+        `1 + N / B` and `1 + B / N`.
+        """
+        estimate = self._estimate()
+        if math.isnan(estimate.value):
+            print(
+                "The noise scale is not known: the gradients measured so far "
+                "may be nothing but noise. Train longer, or use larger "
+                "batches."
+            )
+            return
+        value, low, high, batch = estimate
+        _print_table(
+            f"Noise scale: {value:.0f} samples, probably {low:.0f} to "
+            f"{high:.0f}",
+            ("effective batch", "updates", "samples"),
+            [
+                (
+                    f"{size:.0f}" + (" (now)" if factor == 1 else ""),
+                    f"{1 + value / size:.2f} x the least",
+                    f"{1 + size / value:.2f} x the least",
+                )
+                for factor in (0.25, 0.5, 1, 2, 4)
+                for size in [batch * factor]
+            ],
+        )
+        print(f"Nearest to the noise scale: {self._nearest(value, batch)}.")
+
+    def _measure(self, meter):
+        self.model._meter = meter
+        _functions.make_again(self.model)
+
+    def _estimate(self):
+        return Estimate() if self._meter is None else self._meter.estimate()
+
+    def _nearest(self, value, batch):
+        steps = self.model.accum_steps
+        if steps == 1:
+            return f"`batch_size={max(1, round(value))}` in `fit`"
+        return f"`accum_steps={max(1, round(value * steps / batch))}`"
+
+
+def _print_table(title, columns, rows):
+    """Prints a table, by `rich` if it is installed."""
+    try:
+        import rich
+        import rich.table
+    except ImportError:
+        print(title)
+        for row in (columns, *rows):
+            print("".join(f"{cell:>22}" for cell in row))
+    else:
+        table = rich.table.Table(title=title)
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        rich.print(table)
+
+
+class Estimate(typing.NamedTuple):
+    """A noise scale with its interval, and the batch that it was measured in.
+
+    Args:
+        value: Float, in samples; `nan` if it is not known.
+        low: Float, the lower end of the interval.
+        high: Float, the upper end.
+        batch: Float, the samples of an update.
+    """
+
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    batch: float = math.nan
+
+
+class Meter:
+    """Measures how much the micro-batches of each cycle differ.
+
+    Args:
+        decay: Float, see `GradientNoiseScale`.
+        strategy: The `tf.distribute` strategy of the model.
+    """
+
+    def __init__(self, decay, strategy):
+        self._decay = decay
+        with scope_of(strategy):
+            # Of each replica, and the cycle at hand: the weighted squares, the
+            # samples, the micro-batches that weigh something, and all.
+            self.sums = tf.Variable(
+                tf.zeros(4, tf.float64),
+                trainable=False,
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+            )
+            # Moving averages over cycles, see `average`.
+            self._averages = tf.Variable(
+                tf.zeros(9, tf.float64), trainable=False
+            )
+
+    def add(self, gradients, variables, weight, is_first):
+        """Adds a micro-batch, on its replica.
+
+        Args:
+            gradients: List of tensors, `tf.IndexedSlices` or `None`.
+            variables: List, their variables.
+            weight: Scalar, or `None` if the loss is a sum.
+            is_first: Scalar bool tensor. Whether it is the first of its cycle.
+        """
+        x, *_ = keras.utils.unpack_x_y_sample_weight(current_step().data)
+        samples = tf.cast(count_samples(x), tf.float64)
+        square = tf.add_n(
+            [
+                _square(gradient)
+                for gradient, variable in zip(gradients, variables, strict=True)
+                if gradient is not None and not overwrites(variable)
+            ]
+        )
+        if weight is None:  # the gradient of a sum, and not of a mean
+            weight, square = samples, tf.math.divide_no_nan(square, samples)
+        else:
+            # Keras divides a mean by the number of replicas.
+            weight = tf.cast(weight, tf.float64)
+            square *= weight * count_replicas() ** 2
+        counts = tf.cast(weight > _NOTHING, tf.float64)
+        before = tf.where(is_first, tf.zeros_like(self.sums), self.sums)
+        new = tf.stack([square, samples, counts, tf.ones_like(counts)])
+        self.sums.assign(before + new)
+
+    def measure(self, sums, totals, gradients, optimizer):
+        """Returns what `average` takes, of a cycle that ends.
+
+        Args:
+            sums: Tensor, `self.sums` over all replicas.
+            totals: Tensor, those of the `GradientAccumulator`: the sum of the
+                weights, that of their sizes, and the number of micro-batches.
+            gradients: List of the sums of the gradients, or `None`.
+            optimizer: The optimizer, which may have scaled the loss.
+        """
+        squares, samples, k, measured = tf.unstack(tf.cast(sums, tf.float64))
+        total, _, added = tf.unstack(tf.cast(totals, tf.float64))
+        n = tf.where(tf.equal(total, 0), samples, total)
+        of_mean = tf.add_n([_square(g) for g in gradients if g is not None])
+        of_mean /= n**2
+        variance = (squares - n * of_mean) / (k - 1)
+        squared = of_mean - variance / n
+        scale = tf.cast(optimizer.scale_loss(tf.ones(())), tf.float64) ** 2
+        values = tf.stack([variance / scale, squared / scale, samples, n])
+        # The first micro-batches of a cycle may be from a file.
+        is_known = (k > 1) & tf.equal(measured, added)
+        return tf.where(is_known, values, math.nan)
+
+    def average(self, values):
+        """Averages a cycle into those before, once for all replicas."""
+        variance, squared, samples, n = tf.unstack(values)
+        new = tf.stack(
+            [
+                tf.ones((), tf.float64),
+                variance,
+                squared,
+                variance**2,
+                variance * squared,
+                squared**2,
+                samples,
+                n,
+            ]
+        )
+        decay = self._decay
+        *old, weights = tf.unstack(self._averages)
+        averages = decay * tf.stack(old) + (1 - decay) * new
+        weights = decay**2 * weights + (1 - decay) ** 2
+        # One gradient that is not finite would stay in the average for good.
+        is_finite = tf.reduce_all(tf.math.is_finite(new))
+        self._averages.assign(
+            tf.where(
+                is_finite,
+                tf.concat([averages, [weights]], 0),
+                self._averages,
+            )
+        )
+
+    def estimate(self):
+        """Returns the `Estimate`, with `nan` for what is not known."""
+        *sums, squared_weights = self._averages.numpy()
+        weight = sums[0]
+        if not weight:
+            return Estimate()
+        _, s, g, ss, sg, gg, samples, n = np.array(sums) / weight
+        # A weighted mean of cycles varies as one of 1 / `fraction` of them.
+        fraction = squared_weights / weight**2
+        if fraction > 0.5:  # a single cycle says nothing of its variance
+            return Estimate(batch=samples)
+        t = _quantile(1 / fraction - 1)
+        # The t^2-fold variances of the means, and their covariance.
+        vs, c, vg = np.array([ss - s * s, sg - s * g, gg - g * g]) * (
+            t * t * fraction / (1 - fraction)
+        )
+        if g <= 0 or g * g <= vg:  # the gradient may as well be zero
+            return Estimate(batch=samples)
+        # The interval of a ratio of means: Fieller 1954, "Some Problems in
+        # Interval Estimation".
+        middle = (s * g - c) / (g * g - vg)
+        width = middle**2 - (s * s - vs) / (g * g - vg)
+        half = math.sqrt(max(width, 0.0))
+        low, high = float(max(middle - half, 0.0)), float(middle + half)
+        # Weights may be elements, of which a sample has several.
+        unit = float(samples / n)
+        value = float(s / g)
+        return Estimate(value * unit, low * unit, high * unit, samples)
+
+
+def _square(gradient):
+    """Returns the squared norm of a gradient, in float64."""
+    if isinstance(gradient, tf.IndexedSlices):
+        # A row may be in it several times.
+        rows, places = tf.unique(gradient.indices)
+        gradient = tf.math.unsorted_segment_sum(
+            gradient.values, places, tf.size(rows)
+        )
+    if gradient.dtype in (tf.float16, tf.bfloat16):
+        gradient = tf.cast(gradient, tf.float32)
+    return tf.cast(2 * tf.nn.l2_loss(gradient), tf.float64)
+
+
+def _quantile(freedom):
+    """Returns the 95 % quantile of Student's t distribution.
+
+    By the expansion in Abramowitz and Stegun 1964, 26.7.5.
+    """
+    z = 1.6448536269514722  # that of the normal distribution
+    return (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    )
