@@ -17,6 +17,15 @@ import keras
 _input = keras.Input((1,), name="input")
 KerasFunctional = type(keras.Model(_input, _input, name="model"))
 
+# The arguments of `compile` that Keras's has not.
+_OWN = (
+    "accum_steps",
+    "micro_batch_size",
+    "gradient_cache",
+    "remainder",
+    "skip_nonfinite",
+)
+
 # What a model may do in its own way, and its copy would not.
 _TRAINING = (
     "compile",
@@ -243,6 +252,20 @@ def _derived_class(cls, theirs):
         for each in (derived, theirs):
             keras.saving.register_keras_serializable(package, name)(each)
     return derived
+
+
+def with_own_arguments(model, config, base):
+    """Adds to a compile configuration what is not as `base` has it.
+
+    If all is, a file holds no more than Keras writes.
+    """
+    values = {name: getattr(model, f"_{name}") for name in _OWN}
+    changed = {
+        name: value
+        for name, value in values.items()
+        if value != getattr(base, f"_{name}")
+    }
+    return config | changed if config else config
 
 
 def compile_from_config(model, config, behind):

@@ -21,15 +21,6 @@ from accumodel import _weighting
 from accumodel.accumulator import GradientAccumulator
 from accumodel.callbacks import with_end_of_cycle
 
-# The arguments of `compile` that Keras's has not.
-_OWN = (
-    "accum_steps",
-    "micro_batch_size",
-    "gradient_cache",
-    "remainder",
-    "skip_nonfinite",
-)
-
 
 class AccumulatingModel(keras.Model):
     """A `keras.Model` that makes one update from several micro-batches.
@@ -539,13 +530,7 @@ class AccumulatingModel(keras.Model):
 
     def get_compile_config(self):
         config = super().get_compile_config()
-        if config:
-            # No more than Keras writes if they are the defaults.
-            for name in _OWN:
-                value = getattr(self, f"_{name}")
-                if value != getattr(AccumulatingModel, f"_{name}"):
-                    config[name] = value
-        return config
+        return _construction.with_own_arguments(self, config, AccumulatingModel)
 
     def compile_from_config(self, config):
         behind = super().compile_from_config
@@ -582,8 +567,10 @@ class AccumulatingModel(keras.Model):
         return _weighting.LossWeights(self)
 
     def _overrides(self, name):
-        """Whether a subclass overrides the method of this name."""
-        return getattr(type(self), name) is not getattr(AccumulatingModel, name)
+        """Whether a class that is not Keras's or this one has the method."""
+        bases = [*keras.Model.__mro__, AccumulatingModel]
+        mro = (each for each in type(self).__mro__ if each not in bases)
+        return any(name in vars(each) for each in mro)
 
 
 @keras.saving.register_keras_serializable("accumodel")

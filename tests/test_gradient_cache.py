@@ -121,12 +121,27 @@ def made(base):
     """Returns what makes a model of this base class and Keras's, or ours."""
 
     def make(model_class):
-        model = type(base.__name__, (base, model_class), {})()
-        model.build({"a": (None, FEATURES), "b": (None, FEATURES)})
-        model.built = True
-        return model
+        return built(type(base.__name__, (base, model_class), {})())
 
     return make
+
+
+def behind(base):
+    """As `made`, where the class of the users is behind accumodel's."""
+
+    def make(model_class):
+        theirs = type(base.__name__, (base, keras.Model), {})
+        if model_class is not keras.Model:
+            theirs = type(base.__name__, (model_class, theirs), {})
+        return built(theirs())
+
+    return make
+
+
+def built(model):
+    model.build({"a": (None, FEATURES), "b": (None, FEATURES)})
+    model.built = True
+    return model
 
 
 def supervised_contrastive(y_true, y_pred):
@@ -339,23 +354,24 @@ class Gathered(InBatchSoftmax):
         return in_batch_softmax(a, b, scale) / replicas
 
 
-def replicated(base):
+def replicated(make):
     # Keras clips before it adds the gradients of replicas up.
     def sgd():
         return keras.optimizers.SGD(0.3)
 
-    return dataclasses.replace(IN_BATCH, make=made(base), optimizer=sgd)
+    return dataclasses.replace(IN_BATCH, make=make, optimizer=sgd)
 
 
 # Some with a batch that is smaller than the number of replicas.
 @pytest.mark.parametrize(
     ("case", "strategy", "sizes"),
     [
-        (replicated(Divided), lambda: mirrored(2), [[24], [7], [24]]),
-        (replicated(Gathered), lambda: None, [[24], [7], [1], [24]]),
+        (replicated(made(Divided)), lambda: mirrored(2), [[24], [7], [24]]),
+        (replicated(made(Gathered)), lambda: None, [[24], [7], [1], [24]]),
+        (replicated(behind(Gathered)), lambda: None, [[24], [7]]),
         (Case(), lambda: None, [[24], [7], [1], [24]]),
     ],
-    ids=["of each replica", "of all replicas", "a mean"],
+    ids=["of each replica", "of all replicas", "of another base", "a mean"],
 )
 def test_replicas(case, strategy, sizes):
     case = dataclasses.replace(in_float64(case), sizes=sizes)
