@@ -23,6 +23,7 @@ def _check_backend():
 _check_backend()
 
 from accumodel.accumulator import GradientAccumulator  # noqa: E402
+from accumodel.batch_norm import recalibrate_batch_norm  # noqa: E402
 from accumodel.callbacks import AccumStepsScheduler  # noqa: E402
 from accumodel.model import AccumulatingModel  # noqa: E402
 from accumodel.noise_scale import GradientNoiseScale  # noqa: E402
@@ -33,4 +34,5 @@ __all__ = [
     "AccumulatingModel",
     "GradientAccumulator",
     "GradientNoiseScale",
+    "recalibrate_batch_norm",
 ]

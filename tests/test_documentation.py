@@ -19,6 +19,7 @@ from markdown.extensions.toc import slugify
 import accumodel
 from accumodel import __main__ as demonstration
 from accumodel import accumulator
+from accumodel import batch_norm
 from accumodel import callbacks
 from accumodel import model
 
@@ -50,7 +51,7 @@ def find_programs():
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 
 
-@pytest.mark.parametrize("module", [accumulator, callbacks, model])
+@pytest.mark.parametrize("module", [accumulator, batch_norm, callbacks, model])
 def test_examples_in_docstrings_run(module):
     names = {
         "accumodel": accumodel,
@@ -158,6 +159,24 @@ def test_the_demonstration_shows_the_weights_of_the_big_batch(tmp_path):
     assert ours <= 1e-4
     assert 100 * ours <= float(rows["Keras's own"][2])
     assert picture.stat().st_size > 10_000
+    last = result.stdout.split("ended")[-1]
+    assert "big batch was" in " ".join(last.split())  # the lines are wrapped
+
+
+@pytest.mark.parametrize(
+    ("noise_scale", "verdict"),
+    [
+        (1000.0, "3.0 times the fewest updates possible, and 1.5 times"),
+        (2000.0, "big batch was worth it"),
+        (500.0, "a fair trade"),
+        (100.0, "not worth it"),
+        (float("nan"), "is not known"),
+    ],
+)
+def test_the_demonstration_judges_the_big_batch(noise_scale, verdict):
+    names = ("noise_scale", "noise_scale_low", "noise_scale_high")
+    result = dict.fromkeys(names, noise_scale)
+    assert verdict in demonstration.worth(result, 500)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +196,7 @@ def test_the_demonstration_refuses_sizes_that_make_no_sense(arguments, capsys):
     [
         "speed --models embedding --steps 1 2 --rounds=1 --calls=2",
         "memory --sizes 32",
+        "noise_scale --epochs=4",
     ],
     ids=lambda command: command.split()[0],
 )
