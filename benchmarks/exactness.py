@@ -5,11 +5,13 @@ micro-batches by the `gradient_accumulation_steps` of Keras and by the
 `accum_steps` of accumodel; and with big batches that accumodel cuts, by
 `micro_batch_size`. They begin with the same weights and see the same samples in
 the same order. The table shows the largest difference of any weight from the
-big batch's.
+big batch's. A second table shows it for a loss over pairs of samples, where
+`gradient_cache=True` is one more way.
 """
 
 import keras
 import numpy as np
+import rich.console
 import rich.progress
 import rich.table
 
@@ -78,7 +80,19 @@ def crossentropy(reduction="sum_over_batch_size"):
     return keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
 
 
-# Name, model, data, number of samples, optimizer, reduction of the loss.
+def contrastive(y_true, y_pred):
+    """Supervised contrastive learning: compares all samples of a batch."""
+    z = keras.ops.normalize(y_pred)
+    others = 1.0 - keras.ops.eye(keras.ops.shape(z)[0])
+    labels = keras.ops.reshape(y_true, (-1,))
+    same = keras.ops.cast(labels[:, None] == labels, z.dtype) * others
+    logits = z @ keras.ops.transpose(z) - 1e9 * (1.0 - others)
+    log_p = keras.ops.log_softmax(logits)
+    return -keras.ops.sum(same * log_p) / keras.ops.sum(same)
+
+
+# Name, model, data, number of samples, optimizer, and the reduction of the loss
+# or another loss.
 CASES = [
     ("whole cycles", make_dense, make_samples, 96, adam, "mean"),
     ("short last cycle", make_dense, make_samples, 104, adam, "mean"),
@@ -96,15 +110,19 @@ CASES = [
     ),
     ("sum", make_dense, make_samples, 96, small_sgd, "sum"),
 ]
+# Exact with the gradient cache only.
+PAIRS = ("contrastive", make_dense, make_samples, 96, sgd, contrastive)
 
 
 def train(model_class, case, batch_size, optimizer=None, **kwargs):
     """Returns the weights after training in one of the ways."""
-    _, make_model, make_data, samples, make_optimizer, reduction = case
+    _, make_model, make_data, samples, make_optimizer, loss = case
     keras.utils.set_random_seed(0)
     model = make_model(model_class)
     model.compile(
-        make_optimizer(**(optimizer or {})), crossentropy(reduction), **kwargs
+        make_optimizer(**(optimizer or {})),
+        loss if callable(loss) else crossentropy(loss),
+        **kwargs,
     )
     x, y, *weights = make_data(samples)
     model.fit(
@@ -119,7 +137,7 @@ def train(model_class, case, batch_size, optimizer=None, **kwargs):
     return model.get_weights()
 
 
-def compare(case):
+def compare(case, has_pairs=False):
     """Returns how far each way ends from the big batch, by its name."""
     batch = STEPS * MICRO_BATCH
     big = train(keras.Model, case, batch)
@@ -132,6 +150,14 @@ def compare(case):
             ours, case, batch, micro_batch_size=MICRO_BATCH
         ),
     }
+    if has_pairs:
+        ways["gradient_cache"] = train(
+            ours,
+            case,
+            batch,
+            micro_batch_size=MICRO_BATCH,
+            gradient_cache=True,
+        )
     return {
         way: max(
             float(np.abs(a - b).max())
@@ -141,20 +167,31 @@ def compare(case):
     }
 
 
-def main():
-    arguments = make_parser(__doc__, plot=False).parse_args()
-    table = rich.table.Table(
-        title=f"Weights from the big batch's, {STEPS} x {MICRO_BATCH} samples"
-    )
+def make_table(title, figures):
+    table = rich.table.Table(title=title)
     table.add_column("case", no_wrap=True)
-    figures = {}
-    for case in rich.progress.track(CASES, transient=True):
-        figures[case[0]] = compare(case)
-    for way in figures[case[0]]:
+    for way in next(iter(figures.values())):
         table.add_column(way, justify="right")
     for name, distances in figures.items():
         table.add_row(name, *(f"{each:.1e}" for each in distances.values()))
-    report(arguments, figures, table)
+    return table
+
+
+def main():
+    arguments = make_parser(__doc__, plot=False).parse_args()
+    figures = {
+        case[0]: compare(case)
+        for case in rich.progress.track(CASES, transient=True)
+    }
+    of_pairs = {PAIRS[0]: compare(PAIRS, has_pairs=True)}
+    tables = rich.console.Group(
+        make_table(
+            f"Weights from the big batch's, {STEPS} x {MICRO_BATCH} samples",
+            figures,
+        ),
+        make_table("A loss over pairs of samples", of_pairs),
+    )
+    report(arguments, figures, tables)
 
 
 if __name__ == "__main__":
