@@ -5,10 +5,12 @@ trained with big batches; with big batches that `AccumulatingModel` cuts into
 micro-batches; with micro-batches that are fed, and `AccumulatingModel`; with
 micro-batches and the `gradient_accumulation_steps` of Keras; and with
 micro-batches and no accumulation. Each way runs in a separate process, to
-measure its peak memory.
+measure its peak memory. The second one also measures the gradient noise scale,
+which says whether such a big batch is worth its samples.
 """
 
 import argparse
+import math
 import multiprocessing
 import statistics
 import sys
@@ -140,16 +142,19 @@ def train(way, arguments, connection):
     )
     big = way in (_BIG, _CUT)
     recorder = Recorder(1 if big else steps, connection.send)
+    callbacks = [recorder]
+    if way == _CUT:
+        callbacks.append(accumodel.GradientNoiseScale())
     built = peak_memory()
-    model.fit(
+    history = model.fit(
         x_train,
         y_train,
         batch_size=arguments.effective_batch if big else micro_batch,
         epochs=arguments.epochs,
         shuffle=False,
         verbose=0,
-        callbacks=[recorder],
-    )
+        callbacks=callbacks,
+    ).history
     peak = peak_memory()
     _, accuracy = model.evaluate(x_test, y_test, verbose=0)
     connection.send(
@@ -162,6 +167,12 @@ def train(way, arguments, connection):
                 recorder.seconds[1:] or recorder.seconds
             ),
             "weights": recorder.weights,
+            # Those of the noise scale, after the last epoch.
+            **{
+                name: values[-1]
+                for name, values in history.items()
+                if name.startswith("noise_scale")
+            },
         }
     )
 
@@ -242,6 +253,39 @@ def conclusion(results):
         f"memory, and ended {ours['distances'][-1]:.0e} from its weights. "
         f"Keras's own accumulation made {keras_own['updates']} updates and "
         f"ended {keras_own['distances'][-1]:.0e} away."
+    )
+
+
+def worth(result, batch):
+    """Returns whether the big batch was worth its samples.
+
+    Args:
+        result: Dict, the results of the way that measured the noise scale.
+        batch: Int, the effective batch.
+    """
+    noise_scale, low, high = (
+        result[f"noise_scale{end}"] for end in ("", "_low", "_high")
+    )
+    if math.isnan(noise_scale):
+        return (
+            "The noise scale is not known: the gradients measured may be "
+            "nothing but noise. With more epochs this run could say whether "
+            "the big batch was worth its samples."
+        )
+    # Half an order of magnitude is as much as the noise scale can tell.
+    if batch < noise_scale / 3:
+        verdict = "worth it: it saved updates nearly in proportion"
+    elif batch <= noise_scale * 3:
+        verdict = "a fair trade of samples for updates"
+    else:
+        verdict = "not worth it: it mostly cost samples"
+    return (
+        f"The noise scale was about {noise_scale:.0f} samples (90 % interval: "
+        f"{low:.0f} to {high:.0f}). So batches of {batch} need about "
+        f"{1 + noise_scale / batch:.1f} times the fewest updates possible, and "
+        f"{1 + batch / noise_scale:.1f} times the fewest samples. As far as an "
+        "order of magnitude can tell, and less surely with Adam, the big batch "
+        f"was {verdict}."
     )
 
 
@@ -328,6 +372,7 @@ def main(argv=None):
         result["distances"] = distances(result["weights"], reference)
     console.print(make_table(results, arguments))
     console.print(conclusion(results))
+    console.print(worth(results[_CUT], arguments.effective_batch))
     if arguments.plot:
         plot(results, arguments.plot)
 

@@ -22,6 +22,7 @@ from accumodel import accumulator
 from accumodel import batch_norm
 from accumodel import callbacks
 from accumodel import model
+from accumodel import noise_scale
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
@@ -51,7 +52,9 @@ def find_programs():
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 
 
-@pytest.mark.parametrize("module", [accumulator, batch_norm, callbacks, model])
+@pytest.mark.parametrize(
+    "module", [accumulator, batch_norm, callbacks, model, noise_scale]
+)
 def test_examples_in_docstrings_run(module):
     names = {
         "accumodel": accumodel,
@@ -164,7 +167,7 @@ def test_the_demonstration_shows_the_weights_of_the_big_batch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("noise_scale", "verdict"),
+    ("value", "verdict"),
     [
         (1000.0, "3.0 times the fewest updates possible, and 1.5 times"),
         (2000.0, "big batch was worth it"),
@@ -173,9 +176,9 @@ def test_the_demonstration_shows_the_weights_of_the_big_batch(tmp_path):
         (float("nan"), "is not known"),
     ],
 )
-def test_the_demonstration_judges_the_big_batch(noise_scale, verdict):
+def test_the_demonstration_judges_the_big_batch(value, verdict):
     names = ("noise_scale", "noise_scale_low", "noise_scale_high")
-    result = dict.fromkeys(names, noise_scale)
+    result = dict.fromkeys(names, value)
     assert verdict in demonstration.worth(result, 500)
 
 
