@@ -17,6 +17,7 @@ the weights, and for each accumulator of the model, arrays with these names:
 Sums and totals are those of one device, on any number of replicas.
 """
 
+import typing
 import warnings
 
 import numpy as np
@@ -253,3 +254,34 @@ def _refuse(what, received):
     raise ValueError(
         f"The pending cycle in this file {what}. Received: {received}"
     )
+
+
+# -- how they are made ---------------------------------------------------------
+
+
+def build_optimizer(model):
+    """Builds the optimizer, unless it is.
+
+    Before it scales the loss, and outside of the trace: inside one, some
+    optimizers lose the initial values of their slots.
+    """
+    if not model.optimizer.built and model.trainable_variables:
+        with tf.init_scope(), scope_of(model.distribute_strategy):
+            model.optimizer.build(model.trainable_variables)
+
+
+def build_accumulator(model):
+    """Makes the model's own accumulator, unless it has one."""
+    if model._accumulator is not None or not model.trainable_variables:
+        return
+    jit_compile: bool | typing.Literal["auto"] = "auto"
+    if model.jit_compile or model.run_eagerly:
+        jit_compile = model.jit_compile
+    with scope_of(model.distribute_strategy):
+        model._accumulator = GradientAccumulator(
+            model.optimizer,
+            model.trainable_variables,
+            model.accum_steps,
+            skip_nonfinite=model._skip_nonfinite,
+            jit_compile=jit_compile,
+        )

@@ -9,7 +9,6 @@ is compiled, and the update, each by itself.
 
 import contextlib
 import functools
-import typing
 
 import keras
 import tensorflow as tf
@@ -18,8 +17,9 @@ from accumodel import _gradient_cache
 from accumodel import _keras
 from accumodel import _micro_batch
 from accumodel import _replicas
+from accumodel._cycles import build_accumulator
+from accumodel._cycles import build_optimizer
 from accumodel._train_step import one_train_step
-from accumodel.accumulator import GradientAccumulator
 
 
 def make_train_function(model, make):
@@ -51,8 +51,11 @@ def make_test_function(model, make):
         step = functools.partial(
             model._slices.run, compiled(step), notes=is_own
         )
-        if is_own and model._gradient_cache:
-            step = functools.partial(_gradient_cache.test, model, compiled)
+        if model._gradient_cache:
+            # A custom one gets the batch whole, as its loss does in training.
+            step = model.test_step
+            if is_own:
+                step = functools.partial(_gradient_cache.test, model, compiled)
         with _instead_of(model, "test_step", step):
             make(force=True)
     if _replicas.is_multi_worker(model.distribute_strategy):
@@ -110,34 +113,6 @@ def _train(model, train_step, data):
     model._loss_weights.forget()
     with one_train_step(data):
         return train_step(data)
-
-
-def build_optimizer(model):
-    """Builds the optimizer, unless it is.
-
-    Before it scales the loss, and outside of the trace: inside one, some
-    optimizers lose the initial values of their slots.
-    """
-    if not model.optimizer.built and model.trainable_variables:
-        with tf.init_scope(), _replicas.scope_of(model.distribute_strategy):
-            model.optimizer.build(model.trainable_variables)
-
-
-def build_accumulator(model):
-    """Makes the model's own accumulator, unless it has one."""
-    if model._accumulator is not None or not model.trainable_variables:
-        return
-    jit_compile: bool | typing.Literal["auto"] = "auto"
-    if model.jit_compile or model.run_eagerly:
-        jit_compile = model.jit_compile
-    with _replicas.scope_of(model.distribute_strategy):
-        model._accumulator = GradientAccumulator(
-            model.optimizer,
-            model.trainable_variables,
-            model.accum_steps,
-            skip_nonfinite=model._skip_nonfinite,
-            jit_compile=jit_compile,
-        )
 
 
 @contextlib.contextmanager

@@ -16,9 +16,12 @@ averages, is put back before the second time. So both draw the same numbers, and
 all is as after one pass.
 """
 
+import contextlib
+import random
 import typing
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from accumodel import _keras
@@ -26,7 +29,9 @@ from accumodel import _micro_batch
 from accumodel import _replicas
 from accumodel import _slices
 from accumodel import _weighting
+from accumodel._cycles import build_optimizer
 from accumodel._train_step import FedBatch
+from accumodel._train_step import current_graph
 
 # What begins the names of operations that a second pass would not repeat.
 _RANDOM = (
@@ -41,8 +46,15 @@ _RANDOM = (
     "StatefulUniform",
     "TruncatedNormal",
 )
-# Or would do twice.
+# Or would do twice; but for those whose names say that they are put back.
 _WRITES = ("Assign", "ResourceScatter")
+_RECORDED = "recorded_by_accumodel"
+
+_OTHER_AXIS = (
+    "With `gradient_cache=True`, the first axis of each output of the model "
+    "must be that of the samples. Compute what all samples share in "
+    "`compute_loss`, such as the temperature of a contrastive loss."
+)
 
 
 class Forward(typing.NamedTuple):
@@ -61,11 +73,32 @@ class Forward(typing.NamedTuple):
 
 
 class _States:
-    """The variables that a forward pass writes, and their values before it."""
+    """What the model writes in one step, for it to be written once.
+
+    These are variables of Keras, and Python's and NumPy's random numbers, by
+    which a layer may choose what is traced.
+    """
 
     def __init__(self):
+        self._graph = current_graph()
         self._variables = {}
         self._before = {}
+        self._random = _random_state()
+        self._scope = None
+        # The layers that gave the losses of a `Forward` to `add_loss`.
+        self.owners: list = []
+
+    def recorded(self):
+        """Returns a scope in which what is written is noted."""
+        # The last one is kept: Keras knows losses by the ids that they have.
+        self._scope = _Recorder(self)
+        return self._scope
+
+    def note(self, variable):
+        """Notes a variable that is about to be written."""
+        self._variables.setdefault(id(variable), variable)
+        if current_graph() is self._graph:
+            self.hold()
 
     def hold(self):
         """Reads the variables that are known and were not read yet."""
@@ -73,41 +106,64 @@ class _States:
             if key not in self._before:
                 self._before[key] = tf.identity(variable.value)
 
-    def note(self, scope):
-        """Returns the values to `write` after a pass in this scope."""
-        self._variables.update(scope.written)
-        return [
-            scope.get_current_value(each) for each in self._variables.values()
-        ]
-
-    def write(self, values):
-        for variable, value in zip(
-            self._variables.values(), values, strict=True
-        ):
-            if value is not None:
-                variable.assign(value)
-
+    @contextlib.contextmanager
     def put_back(self):
-        self.write(self._before.values())
+        """While it is open, all is as before the step began.
+
+        In the end all is as it was when it was opened.
+        """
+        after = {
+            key: tf.identity(self._variables[key].value) for key in self._before
+        }
+        random = _random_state(self._random)
+        self._write(self._before)
+        yield
+        self._write(after)
+        _random_state(random)
+
+    def _write(self, values):
+        for key, value in values.items():
+            self._variables[key].assign(value)
 
 
-class _Scope(keras.StatelessScope):
-    """In it, no variable of Keras is written; it knows which would be."""
+def _random_state(new=None):
+    """Returns the states of Python's and of NumPy's random numbers.
 
-    def __init__(self, model):
-        # Keras asks the scope for the weights that have a regularizer.
-        regularized = [
-            (each, each.value)
-            for each in model.trainable_weights
-            if each.regularizer is not None
-        ]
-        super().__init__(regularized, collect_losses=True)
-        self.written = {}
+    Args:
+        new: What to set them to, if not `None`.
+    """
+    state = random.getstate(), np.random.get_state()
+    if new is not None:
+        random.setstate(new[0])
+        np.random.set_state(new[1])
+    return state
+
+
+class _Recorder(keras.StatelessScope):
+    """In it, variables of Keras are read and written as without it."""
+
+    def __init__(self, states):
+        super().__init__(collect_losses=True)
+        self._states = states
+
+    def get_current_value(self, variable):
+        with self._left():
+            return variable.value
 
     def add_update(self, update):
-        variable, _ = update
-        self.written[id(variable)] = variable
-        super().add_update(update)
+        variable, value = update
+        with self._left():
+            self._states.note(variable)
+            with tf.name_scope(_RECORDED):
+                variable.assign(value)
+
+    @contextlib.contextmanager
+    def _left(self):
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
 
 def train(model, compiled, data):
@@ -125,9 +181,11 @@ def train(model, compiled, data):
     parts = _slices.Parts(model, data)
     states = _States()
     whole = _forward(model, compiled, parts, states, training=True)
+    own, cache, weight, logs = _differentiate(model, states, data, whole)
+    if not model.trainable_variables:
+        model.accumulate_gradients([])  # says so
+        return logs
     accumulator = model._ready_accumulator()
-    own, cache, weight, logs = _differentiate(model, data, whole)
-    states.put_back()
     batch = FedBatch()
 
     def add(gradients, share):
@@ -139,7 +197,7 @@ def train(model, compiled, data):
     @compiled
     def replay(arguments):
         part, cached = arguments
-        return _replay(model, part, cached)
+        return _replay(model, states, part, cached)
 
     def add_part(i):
         share = parts.share(i)
@@ -152,9 +210,11 @@ def train(model, compiled, data):
         add(replay((parts.cut(i), cached)), share)
         return ()
 
-    add(own, 0.0)
+    # Nothing else adds to the total if the loss does not use the outputs.
+    add(own, 0.0 if cache else 1.0)
     if cache:
-        _slices.loop(add_part, parts.count, ())
+        with states.put_back():
+            _slices.loop(add_part, parts.count, ())
     if not batch.end():
         model.accumulate_gradients(own)  # says what is wrong
     return logs
@@ -163,9 +223,13 @@ def train(model, compiled, data):
 def test(model, compiled, data):
     """Evaluates one fed batch, see `train`."""
     parts = _slices.Parts(model, data)
-    whole = _forward(model, compiled, parts, _States(), training=False)
+    states = _States()
+    whole = _forward(model, compiled, parts, states, training=False)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    loss = _compute_loss(model, x, y, sample_weight, whole, training=False)
+    with states.recorded():
+        loss = _compute_loss(
+            model, states, x, y, sample_weight, whole, training=False
+        )
     samples = _weighting.count_samples(x)
     return _micro_batch.log(
         model, x, y, whole.outputs, sample_weight, loss, samples
@@ -178,19 +242,24 @@ def test(model, compiled, data):
 def _forward(model, compiled, parts, states, training):
     """Runs the model on all parts, and returns the `Forward` of the batch."""
 
+    if not all(layer.built for layer in [model, *_keras.flat_layers(model)]):
+        _build(model, parts.data)
+
     @compiled
     def run(arguments):
         part, share = arguments
         x, *_ = keras.utils.unpack_x_y_sample_weight(part)
-        with _Scope(model) as scope:
+        with states.recorded():
             outputs = model(x, training=training)
-            losses = _added_losses(model, x)
-        _check_outputs(outputs, part)
+            losses = _added_losses(model)
+            states.owners = [_owner(model, each) for each in losses]
+        losses = _reduced(losses, x)
+        _check_outputs(outputs, losses, part)
         masks = list(map(_keras.mask_of, tf.nest.flatten(outputs)))
         losses = [
             each if each.shape.rank else _scale(each, share) for each in losses
         ]
-        return Forward(outputs, masks, losses), states.note(scope)
+        return Forward(outputs, masks, losses)
 
     def run_part(i):
         return run((parts.cut(i), parts.share(i)))
@@ -202,37 +271,58 @@ def _forward(model, compiled, parts, states, training):
         traced = function.get_concrete_function(tf.TensorSpec((), tf.int64))
         if training:
             _check_can_repeat(traced.graph)
-        forward, _ = traced.structured_outputs
+        forward = traced.structured_outputs
         arrays = _make_arrays(forward, parts.count)
         run_part = traced
-    # Nothing may change in a run without data, see `_slices`.
-    with tf.control_dependencies([parts.samples]):
-        states.hold()
+        # Nothing may change in a run without data, see `_slices`.
+        with tf.control_dependencies([parts.samples]):
+            states.hold()
 
     def body(i, arrays):
         nonlocal forward
-        forward, values = run_part(i)
-        states.hold()  # in eager code they are known only now
-        states.write(values)
+        forward = run_part(i)
         arrays = arrays or _make_arrays(forward, parts.count)
-        return (_write(arrays, i, forward),)
+        begin, end = parts.bounds(i)
+        return (_write(arrays, i, forward, end - begin),)
 
     (arrays,) = _slices.loop(body, parts.count, (arrays,))
-    return _join(arrays, forward)
+    return _join(arrays, forward, _slices.first_leaf(parts.data).shape[0])
 
 
-def _added_losses(model, x):
-    """Returns what `add_loss` was given in the last call of the model.
+def _build(model, data):
+    """Makes the variables, which cannot be made in a scope of Keras."""
+    x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+    state = _random_state()
+    call = tf.function(lambda x: model(x, training=True), autograph=False)
+    call.get_concrete_function(x)
+    _random_state(state)
 
-    Those that count as means over samples are scalars.
-    """
+
+def _added_losses(model):
+    """Returns what `add_loss` was given in the last call of the model."""
     regularized = [
         each for each in model.trainable_weights if each.regularizer is not None
     ]
-    losses = list(map(tf.convert_to_tensor, model.losses))
+    losses = model.losses
+    return losses[: len(losses) - len(regularized)]
+
+
+def _owner(model, loss):
+    """Returns the innermost layer that has a loss among its own."""
+    holders = [
+        layer
+        for layer in [model, *_keras.flat_layers(model)]
+        if any(each is loss for each in layer.losses)
+    ]
+    return min(holders, key=lambda layer: len(_keras.flat_layers(layer)))
+
+
+def _reduced(losses, x):
+    """Returns those that count as means over samples as scalars."""
+    losses = map(tf.convert_to_tensor, losses)
     return [
         tf.reshape(each, ()) if _weighting.is_single(each, x) else each
-        for each in losses[: len(losses) - len(regularized)]
+        for each in losses
     ]
 
 
@@ -253,21 +343,38 @@ def _make_arrays(forward, parts):
     ]
 
 
-def _write(arrays, i, forward):
+def _write(arrays, i, forward, samples):
+    """Puts the `Forward` of a part in the arrays, and returns these."""
     i = tf.cast(i, tf.int32)
-    return [
-        array.write(i, leaf if leaf.shape.rank else leaf[None])
-        for array, leaf in zip(arrays, _tensors(forward), strict=True)
-    ]
+    written = []
+    for array, leaf in zip(arrays, _tensors(forward), strict=True):
+        if not leaf.shape.rank:
+            leaf = leaf[None]
+        else:
+            length = tf.shape(leaf, tf.int64)[0]
+            check = tf.raw_ops.Assert(
+                condition=tf.equal(length, samples),
+                data=[_OTHER_AXIS, "length", length, "of samples", samples],
+            )
+            with tf.control_dependencies([check] if check else []):
+                leaf = tf.identity(leaf)
+        written.append(array.write(i, leaf))
+    return written
 
 
-def _join(arrays, forward):
-    """Returns the `Forward` of the batch, given those of its parts."""
+def _join(arrays, forward, samples):
+    """Returns the `Forward` of the batch, given those of its parts.
+
+    Args:
+        arrays: List of the arrays.
+        forward: The `Forward` of a part, or the specs of one.
+        samples: Int or `None`. What is known of the number of samples.
+    """
     joined = []
     for array, leaf in zip(arrays, _tensors(forward), strict=True):
         values = array.concat()
         if leaf.shape.rank:
-            values.set_shape([None, *leaf.shape[1:]])
+            values.set_shape([samples, *leaf.shape[1:]])
         else:
             values = tf.reduce_sum(values)
         joined.append(values)
@@ -284,7 +391,7 @@ def _tensors(nested):
 # -- 2. The loss of the batch --------------------------------------------------
 
 
-def _differentiate(model, data, whole):
+def _differentiate(model, states, data, whole):
     """Computes the loss of the batch, and its gradients.
 
     Returns:
@@ -297,7 +404,11 @@ def _differentiate(model, data, whole):
     sources = _differentiable(whole.outputs, whole.losses)
     with tf.GradientTape() as tape:
         tape.watch(list(sources.values()))
-        loss = _compute_loss(model, x, y, sample_weight, whole, training=True)
+        with states.recorded():
+            loss = _compute_loss(
+                model, states, x, y, sample_weight, whole, training=True
+            )
+        build_optimizer(model)
         scaled_loss = model.optimizer.scale_loss(loss)
     own, cache = tape.gradient(
         scaled_loss, [model.trainable_variables, sources]
@@ -313,6 +424,9 @@ def _differentiate(model, data, whole):
     weight = _micro_batch.weigh(*step)
     if model._overrides("compute_loss"):
         weight, own = _as_keras(weight, own, samples)
+    # Regularizers do not depend on the data: see `GradientAccumulator._add`.
+    with tf.control_dependencies([loss]):
+        own = _map(tf.identity, own)
     return own, cache, weight, logs
 
 
@@ -336,12 +450,16 @@ def _as_keras(weight, own, samples):
         is_right = tf.math.is_finite(value) | (samples > 0)
         return tf.where(is_right, value, tf.zeros_like(value))
 
-    own = tf.nest.map_structure(
-        lambda each: each if each is None else without_nan(each),
-        own,
+    return weight, _map(without_nan, own)
+
+
+def _map(function, gradients):
+    """Calls a function with the tensors of gradients that there are."""
+    return tf.nest.map_structure(
+        lambda each: each if each is None else function(each),
+        gradients,
         expand_composites=True,
     )
-    return weight, own
 
 
 def _differentiable(outputs, losses):
@@ -354,15 +472,15 @@ def _differentiable(outputs, losses):
     }
 
 
-def _compute_loss(model, x, y, sample_weight, whole, training):
+def _compute_loss(model, states, x, y, sample_weight, whole, training):
     for output, mask in zip(
         tf.nest.flatten(whole.outputs), whole.masks, strict=True
     ):
         if mask is not None:
             _keras.set_mask(output, mask)
-    for loss in whole.losses:
-        # Of its layers, which a functional model cannot say of itself.
-        keras.layers.Layer.add_loss(model, loss)
+    for owner, loss in zip(states.owners, whole.losses, strict=True):
+        # Not by the method of functional models, which refuses.
+        keras.layers.Layer.add_loss(owner, loss)
     return _micro_batch.compute_loss(
         model, x, y, whole.outputs, sample_weight, training
     )
@@ -371,12 +489,13 @@ def _compute_loss(model, x, y, sample_weight, whole, training):
 # -- 3. Forward again, and backward --------------------------------------------
 
 
-def _replay(model, part, cached):
+def _replay(model, states, part, cached):
     """Returns the gradients of a part, given those of its `Forward`."""
     x, *_ = keras.utils.unpack_x_y_sample_weight(part)
-    with tf.GradientTape() as tape:
+    with tf.GradientTape() as tape, states.recorded():
         outputs = model(x, training=True)
-        targets = _differentiable(outputs, _added_losses(model, x))
+        losses = _reduced(_added_losses(model), x)
+        targets = _differentiable(outputs, losses)
     return tape.gradient(
         {place: targets[place] for place in cached},
         model.trainable_variables,
@@ -387,13 +506,15 @@ def _replay(model, part, cached):
 # -- checks --------------------------------------------------------------------
 
 
-def _check_outputs(outputs, part):
-    """Raises unless all outputs of a part can be joined and cut."""
+def _check_outputs(outputs, losses, part):
+    """Raises unless the outputs of a part can be joined and cut."""
     samples = tf.TensorShape(_slices.first_leaf(part).shape)[:1]
-    for path, output in keras.tree.flatten_with_path(outputs):
-        if output is None:
-            continue
-        name = "output" + "".join(f"[{key!r}]" for key in path)
+    named = {
+        "output" + "".join(f"[{key!r}]" for key in path): output
+        for path, output in keras.tree.flatten_with_path(outputs)
+        if output is not None
+    }
+    for name, output in named.items():
         if not isinstance(output, tf.Tensor):
             raise ValueError(
                 "With `gradient_cache=True`, the outputs of the model must be "
@@ -401,15 +522,15 @@ def _check_outputs(outputs, part):
                 f"`to_tensor()` or `tf.sparse.to_dense`. Received: {name} of "
                 f"type {type(output).__name__}"
             )
+    vectors = [loss for loss in losses if loss.shape.rank]
+    added = [("a loss of `add_loss`", loss) for loss in vectors]
+    for name, output in [*named.items(), *added]:
         # In a graph, the number of samples in a part is not known.
-        if output.shape.rank is not None and (
+        if output.shape.rank is None or (
             output.shape[:1].as_list() != samples.as_list()
         ):
             raise ValueError(
-                "With `gradient_cache=True`, the first axis of each output of "
-                "the model must be that of the samples. Compute what all "
-                "samples share in `compute_loss`, such as the temperature of "
-                f"a contrastive loss. Received: {name} of shape {output.shape}"
+                f"{_OTHER_AXIS} Received: {name} of shape {output.shape}"
             )
 
 
@@ -420,14 +541,14 @@ def _check_can_repeat(graph):
     for function in definition.library.function:
         nodes += function.node_def
     for node in nodes:
-        if node.op.startswith(_RANDOM):
+        if node.op.startswith(_RANDOM) or node.op.endswith("CandidateSampler"):
             raise ValueError(
                 "With `gradient_cache=True`, the model is called twice and "
                 "must draw the same random numbers, which `tf.random` does "
                 "not. Use `keras.random` or a layer of Keras. "
                 f"Received: the operation {node.op} ('{node.name}')"
             )
-        if node.op.startswith(_WRITES):
+        if node.op.startswith(_WRITES) and _RECORDED not in node.name:
             raise ValueError(
                 "With `gradient_cache=True`, the model is called twice, and a "
                 "`tf.Variable` that it writes to would change twice. Make it "

@@ -41,7 +41,7 @@ class Parts:
 
     def __init__(self, model, data):
         self._model = model
-        self._data = data
+        self.data = data
         self.samples = _count_samples(data)
         self.count = tf.maximum(-(-self.samples // model._slices.size), 1)
 
@@ -65,7 +65,7 @@ class Parts:
     def cut(self, i):
         """Returns the data of a part."""
         with _on_host():
-            return self._model.slice_data(self._data, *self.bounds(i))
+            return self._model.slice_data(self.data, *self.bounds(i))
 
 
 class Slices:

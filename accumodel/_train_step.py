@@ -48,16 +48,16 @@ class TrainStep:
     def __init__(self, data, fed_batch):
         self.data = data
         self.fed_batch = fed_batch
-        self._graph = _current_graph()
+        self._graph = current_graph()
         self._called: set = set()
 
     def is_conditional(self):
         """Whether what is traced now may be left out when the step runs."""
-        return _current_graph() is not self._graph
+        return current_graph() is not self._graph
 
     def check_called_once(self, accumulator):
         # The branches of a condition are graphs, and only one of them runs.
-        call = (accumulator, _current_graph())
+        call = (accumulator, current_graph())
         if call in self._called:
             raise ValueError(
                 "Gradients were accumulated twice in one `train_step`, and "
@@ -90,8 +90,8 @@ def current_step():
     return _step.get()
 
 
-def _current_graph():
-    """Returns the graph that is traced, or `None` in eager code."""
+def current_graph():
+    """Returns the graph that is traced now, or `None` in eager code."""
     if tf.executing_eagerly():
         return None
     return tf.compat.v1.get_default_graph()

@@ -303,7 +303,7 @@ class AccumulatingModel(keras.Model):
         with tf.GradientTape() as tape:
             y_pred = self(x, training=True)
             loss = _micro_batch.compute_loss(self, x, y, y_pred, sample_weight)
-            _functions.build_optimizer(self)
+            _cycles.build_optimizer(self)
             scaled_loss = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled_loss, self.trainable_variables)
         step = (self, x, y, y_pred, sample_weight, loss)
@@ -438,7 +438,7 @@ class AccumulatingModel(keras.Model):
         """Returns the accumulator of the trainable variables."""
         # Only the first micro-batch may build the variables of the model.
         if self._accumulator is None:
-            _replicas.across_replicas(_functions.build_accumulator, self)
+            _replicas.across_replicas(_cycles.build_accumulator, self)
         assert self._accumulator is not None
         self._cycles.check_trains_the_same(self._accumulator)
         self._cycles.is_live = True
@@ -524,7 +524,7 @@ class AccumulatingModel(keras.Model):
         if self.compiled:  # else it is loaded for inference
             if _cycles.OWN in cycles:
                 self._begin_to_accumulate()
-                _functions.build_accumulator(self)
+                _cycles.build_accumulator(self)
             self._cycles.load(cycles)
         super().load_own_variables(store)
 
@@ -543,7 +543,7 @@ class AccumulatingModel(keras.Model):
     def _check_can_accumulate(self, slices):
         strategy = self.distribute_strategy
         _replicas.check_strategy(strategy, self.steps_per_execution)
-        if not self._overrides("train_step"):
+        if type(self).train_step is AccumulatingModel.train_step:
             _checks.check_train_step(type(self), super().train_step)
         if slices:
             layers = _keras.flat_layers(self)

@@ -414,7 +414,7 @@ LOG_CASES = {
         sizes=[[8, 3, 8, 5]], compile={"metrics": ["accuracy"]}, logs=True
     ),
     "logs of a masked loss": Case(
-        make=recurrent,
+        make=masked_without_lstm,
         data=weighted_tokens,
         sizes=[[8, 3, 8, 5]],
         compile={"weighted_metrics": ["accuracy"]},

@@ -187,7 +187,7 @@ MUTANTS = [
     ),
     Mutant(
         "the logged loss is a mean of means",
-        "model.py",
+        "_micro_batch.py",
         "sample_weight=samples if weight is None else weight,",
         "",
         "test_exactness.py",
@@ -230,8 +230,9 @@ MUTANTS = [
     Mutant(
         "parts of the whole size, and a rest",
         "_slices.py",
-        "begin, end = i * samples // parts, (i + 1) * samples // parts",
-        "begin = i * self._size; end = tf.minimum(begin + self._size, samples)",
+        "return i * samples // parts, (i + 1) * samples // parts",
+        "size = self._model._slices.size\n        "
+        "return i * size, tf.minimum((i + 1) * size, samples)",
         "test_slices.py",
     ),
     Mutant(
@@ -265,7 +266,7 @@ MUTANTS = [
     Mutant(
         "a run without data empties the logs",
         "_slices.py",
-        "with tf.control_dependencies([samples]):",
+        "with tf.control_dependencies([parts.samples]):",
         "if True:",
         "test_exactness.py",
     ),
@@ -296,6 +297,56 @@ MUTANTS = [
         "    if model.micro_batch_size is None:\n        make(force=True)",
         "    if True:\n        make(force=True)",
         "test_slices.py",
+    ),
+    # The gradient cache, the noise scale and batch normalization.
+    Mutant(
+        "the gradients of the loss itself count again",
+        "_gradient_cache.py",
+        "add(own, 0.0 if cache else 1.0)",
+        "add(own, 1.0)",
+        "test_gradient_cache.py",
+    ),
+    Mutant(
+        "the second pass draws other numbers",
+        "_gradient_cache.py",
+        "        self._write(self._before)\n",
+        "",
+        "test_gradient_cache.py",
+    ),
+    Mutant(
+        "what the loss wrote is lost",
+        "_gradient_cache.py",
+        "        self._write(after)\n",
+        "",
+        "test_gradient_cache.py",
+    ),
+    Mutant(
+        "masks do not reach the loss of the batch",
+        "_gradient_cache.py",
+        "_keras.set_mask(output, mask)",
+        "pass",
+        "test_gradient_cache.py",
+    ),
+    Mutant(
+        "the noise of all micro-batches weighs the same",
+        "noise_scale.py",
+        "square *= weight * count_replicas() ** 2",
+        "square *= count_replicas() ** 2",
+        "test_noise_scale.py",
+    ),
+    Mutant(
+        "overflows stay in the average",
+        "noise_scale.py",
+        "is_finite = tf.reduce_all(tf.math.is_finite(new))",
+        "is_finite = tf.constant(True)",
+        "test_noise_scale.py",
+    ),
+    Mutant(
+        "the variance is that within batches",
+        "batch_norm.py",
+        "squares += difference**2 * old_count * share",
+        "pass",
+        "test_batch_norm.py",
     ),
 ]
 

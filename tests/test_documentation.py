@@ -33,6 +33,10 @@ PUBLISHED = (
 )
 
 
+# Pages whose programs train for many seconds.
+SLOW_PAGES = ("contrastive.md", "batch-normalization.md", "batch-size.md")
+
+
 def find_programs():
     """Yields what stands under a heading of the README, and on a page."""
     texts = {
@@ -46,7 +50,8 @@ def find_programs():
     for name, text in texts.items():
         snippets = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
         if snippets:
-            yield pytest.param("\n".join(snippets), id=name)
+            marks = [pytest.mark.slow] if name in SLOW_PAGES else []
+            yield pytest.param("\n".join(snippets), id=name, marks=marks)
 
 
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))

@@ -4,6 +4,8 @@ The reference is plain Keras with the same fed batches, and no slices.
 """
 
 import dataclasses
+import random
+import warnings
 
 import keras
 import numpy as np
@@ -19,11 +21,12 @@ from cases import classes
 from cases import datasets
 from cases import dense
 from cases import masked_and_not
-from cases import recurrent
+from cases import masked_without_lstm
 from cases import tokens_for_two
 from cases import train
 from cases import two_outputs
 from cases import two_targets
+from cases import updates
 from cases import weighted_tokens
 from cases import with_add_loss
 from cases import with_summed_add_loss
@@ -237,7 +240,7 @@ CASES = {
     ),
     "a mask and weights": (
         Case(
-            make=recurrent,
+            make=masked_without_lstm,
             data=weighted_tokens,
             loss=lambda: keras.losses.SparseCategoricalCrossentropy(
                 reduction="mean_with_sample_weight"
@@ -301,6 +304,210 @@ def test_any_size(size):
     check(in_float64(IN_BATCH), size)
 
 
+class Custom:
+    """A base class, of which one or another method is overridden."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = self.make_hidden()
+        self.head = keras.layers.Dense(CLASSES)
+
+    def make_hidden(self):
+        return keras.layers.Dense(8, "tanh")
+
+    def call(self, inputs, training=False):
+        return self.head(self.hidden(inputs, training=training))
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        return self.loss_of(x, y, y_pred, training) + sum(self.hidden.losses)
+
+    def loss_of(self, x, y, y_pred, training):
+        return supervised_contrastive(y, y_pred)
+
+
+class LossWithoutOutputs(Custom):
+    def loss_of(self, x, y, y_pred, training):
+        return supervised_contrastive(y, self(x, training=training))
+
+
+class LossThatCallsAgain(Custom):
+    """So that both passes write the statistics and the states of seeds."""
+
+    def make_hidden(self):
+        return keras.Sequential(
+            [
+                keras.layers.Dense(8, "tanh"),
+                keras.layers.BatchNormalization(momentum=0.5),
+                keras.layers.Dropout(0.5, seed=1),
+            ]
+        )
+
+    def loss_of(self, x, y, y_pred, training):
+        again = self(x + 0.1, training=training)
+        return supervised_contrastive(y, (y_pred + again) / 2)
+
+
+class MomentumEncoder(Custom):
+    """The loss writes what the forward pass reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = keras.layers.Dense(8, "tanh", trainable=False)
+
+    def call(self, inputs, training=False):
+        return super().call(inputs) + self.head(self.teacher(inputs))
+
+    def loss_of(self, x, y, y_pred, training):
+        if training:
+            for ours, theirs in zip(
+                self.teacher.weights, self.hidden.weights, strict=True
+            ):
+                ours.assign(0.9 * ours + 0.1 * theirs)
+        return super().loss_of(x, y, y_pred, training)
+
+
+class Regularized(Custom):
+    """Built in the first step; the loss asks for the losses of a layer."""
+
+    def make_hidden(self):
+        return keras.layers.Dense(
+            8, kernel_regularizer="l2", activity_regularizer="l2"
+        )
+
+
+class HeadInTheLoss(Custom):
+    """With a layer that the loss builds."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = keras.layers.Dense(2)
+
+    def loss_of(self, x, y, y_pred, training):
+        return supervised_contrastive(y, self.last(y_pred))
+
+
+class ChoosesByPython(Custom):
+    """As `keras.layers.AugMix`, when it is traced."""
+
+    def call(self, inputs, training=False):
+        if training:
+            inputs = inputs * random.choice([1.0, 2.0, 3.0, 4.0, 5.0])
+        return super().call(inputs)
+
+
+class CellThatDraws(keras.layers.SimpleRNNCell):
+    """Its state of seeds is written inside of a loop."""
+
+    def __init__(self, units):
+        super().__init__(units)
+        self.draw = keras.layers.Dropout(0.5, seed=1)
+
+    def call(self, inputs, states, training=False):
+        inputs = self.draw(inputs, training=training)
+        return super().call(inputs, states, training=training)
+
+
+class DrawsInALoop(Custom):
+    def make_hidden(self):
+        return keras.layers.RNN(CellThatDraws(8))
+
+    def call(self, inputs, training=False):
+        return super().call(inputs[..., None], training=training)
+
+
+class OwnTestStep(Custom):
+    def test_step(self, data):
+        x, y = data
+        loss = self.compute_loss(x, y, self(x, training=False), training=False)
+        return {"own": loss}
+
+
+# Where noise is drawn, plain Keras draws it for the batch at once.
+@pytest.mark.filterwarnings("ignore:`build..` was called on layer")
+@pytest.mark.parametrize(
+    ("base", "size"),
+    [
+        (LossWithoutOutputs, 5),
+        (LossThatCallsAgain, 100),
+        (MomentumEncoder, 5),
+        (Regularized, 5),
+        (HeadInTheLoss, 5),
+        (ChoosesByPython, 5),
+        (DrawsInALoop, 100),
+        (OwnTestStep, 5),
+    ],
+)
+def test_custom_models(base, size):
+
+    def make(model_class):
+        model = type(base.__name__, (base, model_class), {})()
+        if base is ChoosesByPython:
+            model(np.zeros((1, FEATURES)))  # else it chooses twice
+        return model
+
+    case = in_float64(Case(make=make, loss=lambda: None))
+    results = []
+    for model_class, arguments in (
+        (keras.Model, {}),
+        (
+            AccumulatingModel,
+            {"micro_batch_size": size, "gradient_cache": True},
+        ),
+    ):
+        random.seed(0)
+        big, _ = datasets(case)
+        model, logs = train(case, model_class, big, **arguments)
+        variables = [np.array(each) for each in model.variables]
+        results.append((variables, logs, model.evaluate(big, verbose=0)))
+    (theirs, their_logs, expected), (ours, our_logs, evaluated) = results
+    for variable, reference in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(variable, reference, rtol=0, atol=1e-12)
+    check_logs(our_logs["epochs"], their_logs["epochs"])
+    np.testing.assert_allclose(evaluated, expected, rtol=1e-6)
+
+
+def test_what_is_known_of_the_length_of_a_batch():
+    lengths = []
+
+    def loss(y_true, y_pred):
+        lengths.append(y_pred.shape[0])
+        return supervised_contrastive(y_true, y_pred)
+
+    model = dense(AccumulatingModel)
+    model.compile("sgd", loss, micro_batch_size=8, gradient_cache=True)
+    model.train_on_batch(*classes(24, np.random.default_rng(0)))
+    assert lengths[-1] == 24
+
+
+def test_regularizers_alone_do_not_count_a_run_without_data():
+    """With sums, their gradients depend on nothing."""
+
+    def batches():
+        x, y = classes(60, np.random.default_rng(0))
+        for i in range(0, 60, 24):
+            yield x[i : i + 24], y[i : i + 24]
+
+    signature = (
+        tf.TensorSpec((None, FEATURES)),
+        tf.TensorSpec((None,), tf.int64),
+    )
+    model = dense(AccumulatingModel, kernel_regularizer="l2")
+    model.compile(
+        "sgd",
+        keras.losses.SparseCategoricalCrossentropy(reduction="sum"),
+        accum_steps=4,
+        micro_batch_size=5,
+        gradient_cache=True,
+    )
+    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Keras, that the data have ended
+        model.fit(data, verbose=0)
+    assert updates(model) == 1
+
+
 WAYS = {
     "eager": {"run_eagerly": True},
     "XLA": {"jit_compile": True},
@@ -309,9 +516,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
-def test_every_way_to_run(arguments):
-    case = dataclasses.replace(in_float64(IN_BATCH), compile=arguments)
+# With XLA and in a plain graph, the second pass is looked at below.
+@pytest.mark.parametrize("way", ["eager", "two in a call"])
+def test_every_way_to_run(way):
+    case = dataclasses.replace(in_float64(IN_BATCH), compile=WAYS[way])
     check(case)
 
 
@@ -569,6 +777,17 @@ class Codebook(WithScale):
         return [self.dense(inputs), self.dense.kernel * 1.0]
 
 
+class OfFeatures(WithScale):
+    def call(self, inputs):
+        self.add_loss(ops.mean(inputs**2, axis=0))
+        return self.dense(inputs)
+
+
+class Longer(WithScale):
+    def call(self, inputs):
+        return self.dense(ops.reshape(inputs, (-1, FEATURES // 2)))
+
+
 class Ragged(WithScale):
     def call(self, inputs):
         return tf.RaggedTensor.from_tensor(self.dense(inputs))
@@ -595,6 +814,7 @@ class Counts(WithScale):
         (OutputOfAnotherLength, r"output\['scale'\] of shape \(\)", {}),
         (Codebook, r"output\[1\] of shape \(6, 3\)", {}),
         (Codebook, r"output\[1\] of shape \(6, 3\)", {"run_eagerly": True}),
+        (OfFeatures, r"loss of `add_loss` of shape \(6,\)", {}),
         (Ragged, "output of type RaggedTensor", {}),
         # These are seen in graphs, in those of XLA too.
         (TensorFlowNoise, "operation RandomStandardNormal", {}),
@@ -616,6 +836,32 @@ def test_models_that_cannot_be(model_class, message, arguments):
     with pytest.raises(ValueError, match=message):
         model.train_on_batch(x, y)
     np.testing.assert_equal(model.get_weights(), before)
+
+
+def test_an_output_of_another_length():
+    """Which is known only when it runs."""
+    model = Longer()
+    model.dense.build((None, FEATURES // 2))
+    model.compile(
+        "sgd",
+        lambda y, y_pred: ops.mean(y_pred**2),
+        micro_batch_size=4,
+        gradient_cache=True,
+    )
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="first axis of each output"
+    ):
+        model.train_on_batch(*classes(8, np.random.default_rng(0)))
+
+
+def test_nothing_to_train():
+    model = dense(AccumulatingModel)
+    model.trainable = False
+    model.compile(
+        "sgd", supervised_contrastive, micro_batch_size=4, gradient_cache=True
+    )
+    with pytest.warns(UserWarning, match="any trainable weights"):
+        model.train_on_batch(*classes(8, np.random.default_rng(0)))
 
 
 def test_a_loss_that_depends_on_nothing():

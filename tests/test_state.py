@@ -244,7 +244,7 @@ def test_a_legacy_file_holds_no_cycle_and_clears_it(tmp_path):
 # Micro-batches of a cycle, which begins with 5: 0 to 4 are pending.
 @pytest.mark.parametrize(
     "steps",
-    [(5, 8), pytest.param((5, 6, 7, 8, 9), marks=pytest.mark.slow)],
+    [(8,), pytest.param((5, 6, 7, 9), marks=pytest.mark.slow)],
 )
 def test_each_micro_batch_goes_on_bit_for_bit_in_a_new_process(
     steps, processes, tmp_path
@@ -550,7 +550,7 @@ def test_a_failure_in_a_step_leaves_weights_and_cycle_as_they_were(
         np.testing.assert_array_equal(before, after)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_killed_training_ends_as_one_that_was_not(kills, processes, tmp_path):
     expected = resumed.make_model()
     for _ in resumed.train(expected, 0, resumed.STEPS):

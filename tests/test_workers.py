@@ -69,6 +69,7 @@ def check_workers(folder, count, expected):
         np.testing.assert_allclose(weight, desired, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_workers_end_with_the_weights_of_one_device(two_workers, expected):
     check_workers(two_workers, 2, expected)
 
@@ -79,6 +80,7 @@ def test_three_workers_end_with_the_weights_of_one_device(expected, tmp_path):
     check_workers(tmp_path, 3, expected)
 
 
+@pytest.mark.slow
 def test_in_mid_cycle_the_files_of_all_workers_hold_the_whole_cycle(
     two_workers,
 ):
