@@ -45,8 +45,9 @@ def recalibrate_batch_norm(model, data, steps=None, verbose="auto"):
         >>> x = np.array([[1.0], [2.0], [6.0]])
         >>> accumodel.recalibrate_batch_norm(model, x, verbose=0)
         >>> layer = model.layers[1]
-        >>> print(layer.moving_mean.numpy(), layer.moving_variance.numpy())
-        [3.] [4.6666665]
+        >>> mean, variance = layer.moving_mean[0], layer.moving_variance[0]
+        >>> print(f"{float(mean):.2f} {float(variance):.2f}")
+        3.00 4.67
 
     Args:
         model: A built `keras.Model`, compiled or not.

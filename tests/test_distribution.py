@@ -85,7 +85,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [
-        ("Adam", 2),
+        pytest.param("Adam", 2, marks=pytest.mark.slow),
         *(pytest.param(name, 3, marks=pytest.mark.slow) for name in CASES),
     ],
 )

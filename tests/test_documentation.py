@@ -34,7 +34,13 @@ PUBLISHED = (
 
 
 # Pages whose programs train for many seconds.
-SLOW_PAGES = ("contrastive.md", "batch-normalization.md", "batch-size.md")
+SLOW_PAGES = (
+    "batch-normalization.md",
+    "batch-size.md",
+    "contrastive.md",
+    "gans-and-loops.md",
+    "which-of-the-two.md",
+)
 
 
 def find_programs():

@@ -83,6 +83,7 @@ def check_histories(reference, history):
         )
 
 
+@pytest.mark.slow
 def test_early_stopping_restores_the_best_weights(data, unseen):
     (reference, plain, (theirs,)), (model, history, (ours,)) = in_both_ways(
         data,
@@ -133,6 +134,7 @@ def test_swap_ema_weights(data, swap_on_epoch):
     assert distance(model, reference) < 1e-6
 
 
+@pytest.mark.slow
 def test_model_checkpoint_keeps_the_best_epoch(data, unseen, tmp_path):
     paths = iter([tmp_path / "plain.keras", tmp_path / "ours.keras"])
     (_, plain, _), (_, history, _) = in_both_ways(

@@ -47,7 +47,7 @@ def normalize(text):
     [
         {"metrics": ["accuracy"]},
         {"run_eagerly": True},
-        {"jit_compile": True},
+        pytest.param({"jit_compile": True}, marks=pytest.mark.slow),
         {"steps_per_execution": 3},
     ],
     ids=lambda args: next(iter(args)),

@@ -279,7 +279,11 @@ def test_scalars_and_none_are_left_as_they_are(run_eagerly):
 
 @pytest.mark.parametrize(
     "compile_arguments",
-    [{}, {"run_eagerly": True}, {"jit_compile": True}],
+    [
+        {},
+        {"run_eagerly": True},
+        pytest.param({"jit_compile": True}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:The losses of this model are averaged over")

@@ -558,7 +558,7 @@ def make_wgan(model_class):
     ("make", "updates"),
     [
         pytest.param(make_dcgan, (4, 4), marks=pytest.mark.slow),
-        pytest.param(make_wgan, (1, 3), marks=pytest.mark.slow),
+        (make_wgan, (1, 3)),
     ],
 )
 def test_gans(make, updates):
