@@ -16,12 +16,9 @@ averages, is put back before the second time. So both draw the same numbers, and
 all is as after one pass.
 """
 
-import contextlib
-import random
 import typing
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from accumodel import _keras
@@ -30,8 +27,10 @@ from accumodel import _replicas
 from accumodel import _slices
 from accumodel import _weighting
 from accumodel._cycles import build_optimizer
+from accumodel._states import RECORDED
+from accumodel._states import States
+from accumodel._states import random_state
 from accumodel._train_step import FedBatch
-from accumodel._train_step import current_graph
 
 # What begins the names of operations that a second pass would not repeat.
 _RANDOM = (
@@ -48,7 +47,6 @@ _RANDOM = (
 )
 # Or would do twice; but for those whose names say that they are put back.
 _WRITES = ("Assign", "ResourceScatter")
-_RECORDED = "recorded_by_accumodel"
 
 _OTHER_AXIS = (
     "With `gradient_cache=True`, the first axis of each output of the model "
@@ -72,100 +70,6 @@ class Forward(typing.NamedTuple):
     losses: list
 
 
-class _States:
-    """What the model writes in one step, for it to be written once.
-
-    These are variables of Keras, and Python's and NumPy's random numbers, by
-    which a layer may choose what is traced.
-    """
-
-    def __init__(self):
-        self._graph = current_graph()
-        self._variables = {}
-        self._before = {}
-        self._random = _random_state()
-        self._scope = None
-        # The layers that gave the losses of a `Forward` to `add_loss`.
-        self.owners: list = []
-
-    def recorded(self):
-        """Returns a scope in which what is written is noted."""
-        # The last one is kept: Keras knows losses by the ids that they have.
-        self._scope = _Recorder(self)
-        return self._scope
-
-    def note(self, variable):
-        """Notes a variable that is about to be written."""
-        self._variables.setdefault(id(variable), variable)
-        if current_graph() is self._graph:
-            self.hold()
-
-    def hold(self):
-        """Reads the variables that are known and were not read yet."""
-        for key, variable in self._variables.items():
-            if key not in self._before:
-                self._before[key] = tf.identity(variable.value)
-
-    @contextlib.contextmanager
-    def put_back(self):
-        """While it is open, all is as before the step began.
-
-        In the end all is as it was when it was opened.
-        """
-        after = {
-            key: tf.identity(self._variables[key].value) for key in self._before
-        }
-        random = _random_state(self._random)
-        self._write(self._before)
-        yield
-        self._write(after)
-        _random_state(random)
-
-    def _write(self, values):
-        for key, value in values.items():
-            self._variables[key].assign(value)
-
-
-def _random_state(new=None):
-    """Returns the states of Python's and of NumPy's random numbers.
-
-    Args:
-        new: What to set them to, if not `None`.
-    """
-    state = random.getstate(), np.random.get_state()
-    if new is not None:
-        random.setstate(new[0])
-        np.random.set_state(new[1])
-    return state
-
-
-class _Recorder(keras.StatelessScope):
-    """In it, variables of Keras are read and written as without it."""
-
-    def __init__(self, states):
-        super().__init__(collect_losses=True)
-        self._states = states
-
-    def get_current_value(self, variable):
-        with self._left():
-            return variable.value
-
-    def add_update(self, update):
-        variable, value = update
-        with self._left():
-            self._states.note(variable)
-            with tf.name_scope(_RECORDED):
-                variable.assign(value)
-
-    @contextlib.contextmanager
-    def _left(self):
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.__enter__()
-
-
 def train(model, compiled, data):
     """Trains on one fed batch.
 
@@ -179,7 +83,7 @@ def train(model, compiled, data):
     """
     model._loss_weights.forget()
     parts = _slices.Parts(model, data)
-    states = _States()
+    states = States()
     whole = _forward(model, compiled, parts, states, training=True)
     own, cache, weight, logs = _differentiate(model, states, data, whole)
     if not model.trainable_variables:
@@ -223,7 +127,7 @@ def train(model, compiled, data):
 def test(model, compiled, data):
     """Evaluates one fed batch, see `train`."""
     parts = _slices.Parts(model, data)
-    states = _States()
+    states = States()
     whole = _forward(model, compiled, parts, states, training=False)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with states.recorded():
@@ -292,10 +196,10 @@ def _forward(model, compiled, parts, states, training):
 def _build(model, data):
     """Makes the variables, which cannot be made in a scope of Keras."""
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-    state = _random_state()
+    state = random_state()
     call = tf.function(lambda x: model(x, training=True), autograph=False)
     call.get_concrete_function(x)
-    _random_state(state)
+    random_state(state)
 
 
 def _added_losses(model):
@@ -548,7 +452,7 @@ def _check_can_repeat(graph):
                 "not. Use `keras.random` or a layer of Keras. "
                 f"Received: the operation {node.op} ('{node.name}')"
             )
-        if node.op.startswith(_WRITES) and _RECORDED not in node.name:
+        if node.op.startswith(_WRITES) and RECORDED not in node.name:
             raise ValueError(
                 "With `gradient_cache=True`, the model is called twice, and a "
                 "`tf.Variable` that it writes to would change twice. Make it "

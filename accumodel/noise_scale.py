@@ -42,13 +42,14 @@ class GradientNoiseScale(keras.callbacks.Callback):
     of the micro-batches of a cycle differ, and does not change the training.
 
     At the end of each epoch it adds three entries to the logs, in samples:
-    `noise_scale`, and the ends of an interval that is to hold it in 9 of 10
-    runs, `noise_scale_low` and `noise_scale_high`. They are `nan` as long as
-    the gradients may be nothing but noise.
+    `noise_scale`, and the ends of an interval, `noise_scale_low` and
+    `noise_scale_high`. They are `nan` as long as the gradients may be nothing
+    but noise. If the weights do not move, the interval holds the noise scale in
+    9 of 10 runs. If it grows, as it does while a model learns, the averages
+    lag behind by about `1 / (1 - decay)` updates.
 
-    It is an order of magnitude, of the loss with its regularizers, at the
-    present weights. It grows while a model learns, needs shuffled data, and
-    says nothing certain of optimizers such as Adam.
+    It is an order of magnitude, of the loss with its regularizers. It needs
+    shuffled data, and says nothing certain of optimizers such as Adam.
 
     Examples:
         >>> inputs = keras.Input((20,))
@@ -175,7 +176,10 @@ class GradientNoiseScale(keras.callbacks.Callback):
     def _nearest(self, value, batch):
         steps = self.model.accum_steps
         if steps == 1:
-            return f"`batch_size={max(1, round(value))}` in `fit`"
+            # It is not known to more than two digits.
+            return (
+                f"`batch_size={max(1, round(float(f'{value:.2g}')))}` in `fit`"
+            )
         return f"`accum_steps={max(1, round(value * steps / batch))}`"
 
 

@@ -308,14 +308,14 @@ MUTANTS = [
     ),
     Mutant(
         "the second pass draws other numbers",
-        "_gradient_cache.py",
+        "_states.py",
         "        self._write(self._before)\n",
         "",
         "test_gradient_cache.py",
     ),
     Mutant(
         "what the loss wrote is lost",
-        "_gradient_cache.py",
+        "_states.py",
         "        self._write(after)\n",
         "",
         "test_gradient_cache.py",

@@ -1,0 +1,107 @@
+"""What a model writes in one step: noted, put back, and written once."""
+
+import contextlib
+import random
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from accumodel._train_step import current_graph
+
+# In the names of the operations that write what is noted.
+RECORDED = "recorded_by_accumodel"
+
+
+class States:
+    """What the model writes in one step, for it to be written once.
+
+    These are variables of Keras, and Python's and NumPy's random numbers, by
+    which a layer may choose what is traced.
+    """
+
+    def __init__(self):
+        self._graph = current_graph()
+        self._variables = {}
+        self._before = {}
+        self._random = random_state()
+        self._scope = None
+        # The layers that gave the losses of a `Forward` to `add_loss`.
+        self.owners: list = []
+
+    def recorded(self):
+        """Returns a scope in which what is written is noted."""
+        # The last one is kept: Keras knows losses by the ids that they have.
+        self._scope = _Recorder(self)
+        return self._scope
+
+    def note(self, variable):
+        """Notes a variable that is about to be written."""
+        self._variables.setdefault(id(variable), variable)
+        if current_graph() is self._graph:
+            self.hold()
+
+    def hold(self):
+        """Reads the variables that are known and were not read yet."""
+        for key, variable in self._variables.items():
+            if key not in self._before:
+                self._before[key] = tf.identity(variable.value)
+
+    @contextlib.contextmanager
+    def put_back(self):
+        """While it is open, all is as before the step began.
+
+        In the end all is as it was when it was opened.
+        """
+        after = {
+            key: tf.identity(self._variables[key].value) for key in self._before
+        }
+        numbers = random_state(self._random)
+        self._write(self._before)
+        yield
+        self._write(after)
+        random_state(numbers)
+
+    def _write(self, values):
+        for key, value in values.items():
+            self._variables[key].assign(value)
+
+
+def random_state(new=None):
+    """Returns the states of Python's and of NumPy's random numbers.
+
+    Args:
+        new: What to set them to, if not `None`.
+    """
+    state = random.getstate(), np.random.get_state()
+    if new is not None:
+        random.setstate(new[0])
+        np.random.set_state(new[1])
+    return state
+
+
+class _Recorder(keras.StatelessScope):
+    """In it, variables of Keras are read and written as without it."""
+
+    def __init__(self, states):
+        super().__init__(collect_losses=True)
+        self._states = states
+
+    def get_current_value(self, variable):
+        with self._left():
+            return variable.value
+
+    def add_update(self, update):
+        variable, value = update
+        with self._left():
+            self._states.note(variable)
+            with tf.name_scope(RECORDED):
+                variable.assign(value)
+
+    @contextlib.contextmanager
+    def _left(self):
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
