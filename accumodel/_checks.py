@@ -124,6 +124,16 @@ def check_remainder(value):
         )
 
 
+def check_accumulates(model, callback):
+    """Raises unless `model` is one that a callback of ours can be used with."""
+    if not hasattr(model, "accum_steps"):
+        raise TypeError(
+            f"`{type(callback).__name__}` needs a model that accumulates, a "
+            "subclass of `accumodel.AccumulatingModel`. "
+            f"Received: model={model}"
+        )
+
+
 def check_compiled(model, name):
     """Raises unless `model` is compiled."""
     if not model.compiled:

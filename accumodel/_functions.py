@@ -40,26 +40,27 @@ def make_train_function(model, make):
 
 def make_test_function(model, make):
     """Makes `model.test_function`, see `make_train_function`."""
-    if model.micro_batch_size is None:
+    is_own = type(model).test_step is keras.Model.test_step
+    # With the cache, a custom one gets the batch whole, as the loss does.
+    is_whole = model._gradient_cache and not is_own
+    if model.micro_batch_size is None or is_whole:
         make(force=True)
     else:
-        is_own = type(model).test_step is keras.Model.test_step
-        step = model.test_step
-        if is_own:
-            step = functools.partial(_micro_batch.test, model)
-        compiled = _compiler(model)
-        step = functools.partial(
-            model._slices.run, compiled(step), notes=is_own
-        )
-        if model._gradient_cache:
-            # A custom one gets the batch whole, as its loss does in training.
-            step = model.test_step
-            if is_own:
-                step = functools.partial(_gradient_cache.test, model, compiled)
-        with _instead_of(model, "test_step", step):
+        with _instead_of(model, "test_step", _cut_test_step(model, is_own)):
             make(force=True)
     if _replicas.is_multi_worker(model.distribute_strategy):
         model.test_function = _keras.with_local_logs(model.test_function)
+
+
+def _cut_test_step(model, is_own):
+    """Returns a `test_step` that cuts a fed batch."""
+    compiled = _compiler(model)
+    if model._gradient_cache:
+        return functools.partial(_gradient_cache.test, model, compiled)
+    step = model.test_step
+    if is_own:
+        step = functools.partial(_micro_batch.test, model)
+    return functools.partial(model._slices.run, compiled(step), notes=is_own)
 
 
 def _make_accumulating(model, make):

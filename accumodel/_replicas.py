@@ -132,6 +132,17 @@ def scope_of(strategy):
     return strategy.scope()
 
 
+def make_sum(shape, dtype, name):
+    """Makes a variable in which each replica keeps its own sum."""
+    return tf.Variable(
+        tf.zeros(shape, dtype),
+        trainable=False,
+        name=name,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+    )
+
+
 def sum_over_replicas(values):
     """Returns a list of tensors, each summed over all replicas, in one go.
 

@@ -58,9 +58,11 @@ class States:
         }
         numbers = random_state(self._random)
         self._write(self._before)
-        yield
-        self._write(after)
-        random_state(numbers)
+        try:
+            yield
+        finally:
+            self._write(after)
+            random_state(numbers)
 
     def _write(self, values):
         for key, value in values.items():

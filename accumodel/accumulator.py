@@ -40,6 +40,7 @@ from accumodel._replicas import check_strategy
 from accumodel._replicas import count_replicas
 from accumodel._replicas import current_strategy
 from accumodel._replicas import local_results
+from accumodel._replicas import make_sum
 from accumodel._replicas import on_each_replica
 from accumodel._replicas import scope_of
 from accumodel._replicas import sum_over_replicas
@@ -162,7 +163,7 @@ class GradientAccumulator(tf.Module):
             # Of each replica: the sum of the weights, by which the sums are
             # divided; the sum of their sizes; and the micro-batches added.
             # float64: it adds up many weights.
-            self._totals = _make_sum((3,), tf.float64, "totals")
+            self._totals = make_sum((3,), tf.float64, "totals")
             self._count = _make_counter("pending_steps")
             self._skipped = _make_counter("skipped_steps")
             self._accum_steps = _make_counter("accum_steps")
@@ -174,7 +175,7 @@ class GradientAccumulator(tf.Module):
             self._unsure = _make_counter("unsure_updates")
             # Of each replica: the parts of the fed batch at hand that were
             # added, and those that were skipped.
-            self._parts = _make_sum((2,), tf.float64, "parts")
+            self._parts = make_sum((2,), tf.float64, "parts")
         self._has_warned = False
 
     @property
@@ -576,18 +577,7 @@ def _make_accumulator(variable):
     variable = tf_variable(variable)
     extended = tf.distribute.get_strategy().extended
     with extended.colocate_vars_with(variable):
-        return _make_sum(variable.shape, dtype, "accumulator")
-
-
-def _make_sum(shape, dtype, name):
-    """Makes a variable in which each replica keeps its own sum."""
-    return tf.Variable(
-        tf.zeros(shape, dtype),
-        trainable=False,
-        name=name,
-        synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=tf.VariableAggregation.SUM,
-    )
+        return make_sum(variable.shape, dtype, "accumulator")
 
 
 def _make_counter(name):

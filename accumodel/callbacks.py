@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import keras
 
 from accumodel._checks import check_accum_steps
+from accumodel._checks import check_accumulates
 from accumodel._keras import flat_layers
 from accumodel.noise_scale import GradientNoiseScale
 
@@ -75,12 +76,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
         self.schedule = schedule
 
     def on_train_begin(self, logs=None):
-        if not hasattr(self.model, "accum_steps"):
-            raise TypeError(
-                "`AccumStepsScheduler` needs a model that accumulates, a "
-                "subclass of `accumodel.AccumulatingModel`. "
-                f"Received: model={self.model}"
-            )
+        check_accumulates(self.model, self)
 
     def on_epoch_begin(self, epoch, logs=None):
         present = self.model.accum_steps

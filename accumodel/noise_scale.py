@@ -22,9 +22,11 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel import _functions
+from accumodel._checks import check_accumulates
 from accumodel._checks import overwrites
 from accumodel._cycles import OWN
 from accumodel._replicas import count_replicas
+from accumodel._replicas import make_sum
 from accumodel._replicas import scope_of
 from accumodel._train_step import current_step
 from accumodel._weighting import count_samples
@@ -90,12 +92,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         model = self.model
-        if not hasattr(model, "accum_steps"):
-            raise TypeError(
-                "`GradientNoiseScale` needs a model that accumulates, a "
-                "subclass of `accumodel.AccumulatingModel`. "
-                f"Received: model={model}"
-            )
+        check_accumulates(model, self)
         if model._gradient_cache:
             raise ValueError(
                 "`GradientNoiseScale` cannot be used with "
@@ -230,12 +227,7 @@ class Meter:
         with scope_of(strategy):
             # Of each replica, and the cycle at hand: the weighted squares, the
             # samples, the micro-batches that weigh something, and all.
-            self.sums = tf.Variable(
-                tf.zeros(4, tf.float64),
-                trainable=False,
-                synchronization=tf.VariableSynchronization.ON_READ,
-                aggregation=tf.VariableAggregation.SUM,
-            )
+            self.sums = make_sum((4,), tf.float64, "noise")
             # Moving averages over cycles, see `average`.
             self._averages = tf.Variable(
                 tf.zeros(9, tf.float64), trainable=False

@@ -6,21 +6,17 @@ turns in one process. Times are of one micro-batch, lower quartiles over the
 rounds, and ratios are ratios of these quartiles.
 """
 
-import itertools
-
 import keras
-import numpy as np
-import rich.progress
 import rich.table
 
 import accumodel
 from accumodel import _functions
 from accumodel.noise_scale import Meter
-from benchmarks.report import make_parser
 from benchmarks.report import report
-from benchmarks.speed import WORKLOADS
+from benchmarks.speed import lower_quartiles
+from benchmarks.speed import make_speed_parser
 from benchmarks.speed import make_step
-from benchmarks.speed import measure
+from benchmarks.speed import measure_models
 
 BATCHES = 8
 
@@ -42,9 +38,7 @@ def make_ways(make, jit):
 
 
 def summarize(times):
-    alone, cache, noise = (
-        float(np.quantile(values, 0.25)) for values in times.values()
-    )
+    alone, cache, noise = lower_quartiles(times).values()
     return {
         "alone": alone,
         "gradient cache": cache,
@@ -69,24 +63,12 @@ def make_table(rows):
 
 
 def main():
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--models", nargs="+", default=["mlp", "cnn", "transformer"]
-    )
-    parser.add_argument(
-        "--jit", nargs="+", choices=("on", "off"), default=["off", "on"]
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--calls", type=int, default=32)
-    arguments = parser.parse_args()
-    rows = []
-    combinations = list(itertools.product(arguments.models, arguments.jit))
-    for model, jit in rich.progress.track(combinations, transient=True):
-        ways = make_ways(WORKLOADS[model], jit == "on")
-        times = measure(ways, arguments.rounds, arguments.calls)
-        rows.append({"model": model, "jit": jit, **summarize(times)})
-        del ways
-        keras.backend.clear_session()
+    models = ["mlp", "cnn", "transformer"]
+    arguments = make_speed_parser(__doc__, models, plot=False).parse_args()
+    rows = [
+        {**of, **summarize(times)}
+        for of, times in measure_models(arguments, make_ways)
+    ]
     report(arguments, rows, make_table(rows))
 
 

@@ -16,6 +16,7 @@ Times are lower quartiles over the rounds, and ratios are ratios of these
 quartiles: other load only ever adds time.
 """
 
+import functools
 import itertools
 import time
 
@@ -199,11 +200,15 @@ def measure(ways, rounds, calls):
     return times
 
 
-def summarize(times, n):
-    """Returns the row of one N: lower quartiles, and their ratios."""
-    quartiles = {
+def lower_quartiles(times):
+    return {
         way: float(np.quantile(values, 0.25)) for way, values in times.items()
     }
+
+
+def summarize(times, n):
+    """Returns the row of one N: lower quartiles, and their ratios."""
+    quartiles = lower_quartiles(times)
     floor, plain = quartiles["floor"], quartiles["plain"]
     limit = floor + (plain - floor) / n + (n - 1) / n * quartiles["add"]
     ours, own = quartiles[f"accumodel {n}"], quartiles.get(f"Keras {n}")
@@ -290,27 +295,39 @@ def plot(rows, path):
     figure.savefig(path, dpi=150)
 
 
-def main():
-    parser = make_parser(__doc__)
-    parser.add_argument("--models", nargs="+", default=list(WORKLOADS))
+def make_speed_parser(description, models, plot=True):
+    """Returns a parser with the options of `measure_models`."""
+    parser = make_parser(description, plot)
+    parser.add_argument("--models", nargs="+", default=models)
     parser.add_argument(
         "--jit", nargs="+", choices=("on", "off"), default=["off", "on"]
     )
-    parser.add_argument("--steps", nargs="+", type=int, default=[1, 2, 8, 32])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=32)
-    arguments = parser.parse_args()
-    rows = []
+    return parser
+
+
+def measure_models(arguments, make_ways):
+    """Yields each model and jit with the times of the ways, see `measure`."""
     combinations = list(itertools.product(arguments.models, arguments.jit))
     for model, jit in rich.progress.track(combinations, transient=True):
-        ways = make_ways(WORKLOADS[model], jit == "on", arguments.steps)
+        ways = make_ways(WORKLOADS[model], jit == "on")
         times = measure(ways, arguments.rounds, arguments.calls)
-        rows += [
-            {"model": model, "jit": jit, **summarize(times, n)}
-            for n in arguments.steps
-        ]
+        yield {"model": model, "jit": jit}, times
         del ways
         keras.backend.clear_session()
+
+
+def main():
+    parser = make_speed_parser(__doc__, list(WORKLOADS))
+    parser.add_argument("--steps", nargs="+", type=int, default=[1, 2, 8, 32])
+    arguments = parser.parse_args()
+    make = functools.partial(make_ways, steps=arguments.steps)
+    rows = [
+        {**of, **summarize(times, n)}
+        for of, times in measure_models(arguments, make)
+        for n in arguments.steps
+    ]
     report(arguments, rows, make_table(rows), plot)
 
 

@@ -228,6 +228,21 @@ def test_benchmarks_run_and_write_figures_and_picture(command, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_features_compares_them_with_slices(tmp_path):
+    path = tmp_path / "figures.json"
+    arguments = f"--models tiny --jit off --rounds=1 --calls=8 --json={path}"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.features", *arguments.split()],
+        cwd=ROOT,
+        timeout=300,
+        check=True,
+    )
+    (row,) = json.loads(path.read_text())
+    ratio = row["gradient cache"] / row["alone"]
+    assert row["cache / alone"] == pytest.approx(ratio)
+
+
+@pytest.mark.slow
 def test_the_benchmark_of_workers_counts_one_reduction_in_a_cycle(tmp_path):
     path = tmp_path / "figures.json"
     arguments = f"--models embedding --steps 2 --rounds=1 --json={path}"

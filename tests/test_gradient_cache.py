@@ -207,7 +207,7 @@ CASES = {
         True,
     ),
     "triplets": (Case(loss=lambda: triplets), True),
-    "Dice": (
+    "Tversky": (
         Case(
             make=two_outputs,
             data=two_targets,
@@ -758,7 +758,7 @@ def test_the_size_cannot_be_taken_away():
     assert model.micro_batch_size == 8
 
 
-class WithScale(AccumulatingModel):
+class OneLayer(AccumulatingModel):
     def __init__(self):
         super().__init__()
         self.dense = keras.layers.Dense(CLASSES)
@@ -767,38 +767,38 @@ class WithScale(AccumulatingModel):
         return self.dense(inputs)
 
 
-class OutputOfAnotherLength(WithScale):
+class OutputOfAnotherLength(OneLayer):
     def call(self, inputs):
         return {"z": self.dense(inputs), "scale": ops.ones(())}
 
 
-class Codebook(WithScale):
+class Codebook(OneLayer):
     def call(self, inputs):
         return [self.dense(inputs), self.dense.kernel * 1.0]
 
 
-class OfFeatures(WithScale):
+class OfFeatures(OneLayer):
     def call(self, inputs):
         self.add_loss(ops.mean(inputs**2, axis=0))
         return self.dense(inputs)
 
 
-class Longer(WithScale):
+class Longer(OneLayer):
     def call(self, inputs):
         return self.dense(ops.reshape(inputs, (-1, FEATURES // 2)))
 
 
-class Ragged(WithScale):
+class Ragged(OneLayer):
     def call(self, inputs):
         return tf.RaggedTensor.from_tensor(self.dense(inputs))
 
 
-class TensorFlowNoise(WithScale):
+class TensorFlowNoise(OneLayer):
     def call(self, inputs):
         return self.dense(inputs + tf.random.normal(tf.shape(inputs)))
 
 
-class Counts(WithScale):
+class Counts(OneLayer):
     def __init__(self):
         super().__init__()
         self.count = tf.Variable(0.0, trainable=False)
