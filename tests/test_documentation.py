@@ -204,6 +204,16 @@ def test_the_demonstration_refuses_sizes_that_make_no_sense(arguments, capsys):
     assert arguments[0].split("=")[0] in capsys.readouterr().err
 
 
+def run_benchmark(command):
+    """Runs `benchmarks.NAME ARGUMENTS`; the paths in it have no spaces."""
+    subprocess.run(
+        [sys.executable, "-m", *f"benchmarks.{command}".split()],
+        cwd=ROOT,
+        timeout=300,
+        check=True,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
@@ -217,12 +227,7 @@ def test_the_demonstration_refuses_sizes_that_make_no_sense(arguments, capsys):
 def test_benchmarks_run_and_write_figures_and_picture(command, tmp_path):
     paths = tmp_path / "figures.json", tmp_path / "picture.png"
     outputs = [f"--json={paths[0]}", f"--plot={paths[1]}"]
-    subprocess.run(
-        [sys.executable, "-m", *f"benchmarks.{command}".split(), *outputs],
-        cwd=ROOT,
-        timeout=300,
-        check=True,
-    )
+    run_benchmark(f"{command} {' '.join(outputs)}")
     assert len(json.loads(paths[0].read_text())) >= 4
     assert paths[1].stat().st_size > 10_000
 
@@ -230,12 +235,8 @@ def test_benchmarks_run_and_write_figures_and_picture(command, tmp_path):
 @pytest.mark.slow
 def test_the_benchmark_of_features_compares_them_with_slices(tmp_path):
     path = tmp_path / "figures.json"
-    arguments = f"--models tiny --jit off --rounds=1 --calls=8 --json={path}"
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.features", *arguments.split()],
-        cwd=ROOT,
-        timeout=300,
-        check=True,
+    run_benchmark(
+        f"features --models tiny --jit off --rounds=1 --calls=8 --json={path}"
     )
     (row,) = json.loads(path.read_text())
     ratio = row["gradient cache"] / row["alone"]
@@ -245,12 +246,8 @@ def test_the_benchmark_of_features_compares_them_with_slices(tmp_path):
 @pytest.mark.slow
 def test_the_benchmark_of_workers_counts_one_reduction_in_a_cycle(tmp_path):
     path = tmp_path / "figures.json"
-    arguments = f"--models embedding --steps 2 --rounds=1 --json={path}"
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.distributed", *arguments.split()],
-        cwd=ROOT,
-        timeout=300,
-        check=True,
+    run_benchmark(
+        f"distributed --models embedding --steps 2 --rounds=1 --json={path}"
     )
     (row,) = json.loads(path.read_text())
     assert row["one a cycle"]["reductions"] == 0.5
