@@ -110,7 +110,9 @@ def _train(model, train_step, data):
             model._overrides("train_step")
             or model._overrides("compute_gradients")
         )
-        return model._slices.train(train_step, data, notes=is_own)
+        return model._slices.train(
+            train_step, data, notes=is_own, compiled=_compiler(model)
+        )
     model._loss_weights.forget()
     with one_train_step(data):
         return train_step(data)
@@ -134,15 +136,19 @@ def _instead_of(model, name, step):
 
 def _compiler(model):
     """Returns what compiles a step of a micro-batch, if it is to be."""
-    if model.jit_compile and _replicas.can_compile(model.distribute_strategy):
-        return _compiled
+    strategy = model.distribute_strategy
+    if model.jit_compile and _replicas.can_compile(strategy):
+        return functools.partial(_traced_once, jit_compile=True)
+    is_cut = model.micro_batch_size is not None and not model.run_eagerly
+    if is_cut and strategy.num_replicas_in_sync == 1:
+        return _traced_once  # for a batch with and without a cut
     return lambda step: step
 
 
-def _compiled(step):
-    """Returns a step of a micro-batch, compiled by XLA by itself."""
+def _traced_once(step, jit_compile=None):
+    """Returns a step of a micro-batch as a function of TensorFlow by itself."""
     function = tf.function(
-        step, jit_compile=True, reduce_retracing=True, autograph=False
+        step, jit_compile=jit_compile, reduce_retracing=True, autograph=False
     )
     # A bare `tf.function` would be tracked, and exported.
     return lambda data: function(data)

@@ -87,17 +87,59 @@ class Slices:
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
         self.size.assign(value)
 
-    def train(self, step, data, notes):
-        """Calls a `train_step` with each part, and ends the fed batch.
+    def train(self, step, data, notes, compiled):
+        """Trains on a fed batch, in parts if it is larger than one.
 
         Args:
             step: Function of a part. Returns a dict, the logs.
             data: The fed batch.
-            notes: Bool. Whether `step` calls `note_losses`.
+            notes: Bool. Whether `step` is that of accumodel, which calls
+                `note_losses`.
+            compiled: Function. Compiles a function of one argument, or returns
+                it.
 
         Returns:
             Dict of scalars, the logs.
         """
+        if not notes or not self._may_train_whole():
+            return self._train_parts(step, data, notes)
+        is_cut = Parts(self._model, data).count > 1
+        return tf.cond(
+            is_cut | self._model._accumulator._continues_cycle(),
+            lambda: self._train_parts(step, data, notes),
+            lambda: compiled(self._train_whole)(data),
+        )
+
+    def _may_train_whole(self):
+        """Whether a batch that needs no cut may go without the sums.
+
+        They cost a model with many parameters and few samples a fifth of the
+        step.
+        """
+        model = self._model
+        return (
+            count_replicas() == 1
+            and model._accumulator is not None
+            and not model._accumulator._is_large()
+            and not model._skip_nonfinite
+            and model._meter is None
+            and not model._overrides("slice_data")
+        )
+
+    def _train_whole(self, data):
+        """Trains on a fed batch of one part, and updates at once."""
+        model = self._model
+        held = self._hold_losses(notes=True)
+        with _noting(True):
+            gradients, _, logs = model._gradient_function(data)
+        pairs = zip(gradients, model.trainable_variables, strict=True)
+        model.optimizer.apply_gradients(pairs)
+        losses = self._take_losses(notes=True)
+        self._release_losses(held, losses, data, _count_samples(data))
+        return self._logs_of_batch(logs)
+
+    def _train_parts(self, step, data, notes):
+        """Calls a `train_step` with each part, and ends the fed batch."""
         batch = FedBatch()
 
         def train_part(part):
@@ -123,11 +165,8 @@ class Slices:
 
         def run_part(i):
             part = parts.cut(i)
-            token = _notes.set(notes)
-            try:
+            with _noting(notes):
                 logs = step(part)
-            finally:
-                _notes.reset(token)
             return logs, self._take_losses(notes)
 
         if not tf.executing_eagerly():
@@ -144,6 +183,10 @@ class Slices:
         if not notes:
             return logs
         self._release_losses(held, losses, data, parts.samples)
+        return self._logs_of_batch(logs)
+
+    def _logs_of_batch(self, logs):
+        """Returns the logs of a fed batch, given those of its last part."""
         results = self._model.get_metrics_result()
         if self._model._overrides("compute_metrics"):
             # Its other logs may have names of metrics, too.
@@ -201,6 +244,15 @@ class Slices:
             tracker.update_state(loss, sample_weight=weight)
             # Keras weighs the loss of an output by what it knows when traced.
             weight = first_leaf(data).shape[0]
+
+
+@contextlib.contextmanager
+def _noting(notes):
+    token = _notes.set(notes)
+    try:
+        yield
+    finally:
+        _notes.reset(token)
 
 
 def note_losses(model, loss, weight, x):

@@ -272,6 +272,10 @@ class GradientAccumulator(tf.Module):
         self._totals.assign(tf.zeros(3, tf.float64))
         self._count.assign(0)
 
+    def _continues_cycle(self):
+        """Whether the next fed batch is not a cycle of its own."""
+        return (self._count > 0) | (self._accum_steps > 1)
+
     def _reset_if_broken(self):
         """Forgets the cycle if the last fed batch was added in part only."""
         with scope_of(self._fixed.strategy):
@@ -504,13 +508,23 @@ class GradientAccumulator(tf.Module):
             return update if self._pays_to_compile(update) else compiled(None)
         return compiled(self._jit_compile or None)
 
-    def _pays_to_compile(self, update):
-        # Without XLA an optimizer makes one pass over the parameters for each
-        # of its operations: Adam over 23 million takes 65 ms, and 24 with XLA
-        # (2 cores). On GPU, Keras turns on `jit_compile` by default, so `False`
-        # there is deliberate.
+    def _is_large(self):
+        """Whether the update is worth compiling, if nothing else is compiled.
+
+        Without XLA an optimizer makes one pass over the parameters for each of
+        its operations: Adam over 23 million takes 65 ms, and 24 with XLA (2
+        cores). On GPU, Keras turns on `jit_compile` by default, so `False`
+        there is deliberate.
+        """
         parameters = sum(v.shape.num_elements() for v in self._sums)
-        if parameters < _MANY or tf.config.list_physical_devices("GPU"):
+        return (
+            self._jit_compile == "auto"
+            and parameters >= _MANY
+            and not tf.config.list_physical_devices("GPU")
+        )
+
+    def _pays_to_compile(self, update):
+        if not self._is_large():
             return False
         try:
             with tf.init_scope(), warnings.catch_warnings():

@@ -21,6 +21,8 @@ from cases import dense
 from cases import masked_and_not
 from cases import tokens_for_two
 from cases import train
+from cases import two_outputs
+from cases import two_targets
 from cases import updates
 from cases import with_an_overflow
 from conftest import NO_COUNTS
@@ -374,6 +376,53 @@ def test_with_accum_steps_fed_batches_make_a_cycle(samples, tmp_path):
     for each in (model, loaded):
         each.train_on_batch(x[32:64], y[32:64])
         assert distance(each, reference) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_a_batch_that_needs_no_cut_is_updated_at_once(jit_compile):
+    x, targets = two_targets(40, np.random.default_rng(0))
+
+    def train_on(model, begin, end):
+        part = {name: each[begin:end] for name, each in targets.items()}
+        return model.train_on_batch(x[begin:end], part, return_dict=True)
+
+    def sums(model):
+        return int(model._accumulator._given.numpy().sum())
+
+    models = []
+    for model_class, kwargs in (
+        (keras.Model, {}),
+        (AccumulatingModel, {"micro_batch_size": 8}),
+    ):
+        keras.utils.set_random_seed(0)
+        model = two_outputs(model_class)
+        model.compile(
+            "adam",
+            {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+            metrics={"kind": ["accuracy"], "size": ["mae"]},
+            jit_compile=jit_compile,
+            **kwargs,
+        )
+        models.append(model)
+    reference, model = models
+    dataset = tf.data.Dataset.from_tensor_slices((x, targets)).batch(7)
+    histories = [
+        each.fit(dataset, shuffle=False, verbose=0).history for each in models
+    ]
+    check_logs(*reversed(histories))
+    assert sums(model) == 0
+    check_logs(train_on(model, 0, 24), train_on(reference, 0, 24))
+    assert sums(model) > 0
+    # In the middle of a cycle it goes into the sums.
+    model.accum_steps = 2
+    train_on(model, 0, 8)
+    model.accum_steps = 1
+    train_on(model, 8, 16)
+    train_on(reference, 0, 16)
+    assert distance(model, reference) < 1e-6
+    assert updates(model) == updates(reference) == 8
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
