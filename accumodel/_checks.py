@@ -18,14 +18,14 @@ def check_accum_steps(value):
 
 
 def check_micro_batch_size(value):
-    """Returns `value` as an int or `None`, or says what is wrong with it."""
-    if value is None:
-        return None
+    """Returns `value`, an int as an `int`, or says what is wrong with it."""
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return value
     return _check_positive(
         "micro_batch_size",
         value,
-        "`None` or a positive integer, the largest number of samples that go "
-        "through the model at once",
+        'a positive integer, the largest number of samples that go through the '
+        'model at once, `"auto"` or `None`',
     )
 
 
@@ -79,6 +79,23 @@ def check_gradient_cache(model, value, micro_batch_size, skip_nonfinite):
                 "gradients of the model. Override `compute_loss` instead. "
                 f"Received: a model of {type(model).__name__}"
             )
+
+
+def check_auto(model, is_multi_worker):
+    """Refuses what `micro_batch_size="auto"` cannot be used with."""
+    if is_multi_worker:
+        raise ValueError(
+            '`micro_batch_size="auto"` cannot be used with several workers, of '
+            "which one may run out of memory alone. Use an int. "
+            f"Received: strategy={model.distribute_strategy}"
+        )
+    if model._overrides("train_step"):
+        raise ValueError(
+            '`micro_batch_size="auto"` cannot be used with a custom '
+            "`train_step`, which may have changed something when memory runs "
+            "out. Use an int, or override `compute_gradients` instead. "
+            f"Received: a model of {type(model).__name__}"
+        )
 
 
 def check_can_slice(model, layers, replicas):

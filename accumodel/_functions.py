@@ -48,6 +48,8 @@ def make_test_function(model, make):
     else:
         with _instead_of(model, "test_step", _cut_test_step(model, is_own)):
             make(force=True)
+    if model._search is not None:
+        model.test_function = _searching(model, model.test_function)
     if _replicas.is_multi_worker(model.distribute_strategy):
         model.test_function = _keras.with_local_logs(model.test_function)
 
@@ -60,6 +62,10 @@ def _cut_test_step(model, is_own):
     step = model.test_step
     if is_own:
         step = functools.partial(_micro_batch.test, model)
+    if model._search is not None:
+        return functools.partial(
+            model._search.test, step, notes=is_own, compiled=compiled
+        )
     return functools.partial(model._slices.run, compiled(step), notes=is_own)
 
 
@@ -78,6 +84,8 @@ def _make_accumulating(model, make):
     with _instead_of(model, "train_step", step):
         make(force=True)
     train_function = model.train_function
+    if model._search is not None:
+        train_function = _searching(model, train_function)
 
     def train(iterator):
         model._cycles.is_live = True
@@ -91,6 +99,11 @@ def _make_accumulating(model, make):
             raise
 
     model.train_function = train
+
+
+def _searching(model, function):
+    """Returns a function of Keras that retries when memory runs out."""
+    return lambda batches: model._search.run(function, batches)
 
 
 def make_again(model):
@@ -110,9 +123,10 @@ def _train(model, train_step, data):
             model._overrides("train_step")
             or model._overrides("compute_gradients")
         )
-        return model._slices.train(
-            train_step, data, notes=is_own, compiled=_compiler(model)
-        )
+        compiled = _compiler(model)
+        if model._search is not None:
+            return model._search.train(data, is_own, compiled)
+        return model._slices.train(train_step, data, is_own, compiled)
     model._loss_weights.forget()
     with one_train_step(data):
         return train_step(data)

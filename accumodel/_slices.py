@@ -32,23 +32,27 @@ _notes: contextvars.ContextVar = contextvars.ContextVar("notes", default=False)
 
 
 class Parts:
-    """The parts of one fed batch.
+    """The parts of one fed batch, or of what is left of it.
 
     Args:
         model: The `AccumulatingModel`.
         data: The fed batch.
+        first: Scalar int64 tensor. The first sample that is left.
     """
 
-    def __init__(self, model, data):
+    def __init__(self, model, data, first=0):
         self._model = model
         self.data = data
         self.samples = _count_samples(data)
-        self.count = tf.maximum(-(-self.samples // model._slices.size), 1)
+        self._first = first
+        left = self.samples - first
+        self.count = tf.maximum(-(-left // model._slices.size), 1)
 
     def bounds(self, i):
         """Returns the first sample of a part, and the first after it."""
-        samples, parts = self.samples, self.count
-        return i * samples // parts, (i + 1) * samples // parts
+        first, parts = self._first, self.count
+        left = self.samples - first
+        return first + i * left // parts, first + (i + 1) * left // parts
 
     def share(self, i):
         """Returns how much of the samples are in a part."""
@@ -129,14 +133,14 @@ class Slices:
     def _train_whole(self, data):
         """Trains on a fed batch of one part, and updates at once."""
         model = self._model
-        held = self._hold_losses(notes=True)
-        with _noting(True):
+        held = self.hold_losses(notes=True)
+        with noting(True):
             gradients, _, logs = model._gradient_function(data)
         pairs = zip(gradients, model.trainable_variables, strict=True)
         model.optimizer.apply_gradients(pairs)
-        losses = self._take_losses(notes=True)
-        self._release_losses(held, losses, data, _count_samples(data))
-        return self._logs_of_batch(logs)
+        losses = self.take_losses(notes=True)
+        self.release_losses(held, losses, data, _count_samples(data))
+        return self.logs_of_batch(logs)
 
     def _train_parts(self, step, data, notes):
         """Calls a `train_step` with each part, and ends the fed batch."""
@@ -165,27 +169,22 @@ class Slices:
 
         def run_part(i):
             part = parts.cut(i)
-            with _noting(notes):
+            with noting(notes):
                 logs = step(part)
-            return logs, self._take_losses(notes)
+            return logs, self.take_losses(notes)
 
-        if not tf.executing_eagerly():
-            # Traced before the loop, which must know what the logs will be.
-            function = tf.function(run_part, autograph=False)
-            run_part = function.get_concrete_function(
-                tf.TensorSpec((), tf.int64)
-            )
+        run_part = trace(run_part)
         # A data set of unknown length ends with a run without data, in which
         # nothing may change.
         with tf.control_dependencies([parts.samples]):
-            held = self._hold_losses(notes)
-        logs, losses = _run_all(run_part, parts.count)
+            held = self.hold_losses(notes)
+        logs, losses = run_all(run_part, parts.count)
         if not notes:
             return logs
-        self._release_losses(held, losses, data, parts.samples)
-        return self._logs_of_batch(logs)
+        self.release_losses(held, losses, data, parts.samples)
+        return self.logs_of_batch(logs)
 
-    def _logs_of_batch(self, logs):
+    def logs_of_batch(self, logs):
         """Returns the logs of a fed batch, given those of its last part."""
         results = self._model.get_metrics_result()
         if self._model._overrides("compute_metrics"):
@@ -201,7 +200,7 @@ class Slices:
     def _trackers(self, notes):
         return _keras.loss_trackers(self._model) if notes else []
 
-    def _hold_losses(self, notes):
+    def hold_losses(self, notes):
         """Empties the trackers, and returns what was in them."""
         trackers = self._trackers(notes)
         held = {
@@ -212,7 +211,7 @@ class Slices:
             tracker.reset_state()
         return held
 
-    def _take_losses(self, notes):
+    def take_losses(self, notes):
         """Empties the trackers, and returns what `note_losses` put in them."""
         trackers = self._trackers(notes)
         losses = [
@@ -227,7 +226,7 @@ class Slices:
             tracker.reset_state()
         return losses
 
-    def _release_losses(self, held, losses, data, samples):
+    def release_losses(self, held, losses, data, samples):
         """Updates the trackers with the losses of the fed batch, as Keras."""
         weight = samples
         for i, tracker in enumerate(_keras.loss_trackers(self._model)):
@@ -247,7 +246,7 @@ class Slices:
 
 
 @contextlib.contextmanager
-def _noting(notes):
+def noting(notes):
     token = _notes.set(notes)
     try:
         yield
@@ -430,7 +429,18 @@ def loop(body, parts, state, shapes=None):
     return state
 
 
-def _run_all(run_part, parts):
+def trace(run_part):
+    """Returns a function of the number of a part, traced if this is a graph.
+
+    A loop must know before it begins what its state will be.
+    """
+    if tf.executing_eagerly():
+        return run_part
+    function = tf.function(run_part, autograph=False)
+    return function.get_concrete_function(tf.TensorSpec((), tf.int64))
+
+
+def run_all(run_part, parts):
     """Returns the logs of the last part, and the sum of the losses of all."""
 
     def body(i, _, losses):
@@ -439,7 +449,7 @@ def _run_all(run_part, parts):
 
     if tf.executing_eagerly():
         return loop(body, parts, (None, 0.0))
-    # Of the right shape; there is at least one part.
+    # Of the right shape; what they hold is not used.
     specs = run_part.structured_outputs
     zeros = tf.nest.map_structure(
         lambda spec: tf.zeros(

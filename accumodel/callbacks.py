@@ -137,6 +137,8 @@ class EndOfCycle(keras.callbacks.Callback):
             # The length of the data was not known before.
             self._warn_of_short_epochs(self._batches)
         self._end_cycle()
+        if self.model.micro_batch_size == "auto" and logs is not None:
+            logs["micro_batch_size"] = self.model.current_micro_batch_size
 
     def _end_cycle(self):
         if self.model._remainder == "apply":
@@ -164,7 +166,7 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def _warn_of_layers(self):
         layers = [layer for layer in flat_layers(self.model) if layer.trainable]
-        sizes = (self._batch_size, self.model.micro_batch_size)
+        sizes = (self._batch_size, self.model.current_micro_batch_size)
         samples = min((size for size in sizes if size), default=_FEW_SAMPLES)
         if samples < _FEW_SAMPLES and any(
             isinstance(layer, keras.layers.BatchNormalization)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
+from accumodel import _auto
 from accumodel import _checks
 from accumodel import _construction
 from accumodel import _cycles
@@ -76,7 +77,8 @@ class AccumulatingModel(keras.Model):
     test_function: Callable | None
     # Keras's loaders ask for these before `compile`, so the class has them.
     _accum_steps = 1
-    _micro_batch_size: int | None = None
+    _micro_batch_size: int | typing.Literal["auto"] | None = None
+    _search: _auto.Search | None = None  # of `micro_batch_size="auto"`
     _gradient_cache = False
     _remainder = "apply"
     _skip_nonfinite = False
@@ -132,7 +134,7 @@ class AccumulatingModel(keras.Model):
         self,
         *args: typing.Any,
         accum_steps: int = 1,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | typing.Literal["auto"] | None = None,
         gradient_cache: bool = False,
         remainder: typing.Literal["apply", "carry", "drop"] = "apply",
         skip_nonfinite: bool = False,
@@ -144,10 +146,13 @@ class AccumulatingModel(keras.Model):
             *args: Positional arguments of `keras.Model.compile`.
             accum_steps: Positive int. Batches that `fit` feeds for one update.
                 Defaults to `1`.
-            micro_batch_size: Positive int or `None`. The most samples that go
-                through the model at once, on each replica: a batch that `fit`
-                or `evaluate` feeds is cut into parts as equal as can be.
-                Defaults to `None`: it is not cut.
+            micro_batch_size: Positive int, `"auto"` or `None`. The most samples
+                that go through the model at once, on each replica: a batch that
+                `fit` or `evaluate` feeds is cut into parts as equal as can be.
+                `"auto"` begins with whole batches, halves the size when memory
+                runs out, and goes on with the same batch. On a CPU the system
+                often ends the process instead; recovery on GPUs has not been
+                measured. Defaults to `None`: no batch is cut.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
                 from all samples of a batch, by a second forward pass (Gao et
                 al. 2021, arXiv 2101.06983). Defaults to `False`.
@@ -164,8 +169,8 @@ class AccumulatingModel(keras.Model):
             **kwargs: Keyword arguments of `keras.Model.compile`.
 
         Raises:
-            TypeError: If `accum_steps` or `micro_batch_size` is not an int, or
-                if another base class has a custom `train_step`, which would not
+            TypeError: If `accum_steps` or `micro_batch_size` has another type,
+                or if another base class has a custom `train_step`, which would not
                 be called.
             ValueError: If an argument has no meaning, or cannot be right with
                 the optimizer, the `tf.distribute` strategy or the other
@@ -177,20 +182,20 @@ class AccumulatingModel(keras.Model):
             self, gradient_cache, micro_batch_size, skip_nonfinite
         )
         _checks.check_remainder(remainder)
-        slices = micro_batch_size is not None
-        accumulates = accum_steps > 1 or slices or skip_nonfinite
+        accumulates = (
+            accum_steps > 1 or micro_batch_size is not None or skip_nonfinite
+        )
         try:
             super().compile(*args, **kwargs)
             _checks.check_optimizer(self.optimizer, skip_nonfinite)
             if accumulates:
-                self._check_can_accumulate(slices)
+                self._check_can_accumulate(micro_batch_size)
         except BaseException:
             self.compiled = False
             raise
         self._accum_steps = accum_steps
-        self._micro_batch_size = micro_batch_size
-        if slices:
-            self._slices.set_size(micro_batch_size)
+        self._search = None
+        self._set_micro_batch_size(micro_batch_size)
         self._gradient_cache = gradient_cache
         self._remainder = remainder
         self._skip_nonfinite = skip_nonfinite
@@ -217,38 +222,63 @@ class AccumulatingModel(keras.Model):
         _checks.check_compiled(self, "accum_steps")
         begins = value > 1 and not self._accumulates
         if begins:
-            self._check_can_accumulate(slices=False)
+            self._check_can_accumulate(self._micro_batch_size)
         self._accum_steps = value
         self._cycles.set_accum_steps(value)
         if begins:
             self._begin_to_accumulate()
 
     @property
-    def micro_batch_size(self) -> int | None:
-        """Int or `None`. Samples that go through the model at once.
+    def micro_batch_size(self) -> int | typing.Literal["auto"] | None:
+        """Int, `"auto"` or `None`. Samples that go through the model at once.
 
         It may be set between or during fits and takes effect with the next
-        batch, without retracing, except if it changes from or to `None`.
+        batch, without retracing, except if it changes from or to `"auto"` or
+        `None`. Set to `"auto"` again, it begins with whole batches again.
 
         Raises:
-            TypeError: If it is set to something other than an int or `None`.
+            TypeError: If it is set to something of another type.
             ValueError: If it is set to less than 1, before `compile`, or for
                 layers that cannot be right in micro-batches.
         """
         return self._micro_batch_size
 
     @micro_batch_size.setter
-    def micro_batch_size(self, value: int | None) -> None:
+    def micro_batch_size(
+        self, value: int | typing.Literal["auto"] | None
+    ) -> None:
         value = _checks.check_micro_batch_size(value)
         _checks.check_compiled(self, "micro_batch_size")
         _checks.check_gradient_cache(self, self._gradient_cache, value, False)
         if value is not None:
-            self._check_can_accumulate(slices=True)
-            self._slices.set_size(value)
-        before, self._micro_batch_size = self._micro_batch_size, value
-        if (before is None) != (value is None):
+            self._check_can_accumulate(value)
+        before = self._micro_batch_size
+        self._set_micro_batch_size(value)
+        if {before, value} & {None, "auto"} and before != value:
             self._accumulates = True
             _functions.make_again(self)
+
+    def _set_micro_batch_size(self, value):
+        self._micro_batch_size = value
+        if value != "auto":
+            self._search = None
+            if value is not None:
+                self._slices.set_size(value)
+        elif self._search is not None:
+            self._search.restart()
+        else:
+            self._search = _auto.Search(self)
+
+    @property
+    def current_micro_batch_size(self) -> int | None:
+        """Int or `None`. The `micro_batch_size` in use.
+
+        With `"auto"` it is the most samples that have gone through the model
+        at once, on each replica, or `None` before the first batch.
+        """
+        if self._search is not None:
+            return self._search.largest
+        return self._micro_batch_size
 
     @property
     def pending_steps(self) -> int:
@@ -540,12 +570,14 @@ class AccumulatingModel(keras.Model):
         if self._loss_weights.share(y, sample_weight) and self._accumulates:
             self.train_function = None  # it was traced for the other case
 
-    def _check_can_accumulate(self, slices):
+    def _check_can_accumulate(self, micro_batch_size):
         strategy = self.distribute_strategy
         _replicas.check_strategy(strategy, self.steps_per_execution)
         if type(self).train_step is AccumulatingModel.train_step:
             _checks.check_train_step(type(self), super().train_step)
-        if slices:
+        if micro_batch_size == "auto":
+            _checks.check_auto(self, _replicas.is_multi_worker(strategy))
+        if micro_batch_size is not None:
             layers = _keras.flat_layers(self)
             _checks.check_can_slice(self, layers, strategy.num_replicas_in_sync)
 

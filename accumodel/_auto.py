@@ -1,0 +1,368 @@
+"""`micro_batch_size="auto"`: the largest micro-batch that fits, with no loss.
+
+When memory runs out, the size is halved, and the step is called again with the
+same fed batch. It goes on where it stopped, because each part is a transaction:
+
+    for each part of the fed batch that is left:
+        compute it              # writes nothing, and may run out of memory
+        mark that writing begins
+        write all of it         # sums, losses, batch norm, seeds, metrics
+        note the sample that is reached
+    mark that the fed batch ends
+    count it, and update if the cycle is full
+
+What a step was doing when it failed is known from these marks, of each replica.
+"""
+
+import functools
+import warnings
+
+import keras
+import tensorflow as tf
+
+from accumodel import _keras
+from accumodel import _slices
+from accumodel._replicas import across_replicas
+from accumodel._replicas import local_results
+from accumodel._replicas import make_sum
+from accumodel._replicas import scope_of
+from accumodel._states import random_state
+from accumodel._train_step import FedBatch
+from accumodel._train_step import one_train_step
+
+# More samples than any batch has.
+_ALL = 2**40
+
+# What a replica does.
+_COMPUTES, _WRITES, _ENDS = range(3)
+
+_WHILE_WRITING = (
+    "Out of memory while the gradients of a micro-batch were added. The pending "
+    "cycle is dropped, and the weights are those of the last update. Give an "
+    "int: `compile(micro_batch_size=...)`."
+)
+_WHILE_ENDING = (
+    "Out of memory while the optimizer made an update, after all micro-batches "
+    "of the batch. A smaller `micro_batch_size` does not help. Some weights may "
+    "be updated and others not: load the last checkpoint, and use an optimizer "
+    "that needs less memory, or a smaller model."
+)
+_ONE_SAMPLE = (
+    'Out of memory with one sample: `micro_batch_size="auto"` cannot make '
+    "micro-batches smaller. Use a smaller model, smaller or shorter samples, or "
+    "`mixed_bfloat16`. No weights have changed since the last update."
+)
+
+# How GPUs say it when they do not raise a `ResourceExhaustedError`.
+_TEXTS = (
+    "cublas_status_alloc_failed",
+    "cuda_error_out_of_memory",
+    "cudnn_status_alloc_failed",
+    "failed to allocate",
+    "no algorithm worked",
+    "out of memory",
+    "resource_exhausted",
+)
+
+
+def is_out_of_memory(error):
+    """Whether an error of a step says that memory ran out."""
+    if isinstance(error, MemoryError | tf.errors.ResourceExhaustedError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, tf.errors.OpError) and any(
+        each in text for each in _TEXTS
+    )
+
+
+class Search:
+    """The search for the largest micro-batch that fits.
+
+    Args:
+        model: The `AccumulatingModel`.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        self._strategy = model.distribute_strategy
+        with tf.init_scope(), scope_of(self._strategy):
+            # Of each replica: the sample that is reached, and what it does.
+            self._place = make_sum((2,), tf.int64, "place")
+        # Of each replica: the sums of the losses of the fed batch.
+        self._losses = None
+        # The variables that parts write, by their ids, each with a number.
+        self._written: dict = {}
+        self.restart()
+
+    def restart(self):
+        """Begins with whole batches."""
+        # The most samples that went through the model at once, or `None`.
+        self.largest = None
+        self._set_size(_ALL)
+
+    def _set_size(self, size):
+        self._size = size
+        self._model._slices.set_size(size)
+
+    # -- in Python, around the step --------------------------------------------
+
+    def run(self, function, batches):
+        """Calls a function that trains or tests, until memory suffices.
+
+        Args:
+            function: That of Keras, which takes an iterator.
+            batches: Iterator over batches. What it raises is not retried.
+
+        Returns:
+            Dict of scalars, the logs of the last batch.
+        """
+        logs = None
+        for _ in range(self._model.steps_per_execution):
+            data = next(batches, None)
+            if data is not None:
+                logs = self._run_one(function, data)
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    def _run_one(self, function, data):
+        samples = self._count_samples(data)
+        self._place.assign(tf.zeros(2, tf.int64))
+        logs = None
+        while logs is None:
+            try:
+                logs = function(iter([data]))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._shrink(samples, error)
+        largest = max(_largest_part(each, self._size) for each in samples)
+        self.largest = max(largest, self.largest or 0)
+        return logs
+
+    def _count_samples(self, data):
+        """Returns the samples of each replica in a list."""
+        with scope_of(self._strategy):
+            leaves = keras.tree.map_structure(local_results, data)
+        parts = [
+            keras.tree.map_structure_up_to(data, lambda each, i=i: each[i], leaves)
+            for i in range(len(local_results(self._place)))
+        ]
+        return [int(_slices.first_leaf(part).shape[0]) for part in parts]
+
+    def _shrink(self, samples, error):
+        """Halves the size, or says why that would not help."""
+        with scope_of(self._strategy):
+            places = [each.numpy() for each in local_results(self._place)]
+        if any(doing == _WRITES for _, doing in places):
+            self._give_up(_WHILE_WRITING, error)
+        if all(doing == _ENDS for _, doing in places):
+            self._give_up(_WHILE_ENDING, error)
+        failed = max(
+            _largest_part(each - first, self._size)
+            for each, (first, doing) in zip(samples, places, strict=True)
+            if doing == _COMPUTES
+        )
+        if failed <= 1:
+            self._give_up(_ONE_SAMPLE, error)
+        self._set_size(-(-failed // 2))
+        warnings.warn(
+            f"Out of memory with {failed} samples in the model at once. "
+            f"`micro_batch_size` is {self._size} from now on, and training "
+            "goes on with the same batch. It makes the same update.",
+            stacklevel=4,
+        )
+
+    def _give_up(self, text, error):
+        self._model._cycles.reset()
+        raise tf.errors.ResourceExhaustedError(None, None, text) from error
+
+    # -- in the step, on each replica ------------------------------------------
+
+    def train(self, data, notes, compiled):
+        """Trains on a fed batch, or on the rest of it.
+
+        Args:
+            data: The fed batch.
+            notes: Bool. Whether `compute_gradients` is that of accumodel.
+            compiled: Function. Compiles a function of one argument, or returns
+                it.
+
+        Returns:
+            Dict of scalars, the logs.
+        """
+        model = self._model
+        batch = FedBatch()
+
+        def compute(part):
+            model._loss_weights.forget()
+            return model.compute_gradients(part)
+
+        def write(part, gradients, weight):
+            with one_train_step(part, batch):
+                model.accumulate_gradients(gradients, weight)
+
+        return self._run_parts(data, compute, write, batch.end, notes, compiled)
+
+    def test(self, step, data, notes, compiled):
+        """Tests a fed batch, see `train`.
+
+        Args:
+            step: Function of a part. Returns a dict, the logs.
+            data: The fed batch.
+            notes: Bool. Whether `step` calls `note_losses`.
+            compiled: Function, see `train`.
+        """
+
+        def compute(part):
+            return None, None, step(part)
+
+        def nothing(*_):
+            pass
+
+        return self._run_parts(data, compute, nothing, nothing, notes, compiled)
+
+    def _run_parts(self, data, compute, write, end, notes, compiled):
+        """Runs `compute` and `write` on all parts that are left, then `end`."""
+        slices = self._model._slices
+        if self._losses is None:
+            self._build(compute, data)
+        place = tf.identity(self._place)
+        first, doing = place[0], place[1]
+        parts = _slices.Parts(self._model, data, first)
+        losses = tf.identity(self._losses)
+        is_new = (first == 0) & (doing == _COMPUTES)
+        self._losses.assign(tf.where(is_new, tf.zeros_like(losses), losses))
+        transaction = compiled(functools.partial(self._compute, compute, notes))
+
+        def run_part(i):
+            part = parts.cut(i)
+            computed = transaction(part)
+            gradients, weight, logs, losses, updates = computed
+
+            def write_all():
+                for variable, number in self._written.values():
+                    if number in updates:
+                        variable.assign(updates[number])
+                write(part, gradients, weight)
+                if notes:
+                    self._losses.assign_add(losses)
+
+            begin, until = parts.bounds(i)
+            _in_turn(
+                computed,
+                lambda: self._mark(begin, _WRITES),
+                write_all,
+                lambda: self._mark(until, _COMPUTES),
+            )
+            return logs, losses
+
+        # A replica that is done waits for the others.
+        count = tf.where(doing == _ENDS, tf.zeros_like(first), parts.count)
+        logs, _ = _slices.run_all(_slices.trace(run_part), count)
+        marked = _call(lambda: self._mark(parts.samples, _ENDS))
+        with tf.control_dependencies(marked):
+            if not notes:
+                end()
+                return logs
+            losses = tf.identity(self._losses)
+            slices.release_losses({}, losses, data, parts.samples)
+            end()
+        return slices.logs_of_batch(logs)
+
+    def _mark(self, sample, doing):
+        self._place.assign([sample, doing])
+
+    def _build(self, compute, data):
+        """Makes the variables, which cannot be made in a scope of Keras."""
+        state = random_state()
+        function = tf.function(compute, autograph=False)
+        function.get_concrete_function(data)
+        random_state(state)
+        across_replicas(self._make_losses)
+
+    def _make_losses(self):
+        trackers = _keras.loss_trackers(self._model)
+        with tf.init_scope(), scope_of(self._strategy):
+            shape = (len(trackers), 2)
+            self._losses = make_sum(shape, tf.float64, "losses")
+
+    def _compute(self, compute, notes, part):
+        """Computes a part, and writes nothing.
+
+        Returns:
+            Tuple `(gradients, weight, logs, losses, updates)`: the first three
+            as `compute_gradients`; the losses as `Slices.take_losses`; and a
+            dict of what is to be written, by the numbers of the variables.
+        """
+        slices = self._model._slices
+        with _Unwritten() as scope:
+            slices.hold_losses(notes)
+            with _slices.noting(notes):
+                gradients, weight, logs = compute(part)
+            losses = slices.take_losses(notes)
+        trackers = _keras.loss_trackers(self._model) if notes else []
+        held = {id(each) for tracker in trackers for each in tracker.variables}
+        trained = set(map(id, self._model.trainable_variables))
+        updates = {}
+        for key, variable in scope.written.items():
+            if key in trained:
+                raise ValueError(
+                    '`micro_batch_size="auto"` cannot be used with a layer '
+                    "that changes a trainable weight in its forward pass, such "
+                    "as `SpectralNormalization`. Use an int. Received: "
+                    f"{variable.path}"
+                )
+            if key not in held:
+                number = len(self._written)
+                _, number = self._written.setdefault(key, (variable, number))
+                updates[number] = scope.get_current_value(variable)
+        return gradients, weight, logs, losses, updates
+
+
+class _Unwritten(keras.StatelessScope):
+    """In it, variables of Keras are not written; it notes what would be."""
+
+    def __init__(self):
+        super().__init__(collect_losses=True)
+        self.written = {}
+
+    def add_update(self, update):
+        variable, _ = update
+        self.written[id(variable)] = variable
+        super().add_update(update)
+
+
+def _in_turn(computed, *functions):
+    """Calls functions, each when all that the one before writes is written.
+
+    Args:
+        computed: Nested tensors, for which the first one waits.
+        *functions: Without arguments.
+    """
+    tensors = tf.nest.flatten(computed, expand_composites=True)
+    # `tf.identity`: see `GradientAccumulator._add`.
+    waits = [tf.identity(each) for each in tensors if each is not None]
+    for function in functions:
+        with tf.control_dependencies(waits):
+            waits = _call(function)
+
+
+def _call(function):
+    """Calls a function, and returns what to wait for until it has written."""
+    if tf.executing_eagerly():
+        function()
+        return []
+
+    def run():
+        function()
+        return tf.constant(0)
+
+    # To wait for a nested function is to wait for all that it writes.
+    return [tf.function(run, autograph=False)().op]
+
+
+def _largest_part(samples, size):
+    """Returns the samples in the largest part of a batch."""
+    parts = -(-samples // size)
+    return -(-samples // parts) if parts else 0
