@@ -15,6 +15,7 @@ What a step was doing when it failed is known from these marks, of each replica.
 """
 
 import functools
+import typing
 import warnings
 
 import keras
@@ -23,6 +24,7 @@ import tensorflow as tf
 from accumodel import _keras
 from accumodel import _slices
 from accumodel._replicas import across_replicas
+from accumodel._replicas import count_replicas
 from accumodel._replicas import local_results
 from accumodel._replicas import make_sum
 from accumodel._replicas import scope_of
@@ -37,20 +39,21 @@ _ALL = 2**40
 _COMPUTES, _WRITES, _ENDS = range(3)
 
 _WHILE_WRITING = (
-    "Out of memory while the gradients of a micro-batch were added. The pending "
-    "cycle is dropped, and the weights are those of the last update. Give an "
-    "int: `compile(micro_batch_size=...)`."
+    "Out of memory while the gradients of a micro-batch were added up. The "
+    "weights are those of the last update, and the pending cycle is dropped. "
+    "Use a smaller int as `micro_batch_size`."
 )
 _WHILE_ENDING = (
-    "Out of memory while the optimizer made an update, after all micro-batches "
-    "of the batch. A smaller `micro_batch_size` does not help. Some weights may "
-    "be updated and others not: load the last checkpoint, and use an optimizer "
-    "that needs less memory, or a smaller model."
+    "Out of memory while the optimizer made an update. Some weights may be "
+    "updated and others not, so load the last checkpoint. A smaller "
+    "`micro_batch_size` does not help: use an optimizer that needs less "
+    "memory, or a smaller model."
 )
 _ONE_SAMPLE = (
-    'Out of memory with one sample: `micro_batch_size="auto"` cannot make '
-    "micro-batches smaller. Use a smaller model, smaller or shorter samples, or "
-    "`mixed_bfloat16`. No weights have changed since the last update."
+    "Out of memory with one sample in the model at once, so "
+    '`micro_batch_size="auto"` cannot help. Use a smaller model, smaller or '
+    "shorter samples, or `mixed_bfloat16`. The weights are those of the last "
+    "update."
 )
 
 # How GPUs say it when they do not raise a `ResourceExhaustedError`.
@@ -88,8 +91,12 @@ class Search:
         with tf.init_scope(), scope_of(self._strategy):
             # Of each replica: the sample that is reached, and what it does.
             self._place = make_sum((2,), tf.int64, "place")
+            self._batches = tf.Variable(0, trainable=False, dtype=tf.int64)
         # Of each replica: the sums of the losses of the fed batch.
-        self._losses = None
+        self._losses: typing.Any = None
+        # By the ids of variables: what each held before a fed batch, and the
+        # number of that batch.
+        self._kept: dict = {}
         # The variables that parts write, by their ids, each with a number.
         self._written: dict = {}
         self.restart()
@@ -106,11 +113,12 @@ class Search:
 
     # -- in Python, around the step --------------------------------------------
 
-    def run(self, function, batches):
+    def run(self, function, trains, batches):
         """Calls a function that trains or tests, until memory suffices.
 
         Args:
             function: That of Keras, which takes an iterator.
+            trains: Bool. Whether it trains.
             batches: Iterator over batches. What it raises is not retried.
 
         Returns:
@@ -120,14 +128,15 @@ class Search:
         for _ in range(self._model.steps_per_execution):
             data = next(batches, None)
             if data is not None:
-                logs = self._run_one(function, data)
+                logs = self._run_one(function, trains, data)
         if logs is None:
             raise StopIteration
         return logs
 
-    def _run_one(self, function, data):
+    def _run_one(self, function, trains, data):
         samples = self._count_samples(data)
         self._place.assign(tf.zeros(2, tf.int64))
+        self._batches.assign_add(1)
         logs = None
         while logs is None:
             try:
@@ -135,7 +144,7 @@ class Search:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                self._shrink(samples, error)
+                self._shrink(samples, trains, error)
         largest = max(_largest_part(each, self._size) for each in samples)
         self.largest = max(largest, self.largest or 0)
         return logs
@@ -143,28 +152,29 @@ class Search:
     def _count_samples(self, data):
         """Returns the samples of each replica in a list."""
         with scope_of(self._strategy):
-            leaves = keras.tree.map_structure(local_results, data)
-        parts = [
-            keras.tree.map_structure_up_to(data, lambda each, i=i: each[i], leaves)
-            for i in range(len(local_results(self._place)))
-        ]
+            replicas = range(len(local_results(self._place)))
+            parts = [
+                keras.tree.map_structure(
+                    lambda each, i=i: local_results(each)[i], data
+                )
+                for i in replicas
+            ]
         return [int(_slices.first_leaf(part).shape[0]) for part in parts]
 
-    def _shrink(self, samples, error):
+    def _shrink(self, samples, trains, error):
         """Halves the size, or says why that would not help."""
         with scope_of(self._strategy):
-            places = [each.numpy() for each in local_results(self._place)]
-        if any(doing == _WRITES for _, doing in places):
-            self._give_up(_WHILE_WRITING, error)
-        if all(doing == _ENDS for _, doing in places):
-            self._give_up(_WHILE_ENDING, error)
+            places = [
+                each.numpy().tolist() for each in local_results(self._place)
+            ]
+        if trains:
+            self._check_can_repeat(places, error)
         failed = max(
             _largest_part(each - first, self._size)
-            for each, (first, doing) in zip(samples, places, strict=True)
-            if doing == _COMPUTES
+            for each, (first, _) in zip(samples, places, strict=True)
         )
         if failed <= 1:
-            self._give_up(_ONE_SAMPLE, error)
+            _give_up(_ONE_SAMPLE, error)
         self._set_size(-(-failed // 2))
         warnings.warn(
             f"Out of memory with {failed} samples in the model at once. "
@@ -173,9 +183,24 @@ class Search:
             stacklevel=4,
         )
 
-    def _give_up(self, text, error):
-        self._model._cycles.reset()
-        raise tf.errors.ResourceExhaustedError(None, None, text) from error
+    def _check_can_repeat(self, places, error):
+        """Raises unless the rest of the fed batch can be trained on again."""
+        cycles = self._model._cycles
+        if all(doing == _ENDS for _, doing in places):
+            cycles.reset()
+            _give_up(_WHILE_ENDING, error)
+        if self._model._gradient_cache:
+            # It begins with the first sample again, and with empty sums.
+            has_added = any(doing != _COMPUTES for _, doing in places)
+            is_lost = has_added and cycles.pending_steps
+        else:
+            has_added = is_lost = any(doing == _WRITES for _, doing in places)
+        if has_added:
+            cycles.reset_broken()
+            cycles.reset()
+            self._place.assign(tf.zeros(2, tf.int64))
+        if is_lost:
+            _give_up(_WHILE_WRITING, error)
 
     # -- in the step, on each replica ------------------------------------------
 
@@ -225,8 +250,7 @@ class Search:
     def _run_parts(self, data, compute, write, end, notes, compiled):
         """Runs `compute` and `write` on all parts that are left, then `end`."""
         slices = self._model._slices
-        if self._losses is None:
-            self._build(compute, data)
+        self.build(compute, data)
         place = tf.identity(self._place)
         first, doing = place[0], place[1]
         parts = _slices.Parts(self._model, data, first)
@@ -270,15 +294,67 @@ class Search:
             end()
         return slices.logs_of_batch(logs)
 
+    # With the gradient cache, which runs a fed batch from its start.
+
+    def keep(self, variable):
+        """Puts back what a variable held before the fed batch, and returns it.
+
+        Args:
+            variable: One of Keras, which the step writes.
+        """
+        if tf.executing_eagerly():
+            raise ValueError(
+                '`micro_batch_size="auto"` cannot be used with '
+                "`gradient_cache=True` and `run_eagerly=True` together. Use an "
+                "int."
+            )
+        if id(variable) not in self._kept:
+            across_replicas(lambda: self._make_kept(variable))
+        kept, batch = self._kept[id(variable)]
+        is_kept = tf.equal(batch, self._batches)
+        value = tf.where(is_kept, kept, variable.value)
+        _in_turn(
+            value,
+            lambda: kept.assign(value),
+            lambda: batch.assign(self._batches),
+            lambda: variable.assign(value),
+        )
+        return value
+
+    def _make_kept(self, variable):
+        with tf.init_scope(), scope_of(self._strategy):
+            dtype = tf.as_dtype(variable.dtype)
+            self._kept[id(variable)] = (
+                make_sum(variable.shape, dtype, "kept"),
+                make_sum((), tf.int64, "batch"),
+            )
+
+    def write(self, gradients, add):
+        """Calls `add` when gradients are there, and notes that it began."""
+        _in_turn(gradients, lambda: self._mark(0, _WRITES), add)
+
+    def end(self):
+        """Notes that a fed batch ends, and returns what to wait for."""
+        return _call(lambda: self._mark(0, _ENDS))
+
     def _mark(self, sample, doing):
         self._place.assign([sample, doing])
 
-    def _build(self, compute, data):
-        """Makes the variables, which cannot be made in a scope of Keras."""
-        state = random_state()
-        function = tf.function(compute, autograph=False)
-        function.get_concrete_function(data)
-        random_state(state)
+    def build(self, compute, data):
+        """Makes all variables, before a step that may fail in the middle.
+
+        Args:
+            compute: Function of a batch, which runs the model, its losses and
+                its metrics. It is traced, and not run.
+            data: The fed batch.
+        """
+        if self._losses is not None:
+            return
+        if count_replicas() == 1:  # if not, Keras has made them
+            state = random_state()
+            function = tf.function(compute, autograph=False)
+            function.get_concrete_function(data)
+            random_state(state)
         across_replicas(self._make_losses)
 
     def _make_losses(self):
@@ -331,6 +407,10 @@ class _Unwritten(keras.StatelessScope):
         variable, _ = update
         self.written[id(variable)] = variable
         super().add_update(update)
+
+
+def _give_up(text, error):
+    raise tf.errors.ResourceExhaustedError(None, None, text) from error
 
 
 def _in_turn(computed, *functions):

@@ -24,7 +24,7 @@ def check_micro_batch_size(value):
     return _check_positive(
         "micro_batch_size",
         value,
-        'a positive integer, the largest number of samples that go through the '
+        "a positive integer, the largest number of samples that go through the "
         'model at once, `"auto"` or `None`',
     )
 

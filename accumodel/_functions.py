@@ -49,7 +49,9 @@ def make_test_function(model, make):
         with _instead_of(model, "test_step", _cut_test_step(model, is_own)):
             make(force=True)
     if model._search is not None:
-        model.test_function = _searching(model, model.test_function)
+        model.test_function = functools.partial(
+            model._search.run, model.test_function, False
+        )
     if _replicas.is_multi_worker(model.distribute_strategy):
         model.test_function = _keras.with_local_logs(model.test_function)
 
@@ -85,7 +87,9 @@ def _make_accumulating(model, make):
         make(force=True)
     train_function = model.train_function
     if model._search is not None:
-        train_function = _searching(model, train_function)
+        train_function = functools.partial(
+            model._search.run, train_function, True
+        )
 
     def train(iterator):
         model._cycles.is_live = True
@@ -99,11 +103,6 @@ def _make_accumulating(model, make):
             raise
 
     model.train_function = train
-
-
-def _searching(model, function):
-    """Returns a function of Keras that retries when memory runs out."""
-    return lambda batches: model._search.run(function, batches)
 
 
 def make_again(model):

@@ -16,6 +16,8 @@ averages, is put back before the second time. So both draw the same numbers, and
 all is as after one pass.
 """
 
+import contextlib
+import functools
 import typing
 
 import keras
@@ -82,21 +84,31 @@ def train(model, compiled, data):
         Dict of scalars, the logs.
     """
     model._loss_weights.forget()
+    search = model._search
+    if search is not None:
+        search.build(functools.partial(_micro_batch.call, model), data)
     parts = _slices.Parts(model, data)
-    states = States()
+    states = States(search and search.keep)
     whole = _forward(model, compiled, parts, states, training=True)
-    own, cache, weight, logs = _differentiate(model, states, data, whole)
+    own, cache, weight, log = _differentiate(model, states, data, whole)
     if not model.trainable_variables:
         model.accumulate_gradients([])  # says so
-        return logs
+        return log()
     accumulator = model._ready_accumulator()
     batch = FedBatch()
 
     def add(gradients, share):
         present = tuple(each is not None for each in gradients)
-        if any(present):
-            accumulator._add_part(gradients, weight, share)
-            batch.note(accumulator, present, False)
+        if not any(present):
+            return
+        add_part = functools.partial(
+            accumulator._add_part, gradients, weight, share
+        )
+        if search is None:
+            add_part()
+        else:
+            search.write(gradients, add_part)
+        batch.note(accumulator, present, False)
 
     @compiled
     def replay(arguments):
@@ -114,20 +126,25 @@ def train(model, compiled, data):
         add(replay((parts.cut(i), cached)), share)
         return ()
 
-    # Nothing else adds to the total if the loss does not use the outputs.
-    add(own, 0.0 if cache else 1.0)
     if cache:
         with states.put_back():
             _slices.loop(add_part, parts.count, ())
-    if not batch.end():
-        model.accumulate_gradients(own)  # says what is wrong
+    # Nothing else adds to the total if the loss does not use the outputs.
+    add(own, 0.0 if cache else 1.0)
+    with _ending(search):
+        logs = log()
+        if not batch.end():
+            model.accumulate_gradients(own)  # says what is wrong
     return logs
 
 
 def test(model, compiled, data):
     """Evaluates one fed batch, see `train`."""
+    search = model._search
+    if search is not None:
+        search.build(functools.partial(_micro_batch.call, model), data)
     parts = _slices.Parts(model, data)
-    states = States()
+    states = States(search and search.keep)
     whole = _forward(model, compiled, parts, states, training=False)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with states.recorded():
@@ -135,9 +152,17 @@ def test(model, compiled, data):
             model, states, x, y, sample_weight, whole, training=False
         )
     samples = _weighting.count_samples(x)
-    return _micro_batch.log(
-        model, x, y, whole.outputs, sample_weight, loss, samples
-    )
+    with _ending(search):
+        return _micro_batch.log(
+            model, x, y, whole.outputs, sample_weight, loss, samples
+        )
+
+
+def _ending(search):
+    """Returns a scope for what cannot be repeated."""
+    if search is None:
+        return contextlib.nullcontext()
+    return tf.control_dependencies(search.end())
 
 
 # -- 1. Forward, part by part --------------------------------------------------
@@ -299,10 +324,10 @@ def _differentiate(model, states, data, whole):
     """Computes the loss of the batch, and its gradients.
 
     Returns:
-        Tuple `(own, cache, weight, logs)`: the gradients of the trainable
+        Tuple `(own, cache, weight, log)`: the gradients of the trainable
         variables that the loss itself uses; those of the tensors of a
-        `Forward`, in a dict by their places; the weight of the fed batch; and
-        its logs.
+        `Forward`, in a dict by their places; the weight of the fed batch; and a
+        function that updates the metrics and returns the logs.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     sources = _differentiable(whole.outputs, whole.losses)
@@ -324,14 +349,14 @@ def _differentiate(model, states, data, whole):
     }
     samples = _weighting.count_samples(x)
     step = (model, x, y, whole.outputs, sample_weight, loss)
-    logs = _micro_batch.log(*step, samples)
+    log = functools.partial(_micro_batch.log, *step, samples)
     weight = _micro_batch.weigh(*step)
     if model._overrides("compute_loss"):
         weight, own = _as_keras(weight, own, samples)
     # Regularizers do not depend on the data: see `GradientAccumulator._add`.
     with tf.control_dependencies([loss]):
         own = _map(tf.identity, own)
-    return own, cache, weight, logs
+    return own, cache, weight, log
 
 
 def _as_keras(weight, own, samples):

@@ -42,6 +42,14 @@ def log(model, x, y, y_pred, sample_weight, loss, weight):
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
+def call(model, data):
+    """Calls what Keras's `test_step` calls, for its variables to be made."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    y_pred = model(x, training=True)
+    compute_loss(model, x, y, y_pred, sample_weight)
+    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
 def test(model, data):
     """Does what Keras's `test_step` does, with a micro-batch."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)

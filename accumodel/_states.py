@@ -18,9 +18,13 @@ class States:
 
     These are variables of Keras, and Python's and NumPy's random numbers, by
     which a layer may choose what is traced.
+
+    Args:
+        keep: Function of a variable. Returns what it held before the step.
     """
 
-    def __init__(self):
+    def __init__(self, keep=None):
+        self._keep = keep or (lambda variable: tf.identity(variable.value))
         self._graph = current_graph()
         self._variables = {}
         self._before = {}
@@ -45,7 +49,7 @@ class States:
         """Reads the variables that are known and were not read yet."""
         for key, variable in self._variables.items():
             if key not in self._before:
-                self._before[key] = tf.identity(variable.value)
+                self._before[key] = self._keep(variable)
 
     @contextlib.contextmanager
     def put_back(self):

@@ -78,7 +78,9 @@ class AccumulatingModel(keras.Model):
     # Keras's loaders ask for these before `compile`, so the class has them.
     _accum_steps = 1
     _micro_batch_size: int | typing.Literal["auto"] | None = None
-    _search: _auto.Search | None = None  # of `micro_batch_size="auto"`
+    _search: typing.Any = (
+        None  # an `_auto.Search`, of `micro_batch_size="auto"`
+    )
     _gradient_cache = False
     _remainder = "apply"
     _skip_nonfinite = False
@@ -170,8 +172,8 @@ class AccumulatingModel(keras.Model):
 
         Raises:
             TypeError: If `accum_steps` or `micro_batch_size` has another type,
-                or if another base class has a custom `train_step`, which would not
-                be called.
+                or if another base class has a custom `train_step`, which would
+                not be called.
             ValueError: If an argument has no meaning, or cannot be right with
                 the optimizer, the `tf.distribute` strategy or the other
                 arguments. After an error the model is not compiled.
@@ -276,9 +278,8 @@ class AccumulatingModel(keras.Model):
         With `"auto"` it is the most samples that have gone through the model
         at once, on each replica, or `None` before the first batch.
         """
-        if self._search is not None:
-            return self._search.largest
-        return self._micro_batch_size
+        size = self._micro_batch_size
+        return self._search.largest if size == "auto" else size
 
     @property
     def pending_steps(self) -> int:
