@@ -28,8 +28,11 @@ from accumodel._replicas import count_replicas
 from accumodel._replicas import local_results
 from accumodel._replicas import make_sum
 from accumodel._replicas import scope_of
+from accumodel._states import nodes_of
 from accumodel._states import random_state
+from accumodel._states import writes
 from accumodel._train_step import FedBatch
+from accumodel._train_step import current_graph
 from accumodel._train_step import one_train_step
 
 # More samples than any batch has.
@@ -302,12 +305,6 @@ class Search:
         Args:
             variable: One of Keras, which the step writes.
         """
-        if tf.executing_eagerly():
-            raise ValueError(
-                '`micro_batch_size="auto"` cannot be used with '
-                "`gradient_cache=True` and `run_eagerly=True` together. Use an "
-                "int."
-            )
         if id(variable) not in self._kept:
             across_replicas(lambda: self._make_kept(variable))
         kept, batch = self._kept[id(variable)]
@@ -372,41 +369,62 @@ class Search:
             dict of what is to be written, by the numbers of the variables.
         """
         slices = self._model._slices
-        with _Unwritten() as scope:
+        with Unwritten(self._model.trainable_variables) as scope:
             slices.hold_losses(notes)
             with _slices.noting(notes):
                 gradients, weight, logs = compute(part)
             losses = slices.take_losses(notes)
         trackers = _keras.loss_trackers(self._model) if notes else []
         held = {id(each) for tracker in trackers for each in tracker.variables}
-        trained = set(map(id, self._model.trainable_variables))
         updates = {}
         for key, variable in scope.written.items():
-            if key in trained:
-                raise ValueError(
-                    '`micro_batch_size="auto"` cannot be used with a layer '
-                    "that changes a trainable weight in its forward pass, such "
-                    "as `SpectralNormalization`. Use an int. Received: "
-                    f"{variable.path}"
-                )
             if key not in held:
                 number = len(self._written)
                 _, number = self._written.setdefault(key, (variable, number))
                 updates[number] = scope.get_current_value(variable)
+        _check_writes_nothing(current_graph())
         return gradients, weight, logs, losses, updates
 
 
-class _Unwritten(keras.StatelessScope):
-    """In it, variables of Keras are not written; it notes what would be."""
+def _check_writes_nothing(graph):
+    """Raises if a variable that is not one of Keras would be written twice."""
+    for node in nodes_of(graph) if graph else ():
+        if writes(node):
+            raise ValueError(
+                'With `micro_batch_size="auto"`, a micro-batch is repeated if '
+                "memory runs out, and a `tf.Variable` that it writes to would "
+                "change twice. Make it with `self.add_weight(...)`. Received: "
+                f"the operation {node.op} ('{node.name}')"
+            )
 
-    def __init__(self):
+
+class Unwritten(keras.StatelessScope):
+    """In it, variables of Keras are not written; it notes what would be.
+
+    Args:
+        constant: List of variables that must not be written.
+    """
+
+    def __init__(self, constant=()):
         super().__init__(collect_losses=True)
+        self._constant = set(map(id, constant))
         self.written = {}
 
     def add_update(self, update):
         variable, _ = update
+        if id(variable) in self._constant:
+            raise ValueError(
+                '`micro_batch_size="auto"` cannot be used with a layer that '
+                "changes a trainable weight in its forward pass, such as "
+                f"`SpectralNormalization`. Use an int. Received: {variable}"
+            )
         self.written[id(variable)] = variable
         super().add_update(update)
+
+    def write(self):
+        """Writes it."""
+        for variable in self.written.values():
+            variable.assign(self.get_current_value(variable))
 
 
 def _give_up(text, error):

@@ -28,10 +28,12 @@ from accumodel import _micro_batch
 from accumodel import _replicas
 from accumodel import _slices
 from accumodel import _weighting
+from accumodel._auto import Unwritten
 from accumodel._cycles import build_optimizer
-from accumodel._states import RECORDED
 from accumodel._states import States
+from accumodel._states import nodes_of
 from accumodel._states import random_state
+from accumodel._states import writes
 from accumodel._train_step import FedBatch
 
 # What begins the names of operations that a second pass would not repeat.
@@ -47,9 +49,6 @@ _RANDOM = (
     "StatefulUniform",
     "TruncatedNormal",
 )
-# Or would do twice; but for those whose names say that they are put back.
-_WRITES = ("Assign", "ResourceScatter")
-
 _OTHER_AXIS = (
     "With `gradient_cache=True`, the first axis of each output of the model "
     "must be that of the samples. Compute what all samples share in "
@@ -85,10 +84,7 @@ def train(model, compiled, data):
     """
     model._loss_weights.forget()
     search = model._search
-    if search is not None:
-        search.build(functools.partial(_micro_batch.call, model), data)
-    parts = _slices.Parts(model, data)
-    states = States(search and search.keep)
+    parts, states = _begin(model, data)
     whole = _forward(model, compiled, parts, states, training=True)
     own, cache, weight, log = _differentiate(model, states, data, whole)
     if not model.trainable_variables:
@@ -140,22 +136,32 @@ def train(model, compiled, data):
 
 def test(model, compiled, data):
     """Evaluates one fed batch, see `train`."""
-    search = model._search
-    if search is not None:
-        search.build(functools.partial(_micro_batch.call, model), data)
-    parts = _slices.Parts(model, data)
-    states = States(search and search.keep)
+    parts, states = _begin(model, data)
     whole = _forward(model, compiled, parts, states, training=False)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    with states.recorded():
+    with _loss_scope(model, states) as scope:
         loss = _compute_loss(
             model, states, x, y, sample_weight, whole, training=False
         )
     samples = _weighting.count_samples(x)
-    with _ending(search):
-        return _micro_batch.log(
-            model, x, y, whole.outputs, sample_weight, loss, samples
+    step = (model, x, y, whole.outputs, sample_weight, loss)
+    with _ending(model._search):
+        return _log(scope, *step, samples)
+
+
+def _begin(model, data):
+    """Returns the parts of a fed batch, and the states that it will write."""
+    search = model._search
+    if search is None:
+        return _slices.Parts(model, data), States()
+    if tf.executing_eagerly():
+        raise ValueError(
+            '`micro_batch_size="auto"` cannot be used with '
+            "`gradient_cache=True` and `run_eagerly=True` together. Use an int "
+            "as `micro_batch_size`. Received: run_eagerly=True"
         )
+    search.build(functools.partial(_micro_batch.call, model), data)
+    return _slices.Parts(model, data), States(search.keep)
 
 
 def _ending(search):
@@ -333,7 +339,7 @@ def _differentiate(model, states, data, whole):
     sources = _differentiable(whole.outputs, whole.losses)
     with tf.GradientTape() as tape:
         tape.watch(list(sources.values()))
-        with states.recorded():
+        with _loss_scope(model, states) as scope:
             loss = _compute_loss(
                 model, states, x, y, sample_weight, whole, training=True
             )
@@ -349,7 +355,7 @@ def _differentiate(model, states, data, whole):
     }
     samples = _weighting.count_samples(x)
     step = (model, x, y, whole.outputs, sample_weight, loss)
-    log = functools.partial(_micro_batch.log, *step, samples)
+    log = functools.partial(_log, scope, *step, samples)
     weight = _micro_batch.weigh(*step)
     if model._overrides("compute_loss"):
         weight, own = _as_keras(weight, own, samples)
@@ -357,6 +363,18 @@ def _differentiate(model, states, data, whole):
     with tf.control_dependencies([loss]):
         own = _map(tf.identity, own)
     return own, cache, weight, log
+
+
+def _loss_scope(model, states):
+    """Returns a scope for the loss, which may write variables."""
+    return states.recorded() if model._search is None else Unwritten()
+
+
+def _log(scope, *step):
+    """Writes what is left to write, and returns the logs."""
+    if isinstance(scope, Unwritten):
+        scope.write()
+    return _micro_batch.log(*step)
 
 
 def _as_keras(weight, own, samples):
@@ -465,11 +483,7 @@ def _check_outputs(outputs, losses, part):
 
 def _check_can_repeat(graph):
     """Raises if a forward pass would not be the same a second time."""
-    definition = graph.as_graph_def()
-    nodes = list(definition.node)
-    for function in definition.library.function:
-        nodes += function.node_def
-    for node in nodes:
+    for node in nodes_of(graph):
         if node.op.startswith(_RANDOM) or node.op.endswith("CandidateSampler"):
             raise ValueError(
                 "With `gradient_cache=True`, the model is called twice and "
@@ -477,7 +491,7 @@ def _check_can_repeat(graph):
                 "not. Use `keras.random` or a layer of Keras. "
                 f"Received: the operation {node.op} ('{node.name}')"
             )
-        if node.op.startswith(_WRITES) and RECORDED not in node.name:
+        if writes(node):
             raise ValueError(
                 "With `gradient_cache=True`, the model is called twice, and a "
                 "`tf.Variable` that it writes to would change twice. Make it "

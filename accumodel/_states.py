@@ -10,7 +10,7 @@ import tensorflow as tf
 from accumodel._train_step import current_graph
 
 # In the names of the operations that write what is noted.
-RECORDED = "recorded_by_accumodel"
+_RECORDED = "recorded_by_accumodel"
 
 
 class States:
@@ -86,6 +86,21 @@ def random_state(new=None):
     return state
 
 
+def nodes_of(graph):
+    """Returns the operations of a graph and of all functions in it."""
+    definition = graph.as_graph_def()
+    nodes = list(definition.node)
+    for function in definition.library.function:
+        nodes += function.node_def
+    return nodes
+
+
+def writes(node):
+    """Whether an operation writes a variable that is not noted."""
+    is_write = node.op.startswith(("Assign", "ResourceScatter"))
+    return is_write and _RECORDED not in node.name
+
+
 class _Recorder(keras.StatelessScope):
     """In it, variables of Keras are read and written as without it."""
 
@@ -101,7 +116,7 @@ class _Recorder(keras.StatelessScope):
         variable, value = update
         with self._left():
             self._states.note(variable)
-            with tf.name_scope(RECORDED):
+            with tf.name_scope(_RECORDED):
                 variable.assign(value)
 
     @contextlib.contextmanager

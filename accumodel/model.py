@@ -243,6 +243,10 @@ class AccumulatingModel(keras.Model):
             ValueError: If it is set to less than 1, before `compile`, or for
                 layers that cannot be right in micro-batches.
         """
+        if self._micro_batch_size == "auto":
+            # A new object each time: TensorFlow ignores it if an attribute is
+            # set to the object that it is, and this searches again.
+            return typing.cast(typing.Literal["auto"], "".join("auto"))
         return self._micro_batch_size
 
     @micro_batch_size.setter

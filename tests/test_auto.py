@@ -1,0 +1,426 @@
+"""The size that memory allows: `micro_batch_size="auto"`.
+
+Memory runs out where a test says so: TensorFlow turns a `MemoryError` in a
+`tf.numpy_function` into a `ResourceExhaustedError`.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import CLASSES
+from cases import FEATURES
+from cases import check_logs
+from cases import classes
+from cases import updates
+from conftest import distance
+from conftest import mirrored
+
+from accumodel import AccumulatingModel
+from accumodel import _auto
+
+# A sample that takes as much memory as several others.
+LARGE = 100.0
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Batch normalization normalizes each micro-batch"
+)
+
+
+class Limit(keras.layers.Layer):
+    """Runs out of memory with more than 7 samples, and notes all sizes.
+
+    Args:
+        backward: Bool. Whether it does so in the backward pass.
+        large: Bool. Whether it does so only if one of them is large.
+    """
+
+    def __init__(self, backward=False, large=False):
+        super().__init__()
+        self.sizes = []
+        self.backward = backward
+        self.large = large
+
+    def _allocate(self, x):
+        self.sizes.append(len(x))
+        if len(x) > 7 and (not self.large or np.max(x) >= LARGE):
+            raise MemoryError
+        return x
+
+    def call(self, inputs):
+        def allocate(x):
+            y = tf.numpy_function(self._allocate, [x], x.dtype)
+            return tf.ensure_shape(y, x.shape)
+
+        @tf.custom_gradient
+        def identity(x):
+            if self.backward:
+                return tf.identity(x), lambda _: allocate(x)
+            return allocate(x), lambda upstream: upstream
+
+        return identity(inputs)
+
+
+def with_states(model_class, limit):
+    """A model with all that a forward pass may write."""
+    inputs = keras.Input((FEATURES,))
+    x = limit(keras.layers.Dense(5, activation="tanh")(inputs))
+    x = keras.layers.BatchNormalization()(x)
+    x = keras.layers.Dropout(0.3, seed=1)(x)
+    heads = [
+        keras.layers.Dense(CLASSES, activation="softmax", name=name)(x)
+        for name in ("kind", "again")
+    ]
+    return model_class(inputs, heads)
+
+
+def plain(model_class, limit=None):
+    inputs = keras.Input((FEATURES,))
+    x = limit(inputs) if limit else inputs
+    x = keras.layers.Dense(5, activation="tanh")(x)
+    x = keras.layers.Dense(CLASSES, activation="softmax")(x)
+    return model_class(inputs, x)
+
+
+def compiled(model, **kwargs):
+    kwargs.setdefault("optimizer", "adam")
+    model.compile(loss="sparse_categorical_crossentropy", **kwargs)
+    return model
+
+
+@pytest.fixture
+def samples():
+    return classes(72, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("backward", "kwargs"),
+    [
+        (False, {}),
+        (True, {}),
+        (False, {"run_eagerly": True}),
+        (True, {"accum_steps": 2, "steps_per_execution": 2}),
+        (False, {"gradient_cache": True}),
+        (True, {"gradient_cache": True, "accum_steps": 2}),
+    ],
+    ids=str,
+)
+def test_all_is_as_if_the_size_had_been_known(samples, backward, kwargs):
+    """Weights, batch norm, seeds, metrics, logs and validation: bit for bit."""
+    x, y = samples
+    targets = {"kind": y, "again": y}
+    runs = []
+    for size in (6, "auto"):
+        keras.utils.set_random_seed(0)
+        limit = Limit(backward)
+        model = with_states(AccumulatingModel, limit)
+        model.compile(
+            "adam",
+            ["sparse_categorical_crossentropy"] * 2,
+            metrics=[["accuracy"]] * 2,
+            micro_batch_size=size,
+            **kwargs,
+        )
+        if size == "auto":
+            with pytest.warns(UserWarning, match="from now on") as caught:
+                history = fit(model, x, targets)
+            assert len(caught) == 2  # one for 12, too
+            assert history.pop("micro_batch_size") == [6, 6]
+        else:
+            history = fit(model, x, targets)
+        runs.append((model, history, limit))
+    (expected, logs, _), (model, found, limit) = runs
+    assert found == logs
+    for a, b in zip(model.variables, expected.variables, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert updates(model) == updates(expected)
+    assert model.micro_batch_size == "auto"
+    assert model.current_micro_batch_size == 6
+    # Each size is tried once.
+    assert limit.sizes[0] == 24
+    assert limit.sizes.count(24) == limit.sizes.count(12) == 1
+
+
+def fit(model, x, y):
+    return model.fit(
+        x,
+        y,
+        batch_size=24,
+        epochs=2,
+        shuffle=False,
+        validation_split=1 / 3,
+        verbose=0,
+    ).history
+
+
+@pytest.mark.parametrize("accum_steps", [1, 4])
+@pytest.mark.parametrize("cache", [False, True])
+def test_it_goes_on_at_the_sample_where_it_stopped(accum_steps, cache):
+    """A large sample at the end of a batch, in the middle of a cycle."""
+    x, y = classes(96, np.random.default_rng(0))
+    x[70] = LARGE  # in the last quarter of the third batch of 24
+    reference = compiled(plain(keras.Model))
+    for _ in range(2):
+        for i in range(0, 96, 24 * accum_steps):
+            part = slice(i, i + 24 * accum_steps)
+            reference.train_on_batch(x[part], y[part])
+    keras.utils.set_random_seed(0)
+    limit = Limit(large=True)
+    model = compiled(
+        plain(AccumulatingModel, limit),
+        micro_batch_size="auto",
+        accum_steps=accum_steps,
+        gradient_cache=cache,
+    )
+    with pytest.warns(UserWarning, match="from now on") as caught:
+        model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    assert len(caught) == 2
+    if not cache:
+        # Two batches; the third; half of it twice; the other half; the fourth.
+        assert limit.sizes == [24, 24, 24, 12, 12, 6, 6, 6, 6, 6, 6]
+    model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    assert distance(model, reference) < 1e-6
+    assert updates(model) == updates(reference)
+
+
+def test_the_size_does_not_grow_until_it_is_told_to(samples):
+    x, y = samples
+    x[30] = LARGE
+    limit = Limit(large=True)
+    model = compiled(plain(AccumulatingModel, limit), micro_batch_size="auto")
+    assert model.current_micro_batch_size is None
+    model.train_on_batch(x[:24], y[:24])
+    assert model.current_micro_batch_size == 24
+    model.evaluate(x[:24], y[:24], verbose=0)
+    with pytest.warns(UserWarning, match="from now on") as caught:
+        model.evaluate(x[24:48], y[24:48], batch_size=24, verbose=0)
+    assert len(caught) == 2
+    limit.sizes.clear()
+    model.train_on_batch(x[48:], y[48:])
+    assert limit.sizes == [6] * 4
+    model.micro_batch_size = "auto"
+    model.train_on_batch(x[48:], y[48:])
+    assert limit.sizes[4:] == [24]
+    for size in (8, None):
+        model.micro_batch_size = size
+        model.train_on_batch(x[48:], y[48:])
+        assert model.current_micro_batch_size == size
+    assert limit.sizes[5:] == [8, 8, 8, 24]
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_one_of_two_replicas_runs_out(samples, accum_steps, cache):
+    x, y = samples
+    x[40] = LARGE  # in the second half of the second batch of 24
+    reference = compiled(plain(keras.Model))
+    for i in range(0, 72, 24 * accum_steps):
+        part = slice(i, i + 24 * accum_steps)
+        reference.train_on_batch(x[part], y[part])
+    keras.utils.set_random_seed(0)
+    limit = Limit(large=True)
+    with mirrored(2).scope():
+        model = compiled(
+            plain(AccumulatingModel, limit),
+            micro_batch_size="auto",
+            accum_steps=accum_steps,
+            gradient_cache=cache,
+        )
+    with pytest.warns(UserWarning, match="is 6 from now on") as caught:
+        model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    assert len(caught) == 1
+    assert distance(model, reference) < 1e-6
+    assert updates(model) == updates(reference)
+    assert model.current_micro_batch_size == 12
+
+
+# -- what is not retried ---------------------------------------------------
+
+
+class FailsToUpdate(keras.optimizers.SGD):
+    """Runs out of memory in the middle of an update."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        def allocate(x):
+            raise MemoryError
+
+        if "bias" in variable.name:
+            gradient = tf.ensure_shape(
+                tf.numpy_function(allocate, [gradient], gradient.dtype),
+                gradient.shape,
+            )
+        super().update_step(gradient, variable, learning_rate)
+
+
+class Smallest(Limit):
+    def _allocate(self, x):
+        self.sizes.append(len(x))
+        raise MemoryError
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_what_smaller_micro_batches_do_not_help(samples, cache):
+    x, y = samples
+    kwargs = {"micro_batch_size": "auto", "gradient_cache": cache}
+    limit = Smallest()
+    model = compiled(plain(AccumulatingModel, limit), **kwargs)
+    before = model.get_weights()
+    with (
+        pytest.warns(UserWarning, match="from now on"),
+        pytest.raises(
+            tf.errors.ResourceExhaustedError, match="one sample"
+        ) as e,
+    ):
+        model.train_on_batch(x[:24], y[:24])
+    assert isinstance(e.value.__cause__, tf.errors.ResourceExhaustedError)
+    assert sorted(limit.sizes, reverse=True) == [24, 12, 6, 3, 2, 1]
+    assert model.pending_steps == updates(model) == 0
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    model = compiled(
+        plain(AccumulatingModel), optimizer=FailsToUpdate(), **kwargs
+    )
+    with pytest.raises(
+        tf.errors.ResourceExhaustedError, match="load the last checkpoint"
+    ):
+        model.train_on_batch(x[:24], y[:24])
+    assert model.pending_steps == 0
+
+
+def test_errors_of_the_data_and_of_callbacks_are_raised_once(samples):
+    model = compiled(plain(AccumulatingModel), micro_batch_size="auto")
+    calls = []
+
+    def generate():
+        yield samples[0][:8], samples[1][:8]
+        calls.append(0)
+        raise MemoryError("in the data")
+
+    with pytest.raises(
+        (tf.errors.ResourceExhaustedError, MemoryError), match="in the data"
+    ):
+        model.fit(generate(), steps_per_epoch=2, shuffle=False, verbose=0)
+    assert len(calls) == 1
+
+    def fail(batch, logs):
+        calls.append(0)
+        raise MemoryError("in the callback")
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+    with pytest.raises(MemoryError, match="in the callback"):
+        model.fit(*samples, verbose=0, callbacks=[callback])
+    assert len(calls) == 2
+
+
+class FailsToAdd(AccumulatingModel):
+    """Runs out of memory when gradients are added to the sums."""
+
+    def accumulate_gradients(self, gradients, weight=1.0):
+        def allocate(x):
+            raise MemoryError
+
+        *gradients, last = gradients
+        super().accumulate_gradients([*gradients, last], weight)
+        self._accumulator._sums[0].assign(
+            tf.ensure_shape(
+                tf.numpy_function(allocate, [last], last.dtype),
+                self._accumulator._sums[0].shape,
+            )
+        )
+
+
+def test_a_half_written_part_is_not_repeated(samples):
+    x, y = samples
+    model = compiled(plain(FailsToAdd), micro_batch_size="auto", accum_steps=2)
+    before = model.get_weights()
+    with pytest.raises(
+        tf.errors.ResourceExhaustedError, match="pending cycle is dropped"
+    ):
+        model.train_on_batch(x[:24], y[:24])
+    assert model.pending_steps == 0
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (tf.errors.ResourceExhaustedError(None, None, "OOM"), True),
+        (
+            tf.errors.InternalError(None, None, "CUDA_ERROR_OUT_OF_MEMORY"),
+            True,
+        ),
+        (tf.errors.NotFoundError(None, None, "No algorithm worked!"), True),
+        (tf.errors.InternalError(None, None, "something else"), False),
+        (ValueError("out of memory"), False),
+    ],
+    ids=repr,
+)
+def test_errors_that_say_that_memory_ran_out(error, expected):
+    assert _auto.is_out_of_memory(error) is expected
+
+
+# -- what is refused -------------------------------------------------------
+
+
+class OwnStep(AccumulatingModel):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class Counter(keras.layers.Layer):
+    def build(self, shape):
+        self.count = tf.Variable(0, trainable=False)
+
+    def call(self, inputs):
+        self.count.assign_add(1)
+        return inputs
+
+
+def test_what_it_cannot_be_used_with(samples):
+    auto = {"micro_batch_size": "auto"}
+    with pytest.raises(ValueError, match="custom `train_step`"):
+        compiled(plain(OwnStep), **auto)
+    model = compiled(plain(OwnStep), micro_batch_size=4)
+    with pytest.raises(ValueError, match="custom `train_step`"):
+        model.micro_batch_size = "auto"
+    assert model.micro_batch_size == 4
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = plain(AccumulatingModel)
+        with pytest.raises(ValueError, match="several workers"):
+            compiled(model, **auto)
+    with pytest.raises(TypeError, match="'AUTO'"):
+        compiled(plain(AccumulatingModel), micro_batch_size="AUTO")
+    x, y = samples
+    norm = keras.layers.SpectralNormalization(keras.layers.Dense(FEATURES))
+    for layer, message in (
+        (norm, "changes a trainable weight"),
+        (Counter(), "`tf.Variable`"),
+    ):
+        model = compiled(plain(AccumulatingModel, layer), **auto)
+        with pytest.raises(ValueError, match=message):
+            model.train_on_batch(x, y)
+    model = compiled(
+        plain(AccumulatingModel),
+        gradient_cache=True,
+        run_eagerly=True,
+        **auto,
+    )
+    with pytest.raises(ValueError, match="run_eagerly"):
+        model.train_on_batch(x, y)
+
+
+def test_what_is_found_is_not_saved(samples, tmp_path):
+    model = compiled(plain(AccumulatingModel), micro_batch_size="auto")
+    model.train_on_batch(*samples)
+    assert model.current_micro_batch_size == 72
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.micro_batch_size == "auto"
+    assert loaded.current_micro_batch_size is None
+    check_logs(
+        loaded.train_on_batch(*samples, return_dict=True),
+        model.train_on_batch(*samples, return_dict=True),
+    )
