@@ -17,6 +17,7 @@ What a step was doing when it failed is known from these marks, of each replica.
 import functools
 import typing
 import warnings
+import weakref
 
 import keras
 import tensorflow as tf
@@ -24,10 +25,10 @@ import tensorflow as tf
 from accumodel import _keras
 from accumodel import _slices
 from accumodel._replicas import across_replicas
-from accumodel._replicas import count_replicas
 from accumodel._replicas import local_results
 from accumodel._replicas import make_sum
 from accumodel._replicas import scope_of
+from accumodel._states import Unwritten
 from accumodel._states import nodes_of
 from accumodel._states import random_state
 from accumodel._states import writes
@@ -102,6 +103,8 @@ class Search:
         self._kept: dict = {}
         # The variables that parts write, by their ids, each with a number.
         self._written: dict = {}
+        # Functions that were traced for batches of any length.
+        self._traced: weakref.WeakSet = weakref.WeakSet()
         self.restart()
 
     def restart(self):
@@ -116,25 +119,61 @@ class Search:
 
     # -- in Python, around the step --------------------------------------------
 
-    def run(self, function, trains, batches):
+    def run(self, function, compute, trains, batches):
         """Calls a function that trains or tests, until memory suffices.
 
         Args:
             function: That of Keras, which takes an iterator.
+            compute: Function of a batch, see `_build`.
             trains: Bool. Whether it trains.
             batches: Iterator over batches. What it raises is not retried.
 
         Returns:
             Dict of scalars, the logs of the last batch.
         """
+        self._trace(function, compute, batches)
         logs = None
         for _ in range(self._model.steps_per_execution):
             data = next(batches, None)
             if data is not None:
+                self._build(compute, data)
                 logs = self._run_one(function, trains, data)
         if logs is None:
             raise StopIteration
         return logs
+
+    def _trace(self, function, compute, batches):
+        """Traces a function for what is known of the shapes of all batches.
+
+        As Keras does, which gives the function the iterator.
+        """
+        spec = getattr(batches, "element_spec", None)
+        if spec is None or function in self._traced or self._model.run_eagerly:
+            return
+        self._traced.add(function)
+        self._build(compute, spec)
+        step = tf.function(lambda data: function(iter([data])), autograph=False)
+        step.get_concrete_function(spec)
+
+    def _build(self, compute, data):
+        """Makes all variables: in a step they must be there.
+
+        Args:
+            compute: Function of a batch, which runs the model, its losses and
+                its metrics. It is traced, and not run.
+            data: A batch, or the specs of one.
+        """
+        if self._losses is not None:
+            return
+        with scope_of(self._strategy):
+            if not tf.distribute.has_strategy():  # or else Keras has done it
+                state = random_state()
+                function = tf.function(compute, autograph=False)
+                function.get_concrete_function(data)
+                random_state(state)
+            trackers = _keras.loss_trackers(self._model)
+            shape = (len(trackers), 2)
+            self._losses = make_sum(shape, tf.float64, "losses")
 
     def _run_one(self, function, trains, data):
         samples = self._count_samples(data)
@@ -253,7 +292,6 @@ class Search:
     def _run_parts(self, data, compute, write, end, notes, compiled):
         """Runs `compute` and `write` on all parts that are left, then `end`."""
         slices = self._model._slices
-        self.build(compute, data)
         place = tf.identity(self._place)
         first, doing = place[0], place[1]
         parts = _slices.Parts(self._model, data, first)
@@ -337,29 +375,6 @@ class Search:
     def _mark(self, sample, doing):
         self._place.assign([sample, doing])
 
-    def build(self, compute, data):
-        """Makes all variables, before a step that may fail in the middle.
-
-        Args:
-            compute: Function of a batch, which runs the model, its losses and
-                its metrics. It is traced, and not run.
-            data: The fed batch.
-        """
-        if self._losses is not None:
-            return
-        if count_replicas() == 1:  # if not, Keras has made them
-            state = random_state()
-            function = tf.function(compute, autograph=False)
-            function.get_concrete_function(data)
-            random_state(state)
-        across_replicas(self._make_losses)
-
-    def _make_losses(self):
-        trackers = _keras.loss_trackers(self._model)
-        with tf.init_scope(), scope_of(self._strategy):
-            shape = (len(trackers), 2)
-            self._losses = make_sum(shape, tf.float64, "losses")
-
     def _compute(self, compute, notes, part):
         """Computes a part, and writes nothing.
 
@@ -396,35 +411,6 @@ def _check_writes_nothing(graph):
                 "change twice. Make it with `self.add_weight(...)`. Received: "
                 f"the operation {node.op} ('{node.name}')"
             )
-
-
-class Unwritten(keras.StatelessScope):
-    """In it, variables of Keras are not written; it notes what would be.
-
-    Args:
-        constant: List of variables that must not be written.
-    """
-
-    def __init__(self, constant=()):
-        super().__init__(collect_losses=True)
-        self._constant = set(map(id, constant))
-        self.written = {}
-
-    def add_update(self, update):
-        variable, _ = update
-        if id(variable) in self._constant:
-            raise ValueError(
-                '`micro_batch_size="auto"` cannot be used with a layer that '
-                "changes a trainable weight in its forward pass, such as "
-                f"`SpectralNormalization`. Use an int. Received: {variable}"
-            )
-        self.written[id(variable)] = variable
-        super().add_update(update)
-
-    def write(self):
-        """Writes it."""
-        for variable in self.written.values():
-            variable.assign(self.get_current_value(variable))
 
 
 def _give_up(text, error):

@@ -49,8 +49,12 @@ def make_test_function(model, make):
         with _instead_of(model, "test_step", _cut_test_step(model, is_own)):
             make(force=True)
     if model._search is not None:
+        compute = functools.partial(_micro_batch.call, model)
         model.test_function = functools.partial(
-            model._search.run, model.test_function, False
+            model._search.run,
+            model.test_function,
+            compute if is_own else model.test_step,
+            False,
         )
     if _replicas.is_multi_worker(model.distribute_strategy):
         model.test_function = _keras.with_local_logs(model.test_function)
@@ -87,8 +91,11 @@ def _make_accumulating(model, make):
         make(force=True)
     train_function = model.train_function
     if model._search is not None:
+        compute = functools.partial(_micro_batch.call, model)
+        if model._overrides("compute_gradients"):
+            compute = model.compute_gradients
         train_function = functools.partial(
-            model._search.run, train_function, True
+            model._search.run, train_function, compute, True
         )
 
     def train(iterator):

@@ -28,9 +28,9 @@ from accumodel import _micro_batch
 from accumodel import _replicas
 from accumodel import _slices
 from accumodel import _weighting
-from accumodel._auto import Unwritten
 from accumodel._cycles import build_optimizer
 from accumodel._states import States
+from accumodel._states import Unwritten
 from accumodel._states import nodes_of
 from accumodel._states import random_state
 from accumodel._states import writes
@@ -160,7 +160,6 @@ def _begin(model, data):
             "`gradient_cache=True` and `run_eagerly=True` together. Use an int "
             "as `micro_batch_size`. Received: run_eagerly=True"
         )
-    search.build(functools.partial(_micro_batch.call, model), data)
     return _slices.Parts(model, data), States(search.keep)
 
 

@@ -101,28 +101,72 @@ def writes(node):
     return is_write and _RECORDED not in node.name
 
 
-class _Recorder(keras.StatelessScope):
-    """In it, variables of Keras are read and written as without it."""
+class _Scope(keras.StatelessScope):
+    """A scope in which Keras asks before it reads or writes a variable."""
 
-    def __init__(self, states):
+    def __init__(self):
         super().__init__(collect_losses=True)
-        self._states = states
-
-    def get_current_value(self, variable):
-        with self._left():
-            return variable.value
-
-    def add_update(self, update):
-        variable, value = update
-        with self._left():
-            self._states.note(variable)
-            with tf.name_scope(_RECORDED):
-                variable.assign(value)
 
     @contextlib.contextmanager
-    def _left(self):
+    def left(self):
+        """While it is open, variables are read and written as without it."""
         self.__exit__()
         try:
             yield
         finally:
             self.__enter__()
+
+
+class _Recorder(_Scope):
+    """In it, variables of Keras are read and written as without it."""
+
+    def __init__(self, states):
+        super().__init__()
+        self._states = states
+
+    def get_current_value(self, variable):
+        with self.left():
+            return variable.value
+
+    def add_update(self, update):
+        variable, value = update
+        with self.left():
+            self._states.note(variable)
+            with tf.name_scope(_RECORDED):
+                variable.assign(value)
+
+
+class Unwritten(_Scope):
+    """In it, variables of Keras are not written; it notes what would be.
+
+    Args:
+        constant: List of variables that must not be written.
+    """
+
+    def __init__(self, constant=()):
+        super().__init__()
+        self._constant = set(map(id, constant))
+        self.written: dict = {}
+
+    def get_current_value(self, variable):
+        value = super().get_current_value(variable)
+        if value is None:
+            with self.left():
+                value = variable.value
+        return value
+
+    def add_update(self, update):
+        variable, _ = update
+        if id(variable) in self._constant:
+            raise ValueError(
+                '`micro_batch_size="auto"` cannot be used with a layer that '
+                "changes a trainable weight in its forward pass, such as "
+                f"`SpectralNormalization`. Use an int. Received: {variable}"
+            )
+        self.written[id(variable)] = variable
+        super().add_update(update)
+
+    def write(self):
+        """Writes it."""
+        for variable in self.written.values():
+            variable.assign(self.get_current_value(variable))

@@ -273,7 +273,7 @@ def test_what_smaller_micro_batches_do_not_help(samples, cache):
     ):
         model.train_on_batch(x[:24], y[:24])
     assert isinstance(e.value.__cause__, tf.errors.ResourceExhaustedError)
-    assert sorted(limit.sizes, reverse=True) == [24, 12, 6, 3, 2, 1]
+    assert set(limit.sizes) == {24, 12, 6, 3, 2, 1}
     assert model.pending_steps == updates(model) == 0
     for a, b in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(a, b)
