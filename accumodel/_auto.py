@@ -95,6 +95,7 @@ class Search:
         with tf.init_scope(), scope_of(self._strategy):
             # Of each replica: the sample that is reached, and what it does.
             self._place = make_sum((2,), tf.int64, "place")
+            self._start = tf.zeros(2, tf.int64)
             self._batches = tf.Variable(0, trainable=False, dtype=tf.int64)
         # Of each replica: the sums of the losses of the fed batch.
         self._losses: typing.Any = None
@@ -177,8 +178,9 @@ class Search:
 
     def _run_one(self, function, trains, data):
         samples = self._count_samples(data)
-        self._place.assign(tf.zeros(2, tf.int64))
-        self._batches.assign_add(1)
+        self._place.assign(self._start)
+        if self._model._gradient_cache:
+            self._batches.assign_add(1)
         logs = None
         while logs is None:
             try:
@@ -240,7 +242,7 @@ class Search:
         if has_added:
             cycles.reset_broken()
             cycles.reset()
-            self._place.assign(tf.zeros(2, tf.int64))
+            self._place.assign(self._start)
         if is_lost:
             _give_up(_WHILE_WRITING, error)
 

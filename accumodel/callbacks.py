@@ -109,6 +109,8 @@ class EndOfCycle(keras.callbacks.Callback):
         self._batch_size = batch_size
         self._warned = False
         self._batches = 0
+        # Of `micro_batch_size="auto"`, at the end of the last epoch.
+        self._size = None
 
     def on_train_begin(self, logs=None):
         if self.model.accum_steps > 1 or self.model.micro_batch_size:
@@ -137,8 +139,16 @@ class EndOfCycle(keras.callbacks.Callback):
             # The length of the data was not known before.
             self._warn_of_short_epochs(self._batches)
         self._end_cycle()
-        if self.model.micro_batch_size == "auto" and logs is not None:
-            logs["micro_batch_size"] = self.model.current_micro_batch_size
+        if self.model.micro_batch_size == "auto":
+            self._note_size(logs)
+
+    def _note_size(self, logs):
+        size = self.model.current_micro_batch_size
+        if self._size != size:
+            self._size = size
+            self._warn_of_layers()
+        if logs is not None:
+            logs["micro_batch_size"] = size
 
     def _end_cycle(self):
         if self.model._remainder == "apply":

@@ -348,6 +348,55 @@ MUTANTS = [
         "pass",
         "test_batch_norm.py",
     ),
+    Mutant(
+        "a batch begins again where it stopped",
+        "_slices.py",
+        "self._first = first",
+        "self._first = 0",
+        "test_auto.py",
+    ),
+    Mutant(
+        "a part that fails leaves what it wrote",
+        "_states.py",
+        "        super().add_update(update)\n",
+        "        with self.left():\n            variable.assign(update[1])\n",
+        "test_auto.py",
+    ),
+    Mutant(
+        "the losses before a failure are lost",
+        "_auto.py",
+        "is_new = (first == 0) & (doing == _COMPUTES)",
+        "is_new = doing == _COMPUTES",
+        "test_auto.py",
+    ),
+    Mutant(
+        "a replica that is done runs again",
+        "_auto.py",
+        "doing == _ENDS, tf.zeros_like(first), parts.count",
+        "doing == _ENDS, parts.count, parts.count",
+        "test_auto.py",
+    ),
+    Mutant(
+        "the cache goes on from what a failed pass wrote",
+        "_auto.py",
+        "is_kept = tf.equal(batch, self._batches)",
+        "is_kept = tf.constant(False)",
+        "test_auto.py",
+    ),
+    Mutant(
+        "a broken part is repeated",
+        "_auto.py",
+        "has_added = is_lost = any(doing == _WRITES for _, doing in places)",
+        "has_added = is_lost = False",
+        "test_auto.py",
+    ),
+    Mutant(
+        "a batch that needs no cut forgets the cycle",
+        "accumulator.py",
+        "return (self._count > 0) | (self._accum_steps > 1)",
+        "return tf.constant(False)",
+        "test_slices.py",
+    ),
 ]
 
 
