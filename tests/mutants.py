@@ -230,9 +230,9 @@ MUTANTS = [
     Mutant(
         "parts of the whole size, and a rest",
         "_slices.py",
-        "return i * samples // parts, (i + 1) * samples // parts",
+        "return first + i * left // parts, first + (i + 1) * left // parts",
         "size = self._model._slices.size\n        "
-        "return i * size, tf.minimum((i + 1) * size, samples)",
+        "return i * size, tf.minimum((i + 1) * size, self.samples)",
         "test_slices.py",
     ),
     Mutant(

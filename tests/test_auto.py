@@ -124,7 +124,9 @@ def test_all_is_as_if_the_size_had_been_known(samples, backward, kwargs):
         if size == "auto":
             with pytest.warns(UserWarning, match="from now on") as caught:
                 history = fit(model, x, targets)
-            assert len(caught) == 2  # one for 12, too
+            *sizes, norm = [str(each.message) for each in caught]
+            assert len(sizes) == 2  # 12 and 6
+            assert "those of 6 samples" in norm
             assert history.pop("micro_batch_size") == [6, 6]
         else:
             history = fit(model, x, targets)
