@@ -162,10 +162,9 @@ def test_it_goes_on_at_the_sample_where_it_stopped(accum_steps, cache):
     x, y = classes(96, np.random.default_rng(0))
     x[70] = LARGE  # in the last quarter of the third batch of 24
     reference = compiled(plain(keras.Model))
-    for _ in range(2):
-        for i in range(0, 96, 24 * accum_steps):
-            part = slice(i, i + 24 * accum_steps)
-            reference.train_on_batch(x[part], y[part])
+    expected = reference.fit(
+        x, y, batch_size=24 * accum_steps, epochs=2, shuffle=False, verbose=0
+    )
     keras.utils.set_random_seed(0)
     limit = Limit(large=True)
     model = compiled(
@@ -175,8 +174,10 @@ def test_it_goes_on_at_the_sample_where_it_stopped(accum_steps, cache):
         gradient_cache=cache,
     )
     with pytest.warns(UserWarning, match="from now on") as caught:
-        model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+        first = model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     assert len(caught) == 2
+    loss = first.history["loss"][0]
+    assert loss == pytest.approx(expected.history["loss"][0], rel=1e-6)
     if not cache:
         # Two batches; the third; half of it twice; the other half; the fourth.
         assert limit.sizes == [24, 24, 24, 12, 12, 6, 6, 6, 6, 6, 6]
@@ -234,6 +235,7 @@ def test_one_of_two_replicas_runs_out(samples, accum_steps, cache):
     assert distance(model, reference) < 1e-6
     assert updates(model) == updates(reference)
     assert model.current_micro_batch_size == 12
+    assert 0 not in limit.sizes
 
 
 # -- what is not retried ---------------------------------------------------
