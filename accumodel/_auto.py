@@ -110,13 +110,15 @@ class Search:
 
     def restart(self):
         """Begins with whole batches."""
-        # The most samples that went through the model at once, or `None`.
+        # The most samples that go through the model at once, or `None`.
         self.largest = None
         self._set_size(_ALL)
 
     def _set_size(self, size):
         self._size = size
         self._model._slices.set_size(size)
+        if self.largest is not None:
+            self.largest = min(self.largest, size)
 
     # -- in Python, around the step --------------------------------------------
 
@@ -211,8 +213,7 @@ class Search:
             places = [
                 each.numpy().tolist() for each in local_results(self._place)
             ]
-        if trains:
-            self._check_can_repeat(places, error)
+        self._check_can_repeat(places, trains, error)
         failed = max(
             _largest_part(each - first, self._size)
             for each, (first, _) in zip(samples, places, strict=True)
@@ -227,18 +228,23 @@ class Search:
             stacklevel=4,
         )
 
-    def _check_can_repeat(self, places, error):
-        """Raises unless the rest of the fed batch can be trained on again."""
+    def _check_can_repeat(self, places, trains, error):
+        """Raises unless the rest of the fed batch can be run again."""
+        doing = {each for _, each in places}
+        if not trains:
+            if doing == {_ENDS} or _WRITES in doing:
+                raise error
+            return
         cycles = self._model._cycles
-        if all(doing == _ENDS for _, doing in places):
+        if doing == {_ENDS}:
             cycles.reset()
             _give_up(_WHILE_ENDING, error)
         if self._model._gradient_cache:
             # It begins with the first sample again, and with empty sums.
-            has_added = any(doing != _COMPUTES for _, doing in places)
+            has_added = doing != {_COMPUTES}
             is_lost = has_added and cycles.pending_steps
         else:
-            has_added = is_lost = any(doing == _WRITES for _, doing in places)
+            has_added = is_lost = _WRITES in doing
         if has_added:
             cycles.reset_broken()
             cycles.reset()

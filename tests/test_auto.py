@@ -198,6 +198,7 @@ def test_the_size_does_not_grow_until_it_is_told_to(samples):
     with pytest.warns(UserWarning, match="from now on") as caught:
         model.evaluate(x[24:48], y[24:48], batch_size=24, verbose=0)
     assert len(caught) == 2
+    assert model.current_micro_batch_size == 6
     limit.sizes.clear()
     model.train_on_batch(x[48:], y[48:])
     assert limit.sizes == [6] * 4
@@ -234,7 +235,7 @@ def test_one_of_two_replicas_runs_out(samples, accum_steps, cache):
     assert len(caught) == 1
     assert distance(model, reference) < 1e-6
     assert updates(model) == updates(reference)
-    assert model.current_micro_batch_size == 12
+    assert model.current_micro_batch_size == 6
     assert 0 not in limit.sizes
 
 
