@@ -49,9 +49,9 @@ _WHILE_WRITING = (
 )
 _WHILE_ENDING = (
     "Out of memory while the optimizer made an update. Some weights may be "
-    "updated and others not, so load the last checkpoint. A smaller "
-    "`micro_batch_size` does not help: use an optimizer that needs less "
-    "memory, or a smaller model."
+    "updated and others not, so load the last checkpoint, in a new process. A "
+    "smaller `micro_batch_size` does not help: use an optimizer that needs "
+    "less memory, or a smaller model."
 )
 _ONE_SAMPLE = (
     "Out of memory with one sample in the model at once, so "
@@ -221,11 +221,13 @@ class Search:
         if failed <= 1:
             _give_up(_ONE_SAMPLE, error)
         self._set_size(-(-failed // 2))
+        # Python shows what a line warns of only once.
+        globals().pop("__warningregistry__", None)
         warnings.warn(
             f"Out of memory with {failed} samples in the model at once. "
             f"`micro_batch_size` is {self._size} from now on, and training "
             "goes on with the same batch. It makes the same update.",
-            stacklevel=4,
+            stacklevel=1,
         )
 
     def _check_can_repeat(self, places, trains, error):
@@ -235,10 +237,10 @@ class Search:
             if doing == {_ENDS} or _WRITES in doing:
                 raise error
             return
-        cycles = self._model._cycles
         if doing == {_ENDS}:
-            cycles.reset()
+            # Nothing is written: XLA may have freed what it was to update.
             _give_up(_WHILE_ENDING, error)
+        cycles = self._model._cycles
         if self._model._gradient_cache:
             # It begins with the first sample again, and with empty sums.
             has_added = doing != {_COMPUTES}

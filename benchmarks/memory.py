@@ -6,10 +6,16 @@ one big batch that accumodel cuts into micro-batches of 16. Each way
 and size runs in a separate process. The table shows the peak minus what the
 built model held before: of the GPU's memory if there is a GPU, and of the
 process's resident memory if not.
+
+With `--limit MB`, memory does run out: TensorFlow gets this much for its
+tensors, and the CNN is trained for two updates with a batch that needs more; by
+Keras, and with `micro_batch_size="auto"`. The table shows how that ended.
 """
 
 import concurrent.futures
+import contextlib
 import multiprocessing
+import os
 
 import keras
 import matplotlib.figure
@@ -26,6 +32,7 @@ from benchmarks.report import report
 
 MICRO_BATCH = 16
 WAYS = ("big batch", "Keras", "accum_steps", "micro_batch_size")
+UNLIMITED, PLAIN, AUTO = "Keras, no limit", "Keras", 'micro_batch_size="auto"'
 
 
 def make_model(model_class):
@@ -42,6 +49,21 @@ def make_model(model_class):
     x = keras.layers.Flatten()(x)
     x = keras.layers.Dense(256, activation="relu")(x)
     return model_class(inputs, keras.layers.Dense(10)(x))
+
+
+def compile_model(model_class, optimizer, jit, **kwargs):
+    model = make_model(model_class)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, jit_compile=jit, **kwargs)
+    return model
+
+
+def make_dataset(batch_size):
+    """Returns the same batch again and again."""
+    rng = np.random.default_rng(0)
+    x = rng.random((batch_size, 64, 64, 3), "float32")
+    y = rng.integers(10, size=batch_size)
+    return tf.data.Dataset.from_tensors((x, y)).repeat()
 
 
 def device_peak():
@@ -66,17 +88,10 @@ def measure(way, effective_batch, jit):
         kwargs = {"micro_batch_size": MICRO_BATCH}
     elif way == "Keras" and steps > 1:
         optimizer = {"gradient_accumulation_steps": steps}
-    model = make_model(model_class)
-    model.compile(
-        keras.optimizers.Adam(**optimizer),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        jit_compile=jit,
-        **kwargs,
+    model = compile_model(
+        model_class, keras.optimizers.Adam(**optimizer), jit, **kwargs
     )
-    rng = np.random.default_rng(0)
-    x = rng.random((batch_size, 64, 64, 3), "float32")
-    y = rng.integers(10, size=batch_size)
-    dataset = tf.data.Dataset.from_tensors((x, y)).repeat()
+    dataset = make_dataset(batch_size)
     built = device_peak()
     model.fit(
         dataset,
@@ -90,6 +105,93 @@ def measure(way, effective_batch, jit):
         "peak": device_peak() - built,
         "parameters": 4 * model.count_params(),
     }
+
+
+def train(connection, way, limit, batch_size, jit):
+    """Sends the error or `None`, the size found, and the weights."""
+    model_class, kwargs = keras.Model, {}
+    if way == AUTO:
+        model_class = accumodel.AccumulatingModel
+        kwargs = {"micro_batch_size": "auto"}
+    gpus = [] if way == UNLIMITED else tf.config.list_physical_devices("GPU")
+    for gpu in gpus:
+        device = tf.config.LogicalDeviceConfiguration(memory_limit=limit)
+        tf.config.set_logical_device_configuration(gpu, [device])
+    keras.utils.set_random_seed(0)
+    # Not Adam, which makes large steps of gradients that are only rounding.
+    optimizer = keras.optimizers.SGD(0.01)
+    model = compile_model(model_class, optimizer, jit, **kwargs)
+    dataset = make_dataset(batch_size)
+    try:
+        model.fit(dataset, steps_per_epoch=2, shuffle=False, verbose=0)
+    except tf.errors.ResourceExhaustedError as error:
+        connection.send((type(error).__name__, None, None))
+        connection.close()
+        # With XLA, TensorFlow cannot free the weights of a failed update.
+        os._exit(1)
+    size = model.current_micro_batch_size if way == AUTO else None
+    connection.send((None, size, model.get_weights()))
+
+
+def run_out(way, limit, batch_size, jit):
+    """Returns how training in a separate process ended, and its weights."""
+    # The new process reads these. The limit is one of TensorFlow, which then
+    # raises an error as on a GPU. Where the system refuses memory
+    # (`resource.setrlimit`), convolutions end the process, and those of oneDNN
+    # do so in any case.
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
+    os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = str(int(way != UNLIMITED))
+    os.environ["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(limit)
+    # Without its lists of all blocks in memory.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(
+        target=train, args=(sender, way, limit, batch_size, jit)
+    )
+    process.start()
+    sender.close()  # only the process has it now, and closes it at its end
+    error = size = weights = None
+    with contextlib.suppress(EOFError):  # it was killed
+        error, size, weights = receiver.recv()
+    process.join()
+    ended = error or f"exit code {process.exitcode}"
+    return {"way": way, "ended": ended, "size found": size}, weights
+
+
+def compare_limited(limit, batch_size, jit):
+    """Returns a dict for each way, with a limit of the memory and without."""
+    rows = []
+    for way in rich.progress.track((UNLIMITED, PLAIN, AUTO), transient=True):
+        row, weights = run_out(way, limit, batch_size, jit)
+        if way == UNLIMITED:
+            expected = weights
+        elif weights:
+            row["difference"] = max(
+                float(np.abs(a - b).max())
+                for a, b in zip(weights, expected, strict=True)
+            )
+        rows.append(row)
+    return rows
+
+
+def make_limited_table(rows, limit, batch_size):
+    table = rich.table.Table(
+        title=f"Two updates with batches of {batch_size}, {limit} MB for "
+        "tensors, and the largest difference of any weight"
+    )
+    for column in ("way", "ended"):
+        table.add_column(column, no_wrap=True)
+    for column in ("size found", "difference"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["way"],
+            row["ended"],
+            str(row["size found"] or "-"),
+            f"{row['difference']:.1e}" if "difference" in row else "-",
+        )
+    return table
 
 
 def make_table(rows):
@@ -142,7 +244,20 @@ def main():
         "--sizes", nargs="+", type=int, default=[16, 32, 64, 128, 256, 512]
     )
     parser.add_argument("--jit", action="store_true", help="jit_compile=True")
+    parser.add_argument(
+        "--limit",
+        metavar="MB",
+        type=int,
+        help="let memory run out, with the largest of the sizes (try 1000)",
+    )
     arguments = parser.parse_args()
+    if arguments.limit:
+        if arguments.plot:
+            parser.error("--plot draws nothing with --limit")
+        size = max(arguments.sizes)
+        rows = compare_limited(arguments.limit, size, arguments.jit)
+        report(arguments, rows, make_limited_table(rows, arguments.limit, size))
+        return
     # A new process for each measurement: a process's peak never falls.
     with concurrent.futures.ProcessPoolExecutor(
         max_workers=1,

@@ -102,6 +102,7 @@ def test_public_names_have_a_docstring(member):
     assert member.__doc__
 
 
+@pytest.mark.filterwarnings("ignore:Out of memory")  # which a page shows
 @pytest.mark.parametrize("program", list(find_programs()))
 def test_snippets_run_as_they_stand(program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some save files
@@ -230,6 +231,18 @@ def test_benchmarks_run_and_write_figures_and_picture(command, tmp_path):
     run_benchmark(f"{command} {' '.join(outputs)}")
     assert len(json.loads(paths[0].read_text())) >= 4
     assert paths[1].stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", ["", "--jit"], ids=["no jit", "jit"])
+def test_the_benchmark_of_memory_lets_it_run_out(jit, tmp_path):
+    path = tmp_path / "figures.json"
+    run_benchmark(f"memory --limit 300 --sizes 128 {jit} --json={path}")
+    _, plain, auto = json.loads(path.read_text())
+    assert plain["ended"] == "ResourceExhaustedError"
+    assert auto["ended"] == "exit code 0"
+    assert auto["size found"] < 128
+    assert auto["difference"] < 1e-5
 
 
 @pytest.mark.slow
