@@ -100,7 +100,7 @@ def samples():
         (True, {}),
         (False, {"run_eagerly": True}),
         (True, {"accum_steps": 2, "steps_per_execution": 2}),
-        (False, {"gradient_cache": True}),
+        pytest.param(False, {"gradient_cache": True}, marks=pytest.mark.slow),
         (True, {"gradient_cache": True, "accum_steps": 2}),
     ],
     ids=str,

@@ -276,7 +276,7 @@ CASES = {
 
 
 # The third row of XLA has sparse gradients.
-SLOW = ("jit_compile, dense", "jit_compile, masked")
+SLOW = ("jit_compile, dense", "jit_compile, masked", "jit_compile, sparse")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_every_case_that_users_meet(case):
 @pytest.mark.parametrize(
     ("name", "make", "data"),
     [
-        ("momentum", masking, points),
+        pytest.param("momentum", masking, points, marks=pytest.mark.slow),
         ("Adam", dense, weighted_classes),
         ("AdamW", masking, points),
     ],
@@ -637,7 +637,13 @@ def cases(draw, make, data, kind):
     )
 
 
-@pytest.mark.parametrize("name", ["masked and weighted", "convolutional"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "masked and weighted",
+        pytest.param("convolutional", marks=pytest.mark.slow),
+    ],
+)
 def test_any_cycle_of_any_model_ends_with_the_weights_of_the_big_batch(name):
     # One test for each model, so that the cores share them.
     @given(case=cases(*PROPERTY_MODELS[name]))
