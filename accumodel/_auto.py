@@ -333,7 +333,8 @@ class Search:
             return logs, losses
 
         # A replica that is done waits for the others.
-        count = tf.where(doing == _ENDS, tf.zeros_like(first), parts.count)
+        is_done = (doing == _ENDS) | ((first > 0) & (first == parts.samples))
+        count = tf.where(is_done, tf.zeros_like(first), parts.count)
         logs, _ = _slices.run_all(_slices.trace(run_part), count)
         marked = _call(lambda: self._mark(parts.samples, _ENDS))
         with tf.control_dependencies(marked):

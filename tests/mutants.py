@@ -372,8 +372,8 @@ MUTANTS = [
     Mutant(
         "a replica that is done runs again",
         "_auto.py",
-        "doing == _ENDS, tf.zeros_like(first), parts.count",
-        "doing == _ENDS, parts.count, parts.count",
+        "count = tf.where(is_done, tf.zeros_like(first), parts.count)",
+        "count = parts.count",
         "test_auto.py",
     ),
     Mutant(

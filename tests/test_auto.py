@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 from cases import CLASSES
 from cases import FEATURES
-from cases import check_logs
 from cases import classes
 from cases import updates
 from conftest import distance
@@ -424,7 +423,6 @@ def test_what_is_found_is_not_saved(samples, tmp_path):
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert loaded.micro_batch_size == "auto"
     assert loaded.current_micro_batch_size is None
-    check_logs(
-        loaded.train_on_batch(*samples, return_dict=True),
-        model.train_on_batch(*samples, return_dict=True),
-    )
+    for each in (loaded, model):
+        each.train_on_batch(*samples)
+    assert distance(loaded, model) < 1e-6
