@@ -25,9 +25,11 @@ import tensorflow as tf
 from accumodel import _keras
 from accumodel import _slices
 from accumodel._replicas import across_replicas
+from accumodel._replicas import count_replicas
 from accumodel._replicas import local_results
 from accumodel._replicas import make_sum
 from accumodel._replicas import scope_of
+from accumodel._replicas import sum_over_replicas
 from accumodel._states import Unwritten
 from accumodel._states import nodes_of
 from accumodel._states import random_state
@@ -61,6 +63,11 @@ _ONE_SAMPLE = (
 )
 
 # How GPUs say it when they do not raise a `ResourceExhaustedError`.
+_OTHERS = (
+    tf.errors.InternalError,
+    tf.errors.NotFoundError,
+    tf.errors.UnknownError,
+)
 _TEXTS = (
     "cublas_status_alloc_failed",
     "cuda_error_out_of_memory",
@@ -77,9 +84,7 @@ def is_out_of_memory(error):
     if isinstance(error, MemoryError | tf.errors.ResourceExhaustedError):
         return True
     text = str(error).lower()
-    return isinstance(error, tf.errors.OpError) and any(
-        each in text for each in _TEXTS
-    )
+    return isinstance(error, _OTHERS) and any(each in text for each in _TEXTS)
 
 
 class Search:
@@ -99,12 +104,17 @@ class Search:
             self._batches = tf.Variable(0, trainable=False, dtype=tf.int64)
         # Of each replica: the sums of the losses of the fed batch.
         self._losses: typing.Any = None
-        # By the ids of variables: what each held before a fed batch, and the
-        # number of that batch.
+        # All of these: graphs use them, and they must not be freed.
+        self._used: list = []
+        # Of each replica: logs, by their shapes and dtypes.
+        self._logs: dict = {}
+        # By the ids of variables: each, what it held before a fed batch, and
+        # the number of that batch.
         self._kept: dict = {}
         # The variables that parts write, by their ids, each with a number.
         self._written: dict = {}
-        # Functions that were traced for batches of any length.
+        # Functions whose variables are made, and those that are traced.
+        self._built: weakref.WeakSet = weakref.WeakSet()
         self._traced: weakref.WeakSet = weakref.WeakSet()
         self.restart()
 
@@ -139,7 +149,7 @@ class Search:
         for _ in range(self._model.steps_per_execution):
             data = next(batches, None)
             if data is not None:
-                self._build(compute, data)
+                self._build(function, compute, data)
                 logs = self._run_one(function, trains, data)
         if logs is None:
             raise StopIteration
@@ -154,29 +164,36 @@ class Search:
         if spec is None or function in self._traced or self._model.run_eagerly:
             return
         self._traced.add(function)
-        self._build(compute, spec)
+        self._build(function, compute, spec)
         step = tf.function(lambda data: function(iter([data])), autograph=False)
         step.get_concrete_function(spec)
 
-    def _build(self, compute, data):
+    def _build(self, function, compute, data):
         """Makes all variables: in a step they must be there.
 
         Args:
+            function: That of Keras, for which it is done once.
             compute: Function of a batch, which runs the model, its losses and
                 its metrics. It is traced, and not run.
             data: A batch, or the specs of one.
         """
-        if self._losses is not None:
+        if function in self._built:
             return
+        self._built.add(function)
         with scope_of(self._strategy):
             if not tf.distribute.has_strategy():  # or else Keras has done it
                 state = random_state()
-                function = tf.function(compute, autograph=False)
-                function.get_concrete_function(data)
-                random_state(state)
+                was_built = _keras.is_built(self._model)
+                tf.function(
+                    lambda data: compute(_without_optionals(data)),
+                    autograph=False,
+                ).get_concrete_function(data)
+                if was_built:  # if not, it drew the initial weights
+                    random_state(state)
             trackers = _keras.loss_trackers(self._model)
             shape = (len(trackers), 2)
             self._losses = make_sum(shape, tf.float64, "losses")
+            self._used.append(self._losses)
 
     def _run_one(self, function, trains, data):
         samples = self._count_samples(data)
@@ -201,7 +218,9 @@ class Search:
             replicas = range(len(local_results(self._place)))
             parts = [
                 keras.tree.map_structure(
-                    lambda each, i=i: local_results(each)[i], data
+                    # One if all replicas get the same batch.
+                    lambda each, i=i: (local_results(each) * (i + 1))[i],
+                    data,
                 )
                 for i in replicas
             ]
@@ -219,14 +238,15 @@ class Search:
             for each, (first, _) in zip(samples, places, strict=True)
         )
         if failed <= 1:
+            self.restart()
             _give_up(_ONE_SAMPLE, error)
         self._set_size(-(-failed // 2))
         # Python shows what a line warns of only once.
         globals().pop("__warningregistry__", None)
         warnings.warn(
             f"Out of memory with {failed} samples in the model at once. "
-            f"`micro_batch_size` is {self._size} from now on, and training "
-            "goes on with the same batch. It makes the same update.",
+            f"`micro_batch_size` is {self._size} from now on. The same batch "
+            "goes on, and nothing of it is lost.",
             stacklevel=1,
         )
 
@@ -336,8 +356,9 @@ class Search:
         is_done = (doing == _ENDS) | ((first > 0) & (first == parts.samples))
         count = tf.where(is_done, tf.zeros_like(first), parts.count)
         logs, _ = _slices.run_all(_slices.trace(run_part), count)
-        marked = _call(lambda: self._mark(parts.samples, _ENDS))
-        with tf.control_dependencies(marked):
+        if count_replicas() > 1 and not tf.executing_eagerly():
+            logs = self._keep_logs(logs, count)
+        with tf.control_dependencies(self.end(logs, parts.samples)):
             if not notes:
                 end()
                 return logs
@@ -345,6 +366,33 @@ class Search:
             slices.release_losses({}, losses, data, parts.samples)
             end()
         return slices.logs_of_batch(logs)
+
+    def _keep_logs(self, logs, parts):
+        """Returns the logs of the last part, which may be of an earlier try."""
+        flat = tf.nest.flatten(logs)
+        key = tuple((value.shape, value.dtype) for value in flat)
+        if key not in self._logs:
+            across_replicas(lambda: self._make_logs(key))
+        kept = self._logs[key]
+        values = [
+            tf.where(parts > 0, value, each)
+            for value, each in zip(flat, kept, strict=True)
+        ]
+
+        def keep():
+            for each, value in zip(kept, values, strict=True):
+                each.assign(value)
+
+        with tf.control_dependencies(_in_turn(values, keep)):
+            return tf.nest.pack_sequence_as(
+                logs, list(map(tf.identity, values))
+            )
+
+    def _make_logs(self, key):
+        with tf.init_scope(), scope_of(self._strategy):
+            self._logs[key] = [
+                make_sum(shape, dtype, "logs") for shape, dtype in key
+            ]
 
     # With the gradient cache, which runs a fed batch from its start.
 
@@ -356,7 +404,7 @@ class Search:
         """
         if id(variable) not in self._kept:
             across_replicas(lambda: self._make_kept(variable))
-        kept, batch = self._kept[id(variable)]
+        _, kept, batch = self._kept[id(variable)]
         is_kept = tf.equal(batch, self._batches)
         value = tf.where(is_kept, kept, variable.value)
         _in_turn(
@@ -371,6 +419,7 @@ class Search:
         with tf.init_scope(), scope_of(self._strategy):
             dtype = tf.as_dtype(variable.dtype)
             self._kept[id(variable)] = (
+                variable,
                 make_sum(variable.shape, dtype, "kept"),
                 make_sum((), tf.int64, "batch"),
             )
@@ -379,9 +428,19 @@ class Search:
         """Calls `add` when gradients are there, and notes that it began."""
         _in_turn(gradients, lambda: self._mark(0, _WRITES), add)
 
-    def end(self):
-        """Notes that a fed batch ends, and returns what to wait for."""
-        return _call(lambda: self._mark(0, _ENDS))
+    def end(self, computed, samples=0):
+        """Notes that a fed batch ends, and returns what to wait for.
+
+        Args:
+            computed: Nested tensors, which must be there before.
+            samples: Scalar. The samples in the batch.
+        """
+        marked = _in_turn(computed, lambda: self._mark(samples, _ENDS))
+        if count_replicas() == 1:
+            return marked
+        # If another replica fails, this one must not have counted anything.
+        with tf.control_dependencies(marked):
+            return sum_over_replicas([tf.ones(())])
 
     def _mark(self, sample, doing):
         self._place.assign([sample, doing])
@@ -434,6 +493,9 @@ def _in_turn(computed, *functions):
     Args:
         computed: Nested tensors, for which the first one waits.
         *functions: Without arguments.
+
+    Returns:
+        List. What to wait for until the last one has written.
     """
     tensors = tf.nest.flatten(computed, expand_composites=True)
     # `tf.identity`: see `GradientAccumulator._add`.
@@ -441,6 +503,7 @@ def _in_turn(computed, *functions):
     for function in functions:
         with tf.control_dependencies(waits):
             waits = _call(function)
+    return waits
 
 
 def _call(function):
@@ -455,6 +518,16 @@ def _call(function):
 
     # To wait for a nested function is to wait for all that it writes.
     return [tf.function(run, autograph=False)().op]
+
+
+def _without_optionals(data):
+    """Returns data of a generator with `None` where it is, as Keras does."""
+    return keras.tree.map_structure(
+        lambda leaf: (
+            None if isinstance(leaf, tf.experimental.Optional) else leaf
+        ),
+        data,
+    )
 
 
 def _largest_part(samples, size):

@@ -32,7 +32,6 @@ from accumodel._cycles import build_optimizer
 from accumodel._states import States
 from accumodel._states import Unwritten
 from accumodel._states import nodes_of
-from accumodel._states import random_state
 from accumodel._states import writes
 from accumodel._train_step import FedBatch
 
@@ -127,7 +126,7 @@ def train(model, compiled, data):
             _slices.loop(add_part, parts.count, ())
     # Nothing else adds to the total if the loss does not use the outputs.
     add(own, 0.0 if cache else 1.0)
-    with _ending(search):
+    with _ending(search, own):
         logs = log()
         if not batch.end():
             model.accumulate_gradients(own)  # says what is wrong
@@ -145,7 +144,7 @@ def test(model, compiled, data):
         )
     samples = _weighting.count_samples(x)
     step = (model, x, y, whole.outputs, sample_weight, loss)
-    with _ending(model._search):
+    with _ending(model._search, loss):
         return _log(scope, *step, samples)
 
 
@@ -163,11 +162,11 @@ def _begin(model, data):
     return _slices.Parts(model, data), States(search.keep)
 
 
-def _ending(search):
-    """Returns a scope for what cannot be repeated."""
+def _ending(search, computed):
+    """Returns a scope for what cannot be repeated, after some tensors."""
     if search is None:
         return contextlib.nullcontext()
-    return tf.control_dependencies(search.end())
+    return tf.control_dependencies(search.end(computed))
 
 
 # -- 1. Forward, part by part --------------------------------------------------
@@ -176,7 +175,7 @@ def _ending(search):
 def _forward(model, compiled, parts, states, training):
     """Runs the model on all parts, and returns the `Forward` of the batch."""
 
-    if not all(layer.built for layer in [model, *_keras.flat_layers(model)]):
+    if not _keras.is_built(model):
         _build(model, parts.data)
 
     @compiled
@@ -226,10 +225,8 @@ def _forward(model, compiled, parts, states, training):
 def _build(model, data):
     """Makes the variables, which cannot be made in a scope of Keras."""
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-    state = random_state()
     call = tf.function(lambda x: model(x, training=True), autograph=False)
     call.get_concrete_function(x)
-    random_state(state)
 
 
 def _added_losses(model):

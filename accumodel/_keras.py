@@ -230,6 +230,11 @@ def flat_layers(model):
     return list(model._flatten_layers(include_self=False))
 
 
+def is_built(model):
+    """Whether a model and all layers in it have their variables."""
+    return all(layer.built for layer in [model, *flat_layers(model)])
+
+
 # -- several replicas ----------------------------------------------------------
 
 

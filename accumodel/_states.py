@@ -146,6 +146,7 @@ class Unwritten(_Scope):
     def __init__(self, constant=()):
         super().__init__()
         self._constant = set(map(id, constant))
+        self._graph = current_graph()
         self.written: dict = {}
 
     def get_current_value(self, variable):
@@ -156,7 +157,14 @@ class Unwritten(_Scope):
         return value
 
     def add_update(self, update):
-        variable, _ = update
+        variable, value = update
+        if tf.is_symbolic_tensor(value) and value.graph is not self._graph:
+            raise ValueError(
+                '`micro_batch_size="auto"` cannot be used with a layer that '
+                "changes a variable inside of a condition, a loop or a "
+                "`tf.function`, such as `Dropout` in the cell of an `RNN`. Use "
+                f"an int. Received: {variable}"
+            )
         if id(variable) in self._constant:
             raise ValueError(
                 '`micro_batch_size="auto"` cannot be used with a layer that '

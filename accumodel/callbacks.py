@@ -147,7 +147,7 @@ class EndOfCycle(keras.callbacks.Callback):
         if self._size != size:
             self._size = size
             self._warn_of_layers()
-        if logs is not None:
+        if logs is not None and size is not None:
             logs["micro_batch_size"] = size
 
     def _end_cycle(self):

@@ -4,6 +4,8 @@ Memory runs out where a test says so: TensorFlow turns a `MemoryError` in a
 `tf.numpy_function` into a `ResourceExhaustedError`.
 """
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -43,6 +45,7 @@ class Limit(keras.layers.Layer):
     def _allocate(self, x):
         self.sizes.append(len(x))
         if len(x) > 7 and (not self.large or np.max(x) >= LARGE):
+            time.sleep(0.1)  # another replica is done by then
             raise MemoryError
         return x
 
@@ -217,9 +220,9 @@ def test_one_of_two_replicas_runs_out(samples, accum_steps, cache):
     x, y = samples
     x[40] = LARGE  # in the second half of the second batch of 24
     reference = compiled(plain(keras.Model))
-    for i in range(0, 72, 24 * accum_steps):
-        part = slice(i, i + 24 * accum_steps)
-        reference.train_on_batch(x[part], y[part])
+    expected = reference.fit(
+        x, y, batch_size=24 * accum_steps, shuffle=False, verbose=0
+    )
     keras.utils.set_random_seed(0)
     limit = Limit(large=True)
     with mirrored(2).scope():
@@ -230,12 +233,58 @@ def test_one_of_two_replicas_runs_out(samples, accum_steps, cache):
             gradient_cache=cache,
         )
     with pytest.warns(UserWarning, match="is 6 from now on") as caught:
-        model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+        found = model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     assert len(caught) == 1
+    loss = found.history["loss"]
+    assert loss == pytest.approx(expected.history["loss"], rel=1e-6)
+    model.micro_batch_size = "auto"
+    with pytest.warns(UserWarning, match="is 6 from now on"):
+        loss = model.evaluate(x, y, batch_size=24, verbose=0)
+    loss_of_keras = reference.evaluate(x, y, batch_size=24, verbose=0)
+    assert loss == pytest.approx(loss_of_keras, rel=1e-6)
+    model.test_on_batch(x, y)
     assert distance(model, reference) < 1e-6
     assert updates(model) == updates(reference)
     assert model.current_micro_batch_size == 6
     assert 0 not in limit.sizes
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_evaluate_comes_first(samples, cache):
+    x, y = samples
+    model = compiled(
+        plain(AccumulatingModel, Limit()),
+        micro_batch_size="auto",
+        gradient_cache=cache,
+    )
+    expected = compiled(plain(keras.Model))
+    expected.set_weights(model.get_weights())
+    with pytest.warns(UserWarning, match="from now on"):
+        loss = model.evaluate(x, y, batch_size=24, verbose=0)
+    loss_of_keras = expected.evaluate(x, y, batch_size=24, verbose=0)
+    assert loss == pytest.approx(loss_of_keras, rel=1e-6)
+
+
+class Unbuilt(AccumulatingModel):
+    def build(self, shape):
+        self.head = keras.layers.Dense(CLASSES, activation="softmax")
+        self.head.build(shape)
+
+    def call(self, inputs):
+        return self.head(inputs)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_models_that_are_not_built_and_data_with_none(samples):
+    def generate():
+        yield *samples, None
+
+    kernels = []
+    for _ in range(2):
+        model = compiled(Unbuilt(), micro_batch_size="auto")
+        model.fit(generate(), shuffle=False, verbose=0)
+        kernels.append(model.get_weights()[0])
+    assert np.abs(kernels[0] - kernels[1]).max() > 0.1
 
 
 # -- what is not retried ---------------------------------------------------
@@ -381,6 +430,12 @@ class Counter(keras.layers.Layer):
         return inputs
 
 
+class InnerDropout(keras.layers.Dropout):
+    def call(self, inputs):
+        draw = tf.function(super().call, autograph=False)
+        return draw(inputs, training=True)
+
+
 def test_what_it_cannot_be_used_with(samples):
     auto = {"micro_batch_size": "auto"}
     with pytest.raises(ValueError, match="custom `train_step`"):
@@ -401,6 +456,7 @@ def test_what_it_cannot_be_used_with(samples):
     for layer, message in (
         (norm, "changes a trainable weight"),
         (Counter(), "`tf.Variable`"),
+        (InnerDropout(0.5), "inside of a condition"),
     ):
         model = compiled(plain(AccumulatingModel, layer), **auto)
         with pytest.raises(ValueError, match=message):
