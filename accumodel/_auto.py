@@ -79,6 +79,27 @@ _TEXTS = (
 )
 
 
+def new_object():
+    """Returns "auto", each time another object.
+
+    TensorFlow ignores it if an attribute is set to the object that it is.
+    """
+    return typing.cast(typing.Literal["auto"], "".join("auto"))
+
+
+def set_size(model, value):
+    """Sets the `micro_batch_size` of a model."""
+    model._micro_batch_size = value
+    if value != "auto":
+        model._search = None
+        if value is not None:
+            model._slices.set_size(value)
+    elif model._search is not None:
+        model._search.restart()
+    else:
+        model._search = Search(model)
+
+
 def is_out_of_memory(error):
     """Whether an error of a step says that memory ran out."""
     if isinstance(error, MemoryError | tf.errors.ResourceExhaustedError):

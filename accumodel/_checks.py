@@ -5,6 +5,10 @@ import numbers
 import keras
 import tensorflow as tf
 
+from accumodel._keras import flat_layers
+from accumodel._replicas import check_strategy
+from accumodel._replicas import is_multi_worker
+
 REMAINDERS = ("apply", "carry", "drop")
 
 
@@ -81,9 +85,30 @@ def check_gradient_cache(model, value, micro_batch_size, skip_nonfinite):
             )
 
 
-def check_auto(model, is_multi_worker):
+def check_can_accumulate(model, micro_batch_size, behind):
+    """Refuses models and strategies that would be wrong.
+
+    Args:
+        model: The `AccumulatingModel`, compiled.
+        micro_batch_size: Int, `"auto"` or `None`.
+        behind: Bound method, the `train_step` that follows in the order of the
+            bases; `None` if the class overrides it.
+    """
+    strategy = model.distribute_strategy
+    check_strategy(strategy, model.steps_per_execution)
+    if behind is not None:
+        check_train_step(type(model), behind)
+    if micro_batch_size == "auto":
+        _check_auto(model)
+    if micro_batch_size is not None:
+        check_can_slice(
+            model, flat_layers(model), strategy.num_replicas_in_sync
+        )
+
+
+def _check_auto(model):
     """Refuses what `micro_batch_size="auto"` cannot be used with."""
-    if is_multi_worker:
+    if is_multi_worker(model.distribute_strategy):
         raise ValueError(
             '`micro_batch_size="auto"` cannot be used with several workers, of '
             "which one may run out of memory alone. Use an int. "

@@ -14,7 +14,6 @@ from accumodel import _checks
 from accumodel import _construction
 from accumodel import _cycles
 from accumodel import _functions
-from accumodel import _keras
 from accumodel import _micro_batch
 from accumodel import _replicas
 from accumodel import _slices
@@ -57,9 +56,6 @@ class AccumulatingModel(keras.Model):
         ...     _ = model.train_on_batch(x[:8], y[:8])
         >>> model.pending_steps, int(model.optimizer.iterations)
         (1, 13)
-        >>> model.apply_accumulated_gradients()
-        >>> model.pending_steps, int(model.optimizer.iterations)
-        (0, 14)
 
     What to override, and when:
 
@@ -197,7 +193,7 @@ class AccumulatingModel(keras.Model):
             raise
         self._accum_steps = accum_steps
         self._search = None
-        self._set_micro_batch_size(micro_batch_size)
+        _auto.set_size(self, micro_batch_size)
         self._gradient_cache = gradient_cache
         self._remainder = remainder
         self._skip_nonfinite = skip_nonfinite
@@ -243,11 +239,8 @@ class AccumulatingModel(keras.Model):
             ValueError: If it is set to less than 1, before `compile`, or for
                 layers that cannot be right in micro-batches.
         """
-        if self._micro_batch_size == "auto":
-            # A new object each time: TensorFlow ignores it if an attribute is
-            # set to the object that it is, and this searches again.
-            return typing.cast(typing.Literal["auto"], "".join("auto"))
-        return self._micro_batch_size
+        size = self._micro_batch_size
+        return _auto.new_object() if size == "auto" else size
 
     @micro_batch_size.setter
     def micro_batch_size(
@@ -259,21 +252,10 @@ class AccumulatingModel(keras.Model):
         if value is not None:
             self._check_can_accumulate(value)
         before = self._micro_batch_size
-        self._set_micro_batch_size(value)
+        _auto.set_size(self, value)
         if {before, value} & {None, "auto"} and before != value:
             self._accumulates = True
             _functions.make_again(self)
-
-    def _set_micro_batch_size(self, value):
-        self._micro_batch_size = value
-        if value != "auto":
-            self._search = None
-            if value is not None:
-                self._slices.set_size(value)
-        elif self._search is not None:
-            self._search.restart()
-        else:
-            self._search = _auto.Search(self)
 
     @property
     def current_micro_batch_size(self) -> int | None:
@@ -576,15 +558,9 @@ class AccumulatingModel(keras.Model):
             self.train_function = None  # it was traced for the other case
 
     def _check_can_accumulate(self, micro_batch_size):
-        strategy = self.distribute_strategy
-        _replicas.check_strategy(strategy, self.steps_per_execution)
-        if type(self).train_step is AccumulatingModel.train_step:
-            _checks.check_train_step(type(self), super().train_step)
-        if micro_batch_size == "auto":
-            _checks.check_auto(self, _replicas.is_multi_worker(strategy))
-        if micro_batch_size is not None:
-            layers = _keras.flat_layers(self)
-            _checks.check_can_slice(self, layers, strategy.num_replicas_in_sync)
+        is_own = type(self).train_step is AccumulatingModel.train_step
+        behind = super().train_step if is_own else None
+        _checks.check_can_accumulate(self, micro_batch_size, behind)
 
     def _begin_to_accumulate(self):
         if not self._accumulates:
