@@ -365,7 +365,7 @@ class Search:
                     self._losses.assign_add(losses)
 
             begin, until = parts.bounds(i)
-            _in_turn(
+            in_turn(
                 computed,
                 lambda: self._mark(begin, _WRITES),
                 write_all,
@@ -404,7 +404,7 @@ class Search:
             for each, value in zip(kept, values, strict=True):
                 each.assign(value)
 
-        with tf.control_dependencies(_in_turn(values, keep)):
+        with tf.control_dependencies(in_turn(values, keep)):
             return tf.nest.pack_sequence_as(
                 logs, list(map(tf.identity, values))
             )
@@ -428,7 +428,7 @@ class Search:
         _, kept, batch = self._kept[id(variable)]
         is_kept = tf.equal(batch, self._batches)
         value = tf.where(is_kept, kept, variable.value)
-        _in_turn(
+        in_turn(
             value,
             lambda: kept.assign(value),
             lambda: batch.assign(self._batches),
@@ -447,7 +447,7 @@ class Search:
 
     def write(self, gradients, add):
         """Calls `add` when gradients are there, and notes that it began."""
-        _in_turn(gradients, lambda: self._mark(0, _WRITES), add)
+        in_turn(gradients, lambda: self._mark(0, _WRITES), add)
 
     def end(self, computed, samples=0):
         """Notes that a fed batch ends, and returns what to wait for.
@@ -456,12 +456,8 @@ class Search:
             computed: Nested tensors, which must be there before.
             samples: Scalar. The samples in the batch.
         """
-        marked = _in_turn(computed, lambda: self._mark(samples, _ENDS))
-        if count_replicas() == 1:
-            return marked
         # If another replica fails, this one must not have counted anything.
-        with tf.control_dependencies(marked):
-            return sum_over_replicas([tf.ones(())])
+        return meet(in_turn(computed, lambda: self._mark(samples, _ENDS)))
 
     def _mark(self, sample, doing):
         self._place.assign([sample, doing])
@@ -508,7 +504,19 @@ def _give_up(text, error):
     raise tf.errors.ResourceExhaustedError(None, None, text) from error
 
 
-def _in_turn(computed, *functions):
+def meet(waits):
+    """Returns what to wait for until all replicas are there.
+
+    Args:
+        waits: List of what this replica waits for.
+    """
+    if count_replicas() == 1:
+        return waits
+    with tf.control_dependencies(waits):
+        return sum_over_replicas([tf.ones(())])
+
+
+def in_turn(computed, *functions):
     """Calls functions, each when all that the one before writes is written.
 
     Args:

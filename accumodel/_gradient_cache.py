@@ -28,6 +28,8 @@ from accumodel import _micro_batch
 from accumodel import _replicas
 from accumodel import _slices
 from accumodel import _weighting
+from accumodel._auto import in_turn
+from accumodel._auto import meet
 from accumodel._cycles import build_optimizer
 from accumodel._states import States
 from accumodel._states import Unwritten
@@ -122,8 +124,10 @@ def train(model, compiled, data):
         return ()
 
     if cache:
-        with states.put_back():
-            _slices.loop(add_part, parts.count, ())
+        # If another replica fails before it adds, this one must not have added.
+        waits = meet(in_turn((own, cache))) if search else []
+        with states.put_back(), tf.control_dependencies(waits):
+            _slices.loop(add_part, tf.identity(parts.count), ())
     # Nothing else adds to the total if the loss does not use the outputs.
     add(own, 0.0 if cache else 1.0)
     with _ending(search, own):
