@@ -28,8 +28,8 @@ from accumodel._replicas import across_replicas
 from accumodel._replicas import count_replicas
 from accumodel._replicas import local_results
 from accumodel._replicas import make_sum
+from accumodel._replicas import meet
 from accumodel._replicas import scope_of
-from accumodel._replicas import sum_over_replicas
 from accumodel._states import Unwritten
 from accumodel._states import nodes_of
 from accumodel._states import random_state
@@ -235,17 +235,19 @@ class Search:
 
     def _count_samples(self, data):
         """Returns the samples of each replica in a list."""
+
+        def part(i):
+            def pick(leaf):
+                results = local_results(leaf)
+                # One if all replicas get the same batch.
+                return results[min(i, len(results) - 1)]
+
+            return keras.tree.map_structure(pick, data)
+
         with scope_of(self._strategy):
-            replicas = range(len(local_results(self._place)))
-            parts = [
-                keras.tree.map_structure(
-                    # One if all replicas get the same batch.
-                    lambda each, i=i: (local_results(each) * (i + 1))[i],
-                    data,
-                )
-                for i in replicas
-            ]
-        return [int(_slices.first_leaf(part).shape[0]) for part in parts]
+            replicas = len(local_results(self._place))
+            leaves = [_slices.first_leaf(part(i)) for i in range(replicas)]
+        return [int(leaf.shape[0]) for leaf in leaves]
 
     def _shrink(self, samples, trains, error):
         """Halves the size, or says why that would not help."""
@@ -365,7 +367,7 @@ class Search:
                     self._losses.assign_add(losses)
 
             begin, until = parts.bounds(i)
-            in_turn(
+            _in_turn(
                 computed,
                 lambda: self._mark(begin, _WRITES),
                 write_all,
@@ -404,7 +406,7 @@ class Search:
             for each, value in zip(kept, values, strict=True):
                 each.assign(value)
 
-        with tf.control_dependencies(in_turn(values, keep)):
+        with tf.control_dependencies(_in_turn(values, keep)):
             return tf.nest.pack_sequence_as(
                 logs, list(map(tf.identity, values))
             )
@@ -428,7 +430,7 @@ class Search:
         _, kept, batch = self._kept[id(variable)]
         is_kept = tf.equal(batch, self._batches)
         value = tf.where(is_kept, kept, variable.value)
-        in_turn(
+        _in_turn(
             value,
             lambda: kept.assign(value),
             lambda: batch.assign(self._batches),
@@ -447,7 +449,11 @@ class Search:
 
     def write(self, gradients, add):
         """Calls `add` when gradients are there, and notes that it began."""
-        in_turn(gradients, lambda: self._mark(0, _WRITES), add)
+        _in_turn(gradients, lambda: self._mark(0, _WRITES), add)
+
+    def meet(self, computed):
+        """Returns what to wait for until all replicas have computed."""
+        return meet(_in_turn(computed))
 
     def end(self, computed, samples=0):
         """Notes that a fed batch ends, and returns what to wait for.
@@ -457,7 +463,7 @@ class Search:
             samples: Scalar. The samples in the batch.
         """
         # If another replica fails, this one must not have counted anything.
-        return meet(in_turn(computed, lambda: self._mark(samples, _ENDS)))
+        return meet(_in_turn(computed, lambda: self._mark(samples, _ENDS)))
 
     def _mark(self, sample, doing):
         self._place.assign([sample, doing])
@@ -467,15 +473,13 @@ class Search:
 
         Returns:
             Tuple `(gradients, weight, logs, losses, updates)`: the first three
-            as `compute_gradients`; the losses as `Slices.take_losses`; and a
+            as `compute_gradients`; the losses as `Slices.call`; and a
             dict of what is to be written, by the numbers of the variables.
         """
         slices = self._model._slices
         with Unwritten(self._model.trainable_variables) as scope:
             slices.hold_losses(notes)
-            with _slices.noting(notes):
-                gradients, weight, logs = compute(part)
-            losses = slices.take_losses(notes)
+            computed, losses = slices.call(compute, part, notes)
         trackers = _keras.loss_trackers(self._model) if notes else []
         held = {id(each) for tracker in trackers for each in tracker.variables}
         updates = {}
@@ -485,7 +489,7 @@ class Search:
                 _, number = self._written.setdefault(key, (variable, number))
                 updates[number] = scope.get_current_value(variable)
         _check_writes_nothing(current_graph())
-        return gradients, weight, logs, losses, updates
+        return *computed, losses, updates
 
 
 def _check_writes_nothing(graph):
@@ -504,19 +508,7 @@ def _give_up(text, error):
     raise tf.errors.ResourceExhaustedError(None, None, text) from error
 
 
-def meet(waits):
-    """Returns what to wait for until all replicas are there.
-
-    Args:
-        waits: List of what this replica waits for.
-    """
-    if count_replicas() == 1:
-        return waits
-    with tf.control_dependencies(waits):
-        return sum_over_replicas([tf.ones(())])
-
-
-def in_turn(computed, *functions):
+def _in_turn(computed, *functions):
     """Calls functions, each when all that the one before writes is written.
 
     Args:

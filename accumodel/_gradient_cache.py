@@ -28,8 +28,6 @@ from accumodel import _micro_batch
 from accumodel import _replicas
 from accumodel import _slices
 from accumodel import _weighting
-from accumodel._auto import in_turn
-from accumodel._auto import meet
 from accumodel._cycles import build_optimizer
 from accumodel._states import States
 from accumodel._states import Unwritten
@@ -125,7 +123,7 @@ def train(model, compiled, data):
 
     if cache:
         # If another replica fails before it adds, this one must not have added.
-        waits = meet(in_turn((own, cache))) if search else []
+        waits = search.meet((own, cache)) if search else []
         with states.put_back(), tf.control_dependencies(waits):
             _slices.loop(add_part, tf.identity(parts.count), ())
     # Nothing else adds to the total if the loss does not use the outputs.

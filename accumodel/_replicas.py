@@ -167,6 +167,18 @@ def sum_over_replicas(values):
     return sums
 
 
+def meet(waits):
+    """Returns what to wait for until all replicas are there.
+
+    Args:
+        waits: List of what this replica waits for.
+    """
+    if count_replicas() == 1:
+        return waits
+    with tf.control_dependencies(waits):
+        return sum_over_replicas([tf.ones(())])
+
+
 def without_empty(gradients, weight):
     """Returns `gradients`, or zeros on a replica whose part weighs nothing.
 

@@ -134,11 +134,11 @@ class Slices:
         """Trains on a fed batch of one part, and updates at once."""
         model = self._model
         held = self.hold_losses(notes=True)
-        with noting(True):
-            gradients, _, logs = model._gradient_function(data)
+        (gradients, _, logs), losses = self.call(
+            model._gradient_function, data, notes=True
+        )
         pairs = zip(gradients, model.trainable_variables, strict=True)
         model.optimizer.apply_gradients(pairs)
-        losses = self.take_losses(notes=True)
         self.release_losses(held, losses, data, _count_samples(data))
         return self.logs_of_batch(logs)
 
@@ -168,10 +168,7 @@ class Slices:
         parts = Parts(self._model, data)
 
         def run_part(i):
-            part = parts.cut(i)
-            with noting(notes):
-                logs = step(part)
-            return logs, self.take_losses(notes)
+            return self.call(step, parts.cut(i), notes)
 
         run_part = trace(run_part)
         # A data set of unknown length ends with a run without data, in which
@@ -183,6 +180,15 @@ class Slices:
             return logs
         self.release_losses(held, losses, data, parts.samples)
         return self.logs_of_batch(logs)
+
+    def call(self, step, part, notes):
+        """Returns what `step` returns for a part, and the losses of it."""
+        token = _notes.set(notes)
+        try:
+            result = step(part)
+        finally:
+            _notes.reset(token)
+        return result, self._take_losses(notes)
 
     def logs_of_batch(self, logs):
         """Returns the logs of a fed batch, given those of its last part."""
@@ -211,7 +217,7 @@ class Slices:
             tracker.reset_state()
         return held
 
-    def take_losses(self, notes):
+    def _take_losses(self, notes):
         """Empties the trackers, and returns what `note_losses` put in them."""
         trackers = self._trackers(notes)
         losses = [
@@ -243,15 +249,6 @@ class Slices:
             tracker.update_state(loss, sample_weight=weight)
             # Keras weighs the loss of an output by what it knows when traced.
             weight = first_leaf(data).shape[0]
-
-
-@contextlib.contextmanager
-def noting(notes):
-    token = _notes.set(notes)
-    try:
-        yield
-    finally:
-        _notes.reset(token)
 
 
 def note_losses(model, loss, weight, x):

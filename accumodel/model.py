@@ -74,9 +74,7 @@ class AccumulatingModel(keras.Model):
     # Keras's loaders ask for these before `compile`, so the class has them.
     _accum_steps = 1
     _micro_batch_size: int | typing.Literal["auto"] | None = None
-    _search: typing.Any = (
-        None  # an `_auto.Search`, of `micro_batch_size="auto"`
-    )
+    _search: typing.Any = None  # an `_auto.Search`, or `None`
     _gradient_cache = False
     _remainder = "apply"
     _skip_nonfinite = False

@@ -215,6 +215,13 @@ def run_benchmark(command):
     )
 
 
+def figures_of(command, tmp_path):
+    """Runs a benchmark, and returns the figures that it writes."""
+    path = tmp_path / "figures.json"
+    run_benchmark(f"{command} --json={path}")
+    return json.loads(path.read_text())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
@@ -236,9 +243,8 @@ def test_benchmarks_run_and_write_figures_and_picture(command, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("jit", ["", "--jit"], ids=["no jit", "jit"])
 def test_the_benchmark_of_memory_lets_it_run_out(jit, tmp_path):
-    path = tmp_path / "figures.json"
-    run_benchmark(f"memory --limit 300 --sizes 128 {jit} --json={path}")
-    _, plain, auto = json.loads(path.read_text())
+    command = f"memory --limit 300 --sizes 128 {jit}"
+    _, plain, auto = figures_of(command, tmp_path)
     assert plain["ended"] == "ResourceExhaustedError"
     assert auto["ended"] == "exit code 0"
     assert auto["size found"] < 128
@@ -247,36 +253,23 @@ def test_the_benchmark_of_memory_lets_it_run_out(jit, tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_of_features_compares_them_with_slices(tmp_path):
-    path = tmp_path / "figures.json"
-    run_benchmark(
-        f"features --models tiny --jit off --rounds=1 --calls=8 --json={path}"
-    )
-    (row,) = json.loads(path.read_text())
+    command = "features --models tiny --jit off --rounds=1 --calls=8"
+    (row,) = figures_of(command, tmp_path)
     ratio = row["gradient cache"] / row["alone"]
     assert row["cache / alone"] == pytest.approx(ratio)
 
 
 @pytest.mark.slow
 def test_the_benchmark_of_workers_counts_one_reduction_in_a_cycle(tmp_path):
-    path = tmp_path / "figures.json"
-    run_benchmark(
-        f"distributed --models embedding --steps 2 --rounds=1 --json={path}"
-    )
-    (row,) = json.loads(path.read_text())
+    command = "distributed --models embedding --steps 2 --rounds=1"
+    (row,) = figures_of(command, tmp_path)
     assert row["one a cycle"]["reductions"] == 0.5
     assert row["one a micro-batch"]["reductions"] == 1.5
 
 
 @pytest.mark.slow
 def test_the_comparison_with_keras_finds_accumodel_exact(tmp_path):
-    path = tmp_path / "figures.json"
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.exactness", f"--json={path}"],
-        cwd=ROOT,
-        timeout=300,
-        check=True,
-    )
-    figures = json.loads(path.read_text())
+    figures = figures_of("exactness", tmp_path)
     assert len(figures) == 8
     for row in figures.values():
         assert row["accum_steps"] < 1e-6
