@@ -137,6 +137,11 @@ class Slices:
         (gradients, _, logs), losses = self.call(
             model._gradient_function, data, notes=True
         )
+        # Rows of a sparse gradient are added up, as in the sums.
+        gradients = [
+            gradient if gradient is None else tf.convert_to_tensor(gradient)
+            for gradient in gradients
+        ]
         pairs = zip(gradients, model.trainable_variables, strict=True)
         model.optimizer.apply_gradients(pairs)
         self.release_losses(held, losses, data, _count_samples(data))
