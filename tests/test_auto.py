@@ -99,10 +99,8 @@ def samples():
     ("backward", "kwargs"),
     [
         (False, {}),
-        (True, {}),
         (False, {"run_eagerly": True}),
         (True, {"accum_steps": 2, "steps_per_execution": 2}),
-        pytest.param(False, {"gradient_cache": True}, marks=pytest.mark.slow),
         (True, {"gradient_cache": True, "accum_steps": 2}),
     ],
     ids=str,
@@ -157,8 +155,7 @@ def fit(model, x, y):
     ).history
 
 
-@pytest.mark.parametrize("accum_steps", [1, 4])
-@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize(("accum_steps", "cache"), [(4, False), (1, True)])
 def test_it_goes_on_at_the_sample_where_it_stopped(accum_steps, cache):
     """A large sample at the end of a batch, in the middle of a cycle."""
     x, y = classes(96, np.random.default_rng(0))
@@ -214,8 +211,7 @@ def test_the_size_does_not_grow_until_it_is_told_to(samples):
     assert limit.sizes[5:] == [8, 8, 8, 24]
 
 
-@pytest.mark.parametrize("cache", [False, True])
-@pytest.mark.parametrize("accum_steps", [1, 2])
+@pytest.mark.parametrize(("accum_steps", "cache"), [(2, False), (1, True)])
 def test_one_of_two_replicas_runs_out(samples, accum_steps, cache):
     x, y = samples
     x[40] = LARGE  # in the second half of the second batch of 24

@@ -21,6 +21,7 @@ from cases import classes
 from cases import datasets
 from cases import dense
 from cases import embedding
+from cases import masked_without_lstm
 from cases import only_inputs
 from cases import points
 from cases import recurrent
@@ -65,7 +66,6 @@ def squares(y_true, y_pred):
 
 CASES = {
     "momentum": Case(optimizer=OPTIMIZERS["momentum"], sizes=MANY, epochs=4),
-    "Adam": Case(optimizer=OPTIMIZERS["Adam"], sizes=MANY, epochs=4),
     "AdamW, global_clipnorm": Case(
         optimizer=lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.01),
         sizes=MANY,
@@ -78,19 +78,16 @@ CASES = {
         sizes=MANY,
         epochs=4,
     ),
-    "masked sequences": Case(make=recurrent, data=tokens, sizes=MANY, epochs=4),
+    "masked sequences": Case(
+        make=masked_without_lstm, data=tokens, sizes=MANY, epochs=4
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "replicas"),
-    [
-        pytest.param("Adam", 2, marks=pytest.mark.slow),
-        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in CASES),
-    ],
-)
-def test_80_updates_on_several_replicas_are_those_of_one_device(name, replicas):
-    check(CASES[name], mirrored(replicas), cut=False)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_80_updates_on_three_replicas_are_those_of_one_device(name):
+    check(CASES[name], mirrored(3), ways=["fed"])
 
 
 MORE_CASES = {
@@ -138,18 +135,8 @@ def with_l2(model_class):
     )
 
 
-# Where a part of a fed batch is another case than a micro-batch that is fed.
-CUT_TOO = (
-    "sum",
-    "loss that combines others",
-    "add_loss of one loss per sample",
-    "steps_per_execution",
-    "logs",
-    "logs of a masked loss",
-    "logs of several outputs",
-)
-
-
+# What is fed is divided by the replicas as what is cut.
+FED_TOO = ("sum", "add_loss of one loss per sample", "logs of several outputs")
 # On one device they differ from others by little, and on replicas by less.
 SLOW = (
     "add_loss",
@@ -172,7 +159,8 @@ SLOW = (
 )
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_every_case_on_two_replicas_is_that_of_one_device(name):
-    check(MORE_CASES[name], mirrored(2), cut=name in CUT_TOO)
+    ways = ["cut", *["fed"] * (name in FED_TOO)]
+    check(MORE_CASES[name], mirrored(2), ways)
 
 
 @pytest.mark.slow
@@ -181,7 +169,7 @@ def test_masked_sequences_on_three_replicas():
 
 
 def test_one_device_strategy():
-    check(Case(), tf.distribute.OneDeviceStrategy("CPU:1"))
+    check(Case(), tf.distribute.OneDeviceStrategy("CPU:1"), ["cut"])
 
 
 class OwnLoss(AccumulatingModel):
@@ -538,7 +526,7 @@ def test_a_strategy_that_was_not_tested_is_warned_of_once(monkeypatch):
 
 def test_xla_is_left_aside_on_several_replicas():
     with pytest.warns(UserWarning, match="`jit_compile=True` has no effect"):
-        check(Case(compile={"jit_compile": True}), mirrored(2), cut=False)
+        check(Case(compile={"jit_compile": True}), mirrored(2), ["fed"])
 
 
 def squared_error(variable, x):

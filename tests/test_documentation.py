@@ -33,16 +33,6 @@ PUBLISHED = (
 )
 
 
-# Pages whose programs train for many seconds.
-SLOW_PAGES = (
-    "batch-normalization.md",
-    "batch-size.md",
-    "contrastive.md",
-    "gans-and-loops.md",
-    "which-of-the-two.md",
-)
-
-
 def find_programs():
     """Yields what stands under a heading of the README, and on a page."""
     texts = {
@@ -51,12 +41,11 @@ def find_programs():
             r"^##? ", (ROOT / "README.md").read_text(), flags=re.M
         )
     }
-    for page in PAGES:
-        texts[page.name] = page.read_text()
-    for name, text in texts.items():
+    pages = {page.name: page.read_text() for page in PAGES}
+    for name, text in {**texts, **pages}.items():
         snippets = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
         if snippets:
-            marks = [pytest.mark.slow] if name in SLOW_PAGES else []
+            marks = [pytest.mark.slow] if name in pages else []
             yield pytest.param("\n".join(snippets), id=name, marks=marks)
 
 
