@@ -21,7 +21,6 @@ from cases import classes
 from cases import datasets
 from cases import dense
 from cases import embedding
-from cases import masked_without_lstm
 from cases import only_inputs
 from cases import points
 from cases import recurrent
@@ -77,9 +76,6 @@ CASES = {
         optimizer=OPTIMIZERS["Adam"],
         sizes=MANY,
         epochs=4,
-    ),
-    "masked sequences": Case(
-        make=masked_without_lstm, data=tokens, sizes=MANY, epochs=4
     ),
 }
 

@@ -87,11 +87,8 @@ def crossentropy():
 # -- keras.applications --------------------------------------------------------
 
 APPLICATIONS = {
-    "MobileNet": {"alpha": 0.25},
     "MobileNetV3Small": {"alpha": 0.5, "minimalistic": True},
     "ResNet50V2": {},
-    "DenseNet121": {},
-    "VGG16": {},
 }
 
 

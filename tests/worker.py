@@ -92,7 +92,8 @@ class SavesAlone(keras.callbacks.Callback):
 
 
 def main(folder, accum_steps, epoch_of_death=None):
-    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    config = json.loads(os.environ["TF_CONFIG"])
+    rank, workers = config["task"]["index"], len(config["cluster"]["worker"])
     folder = pathlib.Path(folder)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope():
@@ -109,7 +110,7 @@ def main(folder, accum_steps, epoch_of_death=None):
     )
     # In mid-cycle all workers save, each in a file of its own.
     x, y = make_data()
-    model.train_on_batch(x[rank::2], y[rank::2])
+    model.train_on_batch(x[rank::workers], y[rank::workers])
     model.save_weights(folder / f"mid{rank}.weights.h5")
     (folder / f"report{rank}.json").write_text(json.dumps(report))
 
