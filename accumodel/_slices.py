@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from accumodel import _keras
+from accumodel._checks import check_gradients
 from accumodel._replicas import count_replicas
 from accumodel._replicas import scope_of
 from accumodel._train_step import FedBatch
@@ -137,12 +138,13 @@ class Slices:
         (gradients, _, logs), losses = self.call(
             model._gradient_function, data, notes=True
         )
+        variables = model._accumulator.variables
         # Rows of a sparse gradient are added up, as in the sums.
         gradients = [
             gradient if gradient is None else tf.convert_to_tensor(gradient)
-            for gradient in gradients
+            for gradient in check_gradients(gradients, variables)
         ]
-        pairs = zip(gradients, model.trainable_variables, strict=True)
+        pairs = zip(gradients, variables, strict=True)
         model.optimizer.apply_gradients(pairs)
         self.release_losses(held, losses, data, _count_samples(data))
         return self.logs_of_batch(logs)

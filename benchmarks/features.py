@@ -1,8 +1,9 @@
 """`python -m benchmarks.features`: what the other features add to slices.
 
-A batch of 8 micro-batches is cut by `micro_batch_size`: alone, with
-`gradient_cache=True`, and with the callback `GradientNoiseScale`. All run in
-turns in one process. Times are of one micro-batch, lower quartiles over the
+A batch of 8 micro-batches is cut by `micro_batch_size`: alone; with
+`gradient_cache=True`; with the callback `GradientNoiseScale`; and by
+`micro_batch_size="auto"` after it has found the same size. All run in turns in
+one process. Times are of one micro-batch, lower quartiles over the
 rounds, and ratios are ratios of these quartiles.
 """
 
@@ -24,27 +25,40 @@ BATCHES = 8
 def make_ways(make, jit):
     """Returns what each way calls, under names that `measure` knows."""
     _, data = make(keras.Model)
-    arguments = {"batches": BATCHES, "micro_batch_size": len(data[1])}
-    ours = accumodel.AccumulatingModel
+    size = len(data[1])
     ways = {}
-    for name in ("alone", "cache", "noise scale"):
-        cache = {"gradient_cache": True} if name == "cache" else {}
-        step, model = make_step(make, ours, jit, **arguments, **cache)
-        if name == "noise scale":  # as the callback does
+    for name, arguments in (
+        ("alone", {"micro_batch_size": size}),
+        ("cache", {"micro_batch_size": size, "gradient_cache": True}),
+        ("noise", {"micro_batch_size": size}),
+        ("auto", {"micro_batch_size": "auto"}),
+    ):
+        step, model = make_step(
+            make,
+            accumodel.AccumulatingModel,
+            jit,
+            batches=BATCHES,
+            **arguments,
+        )
+        if name == "noise":  # as the callback does
             model._meter = Meter(0.99, None)
             _functions.make_again(model)
+        elif name == "auto":  # as after errors
+            model._search._set_size(size)
         ways[f"cut {BATCHES} {name}"] = step
     return ways
 
 
 def summarize(times):
-    alone, cache, noise = lower_quartiles(times).values()
+    alone, *others = lower_quartiles(times).values()
+    names = ("cache", "noise", "auto")
     return {
         "alone": alone,
-        "gradient cache": cache,
-        "noise scale": noise,
-        "cache / alone": cache / alone,
-        "noise / alone": noise / alone,
+        **dict(zip(names, others, strict=True)),
+        **{
+            f"{name} / alone": other / alone
+            for name, other in zip(names, others, strict=True)
+        },
     }
 
 
@@ -63,7 +77,7 @@ def make_table(rows):
 
 
 def main():
-    models = ["mlp", "cnn", "transformer"]
+    models = ["mlp", "cnn", "transformer", "tiny"]
     arguments = make_speed_parser(__doc__, models, plot=False).parse_args()
     rows = [
         {**of, **summarize(times)}

@@ -12,8 +12,8 @@ tensors, and the CNN is trained for two updates with a batch that needs more; by
 Keras, and with `micro_batch_size="auto"`. The table shows how that ended.
 """
 
-import concurrent.futures
 import contextlib
+import itertools
 import multiprocessing
 import os
 
@@ -29,6 +29,7 @@ from accumodel.__main__ import peak_memory
 from benchmarks.report import GRAY
 from benchmarks.report import make_parser
 from benchmarks.report import report
+from benchmarks.report import run_each
 
 MICRO_BATCH = 16
 WAYS = ("big batch", "Keras", "accum_steps", "micro_batch_size")
@@ -258,21 +259,9 @@ def main():
         rows = compare_limited(arguments.limit, size, arguments.jit)
         report(arguments, rows, make_limited_table(rows, arguments.limit, size))
         return
-    # A new process for each measurement: a process's peak never falls.
-    with concurrent.futures.ProcessPoolExecutor(
-        max_workers=1,
-        mp_context=multiprocessing.get_context("spawn"),
-        max_tasks_per_child=1,
-    ) as pool:
-        futures = [
-            pool.submit(measure, way, size, arguments.jit)
-            for way in WAYS
-            for size in sorted(arguments.sizes)
-        ]
-        rows = [
-            future.result()
-            for future in rich.progress.track(futures, transient=True)
-        ]
+    sizes = sorted(arguments.sizes)
+    calls = itertools.product(WAYS, sizes, [arguments.jit])
+    rows = list(run_each(measure, list(calls)))
     report(arguments, rows, make_table(rows), plot)
 
 

@@ -1,10 +1,13 @@
-"""Shared by the benchmarks: their options, and output of their figures."""
+"""Shared by the benchmarks: options, processes, and output of the figures."""
 
 import argparse
+import concurrent.futures
 import json
+import multiprocessing
 
 import matplotlib
 import rich.console
+import rich.progress
 
 # A gray that can be read on white, on black and on paper.
 GRAY = "#808080"
@@ -32,6 +35,25 @@ def make_parser(description, plot=True):
     if plot:
         parser.add_argument("--plot", metavar="FILE", help="draw them")
     return parser
+
+
+def run_each(function, calls):
+    """Yields what a function returns for each call, in a new process each.
+
+    A process keeps memory that it needed once.
+
+    Args:
+        function: Function of a module.
+        calls: List of tuples of its arguments.
+    """
+    with concurrent.futures.ProcessPoolExecutor(
+        max_workers=1,
+        mp_context=multiprocessing.get_context("spawn"),
+        max_tasks_per_child=1,
+    ) as pool:
+        futures = [pool.submit(function, *call) for call in calls]
+        for future in rich.progress.track(futures, transient=True):
+            yield future.result()
 
 
 def report(arguments, figures, table, plot=None):

@@ -1,8 +1,8 @@
 """`python -m benchmarks.speed`: milliseconds per micro-batch, side by side.
 
 All ways train the same model on the same micro-batches. They run in turns in
-one process, so that other load on the machine affects all of them alike. The
-columns:
+one process, so that other load on the machine affects all of them alike. Each
+model has a separate process. The columns:
 
 - floor: forward and backward only
 - plain: `keras.Model`, which updates at every micro-batch
@@ -23,7 +23,6 @@ import time
 import keras
 import matplotlib.figure
 import numpy as np
-import rich.progress
 import rich.table
 import tensorflow as tf
 
@@ -31,6 +30,7 @@ import accumodel
 from benchmarks.report import GRAY
 from benchmarks.report import make_parser
 from benchmarks.report import report
+from benchmarks.report import run_each
 
 # -- workloads: a function that makes the model, and one micro-batch -----------
 
@@ -309,13 +309,19 @@ def make_speed_parser(description, models, plot=True):
 
 def measure_models(arguments, make_ways):
     """Yields each model and jit with the times of the ways, see `measure`."""
-    combinations = list(itertools.product(arguments.models, arguments.jit))
-    for model, jit in rich.progress.track(combinations, transient=True):
-        ways = make_ways(WORKLOADS[model], jit == "on")
-        times = measure(ways, arguments.rounds, arguments.calls)
-        yield {"model": model, "jit": jit}, times
-        del ways
-        keras.backend.clear_session()
+    calls = itertools.product(
+        [make_ways],
+        arguments.models,
+        arguments.jit,
+        [arguments.rounds],
+        [arguments.calls],
+    )
+    return run_each(measure_model, list(calls))
+
+
+def measure_model(make_ways, model, jit, rounds, calls):
+    ways = make_ways(WORKLOADS[model], jit == "on")
+    return {"model": model, "jit": jit}, measure(ways, rounds, calls)
 
 
 def main():

@@ -246,8 +246,9 @@ def test_the_benchmark_of_memory_lets_it_run_out(size, arguments, tmp_path):
 def test_the_benchmark_of_features_compares_them_with_slices(tmp_path):
     command = "features --models tiny --jit off --rounds=1 --calls=8"
     (row,) = figures_of(command, tmp_path)
-    ratio = row["gradient cache"] / row["alone"]
-    assert row["cache / alone"] == pytest.approx(ratio)
+    for name in ("cache", "noise", "auto"):
+        ratio = row[name] / row["alone"]
+        assert row[f"{name} / alone"] == pytest.approx(ratio)
 
 
 @pytest.mark.slow
