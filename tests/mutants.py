@@ -397,6 +397,13 @@ MUTANTS = [
         "return tf.constant(False)",
         "test_slices.py",
     ),
+    Mutant(
+        "a batch that needs no cut keeps repeated rows",
+        "_slices.py",
+        "gradient if gradient is None else tf.convert_to_tensor(gradient)",
+        "gradient",
+        "test_exactness.py",
+    ),
 ]
 
 

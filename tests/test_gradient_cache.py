@@ -169,12 +169,8 @@ def triplets(y_true, y_pred):
     return ops.mean(ops.relu(near - far + 5.0))
 
 
-def most_common(y_true, y_pred):
-    """A metric that is no mean over samples."""
-    return ops.max(ops.sum(ops.one_hot(ops.argmax(y_pred), CLASSES), axis=0))
-
-
 def spread(y_true, y_pred):
+    """A metric that is not a mean over samples."""
     return ops.std(y_pred)
 
 
