@@ -139,13 +139,11 @@ class Slices:
             model._gradient_function, data, notes=True
         )
         variables = model._accumulator.variables
-        # Rows of a sparse gradient are added up, as in the sums.
-        gradients = [
-            gradient if gradient is None else tf.convert_to_tensor(gradient)
-            for gradient in check_gradients(gradients, variables)
-        ]
-        pairs = zip(gradients, variables, strict=True)
-        model.optimizer.apply_gradients(pairs)
+        gradients = check_gradients(gradients, variables)
+        model.optimizer.apply_gradients(
+            (_add_rows(gradient, variable), variable)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        )
         self.release_losses(held, losses, data, _count_samples(data))
         return self.logs_of_batch(logs)
 
@@ -256,6 +254,17 @@ class Slices:
             tracker.update_state(loss, sample_weight=weight)
             # Keras weighs the loss of an output by what it knows when traced.
             weight = first_leaf(data).shape[0]
+
+
+def _add_rows(gradient, variable):
+    """Returns a sparse gradient as a dense one, as the sums are."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    # Not `tf.convert_to_tensor`: XLA does not know the shape that it takes, and
+    # copies the whole gradient for each row.
+    return tf.math.unsorted_segment_sum(
+        gradient.values, gradient.indices, variable.shape[0]
+    )
 
 
 def note_losses(model, loss, weight, x):

@@ -400,8 +400,8 @@ MUTANTS = [
     Mutant(
         "a batch that needs no cut keeps repeated rows",
         "_slices.py",
-        "gradient if gradient is None else tf.convert_to_tensor(gradient)",
-        "gradient",
+        "(_add_rows(gradient, variable), variable)",
+        "(gradient, variable)",
         "test_exactness.py",
     ),
 ]
