@@ -211,19 +211,20 @@ def summarize(times, n):
     quartiles = lower_quartiles(times)
     floor, plain = quartiles["floor"], quartiles["plain"]
     limit = floor + (plain - floor) / n + (n - 1) / n * quartiles["add"]
-    ours, own = quartiles[f"accumodel {n}"], quartiles.get(f"Keras {n}")
+    ours, cut = quartiles[f"accumodel {n}"], quartiles[f"cut {n}"]
+    own = quartiles.get(f"Keras {n}")
     return {
         "N": n,
         "floor": floor,
         "plain": plain,
         "Keras": own,
         "accumodel": ours,
-        "cut": quartiles[f"cut {n}"],
+        "cut": cut,
         "limit": limit,
         "/ Keras": ours / own if own else None,
         "/ limit": ours / limit,
         "/ plain": ours / plain,
-        "cut / accumodel": quartiles[f"cut {n}"] / ours,
+        "cut / Keras": cut / own if own else None,
     }
 
 
