@@ -473,7 +473,12 @@ def test_every_way_to_feed(feed, steps_per_execution):
     for model_class, batch_size, kwargs in (
         (keras.Model, 32, {}),
         (AccumulatingModel, 8, {"accum_steps": 4}),
-        (AccumulatingModel, 32, {"micro_batch_size": 5}),
+        # `skip_nonfinite`, to run the loop for a run without data, too.
+        (
+            AccumulatingModel,
+            32,
+            {"micro_batch_size": 5, "skip_nonfinite": True},
+        ),
     ):
         keras.utils.set_random_seed(0)
         model = dense(model_class)
