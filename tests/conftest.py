@@ -18,14 +18,11 @@ tf.config.set_logical_device_configuration(
     [tf.config.LogicalDeviceConfiguration()] * 3,
 )
 
-# The same examples at each run, for each model; others, and more, with
+# Other examples at each run, for each model; more with
 # `--hypothesis-profile=explore`.
-for name, examples, derandomize in (
-    ("default", 2, True),
-    ("explore", 200, False),
-):
+for profile, examples in (("default", 4), ("explore", 200)):
     hypothesis.settings.register_profile(
-        name, max_examples=examples, derandomize=derandomize, deadline=None
+        profile, max_examples=examples, deadline=None
     )
 hypothesis.settings.load_profile("default")
 
@@ -48,6 +45,19 @@ def data():
     """100 samples of 20 features in 3 classes: no multiple of 4 x 8."""
     rng = np.random.default_rng(0)
     return rng.random((100, 20), np.float32), rng.integers(3, size=100)
+
+
+def slow(*values):
+    """Returns a row of a table of cases that is tested with the slow tests."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def names(table, slow=()):
+    """Returns the names of a table, of which some are slow."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if name in slow else [])
+        for name in table
+    ]
 
 
 # What is no positive integer, and the error that says so.

@@ -16,6 +16,7 @@ from cases import classes
 from cases import updates
 from conftest import distance
 from conftest import mirrored
+from conftest import slow
 
 from accumodel import AccumulatingModel
 from accumodel import _auto
@@ -99,8 +100,8 @@ def samples():
     ("backward", "kwargs"),
     [
         (False, {}),
-        (False, {"run_eagerly": True}),
-        (True, {"accum_steps": 2, "steps_per_execution": 2}),
+        slow(False, {"run_eagerly": True}),
+        slow(True, {"accum_steps": 2, "steps_per_execution": 2}),
         (True, {"gradient_cache": True, "accum_steps": 2}),
     ],
     ids=str,
@@ -211,7 +212,7 @@ def test_the_size_does_not_grow_until_it_is_told_to(samples):
     assert limit.sizes[5:] == [8, 8, 8, 24]
 
 
-@pytest.mark.parametrize(("accum_steps", "cache"), [(2, False), (1, True)])
+@pytest.mark.parametrize(("accum_steps", "cache"), [(2, False), slow(1, True)])
 def test_one_of_two_replicas_runs_out(samples, accum_steps, cache):
     x, y = samples
     x[40] = LARGE  # in the second half of the second batch of 24

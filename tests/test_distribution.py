@@ -37,6 +37,8 @@ from cases import with_unused_variable
 from conftest import distance
 from conftest import make_model
 from conftest import mirrored
+from conftest import names
+from conftest import slow
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -135,24 +137,22 @@ def with_l2(model_class):
 FED_TOO = ("sum", "add_loss of one loss per sample", "logs of several outputs")
 # On one device they differ from others by little, and on replicas by less.
 SLOW = (
+    "MultiOptimizer",
     "add_loss",
     "clipnorm",
+    "float64",
+    "function that returns a scalar, not a number of no samples",
     "logs",
     "logs of a masked loss",
     "loss that combines others",
     "regulariser",
     "run_eagerly",
+    "steps_per_execution",
     "unused variable",
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name in MORE_CASES
-    ],
-)
+@pytest.mark.parametrize("name", names(MORE_CASES, SLOW))
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_every_case_on_two_replicas_is_that_of_one_device(name):
     ways = ["cut", *["fed"] * (name in FED_TOO)]
@@ -164,6 +164,7 @@ def test_masked_sequences_on_three_replicas():
     check(Case(make=recurrent, data=tokens), mirrored(3))
 
 
+@pytest.mark.slow
 def test_one_device_strategy():
     check(Case(), tf.distribute.OneDeviceStrategy("CPU:1"), ["cut"])
 
@@ -259,11 +260,14 @@ FEATURES_OF_ONE_DEVICE = {
 
 
 @pytest.mark.parametrize(
-    ("case", "fit"),
-    FEATURES_OF_ONE_DEVICE.values(),
-    ids=FEATURES_OF_ONE_DEVICE,
+    "name",
+    names(
+        FEATURES_OF_ONE_DEVICE,
+        slow=("remainder, drop", "AccumStepsScheduler", "mixed_bfloat16"),
+    ),
 )
-def test_two_replicas_do_as_one_device_does(case, fit):
+def test_two_replicas_do_as_one_device_does(name):
+    case, fit = FEATURES_OF_ONE_DEVICE[name]
     case = dataclasses.replace(case, fit=fit)
     case.compile.setdefault("accum_steps", 4)
     _, micro = datasets(case)
@@ -322,6 +326,7 @@ def test_the_remainder_of_train_on_batch_is_applied_on_all_replicas():
     assert distance(model, reference) < 1e-6
 
 
+@pytest.mark.slow
 def test_evaluate_and_predict_are_those_of_one_device():
     x, y = classes(97, np.random.default_rng(0))
     results = []
@@ -355,7 +360,7 @@ def test_a_data_set_of_the_strategys_own_is_taken():
     assert updates(model) == 2
 
 
-@pytest.mark.parametrize(("writer", "reader"), [(1, 2), (3, 1), (2, 3)])
+@pytest.mark.parametrize(("writer", "reader"), [(1, 2), (3, 1), slow(2, 3)])
 def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
     x, y = classes(20, np.random.default_rng(0))
 
@@ -384,11 +389,7 @@ def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
 
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [
-        (1, 2),
-        (2, 1),
-        *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (2, 3)),
-    ],
+    [slow(1, 2), (2, 1), slow(2, 2), slow(3, 2)],
 )
 def test_a_cycle_from_a_file_weighs_what_the_micro_batches_after_it_do(
     writer, reader, tmp_path
@@ -421,7 +422,7 @@ def test_a_cycle_from_a_file_weighs_what_the_micro_batches_after_it_do(
 # -- the reductions --------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", [slow("sgd"), "adam"])
 def test_a_cycle_makes_one_reduction_and_at_its_end(optimizer):
     reduction = CountingReduction()
     with mirrored(2, reduction).scope():

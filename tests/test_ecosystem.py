@@ -10,6 +10,7 @@ from conftest import distance
 from conftest import make_functional
 from conftest import make_model
 from conftest import read_summaries
+from conftest import slow
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -124,7 +125,7 @@ def test_callbacks_that_set_the_learning_rate(data, make_callback):
     assert distance(model, reference) < 1e-6
 
 
-@pytest.mark.parametrize("swap_on_epoch", [True, False])
+@pytest.mark.parametrize("swap_on_epoch", [True, slow(False)])
 def test_swap_ema_weights(data, swap_on_epoch):
     ema = {"use_ema": True, "ema_momentum": 0.8}
     (reference, plain, _), (model, history, _) = in_both_ways(

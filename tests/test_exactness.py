@@ -64,16 +64,22 @@ from cases import with_several_dtypes
 from cases import with_summed_add_loss
 from cases import with_unused_variable
 from conftest import distance
+from conftest import names
+from conftest import slow
 from hypothesis import given
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from accumodel import AccumulatingModel
 
+# Those that do most with a gradient: norms, factors, other optimizers, copies.
+SELECTED = ("Adafactor", "Lamb", "Muon", "MultiOptimizer", "ScheduleFreeAdamW")
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_optimizer_of_keras(optimizer):
-    check(Case(optimizer=optimizer), ways=["fed"])
+
+@pytest.mark.parametrize(
+    "name", names(OPTIMIZERS, slow=OPTIMIZERS.keys() - SELECTED)
+)
+def test_every_optimizer_of_keras(name):
+    check(Case(optimizer=OPTIMIZERS[name]), ways=["fed"])
 
 
 # An optimizer sees one gradient per cycle, whatever its sizes.
@@ -85,11 +91,11 @@ def test_cycles_of_every_size(sizes):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"clipnorm": 0.01},
+        slow({"clipnorm": 0.01}),
         {"global_clipnorm": 0.01},
-        {"clipvalue": 0.001},
+        slow({"clipvalue": 0.001}),
         {"weight_decay": 0.1},
-        {"use_ema": True, "ema_momentum": 0.9},
+        slow({"use_ema": True, "ema_momentum": 0.9}),
         {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 2},
         {"loss_scale_factor": 1024.0},
     ],
@@ -111,9 +117,11 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_schedules_count_updates(schedule):
-    case = Case(optimizer=lambda: keras.optimizers.SGD(schedule()))
+@pytest.mark.parametrize(
+    "name", names(SCHEDULES, slow=("exponential", "piecewise"))
+)
+def test_schedules_count_updates(name):
+    case = Case(optimizer=lambda: keras.optimizers.SGD(SCHEDULES[name]()))
     check(case, ways=["fed"])
 
 
@@ -278,7 +286,29 @@ CASES = {
     },
     **LOG_CASES,
 }
-SLOW = ("jit_compile, masked", "jit_compile, sparse")
+# Each is much like another, or takes long.
+SLOW = (
+    "sum_over_batch_size, weighted_classes",
+    "mean_with_sample_weight, classes",
+    "mean_with_sample_weight, tokens",
+    "sum, weighted_tokens",
+    "masking layer",
+    "ignore_class",
+    "function that returns one element",
+    "function that returns a Python number",
+    "loss that calls another one, under a mask",
+    "an output whose loss weighs nothing",
+    "tuple of outputs",
+    "add_loss",
+    "kernel regulariser",
+    "sparse gradients, clipped",
+    "constraint",
+    "convolution",
+    "steps_per_execution, masked",
+    "run_eagerly, sparse",
+    "jit_compile, masked",
+    "jit_compile, sparse",
+)
 # A loss weighs what is fed by the same number as what is cut.
 FED_TOO = (
     "mean_with_sample_weight, weighted_tokens",
@@ -290,19 +320,13 @@ FED_TOO = (
     "unused variable",
     "several dtypes in one model",
     "steps_per_execution, sparse",
-    "run_eagerly, sparse",
+    "run_eagerly, masked",
     "jit_compile, sparse",
     *LOG_CASES,
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", names(CASES, SLOW))
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_every_case_that_users_meet(name):
     check(CASES[name], ways=["cut", *["fed"] * (name in FED_TOO)])
@@ -314,8 +338,8 @@ def test_every_case_that_users_meet(name):
 @pytest.mark.parametrize(
     ("name", "make", "data"),
     [
-        pytest.param("momentum", masking, points, marks=pytest.mark.slow),
-        ("Adam", dense, weighted_classes),
+        slow("momentum", masking, points),
+        slow("Adam", dense, weighted_classes),
         ("AdamW", masking, points),
     ],
 )
@@ -334,18 +358,17 @@ def test_float64_agrees_to_its_own_rounding(name, make, data):
 
 
 @pytest.mark.parametrize(
-    "policy", ["mixed_float16", "mixed_bfloat16", "bfloat16", "float16"]
+    "policy",
+    ["mixed_float16", slow("mixed_bfloat16"), "bfloat16", slow("float16")],
 )
-@pytest.mark.parametrize("name", ["momentum"])
-def test_half_types_differ_as_keras_does_between_two_summation_orders(
-    policy, name
-):
-    case = Case(policy=policy, sizes=WHOLE, optimizer=OPTIMIZERS[name])
+def test_half_types_differ_as_keras_does_between_two_summation_orders(policy):
+    momentum = OPTIMIZERS["momentum"]
+    case = Case(policy=policy, sizes=WHOLE, optimizer=momentum)
     big, micro = datasets(case)
     reference, _ = train(case, keras.Model, big)
     model, _ = train(case, AccumulatingModel, micro, accum_steps=4)
     # Another order: the sum of four gradients, over whole cycles, by Keras.
-    case.optimizer = lambda: OPTIMIZERS[name](gradient_accumulation_steps=4)
+    case.optimizer = lambda: momentum(gradient_accumulation_steps=4)
     other, _ = train(case, keras.Model, micro)
     assert int(model.optimizer.iterations) == int(other.optimizer.iterations)
     # The one order is no worse than the other, but for the dice.
@@ -454,14 +477,14 @@ def validation_data(x, y, batch_size):
 @pytest.mark.parametrize(
     ("feed", "steps_per_execution"),
     [
-        (tf_data, 5),
+        slow(tf_data, 5),
         (unknown_length, 1),
-        (unknown_length, 5),
+        slow(unknown_length, 5),
         (py_dataset, 1),
-        (validation_split, 1),
+        slow(validation_split, 1),
         (validation_data, 5),
         # Keras runs no part of an execution, and goes past `steps_per_epoch`.
-        (endless, 1),
+        slow(endless, 1),
         (generator, 1),
     ],
     ids=lambda value: getattr(value, "__name__", value),
@@ -645,28 +668,11 @@ def cases(draw, make, data, kind):
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "masked and weighted",
-        pytest.param("convolutional", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROPERTY_MODELS)
 def test_any_cycle_of_any_model_ends_with_the_weights_of_the_big_batch(name):
     # One test for each model, so that the cores share them.
     @given(case=cases(*PROPERTY_MODELS[name]))
-    def any_cycle(case):
-        keras.backend.clear_session()
-        check(case)
-
-    any_cycle()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROPERTY_MODELS)
-def test_more_cycles_of_any_model(name):
-    @given(case=cases(*PROPERTY_MODELS[name]))
-    @settings(max_examples=5, derandomize=False)
     def any_cycle(case):
         keras.backend.clear_session()
         check(case)

@@ -32,6 +32,8 @@ from cases import with_add_loss
 from cases import with_summed_add_loss
 from conftest import distance
 from conftest import mirrored
+from conftest import names
+from conftest import slow
 
 from accumodel import AccumulatingModel
 
@@ -234,6 +236,13 @@ CASES = {
         loss=lambda: None,
     ),
 }
+SLOW = (
+    "Barlow Twins",
+    "a mask and weights",
+    "supervised contrastive",
+    "triplets",
+    "vectors of add_loss",
+)
 # Of the whole batch: micro-batches alone are far off.
 OF_THE_WHOLE_BATCH = ("in-batch softmax", "Tversky")
 
@@ -262,7 +271,7 @@ def check(case, micro_batch_size=5, **kwargs):
 
 @pytest.mark.filterwarnings("ignore:.*averaged over different masks")
 @pytest.mark.filterwarnings("ignore:.*loss of the whole batch")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", names(CASES, SLOW))
 def test_the_loss_of_the_whole_batch(name):
     case = in_float64(CASES[name])
     cached, reference = check(case)
@@ -276,7 +285,7 @@ def test_the_loss_of_the_whole_batch(name):
         assert distance(cut, reference) > 1e-3
 
 
-@pytest.mark.parametrize("size", [1, 24])
+@pytest.mark.parametrize("size", [1, slow(24)])
 def test_any_size(size):
     check(in_float64(IN_BATCH), size)
 
@@ -407,13 +416,13 @@ class OwnTestStep(Custom):
     ("base", "size"),
     [
         (LossWithoutOutputs, 5),
-        (LossThatCallsAgain, 100),
-        (MomentumEncoder, 5),
+        slow(LossThatCallsAgain, 100),
+        slow(MomentumEncoder, 5),
         (Regularized, 5),
-        (HeadInTheLoss, 5),
+        slow(HeadInTheLoss, 5),
         (ChoosesByPython, 5),
         (DrawsInALoop, 100),
-        (OwnTestStep, 5),
+        slow(OwnTestStep, 5),
     ],
 )
 def test_custom_models(base, size):
@@ -494,7 +503,7 @@ WAYS = {
 
 
 # With XLA and in a plain graph, the second pass is looked at below.
-@pytest.mark.parametrize("way", ["eager", "two in a call"])
+@pytest.mark.parametrize("way", ["eager", slow("two in a call")])
 def test_every_way_to_run(way):
     case = dataclasses.replace(in_float64(IN_BATCH), compile=WAYS[way])
     check(case)
@@ -552,8 +561,8 @@ def replicated(make):
     ("case", "strategy", "sizes"),
     [
         (replicated(made(Divided)), lambda: mirrored(2), [[24], [7], [24]]),
-        (replicated(made(Gathered)), lambda: None, [[24], [7], [1], [24]]),
-        (replicated(behind(Gathered)), lambda: None, [[24], [7]]),
+        slow(replicated(made(Gathered)), lambda: None, [[24], [7], [1], [24]]),
+        slow(replicated(behind(Gathered)), lambda: None, [[24], [7]]),
         (Case(), lambda: None, [[24], [7], [1], [24]]),
     ],
     ids=["of each replica", "of all replicas", "of another base", "a mean"],
@@ -586,9 +595,10 @@ def noisy(model_class):
     return model_class(inputs, keras.layers.Dense(CLASSES)(x))
 
 
-@pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
-def test_the_second_pass_repeats_the_first(arguments):
+@pytest.mark.parametrize("way", names(WAYS, slow=("XLA", "two in a call")))
+def test_the_second_pass_repeats_the_first(way):
     """All is as after one pass with one tape over the same parts."""
+    arguments = WAYS[way]
     x, y = classes(24, np.random.default_rng(0))
     x = x.astype("float32")
 
@@ -646,7 +656,7 @@ class Remember(keras.layers.Layer):
         return inputs
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, slow(True)])
 def test_both_passes_give_the_same_bits(jit_compile):
     outputs = []
 

@@ -17,6 +17,7 @@ from conftest import make_model
 from conftest import make_sequential
 from conftest import make_subclassed
 from conftest import read_summaries
+from conftest import slow
 
 from accumodel import AccumulatingModel
 
@@ -46,9 +47,9 @@ def normalize(text):
     "compile_args",
     [
         {"metrics": ["accuracy"]},
-        {"run_eagerly": True},
-        pytest.param({"jit_compile": True}, marks=pytest.mark.slow),
-        {"steps_per_execution": 3},
+        slow({"run_eagerly": True}),
+        slow({"jit_compile": True}),
+        slow({"steps_per_execution": 3}),
     ],
     ids=lambda args: next(iter(args)),
 )
@@ -90,7 +91,7 @@ def test_logs_output_and_warnings_are_the_same(compile_args, data):
 
 
 @pytest.mark.parametrize(
-    "make", [make_functional, make_subclassed, make_sequential]
+    "make", [slow(make_functional), make_subclassed, slow(make_sequential)]
 )
 def test_a_model_is_traced_as_often(make, data):
     counts = []

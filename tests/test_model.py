@@ -15,6 +15,8 @@ from conftest import make_functional
 from conftest import make_model
 from conftest import make_sequential
 from conftest import make_subclassed
+from conftest import names
+from conftest import slow
 from conftest import train
 
 import accumodel
@@ -33,11 +35,6 @@ HOW_KERAS_RUNS = {
 }
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS)
-def kind(request):
-    return request.param
-
-
 # -- the main job ----------------------------------------------------------
 
 
@@ -45,7 +42,7 @@ def kind(request):
     ("kind", "how"),
     [
         ("functional", "steps_per_execution"),
-        ("subclassed", "xla"),  # which is built in the first step
+        slow("subclassed", "xla"),  # which is built in the first step
         ("sequential", "eager"),
     ],
 )
@@ -87,7 +84,11 @@ def test_progress_bar_has_a_step_for_each_micro_batch(data, capsys):
     assert capsys.readouterr().out.startswith("13/13 - ")
 
 
-def test_evaluate_and_predict_are_those_of_keras(kind, data):
+@pytest.mark.parametrize(
+    "name", names(KINDS, slow=("functional", "sequential"))
+)
+def test_evaluate_and_predict_are_those_of_keras(name, data):
+    kind = KINDS[name]
     reference = make_model(keras.Model, kind)
     train(reference, data, batch_size=32)
     model = make_model(make=kind)
@@ -126,7 +127,9 @@ def test_train_on_batch_updates_on_the_nth_call(data):
 # -- one process, many models ----------------------------------------------
 
 
-@pytest.mark.parametrize("order", [list(KINDS), [*KINDS][::-1]], ids="-".join)
+@pytest.mark.parametrize(
+    "order", [list(KINDS), slow([*KINDS][::-1])], ids="-".join
+)
 def test_kinds_of_models_train_and_save_in_any_order(order, data, tmp_path):
     bases = AccumulatingModel.__bases__
     for name in order * 2:
@@ -240,7 +243,7 @@ def make_registered(model_class):
 
 
 @pytest.mark.parametrize(
-    "make", [make_functional, make_sequential, make_registered]
+    "make", [make_functional, slow(make_sequential), make_registered]
 )
 def test_a_keras_file_comes_back_compiled_as_it_was(make, data, tmp_path):
     model = make_model(make=make)
@@ -573,8 +576,8 @@ def test_custom_train_step_accumulates_for_every_n(accum_steps, data):
     [
         ("graph", np.nan, 1),
         ("eager", np.inf, 2),
-        ("xla", np.nan, 2),
-        ("steps_per_execution", np.nan, 2),
+        slow("xla", np.nan, 2),
+        slow("steps_per_execution", np.nan, 2),
     ],
 )
 def test_a_nonfinite_micro_batch_is_as_if_it_had_not_been_fed(

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import distance
+from conftest import slow
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -634,7 +635,7 @@ class TwoPlayers(AccumulatingModel):
 
 @pytest.mark.parametrize(
     "hold",
-    [list, tuple, lambda each: dict(zip("ab", each, strict=True))],
+    [slow(list), slow(tuple), lambda each: dict(zip("ab", each, strict=True))],
     ids=["list", "tuple", "dict"],
 )
 def test_accumulators_in_a_container(hold, noise_and_real, tmp_path):

@@ -9,6 +9,8 @@ from cases import dense
 from conftest import distance
 from conftest import make_model
 from conftest import mirrored
+from conftest import names
+from conftest import slow
 
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
@@ -71,7 +73,7 @@ def reference(x, y, sizes):
     return np.array([variance, mean - variance / n])
 
 
-@pytest.mark.parametrize("sizes", [[8] * 4, [8, 8, 8, 3]])
+@pytest.mark.parametrize("sizes", [slow([8] * 4), [8, 8, 8, 3]])
 def test_both_estimates_are_unbiased(sizes):
     cycles = 2000
     x, y = population(500)
@@ -129,8 +131,11 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize(("make", "arguments", "fed"), SAME.values(), ids=SAME)
-def test_every_way_measures_the_same(make, arguments, fed):
+@pytest.mark.parametrize(
+    "name", names(SAME, slow=("XLA", "both", "eager", "replicas, fed"))
+)
+def test_every_way_measures_the_same(name):
+    make, arguments, fed = SAME[name]
     x, y = population(24)
     callback = GradientNoiseScale()
     history = make(**arguments).fit(

@@ -28,6 +28,7 @@ from cases import with_an_overflow
 from conftest import NO_COUNTS
 from conftest import distance
 from conftest import mirrored
+from conftest import slow
 
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
@@ -185,7 +186,7 @@ def string_data():
         (string_model, string_data),
     ],
 )
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", [False, slow(True)])
 def test_what_a_batch_may_be_made_of(make, data, run_eagerly):
     y = np.random.default_rng(2).normal(size=(20, 1)).astype("float32")
     dataset = tf.data.Dataset.from_tensor_slices((data(), y)).batch(8)
@@ -284,7 +285,7 @@ def test_scalars_and_none_are_left_as_they_are(run_eagerly):
     [
         {},
         {"run_eagerly": True},
-        pytest.param({"jit_compile": True}, marks=pytest.mark.slow),
+        slow({"jit_compile": True}),
     ],
     ids=str,
 )
@@ -378,9 +379,7 @@ def test_with_accum_steps_fed_batches_make_a_cycle(samples, tmp_path):
         assert distance(each, reference) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("jit_compile", [False, slow(True)])
 def test_a_batch_that_needs_no_cut_is_updated_at_once(jit_compile):
     x, targets = two_targets(40, np.random.default_rng(0))
 
@@ -574,7 +573,7 @@ class StepWithoutAccumulation(OwnStep):
         )
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", [False, slow(True)])
 def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
     reference = compiled(dense(keras.Model))
     reference.fit(*samples, batch_size=32, shuffle=False, verbose=0)
@@ -638,7 +637,10 @@ class Players(AccumulatingModel):
 
 @pytest.mark.parametrize(
     "make_strategy",
-    [lambda: tf.distribute.OneDeviceStrategy("CPU:0"), lambda: mirrored(2)],
+    [
+        lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
+        slow(lambda: mirrored(2)),
+    ],
     ids=["one device", "two replicas"],
 )
 def test_two_accumulators_of_which_one_is_called_in_turns(
@@ -670,7 +672,7 @@ def test_two_accumulators_of_which_one_is_called_in_turns(
 # -- several replicas ------------------------------------------------------
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", [False, slow(True)])
 def test_replicas_with_different_numbers_of_parts(run_eagerly):
     # On two replicas: 2 and 1, 1 and none, 2 and 2.
     sizes = [[5], [1], [8]]
