@@ -12,6 +12,7 @@ which says whether such a big batch is worth its samples.
 import argparse
 import math
 import multiprocessing
+import pathlib
 import statistics
 import sys
 import time
@@ -179,14 +180,17 @@ def train(way, arguments, connection):
 
 def peak_memory():
     """Returns the peak memory of this process so far, in bytes."""
+    if sys.platform == "linux":
+        # `ru_maxrss` begins with the peak of the process that started this one.
+        status = pathlib.Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
     if sys.platform == "win32":
         import psutil
 
         return psutil.Process().memory_info().peak_wset
     import resource  # not on Windows
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS
 
 
 def run(way, arguments, progress):
