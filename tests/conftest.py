@@ -27,6 +27,12 @@ for profile, examples in (("default", 4), ("explore", 200)):
 hypothesis.settings.load_profile("default")
 
 
+def pytest_collection_modifyitems(items):
+    """Begins with what takes long, so that no process waits at the end."""
+    long = ("test_documentation.py", "test_workers.py")
+    items.sort(key=lambda item: item.path.name not in long)
+
+
 # What was imported is never garbage, and need not be searched for any.
 gc.collect()
 gc.freeze()

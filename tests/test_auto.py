@@ -156,7 +156,7 @@ def fit(model, x, y):
     ).history
 
 
-@pytest.mark.parametrize(("accum_steps", "cache"), [(4, False), (1, True)])
+@pytest.mark.parametrize(("accum_steps", "cache"), [(4, False), slow(1, True)])
 def test_it_goes_on_at_the_sample_where_it_stopped(accum_steps, cache):
     """A large sample at the end of a batch, in the middle of a cycle."""
     x, y = classes(96, np.random.default_rng(0))

@@ -66,7 +66,6 @@ def squares(y_true, y_pred):
 
 
 CASES = {
-    "momentum": Case(optimizer=OPTIMIZERS["momentum"], sizes=MANY, epochs=4),
     "AdamW, global_clipnorm": Case(
         optimizer=lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.01),
         sizes=MANY,
@@ -134,7 +133,7 @@ def with_l2(model_class):
 
 
 # What is fed is divided by the replicas as what is cut.
-FED_TOO = ("sum", "add_loss of one loss per sample", "logs of several outputs")
+FED_TOO = ("add_loss of one loss per sample", "logs of several outputs")
 # On one device they differ from others by little, and on replicas by less.
 SLOW = (
     "MultiOptimizer",

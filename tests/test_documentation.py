@@ -219,7 +219,7 @@ def figures_of(command, tmp_path):
 @pytest.mark.parametrize(
     "command",
     [
-        "speed --models embedding --steps 2 --rounds=1 --calls=2",
+        "speed --models embedding --steps 2 --jit on --rounds=1 --calls=2",
         "memory --sizes 16",
         "noise_scale --epochs=4",
     ],
@@ -233,7 +233,7 @@ def test_benchmarks_run_and_write_figures_and_picture(
     paths = tmp_path / "figures.json", tmp_path / "picture.png"
     outputs = [f"--json={paths[0]}", f"--plot={paths[1]}"]
     run_benchmark(f"{command} {' '.join(outputs)}")
-    assert len(json.loads(paths[0].read_text())) >= 2
+    assert json.loads(paths[0].read_text())
     assert paths[1].stat().st_size > 10_000
 
 

@@ -108,8 +108,10 @@ def test_early_stopping_restores_the_best_weights(data, unseen):
         lambda: keras.callbacks.ReduceLROnPlateau(
             monitor="val_loss", factor=0.5, patience=1, min_delta=0.01
         ),
-        lambda: keras.callbacks.LearningRateScheduler(
-            lambda epoch, rate: 0.1 / (1 + epoch)
+        slow(
+            lambda: keras.callbacks.LearningRateScheduler(
+                lambda epoch, rate: 0.1 / (1 + epoch)
+            )
         ),
     ],
     ids=["ReduceLROnPlateau", "LearningRateScheduler"],
@@ -167,6 +169,7 @@ def test_terminate_on_nan(data):
     assert np.isnan(model.get_weights()[0]).any()
 
 
+@pytest.mark.slow
 def test_csv_logger(data, tmp_path):
     paths = iter([tmp_path / "plain.csv", tmp_path / "ours.csv"])
     in_both_ways(data, lambda: [keras.callbacks.CSVLogger(next(paths))])

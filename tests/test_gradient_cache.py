@@ -418,7 +418,7 @@ class OwnTestStep(Custom):
         (LossWithoutOutputs, 5),
         slow(LossThatCallsAgain, 100),
         slow(MomentumEncoder, 5),
-        (Regularized, 5),
+        slow(Regularized, 5),
         slow(HeadInTheLoss, 5),
         (ChoosesByPython, 5),
         (DrawsInALoop, 100),
@@ -563,7 +563,7 @@ def replicated(make):
         (replicated(made(Divided)), lambda: mirrored(2), [[24], [7], [24]]),
         slow(replicated(made(Gathered)), lambda: None, [[24], [7], [1], [24]]),
         slow(replicated(behind(Gathered)), lambda: None, [[24], [7]]),
-        (Case(), lambda: None, [[24], [7], [1], [24]]),
+        slow(Case(), lambda: None, [[24], [7], [1], [24]]),
     ],
     ids=["of each replica", "of all replicas", "of another base", "a mean"],
 )

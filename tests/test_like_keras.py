@@ -268,6 +268,7 @@ def test_checkpoints_and_exports_are_the_same(data, tmp_path):
     assert ours == plain
 
 
+@pytest.mark.slow
 def test_tensorboard_draws_the_same(data, tmp_path):
     def run(model):
         model.compile("adam", LOSS, metrics=["accuracy"])

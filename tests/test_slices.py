@@ -321,7 +321,7 @@ class OwnMetrics(AccumulatingModel):
         return {"error": 1 - logs["accuracy"], **logs, "accuracy": percent}
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", [False, slow(True)])
 def test_custom_metrics_are_over_all_parts(samples, run_eagerly):
     results = []
     for size in (None, 7):
@@ -424,7 +424,7 @@ def test_a_batch_that_needs_no_cut_is_updated_at_once(jit_compile):
     assert updates(model) == updates(reference) == 8
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", [False, slow(True)])
 def test_skip_nonfinite_leaves_micro_batches_out(samples, run_eagerly):
     x, y = samples
     x[9] = np.nan
@@ -486,7 +486,7 @@ class FailsAt(keras.layers.Layer):
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
-@pytest.mark.parametrize("accum_steps", [1, 2])
+@pytest.mark.parametrize("accum_steps", [1, slow(2)])
 def test_a_failure_in_the_middle_leaves_no_part_behind(
     samples, accum_steps, run_eagerly
 ):

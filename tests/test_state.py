@@ -17,6 +17,7 @@ import tensorflow as tf
 from conftest import distance
 from conftest import make_functional
 from conftest import make_sequential
+from conftest import slow
 
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
@@ -508,7 +509,7 @@ def test_a_backup_in_mid_cycle_brings_its_cycle_back(tmp_path):
     assert distance(fit(resumed.make_model(), []), expected) == 0
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", slow("sum")])
 @pytest.mark.parametrize("where", ["data", "layer", "layer's gradient"])
 def test_a_failure_in_a_step_leaves_weights_and_cycle_as_they_were(
     where, reduction

@@ -12,6 +12,8 @@ from sklearn.datasets import load_digits
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
 
+pytestmark = pytest.mark.slow
+
 SGD = keras.optimizers.SGD
 SAMPLES = 44  # one cycle of 4 x 8, and a remainder of 8 + 4
 EPOCHS = 2
@@ -92,7 +94,6 @@ APPLICATIONS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", APPLICATIONS)
 def test_applications(name):
     images, classes = digits(12, 32)
@@ -181,7 +182,6 @@ def make_masked_lm(model_class):
     return model_class(tokens, layers.Dense(40)(x))
 
 
-@pytest.mark.slow
 def test_masked_lm():
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 40, size=(SAMPLES, 10))
@@ -213,7 +213,6 @@ class TwoTowers(keras.Model):
         return ops.einsum("bd,bkd->bk", users, items)
 
 
-@pytest.mark.slow
 def test_two_tower_retrieval():
     rng = np.random.default_rng(0)
     inputs = {
@@ -266,7 +265,6 @@ def make_translator(model_class):
     return model_class([source, target], layers.Dense(20)(x))
 
 
-@pytest.mark.slow
 def test_the_state_of_an_encoder_begins_the_decoder():
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 20, size=(2, SAMPLES, 7))
@@ -351,7 +349,6 @@ class Distiller(keras.Model):
         return loss + 9 * ops.mean(divergence)
 
 
-@pytest.mark.slow
 def test_distillation():
     images, classes = digits(SAMPLES)
     check_same_weights(
@@ -412,7 +409,6 @@ def make_vae(model_class):
     return VAE()
 
 
-@pytest.mark.slow
 def test_vae():
     images, _ = digits(SAMPLES)
     noise = np.random.default_rng(0).normal(size=(SAMPLES, 4))
@@ -554,7 +550,7 @@ def make_wgan(model_class):
 @pytest.mark.parametrize(
     ("make", "updates"),
     [
-        pytest.param(make_dcgan, (4, 4), marks=pytest.mark.slow),
+        (make_dcgan, (4, 4)),
         (make_wgan, (1, 3)),
     ],
 )
