@@ -20,7 +20,7 @@ tf.config.set_logical_device_configuration(
 
 # Other examples at each run, for each model; more with
 # `--hypothesis-profile=explore`.
-for profile, examples in (("default", 4), ("explore", 200)):
+for profile, examples in (("default", 3), ("explore", 200)):
     hypothesis.settings.register_profile(
         profile, max_examples=examples, deadline=None
     )

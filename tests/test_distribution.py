@@ -31,7 +31,6 @@ from cases import train
 from cases import two_outputs
 from cases import two_targets
 from cases import updates
-from cases import with_add_loss
 from cases import with_summed_add_loss
 from cases import with_unused_variable
 from conftest import distance
@@ -88,7 +87,6 @@ def test_80_updates_on_three_replicas_are_those_of_one_device(name):
 
 
 MORE_CASES = {
-    "clipnorm": Case(optimizer=lambda: keras.optimizers.SGD(clipnorm=0.01)),
     "sum": Case(
         loss=sparse_crossentropy("sum"),
         optimizer=lambda: keras.optimizers.SGD(0.003),
@@ -102,14 +100,12 @@ MORE_CASES = {
         make=lambda cls: with_l2(cls), data=points, loss=lambda: squares
     ),
     "loss that combines others": Case(loss=lambda: Combined()),
-    "add_loss": Case(make=with_add_loss),
     "add_loss of one loss per sample": Case(
         make=with_summed_add_loss,
         data=only_inputs,
         loss=lambda: None,
         optimizer=lambda: keras.optimizers.SGD(0.003),
     ),
-    "regulariser": Case(make=lambda cls: dense(cls, kernel_regularizer="l2")),
     "unused variable": Case(make=with_unused_variable),
     "steps_per_execution": Case(compile={"steps_per_execution": 3}),
     "run_eagerly": Case(
@@ -137,14 +133,11 @@ FED_TOO = ("add_loss of one loss per sample", "logs of several outputs")
 # On one device they differ from others by little, and on replicas by less.
 SLOW = (
     "MultiOptimizer",
-    "add_loss",
-    "clipnorm",
     "float64",
     "function that returns a scalar, not a number of no samples",
     "logs",
     "logs of a masked loss",
     "loss that combines others",
-    "regulariser",
     "run_eagerly",
     "steps_per_execution",
     "unused variable",
@@ -160,7 +153,7 @@ def test_every_case_on_two_replicas_is_that_of_one_device(name):
 
 @pytest.mark.slow
 def test_masked_sequences_on_three_replicas():
-    check(Case(make=recurrent, data=tokens), mirrored(3))
+    check(Case(make=recurrent, data=tokens), mirrored(3), ["cut"])
 
 
 @pytest.mark.slow
@@ -388,7 +381,7 @@ def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
 
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [slow(1, 2), (2, 1), slow(2, 2), slow(3, 2)],
+    [(2, 1), slow(3, 2)],
 )
 def test_a_cycle_from_a_file_weighs_what_the_micro_batches_after_it_do(
     writer, reader, tmp_path

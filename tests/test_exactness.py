@@ -484,7 +484,6 @@ def validation_data(x, y, batch_size):
 @pytest.mark.parametrize(
     ("feed", "steps_per_execution"),
     [
-        slow(tf_data, 5),
         (unknown_length, 1),
         slow(unknown_length, 5),
         (py_dataset, 1),

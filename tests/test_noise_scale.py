@@ -75,7 +75,7 @@ def reference(x, y, sizes):
 
 @pytest.mark.parametrize("sizes", [slow([8] * 4), [8, 8, 8, 3]])
 def test_both_estimates_are_unbiased(sizes):
-    cycles = 2000
+    cycles = 1000
     x, y = population(500)
     gradients = by_sample(x, y)
     mean = gradients.mean(0)
