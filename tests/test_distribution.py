@@ -255,7 +255,7 @@ FEATURES_OF_ONE_DEVICE = {
     "name",
     names(
         FEATURES_OF_ONE_DEVICE,
-        slow=("remainder, drop", "AccumStepsScheduler", "mixed_bfloat16"),
+        slow=FEATURES_OF_ONE_DEVICE.keys() - {"skip_nonfinite"},
     ),
 )
 def test_two_replicas_do_as_one_device_does(name):
@@ -340,6 +340,7 @@ def test_evaluate_and_predict_are_those_of_one_device():
     np.testing.assert_allclose(*results, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_strategys_own_is_taken():
     x, y = classes(64, np.random.default_rng(0))
     strategy = mirrored(2)
@@ -448,6 +449,7 @@ def reductions(graph_def, function_names, functions):
     return found
 
 
+@pytest.mark.slow
 def test_every_reduction_of_the_traced_step_stands_under_the_condition():
     # The default reduction, which is a collective of its own in the graph.
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -513,6 +515,7 @@ def test_a_strategy_that_was_not_tested_is_warned_of_once(monkeypatch):
     model.compile("sgd", "mse", accum_steps=2)
 
 
+@pytest.mark.slow
 def test_xla_is_left_aside_on_several_replicas():
     with pytest.warns(UserWarning, match="`jit_compile=True` has no effect"):
         check(Case(compile={"jit_compile": True}), mirrored(2), ["fed"])

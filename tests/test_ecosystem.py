@@ -232,6 +232,7 @@ def read_scalars(folder):
     return scalars
 
 
+@pytest.mark.slow
 def test_tensorboard_of_epochs_and_of_batches(data, tmp_path):
     folders = iter([tmp_path / "plain", tmp_path / "ours"])
     in_both_ways(
@@ -308,6 +309,7 @@ def test_model_to_dot_draws_the_same_picture():
     assert len(pictures[0]) >= 3
 
 
+@pytest.mark.slow
 def test_lora_trains_its_own_weights_only(data):
     def make(model_class):
         model = make_functional(model_class)

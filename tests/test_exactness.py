@@ -345,11 +345,12 @@ def test_every_case_that_users_meet(name):
 @pytest.mark.parametrize(
     ("name", "make", "data"),
     [
-        slow("momentum", masking, points),
-        slow("Adam", dense, weighted_classes),
+        ("momentum", masking, points),
+        ("Adam", dense, weighted_classes),
         ("AdamW", masking, points),
     ],
 )
+@pytest.mark.slow
 def test_float64_agrees_to_its_own_rounding(name, make, data):
     loss = "mse" if make is masking else "sparse_categorical_crossentropy"
     check(
@@ -488,7 +489,7 @@ def validation_data(x, y, batch_size):
         slow(unknown_length, 5),
         (py_dataset, 1),
         slow(validation_split, 1),
-        (validation_data, 5),
+        slow(validation_data, 5),
         # Keras runs no part of an execution, and goes past `steps_per_epoch`.
         slow(endless, 1),
         slow(generator, 1),

@@ -415,7 +415,7 @@ class OwnTestStep(Custom):
 @pytest.mark.parametrize(
     ("base", "size"),
     [
-        (LossWithoutOutputs, 5),
+        slow(LossWithoutOutputs, 5),
         slow(LossThatCallsAgain, 100),
         slow(MomentumEncoder, 5),
         slow(Regularized, 5),

@@ -373,6 +373,7 @@ def test_a_users_loss_is_left_as_it_is(accum_steps):
     assert vars(loss) == before
 
 
+@pytest.mark.slow
 def test_one_loss_object_serves_models_in_several_threads():
     loss = keras.losses.MeanSquaredError()
     x, y = features(16), np.zeros((16, 1))

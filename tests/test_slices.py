@@ -685,6 +685,7 @@ def test_replicas_with_different_numbers_of_parts(run_eagerly):
     assert distance(model, reference) < 1e-6
 
 
+@pytest.mark.slow
 def test_skip_nonfinite_on_replicas_takes_each_part_by_itself(samples):
     x, y = samples
     x[1] = np.nan  # in the first part of the first replica
