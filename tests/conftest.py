@@ -58,12 +58,9 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def names(table, slow=()):
+def names(table, slow_ones):
     """Returns the names of a table, of which some are slow."""
-    return [
-        pytest.param(name, marks=[pytest.mark.slow] if name in slow else [])
-        for name in table
-    ]
+    return [slow(name) if name in slow_ones else name for name in table]
 
 
 # What is no positive integer, and the error that says so.

@@ -255,7 +255,7 @@ FEATURES_OF_ONE_DEVICE = {
     "name",
     names(
         FEATURES_OF_ONE_DEVICE,
-        slow=FEATURES_OF_ONE_DEVICE.keys() - {"skip_nonfinite"},
+        slow_ones=FEATURES_OF_ONE_DEVICE.keys() - {"skip_nonfinite"},
     ),
 )
 def test_two_replicas_do_as_one_device_does(name):

@@ -595,7 +595,7 @@ def noisy(model_class):
     return model_class(inputs, keras.layers.Dense(CLASSES)(x))
 
 
-@pytest.mark.parametrize("way", names(WAYS, slow=("XLA", "two in a call")))
+@pytest.mark.parametrize("way", names(WAYS, slow_ones=("XLA", "two in a call")))
 def test_the_second_pass_repeats_the_first(way):
     """All is as after one pass with one tape over the same parts."""
     arguments = WAYS[way]

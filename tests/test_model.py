@@ -85,7 +85,7 @@ def test_progress_bar_has_a_step_for_each_micro_batch(data, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", names(KINDS, slow=("functional", "sequential"))
+    "name", names(KINDS, slow_ones=("functional", "sequential"))
 )
 def test_evaluate_and_predict_are_those_of_keras(name, data):
     kind = KINDS[name]

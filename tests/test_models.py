@@ -433,6 +433,9 @@ def test_from_model_takes_a_keras_hub_task(tmp_path):
     assert int(model.optimizer.iterations) == 9
     assert distance(model, reference) < 1e-6
     assert distance(task, reference) < 1e-6
+    found = model.predict(texts, verbose=0)
+    expected = reference.predict(texts, verbose=0)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
     model.compile(sampler="greedy")
     reference.compile(sampler="greedy")
     assert model.generate("the", 8) == reference.generate("the", 8)

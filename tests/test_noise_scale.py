@@ -132,7 +132,7 @@ SAME = {
 
 
 @pytest.mark.parametrize(
-    "name", names(SAME, slow=("XLA", "both", "eager", "replicas, fed"))
+    "name", names(SAME, slow_ones=("XLA", "both", "eager", "replicas, fed"))
 )
 def test_every_way_measures_the_same(name):
     make, arguments, fed = SAME[name]
