@@ -1,19 +1,15 @@
-"""Data, models and the comparison that the tables of cases share.
+"""The table of cases: data, models, losses and optimizers, and rows of them.
 
-The reference is always plain `keras.Model` on the big batches, on one device.
+`check_case` in `helpers.py` trains a row in all ways, and compares the weights.
 """
 
-import contextlib
 import dataclasses
-import itertools
 import typing
 
 import keras
 import numpy as np
 import tensorflow as tf
-from conftest import distance
-
-from accumodel import AccumulatingModel
+from helpers import make_functional
 
 # Micro-batches in their cycles, by their numbers of samples.
 WHOLE = [[8] * 4] * 3
@@ -110,11 +106,7 @@ def only_inputs(samples, rng):
 
 
 def dense(model_class, **kwargs):
-    inputs = keras.Input((FEATURES,))
-    x = keras.layers.Dense(4, activation="tanh", **kwargs)(inputs)
-    return model_class(
-        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
-    )
+    return make_functional(model_class, FEATURES, units=4, **kwargs)
 
 
 def linear(model_class):
@@ -436,109 +428,6 @@ OVERFLOW = Case(
     sizes=WHOLE,
     policy="mixed_float16",
 )
-
-
-def datasets(case):
-    """Returns the samples as a data set of big and one of micro-batches."""
-    micro = list(itertools.chain.from_iterable(case.sizes))
-    arrays = case.data(sum(micro), np.random.default_rng(1))
-    return [
-        as_dataset(arrays, sizes) for sizes in (map(sum, case.sizes), micro)
-    ]
-
-
-def as_dataset(arrays, sizes):
-    def part(bounds):
-        return keras.tree.map_structure(lambda a: a[slice(*bounds)], arrays)
-
-    bounds = itertools.accumulate(sizes, initial=0)
-    batches = list(map(part, itertools.pairwise(bounds)))
-    signature = keras.tree.map_structure(
-        lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype),
-        arrays,
-    )
-    # Copies: TensorFlow 2.16 computes in place in what a generator gives.
-    dataset = tf.data.Dataset.from_generator(
-        lambda: (keras.tree.map_structure(np.copy, part) for part in batches),
-        output_signature=signature,
-    )
-    return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
-
-
-def train(case, model_class, dataset, strategy=None, **kwargs):
-    scope = strategy.scope() if strategy else contextlib.nullcontext()
-    keras.utils.set_random_seed(0)
-    keras.config.set_dtype_policy(case.policy)
-    if case.policy == "float64":
-        keras.config.set_floatx("float64")  # that of the losses
-    try:
-        with scope:
-            model = case.make(model_class)
-            model.compile(
-                case.optimizer(), case.loss(), **case.compile, **kwargs
-            )
-            # Built inside the trace, as plain Keras does it, ScheduleFreeAdamW
-            # loses the initial values of its slots.
-            if model.built:
-                model.optimizer.build(model.trainable_variables)
-        batches = []
-        log = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: batches.append(dict(logs))
-        )
-        fit = {**case.fit, "callbacks": [*case.fit.get("callbacks", []), log]}
-        history = model.fit(
-            dataset, epochs=case.epochs, shuffle=False, verbose=0, **fit
-        )
-    finally:
-        keras.config.set_dtype_policy("float32")
-        keras.config.set_floatx("float32")
-    return model, {"epochs": history.history, "batches": batches}
-
-
-def updates(model):
-    return int(keras.ops.convert_to_numpy(model.optimizer.iterations))
-
-
-def check(case, strategy=None, ways=("fed", "cut")):
-    """Trains on the big batches by plain Keras, and compares both our ways.
-
-    Micro-batches that are fed, and the big batches, which the model cuts.
-    `strategy` is that of our ways.
-    """
-    big, micro = datasets(case)
-    reference, expected = train(case, keras.Model, big)
-    if "fed" in ways:
-        # Cycles that are short inside a data set would not end by themselves.
-        steps = max(map(len, case.sizes))
-        fed, logs = train(
-            case, AccumulatingModel, micro, strategy, accum_steps=steps
-        )
-        check_weights(fed, reference, case)
-        if case.logs:
-            check_logs(logs["epochs"], expected["epochs"])
-    if "cut" in ways:
-        size = case.micro_batch_size
-        cut, logs = train(
-            case, AccumulatingModel, big, strategy, micro_batch_size=size
-        )
-        check_weights(cut, reference, case)
-        if case.logs or not strategy:
-            check_logs(logs["epochs"], expected["epochs"])
-        if not strategy:
-            batches = zip(logs["batches"], expected["batches"], strict=True)
-            for ours, theirs in batches:
-                check_logs(ours, theirs)
-
-
-def check_weights(model, reference, case):
-    assert updates(model) == updates(reference)
-    assert distance(model, reference) <= case.tolerance
-
-
-def check_logs(logs, expected):
-    assert list(logs) == list(expected)
-    for name, values in expected.items():
-        np.testing.assert_allclose(logs[name], values, rtol=1e-5)
 
 
 OPTIMIZERS = {

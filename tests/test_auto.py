@@ -13,10 +13,10 @@ import tensorflow as tf
 from cases import CLASSES
 from cases import FEATURES
 from cases import classes
-from cases import updates
-from conftest import distance
-from conftest import mirrored
-from conftest import slow
+from helpers import distance
+from helpers import mirrored
+from helpers import slow
+from helpers import updates
 
 from accumodel import AccumulatingModel
 from accumodel import _auto

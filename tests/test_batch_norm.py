@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import NO_COUNTS
-from conftest import mirrored
+from helpers import NO_COUNTS
+from helpers import mirrored
 
 import accumodel
 from accumodel import recalibrate_batch_norm

@@ -2,9 +2,9 @@
 
 import keras
 import pytest
-from conftest import distance
-from conftest import make_model
-from conftest import train
+from helpers import distance
+from helpers import make_model
+from helpers import train
 
 from accumodel import AccumStepsScheduler
 

@@ -3,41 +3,20 @@
 import dataclasses
 import operator
 
+import cases
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import CLASSES
-from cases import EPOCHS
-from cases import LOG_CASES
-from cases import OPTIMIZERS
-from cases import OVERFLOW
-from cases import TOKENS
-from cases import WHOLE
-from cases import Case
-from cases import Combined
-from cases import check
-from cases import classes
-from cases import datasets
-from cases import dense
-from cases import embedding
-from cases import only_inputs
-from cases import points
-from cases import recurrent
-from cases import sparse_crossentropy
-from cases import squared_error_as_scalar
-from cases import tokens
-from cases import train
-from cases import two_outputs
-from cases import two_targets
-from cases import updates
-from cases import with_summed_add_loss
-from cases import with_unused_variable
-from conftest import distance
-from conftest import make_model
-from conftest import mirrored
-from conftest import names
-from conftest import slow
+from helpers import check_case
+from helpers import datasets
+from helpers import distance
+from helpers import make_model
+from helpers import mirrored
+from helpers import names
+from helpers import slow
+from helpers import train_case
+from helpers import updates
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -65,15 +44,15 @@ def squares(y_true, y_pred):
 
 
 CASES = {
-    "AdamW, global_clipnorm": Case(
+    "AdamW, global_clipnorm": cases.Case(
         optimizer=lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.01),
         sizes=MANY,
         epochs=4,
     ),
-    "embedding": Case(
-        make=embedding,
-        data=tokens,
-        optimizer=OPTIMIZERS["Adam"],
+    "embedding": cases.Case(
+        make=cases.embedding,
+        data=cases.tokens,
+        optimizer=cases.OPTIMIZERS["Adam"],
         sizes=MANY,
         epochs=4,
     ),
@@ -83,42 +62,44 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_80_updates_on_three_replicas_are_those_of_one_device(name):
-    check(CASES[name], mirrored(3), ways=["fed"])
+    check_case(CASES[name], mirrored(3), ways=["fed"])
 
 
 MORE_CASES = {
-    "sum": Case(
-        loss=sparse_crossentropy("sum"),
+    "sum": cases.Case(
+        loss=cases.sparse_crossentropy("sum"),
         optimizer=lambda: keras.optimizers.SGD(0.003),
     ),
-    "function that returns a scalar, not a number of no samples": Case(
-        make=two_outputs,
-        data=two_targets,
-        loss=lambda: {"size": squared_error_as_scalar},
+    "function that returns a scalar, not a number of no samples": cases.Case(
+        make=cases.two_outputs,
+        data=cases.two_targets,
+        loss=lambda: {"size": cases.squared_error_as_scalar},
     ),
-    "scalar next to a regulariser": Case(
-        make=lambda cls: with_l2(cls), data=points, loss=lambda: squares
+    "scalar next to a regulariser": cases.Case(
+        make=lambda cls: with_l2(cls), data=cases.points, loss=lambda: squares
     ),
-    "loss that combines others": Case(loss=lambda: Combined()),
-    "add_loss of one loss per sample": Case(
-        make=with_summed_add_loss,
-        data=only_inputs,
+    "loss that combines others": cases.Case(loss=lambda: cases.Combined()),
+    "add_loss of one loss per sample": cases.Case(
+        make=cases.with_summed_add_loss,
+        data=cases.only_inputs,
         loss=lambda: None,
         optimizer=lambda: keras.optimizers.SGD(0.003),
     ),
-    "unused variable": Case(make=with_unused_variable),
-    "steps_per_execution": Case(compile={"steps_per_execution": 3}),
-    "run_eagerly": Case(
+    "unused variable": cases.Case(make=cases.with_unused_variable),
+    "steps_per_execution": cases.Case(compile={"steps_per_execution": 3}),
+    "run_eagerly": cases.Case(
         compile={"run_eagerly": True}, sizes=[[8, 3, 5], [1, 2]], epochs=1
     ),
-    "float64": Case(
+    "float64": cases.Case(
         policy="float64",
         tolerance=1e-12,
     ),
-    **LOG_CASES,
+    **cases.LOG_CASES,
 }
-if "MultiOptimizer" in OPTIMIZERS:
-    MORE_CASES["MultiOptimizer"] = Case(optimizer=OPTIMIZERS["MultiOptimizer"])
+if "MultiOptimizer" in cases.OPTIMIZERS:
+    MORE_CASES["MultiOptimizer"] = cases.Case(
+        optimizer=cases.OPTIMIZERS["MultiOptimizer"]
+    )
 
 
 def with_l2(model_class):
@@ -148,17 +129,21 @@ SLOW = (
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_every_case_on_two_replicas_is_that_of_one_device(name):
     ways = ["cut", *["fed"] * (name in FED_TOO)]
-    check(MORE_CASES[name], mirrored(2), ways)
+    check_case(MORE_CASES[name], mirrored(2), ways)
 
 
 @pytest.mark.slow
 def test_masked_sequences_on_three_replicas():
-    check(Case(make=recurrent, data=tokens), mirrored(3), ["cut"])
+    check_case(
+        cases.Case(make=cases.recurrent, data=cases.tokens),
+        mirrored(3),
+        ["cut"],
+    )
 
 
 @pytest.mark.slow
 def test_one_device_strategy():
-    check(Case(), tf.distribute.OneDeviceStrategy("CPU:1"), ["cut"])
+    check_case(cases.Case(), tf.distribute.OneDeviceStrategy("CPU:1"), ["cut"])
 
 
 class OwnLoss(AccumulatingModel):
@@ -166,10 +151,10 @@ class OwnLoss(AccumulatingModel):
 
     def __init__(self):
         super().__init__()
-        self.head = keras.layers.Dense(CLASSES, activation="softmax")
+        self.head = keras.layers.Dense(cases.CLASSES, activation="softmax")
 
     def call(self, inputs):
-        return self.head(keras.ops.one_hot(inputs, TOKENS))
+        return self.head(keras.ops.one_hot(inputs, cases.TOKENS))
 
     def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         known = keras.ops.cast(x > 0, "float32")
@@ -183,15 +168,15 @@ class OwnLoss(AccumulatingModel):
 
 def test_a_custom_compute_loss_is_divided_by_the_replicas_as_in_keras():
     def data(samples, rng):
-        x, y = tokens(samples, rng)
+        x, y = cases.tokens(samples, rng)
         x[:4] = 0  # all that the first replica gets at first
         return x, y
 
     # Without tokens this loss, and its gradient, is not a number.
-    case = Case(make=lambda cls: OwnLoss(), data=data, sizes=[[8] * 4])
+    case = cases.Case(make=lambda cls: OwnLoss(), data=data, sizes=[[8] * 4])
     _, micro = datasets(case)
-    reference, _ = train(case, None, micro, accum_steps=4)
-    model, _ = train(case, None, micro, mirrored(2), accum_steps=4)
+    reference, _ = train_case(case, None, micro, accum_steps=4)
+    model, _ = train_case(case, None, micro, mirrored(2), accum_steps=4)
     assert distance(model, reference) < 1e-6
 
 
@@ -213,10 +198,12 @@ def test_a_loss_that_a_custom_compute_loss_calls_is_left_as_it_is():
         inputs = keras.Input((None, 2))
         return DividesItself(inputs, keras.layers.Dense(1)(inputs))
 
-    _, micro = datasets(Case(make=make, data=points, sizes=WHOLE))
-    case = Case(make=make, loss=lambda: None)
-    reference, _ = train(case, None, micro, accum_steps=4)
-    model, _ = train(case, None, micro, mirrored(2), accum_steps=4)
+    _, micro = datasets(
+        cases.Case(make=make, data=cases.points, sizes=cases.WHOLE)
+    )
+    case = cases.Case(make=make, loss=lambda: None)
+    reference, _ = train_case(case, None, micro, accum_steps=4)
+    model, _ = train_case(case, None, micro, mirrored(2), accum_steps=4)
     assert distance(model, reference) < 1e-6
 
 
@@ -225,7 +212,7 @@ def test_a_loss_that_a_custom_compute_loss_calls_is_left_as_it_is():
 
 def with_a_bad_sample(samples, rng):
     """One sample is NaN: of the second micro-batch, on the second replica."""
-    x, y = classes(samples, rng)
+    x, y = cases.classes(samples, rng)
     x[10] = np.nan
     return x, y
 
@@ -235,19 +222,19 @@ def scheduler():
 
 
 FEATURES_OF_ONE_DEVICE = {
-    "remainder, carry": (Case(compile={"remainder": "carry"}), {}),
-    "remainder, drop": (Case(compile={"remainder": "drop"}), {}),
+    "remainder, carry": (cases.Case(compile={"remainder": "carry"}), {}),
+    "remainder, drop": (cases.Case(compile={"remainder": "drop"}), {}),
     "skip_nonfinite": (
-        Case(data=with_a_bad_sample, compile={"skip_nonfinite": True}),
+        cases.Case(data=with_a_bad_sample, compile={"skip_nonfinite": True}),
         {},
     ),
-    "AccumStepsScheduler": (Case(), {"callbacks": [scheduler()]}),
+    "AccumStepsScheduler": (cases.Case(), {"callbacks": [scheduler()]}),
     # Even ones: Keras's own step weighs the parts of an odd batch alike.
     "AccumStepsScheduler, from a compiled 1": (
-        Case(compile={"accum_steps": 1}, sizes=WHOLE),
+        cases.Case(compile={"accum_steps": 1}, sizes=cases.WHOLE),
         {"callbacks": [scheduler()]},
     ),
-    "mixed_bfloat16": (Case(policy="mixed_bfloat16", tolerance=2e-3), {}),
+    "mixed_bfloat16": (cases.Case(policy="mixed_bfloat16", tolerance=2e-3), {}),
 }
 
 
@@ -263,8 +250,8 @@ def test_two_replicas_do_as_one_device_does(name):
     case = dataclasses.replace(case, fit=fit)
     case.compile.setdefault("accum_steps", 4)
     _, micro = datasets(case)
-    expected, _ = train(case, AccumulatingModel, micro)
-    model, _ = train(case, AccumulatingModel, micro, mirrored(2))
+    expected, _ = train_case(case, AccumulatingModel, micro)
+    model, _ = train_case(case, AccumulatingModel, micro, mirrored(2))
     assert distance(model, expected) <= case.tolerance
     for name in ("pending_steps", "skipped_steps", "accum_steps"):
         assert getattr(model, name) == getattr(expected, name)
@@ -272,16 +259,16 @@ def test_two_replicas_do_as_one_device_does(name):
 
 
 def test_an_overflow_on_one_replica_skips_the_update_on_all():
-    _, micro = datasets(OVERFLOW)
-    model, _ = train(
-        OVERFLOW, AccumulatingModel, micro, mirrored(2), accum_steps=4
+    _, micro = datasets(cases.OVERFLOW)
+    model, _ = train_case(
+        cases.OVERFLOW, AccumulatingModel, micro, mirrored(2), accum_steps=4
     )
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     iterations = model.optimizer.inner_optimizer.iterations
     for value in values_of_replicas(model, iterations):
-        assert value == EPOCHS * (len(WHOLE) - 1)
+        assert value == cases.EPOCHS * (len(cases.WHOLE) - 1)
     for value in values_of_replicas(model, model.optimizer.dynamic_scale):
-        assert value == 2.0 ** (15 - EPOCHS)
+        assert value == 2.0 ** (15 - cases.EPOCHS)
     for weight in model.trainable_variables:
         first, second = values_of_replicas(model, weight)
         assert np.isfinite(first).all()
@@ -296,12 +283,12 @@ def values_of_replicas(model, variable):
 
 
 def test_the_remainder_of_train_on_batch_is_applied_on_all_replicas():
-    x, y = classes(20, np.random.default_rng(0))
-    reference = make_model(keras.Model, dense)
+    x, y = cases.classes(20, np.random.default_rng(0))
+    reference = make_model(keras.Model, cases.dense)
     reference.compile("sgd", "sparse_categorical_crossentropy")
     reference.train_on_batch(x, y)
     with mirrored(2).scope():
-        model = make_model(AccumulatingModel, dense)
+        model = make_model(AccumulatingModel, cases.dense)
         model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
     for begin, end in ((0, 8), (8, 16), (16, 20)):
         model.train_on_batch(x[begin:end], y[begin:end])
@@ -320,11 +307,11 @@ def test_the_remainder_of_train_on_batch_is_applied_on_all_replicas():
 
 @pytest.mark.slow
 def test_evaluate_and_predict_are_those_of_one_device():
-    x, y = classes(97, np.random.default_rng(0))
+    x, y = cases.classes(97, np.random.default_rng(0))
     results = []
     for strategy in (tf.distribute.get_strategy(), mirrored(2)):
         with strategy.scope():
-            model = make_model(AccumulatingModel, dense)
+            model = make_model(AccumulatingModel, cases.dense)
             model.compile(
                 "sgd",
                 "sparse_categorical_crossentropy",
@@ -342,11 +329,11 @@ def test_evaluate_and_predict_are_those_of_one_device():
 
 @pytest.mark.slow
 def test_a_data_set_of_the_strategys_own_is_taken():
-    x, y = classes(64, np.random.default_rng(0))
+    x, y = cases.classes(64, np.random.default_rng(0))
     strategy = mirrored(2)
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
     with strategy.scope():
-        model = make_model(AccumulatingModel, dense)
+        model = make_model(AccumulatingModel, cases.dense)
         model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
     batches = strategy.experimental_distribute_dataset(batches)
     model.fit(batches, shuffle=False, verbose=0)
@@ -355,17 +342,17 @@ def test_a_data_set_of_the_strategys_own_is_taken():
 
 @pytest.mark.parametrize(("writer", "reader"), [(1, 2), (3, 1), slow(2, 3)])
 def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
-    x, y = classes(20, np.random.default_rng(0))
+    x, y = cases.classes(20, np.random.default_rng(0))
 
     def make(replicas):
         with mirrored(replicas).scope():
-            model = make_model(AccumulatingModel, dense)
+            model = make_model(AccumulatingModel, cases.dense)
             model.compile(
                 "sgd", "sparse_categorical_crossentropy", accum_steps=3
             )
         return model
 
-    reference = make_model(keras.Model, dense)
+    reference = make_model(keras.Model, cases.dense)
     reference.compile("sgd", "sparse_categorical_crossentropy")
     reference.train_on_batch(x, y)
     model = make(writer)
@@ -387,11 +374,11 @@ def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
 def test_a_cycle_from_a_file_weighs_what_the_micro_batches_after_it_do(
     writer, reader, tmp_path
 ):
-    x, y = classes(192, np.random.default_rng(0))
+    x, y = cases.classes(192, np.random.default_rng(0))
 
     def fit(replicas, begin, end, file=None):
         with mirrored(replicas).scope():
-            model = make_model(AccumulatingModel, dense)
+            model = make_model(AccumulatingModel, cases.dense)
             model.compile(
                 keras.optimizers.Adam(0.01),
                 "sparse_categorical_crossentropy",
@@ -419,7 +406,7 @@ def test_a_cycle_from_a_file_weighs_what_the_micro_batches_after_it_do(
 def test_a_cycle_makes_one_reduction_and_at_its_end(optimizer):
     reduction = CountingReduction()
     with mirrored(2, reduction).scope():
-        model = make_model(AccumulatingModel, dense)
+        model = make_model(AccumulatingModel, cases.dense)
         model.compile(
             optimizer, "sparse_categorical_crossentropy", accum_steps=4
         )
@@ -429,7 +416,7 @@ def test_a_cycle_makes_one_reduction_and_at_its_end(optimizer):
             int(reduction.executed.numpy())
         )
     )
-    x, y = classes(64, np.random.default_rng(0))
+    x, y = cases.classes(64, np.random.default_rng(0))
     model.fit(x, y, batch_size=8, callbacks=[at_batch_end], verbose=0)
     assert np.diff(executed, prepend=0).tolist() == [0, 0, 0, 1, 0, 0, 0, 1]
 
@@ -453,11 +440,11 @@ def reductions(graph_def, function_names, functions):
 def test_every_reduction_of_the_traced_step_stands_under_the_condition():
     # The default reduction, which is a collective of its own in the graph.
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    x, y = classes(8, np.random.default_rng(0))
+    x, y = cases.classes(8, np.random.default_rng(0))
 
     def trace(accum_steps):
         with strategy.scope():
-            model = make_model(AccumulatingModel, dense)
+            model = make_model(AccumulatingModel, cases.dense)
             model.compile(
                 "adam",
                 "sparse_categorical_crossentropy",
@@ -491,7 +478,7 @@ def test_every_reduction_of_the_traced_step_stands_under_the_condition():
 def test_strategies_that_would_be_wrong_are_refused_by_name(name, monkeypatch):
     strategy_class = operator.attrgetter(name)(tf.distribute)
     strategy = strategy_class.__new__(strategy_class)  # they need a cluster
-    model = make_model(AccumulatingModel, dense)
+    model = make_model(AccumulatingModel, cases.dense)
     monkeypatch.setattr(model, "_distribute_strategy", strategy)
     match = f"{strategy_class.__name__}.*Use `tf.distribute.MirroredStrategy`"
     with pytest.raises(ValueError, match=match):
@@ -508,7 +495,7 @@ def test_a_strategy_that_was_not_tested_is_warned_of_once(monkeypatch):
         def __init__(self):
             super().__init__(tf.distribute.OneDeviceStrategy("CPU:0").extended)
 
-    model = make_model(AccumulatingModel, dense)
+    model = make_model(AccumulatingModel, cases.dense)
     monkeypatch.setattr(model, "_distribute_strategy", Unknown())
     with pytest.warns(UserWarning, match="not been tested under `Unknown`"):
         model.compile("sgd", "mse", accum_steps=2)
@@ -518,7 +505,9 @@ def test_a_strategy_that_was_not_tested_is_warned_of_once(monkeypatch):
 @pytest.mark.slow
 def test_xla_is_left_aside_on_several_replicas():
     with pytest.warns(UserWarning, match="`jit_compile=True` has no effect"):
-        check(Case(compile={"jit_compile": True}), mirrored(2), ["fed"])
+        check_case(
+            cases.Case(compile={"jit_compile": True}), mirrored(2), ["fed"]
+        )
 
 
 def squared_error(variable, x):

@@ -6,11 +6,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import distance
-from conftest import make_functional
-from conftest import make_model
-from conftest import read_summaries
-from conftest import slow
+from helpers import distance
+from helpers import make_functional
+from helpers import make_model
+from helpers import read_summaries
+from helpers import slow
 
 import accumodel
 from accumodel import AccumulatingModel

@@ -9,63 +9,18 @@ optimizer's `iterations` and, where it says so, the logs.
 import itertools
 import warnings
 
+import cases
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import CLASSES
-from cases import EPOCHS
-from cases import FEATURES
-from cases import LOG_CASES
-from cases import OPTIMIZERS
-from cases import OVERFLOW
-from cases import SIZES
-from cases import TOKENS
-from cases import WHOLE
-from cases import Case
-from cases import Combined
-from cases import Twice
-from cases import check
-from cases import check_logs
-from cases import classes
-from cases import convolutional
-from cases import datasets
-from cases import dense
-from cases import embedding
-from cases import masked_and_not
-from cases import masked_without_lstm
-from cases import masking
-from cases import only_inputs
-from cases import points
-from cases import recurrent
-from cases import sparse_crossentropy
-from cases import squared_error_as_one_element
-from cases import squared_error_as_scalar
-from cases import squared_error_by_sample
-from cases import tokens
-from cases import tokens_for_two
-from cases import tokens_with_ignored_classes
-from cases import train
-from cases import two_input_model
-from cases import two_inputs
-from cases import two_masked_outputs
-from cases import two_outputs
-from cases import two_outputs_in_a_tuple
-from cases import two_targets
-from cases import two_targets_in_a_tuple
-from cases import weighted_classes
-from cases import weighted_tokens
-from cases import with_add_loss
-from cases import with_freed_layer
-from cases import with_frozen_layer
-from cases import with_own_compute_loss
-from cases import with_own_weight
-from cases import with_several_dtypes
-from cases import with_summed_add_loss
-from cases import with_unused_variable
-from conftest import distance
-from conftest import names
-from conftest import slow
+from helpers import check_case
+from helpers import check_logs
+from helpers import datasets
+from helpers import distance
+from helpers import names
+from helpers import slow
+from helpers import train_case
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,18 +36,21 @@ COVERED = ("SGD", "momentum", "Adam", "AdamW")
     "name",
     [
         name if name in SELECTED else slow(name)
-        for name in OPTIMIZERS
+        for name in cases.OPTIMIZERS
         if name not in COVERED
     ],
 )
 def test_every_optimizer_of_keras(name):
-    check(Case(optimizer=OPTIMIZERS[name]), ways=["fed"])
+    check_case(cases.Case(optimizer=cases.OPTIMIZERS[name]), ways=["fed"])
 
 
 # An optimizer sees one gradient per cycle, whatever its sizes.
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("sizes", cases.SIZES.values(), ids=cases.SIZES)
 def test_cycles_of_every_size(sizes):
-    check(Case(optimizer=OPTIMIZERS["Adam"], sizes=sizes), ways=["fed"])
+    check_case(
+        cases.Case(optimizer=cases.OPTIMIZERS["Adam"], sizes=sizes),
+        ways=["fed"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,8 +67,8 @@ def test_cycles_of_every_size(sizes):
     ids=str,
 )
 def test_every_argument_that_all_optimizers_have(arguments):
-    case = Case(optimizer=lambda: OPTIMIZERS["Adam"](**arguments))
-    check(case, ways=["fed"])
+    case = cases.Case(optimizer=lambda: cases.OPTIMIZERS["Adam"](**arguments))
+    check_case(case, ways=["fed"])
 
 
 SCHEDULES = {
@@ -128,8 +86,8 @@ SCHEDULES = {
     "name", names(SCHEDULES, slow_ones=("exponential", "piecewise"))
 )
 def test_schedules_count_updates(name):
-    case = Case(optimizer=lambda: keras.optimizers.SGD(SCHEDULES[name]()))
-    check(case, ways=["fed"])
+    case = cases.Case(optimizer=lambda: keras.optimizers.SGD(SCHEDULES[name]()))
+    check_case(case, ways=["fed"])
 
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
@@ -137,142 +95,169 @@ REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
 SMALL_STEPS = {"sum": lambda: keras.optimizers.SGD(0.003)}
 # Keras has two names of one reduction, and a sum has no divisor to be wrong.
 SAME_AS_OTHERS = [
-    *(("mean", data) for data in (classes, weighted_classes, tokens)),
-    *(("sum", data) for data in (weighted_classes, tokens)),
+    *(
+        ("mean", data)
+        for data in (cases.classes, cases.weighted_classes, cases.tokens)
+    ),
+    *(("sum", data) for data in (cases.weighted_classes, cases.tokens)),
 ]
 CASES = {
     # Losses, weights, masks.
     **{
-        f"{reduction}, {data.__name__}": Case(
-            loss=sparse_crossentropy(reduction),
+        f"{reduction}, {data.__name__}": cases.Case(
+            loss=cases.sparse_crossentropy(reduction),
             data=data,
-            make=masked_without_lstm if "tokens" in data.__name__ else dense,
-            optimizer=SMALL_STEPS.get(reduction, OPTIMIZERS["SGD"]),
+            make=cases.masked_without_lstm
+            if "tokens" in data.__name__
+            else cases.dense,
+            optimizer=SMALL_STEPS.get(reduction, cases.OPTIMIZERS["SGD"]),
         )
         for reduction, data in itertools.product(
-            REDUCTIONS, (classes, weighted_classes, tokens, weighted_tokens)
+            REDUCTIONS,
+            (
+                cases.classes,
+                cases.weighted_classes,
+                cases.tokens,
+                cases.weighted_tokens,
+            ),
         )
         # The same as another row.
         if (reduction, data) not in SAME_AS_OTHERS
     },
-    "no reduction": Case(
-        loss=sparse_crossentropy("none"), optimizer=SMALL_STEPS["sum"]
+    "no reduction": cases.Case(
+        loss=cases.sparse_crossentropy("none"), optimizer=SMALL_STEPS["sum"]
     ),
-    "masking layer": Case(make=masking, data=points, loss=lambda: "mse"),
-    "ignore_class": Case(
-        make=masked_without_lstm,
-        data=tokens_with_ignored_classes,
-        loss=sparse_crossentropy("sum_over_batch_size", ignore_class=-1),
+    "masking layer": cases.Case(
+        make=cases.masking, data=cases.points, loss=lambda: "mse"
     ),
-    "ignore_class under a mask": Case(
-        make=masked_without_lstm,
-        data=tokens,
-        loss=sparse_crossentropy("sum_over_batch_size", ignore_class=0),
+    "ignore_class": cases.Case(
+        make=cases.masked_without_lstm,
+        data=cases.tokens_with_ignored_classes,
+        loss=cases.sparse_crossentropy("sum_over_batch_size", ignore_class=-1),
     ),
-    "class_weight": Case(fit={"class_weight": {0: 0.2, 1: 3.0, 2: 0.0}}),
-    "function by sample": Case(
-        make=masking, data=points, loss=lambda: squared_error_by_sample
+    "ignore_class under a mask": cases.Case(
+        make=cases.masked_without_lstm,
+        data=cases.tokens,
+        loss=cases.sparse_crossentropy("sum_over_batch_size", ignore_class=0),
     ),
-    "function that returns a scalar": Case(
-        make=two_outputs,
-        data=two_targets,
-        loss=lambda: {"size": squared_error_as_scalar},
+    "class_weight": cases.Case(fit={"class_weight": {0: 0.2, 1: 3.0, 2: 0.0}}),
+    "function by sample": cases.Case(
+        make=cases.masking,
+        data=cases.points,
+        loss=lambda: cases.squared_error_by_sample,
     ),
-    "function that returns one element": Case(
-        make=two_outputs,
-        data=two_targets,
-        loss=lambda: {"size": squared_error_as_one_element},
+    "function that returns a scalar": cases.Case(
+        make=cases.two_outputs,
+        data=cases.two_targets,
+        loss=lambda: {"size": cases.squared_error_as_scalar},
     ),
-    "function that returns a Python number": Case(
-        make=two_outputs,
-        data=two_targets,
+    "function that returns one element": cases.Case(
+        make=cases.two_outputs,
+        data=cases.two_targets,
+        loss=lambda: {"size": cases.squared_error_as_one_element},
+    ),
+    "function that returns a Python number": cases.Case(
+        make=cases.two_outputs,
+        data=cases.two_targets,
         loss=lambda: {"kind": lambda y, p: 0, "size": "mse"},
     ),
-    "loss that calls another one, under a mask": Case(
-        make=masked_without_lstm, data=tokens, loss=lambda: Twice()
+    "loss that calls another one, under a mask": cases.Case(
+        make=cases.masked_without_lstm,
+        data=cases.tokens,
+        loss=lambda: cases.Twice(),
     ),
-    "loss that combines others, under a mask": Case(
-        make=masked_without_lstm, data=tokens, loss=lambda: Combined()
+    "loss that combines others, under a mask": cases.Case(
+        make=cases.masked_without_lstm,
+        data=cases.tokens,
+        loss=lambda: cases.Combined(),
     ),
     # Several outputs.
-    "an output whose loss weighs nothing": Case(
-        make=masked_and_not,
-        data=tokens_for_two,
+    "an output whose loss weighs nothing": cases.Case(
+        make=cases.masked_and_not,
+        data=cases.tokens_for_two,
         loss=lambda: ["sparse_categorical_crossentropy"] * 2,
         compile={"loss_weights": [1.0, 0]},
     ),
-    "dict of outputs": Case(
-        make=two_outputs,
-        data=two_targets,
+    "dict of outputs": cases.Case(
+        make=cases.two_outputs,
+        data=cases.two_targets,
         loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
         compile={"loss_weights": {"kind": 2.0, "size": 0.3}},
     ),
-    "tuple of outputs": Case(
-        make=two_outputs_in_a_tuple,
-        data=two_targets_in_a_tuple,
+    "tuple of outputs": cases.Case(
+        make=cases.two_outputs_in_a_tuple,
+        data=cases.two_targets_in_a_tuple,
         loss=lambda: ["sparse_categorical_crossentropy", "mse"],
         compile={"loss_weights": [2.0, 0.3]},
     ),
-    "outputs under one mask": Case(
-        make=two_masked_outputs,
-        data=tokens_for_two,
+    "outputs under one mask": cases.Case(
+        make=cases.two_masked_outputs,
+        data=cases.tokens_for_two,
         loss=lambda: ["sparse_categorical_crossentropy"] * 2,
     ),
-    "one of two outputs has a loss": Case(
-        make=two_outputs, data=two_targets, loss=lambda: {"size": "mse"}
+    "one of two outputs has a loss": cases.Case(
+        make=cases.two_outputs,
+        data=cases.two_targets,
+        loss=lambda: {"size": "mse"},
     ),
     # Losses that are not compiled, and regularisers.
-    "add_loss": Case(make=with_add_loss),
-    "only add_loss": Case(
-        make=with_add_loss, data=only_inputs, loss=lambda: None
+    "add_loss": cases.Case(make=cases.with_add_loss),
+    "only add_loss": cases.Case(
+        make=cases.with_add_loss, data=cases.only_inputs, loss=lambda: None
     ),
-    "add_loss of one loss per sample": Case(
-        make=with_summed_add_loss,
-        data=only_inputs,
+    "add_loss of one loss per sample": cases.Case(
+        make=cases.with_summed_add_loss,
+        data=cases.only_inputs,
         loss=lambda: None,
         optimizer=SMALL_STEPS["sum"],
     ),
-    "kernel regulariser": Case(
-        make=lambda cls: dense(cls, kernel_regularizer="l2")
+    "kernel regulariser": cases.Case(
+        make=lambda cls: cases.dense(cls, kernel_regularizer="l2")
     ),
-    "activity regulariser": Case(
-        make=lambda cls: dense(cls, activity_regularizer="l2")
+    "activity regulariser": cases.Case(
+        make=lambda cls: cases.dense(cls, activity_regularizer="l2")
     ),
-    "regulariser and micro-batches that are all padding": Case(
-        make=lambda cls: recurrent(cls, embeddings_regularizer="l2"),
-        data=tokens,
+    "regulariser and micro-batches that are all padding": cases.Case(
+        make=lambda cls: cases.recurrent(cls, embeddings_regularizer="l2"),
+        data=cases.tokens,
         sizes=[[1, 1], [1, 7], [8, 8]],
     ),
-    "custom compute_loss": Case(make=with_own_compute_loss),
-    "custom micro_batch_weight": Case(make=with_own_weight, data=tokens),
+    "custom compute_loss": cases.Case(make=cases.with_own_compute_loss),
+    "custom micro_batch_weight": cases.Case(
+        make=cases.with_own_weight, data=cases.tokens
+    ),
     # Gradients.
     # The last batch needs no cut.
-    "sparse gradients, one table used twice": Case(
-        make=embedding,
-        data=tokens,
-        optimizer=OPTIMIZERS["Adam"],
+    "sparse gradients, one table used twice": cases.Case(
+        make=cases.embedding,
+        data=cases.tokens,
+        optimizer=cases.OPTIMIZERS["Adam"],
         micro_batch_size=10,
     ),
-    "sparse gradients, clipped": Case(
-        make=embedding,
-        data=tokens,
+    "sparse gradients, clipped": cases.Case(
+        make=cases.embedding,
+        data=cases.tokens,
         optimizer=lambda: keras.optimizers.SGD(0.3, global_clipnorm=0.01),
     ),
-    "frozen layer": Case(make=with_frozen_layer),
-    "layer that was freed again": Case(make=with_freed_layer),
-    "unused variable": Case(make=with_unused_variable),
-    "several dtypes in one model": Case(make=with_several_dtypes),
-    "constraint": Case(
-        make=lambda cls: dense(cls, kernel_constraint="unit_norm")
+    "frozen layer": cases.Case(make=cases.with_frozen_layer),
+    "layer that was freed again": cases.Case(make=cases.with_freed_layer),
+    "unused variable": cases.Case(make=cases.with_unused_variable),
+    "several dtypes in one model": cases.Case(make=cases.with_several_dtypes),
+    "constraint": cases.Case(
+        make=lambda cls: cases.dense(cls, kernel_constraint="unit_norm")
     ),
-    "convolution": Case(make=convolutional, optimizer=OPTIMIZERS["Adam"]),
-    "two inputs in a dict": Case(make=two_input_model, data=two_inputs),
+    "convolution": cases.Case(
+        make=cases.convolutional, optimizer=cases.OPTIMIZERS["Adam"]
+    ),
+    "two inputs in a dict": cases.Case(
+        make=cases.two_input_model, data=cases.two_inputs
+    ),
     # How Keras runs the step.
     **{
-        f"{how}, {name}": Case(
+        f"{how}, {name}": cases.Case(
             make=make,
             data=data,
-            optimizer=OPTIMIZERS["Adam"],
+            optimizer=cases.OPTIMIZERS["Adam"],
             compile={how: value},
             **arguments,
         )
@@ -287,11 +272,11 @@ CASES = {
             ),
         )
         for name, make, data in (
-            ("sparse", embedding, tokens),
-            ("masked", masked_without_lstm, tokens),
+            ("sparse", cases.embedding, cases.tokens),
+            ("masked", cases.masked_without_lstm, cases.tokens),
         )
     },
-    **LOG_CASES,
+    **cases.LOG_CASES,
 }
 # Each is much like another, or takes long.
 SLOW = (
@@ -328,14 +313,14 @@ FED_TOO = (
     "unused variable",
     "run_eagerly, masked",
     "jit_compile, sparse",
-    *LOG_CASES,
+    *cases.LOG_CASES,
 )
 
 
 @pytest.mark.parametrize("name", names(CASES, SLOW))
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_every_case_that_users_meet(name):
-    check(CASES[name], ways=["cut", *["fed"] * (name in FED_TOO)])
+    check_case(CASES[name], ways=["cut", *["fed"] * (name in FED_TOO)])
 
 
 # -- precision -------------------------------------------------------------
@@ -344,20 +329,20 @@ def test_every_case_that_users_meet(name):
 @pytest.mark.parametrize(
     ("name", "make", "data"),
     [
-        ("momentum", masking, points),
-        ("Adam", dense, weighted_classes),
-        ("AdamW", masking, points),
+        ("momentum", cases.masking, cases.points),
+        ("Adam", cases.dense, cases.weighted_classes),
+        ("AdamW", cases.masking, cases.points),
     ],
 )
 @pytest.mark.slow
 def test_float64_agrees_to_its_own_rounding(name, make, data):
-    loss = "mse" if make is masking else "sparse_categorical_crossentropy"
-    check(
-        Case(
+    loss = "mse" if make is cases.masking else "sparse_categorical_crossentropy"
+    check_case(
+        cases.Case(
             make=make,
             data=data,
             loss=lambda: loss,
-            optimizer=OPTIMIZERS[name],
+            optimizer=cases.OPTIMIZERS[name],
             policy="float64",
             tolerance=1e-12,
         )
@@ -369,28 +354,30 @@ def test_float64_agrees_to_its_own_rounding(name, make, data):
     ["mixed_float16", slow("mixed_bfloat16"), "bfloat16", slow("float16")],
 )
 def test_half_types_differ_as_keras_does_between_two_summation_orders(policy):
-    momentum = OPTIMIZERS["momentum"]
-    case = Case(policy=policy, sizes=WHOLE, optimizer=momentum)
+    momentum = cases.OPTIMIZERS["momentum"]
+    case = cases.Case(policy=policy, sizes=cases.WHOLE, optimizer=momentum)
     big, micro = datasets(case)
-    reference, _ = train(case, keras.Model, big)
-    model, _ = train(case, AccumulatingModel, micro, accum_steps=4)
+    reference, _ = train_case(case, keras.Model, big)
+    model, _ = train_case(case, AccumulatingModel, micro, accum_steps=4)
     # Another order: the sum of four gradients, over whole cycles, by Keras.
     case.optimizer = lambda: momentum(gradient_accumulation_steps=4)
-    other, _ = train(case, keras.Model, micro)
+    other, _ = train_case(case, keras.Model, micro)
     assert int(model.optimizer.iterations) == int(other.optimizer.iterations)
     # The one order is no worse than the other, but for the dice.
     assert distance(model, reference) <= 2 * distance(other, reference)
 
 
 def test_an_overflow_in_a_cycle_skips_its_update_and_lowers_the_scale_once():
-    big, micro = datasets(OVERFLOW)
-    reference, _ = train(OVERFLOW, keras.Model, big)
-    model, _ = train(OVERFLOW, AccumulatingModel, micro, accum_steps=4)
+    big, micro = datasets(cases.OVERFLOW)
+    reference, _ = train_case(cases.OVERFLOW, keras.Model, big)
+    model, _ = train_case(
+        cases.OVERFLOW, AccumulatingModel, micro, accum_steps=4
+    )
     for each in (reference, model):
         assert isinstance(each.optimizer, keras.optimizers.LossScaleOptimizer)
         updates = each.optimizer.inner_optimizer.iterations
-        assert int(updates) == EPOCHS * (len(WHOLE) - 1)
-        assert float(each.optimizer.dynamic_scale) == 2.0 ** (15 - EPOCHS)
+        assert int(updates) == cases.EPOCHS * (len(cases.WHOLE) - 1)
+        assert float(each.optimizer.dynamic_scale) == 2.0 ** (15 - cases.EPOCHS)
     # Gradients of about 0.1 in float16, which has 11 bits: 6 x 0.3 of them.
     assert distance(model, reference) <= 6 * 0.3 * 0.1 * 2.0**-11
 
@@ -497,7 +484,7 @@ def validation_data(x, y, batch_size):
 )
 @pytest.mark.filterwarnings("ignore:Your input ran out")  # Keras's own
 def test_every_way_to_feed(feed, steps_per_execution):
-    x, y = classes(100, np.random.default_rng(0))
+    x, y = cases.classes(100, np.random.default_rng(0))
     results = []
     for model_class, batch_size, kwargs in (
         (keras.Model, 32, {}),
@@ -510,7 +497,7 @@ def test_every_way_to_feed(feed, steps_per_execution):
         ),
     ):
         keras.utils.set_random_seed(0)
-        model = dense(model_class)
+        model = cases.dense(model_class)
         model.compile(
             keras.optimizers.Adam(0.01),
             "sparse_categorical_crossentropy",
@@ -534,17 +521,17 @@ def test_every_way_to_feed(feed, steps_per_execution):
 
 
 def test_micro_batches_padded_to_different_lengths():
-    x, y = tokens(32, np.random.default_rng(0))
+    x, y = cases.tokens(32, np.random.default_rng(0))
     x[:8, 3:] = 0
     x[8:16, 2:] = 0
     keras.utils.set_random_seed(0)
-    reference = recurrent(keras.Model)
+    reference = cases.recurrent(keras.Model)
     reference.compile(
         keras.optimizers.SGD(0.3), "sparse_categorical_crossentropy"
     )
     reference.train_on_batch(x, y)
     keras.utils.set_random_seed(0)
-    model = recurrent(AccumulatingModel)
+    model = cases.recurrent(AccumulatingModel)
     model.compile(
         keras.optimizers.SGD(0.3),
         "sparse_categorical_crossentropy",
@@ -561,14 +548,14 @@ def test_micro_batches_padded_to_different_lengths():
 
 def test_outputs_whose_masks_differ_are_warned_of_once():
     inputs = keras.Input((None,), dtype="int32")
-    x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
-    masked = keras.layers.Dense(CLASSES, activation="softmax")(x)
-    plain = keras.layers.Dense(CLASSES, activation="softmax")(
-        keras.layers.Embedding(TOKENS, 4)(inputs)
+    x = keras.layers.Embedding(cases.TOKENS, 4, mask_zero=True)(inputs)
+    masked = keras.layers.Dense(cases.CLASSES, activation="softmax")(x)
+    plain = keras.layers.Dense(cases.CLASSES, activation="softmax")(
+        keras.layers.Embedding(cases.TOKENS, 4)(inputs)
     )
     model = AccumulatingModel(inputs, [masked, plain])
     model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=2)
-    x, y = tokens_for_two(20, np.random.default_rng(0))
+    x, y = cases.tokens_for_two(20, np.random.default_rng(0))
     with pytest.warns(UserWarning, match="averaged over different masks") as w:
         model.fit(x, y, batch_size=8, verbose=0)
     assert sum("different masks" in str(each.message) for each in w) == 1
@@ -588,18 +575,18 @@ def test_outputs_whose_masks_differ_are_warned_of_once():
 def test_batch_normalization_of_few_samples_is_warned_of(
     feed, batch_size, accum_steps, trainable, warns
 ):
-    inputs = keras.Input((FEATURES,))
+    inputs = keras.Input((cases.FEATURES,))
     x = keras.layers.BatchNormalization(trainable=trainable)(inputs)
-    outputs = keras.layers.Dense(CLASSES, activation="softmax")(x)
+    outputs = keras.layers.Dense(cases.CLASSES, activation="softmax")(x)
     model = AccumulatingModel(inputs, outputs)
     model.compile(
         "sgd", "sparse_categorical_crossentropy", accum_steps=accum_steps
     )
-    kwargs = feed(*classes(32, np.random.default_rng(0)), batch_size)
+    kwargs = feed(*cases.classes(32, np.random.default_rng(0)), batch_size)
     if feed is tf_data:
         size = tf.TensorShape(batch_size)
         kwargs["x"] = kwargs["x"].map(
-            lambda x, y: (tf.ensure_shape(x, size + FEATURES), y)
+            lambda x, y: (tf.ensure_shape(x, size + cases.FEATURES), y)
         )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -609,12 +596,12 @@ def test_batch_normalization_of_few_samples_is_warned_of(
 
 
 def test_a_sum_next_to_a_mean_is_refused():
-    model = two_outputs(AccumulatingModel)
+    model = cases.two_outputs(AccumulatingModel)
     losses = {
         "kind": keras.losses.SparseCategoricalCrossentropy(reduction="sum"),
         "size": "mse",
     }
-    x, y = two_targets(16, np.random.default_rng(0))
+    x, y = cases.two_targets(16, np.random.default_rng(0))
     model.compile("sgd", losses)
     model.fit(x, y, batch_size=8, verbose=0)  # Keras's own step
     model.compile("sgd", losses, accum_steps=2)
@@ -630,23 +617,27 @@ def test_a_sum_next_to_a_mean_is_refused():
 
 PROPERTY_LOSSES = {
     "classes": st.sampled_from(REDUCTIONS[:3]).map(
-        lambda reduction: sparse_crossentropy(reduction)
+        lambda reduction: cases.sparse_crossentropy(reduction)
     ),
     "points": st.sampled_from(["mse", "mae", "huber"]).map(
         lambda name: lambda: name
     ),
 }
 PROPERTY_MODELS = {
-    "weighted": (dense, weighted_classes, "classes"),
-    "convolutional": (convolutional, weighted_classes, "classes"),
-    "masked and weighted": (masked_without_lstm, weighted_tokens, "classes"),
-    "embedding": (embedding, tokens, "classes"),
-    "masking": (masking, points, "points"),
+    "weighted": (cases.dense, cases.weighted_classes, "classes"),
+    "convolutional": (cases.convolutional, cases.weighted_classes, "classes"),
+    "masked and weighted": (
+        cases.masked_without_lstm,
+        cases.weighted_tokens,
+        "classes",
+    ),
+    "embedding": (cases.embedding, cases.tokens, "classes"),
+    "masking": (cases.masking, cases.points, "points"),
 }
 
 
 @st.composite
-def cases(draw, make, data, kind):
+def any_case(draw, make, data, kind):
     steps = draw(st.integers(2, 5))
     micro_batch = st.integers(1, 6)
     full = st.lists(micro_batch, min_size=steps, max_size=steps)
@@ -657,10 +648,10 @@ def cases(draw, make, data, kind):
     names = ["SGD", "momentum"]
     if precision == "float64":
         names += ["Adam", "Adagrad", "Lamb"]
-    return Case(
+    return cases.Case(
         make=make,
         data=data,
-        optimizer=OPTIMIZERS[draw(st.sampled_from(names))],
+        optimizer=cases.OPTIMIZERS[draw(st.sampled_from(names))],
         loss=draw(PROPERTY_LOSSES[kind]),
         sizes=[*draw(st.lists(full, min_size=1, max_size=2)), draw(last)],
         compile=draw(st.sampled_from([{"run_eagerly": True}] * 9 + [{}])),
@@ -676,9 +667,9 @@ def cases(draw, make, data, kind):
 @pytest.mark.parametrize("name", PROPERTY_MODELS)
 def test_any_cycle_of_any_model_ends_with_the_weights_of_the_big_batch(name):
     # One test for each model, so that the cores share them.
-    @given(case=cases(*PROPERTY_MODELS[name]))
+    @given(case=any_case(*PROPERTY_MODELS[name]))
     def any_cycle(case):
         keras.backend.clear_session()
-        check(case)
+        check_case(case)
 
     any_cycle()

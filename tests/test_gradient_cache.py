@@ -7,33 +7,20 @@ import dataclasses
 import random
 import warnings
 
+import cases
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import CLASSES
-from cases import FEATURES
-from cases import SHORT_INSIDE
-from cases import Case
-from cases import check_logs
-from cases import check_weights
-from cases import classes
-from cases import datasets
-from cases import dense
-from cases import masked_and_not
-from cases import masked_without_lstm
-from cases import tokens_for_two
-from cases import train
-from cases import two_outputs
-from cases import two_targets
-from cases import updates
-from cases import weighted_tokens
-from cases import with_add_loss
-from cases import with_summed_add_loss
-from conftest import distance
-from conftest import mirrored
-from conftest import names
-from conftest import slow
+from helpers import check_logs
+from helpers import check_weights
+from helpers import datasets
+from helpers import distance
+from helpers import mirrored
+from helpers import names
+from helpers import slow
+from helpers import train_case
+from helpers import updates
 
 from accumodel import AccumulatingModel
 
@@ -41,8 +28,8 @@ ops = keras.ops
 
 
 def two_views(samples, rng):
-    x = rng.normal(size=(samples, FEATURES))
-    noise = rng.normal(size=(2, samples, FEATURES))
+    x = rng.normal(size=(samples, cases.FEATURES))
+    noise = rng.normal(size=(2, samples, cases.FEATURES))
     a, b = x + 0.3 * noise
     return ({"a": a, "b": b},)
 
@@ -144,7 +131,7 @@ def behind(base):
 
 
 def built(model):
-    model.build({"a": (None, FEATURES), "b": (None, FEATURES)})
+    model.build({"a": (None, cases.FEATURES), "b": (None, cases.FEATURES)})
     model.built = True
     return model
 
@@ -180,7 +167,7 @@ def clipped_adam():
     return keras.optimizers.Adam(0.01, global_clipnorm=0.1)
 
 
-IN_BATCH = Case(
+IN_BATCH = cases.Case(
     make=made(InBatchSoftmax),
     data=two_views,
     optimizer=clipped_adam,
@@ -188,50 +175,50 @@ IN_BATCH = Case(
 )
 CASES = {
     "in-batch softmax": IN_BATCH,
-    "Barlow Twins": Case(
+    "Barlow Twins": cases.Case(
         make=made(BarlowTwins), data=two_views, loss=lambda: None
     ),
-    "a tower in the loss": Case(
+    "a tower in the loss": cases.Case(
         make=made(TowerInTheLoss), data=two_views, loss=lambda: None
     ),
-    "supervised contrastive": Case(
+    "supervised contrastive": cases.Case(
         loss=lambda: supervised_contrastive,
         compile={"metrics": [spread, "accuracy"]},
     ),
-    "triplets": Case(loss=lambda: triplets),
-    "Tversky": Case(
-        make=two_outputs,
-        data=two_targets,
+    "triplets": cases.Case(loss=lambda: triplets),
+    "Tversky": cases.Case(
+        make=cases.two_outputs,
+        data=cases.two_targets,
         loss=lambda: {
             "kind": keras.losses.SparseCategoricalCrossentropy(),
             "size": keras.losses.Tversky(),
         },
     ),
-    "a sum next to a mean": Case(
-        make=two_outputs,
-        data=two_targets,
+    "a sum next to a mean": cases.Case(
+        make=cases.two_outputs,
+        data=cases.two_targets,
         optimizer=lambda: keras.optimizers.SGD(0.01),
         loss=lambda: {
             "kind": keras.losses.SparseCategoricalCrossentropy(),
             "size": keras.losses.MeanSquaredError(reduction="sum"),
         },
     ),
-    "different masks": Case(
-        make=masked_and_not,
-        data=tokens_for_two,
+    "different masks": cases.Case(
+        make=cases.masked_and_not,
+        data=cases.tokens_for_two,
         loss=lambda: "sparse_categorical_crossentropy",
     ),
-    "a mask and weights": Case(
-        make=masked_without_lstm,
-        data=weighted_tokens,
+    "a mask and weights": cases.Case(
+        make=cases.masked_without_lstm,
+        data=cases.weighted_tokens,
         loss=lambda: keras.losses.SparseCategoricalCrossentropy(
             reduction="mean_with_sample_weight"
         ),
         compile={"weighted_metrics": ["accuracy"]},
     ),
-    "scalars of add_loss": Case(make=with_add_loss),
-    "vectors of add_loss": Case(
-        make=with_summed_add_loss,
+    "scalars of add_loss": cases.Case(make=cases.with_add_loss),
+    "vectors of add_loss": cases.Case(
+        make=cases.with_summed_add_loss,
         optimizer=lambda: keras.optimizers.SGD(0.01),
         loss=lambda: None,
     ),
@@ -253,7 +240,7 @@ def in_float64(case):
 
 def run(case, model_class=AccumulatingModel, **kwargs):
     big, _ = datasets(case)
-    return train(case, model_class, big, **kwargs)
+    return train_case(case, model_class, big, **kwargs)
 
 
 def check(case, micro_batch_size=5, **kwargs):
@@ -296,7 +283,7 @@ class Custom:
     def __init__(self):
         super().__init__()
         self.hidden = self.make_hidden()
-        self.head = keras.layers.Dense(CLASSES)
+        self.head = keras.layers.Dense(cases.CLASSES)
 
     def make_hidden(self):
         return keras.layers.Dense(8, "tanh")
@@ -430,10 +417,10 @@ def test_custom_models(base, size):
     def make(model_class):
         model = type(base.__name__, (base, model_class), {})()
         if base is ChoosesByPython:
-            model(np.zeros((1, FEATURES)))  # else it chooses twice
+            model(np.zeros((1, cases.FEATURES)))  # else it chooses twice
         return model
 
-    case = in_float64(Case(make=make, loss=lambda: None))
+    case = in_float64(cases.Case(make=make, loss=lambda: None))
     results = []
     for model_class, arguments in (
         (keras.Model, {}),
@@ -444,7 +431,7 @@ def test_custom_models(base, size):
     ):
         random.seed(0)
         big, _ = datasets(case)
-        model, logs = train(case, model_class, big, **arguments)
+        model, logs = train_case(case, model_class, big, **arguments)
         variables = [np.array(each) for each in model.variables]
         results.append((variables, logs, model.evaluate(big, verbose=0)))
     (theirs, their_logs, expected), (ours, our_logs, evaluated) = results
@@ -461,9 +448,9 @@ def test_what_is_known_of_the_length_of_a_batch():
         lengths.append(y_pred.shape[0])
         return supervised_contrastive(y_true, y_pred)
 
-    model = dense(AccumulatingModel)
+    model = cases.dense(AccumulatingModel)
     model.compile("sgd", loss, micro_batch_size=8, gradient_cache=True)
-    model.train_on_batch(*classes(24, np.random.default_rng(0)))
+    model.train_on_batch(*cases.classes(24, np.random.default_rng(0)))
     assert lengths[-1] == 24
 
 
@@ -471,15 +458,15 @@ def test_regularizers_alone_do_not_count_a_run_without_data():
     """With sums, their gradients depend on nothing."""
 
     def batches():
-        x, y = classes(60, np.random.default_rng(0))
+        x, y = cases.classes(60, np.random.default_rng(0))
         for i in range(0, 60, 24):
             yield x[i : i + 24], y[i : i + 24]
 
     signature = (
-        tf.TensorSpec((None, FEATURES)),
+        tf.TensorSpec((None, cases.FEATURES)),
         tf.TensorSpec((None,), tf.int64),
     )
-    model = dense(AccumulatingModel, kernel_regularizer="l2")
+    model = cases.dense(AccumulatingModel, kernel_regularizer="l2")
     model.compile(
         "sgd",
         keras.losses.SparseCategoricalCrossentropy(reduction="sum"),
@@ -511,10 +498,10 @@ def test_every_way_to_run(way):
 
 def test_fed_batches_of_a_cycle_have_a_loss_each():
     """As with `accum_steps` alone, which does not cut them."""
-    case = dataclasses.replace(in_float64(IN_BATCH), sizes=SHORT_INSIDE)
+    case = dataclasses.replace(in_float64(IN_BATCH), sizes=cases.SHORT_INSIDE)
     _, fed = datasets(case)
     models = [
-        train(case, AccumulatingModel, fed, accum_steps=4, **kwargs)[0]
+        train_case(case, AccumulatingModel, fed, accum_steps=4, **kwargs)[0]
         for kwargs in ({}, {"micro_batch_size": 3, "gradient_cache": True})
     ]
     assert distance(*models) <= 1e-12
@@ -563,16 +550,18 @@ def replicated(make):
         (replicated(made(Divided)), lambda: mirrored(2), [[24], [7], [24]]),
         slow(replicated(made(Gathered)), lambda: None, [[24], [7], [1], [24]]),
         slow(replicated(behind(Gathered)), lambda: None, [[24], [7]]),
-        slow(Case(), lambda: None, [[24], [7], [1], [24]]),
+        slow(cases.Case(), lambda: None, [[24], [7], [1], [24]]),
     ],
     ids=["of each replica", "of all replicas", "of another base", "a mean"],
 )
 def test_replicas(case, strategy, sizes):
     case = dataclasses.replace(in_float64(case), sizes=sizes)
     big, _ = datasets(case)
-    reference, _ = train(case, keras.Model, big, strategy())
+    reference, _ = train_case(case, keras.Model, big, strategy())
     arguments = {"micro_batch_size": 5, "gradient_cache": True}
-    cached, _ = train(case, AccumulatingModel, big, mirrored(2), **arguments)
+    cached, _ = train_case(
+        case, AccumulatingModel, big, mirrored(2), **arguments
+    )
     check_weights(cached, reference, case)
 
 
@@ -586,20 +575,20 @@ class Noise(keras.layers.Layer):
 
 
 def noisy(model_class):
-    inputs = keras.Input((FEATURES,))
+    inputs = keras.Input((cases.FEATURES,))
     x = keras.layers.Dense(8, "tanh")(inputs)
     x = keras.layers.BatchNormalization()(x)
     x = Noise()(x)
     x = keras.layers.GaussianNoise(0.1)(x)
     x = keras.layers.Dropout(0.5)(x)
-    return model_class(inputs, keras.layers.Dense(CLASSES)(x))
+    return model_class(inputs, keras.layers.Dense(cases.CLASSES)(x))
 
 
 @pytest.mark.parametrize("way", names(WAYS, slow_ones=("XLA", "two in a call")))
 def test_the_second_pass_repeats_the_first(way):
     """All is as after one pass with one tape over the same parts."""
     arguments = WAYS[way]
-    x, y = classes(24, np.random.default_rng(0))
+    x, y = cases.classes(24, np.random.default_rng(0))
     x = x.astype("float32")
 
     def begin(model_class):
@@ -649,10 +638,12 @@ class Remember(keras.layers.Layer):
     """Remembers what it was last given."""
 
     def build(self, shape):
-        self.seen = self.add_weight((8, CLASSES), "zeros", trainable=False)
+        self.seen = self.add_weight(
+            (8, cases.CLASSES), "zeros", trainable=False
+        )
 
     def call(self, inputs):
-        self.seen.assign(tf.ensure_shape(inputs, (8, CLASSES)))
+        self.seen.assign(tf.ensure_shape(inputs, (8, cases.CLASSES)))
         return inputs
 
 
@@ -682,7 +673,7 @@ def test_both_passes_give_the_same_bits(jit_compile):
     model.compile(
         "sgd", micro_batch_size=8, gradient_cache=True, jit_compile=jit_compile
     )
-    x, y = classes(8, np.random.default_rng(0))
+    x, y = cases.classes(8, np.random.default_rng(0))
     for _ in range(2):
         model.train_on_batch(x, y)
         first, second = (np.array(m.seen) for m in (model.first, model.second))
@@ -727,7 +718,7 @@ class CustomGradients(AccumulatingModel):
 def test_arguments_that_do_not_go_together(
     model_class, arguments, error, message
 ):
-    keras_model = dense(keras.Model)
+    keras_model = cases.dense(keras.Model)
     model = model_class(keras_model.input, keras_model.output)
     model.compile("adam", "mse")
     arguments = {"micro_batch_size": 8, "gradient_cache": True, **arguments}
@@ -738,7 +729,7 @@ def test_arguments_that_do_not_go_together(
 
 
 def test_the_size_cannot_be_taken_away():
-    model = dense(AccumulatingModel)
+    model = cases.dense(AccumulatingModel)
     model.compile("adam", "mse", micro_batch_size=8, gradient_cache=True)
     with pytest.raises(ValueError, match="pass `micro_batch_size`"):
         model.micro_batch_size = None
@@ -748,7 +739,7 @@ def test_the_size_cannot_be_taken_away():
 class OneLayer(AccumulatingModel):
     def __init__(self):
         super().__init__()
-        self.dense = keras.layers.Dense(CLASSES)
+        self.dense = keras.layers.Dense(cases.CLASSES)
 
     def call(self, inputs):
         return self.dense(inputs)
@@ -772,7 +763,7 @@ class OfFeatures(OneLayer):
 
 class Longer(OneLayer):
     def call(self, inputs):
-        return self.dense(ops.reshape(inputs, (-1, FEATURES // 2)))
+        return self.dense(ops.reshape(inputs, (-1, cases.FEATURES // 2)))
 
 
 class Ragged(OneLayer):
@@ -810,8 +801,8 @@ class Counts(OneLayer):
 )
 def test_models_that_cannot_be(model_class, message, arguments):
     model = model_class()
-    x, y = classes(8, np.random.default_rng(0))
-    model.dense.build((None, FEATURES))
+    x, y = cases.classes(8, np.random.default_rng(0))
+    model.dense.build((None, cases.FEATURES))
     before = model.get_weights()
     model.compile(
         "sgd",
@@ -828,7 +819,7 @@ def test_models_that_cannot_be(model_class, message, arguments):
 def test_an_output_of_another_length():
     """Which is known only when it runs."""
     model = Longer()
-    model.dense.build((None, FEATURES // 2))
+    model.dense.build((None, cases.FEATURES // 2))
     model.compile(
         "sgd",
         lambda y, y_pred: ops.mean(y_pred**2),
@@ -838,21 +829,21 @@ def test_an_output_of_another_length():
     with pytest.raises(
         tf.errors.InvalidArgumentError, match="first axis of each output"
     ):
-        model.train_on_batch(*classes(8, np.random.default_rng(0)))
+        model.train_on_batch(*cases.classes(8, np.random.default_rng(0)))
 
 
 def test_nothing_to_train():
-    model = dense(AccumulatingModel)
+    model = cases.dense(AccumulatingModel)
     model.trainable = False
     model.compile(
         "sgd", supervised_contrastive, micro_batch_size=4, gradient_cache=True
     )
     with pytest.warns(UserWarning, match="any trainable weights"):
-        model.train_on_batch(*classes(8, np.random.default_rng(0)))
+        model.train_on_batch(*cases.classes(8, np.random.default_rng(0)))
 
 
 def test_a_loss_that_depends_on_nothing():
-    model = dense(AccumulatingModel)
+    model = cases.dense(AccumulatingModel)
     model.compile(
         "sgd",
         lambda y, y_pred: ops.mean(y),
@@ -860,13 +851,15 @@ def test_a_loss_that_depends_on_nothing():
         gradient_cache=True,
     )
     with pytest.raises(ValueError, match="does not depend on any"):
-        model.train_on_batch(*classes(8, np.random.default_rng(0)))
+        model.train_on_batch(*cases.classes(8, np.random.default_rng(0)))
 
 
 def test_it_is_saved(tmp_path):
-    model = dense(AccumulatingModel)
+    model = cases.dense(AccumulatingModel)
     model.compile("adam", "mse", micro_batch_size=8, gradient_cache=True)
-    model.train_on_batch(np.ones((8, FEATURES)), np.ones((8, CLASSES)))
+    model.train_on_batch(
+        np.ones((8, cases.FEATURES)), np.ones((8, cases.CLASSES))
+    )
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert loaded.get_compile_config()["gradient_cache"] is True

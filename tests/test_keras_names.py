@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import mirrored
+from helpers import mirrored
 
 import accumodel
 from accumodel import _construction

@@ -12,12 +12,12 @@ import h5py
 import keras
 import pytest
 import tensorflow as tf
-from conftest import make_functional
-from conftest import make_model
-from conftest import make_sequential
-from conftest import make_subclassed
-from conftest import read_summaries
-from conftest import slow
+from helpers import make_functional
+from helpers import make_model
+from helpers import make_sequential
+from helpers import make_subclassed
+from helpers import read_summaries
+from helpers import slow
 
 from accumodel import AccumulatingModel
 

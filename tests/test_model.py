@@ -9,15 +9,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import NO_COUNTS
-from conftest import distance
-from conftest import make_functional
-from conftest import make_model
-from conftest import make_sequential
-from conftest import make_subclassed
-from conftest import names
-from conftest import slow
-from conftest import train
+from helpers import NO_COUNTS
+from helpers import distance
+from helpers import make_functional
+from helpers import make_model
+from helpers import make_sequential
+from helpers import make_subclassed
+from helpers import names
+from helpers import slow
+from helpers import train
 
 import accumodel
 from accumodel import AccumulatingModel

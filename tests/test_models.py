@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import distance
-from conftest import slow
+from helpers import distance
+from helpers import slow
 
 import accumodel
 from accumodel import AccumulatingModel

@@ -4,13 +4,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import as_dataset
 from cases import dense
-from conftest import distance
-from conftest import make_model
-from conftest import mirrored
-from conftest import names
-from conftest import slow
+from helpers import as_dataset
+from helpers import distance
+from helpers import make_model
+from helpers import mirrored
+from helpers import names
+from helpers import slow
 
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator

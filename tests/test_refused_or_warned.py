@@ -15,11 +15,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import CLASSES
-from cases import FEATURES
-from conftest import distance
-from conftest import make_model
-from conftest import mirrored
+from helpers import distance
+from helpers import make_model
+from helpers import mirrored
 
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
@@ -28,12 +26,12 @@ SGD = keras.optimizers.SGD
 
 
 def features(samples=24):
-    return np.random.default_rng(0).normal(size=(samples, FEATURES))
+    return np.random.default_rng(0).normal(size=(samples, cases.FEATURES))
 
 
-def linear(model_class, units=CLASSES):
+def linear(model_class, units=cases.CLASSES):
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((FEATURES,))
+    inputs = keras.Input((cases.FEATURES,))
     return model_class(inputs, keras.layers.Dense(units)(inputs))
 
 
@@ -78,8 +76,8 @@ class TwoHeads:
                 self.b = keras.layers.Dense(1)
 
             def build(self, shape):
-                self.a.build((None, FEATURES))
-                self.b.build((None, FEATURES))
+                self.a.build((None, cases.FEATURES))
+                self.b.build((None, cases.FEATURES))
                 self.unused = self.add_weight(shape=(2,), initializer="ones")
 
             def call(self, data):
@@ -262,7 +260,9 @@ def test_it_is_refused_on_replicas():
         model = linear(AccumulatingModel)
         model.compile("sgd", ComputesItsOwnMean(), accum_steps=2)
     with pytest.raises(ValueError, match="divided by the number of replicas"):
-        model.fit(features(), np.zeros((24, CLASSES)), batch_size=4, verbose=0)
+        model.fit(
+            features(), np.zeros((24, cases.CLASSES)), batch_size=4, verbose=0
+        )
 
 
 class OwnCrossentropy(keras.losses.Loss):
@@ -280,7 +280,7 @@ class WithoutInit(ComputesItsOwnMean):
 def test_a_loss_whose_mean_cannot_be_seen_is_warned_of_once():
     model = linear(AccumulatingModel)
     model.compile("sgd", ComputesItsOwnMean(), accum_steps=2)
-    x, y = features(), np.zeros((24, CLASSES))
+    x, y = features(), np.zeros((24, cases.CLASSES))
 
     def fit():
         for size in (4, 3):
@@ -296,14 +296,14 @@ def test_a_loss_without_init_trains(accum_steps):
     model.compile("sgd", WithoutInit(), accum_steps=accum_steps)
     messages_of(
         lambda: model.fit(
-            features(), np.zeros((24, CLASSES)), batch_size=4, verbose=0
+            features(), np.zeros((24, cases.CLASSES)), batch_size=4, verbose=0
         )
     )
 
 
 def test_all_losses_none_next_to_add_loss():
     def make(model_class):
-        inputs = keras.Input((FEATURES,))
+        inputs = keras.Input((cases.FEATURES,))
         hidden = cases.AddsLoss()(keras.layers.Dense(3)(inputs))
         heads = [keras.layers.Dense(3)(hidden) for _ in range(2)]
         return model_class(inputs, heads)
@@ -320,7 +320,7 @@ def test_all_losses_none_next_to_add_loss():
 
 def test_one_array_of_sample_weights_for_several_outputs_is_exact():
     def make(model_class):
-        inputs = keras.Input((FEATURES,))
+        inputs = keras.Input((cases.FEATURES,))
         return model_class(
             inputs, [keras.layers.Dense(2)(inputs) for _ in range(2)]
         )
@@ -363,7 +363,7 @@ def test_a_users_loss_is_left_as_it_is(accum_steps):
     call = loss.call
     loss.call = lambda y_true, y_pred: 3.0 * call(y_true, y_pred)
     before = dict(vars(loss))
-    x, y = features(), np.zeros((24, CLASSES))
+    x, y = features(), np.zeros((24, cases.CLASSES))
 
     def fit(model, size):
         model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
@@ -408,7 +408,7 @@ class Ctc(keras.layers.Layer):
 
 
 def test_a_summed_add_loss_next_to_a_mean_is_refused():
-    inputs = keras.Input((FEATURES,))
+    inputs = keras.Input((cases.FEATURES,))
     model = AccumulatingModel(inputs, Ctc()(keras.layers.Dense(2)(inputs)))
     model.compile("sgd", "mse", accum_steps=2)
     before = model.get_weights()
@@ -419,7 +419,7 @@ def test_a_summed_add_loss_next_to_a_mean_is_refused():
 
 @pytest.mark.parametrize("scalar", ["add_loss", "regularizer"])
 def test_scalars_next_to_a_sum_are_warned_of(scalar):
-    inputs = keras.Input((FEATURES,))
+    inputs = keras.Input((cases.FEATURES,))
     regularizer = "l2" if scalar == "regularizer" else None
     hidden = keras.layers.Dense(2, kernel_regularizer=regularizer)(inputs)
     if scalar == "add_loss":
@@ -444,7 +444,7 @@ class Monitors(keras.layers.Layer):
 
 def test_a_loss_that_a_layer_calls_is_not_a_compiled_one():
     def make(model_class):
-        inputs = keras.Input((FEATURES,))
+        inputs = keras.Input((cases.FEATURES,))
         return model_class(inputs, Monitors()(keras.layers.Dense(2)(inputs)))
 
     x, y = features(), features()[:, :2]
@@ -489,7 +489,9 @@ def test_the_weight_is_not_known_before_the_loss():
     model = Early()
     model.compile("sgd", "mse", accum_steps=2)
     with pytest.raises(ValueError, match="call `micro_batch_weight` after"):
-        model.fit(features(), np.ones((24, FEATURES)), batch_size=4, verbose=0)
+        model.fit(
+            features(), np.ones((24, cases.FEATURES)), batch_size=4, verbose=0
+        )
 
 
 WHOLE_BATCH = {
@@ -508,7 +510,7 @@ WHOLE_BATCH = {
 def test_a_loss_of_the_whole_batch_is_warned_of_once(loss, warns):
     model = linear(AccumulatingModel)
     model.compile("sgd", loss, accum_steps=2)
-    x, y = features(), np.ones((24, CLASSES), "float32")
+    x, y = features(), np.ones((24, cases.CLASSES), "float32")
     found = messages_of(
         lambda: model.fit(x, y, batch_size=5, epochs=2, verbose=0)
     )
@@ -519,7 +521,7 @@ def test_a_loss_of_the_whole_batch_is_warned_of_once(loss, warns):
 
 
 def test_pairs_of_samples_are_warned_of():
-    inputs = keras.Input((FEATURES,))
+    inputs = keras.Input((cases.FEATURES,))
     outputs = keras.layers.UnitNormalization()(keras.layers.Dense(3)(inputs))
     model = AccumulatingModel(inputs, outputs)
     model.compile("sgd", keras.losses.Circle(), accum_steps=2)
@@ -534,7 +536,7 @@ def scalar_loss(y_true, y_pred):
 def test_a_scalar_loss_with_sample_weights_is_warned_of():
     model = linear(AccumulatingModel)
     model.compile("sgd", scalar_loss, accum_steps=2)
-    x, y = features(), np.zeros((24, CLASSES))
+    x, y = features(), np.zeros((24, cases.CLASSES))
     with pytest.warns(UserWarning, match="Return one loss per sample"):
         model.fit(x, y, sample_weight=np.ones(24), batch_size=4, verbose=0)
 
@@ -576,11 +578,13 @@ def test_an_unknown_reduction_is_refused(monkeypatch):
     monkeypatch.setattr(module, "standardize_reduction", lambda value: value)
     match = r"Override `micro_batch_weight`.*reduction='median'"
     with pytest.raises(ValueError, match=match):
-        model.fit(features(), np.zeros((24, CLASSES)), batch_size=4, verbose=0)
+        model.fit(
+            features(), np.zeros((24, cases.CLASSES)), batch_size=4, verbose=0
+        )
 
 
 def test_weights_that_cancel_move_nothing():
-    x, y = features(), np.ones((24, CLASSES))
+    x, y = features(), np.ones((24, cases.CLASSES))
     weights = np.repeat([0.0, -1.0, 1.0, 0.0], 6)
 
     def fit(model, size):
@@ -611,12 +615,16 @@ def test_weights_are_numbers_for_all_or_none():
 
 
 def test_spectral_normalization_is_warned_of():
-    inputs = keras.Input((FEATURES,))
-    layer = keras.layers.SpectralNormalization(keras.layers.Dense(CLASSES))
+    inputs = keras.Input((cases.FEATURES,))
+    layer = keras.layers.SpectralNormalization(
+        keras.layers.Dense(cases.CLASSES)
+    )
     model = AccumulatingModel(inputs, layer(inputs))
     model.compile("sgd", "mse", accum_steps=2)
     with pytest.warns(UserWarning, match="changes its kernel in the forward"):
-        model.fit(features(), np.zeros((24, CLASSES)), batch_size=4, verbose=0)
+        model.fit(
+            features(), np.zeros((24, cases.CLASSES)), batch_size=4, verbose=0
+        )
 
 
 # -- train_step and accumulate_gradients ---------------------------------------
@@ -627,8 +635,8 @@ class Custom(AccumulatingModel):
 
     def __init__(self, calls=1):
         super().__init__()
-        self.dense = keras.layers.Dense(FEATURES)
-        self.other = keras.layers.Dense(FEATURES)
+        self.dense = keras.layers.Dense(cases.FEATURES)
+        self.other = keras.layers.Dense(cases.FEATURES)
         self.calls = calls
 
     def call(self, inputs):
@@ -649,7 +657,7 @@ class Custom(AccumulatingModel):
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_pairs_are_matched_by_variable(accum_steps):
-    x, y = features(), np.ones((24, FEATURES))
+    x, y = features(), np.ones((24, cases.FEATURES))
 
     def fit(model, size):
         model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
@@ -657,8 +665,8 @@ def test_pairs_are_matched_by_variable(accum_steps):
     class Plain(keras.Model):
         def __init__(self):
             super().__init__()
-            self.dense = keras.layers.Dense(FEATURES)
-            self.other = keras.layers.Dense(FEATURES)
+            self.dense = keras.layers.Dense(cases.FEATURES)
+            self.other = keras.layers.Dense(cases.FEATURES)
 
         def call(self, inputs):
             return self.other(self.dense(inputs))
@@ -691,7 +699,9 @@ def test_a_second_call_in_a_train_step_is_refused(run_eagerly):
     model = Custom(calls=5)
     model.compile("sgd", accum_steps=2, run_eagerly=run_eagerly)
     with pytest.raises(ValueError, match="twice in one `train_step`"):
-        model.fit(features(), np.ones((24, FEATURES)), batch_size=4, verbose=0)
+        model.fit(
+            features(), np.ones((24, cases.FEATURES)), batch_size=4, verbose=0
+        )
 
 
 def test_branches_of_a_condition_may_each_accumulate(recwarn):
@@ -704,9 +714,11 @@ def test_branches_of_a_condition_may_each_accumulate(recwarn):
             )
 
     model = Branches()
-    model.build((None, FEATURES))
+    model.build((None, cases.FEATURES))
     model.compile("sgd", accum_steps=2)
-    model.fit(features(), np.ones((24, FEATURES)), batch_size=4, verbose=0)
+    model.fit(
+        features(), np.ones((24, cases.FEATURES)), batch_size=4, verbose=0
+    )
     assert int(model.optimizer.iterations) == 3
 
 
@@ -715,7 +727,7 @@ def test_branches_of_a_condition_may_each_accumulate(recwarn):
 
 def test_another_optimizer_without_compile_is_refused():
     model = linear(AccumulatingModel)
-    x, y = features(), np.ones((24, CLASSES))
+    x, y = features(), np.ones((24, cases.CLASSES))
     model.compile("sgd", "mse", accum_steps=2, run_eagerly=True)
     model.fit(x, y, batch_size=4, verbose=0)
     before = model.get_weights()
@@ -734,7 +746,7 @@ def test_another_optimizer_without_compile_is_refused():
 )
 def test_a_compile_that_fails_leaves_the_model_uncompiled(arguments):
     model = linear(AccumulatingModel)
-    x, y = features(), np.ones((24, CLASSES))
+    x, y = features(), np.ones((24, cases.CLASSES))
     model.compile("sgd", "mse", accum_steps=2)
     model.train_on_batch(x, y)
     optimizer = keras.optimizers.LossScaleOptimizer(SGD(0.0))
@@ -759,7 +771,7 @@ def test_callbacks_may_be_passed_by_keyword_as_tools_do():
 
     model = linear(AccumulatingModel)
     model.compile("sgd", "mse", accum_steps=2)
-    x, y = features(), np.ones((24, CLASSES))
+    x, y = features(), np.ones((24, cases.CLASSES))
     keras.Model.fit = wrapped
     try:
         model.fit(x, y, 4, 2, 0)
@@ -771,7 +783,7 @@ def test_callbacks_may_be_passed_by_keyword_as_tools_do():
 
 def test_micro_batches_of_train_on_batch_are_not_dropped_in_silence():
     model = linear(AccumulatingModel)
-    x, y = features(), np.ones((24, CLASSES))
+    x, y = features(), np.ones((24, cases.CLASSES))
     model.compile("sgd", "mse", accum_steps=4)
     for _ in range(3):
         model.train_on_batch(x[:4], y[:4])
@@ -790,7 +802,7 @@ def test_a_short_epoch_is_counted_and_not_guessed(stop):
     finally:
         keras.config.set_dtype_policy("float32")
     model.compile(SGD(0.01), "mse", accum_steps=4)
-    x, y = features(20), np.ones((20, CLASSES))
+    x, y = features(20), np.ones((20, cases.CLASSES))
     x[0] = 6e4  # an overflow in the first cycle: no update is counted
 
     def batches():
@@ -822,7 +834,7 @@ def test_the_remainders_update_is_traced_once_and_not_run_op_by_op():
 
     model = linear(AccumulatingModel)
     model.compile(Counting(0.1), "mse", accum_steps=4)
-    x, y = features(20), np.ones((20, CLASSES))
+    x, y = features(20), np.ones((20, cases.CLASSES))
     model.fit(x, y, batch_size=4, epochs=3, verbose=0)  # 5 micro-batches
     assert int(model.optimizer.iterations) == 6
     assert calls == {"traced": 1}
@@ -834,8 +846,8 @@ def test_the_remainders_update_is_traced_once_and_not_run_op_by_op():
 def test_sums_are_on_the_devices_of_their_variables():
     with tf.device("CPU:1"):
         layer = keras.layers.Dense(4)
-        layer.build((None, FEATURES))
-    inputs = keras.Input((FEATURES,))
+        layer.build((None, cases.FEATURES))
+    inputs = keras.Input((cases.FEATURES,))
     model = AccumulatingModel(inputs, keras.layers.Dense(1)(layer(inputs)))
     model.compile("adam", "mse", accum_steps=2)
     model.fit(features(), np.ones((24, 1)), batch_size=4, verbose=0)

@@ -1,34 +1,23 @@
 """The model cuts the batch that `fit` feeds: what the table does not show.
 
-`cases.check` compares weights and the logs of every batch for all its cases.
+`helpers.check_case` compares weights and the logs of every batch, for each row.
 """
 
 import functools
 
+import cases
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import CLASSES
-from cases import FEATURES
-from cases import OPTIMIZERS
-from cases import TOKENS
-from cases import Case
-from cases import check_logs
-from cases import classes
-from cases import datasets
-from cases import dense
-from cases import masked_and_not
-from cases import tokens_for_two
-from cases import train
-from cases import two_outputs
-from cases import two_targets
-from cases import updates
-from cases import with_an_overflow
-from conftest import NO_COUNTS
-from conftest import distance
-from conftest import mirrored
-from conftest import slow
+from helpers import NO_COUNTS
+from helpers import check_logs
+from helpers import datasets
+from helpers import distance
+from helpers import mirrored
+from helpers import slow
+from helpers import train_case
+from helpers import updates
 
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
@@ -57,9 +46,9 @@ class Sizes(keras.layers.Layer):
 
 
 def with_sizes(model_class=AccumulatingModel):
-    inputs = keras.Input((FEATURES,))
+    inputs = keras.Input((cases.FEATURES,))
     x = Sizes(name="sizes")(inputs)
-    outputs = keras.layers.Dense(CLASSES, activation="softmax")(x)
+    outputs = keras.layers.Dense(cases.CLASSES, activation="softmax")(x)
     return model_class(inputs, outputs)
 
 
@@ -71,7 +60,7 @@ def compiled(model, **kwargs):
 
 @pytest.fixture
 def samples():
-    return classes(100, np.random.default_rng(0))
+    return cases.classes(100, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
@@ -105,8 +94,8 @@ def test_one_trace_for_every_size(samples):
             traces.append(inputs.shape)
             return inputs
 
-    inputs = keras.Input((FEATURES,))
-    x = keras.layers.Dense(CLASSES, activation="softmax")(inputs)
+    inputs = keras.Input((cases.FEATURES,))
+    x = keras.layers.Dense(cases.CLASSES, activation="softmax")(inputs)
     model = AccumulatingModel(inputs, Traced()(x))
     compiled(model, micro_batch_size=8)
     traces.clear()
@@ -137,14 +126,14 @@ def ragged_model(model_class):
 
     class Bag(keras.layers.Layer):
         def call(self, inputs):
-            return tf.reduce_sum(tf.one_hot(inputs, TOKENS), axis=1)
+            return tf.reduce_sum(tf.one_hot(inputs, cases.TOKENS), axis=1)
 
     outputs = keras.layers.Dense(1)(Bag()(inputs))
     return model_class(inputs, outputs)
 
 
 def sparse_model(model_class):
-    inputs = keras.Input((TOKENS,), sparse=True)
+    inputs = keras.Input((cases.TOKENS,), sparse=True)
     return model_class(inputs, keras.layers.Dense(1)(inputs))
 
 
@@ -165,12 +154,12 @@ def string_model(model_class):
 
 def ragged_data():
     lengths = np.random.default_rng(0).integers(1, 5, size=20)
-    values = np.random.default_rng(1).integers(TOKENS, size=sum(lengths))
+    values = np.random.default_rng(1).integers(cases.TOKENS, size=sum(lengths))
     return tf.RaggedTensor.from_row_lengths(values.astype("int32"), lengths)
 
 
 def sparse_data():
-    array = np.random.default_rng(0).normal(size=(20, TOKENS))
+    array = np.random.default_rng(0).normal(size=(20, cases.TOKENS))
     return tf.sparse.from_dense((array * (array > 0)).astype("float32"))
 
 
@@ -292,14 +281,14 @@ def test_scalars_and_none_are_left_as_they_are(run_eagerly):
 @pytest.mark.filterwarnings("ignore:The losses of this model are averaged over")
 def test_evaluate_shows_what_keras_does(compile_arguments):
     """Losses under different masks: each is averaged over its own elements."""
-    x, y = tokens_for_two(40, np.random.default_rng(0))
+    x, y = cases.tokens_for_two(40, np.random.default_rng(0))
     results = []
     for model_class, kwargs in (
         (keras.Model, {}),
         (AccumulatingModel, {"micro_batch_size": 3}),
     ):
         keras.utils.set_random_seed(0)
-        model = masked_and_not(model_class)
+        model = cases.masked_and_not(model_class)
         model.compile(
             loss=["sparse_categorical_crossentropy"] * 2,
             metrics=[["accuracy"]] * 2,
@@ -326,7 +315,7 @@ def test_custom_metrics_are_over_all_parts(samples, run_eagerly):
     results = []
     for size in (None, 7):
         keras.utils.set_random_seed(0)
-        model = dense(OwnMetrics)
+        model = cases.dense(OwnMetrics)
         compiled(
             model,
             micro_batch_size=size,
@@ -356,11 +345,11 @@ def test_a_custom_loss_is_evaluated_before_it_is_trained():
 
 def test_with_accum_steps_fed_batches_make_a_cycle(samples, tmp_path):
     x, y = samples
-    reference = compiled(dense(keras.Model))
+    reference = compiled(cases.dense(keras.Model))
     reference.fit(x, y, batch_size=64, epochs=2, shuffle=False, verbose=0)
     keras.utils.set_random_seed(0)
     model = compiled(
-        dense(AccumulatingModel), micro_batch_size=5, accum_steps=2
+        cases.dense(AccumulatingModel), micro_batch_size=5, accum_steps=2
     )
     model.fit(x, y, batch_size=32, epochs=2, shuffle=False, verbose=0)
     assert updates(model) == updates(reference) == 4
@@ -381,7 +370,7 @@ def test_with_accum_steps_fed_batches_make_a_cycle(samples, tmp_path):
 
 @pytest.mark.parametrize("jit_compile", [False, slow(True)])
 def test_a_batch_that_needs_no_cut_is_updated_at_once(jit_compile):
-    x, targets = two_targets(40, np.random.default_rng(0))
+    x, targets = cases.two_targets(40, np.random.default_rng(0))
 
     def train_on(model, begin, end):
         part = {name: each[begin:end] for name, each in targets.items()}
@@ -396,7 +385,7 @@ def test_a_batch_that_needs_no_cut_is_updated_at_once(jit_compile):
         (AccumulatingModel, {"micro_batch_size": 8}),
     ):
         keras.utils.set_random_seed(0)
-        model = two_outputs(model_class)
+        model = cases.two_outputs(model_class)
         model.compile(
             "adam",
             {"kind": "sparse_categorical_crossentropy", "size": "mse"},
@@ -429,11 +418,11 @@ def test_skip_nonfinite_leaves_micro_batches_out(samples, run_eagerly):
     x, y = samples
     x[9] = np.nan
     good = np.r_[:8, 12:32]  # without the third of eight parts
-    reference = compiled(dense(keras.Model))
+    reference = compiled(cases.dense(keras.Model))
     reference.train_on_batch(x[good], y[good])
     keras.utils.set_random_seed(0)
     model = compiled(
-        dense(AccumulatingModel),
+        cases.dense(AccumulatingModel),
         micro_batch_size=4,
         skip_nonfinite=True,
         run_eagerly=run_eagerly,
@@ -450,16 +439,16 @@ def test_skip_nonfinite_leaves_micro_batches_out(samples, run_eagerly):
 
 
 def test_an_overflow_in_a_part_skips_the_update():
-    case = Case(
-        make=lambda cls: dense(cls),
-        data=with_an_overflow,
+    case = cases.Case(
+        make=lambda cls: cases.dense(cls),
+        data=cases.with_an_overflow,
         loss=lambda: "mse",
         sizes=[[32]] * 3,
         policy="mixed_float16",
     )
     big, _ = datasets(case)
-    reference, _ = train(case, keras.Model, big)
-    model, _ = train(case, AccumulatingModel, big, micro_batch_size=8)
+    reference, _ = train_case(case, keras.Model, big)
+    model, _ = train_case(case, AccumulatingModel, big, micro_batch_size=8)
     for name in ("iterations", "dynamic_scale", "step_counter"):
         assert float(getattr(model.optimizer, name)) == float(
             getattr(reference.optimizer, name)
@@ -491,10 +480,10 @@ def test_a_failure_in_the_middle_leaves_no_part_behind(
     samples, accum_steps, run_eagerly
 ):
     x, y = samples
-    inputs = keras.Input((FEATURES,))
+    inputs = keras.Input((cases.FEATURES,))
     hidden = FailsAt()(keras.layers.Dense(4)(inputs))
     model = AccumulatingModel(
-        inputs, keras.layers.Dense(CLASSES, activation="softmax")(hidden)
+        inputs, keras.layers.Dense(cases.CLASSES, activation="softmax")(hidden)
     )
     compiled(
         model,
@@ -535,8 +524,8 @@ class OwnGradients(AccumulatingModel):
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_custom_compute_gradients_get_a_part(samples, run_eagerly):
     x, y = samples
-    optimizer = OPTIMIZERS["SGD"]
-    model = dense(OwnGradients)
+    optimizer = cases.OPTIMIZERS["SGD"]
+    model = cases.dense(OwnGradients)
     compiled(
         model,
         optimizer=optimizer(),
@@ -546,7 +535,7 @@ def test_custom_compute_gradients_get_a_part(samples, run_eagerly):
     logs = model.train_on_batch(x, y, return_dict=True)
     assert logs["size"] == 25
     keras.utils.set_random_seed(0)
-    reference = dense(keras.Model)
+    reference = cases.dense(keras.Model)
     compiled(reference, optimizer=keras.optimizers.SGD(0.6))
     reference.train_on_batch(x, y)
     assert distance(model, reference) < 1e-6
@@ -575,17 +564,17 @@ class StepWithoutAccumulation(OwnStep):
 
 @pytest.mark.parametrize("run_eagerly", [False, slow(True)])
 def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
-    reference = compiled(dense(keras.Model))
+    reference = compiled(cases.dense(keras.Model))
     reference.fit(*samples, batch_size=32, shuffle=False, verbose=0)
     keras.utils.set_random_seed(0)
     model = compiled(
-        dense(OwnStep), micro_batch_size=7, run_eagerly=run_eagerly
+        cases.dense(OwnStep), micro_batch_size=7, run_eagerly=run_eagerly
     )
     model.fit(*samples, batch_size=32, shuffle=False, verbose=0)
     assert distance(model, reference) < 1e-6
     assert model.train_on_batch(*samples, return_dict=True) == {"size": 7}
     assert model.test_on_batch(*samples, return_dict=True) == {"size": 7}
-    model = compiled(dense(StepWithoutAccumulation), micro_batch_size=7)
+    model = compiled(cases.dense(StepWithoutAccumulation), micro_batch_size=7)
     before = model.get_weights()
     with pytest.raises(ValueError, match="Call `self"):
         model.fit(*samples, verbose=0)
@@ -601,7 +590,7 @@ class Players(AccumulatingModel):
         self.first = keras.layers.Dense(1)
         self.second = keras.layers.Dense(1)
         for layer in (self.first, self.second):
-            layer.build((None, FEATURES))
+            layer.build((None, cases.FEATURES))
         self.built = True
         self.turn = tf.Variable(0, trainable=False)
 
@@ -676,10 +665,12 @@ def test_two_accumulators_of_which_one_is_called_in_turns(
 def test_replicas_with_different_numbers_of_parts(run_eagerly):
     # On two replicas: 2 and 1, 1 and none, 2 and 2.
     sizes = [[5], [1], [8]]
-    case = Case(sizes=sizes, compile={"run_eagerly": run_eagerly}, epochs=1)
+    case = cases.Case(
+        sizes=sizes, compile={"run_eagerly": run_eagerly}, epochs=1
+    )
     big, _ = datasets(case)
-    reference, _ = train(case, keras.Model, big)
-    model, _ = train(
+    reference, _ = train_case(case, keras.Model, big)
+    model, _ = train_case(
         case, AccumulatingModel, big, mirrored(2), micro_batch_size=2
     )
     assert distance(model, reference) < 1e-6
@@ -690,12 +681,14 @@ def test_skip_nonfinite_on_replicas_takes_each_part_by_itself(samples):
     x, y = samples
     x[1] = np.nan  # in the first part of the first replica
     good = np.r_[4:32]
-    reference = compiled(dense(keras.Model))
+    reference = compiled(cases.dense(keras.Model))
     reference.train_on_batch(x[good], y[good])
     keras.utils.set_random_seed(0)
     with mirrored(2).scope():
         model = compiled(
-            dense(AccumulatingModel), micro_batch_size=4, skip_nonfinite=True
+            cases.dense(AccumulatingModel),
+            micro_batch_size=4,
+            skip_nonfinite=True,
         )
     model.train_on_batch(x[:32], y[:32])
     assert distance(model, reference) < 1e-6

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import resumed
 import tensorflow as tf
-from conftest import distance
-from conftest import make_functional
-from conftest import make_sequential
-from conftest import slow
+from helpers import distance
+from helpers import make_functional
+from helpers import make_sequential
+from helpers import slow
 
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import worker
-from conftest import distance
+from helpers import distance
 
 from accumodel import AccumulatingModel
 from benchmarks.workers import run_workers

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import distance
+from helpers import distance
 from keras import layers
 from keras import ops
 from sklearn.datasets import load_digits

@@ -1,0 +1,280 @@
+"""Models, training and comparison: what the tests share.
+
+The reference is always plain `keras.Model` on the big batches, on one device.
+The cases to which `train_case` and `check_case` are applied are in `cases.py`.
+"""
+
+import contextlib
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from accumodel import AccumulatingModel
+
+# -- rows of tables --------------------------------------------------------
+
+
+def slow(*values):
+    """Returns a row of a table of cases that is tested with the slow tests."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def names(table, slow_ones):
+    """Returns the names of a table, of which some are slow."""
+    return [slow(name) if name in slow_ones else name for name in table]
+
+
+# What is no positive integer, and the error that says so.
+NO_COUNTS = [
+    (0, ValueError),
+    (-1, ValueError),
+    (2.5, TypeError),
+    ("4", TypeError),
+    (True, TypeError),
+]
+
+
+# -- data ------------------------------------------------------------------
+
+
+class Batches(keras.utils.PyDataset):
+    """The arrays in batches of this size."""
+
+    def __init__(self, x, y, batch_size):
+        super().__init__()
+        self.parts = [
+            (x[i : i + batch_size], y[i : i + batch_size])
+            for i in range(0, len(x), batch_size)
+        ]
+
+    def __len__(self):
+        return len(self.parts)
+
+    def __getitem__(self, index):
+        return self.parts[index]
+
+
+def as_dataset(arrays, sizes):
+    """The arrays in batches of these sizes."""
+
+    def part(bounds):
+        return keras.tree.map_structure(lambda a: a[slice(*bounds)], arrays)
+
+    bounds = itertools.accumulate(sizes, initial=0)
+    batches = list(map(part, itertools.pairwise(bounds)))
+    signature = keras.tree.map_structure(
+        lambda array: tf.TensorSpec((None, *array.shape[1:]), array.dtype),
+        arrays,
+    )
+    # Copies: TensorFlow 2.16 computes in place in what a generator gives.
+    dataset = tf.data.Dataset.from_generator(
+        lambda: (keras.tree.map_structure(np.copy, part) for part in batches),
+        output_signature=signature,
+    )
+    return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
+
+
+def datasets(case):
+    """Returns the samples as a data set of big and one of micro-batches."""
+    micro = list(itertools.chain.from_iterable(case.sizes))
+    arrays = case.data(sum(micro), np.random.default_rng(1))
+    return [
+        as_dataset(arrays, sizes) for sizes in (map(sum, case.sizes), micro)
+    ]
+
+
+# -- models: the same one in three ways, for the fixture `data` ------------
+
+
+def make_functional(model_class, features=20, units=16, **kwargs):
+    """Two layers; the arguments left over go to the first one."""
+    inputs = keras.Input((features,))
+    x = keras.layers.Dense(units, activation="tanh", **kwargs)(inputs)
+    outputs = keras.layers.Dense(3, activation="softmax")(x)
+    return model_class(inputs, outputs)
+
+
+def make_subclassed(model_class):
+    class Subclassed(model_class):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.hidden = keras.layers.Dense(16, activation="tanh")
+            self.head = keras.layers.Dense(3, activation="softmax")
+
+        def call(self, inputs):
+            return self.head(self.hidden(inputs))
+
+    return Subclassed()
+
+
+def make_sequential(model_class):
+    model = keras.Sequential(
+        [
+            keras.Input((20,)),
+            keras.layers.Dense(16, activation="tanh"),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+    )
+    if model_class is keras.Model:
+        return model
+    return model_class.from_model(model)
+
+
+def make_model(model_class=AccumulatingModel, make=make_functional):
+    """The same initial weights at each call."""
+    keras.utils.set_random_seed(0)
+    return make(model_class)
+
+
+# -- training --------------------------------------------------------------
+
+
+def mirrored(replicas, reduction=None):
+    # With the default reduction, two strategies in one process collide.
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(replicas)],
+        reduction or tf.distribute.ReductionToOneDevice(),
+    )
+
+
+def compiled(
+    model, optimizer="adam", loss="sparse_categorical_crossentropy", **kwargs
+):
+    model.compile(optimizer, loss, **kwargs)
+    return model
+
+
+def train(
+    model, data, batch_size, optimizer="adam", epochs=3, shuffle=False, **kwargs
+):
+    """Compiles and fits; the arguments left over go to `compile`."""
+    return compiled(model, optimizer, **kwargs).fit(
+        *data, batch_size=batch_size, epochs=epochs, shuffle=shuffle, verbose=0
+    )
+
+
+def train_both(make, fit, compile_args=dict, big=32, steps=4):
+    """Trains a plain model in big batches, and ours in cycles.
+
+    Args:
+        make: Function that takes a model class and returns a model.
+        fit: Function that trains; it takes a model and the size of its batches.
+        compile_args: Function that returns the arguments of `compile`. It is
+            called once for each model.
+        big: Int, the samples of a big batch.
+        steps: Int, the micro-batches of a cycle.
+
+    Returns:
+        The list `[reference, model]`.
+    """
+    models = []
+    for model_class, batch_size, kwargs in (
+        (keras.Model, big, {}),
+        (AccumulatingModel, big // steps, {"accum_steps": steps}),
+    ):
+        model = make_model(model_class, make)
+        model.compile(**compile_args(), **kwargs)
+        fit(model, batch_size)
+        models.append(model)
+    return models
+
+
+def train_case(case, model_class, dataset, strategy=None, **kwargs):
+    """Makes and trains the model of a case; returns it and its logs."""
+    scope = strategy.scope() if strategy else contextlib.nullcontext()
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(case.policy)
+    if case.policy == "float64":
+        keras.config.set_floatx("float64")  # that of the losses
+    try:
+        with scope:
+            model = case.make(model_class)
+            model.compile(
+                case.optimizer(), case.loss(), **case.compile, **kwargs
+            )
+            # Built inside the trace, as plain Keras does it, ScheduleFreeAdamW
+            # loses the initial values of its slots.
+            if model.built:
+                model.optimizer.build(model.trainable_variables)
+        batches = []
+        log = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: batches.append(dict(logs))
+        )
+        fit = {**case.fit, "callbacks": [*case.fit.get("callbacks", []), log]}
+        history = model.fit(
+            dataset, epochs=case.epochs, shuffle=False, verbose=0, **fit
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+        keras.config.set_floatx("float32")
+    return model, {"epochs": history.history, "batches": batches}
+
+
+# -- comparison ------------------------------------------------------------
+
+
+def updates(model):
+    return int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+
+
+def distance(model, reference):
+    """The largest difference of any weight of two models."""
+    return max(
+        np.abs(a - b).max()
+        for a, b in zip(
+            model.get_weights(), reference.get_weights(), strict=True
+        )
+    )
+
+
+def check_weights(model, reference, case):
+    assert updates(model) == updates(reference)
+    assert distance(model, reference) <= case.tolerance
+
+
+def check_logs(logs, expected):
+    assert list(logs) == list(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(logs[name], values, rtol=1e-5)
+
+
+def check_case(case, strategy=None, ways=("fed", "cut")):
+    """Trains on the big batches by plain Keras, and compares both our ways.
+
+    Micro-batches that are fed, and the big batches, which the model cuts.
+    `strategy` is that of our ways.
+    """
+    big, micro = datasets(case)
+    reference, expected = train_case(case, keras.Model, big)
+    if "fed" in ways:
+        # Cycles that are short inside a data set would not end by themselves.
+        steps = max(map(len, case.sizes))
+        fed, logs = train_case(
+            case, AccumulatingModel, micro, strategy, accum_steps=steps
+        )
+        check_weights(fed, reference, case)
+        if case.logs:
+            check_logs(logs["epochs"], expected["epochs"])
+    if "cut" in ways:
+        size = case.micro_batch_size
+        cut, logs = train_case(
+            case, AccumulatingModel, big, strategy, micro_batch_size=size
+        )
+        check_weights(cut, reference, case)
+        if case.logs or not strategy:
+            check_logs(logs["epochs"], expected["epochs"])
+        if not strategy:
+            batches = zip(logs["batches"], expected["batches"], strict=True)
+            for ours, theirs in batches:
+                check_logs(ours, theirs)
+
+
+def read_summaries(folder):
+    """Yields the step and value of all that TensorBoard would show."""
+    for path in sorted(folder.glob("*/*.v2")):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                yield event.step, value
