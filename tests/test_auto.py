@@ -13,6 +13,7 @@ import tensorflow as tf
 from cases import CLASSES
 from cases import FEATURES
 from cases import classes
+from helpers import compiled
 from helpers import distance
 from helpers import mirrored
 from helpers import slow
@@ -83,12 +84,6 @@ def plain(model_class, limit=None):
     x = keras.layers.Dense(5, activation="tanh")(x)
     x = keras.layers.Dense(CLASSES, activation="softmax")(x)
     return model_class(inputs, x)
-
-
-def compiled(model, **kwargs):
-    kwargs.setdefault("optimizer", "adam")
-    model.compile(loss="sparse_categorical_crossentropy", **kwargs)
-    return model
 
 
 @pytest.fixture
@@ -413,7 +408,7 @@ def test_errors_that_say_that_memory_ran_out(error, expected):
 # -- what is refused -------------------------------------------------------
 
 
-class OwnStep(AccumulatingModel):
+class CallsTheStep(AccumulatingModel):
     def train_step(self, data):
         return super().train_step(data)
 
@@ -436,8 +431,8 @@ class InnerDropout(keras.layers.Dropout):
 def test_what_it_cannot_be_used_with(samples):
     auto = {"micro_batch_size": "auto"}
     with pytest.raises(ValueError, match="custom `train_step`"):
-        compiled(plain(OwnStep), **auto)
-    model = compiled(plain(OwnStep), micro_batch_size=4)
+        compiled(plain(CallsTheStep), **auto)
+    model = compiled(plain(CallsTheStep), micro_batch_size=4)
     with pytest.raises(ValueError, match="custom `train_step`"):
         model.micro_batch_size = "auto"
     assert model.micro_batch_size == 4

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import NO_COUNTS
+from helpers import Batches
 from helpers import mirrored
 
 import accumodel
@@ -41,7 +42,7 @@ class Subclassed(keras.Model):
         return self.head(self.block(inputs) ** 2)
 
 
-class Noise(layers.Layer):
+class NoiseAtInference(layers.Layer):
     """Noise at inference, as in a variational autoencoder."""
 
     def __init__(self, seed=None):
@@ -223,25 +224,22 @@ def test_the_standard_deviation_of_renorm_is_that_of_the_variance():
     np.testing.assert_allclose(layer.moving_stddev, expected, rtol=1e-5)
 
 
-class Batches(keras.utils.PyDataset):
+class CountsPasses(Batches):
     def __init__(self, fails_in_pass=None):
-        super().__init__()
+        super().__init__(FLAT, FLAT[:, 0], 32)
         self.passes = 0
         self.fails_in_pass = fails_in_pass
 
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, i):
-        if i == 3 and self.passes == self.fails_in_pass:
+    def __getitem__(self, index):
+        if index == 3 and self.passes == self.fails_in_pass:
             raise OSError("lost")
-        return FLAT[32 * i : 32 * i + 32], FLAT[32 * i : 32 * i + 32, 0]
+        return super().__getitem__(index)
 
     def on_epoch_begin(self):
         self.passes += 1
 
 
-class Endless(Batches):
+class Endless(CountsPasses):
     @property
     def num_batches(self):
         return None
@@ -261,7 +259,7 @@ DATASET = tf.data.Dataset.from_tensor_slices
         DATASET((FLAT, FLAT[:, 0])).shuffle(100).batch(8),
         # As long as it turns out to be, in batches of a fixed size.
         DATASET(FLAT).filter(lambda x: True).batch(20, drop_remainder=True),
-        Batches(),
+        CountsPasses(),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -306,8 +304,8 @@ def test_nothing_else_changes():
     model = make(
         frozen := layers.BatchNormalization(),
         layers.Dense(3),
-        Noise(),
-        Noise(keras.random.SeedGenerator(0)),
+        NoiseAtInference(),
+        NoiseAtInference(keras.random.SeedGenerator(0)),
         layers.BatchNormalization(),
         layers.Dropout(0.5),
         layers.Dense(1),
@@ -344,7 +342,7 @@ def test_nothing_else_changes():
 
 def test_noise_at_inference_differs_from_batch_to_batch():
     model = make(
-        Noise(keras.random.SeedGenerator(0)),
+        NoiseAtInference(keras.random.SeedGenerator(0)),
         layers.BatchNormalization(),
         shape=(40,),
     )
@@ -490,6 +488,6 @@ def test_an_error_in_the_second_pass_leaves_all_as_it_was():
     model = make_row()
     before = statistics(model)
     with pytest.raises(tf.errors.OpError, match="lost"):
-        recalibrate_batch_norm(model, Batches(fails_in_pass=2), verbose=0)
+        recalibrate_batch_norm(model, CountsPasses(fails_in_pass=2), verbose=0)
     np.testing.assert_equal(statistics(model), before)
     assert not any("call" in vars(layer) for layer in find(model))

@@ -146,7 +146,7 @@ def test_one_device_strategy():
     check_case(cases.Case(), tf.distribute.OneDeviceStrategy("CPU:1"), ["cut"])
 
 
-class OwnLoss(AccumulatingModel):
+class LossOfKnownTokens(AccumulatingModel):
     """Divides by the replicas, as a custom loss must in Keras."""
 
     def __init__(self):
@@ -173,7 +173,9 @@ def test_a_custom_compute_loss_is_divided_by_the_replicas_as_in_keras():
         return x, y
 
     # Without tokens this loss, and its gradient, is not a number.
-    case = cases.Case(make=lambda cls: OwnLoss(), data=data, sizes=[[8] * 4])
+    case = cases.Case(
+        make=lambda cls: LossOfKnownTokens(), data=data, sizes=[[8] * 4]
+    )
     _, micro = datasets(case)
     reference, _ = train_case(case, None, micro, accum_steps=4)
     model, _ = train_case(case, None, micro, mirrored(2), accum_steps=4)

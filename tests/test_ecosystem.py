@@ -11,6 +11,7 @@ from helpers import make_functional
 from helpers import make_model
 from helpers import read_summaries
 from helpers import slow
+from helpers import train_both
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -42,18 +43,8 @@ def in_both_ways(
         A list of two tuples `(model, history, callbacks)`.
     """
     results = []
-    for model_class, batch_size, kwargs in (
-        (keras.Model, 32, {}),
-        (AccumulatingModel, 8, {"accum_steps": 4}),
-    ):
-        model = make_model(model_class, make)
-        model.compile(
-            keras.optimizers.SGD(**{"learning_rate": 0.1, **(optimizer or {})}),
-            "sparse_categorical_crossentropy",
-            weighted_metrics=["accuracy"],
-            run_eagerly=run_eagerly,
-            **kwargs,
-        )
+
+    def fit(model, batch_size):
         callbacks = make_callbacks()
         history = model.fit(
             *data,
@@ -66,6 +57,18 @@ def in_both_ways(
             verbose=0,
         )
         results.append((model, history, callbacks))
+
+    def compile_args():
+        return {
+            "optimizer": keras.optimizers.SGD(
+                **{"learning_rate": 0.1, **(optimizer or {})}
+            ),
+            "loss": "sparse_categorical_crossentropy",
+            "weighted_metrics": ["accuracy"],
+            "run_eagerly": run_eagerly,
+        }
+
+    train_both(make, fit, compile_args)
     return results
 
 

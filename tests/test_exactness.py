@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import Batches
 from helpers import check_case
 from helpers import check_logs
 from helpers import datasets
@@ -403,21 +404,6 @@ def test_a_weight_makes_no_float16_loss_overflow():
 
 
 # -- feeding ---------------------------------------------------------------
-
-
-class Batches(keras.utils.PyDataset):
-    def __init__(self, x, y, batch_size):
-        super().__init__()
-        self.parts = [
-            (x[i : i + batch_size], y[i : i + batch_size])
-            for i in range(0, len(x), batch_size)
-        ]
-
-    def __len__(self):
-        return len(self.parts)
-
-    def __getitem__(self, index):
-        return self.parts[index]
 
 
 def arrays(x, y, batch_size):

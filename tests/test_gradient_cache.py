@@ -243,7 +243,7 @@ def run(case, model_class=AccumulatingModel, **kwargs):
     return train_case(case, model_class, big, **kwargs)
 
 
-def check(case, micro_batch_size=5, **kwargs):
+def check_cache(case, micro_batch_size=5, **kwargs):
     """Trains by plain Keras and with the gradient cache, and compares them."""
     reference, expected = run(case, keras.Model)
     cached, logs = run(
@@ -261,7 +261,7 @@ def check(case, micro_batch_size=5, **kwargs):
 @pytest.mark.parametrize("name", names(CASES, SLOW))
 def test_the_loss_of_the_whole_batch(name):
     case = in_float64(CASES[name])
-    cached, reference = check(case)
+    cached, reference = check_cache(case)
     big, _ = datasets(case)
     ours, theirs = (
         each.evaluate(big, verbose=0) for each in (cached, reference)
@@ -274,10 +274,10 @@ def test_the_loss_of_the_whole_batch(name):
 
 @pytest.mark.parametrize("size", [1, slow(24)])
 def test_any_size(size):
-    check(in_float64(IN_BATCH), size)
+    check_cache(in_float64(IN_BATCH), size)
 
 
-class Custom:
+class WholeBatchLoss:
     """A base class, of which one or another method is overridden."""
 
     def __init__(self):
@@ -300,12 +300,12 @@ class Custom:
         return supervised_contrastive(y, y_pred)
 
 
-class LossWithoutOutputs(Custom):
+class LossWithoutOutputs(WholeBatchLoss):
     def loss_of(self, x, y, y_pred, training):
         return supervised_contrastive(y, self(x, training=training))
 
 
-class LossThatCallsAgain(Custom):
+class LossThatCallsAgain(WholeBatchLoss):
     """So that both passes write the statistics and the states of seeds."""
 
     def make_hidden(self):
@@ -322,7 +322,7 @@ class LossThatCallsAgain(Custom):
         return supervised_contrastive(y, (y_pred + again) / 2)
 
 
-class MomentumEncoder(Custom):
+class MomentumEncoder(WholeBatchLoss):
     """The loss writes what the forward pass reads."""
 
     def __init__(self):
@@ -341,7 +341,7 @@ class MomentumEncoder(Custom):
         return super().loss_of(x, y, y_pred, training)
 
 
-class Regularized(Custom):
+class Regularized(WholeBatchLoss):
     """Built in the first step; the loss asks for the losses of a layer."""
 
     def make_hidden(self):
@@ -350,7 +350,7 @@ class Regularized(Custom):
         )
 
 
-class HeadInTheLoss(Custom):
+class HeadInTheLoss(WholeBatchLoss):
     """With a layer that the loss builds."""
 
     def __init__(self):
@@ -361,7 +361,7 @@ class HeadInTheLoss(Custom):
         return supervised_contrastive(y, self.last(y_pred))
 
 
-class ChoosesByPython(Custom):
+class ChoosesByPython(WholeBatchLoss):
     """As `keras.layers.AugMix`, when it is traced."""
 
     def call(self, inputs, training=False):
@@ -382,7 +382,7 @@ class CellThatDraws(keras.layers.SimpleRNNCell):
         return super().call(inputs, states, training=training)
 
 
-class DrawsInALoop(Custom):
+class DrawsInALoop(WholeBatchLoss):
     def make_hidden(self):
         return keras.layers.RNN(CellThatDraws(8))
 
@@ -390,7 +390,7 @@ class DrawsInALoop(Custom):
         return super().call(inputs[..., None], training=training)
 
 
-class OwnTestStep(Custom):
+class OwnTestStep(WholeBatchLoss):
     def test_step(self, data):
         x, y = data
         loss = self.compute_loss(x, y, self(x, training=False), training=False)
@@ -493,7 +493,7 @@ WAYS = {
 @pytest.mark.parametrize("way", ["eager", slow("two in a call")])
 def test_every_way_to_run(way):
     case = dataclasses.replace(in_float64(IN_BATCH), compile=WAYS[way])
-    check(case)
+    check_cache(case)
 
 
 def test_fed_batches_of_a_cycle_have_a_loss_each():
@@ -565,7 +565,7 @@ def test_replicas(case, strategy, sizes):
     check_weights(cached, reference, case)
 
 
-class Noise(keras.layers.Layer):
+class NoiseInTraining(keras.layers.Layer):
     """Draws from the global generator of Keras."""
 
     def call(self, inputs, training=False):
@@ -578,7 +578,7 @@ def noisy(model_class):
     inputs = keras.Input((cases.FEATURES,))
     x = keras.layers.Dense(8, "tanh")(inputs)
     x = keras.layers.BatchNormalization()(x)
-    x = Noise()(x)
+    x = NoiseInTraining()(x)
     x = keras.layers.GaussianNoise(0.1)(x)
     x = keras.layers.Dropout(0.5)(x)
     return model_class(inputs, keras.layers.Dense(cases.CLASSES)(x))

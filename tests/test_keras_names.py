@@ -20,7 +20,7 @@ from accumodel import _keras
 MODULE = importlib.import_module("keras.src.losses.loss")
 
 
-def make_model(model_class=keras.Model):
+def make_one_layer(model_class=keras.Model):
     inputs = keras.Input((3,))
     return model_class(inputs, keras.layers.Dense(2)(inputs))
 
@@ -73,17 +73,17 @@ def test_the_function_sums_up_weights_and_masks(sample_weight, mask, expected):
 
 
 def test_the_compiled_losses_are_known_after_the_first_call():
-    model = make_model()
+    model = make_one_layer()
     model.compile("sgd", ["mse"], loss_weights=[2.0])
     model.train_on_batch(np.ones((4, 3)), np.ones((4, 2)))
     ((loss, loss_weight),) = _keras.compiled_losses(model)
     assert isinstance(loss, keras.losses.Loss)
     assert loss_weight == 2.0
-    assert _keras.compiled_losses(make_model()) == []
+    assert _keras.compiled_losses(make_one_layer()) == []
 
 
 def test_the_loss_tracker_is_what_the_log_shows():
-    model = make_model()
+    model = make_one_layer()
     model.compile("sgd", "mse")
     logs = model.train_on_batch(
         np.ones((4, 3)), np.ones((4, 2)), return_dict=True
@@ -158,7 +158,7 @@ def test_an_optimizer_that_reduces_in_another_way_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("change", ["renamed", "not called"])
 def test_a_loss_that_reduces_in_another_way_is_refused(change, monkeypatch):
-    model = make_model(accumodel.AccumulatingModel)
+    model = make_one_layer(accumodel.AccumulatingModel)
     model.compile("sgd", "mse", accum_steps=2)
     if change == "renamed":
         monkeypatch.delattr(MODULE, "reduce_weighted_values")
@@ -192,7 +192,7 @@ def test_keras_builds_a_model_by_the_method_that_is_overridden():
 
 
 def test_keras_takes_its_train_step_from_the_attribute():
-    model = make_model()
+    model = make_one_layer()
     model.compile("sgd", "mse")
     step = model.train_step
     seen = []
@@ -209,10 +209,10 @@ def test_keras_takes_its_train_step_from_the_attribute():
 
 
 def test_a_plain_model_refuses_names_that_it_does_not_know():
-    model = make_model()
+    model = make_one_layer()
     with pytest.raises(ValueError, match="expected 0 variables"):
         model.load_own_variables({"accumulated:_accumulator:count": 1})
 
 
 def test_the_functional_class_is_that_of_keras():
-    assert type(make_model()) is _construction.KerasFunctional
+    assert type(make_one_layer()) is _construction.KerasFunctional

@@ -551,7 +551,7 @@ def test_custom_compute_gradients_is_called_for_every_n(accum_steps, data):
 
 @pytest.mark.parametrize("accum_steps", [1, 4])
 def test_custom_train_step_accumulates_for_every_n(accum_steps, data):
-    class Custom(AccumulatingModel):
+    class OwnStep(AccumulatingModel):
         def train_step(self, data):
             x, y = data
             with tf.GradientTape() as tape:
@@ -562,7 +562,7 @@ def test_custom_train_step_accumulates_for_every_n(accum_steps, data):
 
     reference = make_model(keras.Model)
     train(reference, data, 8 * accum_steps)
-    model = make_model(Custom)
+    model = make_model(OwnStep)
     logs = train(model, data, 8, accum_steps=accum_steps)
     assert list(logs.history) == ["my_loss"]
     assert distance(model, reference) < 1e-6

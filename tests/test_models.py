@@ -609,7 +609,7 @@ def test_accumulators_in_a_container(hold, noise_and_real, tmp_path):
 # -- variables that not every batch trains -------------------------------------
 
 
-class TwoHeads(AccumulatingModel):
+class HeadByDtype(AccumulatingModel):
     """Which head it trains is in the dtype of the inputs."""
 
     def __init__(self):
@@ -626,7 +626,7 @@ class TwoHeads(AccumulatingModel):
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_a_head_that_comes_later_is_updated_by_what_was_traced_before():
-    model = TwoHeads()
+    model = HeadByDtype()
     model.compile(SGD(1.0), "mse", accum_steps=2)
     a, b = np.ones((4, 2), "int32"), np.ones((4, 2), "float32")
     y = np.zeros((4, 1), "float32")

@@ -105,14 +105,14 @@ def of_a_sum(**kwargs):
 
 
 def with_a_custom_step(**kwargs):
-    class Custom(AccumulatingModel):
+    class OwnStep(AccumulatingModel):
         def train_step(self, data):
             gradients, weight, logs = self.compute_gradients(data)
             self.accumulate_gradients(gradients, weight)
             return logs
 
     model = linear()
-    model = Custom(model.input, model.output)
+    model = OwnStep(model.input, model.output)
     model.compile(keras.optimizers.SGD(0.0), "mse", **kwargs)
     return model
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 from helpers import distance
 from helpers import make_model
 from helpers import mirrored
+from helpers import train_both
 
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
@@ -46,26 +47,15 @@ def messages_of(function):
     ]
 
 
-def both(make, fit, big=8, steps=2, **compile_args):
-    """Trains a plain model and an accumulating one; returns both."""
-    models = []
-    for model_class, batch_size, kwargs in (
-        (keras.Model, big, {}),
-        (AccumulatingModel, big // steps, {"accum_steps": steps}),
-    ):
-        keras.utils.set_random_seed(0)
-        model = make(model_class)
-        optimizer = SGD(0.1)
-        model.compile(optimizer, **{"loss": "mse", **compile_args}, **kwargs)
-        fit(model, batch_size)
-        models.append(model)
-    return models
+def sgd(loss="mse"):
+    """For `train_both`: the arguments of `compile`, with one loss for both."""
+    return lambda: {"optimizer": SGD(0.1), "loss": loss}
 
 
 # -- what a cycle trains -------------------------------------------------------
 
 
-class TwoHeads:
+class HeadByKey:
     """A model whose batch says which of its heads it is for."""
 
     def __new__(cls, model_class):
@@ -108,7 +98,7 @@ def test_a_variable_without_a_gradient_in_a_cycle_is_left_alone(
         (keras.Model, 1, {}),
         (AccumulatingModel, 2, {"accum_steps": 2}),
     ):
-        model = TwoHeads(model_class)
+        model = HeadByKey(model_class)
         model.compile(optimizer(), "mse", run_eagerly=run_eagerly, **kwargs)
         model.optimizer.build(model.trainable_variables)
         for head in "abaaa":
@@ -201,11 +191,12 @@ def test_float8_keeps_the_maximum_over_the_cycle():
         model.quantize("float8")
         return model
 
-    plain, ours = both(
+    plain, ours = train_both(
         make,
         lambda model, size: model.fit(
             x, y, batch_size=size, epochs=2, shuffle=False, verbose=0
         ),
+        sgd(),
         big=16,
         steps=4,
     )
@@ -314,7 +305,7 @@ def test_all_losses_none_next_to_add_loss():
         model.fit(x, (y, y), batch_size=size, shuffle=False, verbose=0)
 
     with pytest.warns(UserWarning, match="Gradients do not exist"):
-        models = both(make, fit, loss=[None, None])
+        models = train_both(make, fit, sgd([None, None]), big=8, steps=2)
     assert distance(*models) < 1e-6
 
 
@@ -345,7 +336,7 @@ def test_one_array_of_sample_weights_for_several_outputs_is_exact():
             reduction="mean_with_sample_weight"
         )
 
-    plain, ours = both(make, fit, loss=[loss(), loss()])
+    plain, ours = train_both(make, fit, sgd([loss(), loss()]), big=8, steps=2)
     assert distance(ours, plain) < 1e-6
     with pytest.warns(UserWarning, match="different masks or sample weights"):
         ours.fit(
@@ -368,7 +359,7 @@ def test_a_users_loss_is_left_as_it_is(accum_steps):
     def fit(model, size):
         model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
 
-    models = both(linear, fit, steps=accum_steps, loss=loss)
+    models = train_both(linear, fit, sgd(loss), big=8, steps=accum_steps)
     assert distance(*models) < 1e-6
     assert vars(loss) == before
 
@@ -452,7 +443,8 @@ def test_a_loss_that_a_layer_calls_is_not_a_compiled_one():
     def fit(model, size):
         model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
 
-    assert distance(*both(make, fit)) < 1e-6
+    models = train_both(make, fit, sgd(), big=8, steps=2)
+    assert distance(*models) < 1e-6
 
 
 class TwoPasses(AccumulatingModel):
@@ -471,18 +463,20 @@ def test_compute_gradients_may_be_called_twice_under_a_mask():
     def fit(model, size):
         model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
 
-    models = both(
+    models = train_both(
         lambda cls: cases.masked_without_lstm(
             TwoPasses if cls is AccumulatingModel else cls
         ),
         fit,
-        loss="sparse_categorical_crossentropy",
+        sgd("sparse_categorical_crossentropy"),
+        big=8,
+        steps=2,
     )
     assert distance(*models) < 1e-6
 
 
 def test_the_weight_is_not_known_before_the_loss():
-    class Early(Custom):
+    class Early(PassesPairs):
         def train_step(self, data):
             self.micro_batch_weight(data[0], data[1], None, None)
 
@@ -598,7 +592,7 @@ def test_weights_that_cancel_move_nothing():
         )
 
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    models = both(linear, fit, big=24, steps=4, loss=loss)
+    models = train_both(linear, fit, sgd(loss), big=24, steps=4)
     assert distance(*models) < 1e-6
 
 
@@ -630,7 +624,7 @@ def test_spectral_normalization_is_warned_of():
 # -- train_step and accumulate_gradients ---------------------------------------
 
 
-class Custom(AccumulatingModel):
+class PassesPairs(AccumulatingModel):
     """Passes pairs of gradients and variables, in another order."""
 
     def __init__(self, calls=1):
@@ -671,9 +665,11 @@ def test_pairs_are_matched_by_variable(accum_steps):
         def call(self, inputs):
             return self.other(self.dense(inputs))
 
-    plain, ours = both(
-        lambda cls: Plain() if cls is keras.Model else Custom(),
+    plain, ours = train_both(
+        lambda cls: Plain() if cls is keras.Model else PassesPairs(),
         fit,
+        sgd(),
+        big=8,
         steps=accum_steps,
     )
     assert distance(ours, plain) < 1e-6
@@ -696,7 +692,7 @@ def test_pairs_of_unknown_variables_are_refused(accum_steps):
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_second_call_in_a_train_step_is_refused(run_eagerly):
-    model = Custom(calls=5)
+    model = PassesPairs(calls=5)
     model.compile("sgd", accum_steps=2, run_eagerly=run_eagerly)
     with pytest.raises(ValueError, match="twice in one `train_step`"):
         model.fit(
@@ -705,7 +701,7 @@ def test_a_second_call_in_a_train_step_is_refused(run_eagerly):
 
 
 def test_branches_of_a_condition_may_each_accumulate(recwarn):
-    class Branches(Custom):
+    class Branches(PassesPairs):
         def train_step(self, data):
             x, y = data
             step = super().train_step

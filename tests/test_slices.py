@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from helpers import NO_COUNTS
 from helpers import check_logs
+from helpers import compiled
 from helpers import datasets
 from helpers import distance
 from helpers import mirrored
@@ -50,12 +51,6 @@ def with_sizes(model_class=AccumulatingModel):
     x = Sizes(name="sizes")(inputs)
     outputs = keras.layers.Dense(cases.CLASSES, activation="softmax")(x)
     return model_class(inputs, outputs)
-
-
-def compiled(model, **kwargs):
-    loss = "sparse_categorical_crossentropy"
-    model.compile(kwargs.pop("optimizer", "adam"), loss, **kwargs)
-    return model
 
 
 @pytest.fixture
@@ -326,14 +321,16 @@ def test_custom_metrics_are_over_all_parts(samples, run_eagerly):
     check_logs(*results)
 
 
-class OwnLoss(AccumulatingModel):
+class SquaredErrors(AccumulatingModel):
     def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         return keras.ops.mean((y - y_pred) ** 2)
 
 
 def test_a_custom_loss_is_evaluated_before_it_is_trained():
     x, y = np.ones((10, 6)), np.ones((10, 1))
-    model = OwnLoss(inputs := keras.Input((6,)), keras.layers.Dense(1)(inputs))
+    model = SquaredErrors(
+        inputs := keras.Input((6,)), keras.layers.Dense(1)(inputs)
+    )
     model.compile("sgd", "mse", micro_batch_size=3)
     expected = model.compute_loss(y=y, y_pred=model(x), x=x)
     found = model.evaluate(x, y, verbose=0)
@@ -541,7 +538,7 @@ def test_custom_compute_gradients_get_a_part(samples, run_eagerly):
     assert distance(model, reference) < 1e-6
 
 
-class OwnStep(AccumulatingModel):
+class LogsTheSize(AccumulatingModel):
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
@@ -555,7 +552,7 @@ class OwnStep(AccumulatingModel):
         return {"size": tf.shape(x)[0]}
 
 
-class StepWithoutAccumulation(OwnStep):
+class StepWithoutAccumulation(LogsTheSize):
     def accumulate_gradients(self, gradients, weight):
         self.optimizer.apply_gradients(
             zip(gradients, self.trainable_variables, strict=True)
@@ -568,7 +565,7 @@ def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
     reference.fit(*samples, batch_size=32, shuffle=False, verbose=0)
     keras.utils.set_random_seed(0)
     model = compiled(
-        cases.dense(OwnStep), micro_batch_size=7, run_eagerly=run_eagerly
+        cases.dense(LogsTheSize), micro_batch_size=7, run_eagerly=run_eagerly
     )
     model.fit(*samples, batch_size=32, shuffle=False, verbose=0)
     assert distance(model, reference) < 1e-6

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import distance
+from helpers import train_both
 from keras import layers
 from keras import ops
 from sklearn.datasets import load_digits
@@ -28,27 +29,19 @@ def digits(samples, size=8):
     return images, data.target[:samples]
 
 
-def train_both(make, data, **kwargs):
+def train_both_on(make, data, **kwargs):
     """Trains in big batches, and in cycles of micro-batches.
 
     Args:
         make: Function that takes a model class and returns a model.
         data: Tuple of nested arrays, what `train_step` is fed.
-        **kwargs: Arguments of `compile`, where the optimizer is a function that
-            makes it.
+        **kwargs: Arguments of `compile`, as functions that make them.
 
     Returns:
-        Tuple `(reference, model)`.
+        The list `[reference, model]`.
     """
-    models = []
-    for model_class, batch_size, steps in (
-        (keras.Model, 32, {}),
-        (AccumulatingModel, 8, {"accum_steps": 4}),
-    ):
-        keras.utils.set_random_seed(0)
-        model = make(model_class)
-        made = {name: each() for name, each in kwargs.items()}
-        model.compile(**made, **steps)
+
+    def fit(model, batch_size):
         history = model.fit(
             tf.data.Dataset.from_tensor_slices(data).batch(batch_size),
             epochs=EPOCHS,
@@ -57,12 +50,15 @@ def train_both(make, data, **kwargs):
         )
         for values in history.history.values():
             assert np.isfinite(values).all()
-        models.append(model)
-    return models
+
+    def compile_args():
+        return {name: each() for name, each in kwargs.items()}
+
+    return train_both(make, fit, compile_args)
 
 
 def check_same_weights(make, data, **kwargs):
-    reference, model = train_both(make, data, **kwargs)
+    reference, model = train_both_on(make, data, **kwargs)
     assert int(model.optimizer.iterations) == UPDATES
     assert distance(model, reference) < 1e-6
 
@@ -552,7 +548,7 @@ def make_wgan(model_class):
 def test_gans(make, updates):
     images, _ = digits(SAMPLES)
     noise = np.random.default_rng(0).normal(size=(SAMPLES, 4))
-    reference, model = train_both(make, (noise.astype("float32"), images))
+    reference, model = train_both_on(make, (noise.astype("float32"), images))
     optimizers = model.generator_optimizer, model.critic_optimizer
     assert tuple(int(each.iterations) for each in optimizers) == updates
     assert model.pending_steps == 0
