@@ -1,12 +1,15 @@
 """Fixtures, hooks and the configuration of the devices."""
 
 import gc
+import pathlib
 
 import hypothesis
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+
+import accumodel
 
 pytest.register_assert_rewrite("helpers")
 
@@ -23,6 +26,11 @@ for profile, examples in (("default", 3), ("explore", 200)):
         profile, max_examples=examples, deadline=None
     )
 hypothesis.settings.load_profile("default")
+
+
+def pytest_report_header():
+    """Says which accumodel is tested; `.ci/run` asks for the installed one."""
+    return f"accumodel: {pathlib.Path(accumodel.__file__).parent}"
 
 
 def pytest_collection_modifyitems(items):
