@@ -53,30 +53,30 @@ def _check_positive(name, value, meaning):
     return int(value)
 
 
-def check_gradient_cache(model, value, micro_batch_size, skip_nonfinite):
+def check_gradient_cache(model, options):
     """Refuses what `gradient_cache` cannot be used with."""
-    if not isinstance(value, bool):
+    if not isinstance(options.gradient_cache, bool):
         raise TypeError(
             "`gradient_cache` must be a bool. "
-            f"Received: gradient_cache={value!r}"
+            f"Received: gradient_cache={options.gradient_cache!r}"
         )
-    if not value:
+    if not options.gradient_cache:
         return
-    if micro_batch_size is None:
+    if options.micro_batch_size is None:
         raise ValueError(
             "`gradient_cache=True` computes the loss of a batch from its "
             "micro-batches: pass `micro_batch_size` as well. "
             "Received: micro_batch_size=None"
         )
-    if skip_nonfinite:
+    if options.skip_nonfinite:
         raise ValueError(
             "`skip_nonfinite=True` cannot be combined with "
             "`gradient_cache=True`: no micro-batch can be left out of the loss "
             "of the whole batch. Remove one of them. "
-            f"Received: skip_nonfinite={skip_nonfinite}"
+            f"Received: skip_nonfinite={options.skip_nonfinite}"
         )
-    for name in ("compute_gradients", "train_step"):
-        if model._overrides(name):
+    for name in ("compute_gradients", "train_step", "accumulate_gradients"):
+        if overrides(model, name):
             raise ValueError(
                 f"`gradient_cache=True` cannot be used with a custom `{name}`, "
                 "which it would not call: it computes the loss without the "
@@ -85,41 +85,40 @@ def check_gradient_cache(model, value, micro_batch_size, skip_nonfinite):
             )
 
 
-def check_can_accumulate(model, micro_batch_size, behind):
+def overrides(model, name):
+    """Whether a model has a method that is not Keras's or accumodel's.
+
+    On the instance, or in a class.
+    """
+    if name in vars(model):
+        return True
+    mro = (
+        each
+        for each in type(model).__mro__
+        if each.__module__.split(".")[0] not in ("accumodel", "keras")
+    )
+    return any(name in vars(each) for each in mro)
+
+
+def check_can_accumulate(model, micro_batch_size):
     """Refuses models and strategies that would be wrong.
 
     Args:
         model: The `AccumulatingModel`, compiled.
         micro_batch_size: Int, `"auto"` or `None`.
-        behind: Bound method, the `train_step` that follows in the order of the
-            bases; `None` if the class overrides it.
     """
     strategy = model.distribute_strategy
     check_strategy(strategy, model.steps_per_execution)
-    if behind is not None:
-        check_train_step(type(model), behind)
-    if micro_batch_size == "auto":
-        _check_auto(model)
-    if micro_batch_size is not None:
-        check_can_slice(
-            model, flat_layers(model), strategy.num_replicas_in_sync
-        )
-
-
-def _check_auto(model):
-    """Refuses what `micro_batch_size="auto"` cannot be used with."""
-    if is_multi_worker(model.distribute_strategy):
+    check_train_step(type(model))
+    if micro_batch_size == "auto" and is_multi_worker(strategy):
         raise ValueError(
             '`micro_batch_size="auto"` cannot be used with several workers, of '
             "which one may run out of memory alone. Use an int. "
-            f"Received: strategy={model.distribute_strategy}"
+            f"Received: strategy={strategy}"
         )
-    if model._overrides("train_step"):
-        raise ValueError(
-            '`micro_batch_size="auto"` cannot be used with a custom '
-            "`train_step`, which may have changed something when memory runs "
-            "out. Use an int, or override `compute_gradients` instead. "
-            f"Received: a model of {type(model).__name__}"
+    if micro_batch_size is not None:
+        check_can_slice(
+            model, flat_layers(model), strategy.num_replicas_in_sync
         )
 
 
@@ -185,16 +184,20 @@ def check_compiled(model, name):
         )
 
 
-def check_train_step(cls, behind):
+def check_train_step(cls):
     """Raises if another base class has a custom `train_step`.
 
-    Args:
-        cls: The class of the model, which does not override it.
-        behind: The bound method that follows in the order of its bases.
+    One behind accumodel's in the order of the bases, which is not called.
     """
-    if behind.__func__ is not keras.Model.train_step:
+    steps = [
+        vars(each)["train_step"]
+        for each in cls.__mro__
+        if "train_step" in vars(each)
+    ]
+    is_own = steps[0].__module__.split(".")[0] == "accumodel"
+    if is_own and steps[1] is not keras.Model.train_step:
         raise TypeError(
-            f"`{behind.__qualname__}` would not be called: {cls.__name__} "
+            f"`{steps[1].__qualname__}` would not be called: {cls.__name__} "
             "derives from `AccumulatingModel` first, which has its own "
             f"`train_step`. Override `train_step` in {cls.__name__}, and call "
             "`self.accumulate_gradients(gradients, weight)` instead of "

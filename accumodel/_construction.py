@@ -17,16 +17,7 @@ import keras
 _input = keras.Input((1,), name="input")
 KerasFunctional = type(keras.Model(_input, _input, name="model"))
 
-# The arguments of `compile` that Keras's has not.
-_OWN = (
-    "accum_steps",
-    "micro_batch_size",
-    "gradient_cache",
-    "remainder",
-    "skip_nonfinite",
-)
-
-# What a model may do in its own way, and its copy would not.
+# Methods that `from_model` must keep if the model's class overrides them.
 _TRAINING = (
     "compile",
     "compute_loss",
@@ -254,20 +245,6 @@ def _derived_class(cls, theirs):
     return derived
 
 
-def with_own_arguments(model, config, base):
-    """Adds to a compile configuration what is not as `base` has it.
-
-    If all is, a file holds no more than Keras writes.
-    """
-    values = {name: getattr(model, f"_{name}") for name in _OWN}
-    changed = {
-        name: value
-        for name, value in values.items()
-        if value != getattr(base, f"_{name}")
-    }
-    return config | changed if config else config
-
-
 def compile_from_config(model, config, behind):
     """Compiles an accumulating model as a file says.
 
@@ -277,7 +254,7 @@ def compile_from_config(model, config, behind):
         behind: The bound method that follows in the order of its bases.
     """
     is_keras = behind.__func__ is keras.Model.compile_from_config
-    if model._overrides("compile") or not is_keras:
+    if model._accumulation.overrides("compile") or not is_keras:
         # A custom `compile`, of which Keras warns, or another class's way.
         behind(config)
         return

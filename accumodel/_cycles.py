@@ -32,8 +32,9 @@ from accumodel.accumulator import GradientAccumulator
 # accumulator follows, and the name of the array.
 _PREFIX = "accumulated:"
 
-# The attribute of the model that holds its own accumulator.
+# What files call the model's own accumulator, and the attribute that holds it.
 OWN = "_accumulator"
+_ATTRIBUTE = "_gradient_accumulator"
 
 
 class Cycles:
@@ -66,7 +67,10 @@ class Cycles:
                 for i, each in enumerate(value):
                     if isinstance(each, GradientAccumulator):
                         found.setdefault(each, f"{name}.{i}")
-        return {name: each for each, name in found.items()}
+        return {
+            OWN if name == _ATTRIBUTE else name: each
+            for each, name in found.items()
+        }
 
     def __iter__(self):
         return iter(self.accumulators().values())
@@ -91,10 +95,47 @@ class Cycles:
         for each in self:
             each.reset()
 
-    def reset_broken(self):
-        """Forgets the cycles that a failure left with a part of a fed batch."""
+    def is_updating(self):
+        """Whether a step that failed had begun to make an update."""
+        return any(each.pending_steps >= each.accum_steps for each in self)
+
+    def forget(self):
+        """Forgets the pending cycles after a step that failed."""
         for each in self:
-            each._reset_if_broken()
+            each._forget()
+
+    def forget_after(self, error):
+        """Forgets the pending cycles if a step failed, and says so.
+
+        Args:
+            error: What was raised. It gets a note.
+        """
+        # The end of the data, and Ctrl-C, come between two steps as a rule.
+        is_end = isinstance(error, StopIteration | tf.errors.OutOfRangeError)
+        is_failure = isinstance(error, Exception) and not is_end
+        if not is_failure and not any(each._is_broken() for each in self):
+            return
+        pending, is_updating = self.pending_steps, self.is_updating()
+        self.forget()
+        if is_updating:
+            error.add_note(
+                "accumodel: The error came while the optimizer made an update. "
+                "Some weights may be updated and others not: load the last "
+                "checkpoint."
+            )
+        elif pending:
+            error.add_note(
+                f"accumodel: The pending cycle of {pending} batches is "
+                "forgotten. No weight has moved since the last update."
+            )
+
+    def read(self):
+        """Returns the pending cycles, for `write`."""
+        return {each: self._read(each) for each in self if each.pending_steps}
+
+    def write(self, cycles):
+        for accumulator, cycle in cycles.items():
+            _write(accumulator, cycle)
 
     def begin_fit(self, remainder):
         """Forgets what was pending, unless it is carried or from a file."""
@@ -164,7 +205,7 @@ class Cycles:
         self.is_live = False
 
     def _read(self, accumulator):
-        with scope_of(accumulator._fixed.strategy):
+        with scope_of(accumulator._untracked.strategy):
             given = accumulator._given.numpy()
             return {
                 "pending_steps": np.int64(accumulator.pending_steps),
@@ -240,7 +281,7 @@ def split(store):
 
 def _write(accumulator, cycle):
     given = [f"sum_{i}" in cycle for i in range(len(accumulator._sums))]
-    with scope_of(accumulator._fixed.strategy):
+    with scope_of(accumulator._untracked.strategy):
         for i, total in enumerate(accumulator._sums):
             value = cycle[f"sum_{i}"] if given[i] else tf.zeros_like(total)
             total.assign(value)
@@ -272,16 +313,17 @@ def build_optimizer(model):
 
 def build_accumulator(model):
     """Makes the model's own accumulator, unless it has one."""
-    if model._accumulator is not None or not model.trainable_variables:
+    if model._gradient_accumulator is not None or not model.trainable_variables:
         return
     jit_compile: bool | typing.Literal["auto"] = "auto"
     if model.jit_compile or model.run_eagerly:
         jit_compile = model.jit_compile
+    options = model._accumulation.options
     with scope_of(model.distribute_strategy):
-        model._accumulator = GradientAccumulator(
+        model._gradient_accumulator = GradientAccumulator(
             model.optimizer,
             model.trainable_variables,
-            model.accum_steps,
-            skip_nonfinite=model._skip_nonfinite,
+            options.accum_steps,
+            skip_nonfinite=options.skip_nonfinite,
             jit_compile=jit_compile,
         )

@@ -3,20 +3,19 @@
 A loss that compares samples with each other needs the outputs of all samples at
 once, but not all activations (Gao et al. 2021, arXiv 2101.06983):
 
-    for each part:
-        outputs[part] = model(x[part])              # without a tape
+    for each micro-batch i:
+        outputs[i] = model(x[i])                    # without a tape
     loss = compute_loss(x, y, outputs)              # of the whole fed batch
     cache = gradient of loss by outputs
-    for each part:
-        again = model(x[part])
-        sums += gradient of again, times cache[part]
+    for each micro-batch i:
+        again = model(x[i])
+        sums += gradient of again, times cache[i]
 
 What the forward pass writes, such as the states of random numbers and moving
 averages, is put back before the second time. So both draw the same numbers, and
 all is as after one pass.
 """
 
-import contextlib
 import functools
 import typing
 
@@ -28,12 +27,13 @@ from accumodel import _micro_batch
 from accumodel import _replicas
 from accumodel import _slices
 from accumodel import _weighting
+from accumodel._context import one_step
 from accumodel._cycles import build_optimizer
-from accumodel._states import States
-from accumodel._states import Unwritten
-from accumodel._states import nodes_of
-from accumodel._states import writes
-from accumodel._train_step import FedBatch
+from accumodel._parts import Parts
+from accumodel._parts import first_leaf
+from accumodel._scopes import States
+from accumodel._scopes import check_assignments
+from accumodel._scopes import nodes_of
 
 # What begins the names of operations that a second pass would not repeat.
 _RANDOM = (
@@ -70,45 +70,40 @@ class Forward(typing.NamedTuple):
     losses: list
 
 
-def train(model, compiled, data):
-    """Trains on one fed batch.
+def train(model, fed_batch, data):
+    """Trains on one fed batch, and leaves its end to the caller.
 
     Args:
         model: The `AccumulatingModel`.
-        compiled: Function. Compiles a function of one argument, or returns it.
-        data: The fed batch.
+        fed_batch: The `FedBatch`.
+        data: Its data.
 
     Returns:
         Dict of scalars, the logs.
     """
-    model._loss_weights.forget()
-    search = model._search
-    parts, states = _begin(model, data)
-    whole = _forward(model, compiled, parts, states, training=True)
-    own, cache, weight, log = _differentiate(model, states, data, whole)
-    if not model.trainable_variables:
-        model.accumulate_gradients([])  # says so
-        return log()
-    accumulator = model._ready_accumulator()
-    batch = FedBatch()
+    parts, states = Parts(model, data), States()
+    whole = _forward(model, parts, states, training=True)
+    with one_step(data, fed_batch):
+        own, cache, weight, log = _differentiate(model, states, data, whole)
+        if not model.trainable_variables:
+            model.accumulate_gradients([])  # says so
+            return log()
+        if not cache and all(each is None for each in own):
+            model.accumulate_gradients(own)  # says what is wrong
+    accumulator = model._accumulation.ready_accumulator()
 
     def add(gradients, share):
         present = tuple(each is not None for each in gradients)
-        if not any(present):
-            return
-        add_part = functools.partial(
-            accumulator._add_part, gradients, weight, share
-        )
-        if search is None:
-            add_part()
-        else:
-            search.write(gradients, add_part)
-        batch.note(accumulator, present, False)
+        if any(present):
+            accumulator._add_to_fed_batch(gradients, weight, True, share)
+            fed_batch.add(accumulator, present, False)
 
-    @compiled
     def replay(arguments):
-        part, cached = arguments
-        return _replay(model, states, part, cached)
+        part, cached, share = arguments
+        add(_replay(model, states, part, cached), share)
+        return ()
+
+    replay = _slices.make_step(model, replay, fed_batch)
 
     def add_part(i):
         share = parts.share(i)
@@ -118,69 +113,38 @@ def train(model, compiled, data):
             else _scale(each, share)
             for place, each in cache.items()
         }
-        add(replay((parts.cut(i), cached)), share)
-        return ()
+        return replay((parts.data_of(i), cached, share))
 
     if cache:
-        # If another replica fails before it adds, this one must not have added.
-        waits = search.meet((own, cache)) if search else []
-        with states.put_back(), tf.control_dependencies(waits):
+        with states.rolled_back():
             _slices.loop(add_part, tf.identity(parts.count), ())
     # Nothing else adds to the total if the loss does not use the outputs.
-    add(own, 0.0 if cache else 1.0)
-    with _ending(search, own):
-        logs = log()
-        if not batch.end():
-            model.accumulate_gradients(own)  # says what is wrong
-    return logs
+    with one_step(data, fed_batch):
+        add(own, 0.0 if cache else 1.0)
+    with one_step(data):
+        return log()
 
 
-def test(model, compiled, data):
+def test(model, data):
     """Evaluates one fed batch, see `train`."""
-    parts, states = _begin(model, data)
-    whole = _forward(model, compiled, parts, states, training=False)
+    parts, states = Parts(model, data), States()
+    whole = _forward(model, parts, states, training=False)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    with _loss_scope(model, states) as scope:
+    with one_step(data), states.recorded():
         loss = _compute_loss(
             model, states, x, y, sample_weight, whole, training=False
         )
     samples = _weighting.count_samples(x)
-    step = (model, x, y, whole.outputs, sample_weight, loss)
-    with _ending(model._search, loss):
-        return _log(scope, *step, samples)
+    step = (model, x, y, whole.outputs, sample_weight, loss, samples)
+    return _micro_batch.log(*step)
 
 
-def _begin(model, data):
-    """Returns the parts of a fed batch, and the states that it will write."""
-    search = model._search
-    if search is None:
-        return _slices.Parts(model, data), States()
-    if tf.executing_eagerly():
-        raise ValueError(
-            '`micro_batch_size="auto"` cannot be used with '
-            "`gradient_cache=True` and `run_eagerly=True` together. Use an int "
-            "as `micro_batch_size`. Received: run_eagerly=True"
-        )
-    return _slices.Parts(model, data), States(search.keep)
+# -- 1. Forward, one micro-batch at a time -------------------------------------
 
 
-def _ending(search, computed):
-    """Returns a scope for what cannot be repeated, after some tensors."""
-    if search is None:
-        return contextlib.nullcontext()
-    return tf.control_dependencies(search.end(computed))
-
-
-# -- 1. Forward, part by part --------------------------------------------------
-
-
-def _forward(model, compiled, parts, states, training):
+def _forward(model, parts, states, training):
     """Runs the model on all parts, and returns the `Forward` of the batch."""
 
-    if not _keras.is_built(model):
-        _build(model, parts.data)
-
-    @compiled
     def run(arguments):
         part, share = arguments
         x, *_ = keras.utils.unpack_x_y_sample_weight(part)
@@ -196,8 +160,10 @@ def _forward(model, compiled, parts, states, training):
         ]
         return Forward(outputs, masks, losses)
 
+    run = _slices.make_step(model, run)
+
     def run_part(i):
-        return run((parts.cut(i), parts.share(i)))
+        return run((parts.data_of(i), parts.share(i)))
 
     forward = arrays = None
     if not tf.executing_eagerly():
@@ -211,7 +177,7 @@ def _forward(model, compiled, parts, states, training):
         run_part = traced
         # Nothing may change in a run without data, see `_slices`.
         with tf.control_dependencies([parts.samples]):
-            states.hold()
+            states.save()
 
     def body(i, arrays):
         nonlocal forward
@@ -221,14 +187,7 @@ def _forward(model, compiled, parts, states, training):
         return (_write(arrays, i, forward, end - begin),)
 
     (arrays,) = _slices.loop(body, parts.count, (arrays,))
-    return _join(arrays, forward, _slices.first_leaf(parts.data).shape[0])
-
-
-def _build(model, data):
-    """Makes the variables, which cannot be made in a scope of Keras."""
-    x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-    call = tf.function(lambda x: model(x, training=True), autograph=False)
-    call.get_concrete_function(x)
+    return _join(arrays, forward, first_leaf(parts.data).shape[0])
 
 
 def _added_losses(model):
@@ -337,7 +296,7 @@ def _differentiate(model, states, data, whole):
     sources = _differentiable(whole.outputs, whole.losses)
     with tf.GradientTape() as tape:
         tape.watch(list(sources.values()))
-        with _loss_scope(model, states) as scope:
+        with states.recorded():
             loss = _compute_loss(
                 model, states, x, y, sample_weight, whole, training=True
             )
@@ -353,26 +312,14 @@ def _differentiate(model, states, data, whole):
     }
     samples = _weighting.count_samples(x)
     step = (model, x, y, whole.outputs, sample_weight, loss)
-    log = functools.partial(_log, scope, *step, samples)
+    log = functools.partial(_micro_batch.log, *step, samples)
     weight = _micro_batch.weigh(*step)
-    if model._overrides("compute_loss"):
+    if model._accumulation.overrides("compute_loss"):
         weight, own = _as_keras(weight, own, samples)
     # Regularizers do not depend on the data: see `GradientAccumulator._add`.
     with tf.control_dependencies([loss]):
         own = _map(tf.identity, own)
     return own, cache, weight, log
-
-
-def _loss_scope(model, states):
-    """Returns a scope for the loss, which may write variables."""
-    return states.recorded() if model._search is None else Unwritten()
-
-
-def _log(scope, *step):
-    """Writes what is left to write, and returns the logs."""
-    if isinstance(scope, Unwritten):
-        scope.write()
-    return _micro_batch.log(*step)
 
 
 def _as_keras(weight, own, samples):
@@ -453,7 +400,7 @@ def _replay(model, states, part, cached):
 
 def _check_outputs(outputs, losses, part):
     """Raises unless the outputs of a part can be joined and cut."""
-    samples = tf.TensorShape(_slices.first_leaf(part).shape)[:1]
+    samples = tf.TensorShape(first_leaf(part).shape)[:1]
     named = {
         "output" + "".join(f"[{key!r}]" for key in path): output
         for path, output in keras.tree.flatten_with_path(outputs)
@@ -489,10 +436,6 @@ def _check_can_repeat(graph):
                 "not. Use `keras.random` or a layer of Keras. "
                 f"Received: the operation {node.op} ('{node.name}')"
             )
-        if writes(node):
-            raise ValueError(
-                "With `gradient_cache=True`, the model is called twice, and a "
-                "`tf.Variable` that it writes to would change twice. Make it "
-                "with `self.add_weight(...)`. Received: the operation "
-                f"{node.op} ('{node.name}')"
-            )
+    check_assignments(
+        graph, "With `gradient_cache=True`, the model is called twice"
+    )

@@ -49,8 +49,8 @@ class Reduction(typing.NamedTuple):
     reduction: str | None
 
 
-# Each thread notes its own reductions: replicas are threads.
-_noted = threading.local()
+# Each thread records its own reductions: replicas are threads.
+_recorded = threading.local()
 _lock = threading.Lock()
 _watchers = 0
 _originals: dict = {}
@@ -61,12 +61,12 @@ def _loss_module():
 
 
 @contextlib.contextmanager
-def noted_reductions(scales):
-    """While it is open, notes what each loss that is called reduces.
+def recorded_reductions(scales):
+    """While it is open, records what each loss that is called reduces.
 
     Keras computes the masks and divisors of a loss in one function and returns
     neither. This function, and `keras.Loss.__call__`, are replaced by ones that
-    call them and take notes, while any model computes a loss. Nothing is set on
+    call them and record it, while any model computes a loss. Nothing is set on
     the user's losses.
 
     Args:
@@ -75,7 +75,7 @@ def noted_reductions(scales):
 
     Yields:
         List of `Reduction`, which grows as losses are called in this thread. A
-        loss that only combines others is not in it, but these are.
+        composite loss is not listed; the losses that it combines are.
     """
     global _watchers
     module = _loss_module()
@@ -86,13 +86,13 @@ def noted_reductions(scales):
             module.reduce_weighted_values = _reduce
             keras.losses.Loss.__call__ = _call
         _watchers += 1
-    before = vars(_noted).copy()
-    _noted.reductions, _noted.scales = [], scales
+    before = vars(_recorded).copy()
+    _recorded.reductions, _recorded.scales = [], scales
     try:
-        yield _noted.reductions
+        yield _recorded.reductions
     finally:
-        vars(_noted).clear()
-        vars(_noted).update(before)
+        vars(_recorded).clear()
+        vars(_recorded).update(before)
         with _lock:
             _watchers -= 1
             if not _watchers:
@@ -107,7 +107,7 @@ def _reduce(
     reduction="sum_over_batch_size",
     dtype=None,
 ):
-    reductions = getattr(_noted, "reductions", None)
+    reductions = getattr(_recorded, "reductions", None)
     if reductions is not None:
         # As Keras does first: a function may return a Python number.
         values = keras.ops.convert_to_tensor(values, dtype=dtype)
@@ -122,26 +122,26 @@ def _reduce(
 
 
 def _call(self, y_true, y_pred, sample_weight=None):
-    outer = getattr(_noted, "reductions", None)
+    outer = getattr(_recorded, "reductions", None)
     if outer is None:  # a model that does not accumulate
         return _originals["call"](self, y_true, y_pred, sample_weight)
-    _noted.reductions = []
+    _recorded.reductions = []
     try:
         loss = _originals["call"](self, y_true, y_pred, sample_weight)
-        *inner, own = _noted.reductions or [None]
+        *inner, own = _recorded.reductions or [None]
     finally:
-        _noted.reductions = outer
+        _recorded.reductions = outer
     if own is None:  # Keras has changed: `LossWeights` raises
         return loss
     is_scalar = own.values.shape.rank == 0
     outer += inner if inner and is_scalar else [own]
     if (
         is_scalar
-        and _noted.scales
+        and _recorded.scales
         and own.reduction not in ("sum", "none", None)
     ):
-        # Keras divides means by the number of replicas, once: but scalars not
-        # at all, and scalars under a mask, of losses inside, twice.
+        # Keras divides a mean by the number of replicas once. It does not
+        # divide a scalar loss, and divides a composite loss under a mask twice.
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
         is_weighed = own.sample_weight is not None or own.mask is not None
         if inner and is_weighed:
@@ -158,7 +158,7 @@ def sum_of_weights(sample_weight, mask, dtype):
     different ranks are brought together as they are there.
     """
     reduce_weighted_values = _loss_module().reduce_weighted_values
-    if reduce_weighted_values is _reduce:  # this one is not to be noted
+    if reduce_weighted_values is _reduce:  # this one is not to be recorded
         reduce_weighted_values = _originals["reduce"]
     return reduce_weighted_values(
         tf.ones((), dtype),

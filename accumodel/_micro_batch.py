@@ -1,13 +1,18 @@
 """One micro-batch after its forward pass: its loss, weight and logs."""
 
+import functools
 import inspect
 
 import keras
 import tensorflow as tf
 
 from accumodel import _keras
+from accumodel import _loss_logs
+from accumodel._context import FedBatch
+from accumodel._context import one_step
 from accumodel._replicas import count_replicas
-from accumodel._slices import note_losses
+from accumodel._replicas import scope_of
+from accumodel._scopes import random_state
 from accumodel._weighting import count_samples
 
 
@@ -38,15 +43,7 @@ def log(model, x, y, y_pred, sample_weight, loss, weight):
         _loss_of_batch(loss, samples),
         sample_weight=samples if weight is None else weight,
     )
-    note_losses(model, loss, weight, x)
-    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-
-
-def call(model, data):
-    """Calls what Keras's `test_step` calls, for its variables to be made."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = model(x, training=True)
-    compute_loss(model, x, y, y_pred, sample_weight)
+    _loss_logs.report(model, loss, weight, x)
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
@@ -60,12 +57,67 @@ def test(model, data):
 
 
 def _loss_of_batch(loss, samples):
-    """Returns the loss to log: neither divided by the replicas, nor of nothing.
+    """Returns the loss to log.
 
-    Keras divides losses by the number of replicas, for the optimizer to sum.
+    It undoes Keras's division by the number of replicas, and is 0 if there are
+    no samples.
     """
     if count_replicas() == 1:
         return loss
     return tf.where(
         samples > 0, loss * tf.cast(count_replicas(), loss.dtype), 0
+    )
+
+
+def make_variables(model, trains, data):
+    """Makes all variables of a model, by tracing a step that is not run.
+
+    For steps that cannot make them: inside of a scope that records what is
+    assigned, or of a loop on a replica.
+
+    Args:
+        model: The `AccumulatingModel`.
+        trains: Bool. Whether the step trains, or tests.
+        data: A batch, or its specs.
+    """
+    strategy = model.distribute_strategy
+    if strategy.num_replicas_in_sync > 1:
+        return  # Keras has done it
+    overrides = model._accumulation.overrides
+    if trains and overrides("train_step"):
+        step = model.train_step
+    elif trains and overrides("compute_gradients"):
+        step = model.compute_gradients
+    elif not trains and overrides("test_step"):
+        step = model.test_step
+    else:
+        step = functools.partial(_call, model)
+    state, was_built = random_state(), _keras.is_built(model)
+
+    def trace(data):
+        data = _without_optionals(data)
+        with one_step(data, FedBatch(is_split=True)):
+            step(data)
+
+    with scope_of(strategy):
+        tf.function(trace, autograph=False).get_concrete_function(data)
+    if was_built:  # if not, it drew the initial weights
+        random_state(state)
+
+
+def _call(model, data):
+    """Calls all that a step of Keras calls."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    y_pred = model(x, training=True)
+    compute_loss(model, x, y, y_pred, sample_weight)
+    model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def _without_optionals(data):
+    """Returns data of a generator with `None` where it is, as Keras does."""
+    return keras.tree.map_structure(
+        lambda leaf: (
+            None if isinstance(leaf, tf.experimental.Optional) else leaf
+        ),
+        data,
     )

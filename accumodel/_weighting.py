@@ -13,7 +13,6 @@ batch. What `D` is follows from how Keras reduces a loss
 """
 
 import contextlib
-import threading
 import typing
 import warnings
 
@@ -22,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel import _keras
+from accumodel._context import current_step
 from accumodel._replicas import count_replicas
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
@@ -59,36 +59,26 @@ class LossWeights:
     def __init__(self, model):
         self._model = model
         self._warned: set[str] = set()
-        # The replicas of a `MirroredStrategy` are threads.
-        self._local = threading.local()
         # Whether `fit` was given one array of sample weights for all outputs,
         # of which Keras makes one for each.
-        self._shares_sample_weight = False
+        self.shares_sample_weight = False
 
     def share(self, y, sample_weight):
-        """Notes whether one array of sample weights serves several outputs.
-
-        Returns:
-            Bool. Whether that is new.
-        """
-        before = self._shares_sample_weight
-        self._shares_sample_weight = (
+        """Finds out if one array of sample weights serves several outputs."""
+        self.shares_sample_weight = (
             sample_weight is not None
             and keras.tree.is_nested(y)
             and not keras.tree.is_nested(sample_weight)
         )
-        return self._shares_sample_weight != before
-
-    def forget(self):
-        """Forgets the losses of the micro-batch before."""
-        self._local.reductions = None
 
     @contextlib.contextmanager
     def watch(self, scales):
-        """While it is open, notes what the losses that are called reduce."""
-        with _keras.noted_reductions(scales) as reductions:
+        """While it is open, records what the losses that are called reduce."""
+        with _keras.recorded_reductions(scales) as reductions:
             yield
-        self._local.reductions = reductions
+        step = current_step()
+        if step is not None:
+            step.reductions = reductions
 
     def weight(self, x, overridden):
         """Returns the weight of the micro-batch that was last computed.
@@ -103,13 +93,14 @@ class LossWeights:
         Raises:
             ValueError: If no weight can be right.
         """
-        reductions = getattr(self._local, "reductions", None)
+        step = current_step()
+        reductions = None if step is None else step.reductions
         samples = count_samples(x)
         if overridden:
             self._warn_of_custom_loss(reductions or [], x)
             return samples
-        if not self._model._accumulates:
-            return samples  # of which nothing is made
+        if not self._model._accumulation.accumulates:
+            return samples  # the caller ignores it
         if reductions is None:
             raise ValueError(
                 "The weight of a micro-batch is known only after its loss was "
@@ -125,7 +116,10 @@ class LossWeights:
         vectors = summed_losses(self._model, x)
         if vectors:
             sources.add(None)
-        if len(sources) > 1 and self._model._gradient_cache:
+        if (
+            len(sources) > 1
+            and self._model._accumulation.options.gradient_cache
+        ):
             return samples  # each fed batch has its own loss
         if sources == {None}:
             self._warn_of_scalars_next_to_sums(len(vectors))
@@ -159,7 +153,7 @@ class LossWeights:
             outputs: Int. The number of outputs with a loss.
         """
         samples = count_samples(x)
-        reductions = getattr(self._local, "reductions", None) or []
+        reductions = current_step().reductions or []
         if len(reductions) != outputs:  # some reduce in their own way
             return [samples] * outputs
         weights = []
@@ -266,7 +260,7 @@ class LossWeights:
         weighed = mask is not None or sample_weight is not None
         if kind == "mean_with_sample_weight" and weighed:
             value = _keras.sum_of_weights(sample_weight, mask, dtype)
-            weights = 0 if self._shares_sample_weight else id(sample_weight)
+            weights = 0 if self.shares_sample_weight else id(sample_weight)
             return Divisor(value, ("weights", id(mask), weights))
         elements = tf.cast(tf.size(values, out_type=tf.int64), dtype)
         if mask is None:
@@ -310,7 +304,10 @@ class LossWeights:
 
     def _warn(self, topic, message):
         # With the gradient cache, the loss is that of the whole fed batch.
-        if topic not in self._warned and not self._model._gradient_cache:
+        if (
+            topic not in self._warned
+            and not self._model._accumulation.options.gradient_cache
+        ):
             self._warned.add(topic)
             warnings.warn(message, stacklevel=2)
 

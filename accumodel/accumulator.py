@@ -4,10 +4,11 @@ The algorithm, in which `sums`, `total` and `count` are variables:
 
     accumulate(gradients, weight):
         # On each replica, by itself:
-        sums += weight * gradients      # the first of a cycle assigns
+        for each gradient, as soon as it is made:
+            sum += weight * gradient    # the first of a cycle assigns
         total += weight
         # Once for all replicas:
-        count += 1                      # of a cut batch: after its last part
+        count += 1                      # of a split batch: after its last part
         if count >= accum_steps:
             update()
 
@@ -15,6 +16,10 @@ The algorithm, in which `sums`, `total` and `count` are variables:
         reduce sums and total over the replicas
         optimizer.apply_gradients(sums / total)
         total = count = 0
+
+A gradient is freed when it was added, so the sums are the only copy of the
+parameters that this needs. An error between the first and the last sum leaves
+them half-added: `is_adding` tells, and the pending cycle is forgotten.
 """
 
 import functools
@@ -23,7 +28,6 @@ import warnings
 from collections.abc import Iterable
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from accumodel._checks import check_accum_steps
@@ -32,6 +36,7 @@ from accumodel._checks import check_optimizer
 from accumodel._checks import overwrites
 from accumodel._checks import tf_variable
 from accumodel._checks import with_inner_optimizers
+from accumodel._context import current_step
 from accumodel._keras import without_own_reduction
 from accumodel._replicas import across_replicas
 from accumodel._replicas import check_cross_replica_context
@@ -45,19 +50,20 @@ from accumodel._replicas import on_each_replica
 from accumodel._replicas import scope_of
 from accumodel._replicas import sum_over_replicas
 from accumodel._replicas import without_empty
-from accumodel._train_step import current_step
+from accumodel._scopes import recorded
 
-# From this number of parameters on, compiling the update by XLA pays. For each
-# million it saves 2 ms per update; it costs a second or two, and 120 MB that
-# XLA itself takes.
+# From this number of parameters on, compiling the update by XLA pays: for each
+# million it saves 2 ms per update. XLA itself takes 100 to 300 MB for good, so
+# it is left out where a copy of the parameters counts.
 _MANY = 10_000_000
+_TOO_MANY = 50_000_000
 
 # Weights that cancel leave a total that is rounding, next to their sizes.
 _CANCELLED = 1e-9
 
 
-class _Fixed:
-    """What a `tf.Module` would track, and a checkpoint hold, as attributes.
+class _Untracked:
+    """Attributes that `tf.Module` must not track, or checkpoints have them.
 
     Args:
         strategy: The strategy under which the accumulator was made, or `None`.
@@ -67,7 +73,7 @@ class _Fixed:
     def __init__(self, strategy, variables):
         self.strategy = strategy
         self.variables = variables
-        self.updates: dict = {}  # compiled, by what they update
+        self.updates: dict = {}  # compiled, by what they update and measure
         self.meter: typing.Any = None  # see `noise_scale`
 
     def __getstate__(self):
@@ -153,7 +159,7 @@ class GradientAccumulator(tf.Module):
         self._expected = (True,) * len(variables)
         # Whether micro-batches have weights, or losses that are sums.
         self._has_weights: bool | None = None
-        self._fixed = _Fixed(strategy, variables)
+        self._untracked = _Untracked(strategy, variables)
         with tf.init_scope(), scope_of(strategy):
             # Built now: an optimizer that copies the weights into its slots
             # (ScheduleFreeAdamW) would copy nothing inside a trace.
@@ -173,15 +179,18 @@ class GradientAccumulator(tf.Module):
             self._given = tf.Variable([False] * len(variables), trainable=False)
             # Updates for which the graph could not know that.
             self._unsure = _make_counter("unsure_updates")
-            # Of each replica: the parts of the fed batch at hand that were
+            # Of each replica: the micro-batches of this fed batch that were
             # added, and those that were skipped.
             self._parts = make_sum((2,), tf.float64, "parts")
+            # Of each replica: 1 from the first sum of a micro-batch to the
+            # last, otherwise 0.
+            self._is_adding = make_sum((), tf.float64, "is_adding")
         self._has_warned = False
 
     @property
     def variables(self) -> list:
         """List. The variables that it trains."""
-        return self._fixed.variables
+        return self._untracked.variables
 
     @property
     def accum_steps(self) -> int:
@@ -237,7 +246,7 @@ class GradientAccumulator(tf.Module):
                 or if it is called twice in one `train_step` of a model.
         """
         gradients = check_gradients(gradients, self.variables)
-        check_replica_context(self._fixed.strategy)
+        check_replica_context(self._untracked.strategy)
         self._check_has_weights(weight is not None)
         step = current_step()
         if step is not None:
@@ -246,8 +255,8 @@ class GradientAccumulator(tf.Module):
         self._expected = present
         self._is_traced |= not tf.executing_eagerly()
         if step is not None and step.fed_batch is not None:
-            self._add_part(gradients, weight)
-            step.fed_batch.note(self, present, step.is_conditional())
+            self._add_to_fed_batch(gradients, weight, step.fed_batch.is_split)
+            step.fed_batch.add(self, present, step.is_conditional())
         else:
             accepted = self._add(gradients, weight, self._accepts)
             end = functools.partial(
@@ -261,7 +270,7 @@ class GradientAccumulator(tf.Module):
         The sums are divided by the summed weights and passed to the optimizer,
         once.
         """
-        with scope_of(self._fixed.strategy):
+        with scope_of(self._untracked.strategy):
             across_replicas(self._end_cycle)
         self._warn_of_unsure_updates()
 
@@ -272,28 +281,36 @@ class GradientAccumulator(tf.Module):
         self._totals.assign(tf.zeros(3, tf.float64))
         self._count.assign(0)
 
-    def _continues_cycle(self):
-        """Whether the next fed batch is not a cycle of its own."""
-        return (self._count > 0) | (self._accum_steps > 1)
-
-    def _reset_if_broken(self):
-        """Forgets the cycle if the last fed batch was added in part only."""
-        with scope_of(self._fixed.strategy):
+    def _is_broken(self):
+        """Whether a step failed after the first sum and before the last."""
+        with scope_of(self._untracked.strategy):
             # Those of this worker: the others may not be here to reduce.
-            if any(np.any(part.numpy()) for part in local_results(self._parts)):
-                self._parts.assign(tf.zeros(2, tf.float64))
-                self.reset()
+            return any(each.numpy() for each in local_results(self._is_adding))
+
+    def _forget(self):
+        """Forgets the pending cycle after a step that failed."""
+        with scope_of(self._untracked.strategy):
+            self.reset()
+            self._is_adding.assign(0.0)
+            self._parts.assign(tf.zeros(2, tf.float64))
+            # XLA may have freed what it was to add to.
+            for each in self._sums:
+                each.assign(tf.zeros(each.shape, each.dtype))
 
     # What follows runs on each replica.
 
-    def _add_part(self, gradients, weight, share=1.0):
-        """Adds a part of a fed batch, of which each replica has its own."""
-        accepted = self._add(gradients, weight, self._is_good, share)
+    @recorded()
+    def _add_to_fed_batch(self, gradients, weight, is_split, share=1.0):
+        """Adds a micro-batch of a fed batch, see `_add`."""
+        accepts = self._is_good if is_split else self._accepts
+        accepted = self._add(gradients, weight, accepts, share)
+        # One that all replicas accept together counts once.
+        size = 1.0 if is_split else 1 / count_replicas()
         accepted = tf.cast(accepted, tf.float64)
-        self._parts.assign_add([accepted, 1 - accepted])
+        self._parts.assign_add([accepted * size, (1 - accepted) * size])
 
-    def _end_parts(self, present, is_conditional):
-        """Ends a fed batch of which all parts were added."""
+    def _end_fed_batch(self, present, is_conditional):
+        """Ends a fed batch of which all micro-batches were added."""
         may_be_nothing = self._skip_nonfinite or is_conditional
         parts = tf.identity(self._parts)
         if may_be_nothing:
@@ -301,7 +318,8 @@ class GradientAccumulator(tf.Module):
         self._parts.assign(tf.zeros_like(parts))
         added, skipped = tf.unstack(parts)
         end = functools.partial(self._end_step, present, may_be_nothing)
-        across_replicas(end, added > 0, tf.cast(skipped, tf.int64))
+        skipped = tf.cast(tf.round(skipped), tf.int64)
+        across_replicas(end, added > 0, skipped)
 
     def _add(self, gradients, weight, accepts, share=1.0):
         """Adds a micro-batch to this replica's sums, without the others.
@@ -314,44 +332,74 @@ class GradientAccumulator(tf.Module):
                 several gradients, each with the whole weight, add up to one.
 
         Returns:
-            Scalar bool tensor. Whether it was added.
+            Scalar bool tensor. Whether it was added. It is there when all of
+            it was.
         """
         divides = weight is not None
-        # A data set of unknown length ends with a run of the train function in
-        # which no data comes, and a gradient may fail: nothing may be counted
-        # or added before all gradients are there. `tf.identity`, because a
-        # control dependency on what a nested `tf.function` returns is lost.
-        with tf.control_dependencies(
-            list(map(tf.identity, _values(gradients)))
-        ):
+        with tf.control_dependencies(self._waits(gradients, weight)):
             weight = tf.identity(weight if divides else 1.0)
         gradients = without_empty(gradients, weight)
         accepted = accepts(gradients, weight)
-
-        def add():
-            # Keras divides the loss of each replica by their number, unless it
-            # is a sum. The sums are those of one device.
-            scale = tf.cast(weight, tf.float64)
-            if divides:
-                scale *= count_replicas()
+        # Keras divides the loss of each replica by their number, unless it is
+        # a sum. The sums are those of one device.
+        scale = tf.cast(weight, tf.float64)
+        if divides:
+            scale *= count_replicas()
+        with tf.control_dependencies([self._begin(scale)]):
             is_first = tf.equal(self._totals[2], 0)
-            if self._fixed.meter is not None:
-                self._fixed.meter.add(
-                    gradients,
-                    self.variables,
-                    weight if divides else None,
-                    is_first,
-                )
-            add_each = functools.partial(self._add_each, gradients, scale)
-            tf.cond(is_first, lambda: add_each(_assign), lambda: add_each(_add))
-            each = tf.cast(weight, tf.float64) * float(divides) * share
-            self._totals.assign_add([each, tf.abs(each), 1.0])
+        meter = self._untracked.meter
+        step = current_step()
+        is_compiled = step is not None and step.is_compiled
+        amount = tf.ones((), tf.float64)
+        if is_compiled and self._skip_nonfinite:
+            # A condition in an XLA cluster would carry all sums through it.
+            amount = tf.cast(accepted, tf.float64)
+            gradients = [_or_zeros(accepted, each) for each in gradients]
+            scale = tf.where(accepted, scale, tf.zeros_like(scale))
 
-        if self._skip_nonfinite:
-            tf.cond(accepted, add, lambda: None)
-        else:
+        @recorded()
+        def add():
+            each = tf.cast(weight, tf.float64) * float(divides) * share
+            new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
+            new = tf.where(amount > 0, new, tf.zeros_like(new))
+            if meter is not None:
+                measured = weight if divides else None
+                meter.add(gradients, self.variables, measured, is_first, amount)
+            add_each = self._select_each if is_compiled else self._add_each
+            add_each(gradients, scale, is_first)
+            self._totals.assign_add(new)
+
+        if is_compiled or not self._skip_nonfinite:
             add()
-        return accepted
+        else:
+            tf.cond(accepted, add, lambda: None)
+        # TensorFlow keeps what uses one variable in order, so this is last.
+        with tf.control_dependencies([self._is_adding.assign(0.0)]):
+            return tf.identity(accepted)
+
+    def _waits(self, gradients, weight):
+        """Returns what must be there before anything is changed.
+
+        A data set of unknown length ends with a run of the train function in
+        which no data comes: nothing may be counted or added then.
+        """
+        step = current_step()
+        if step is not None:
+            return step.waits()
+        if tf.is_symbolic_tensor(weight):
+            return []  # it waits for itself
+        return list(map(tf.identity, _values(gradients)))
+
+    def _begin(self, scale):
+        """Returns what to wait for until the sums may be changed."""
+        with tf.control_dependencies([scale]):
+            if not tf.distribute.has_strategy():
+                # A step before this one failed: begin a new cycle.
+                is_broken = tf.equal(self._is_adding, 1)
+                for each in (self._totals, self._count):
+                    zeros = tf.zeros_like(each)
+                    each.assign(tf.where(is_broken, zeros, each))
+            return tf.identity(self._is_adding.assign(1.0))
 
     def _is_good(self, gradients, weight):
         """Whether to add a micro-batch, for all that this replica knows.
@@ -372,22 +420,63 @@ class GradientAccumulator(tf.Module):
         (bad,) = sum_over_replicas([tf.cast(~is_good, tf.float32)])
         return tf.equal(bad, 0)
 
-    def _add_each(self, gradients, scale, add):
-        # After all gradients are there, see `_add`.
-        with tf.control_dependencies([scale]):
-            for accumulator, gradient, variable in zip(
+    def _add_each(self, gradients, scale, is_first):
+        """Adds each gradient as soon as it is made, which frees it."""
+
+        @recorded()
+        def add_all(add):
+            # So that what assigns to it next waits for all of this, see `_add`.
+            self._is_adding.assign_add(0.0)
+            for total, gradient, variable in zip(
                 self._sums, gradients, self.variables, strict=True
             ):
                 if overwrites(variable):
-                    _raise_to(accumulator, gradient, is_first=add is _assign)
+                    _raise_to(total, gradient, is_first=add is _assign)
                 else:
-                    add(accumulator, gradient, scale)
+                    add(total, gradient, scale)
+
+        with tf.control_dependencies([is_first]):
+            tf.cond(is_first, lambda: add_all(_assign), lambda: add_all(_add))
+
+    def _select_each(self, gradients, scale, is_first):
+        """Adds each gradient inside of an XLA cluster.
+
+        A condition there would carry all sums through it. Sums of sparse
+        gradients, and of none, are cleared before the cluster.
+        """
+        fed_batch = current_step().fed_batch
+        for total, gradient, variable in zip(
+            self._sums, gradients, self.variables, strict=True
+        ):
+            if not isinstance(gradient, tf.Tensor):
+                fed_batch.cleared.setdefault(self, []).append(total)
+                _add(total, gradient, scale)
+                continue
+            # A scalar zero: XLA would store one of the shape as a constant.
+            before = tf.where(is_first, tf.zeros((), total.dtype), total)
+            value = tf.cast(gradient, total.dtype)
+            if overwrites(variable):
+                value = tf.where(is_first, value, tf.maximum(before, value))
+            else:
+                value = before + tf.cast(scale, total.dtype) * value
+            total.assign(value)
+
+    def _clear_first(self, sums):
+        """Clears sums before the first micro-batch of a cycle."""
+
+        @recorded()
+        def clear():
+            for total in sums:
+                total.assign(tf.zeros_like(total))
+
+        tf.cond(tf.equal(self._totals[2], 0), clear, lambda: None)
 
     def _apply_gradients(self, present):
         """Passes the reduced and divided sums to the optimizer.
 
         Returns:
-            What the meter measured of this cycle, if there is one.
+            What the meter measured of this cycle, if there is one. It is there
+            when all variables are updated.
         """
         sums = [
             total if is_present else None
@@ -395,18 +484,23 @@ class GradientAccumulator(tf.Module):
         ]
         # In the widest dtype of the sums, so as to travel with them.
         widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
-        meter = self._fixed.meter
+        meter = self._untracked.meter
         measured = None if meter is None else tf.cast(meter.sums, widest)
         totals = tf.cast(self._totals, widest)
         totals, measured, *sums = sum_over_replicas([totals, measured, *sums])
         if meter is not None:
             measured = meter.measure(measured, totals, sums, self.optimizer)
-        divisor = _make_divisor(totals[0], totals[1])
+        # Not a division of each sum: XLA would store all quotients at once.
+        factor = 1 / _make_divisor(totals[0], totals[1])
         self.optimizer.apply_gradients(
-            (_divide(total, divisor, variable), variable)
+            (_multiply(total, factor, variable), variable)
             for total, variable in zip(sums, self.variables, strict=True)
         )
-        return measured
+        # What reads a variable waits for what assigns to it.
+        with tf.control_dependencies(
+            [tf_variable(each).read_value() for each in self.variables]
+        ):
+            return tf.identity(0.0 if measured is None else measured)
 
     # What follows runs once for all replicas.
 
@@ -420,7 +514,9 @@ class GradientAccumulator(tf.Module):
             skipped: Int of each replica, all alike. The micro-batches of it
                 that were not.
         """
-        (accepted, *_), (skipped, *_) = map(local_results, (accepted, skipped))
+        # All of them: another replica may still fail, and then no weight moves.
+        waits = local_results(accepted)
+        accepted, skipped = waits[0], local_results(skipped)[0]
 
         def count():
             is_begun = self._count > 0
@@ -432,7 +528,7 @@ class GradientAccumulator(tf.Module):
                 lambda: None,
             )
 
-        with tf.control_dependencies([accepted]):
+        with tf.control_dependencies(waits):
             if may_be_nothing:
                 self._skipped.assign_add(skipped)
                 tf.cond(accepted, count, lambda: None)
@@ -472,7 +568,7 @@ class GradientAccumulator(tf.Module):
             )
 
     def _update_variables(self, present):
-        strategy = self._fixed.strategy
+        strategy = self._untracked.strategy
         if tf.executing_eagerly():
             is_inline = not self._is_traced and self._jit_compile is not True
         else:
@@ -480,18 +576,22 @@ class GradientAccumulator(tf.Module):
             is_inline = strategy is not None
         if is_inline:
             self._reduce_and_apply(present)
-        else:
-            updates, key = self._fixed.updates, (present, self._fixed.meter)
-            if key not in updates:
-                updates[key] = self._compile_update(present)
-            updates[key]()
+            return
+        updates = self._untracked.updates
+        key = (present, self._untracked.meter is None)
+        if key not in updates:
+            updates[key] = self._compile_update(present)
+        updates[key]()
 
     def _reduce_and_apply(self, present):
         with without_own_reduction(with_inner_optimizers(self.optimizer)):
             measured = on_each_replica(self._apply_gradients, present)
-        if self._fixed.meter is not None:
-            self._fixed.meter.average(local_results(measured)[0])
-        self.reset()
+        if self._untracked.meter is not None:
+            self._untracked.meter.average(local_results(measured)[0])
+        # Not before all weights have moved: after an error, a full cycle that
+        # was not reset tells that it came in the middle of an update.
+        with tf.control_dependencies(local_results(measured)):
+            self.reset()
 
     def _compile_update(self, present):
         def compiled(jit_compile):
@@ -501,15 +601,15 @@ class GradientAccumulator(tf.Module):
                 autograph=False,
             )
 
-        if self._fixed.strategy is not None:
+        if self._untracked.strategy is not None:
             return compiled(None)
         if self._jit_compile == "auto":
             update = compiled(True)
             return update if self._pays_to_compile(update) else compiled(None)
         return compiled(self._jit_compile or None)
 
-    def _is_large(self):
-        """Whether the update is worth compiling, if nothing else is compiled.
+    def _pays_to_compile(self, update):
+        """Whether to compile the update, if nothing else is compiled.
 
         Without XLA an optimizer makes one pass over the parameters for each of
         its operations: Adam over 23 million takes 65 ms, and 24 with XLA (2
@@ -517,14 +617,10 @@ class GradientAccumulator(tf.Module):
         there is deliberate.
         """
         parameters = sum(v.shape.num_elements() for v in self._sums)
-        return (
-            self._jit_compile == "auto"
-            and parameters >= _MANY
-            and not tf.config.list_physical_devices("GPU")
-        )
-
-    def _pays_to_compile(self, update):
-        if not self._is_large():
+        if (
+            not _MANY <= parameters < _TOO_MANY
+            or tf.config.list_physical_devices("GPU")
+        ):
             return False
         try:
             with tf.init_scope(), warnings.catch_warnings():
@@ -652,12 +748,26 @@ def _make_divisor(weight, size):
     return tf.where(tf.equal(size, 0), tf.ones_like(divisor), divisor)
 
 
-def _divide(total, divisor, variable):
+def _multiply(total, factor, variable):
     if total is None:
         return None
     if not overwrites(variable):
-        total = total / tf.cast(divisor, total.dtype)
+        total = total * tf.cast(factor, total.dtype)
     return tf.cast(total, variable.dtype)
+
+
+def _or_zeros(accepted, gradient):
+    if gradient is None:
+        return None
+    return tf.nest.map_structure(
+        lambda each: (
+            tf.where(accepted, each, tf.zeros((), each.dtype))
+            if each.dtype.is_floating
+            else each
+        ),
+        gradient,
+        expand_composites=True,
+    )
 
 
 def _values(gradients):

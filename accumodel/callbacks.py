@@ -9,7 +9,6 @@ import keras
 from accumodel._checks import check_accum_steps
 from accumodel._checks import check_accumulates
 from accumodel._keras import flat_layers
-from accumodel.noise_scale import GradientNoiseScale
 
 # Batch normalization loses accuracy in smaller batches: Wu and He 2018, "Group
 # Normalization", arXiv 1803.08494, figure 1.
@@ -75,6 +74,9 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             )
         self.schedule = schedule
 
+    # It runs before callbacks that write the logs.
+    adds_to_logs = True
+
     def on_train_begin(self, logs=None):
         check_accumulates(self.model, self)
 
@@ -115,7 +117,8 @@ class EndOfCycle(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         if self.model.accum_steps > 1 or self.model.micro_batch_size:
             self._warn_of_layers()
-        self.model._cycles.begin_fit(self.model._remainder)
+        state = self.model._accumulation
+        state.cycles.begin_fit(state.options.remainder)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._batches = 0
@@ -151,16 +154,16 @@ class EndOfCycle(keras.callbacks.Callback):
             logs["micro_batch_size"] = size
 
     def _end_cycle(self):
-        if self.model._remainder == "apply":
-            self.model._cycles.apply()
-        elif self.model._remainder == "drop":
-            self.model._cycles.reset()
+        if self.model._accumulation.options.remainder == "apply":
+            self.model._accumulation.cycles.apply()
+        elif self.model._accumulation.options.remainder == "drop":
+            self.model._accumulation.cycles.reset()
 
     def _warn_of_updates_without_accumulation(self):
         if (
             self.model.accum_steps > 1
             and self.model.trainable_variables
-            and not self.model._cycles.accumulators()
+            and not self.model._accumulation.cycles.accumulators()
             and not self._warned
         ):
             self._warned = True
@@ -206,7 +209,7 @@ class EndOfCycle(keras.callbacks.Callback):
             "apply": "each epoch makes one update, of all its batches",
             "drop": "no epoch makes an update, and nothing is trained",
         }
-        remainder = self.model._remainder
+        remainder = self.model._accumulation.options.remainder
         if self._warned or remainder not in consequences:
             return
         self._warned = True
@@ -219,30 +222,17 @@ class EndOfCycle(keras.callbacks.Callback):
         )
 
 
-# Callbacks that add to the logs of an epoch.
-_LOGGING = (AccumStepsScheduler, GradientNoiseScale)
-
-# The first parameters of `fit`.
-_FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks")
-
-
-def with_end_of_cycle(args, kwargs):
-    """Puts `EndOfCycle` in front of the callbacks of a call to `fit`.
+def prepare_callbacks(callbacks, x, batch_size):
+    """Returns the callbacks of a call to `fit`, with `EndOfCycle` in front.
 
     Args:
-        args: Tuple of its positional arguments.
-        kwargs: Dict of its keyword arguments.
-
-    Returns:
-        Tuple of a dict of what was given by name, and the new `args` and
-        `kwargs`.
+        callbacks: What `fit` was given.
+        x: What `fit` was given.
+        batch_size: What `fit` was given.
     """
-    given = dict(zip(_FIT, args, strict=False)) | kwargs
-    callbacks = given.get("callbacks")
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    spec = getattr(given.get("x"), "element_spec", None)
-    batch_size = given.get("batch_size")
+    spec = getattr(x, "element_spec", None)
     if spec is not None:
         # A distributed data set has none, and a scalar no samples.
         shape = getattr(keras.tree.flatten(spec)[0], "shape", None)
@@ -250,12 +240,6 @@ def with_end_of_cycle(args, kwargs):
     # Those that add to the logs come before those that write them.
     callbacks = sorted(
         keras.tree.flatten(callbacks or []),
-        key=lambda each: not isinstance(each, _LOGGING),
+        key=lambda each: not hasattr(each, "adds_to_logs"),
     )
-    callbacks = [EndOfCycle(batch_size), *callbacks]
-    place = _FIT.index("callbacks")
-    if len(args) > place:
-        args = (*args[:place], callbacks, *args[place + 1 :])
-    else:
-        kwargs = {**kwargs, "callbacks": callbacks}
-    return given, args, kwargs
+    return [EndOfCycle(batch_size), *callbacks]

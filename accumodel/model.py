@@ -9,17 +9,18 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from accumodel import _auto
 from accumodel import _checks
 from accumodel import _construction
 from accumodel import _cycles
-from accumodel import _functions
 from accumodel import _micro_batch
+from accumodel import _parts
 from accumodel import _replicas
-from accumodel import _slices
+from accumodel import _train_function
 from accumodel import _weighting
+from accumodel._accumulation import Accumulation
+from accumodel._options import Options
 from accumodel.accumulator import GradientAccumulator
-from accumodel.callbacks import with_end_of_cycle
+from accumodel.callbacks import prepare_callbacks
 
 
 class AccumulatingModel(keras.Model):
@@ -71,18 +72,8 @@ class AccumulatingModel(keras.Model):
     jit_compile: bool  # a property of Keras's trainer
     train_function: Callable | None
     test_function: Callable | None
-    # Keras's loaders ask for these before `compile`, so the class has them.
-    _accum_steps = 1
-    _micro_batch_size: int | typing.Literal["auto"] | None = None
-    _search: typing.Any = None  # an `_auto.Search`, or `None`
-    _gradient_cache = False
-    _remainder = "apply"
-    _skip_nonfinite = False
-    # Whether gradients go through an accumulator. If not, the step is Keras's.
-    _accumulates = False
-    _accumulator: GradientAccumulator | None = None
-    _meter: typing.Any = None  # see `noise_scale`
-    _gradient_function: Callable | None = None
+    # Of the trainable variables. An attribute, so that checkpoints hold it.
+    _gradient_accumulator: GradientAccumulator | None = None
 
     def __new__(cls, *args, **kwargs):
         if cls is AccumulatingModel and _construction.is_functional(
@@ -128,7 +119,16 @@ class AccumulatingModel(keras.Model):
 
     def compile(
         self,
-        *args: typing.Any,
+        optimizer: typing.Any = "rmsprop",
+        loss: typing.Any = None,
+        loss_weights: typing.Any = None,
+        metrics: typing.Any = None,
+        weighted_metrics: typing.Any = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int = 1,
+        jit_compile: bool | typing.Literal["auto"] = "auto",
+        auto_scale_loss: bool = True,
+        *,
         accum_steps: int = 1,
         micro_batch_size: int | typing.Literal["auto"] | None = None,
         gradient_cache: bool = False,
@@ -139,16 +139,28 @@ class AccumulatingModel(keras.Model):
         """Configures the model for training, as `keras.Model.compile`.
 
         Args:
-            *args: Positional arguments of `keras.Model.compile`.
+            optimizer: This and the next eight as in `keras.Model.compile`.
+            loss: The loss or losses.
+            loss_weights: Their weights.
+            metrics: The metrics.
+            weighted_metrics: The metrics that sample weights weigh.
+            run_eagerly: Bool. Run op by op. Defaults to `False`.
+            steps_per_execution: Int. Batches that `fit` feeds for one call of
+                TensorFlow. Defaults to `1`.
+            jit_compile: Bool or `"auto"`. Compile by XLA. Defaults to
+                `"auto"`.
+            auto_scale_loss: Bool. Scale the loss with `mixed_float16`. Defaults
+                to `True`.
             accum_steps: Positive int. Batches that `fit` feeds for one update.
                 Defaults to `1`.
             micro_batch_size: Positive int, `"auto"` or `None`. The most samples
                 that go through the model at once, on each replica: a batch that
-                `fit` or `evaluate` feeds is cut into parts as equal as can be.
-                `"auto"` begins with whole batches, halves the size when memory
-                runs out, and goes on with the same batch. On a CPU the system
-                often ends the process instead; recovery on GPUs has not been
-                measured. Defaults to `None`: no batch is cut.
+                `fit` or `evaluate` feeds is split into parts as equal as can
+                be. `"auto"` begins with whole batches, halves the size when
+                memory runs out, and feeds the batches since the last update
+                again. It is experimental on GPUs, where recovery has not been
+                measured; on a CPU the system often ends the process instead.
+                Defaults to `None`: no batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
                 from all samples of a batch, by a second forward pass (Gao et
                 al. 2021, arXiv 2101.06983). Defaults to `False`.
@@ -160,9 +172,11 @@ class AccumulatingModel(keras.Model):
             skip_nonfinite: Bool. Leave a micro-batch with a NaN or infinite
                 gradient out of the cycle, as if it had not been fed;
                 `skipped_steps` counts them. Layers that keep statistics, and
-                metrics, have seen it all the same: the epoch's loss is NaN.
-                Defaults to `False`.
-            **kwargs: Keyword arguments of `keras.Model.compile`.
+                metrics, have seen it all the same: the epoch's loss is NaN. It
+                holds all gradients of a micro-batch until the last is known,
+                which takes one more copy of the parameters. Defaults to
+                `False`.
+            **kwargs: Arguments of later versions of Keras, or of a base class.
 
         Raises:
             TypeError: If `accum_steps` or `micro_batch_size` has another type,
@@ -172,32 +186,35 @@ class AccumulatingModel(keras.Model):
                 the optimizer, the `tf.distribute` strategy or the other
                 arguments. After an error the model is not compiled.
         """
-        accum_steps = _checks.check_accum_steps(accum_steps)
-        micro_batch_size = _checks.check_micro_batch_size(micro_batch_size)
-        _checks.check_gradient_cache(
-            self, gradient_cache, micro_batch_size, skip_nonfinite
+        options = Options(
+            accum_steps,
+            micro_batch_size,
+            gradient_cache,
+            remainder,
+            skip_nonfinite,
         )
-        _checks.check_remainder(remainder)
-        accumulates = (
-            accum_steps > 1 or micro_batch_size is not None or skip_nonfinite
-        )
+        state = self._accumulation
+        _checks.check_gradient_cache(self, options)
         try:
-            super().compile(*args, **kwargs)
+            super().compile(
+                optimizer=optimizer,
+                loss=loss,
+                loss_weights=loss_weights,
+                metrics=metrics,
+                weighted_metrics=weighted_metrics,
+                run_eagerly=run_eagerly,
+                steps_per_execution=steps_per_execution,
+                jit_compile=jit_compile,
+                auto_scale_loss=auto_scale_loss,
+                **kwargs,
+            )
             _checks.check_optimizer(self.optimizer, skip_nonfinite)
-            if accumulates:
-                self._check_can_accumulate(micro_batch_size)
+            if options.accumulates:
+                state.check_can_accumulate(options.micro_batch_size)
         except BaseException:
             self.compiled = False
             raise
-        self._accum_steps = accum_steps
-        self._search = None
-        _auto.set_size(self, micro_batch_size)
-        self._gradient_cache = gradient_cache
-        self._remainder = remainder
-        self._skip_nonfinite = skip_nonfinite
-        self._accumulates = accumulates
-        if self._accumulator is not None:
-            del self._accumulator  # what is tracked, too
+        state.configure(options)
 
     @property
     def accum_steps(self) -> int:
@@ -210,19 +227,11 @@ class AccumulatingModel(keras.Model):
             TypeError: If it is set to something other than an int.
             ValueError: If it is set to less than 1, or before `compile`.
         """
-        return self._accum_steps
+        return self._accumulation.options.accum_steps
 
     @accum_steps.setter
     def accum_steps(self, value: int) -> None:
-        value = _checks.check_accum_steps(value)
-        _checks.check_compiled(self, "accum_steps")
-        begins = value > 1 and not self._accumulates
-        if begins:
-            self._check_can_accumulate(self._micro_batch_size)
-        self._accum_steps = value
-        self._cycles.set_accum_steps(value)
-        if begins:
-            self._begin_to_accumulate()
+        self._accumulation.set_accum_steps(value)
 
     @property
     def micro_batch_size(self) -> int | typing.Literal["auto"] | None:
@@ -230,30 +239,20 @@ class AccumulatingModel(keras.Model):
 
         It may be set between or during fits and takes effect with the next
         batch, without retracing, except if it changes from or to `"auto"` or
-        `None`. Set to `"auto"` again, it begins with whole batches again.
+        `None`. `"auto"` begins with whole batches if it was something else.
 
         Raises:
             TypeError: If it is set to something of another type.
             ValueError: If it is set to less than 1, before `compile`, or for
                 layers that cannot be right in micro-batches.
         """
-        size = self._micro_batch_size
-        return _auto.new_object() if size == "auto" else size
+        return self._accumulation.options.micro_batch_size
 
     @micro_batch_size.setter
     def micro_batch_size(
         self, value: int | typing.Literal["auto"] | None
     ) -> None:
-        value = _checks.check_micro_batch_size(value)
-        _checks.check_compiled(self, "micro_batch_size")
-        _checks.check_gradient_cache(self, self._gradient_cache, value, False)
-        if value is not None:
-            self._check_can_accumulate(value)
-        before = self._micro_batch_size
-        _auto.set_size(self, value)
-        if {before, value} & {None, "auto"} and before != value:
-            self._accumulates = True
-            _functions.make_again(self)
+        self._accumulation.set_micro_batch_size(value)
 
     @property
     def current_micro_batch_size(self) -> int | None:
@@ -262,25 +261,25 @@ class AccumulatingModel(keras.Model):
         With `"auto"` it is the most samples that have gone through the model
         at once, on each replica, or `None` before the first batch.
         """
-        size = self._micro_batch_size
-        return self._search.largest if size == "auto" else size
+        retry = self._accumulation.retry
+        return self.micro_batch_size if retry is None else retry.largest
 
     @property
     def pending_steps(self) -> int:
         """Int. Batches that `fit` fed since the last update."""
-        return self._cycles.pending_steps
+        return self._accumulation.cycles.pending_steps
 
     @property
     def skipped_steps(self) -> int:
         """Int. Micro-batches that `skip_nonfinite` left out, of all."""
-        return self._cycles.skipped_steps
+        return self._accumulation.cycles.skipped_steps
 
     def train_step(self, data: typing.Any) -> dict:
         """Trains on one micro-batch; the last one of a cycle updates.
 
         `fit` and `train_on_batch` call it, with `micro_batch_size` once for
-        each part of a batch. A custom one calls `accumulate_gradients`, which
-        has an example; its logs are those of the last part.
+        each micro-batch of a batch. A custom one calls `accumulate_gradients`,
+        which has an example; its logs are those of the last micro-batch.
 
         Args:
             data: The micro-batch, see `compute_gradients`.
@@ -288,10 +287,10 @@ class AccumulatingModel(keras.Model):
         Returns:
             Dict of scalars, the logs.
         """
-        if not self._accumulates and not self._overrides("compute_gradients"):
+        state = self._accumulation
+        if not state.accumulates and not state.overrides("compute_gradients"):
             return super().train_step(data)
-        compute = self._gradient_function or self.compute_gradients
-        gradients, weight, logs = compute(data)
+        gradients, weight, logs = self.compute_gradients(data)
         self.accumulate_gradients(gradients, weight)
         return logs
 
@@ -328,10 +327,11 @@ class AccumulatingModel(keras.Model):
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
-        if not self._accumulates:
+        state = self._accumulation
+        if not state.accumulates:
             return super().compute_loss(x, y, y_pred, sample_weight, training)
-        is_default = not self._overrides("compute_loss")
-        with self._loss_weights.watch(scales=is_default):
+        is_default = not state.overrides("compute_loss")
+        with state.loss_weights.watch(scales=is_default):
             loss = super().compute_loss(x, y, y_pred, sample_weight, training)
         return loss + _weighting.missing_sums(self, x) if is_default else loss
 
@@ -370,12 +370,13 @@ class AccumulatingModel(keras.Model):
             ValueError: If one loss is a sum and another a mean, if the
                 reduction of a loss is unknown, or outside of a training step.
         """
-        return self._loss_weights.weight(x, self._overrides("compute_loss"))
+        state = self._accumulation
+        return state.loss_weights.weight(x, state.overrides("compute_loss"))
 
     def slice_data(
         self, data: typing.Any, begin: typing.Any, end: typing.Any
     ) -> typing.Any:
-        """Cuts a micro-batch out of a batch, for `micro_batch_size`.
+        """Returns one micro-batch of a batch, for `micro_batch_size`.
 
         Override it if a batch holds something that is not one entry for each
         sample. Call it for the rest.
@@ -396,12 +397,12 @@ class AccumulatingModel(keras.Model):
 
         Returns:
             The data of these samples, in the same structure. Scalars and `None`
-            are left as they are; ragged and sparse tensors are cut by rows.
+            are left as they are; ragged and sparse tensors are split by rows.
 
         Raises:
             ValueError: If the arrays differ in their number of samples.
         """
-        return _slices.slice_data(data, begin, end)
+        return _parts.slice_data(data, begin, end)
 
     def accumulate_gradients(
         self, gradients: Iterable, weight: typing.Any = 1.0
@@ -441,70 +442,118 @@ class AccumulatingModel(keras.Model):
             warnings.warn(
                 "The model does not have any trainable weights.", stacklevel=2
             )
-        elif self._accumulates:
-            self._ready_accumulator().accumulate(gradients, weight)
+        elif self._accumulation.accumulates:
+            accumulator = self._accumulation.ready_accumulator()
+            accumulator.accumulate(gradients, weight)
         else:
             variables = self.trainable_variables
             gradients = _checks.check_gradients(gradients, variables)
             pairs = zip(gradients, variables, strict=True)
             self.optimizer.apply_gradients(pairs)
 
-    def _ready_accumulator(self):
-        """Returns the accumulator of the trainable variables."""
-        # Only the first micro-batch may build the variables of the model.
-        if self._accumulator is None:
-            _replicas.across_replicas(_cycles.build_accumulator, self)
-        assert self._accumulator is not None
-        self._cycles.check_trains_the_same(self._accumulator)
-        self._cycles.is_live = True
-        self._accumulator._fixed.meter = self._meter
-        return self._accumulator
-
     def apply_accumulated_gradients(self) -> None:
         """Ends the cycle now, as `fit` does at the end of an epoch.
 
         Call it when the data of `train_on_batch` has ended.
         """
-        self._cycles.apply()
+        self._accumulation.cycles.apply()
 
     def reset_accumulated_gradients(self) -> None:
         """Forgets the pending cycle."""
-        self._cycles.reset()
+        self._accumulation.cycles.reset()
 
-    # The signature of Keras's, for editors; arguments go on as they came.
-    @functools.wraps(keras.Model.fit, assigned=(), updated=())
-    def fit(self, *args, **kwargs) -> keras.callbacks.History:
+    def fit(
+        self,
+        x: typing.Any = None,
+        y: typing.Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: typing.Any = "auto",
+        callbacks: typing.Any = None,
+        validation_split: float = 0.0,
+        validation_data: typing.Any = None,
+        shuffle: bool = True,
+        class_weight: typing.Any = None,
+        sample_weight: typing.Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: typing.Any = 1,
+        **kwargs: typing.Any,
+    ) -> keras.callbacks.History:
         """Trains as `keras.Model.fit`; a cycle ends with its epoch.
 
         What becomes of a short last cycle is the `remainder` of `compile`. It
         ends before validation and before any other callback sees the end of
-        the epoch.
+        the epoch. An error in a step forgets the pending cycle, and says so: no
+        weight has moved since the last update.
 
         Args:
-            *args: As for `keras.Model.fit`.
-            **kwargs: As for `keras.Model.fit`. `batch_size` is what
-                `micro_batch_size` cuts, and `accum_steps` counts.
+            x: This and all others as in `keras.Model.fit`.
+            y: The targets.
+            batch_size: Int. The samples in a batch, which `micro_batch_size`
+                splits, and `accum_steps` counts. Defaults to 32. A
+                `tf.data.Dataset` has batches of its own.
+            epochs: Int. Defaults to `1`.
+            verbose: `"auto"`, 0, 1 or 2.
+            callbacks: List of `keras.callbacks.Callback`.
+            validation_split: Float. Defaults to `0.0`.
+            validation_data: Data for validation.
+            shuffle: Bool. Defaults to `True`.
+            class_weight: Dict.
+            sample_weight: Array.
+            initial_epoch: Int. Defaults to `0`.
+            steps_per_epoch: Int.
+            validation_steps: Int.
+            validation_batch_size: Int.
+            validation_freq: Int. Defaults to `1`.
+            **kwargs: Arguments of later versions of Keras, or of a base class.
 
         Returns:
             The `keras.callbacks.History`.
         """
-        given, args, kwargs = with_end_of_cycle(args, kwargs)
-        self._share_sample_weight(given.get("y"), given.get("sample_weight"))
-        return super().fit(*args, **kwargs)
+        state = self._accumulation
+        state.loss_weights.share(y, sample_weight)
+        callbacks = prepare_callbacks(callbacks, x, batch_size)
+        state.measures = any(hasattr(e, "needs_meter") for e in callbacks)
+        try:
+            return super().fit(
+                x=x,
+                y=y,
+                batch_size=batch_size,
+                epochs=epochs,
+                verbose=verbose,
+                callbacks=callbacks,
+                validation_split=validation_split,
+                validation_data=validation_data,
+                shuffle=shuffle,
+                class_weight=class_weight,
+                sample_weight=sample_weight,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=steps_per_epoch,
+                validation_steps=validation_steps,
+                validation_batch_size=validation_batch_size,
+                validation_freq=validation_freq,
+                **kwargs,
+            )
+        finally:
+            state.measures = False
 
     def train_on_batch(self, *args, **kwargs):
-        self._share_sample_weight(None, None)
+        self._accumulation.loss_weights.share(None, None)
         return super().train_on_batch(*args, **kwargs)
 
     def make_train_function(self, force=False):
-        if self.train_function is not None and not force:
+        is_new = self._accumulation.must_trace_again()
+        if self.train_function is not None and not (force or is_new):
             return self.train_function  # as Keras does
-        _functions.make_train_function(self, super().make_train_function)
+        _train_function.make_train_function(self, super().make_train_function)
 
     def make_test_function(self, force=False):
         if self.test_function is not None and not force:
             return self.test_function
-        _functions.make_test_function(self, super().make_test_function)
+        _train_function.make_test_function(self, super().make_test_function)
 
     # Private, see `_keras`: Keras builds a model by it before the first step
     # under a strategy.
@@ -523,65 +572,40 @@ class AccumulatingModel(keras.Model):
         If it fails, no cycle is pending, and the weights are as Keras left
         them.
         """
-        self._cycles.reset()  # a legacy file holds no cycle
+        self._accumulation.cycles.reset()  # a legacy file holds no cycle
         try:
             super().load_weights(filepath, skip_mismatch, **kwargs)
         except BaseException:
-            self._cycles.reset()
+            self._accumulation.cycles.reset()
             raise
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
-        self._cycles.save(store)
+        self._accumulation.cycles.save(store)
 
     def load_own_variables(self, store):
         cycles, store = _cycles.split(store)
         if self.compiled:  # else it is loaded for inference
             if _cycles.OWN in cycles:
-                self._begin_to_accumulate()
+                self._accumulation.begin_to_accumulate()
                 _cycles.build_accumulator(self)
-            self._cycles.load(cycles)
+            self._accumulation.cycles.load(cycles)
         super().load_own_variables(store)
 
     def get_compile_config(self):
+        # If nothing was changed, a file holds no more than Keras writes.
         config = super().get_compile_config()
-        return _construction.with_own_arguments(self, config, AccumulatingModel)
+        return (
+            config | self._accumulation.options.changed() if config else config
+        )
 
     def compile_from_config(self, config):
         behind = super().compile_from_config
         _construction.compile_from_config(self, config, behind)
 
-    def _share_sample_weight(self, y, sample_weight):
-        if self._loss_weights.share(y, sample_weight) and self._accumulates:
-            self.train_function = None  # it was traced for the other case
-
-    def _check_can_accumulate(self, micro_batch_size):
-        is_own = type(self).train_step is AccumulatingModel.train_step
-        behind = super().train_step if is_own else None
-        _checks.check_can_accumulate(self, micro_batch_size, behind)
-
-    def _begin_to_accumulate(self):
-        if not self._accumulates:
-            self._accumulates = True
-            _functions.make_again(self)
-
     @functools.cached_property
-    def _slices(self):
-        return _slices.Slices(self)
-
-    @functools.cached_property
-    def _cycles(self):
-        return _cycles.Cycles(self)
-
-    @functools.cached_property
-    def _loss_weights(self):
-        return _weighting.LossWeights(self)
-
-    def _overrides(self, name):
-        """Whether a class that is not Keras's or this one has the method."""
-        bases = [*keras.Model.__mro__, AccumulatingModel]
-        mro = (each for each in type(self).__mro__ if each not in bases)
-        return any(name in vars(each) for each in mro)
+    def _accumulation(self):
+        return Accumulation(self)
 
 
 @keras.saving.register_keras_serializable("accumodel")

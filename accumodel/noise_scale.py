@@ -21,14 +21,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel import _functions
 from accumodel._checks import check_accumulates
 from accumodel._checks import overwrites
+from accumodel._context import current_step
 from accumodel._cycles import OWN
 from accumodel._replicas import count_replicas
 from accumodel._replicas import make_sum
 from accumodel._replicas import scope_of
-from accumodel._train_step import current_step
 from accumodel._weighting import count_samples
 
 # A micro-batch in which nothing counts weighs less than this.
@@ -88,30 +87,41 @@ class GradientNoiseScale(keras.callbacks.Callback):
             )
         self.decay = decay
         self._meter: Meter | None = None
+        self._last = Estimate()
         self._has_warned = False
+
+    # It runs before callbacks that write the logs, and `fit` has the gradients
+    # of micro-batches measured.
+    adds_to_logs = True
+    needs_meter = True
 
     def on_train_begin(self, logs=None):
         model = self.model
         check_accumulates(model, self)
-        if model._gradient_cache:
+        if model._accumulation.options.gradient_cache:
             raise ValueError(
                 "`GradientNoiseScale` cannot be used with "
                 "`gradient_cache=True`: the gradient of a micro-batch depends "
                 "on all others there, and is no sample of the gradient. "
                 "Remove one of them."
             )
-        if model._cycles.accumulators().keys() - {OWN}:
+        if model._accumulation.cycles.accumulators().keys() - {OWN}:
             raise ValueError(
                 "`GradientNoiseScale` measures what a `train_step` passes to "
                 "`self.accumulate_gradients`, not what it passes to a "
                 "custom `GradientAccumulator`. "
                 f"Received: model={model}"
             )
-        self._meter = Meter(self.decay, model.distribute_strategy)
-        self._measure(self._meter)
+        if model._accumulation.meter is None:
+            model._accumulation.meter = Meter(model.distribute_strategy)
+        self._meter = model._accumulation.meter
+        self._meter.begin(self.decay)
 
     def on_train_end(self, logs=None):
-        self._measure(None)
+        # Another `fit` measures anew.
+        assert self._meter is not None
+        self._last = self._meter.estimate()
+        self._meter = None
 
     def on_epoch_end(self, epoch, logs=None):
         estimate = self._estimate()
@@ -163,12 +173,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
         )
         print(f"Nearest to the noise scale: {self._nearest(value, batch)}.")
 
-    def _measure(self, meter):
-        self.model._meter = meter
-        _functions.make_again(self.model)
-
     def _estimate(self):
-        return Estimate() if self._meter is None else self._meter.estimate()
+        return self._last if self._meter is None else self._meter.estimate()
 
     def _nearest(self, value, batch):
         steps = self.model.accum_steps
@@ -218,12 +224,10 @@ class Meter:
     """Measures how much the micro-batches of each cycle differ.
 
     Args:
-        decay: Float, see `GradientNoiseScale`.
         strategy: The `tf.distribute` strategy of the model.
     """
 
-    def __init__(self, decay, strategy):
-        self._decay = decay
+    def __init__(self, strategy):
         with scope_of(strategy):
             # Of each replica, and the cycle at hand: the weighted squares, the
             # samples, the micro-batches that weigh something, and all.
@@ -232,8 +236,18 @@ class Meter:
             self._averages = tf.Variable(
                 tf.zeros(9, tf.float64), trainable=False
             )
+            self._decay = tf.Variable(0.0, trainable=False, dtype=tf.float64)
 
-    def add(self, gradients, variables, weight, is_first):
+    def begin(self, decay):
+        """Forgets what was measured.
+
+        Args:
+            decay: Float, see `GradientNoiseScale`.
+        """
+        self._averages.assign(tf.zeros(9, tf.float64))
+        self._decay.assign(decay)
+
+    def add(self, gradients, variables, weight, is_first, amount):
         """Adds a micro-batch, on its replica.
 
         Args:
@@ -241,6 +255,8 @@ class Meter:
             variables: List, their variables.
             weight: Scalar, or `None` if the loss is a sum.
             is_first: Scalar bool tensor. Whether it is the first of its cycle.
+            amount: Scalar tensor. 0 if it is left out, with zeros as gradients,
+                otherwise 1.
         """
         x, *_ = keras.utils.unpack_x_y_sample_weight(current_step().data)
         samples = tf.cast(count_samples(x), tf.float64)
@@ -260,6 +276,7 @@ class Meter:
         counts = tf.cast(weight > _NOTHING, tf.float64)
         before = tf.where(is_first, tf.zeros_like(self.sums), self.sums)
         new = tf.stack([square, samples, counts, tf.ones_like(counts)])
+        new = tf.where(amount > 0, new, tf.zeros_like(new))
         self.sums.assign(before + new)
 
     def measure(self, sums, totals, gradients, optimizer):

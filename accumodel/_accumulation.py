@@ -1,0 +1,138 @@
+"""All that a model knows of its accumulation, in one place."""
+
+import dataclasses
+import typing
+
+import tensorflow as tf
+
+from accumodel import _checks
+from accumodel._cycles import Cycles
+from accumodel._cycles import build_accumulator
+from accumodel._options import Options
+from accumodel._replicas import across_replicas
+from accumodel._replicas import scope_of
+from accumodel._retry import Retry
+from accumodel._weighting import LossWeights
+
+
+class Accumulation:
+    """The state of a model's accumulation.
+
+    Args:
+        model: The `AccumulatingModel`.
+
+    Attributes:
+        options: The `Options` of `compile`.
+        accumulates: Bool. Whether gradients go through an accumulator. If not,
+            the step is Keras's. It stays true when `accum_steps` becomes 1.
+        cycles: The `Cycles`, all accumulators of the model.
+        loss_weights: The `LossWeights`.
+        size: `tf.Variable`, the most samples of a micro-batch; `None` until
+            `micro_batch_size` is set. Another size needs no retrace.
+        retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
+        meter: What `GradientNoiseScale` measures with, or `None` before that.
+        measures: Bool. Whether it measures in this `fit`.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        self.options = Options()
+        self.accumulates = False
+        self.cycles = Cycles(model)
+        self.loss_weights = LossWeights(model)
+        self.size: typing.Any = None
+        self.retry: Retry | None = None
+        self.meter: typing.Any = None
+        self.measures = False
+        self._traced_with: typing.Any = None
+
+    def configure(self, options):
+        """Begins anew with the options of `compile`."""
+        self.options = options
+        self.accumulates = options.accumulates
+        self.retry = None
+        self._use_size(options.micro_batch_size)
+        if self._model._gradient_accumulator is not None:
+            del self._model._gradient_accumulator  # what is tracked, too
+
+    def overrides(self, name):
+        """Whether the user's model has a method of its own.
+
+        On the instance, or in a class that is not Keras's or accumodel's.
+        """
+        return _checks.overrides(self._model, name)
+
+    def set_accum_steps(self, value):
+        value = _checks.check_accum_steps(value)
+        _checks.check_compiled(self._model, "accum_steps")
+        if value > 1:
+            self.begin_to_accumulate()
+        self.options = dataclasses.replace(self.options, accum_steps=value)
+        self.cycles.set_accum_steps(value)
+
+    def set_micro_batch_size(self, value):
+        model, before = self._model, self.options.micro_batch_size
+        value = _checks.check_micro_batch_size(value)
+        _checks.check_compiled(model, "micro_batch_size")
+        options = dataclasses.replace(self.options, micro_batch_size=value)
+        _checks.check_gradient_cache(model, options)
+        if value is not None:
+            self.check_can_accumulate(value)
+        self.options = options
+        if value != before:
+            self._use_size(value)
+        if {before, value} & {None, "auto"} and before != value:
+            self.accumulates = True
+            self.make_functions_again()
+
+    def _use_size(self, value):
+        if value == "auto":
+            self.retry = Retry(self._model)
+            return
+        self.retry = None
+        if value is not None:
+            self.assign_size(value)
+
+    def assign_size(self, value):
+        if self.size is None:
+            with tf.init_scope(), scope_of(self._model.distribute_strategy):
+                self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
+        self.size.assign(value)
+
+    def check_can_accumulate(self, micro_batch_size):
+        _checks.check_can_accumulate(self._model, micro_batch_size)
+
+    def begin_to_accumulate(self):
+        """Lets gradients go through an accumulator from now on."""
+        if not self.accumulates:
+            self.check_can_accumulate(self.options.micro_batch_size)
+            self.accumulates = True
+            self.make_functions_again()
+
+    def ready_accumulator(self):
+        """Returns the accumulator of the trainable variables."""
+        model = self._model
+        # Only the first micro-batch may build the variables of the model.
+        if model._gradient_accumulator is None:
+            across_replicas(build_accumulator, model)
+        accumulator = model._gradient_accumulator
+        assert accumulator is not None
+        self.cycles.check_trains_the_same(accumulator)
+        self.cycles.is_live = True
+        meter = self.meter if self.measures else None
+        accumulator._untracked.meter = meter
+        return accumulator
+
+    def make_functions_again(self):
+        """Makes the functions that are in use, in the middle of `fit` too."""
+        model = self._model
+        if model.train_function is not None:
+            model.make_train_function(force=True)
+        if model.test_function is not None:
+            model.make_test_function(force=True)
+
+    def must_trace_again(self):
+        """Whether the train function was traced for something else."""
+        now = (self.measures, self.loss_weights.shares_sample_weight)
+        before, self._traced_with = self._traced_with, now
+        return self.accumulates and before is not None and before != now

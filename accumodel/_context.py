@@ -1,0 +1,125 @@
+"""The step that is being traced: its data, its fed batch, its losses.
+
+A `train_step` may be custom and call several accumulators. It runs once for
+each micro-batch of the fed batch, and all of these end the fed batch together
+after the last one.
+"""
+
+import contextlib
+import contextvars
+import typing
+
+import tensorflow as tf
+
+_step: contextvars.ContextVar = contextvars.ContextVar("step", default=None)
+
+
+class FedBatch:
+    """The accumulators that the micro-batches of one fed batch are added to.
+
+    Args:
+        is_split: Bool. Whether it may have several micro-batches, on each
+            replica another number of them.
+    """
+
+    def __init__(self, is_split):
+        self.is_split = is_split
+        self._added: dict = {}
+        # See `clear_first`: a list of sums for each accumulator.
+        self.cleared: dict = {}
+
+    def add(self, accumulator, present, is_conditional):
+        """Registers a micro-batch, and which variables got a gradient."""
+        before, was_conditional = self._added.get(accumulator, (present, False))
+        union = tuple(a or b for a, b in zip(present, before, strict=True))
+        is_conditional |= was_conditional
+        self._added[accumulator] = (union, is_conditional)
+
+    def clear_first(self):
+        """Clears sums before the first micro-batch of a cycle.
+
+        Those that a step that is compiled by XLA does not clear itself.
+        """
+        for accumulator, sums in self.cleared.items():
+            accumulator._clear_first(sums)
+
+    def end(self):
+        """Ends the fed batch in each accumulator that it was added to.
+
+        Returns:
+            Bool. Whether there is one.
+        """
+        for accumulator, (present, is_conditional) in self._added.items():
+            accumulator._end_fed_batch(present, is_conditional)
+        return bool(self._added)
+
+
+class Step:
+    """One call of a `train_step` or `test_step` with one micro-batch.
+
+    Args:
+        data: The micro-batch.
+        fed_batch: The `FedBatch` that it is part of. `None` if nothing trains.
+        reports_losses: Bool. Whether the step reports its losses for the
+            batch's log. Only accumodel's own steps do.
+        is_compiled: Bool. Whether the step is compiled by XLA.
+    """
+
+    def __init__(self, data, fed_batch, reports_losses, is_compiled):
+        self.data = data
+        self.fed_batch = fed_batch
+        self.reports_losses = reports_losses
+        self.is_compiled = is_compiled
+        # What the losses reduced, see `LossWeights`. `None` before that.
+        self.reductions: list | None = None
+        self._graph = current_graph()
+        self._called: set = set()
+
+    def waits(self):
+        """Returns what to wait for until the data is there."""
+        leaves = tf.nest.flatten(self.data, expand_composites=True)
+        # `tf.identity`: a control dependency on what a nested `tf.function`
+        # returns is lost.
+        return [tf.identity(leaf) for leaf in leaves if tf.is_tensor(leaf)]
+
+    def is_conditional(self):
+        """Whether what is traced now may be left out when the step runs."""
+        return current_graph() is not self._graph
+
+    def check_called_once(self, accumulator):
+        # The branches of a condition are graphs, and only one of them runs.
+        call = (accumulator, current_graph())
+        if call in self._called:
+            raise ValueError(
+                "Gradients were accumulated twice in one `train_step`, and "
+                "each call counts as a micro-batch. Add up the losses or the "
+                "gradients and accumulate them once. If several optimizers "
+                "train, give each a `GradientAccumulator`. Received: a second "
+                f"call for {len(accumulator.variables)} variables"
+            )
+        self._called.add(call)
+
+
+@contextlib.contextmanager
+def one_step(data, fed_batch=None, reports_losses=False, is_compiled=False):
+    """In it, each accumulator may be called once; see `Step`.
+
+    Nothing is counted, and no weight moves, before the fed batch ends.
+    """
+    token = _step.set(Step(data, fed_batch, reports_losses, is_compiled))
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def current_step() -> typing.Any:
+    """Returns the `Step` that is traced now, or `None` outside of a model."""
+    return _step.get()
+
+
+def current_graph():
+    """Returns the graph that is traced now, or `None` in eager code."""
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()

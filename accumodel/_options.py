@@ -1,0 +1,52 @@
+"""The arguments that `AccumulatingModel.compile` adds to those of Keras."""
+
+import dataclasses
+import typing
+
+from accumodel._checks import check_accum_steps
+from accumodel._checks import check_micro_batch_size
+from accumodel._checks import check_remainder
+
+type_of_size = int | typing.Literal["auto"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `compile` was told. The defaults are those of `compile`.
+
+    Raises:
+        TypeError: If a number has another type.
+        ValueError: If an argument has no meaning.
+    """
+
+    accum_steps: int = 1
+    micro_batch_size: type_of_size = None
+    gradient_cache: bool = False
+    remainder: str = "apply"
+    skip_nonfinite: bool = False
+
+    def __post_init__(self):
+        # As Python's own ints, which a file can hold.
+        accum_steps = check_accum_steps(self.accum_steps)
+        object.__setattr__(self, "accum_steps", accum_steps)
+        size = check_micro_batch_size(self.micro_batch_size)
+        object.__setattr__(self, "micro_batch_size", size)
+        check_remainder(self.remainder)
+
+    @property
+    def accumulates(self):
+        """Whether gradients go through an accumulator."""
+        return (
+            self.accum_steps > 1
+            or self.micro_batch_size is not None
+            or self.skip_nonfinite
+        )
+
+    def changed(self):
+        """Returns those that are not the defaults in a dict."""
+        default = Options()
+        return {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if value != getattr(default, name)
+        }

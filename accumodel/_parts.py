@@ -1,0 +1,194 @@
+"""How a fed batch is split into micro-batches.
+
+`n` samples are split into `k = ceil(n / micro_batch_size)` micro-batches, as
+equal as they can be: the i-th begins at sample `i * n // k`.
+"""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+
+from accumodel._replicas import count_replicas
+from accumodel._replicas import local_results
+from accumodel._replicas import scope_of
+
+# The names of what a batch is made of.
+_NAMES = ("x", "y", "sample_weight")
+
+
+class Parts:
+    """The micro-batches of one fed batch.
+
+    Args:
+        model: The `AccumulatingModel`.
+        data: The fed batch.
+    """
+
+    def __init__(self, model, data):
+        self._model = model
+        self.data = data
+        self.samples = _count_samples(data)
+        size = model._accumulation.size
+        self.count = tf.maximum(-(-self.samples // size), 1)
+
+    def bounds(self, i):
+        """Returns the first sample of the i-th, and the first after it."""
+        n, count = self.samples, self.count
+        return i * n // count, (i + 1) * n // count
+
+    def share(self, i):
+        """Returns how much of the samples are in the i-th."""
+        begin, end = self.bounds(i)
+        return tf.math.divide_no_nan(
+            tf.cast(end - begin, tf.float64), tf.cast(self.samples, tf.float64)
+        )
+
+    def rows(self, i, values):
+        """Returns those of the i-th, given those of all samples."""
+        begin, end = self.bounds(i)
+        return values[begin:end]
+
+    def data_of(self, i):
+        """Returns the data of the i-th."""
+        with _on_host():
+            return self._model.slice_data(self.data, *self.bounds(i))
+
+
+def slice_data(data, begin, end):
+    """See `AccumulatingModel.slice_data`."""
+    with tf.control_dependencies(_check_lengths(_leaves(data))):
+        return keras.tree.map_structure(
+            lambda leaf: (
+                _slice(leaf, begin, end) if _has_samples(leaf) else leaf
+            ),
+            data,
+        )
+
+
+def _slice(leaf, begin, end):
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[begin:end]
+    begins = tf.concat([[begin], tf.zeros_like(leaf.dense_shape[1:])], 0)
+    sizes = tf.concat([[end - begin], leaf.dense_shape[1:]], 0)
+    part = tf.sparse.slice(leaf, begins, sizes)
+    # TensorFlow does not keep what is known of the shape.
+    part.set_shape([None, *leaf.shape[1:]])
+    return part
+
+
+def _has_samples(leaf):
+    """Whether a leaf of the data has an axis of samples."""
+    return hasattr(leaf, "shape") and tf.TensorShape(leaf.shape).rank != 0
+
+
+def _leaves(data):
+    """Returns pairs of the path and the leaf, for those that have samples."""
+    return [
+        (path, leaf)
+        for path, leaf in keras.tree.flatten_with_path(data)
+        if _has_samples(leaf)
+    ]
+
+
+def _length(leaf):
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int64)
+    return tf.shape(leaf, tf.int64)[0]
+
+
+def count_of_each_replica(data, strategy):
+    """Returns the samples of each replica in a list of ints."""
+
+    def pick(i):
+        def local(leaf):
+            results = local_results(leaf)
+            # One if all replicas get the same batch.
+            return results[min(i, len(results) - 1)]
+
+        return keras.tree.map_structure(local, data)
+
+    with scope_of(strategy):
+        replicas = max(
+            len(local_results(leaf)) for leaf in keras.tree.flatten(data)
+        )
+        leaves = [first_leaf(pick(i)) for i in range(replicas)]
+    return [int(leaf.shape[0]) for leaf in leaves]
+
+
+def _count_samples(data):
+    """Returns the number of samples; it waits for the data if it is known."""
+    leaf = first_leaf(data)
+    values = tf.nest.flatten(leaf, expand_composites=True)
+    with tf.control_dependencies(values):
+        return tf.identity(_length(leaf))
+
+
+def first_leaf(data):
+    """Returns an array whose length is the number of samples."""
+    # Inputs may hold arrays of other lengths, for a custom `slice_data`.
+    y = data[1] if isinstance(data, tuple) and len(data) > 1 else None
+    leaves = _leaves(y) or _leaves(data)
+    if not leaves:
+        raise ValueError(
+            "With `micro_batch_size`, a batch must hold at least one array "
+            f"with an axis of samples. Received: {data}"
+        )
+    return leaves[0][1]
+
+
+def _check_lengths(leaves):
+    """Raises unless all leaves hold the same number of samples.
+
+    Returns:
+        List of what checks the lengths that are known only when it runs.
+    """
+    names = [_name(path) for path, _ in leaves]
+    lengths = [tf.TensorShape(leaf.shape)[:1] for _, leaf in leaves]
+    lengths = [each[0] if each.rank == 1 else None for each in lengths]
+    message = (
+        "With `micro_batch_size`, all arrays of a batch must hold the same "
+        "number of samples. Override `slice_data` to say how others are cut. "
+        "Received: "
+    )
+    known = [each for each in lengths if each is not None]
+    if len(set(known)) > 1:
+        received = zip(names, lengths, strict=True)
+        raise ValueError(
+            message
+            + ", ".join(
+                f"{name} of length {length}" for name, length in received
+            )
+        )
+    if len(known) == len(lengths):
+        return []
+    lengths = tf.stack([_length(leaf) for _, leaf in leaves])
+    # The op itself: `tf.debugging.Assert` adds a condition, which takes longer
+    # than a small part.
+    check = tf.raw_ops.Assert(
+        condition=tf.reduce_all(lengths == lengths[0]),
+        data=[f"{message}{', '.join(names)} of lengths", lengths],
+        summarize=len(names),
+    )
+    return [check]
+
+
+def _name(path):
+    """Returns what a user calls a leaf of the data, as in `x['image']`."""
+    if not path:
+        return "x"
+    first, *rest = path
+    name = _NAMES[first] if first in range(len(_NAMES)) else f"[{first!r}]"
+    return name + "".join(f"[{key!r}]" for key in rest)
+
+
+def _on_host():
+    """Returns where a batch is cut, so that only a part is copied to a GPU.
+
+    Several replicas get their batches on their devices.
+    """
+    if count_replicas() > 1:
+        return contextlib.nullcontext()
+    return tf.device("CPU:0")

@@ -1,0 +1,264 @@
+"""Halve `micro_batch_size` when memory runs out, and feed the cycle again.
+
+The cycle is the transaction: a fed batch that fails is fed again with all that
+were fed since the last update, in smaller micro-batches.
+
+    for each fed batch:
+        if no cycle is pending:
+            save what steps assign      # batch norm, seeds, metrics
+        try:
+            train on it
+        except out of memory:
+            put back what was saved, and forget the sums
+            halve the size
+            train on all batches of this cycle
+
+The step itself does not know of this. Weights move only in the update that ends
+a cycle. If memory runs out in there, nothing is tried again.
+"""
+
+import contextlib
+import typing
+import warnings
+import weakref
+
+import tensorflow as tf
+
+from accumodel._checks import tf_variable
+from accumodel._context import current_graph
+from accumodel._micro_batch import make_variables
+from accumodel._parts import count_of_each_replica
+from accumodel._replicas import local_results
+from accumodel._replicas import scope_of
+from accumodel._scopes import Recorder
+from accumodel._scopes import check_assignments
+
+# More samples than any batch has.
+_ALL = 2**40
+
+_WHILE_UPDATING = (
+    "Out of memory while the optimizer made an update. Some weights may be "
+    "updated and others not, so load the last checkpoint, in a new process. A "
+    "smaller `micro_batch_size` does not help: use an optimizer that needs "
+    "less memory, or a smaller model."
+)
+_ONE_SAMPLE = (
+    "Out of memory with one sample in the model at once, so "
+    '`micro_batch_size="auto"` cannot help. Use a smaller model, smaller or '
+    "shorter samples, or `mixed_bfloat16`. The weights are those of the last "
+    "update."
+)
+
+# How GPUs say it when they do not raise a `ResourceExhaustedError`.
+_OTHERS = (
+    tf.errors.InternalError,
+    tf.errors.NotFoundError,
+    tf.errors.UnknownError,
+)
+_TEXTS = (
+    "cublas_status_alloc_failed",
+    "cuda_error_out_of_memory",
+    "cudnn_status_alloc_failed",
+    "failed to allocate",
+    "no algorithm worked",
+    "out of memory",
+    "resource_exhausted",
+)
+
+
+def is_out_of_memory(error):
+    """Whether an error of a step says that memory ran out."""
+    if isinstance(error, MemoryError | tf.errors.ResourceExhaustedError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, _OTHERS) and any(each in text for each in _TEXTS)
+
+
+class Retry:
+    """Runs the steps of a model again when memory runs out.
+
+    Args:
+        model: The `AccumulatingModel`.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        # The most samples that went through the model at once, or `None`.
+        self.largest: int | None = None
+        self._size = _ALL
+        # The fed batches of this cycle, and what was pending before them.
+        self._fed: list = []
+        self._pending: typing.Any = None
+        # The variables that steps assign, by their ids, and what each held
+        # when the cycle began.
+        self._assigned: dict = {}
+        self._saved: dict = {}
+        # Functions whose variables are made, and those that are traced.
+        self._ready: weakref.WeakSet = weakref.WeakSet()
+        self._traced: weakref.WeakSet = weakref.WeakSet()
+        model._accumulation.assign_size(_ALL)
+
+    # -- in Python, around the step --------------------------------------------
+
+    def run(self, function, trains, batches):
+        """Calls a function that trains or tests, until memory suffices.
+
+        Args:
+            function: That of Keras, which takes an iterator.
+            trains: Bool. Whether it trains.
+            batches: Iterator over batches. What it raises is not retried.
+
+        Returns:
+            Dict of scalars, the logs of the last batch.
+        """
+        self._trace(function, trains, batches)
+        logs = None
+        for _ in range(self._model.steps_per_execution):
+            data = next(batches, None)
+            if data is not None:
+                self._make_variables(function, trains, data)
+                logs = self._run_one(function, trains, data)
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    def _trace(self, function, trains, batches):
+        """Traces a function for what is known of the shapes of all batches.
+
+        As Keras does, which gives the function the iterator.
+        """
+        spec = getattr(batches, "element_spec", None)
+        if spec is None or function in self._traced or self._model.run_eagerly:
+            return
+        self._traced.add(function)
+        self._make_variables(function, trains, spec)
+        step = tf.function(lambda data: function(iter([data])), autograph=False)
+        step.get_concrete_function(spec)
+
+    def _make_variables(self, function, trains, data):
+        # While a `Recorder` is open, none can be made.
+        if function not in self._ready:
+            self._ready.add(function)
+            make_variables(self._model, trains, data)
+
+    def _run_one(self, function, trains, data):
+        cycles = self._model._accumulation.cycles
+        is_pending = trains and cycles.pending_steps > 0
+        if not is_pending or not self._fed:
+            self._begin(is_pending)
+        self._fed.append(data)
+        batches = [data]
+        while True:
+            try:
+                for each in batches:
+                    logs = function(iter([each]))
+                break
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                is_updating = trains and cycles.is_updating()
+                self._put_back()
+                if is_updating:
+                    _give_up(_WHILE_UPDATING, error)
+                self._halve(error)
+                batches = self._fed
+        largest = max(map(self._largest_part, self._fed))
+        self.largest = max(largest, self.largest or 0)
+        if not trains:
+            self._fed = []
+        return logs
+
+    def _begin(self, is_pending):
+        """Saves what a cycle begins with."""
+        cycles = self._model._accumulation.cycles
+        self._fed = []
+        self._pending = cycles.read() if is_pending else None
+        self._saved = {}
+        for variable in self._assigned.values():
+            self._save(variable)
+
+    def _save(self, variable):
+        with scope_of(self._model.distribute_strategy):
+            parts = local_results(tf_variable(variable))
+            self._saved[id(variable)] = [(p, p.read_value()) for p in parts]
+
+    def _put_back(self):
+        cycles = self._model._accumulation.cycles
+        for parts in self._saved.values():
+            for part, value in parts:
+                part.assign(value)
+        cycles.forget()
+        if self._pending is not None:
+            cycles.write(self._pending)
+
+    def _halve(self, error):
+        """Halves the size, or says why that would not help."""
+        failed = max(map(self._largest_part, self._fed))
+        if failed <= 1:
+            self._fed = []
+            self.largest = None
+            self._assign_size(_ALL)
+            _give_up(_ONE_SAMPLE, error)
+        self._assign_size(-(-failed // 2))
+        # Python shows what a line warns of only once.
+        globals().pop("__warningregistry__", None)
+        warnings.warn(
+            f"Out of memory with {failed} samples in the model at once. "
+            f"`micro_batch_size` is {self._size} from now on. The batches "
+            "since the last update are fed again, and nothing is lost.",
+            stacklevel=1,
+        )
+
+    def _assign_size(self, size):
+        self._size = size
+        self._model._accumulation.assign_size(size)
+        if self.largest is not None:
+            self.largest = min(self.largest, size)
+
+    def _largest_part(self, data):
+        """Returns the samples in the largest micro-batch of a fed batch."""
+        largest = 0
+        for samples in count_of_each_replica(
+            data, self._model.distribute_strategy
+        ):
+            parts = -(-samples // self._size)
+            largest = max(largest, -(-samples // parts) if parts else 0)
+        return largest
+
+    # -- in the step -----------------------------------------------------------
+
+    def recorded(self):
+        """Returns a scope in which assignments are recorded, to be undone."""
+        return Recorder(self._record)
+
+    def _record(self, variable):
+        if id(variable) not in self._assigned:
+            self._assigned[id(variable)] = variable
+            # This step was not run yet: these are the values before it.
+            with tf.init_scope():
+                self._save(variable)
+
+
+@contextlib.contextmanager
+def recorded(model):
+    """In it, a step assigns only what can be put back, with `"auto"`."""
+    retry = model._accumulation.retry
+    if retry is None:
+        yield
+        return
+    with retry.recorded():
+        yield
+
+
+def check_can_undo(model):
+    """Raises if the step that is traced assigns what cannot be put back."""
+    if model._accumulation.retry is not None and current_graph() is not None:
+        check_assignments(
+            current_graph(),
+            'With `micro_batch_size="auto"`, a cycle is fed again if memory '
+            "runs out",
+        )
+
+
+def _give_up(text, error):
+    raise tf.errors.ResourceExhaustedError(None, None, text) from error

@@ -1,0 +1,198 @@
+"""Makes Keras's train and test functions, and runs a fed batch.
+
+Every fed batch goes one way:
+
+    Trainer.fit -> model.train_function     `make_train_function`, here
+        Retry.run                           with "auto": if memory runs out
+            Keras's function                its `train_step` is `_train`, here
+                _slices.run                 for each micro-batch, `make_step`:
+                    model.train_step        the user's, or that of accumodel
+                        compute_gradients   forward, backward, weight, logs
+                        accumulate_gradients -> GradientAccumulator: the sums
+                FedBatch.end                counts it; updates if the cycle ends
+
+With the gradient cache `_gradient_cache.train` has two such loops instead. The
+test function goes the same way, without gradients.
+
+Keras compiles the whole step as one XLA cluster. A condition inside a cluster
+carries every variable that it may write through it, which takes longer than
+forward and backward together, and a loop over micro-batches would be compiled
+for each number of samples. So Keras is told not to compile: what runs for a
+micro-batch is compiled, and the update, each by itself.
+"""
+
+import contextlib
+import functools
+import itertools
+
+import tensorflow as tf
+
+from accumodel import _gradient_cache
+from accumodel import _keras
+from accumodel import _micro_batch
+from accumodel import _replicas
+from accumodel import _retry
+from accumodel import _slices
+from accumodel._context import FedBatch
+from accumodel._cycles import build_accumulator
+from accumodel._cycles import build_optimizer
+
+
+def make_train_function(model, make):
+    """Makes `model.train_function`.
+
+    Args:
+        model: The `AccumulatingModel`.
+        make: Function. Keras's `make_train_function`.
+    """
+    state = model._accumulation
+    if state.accumulates or state.cycles.accumulators():
+        _make_accumulating(model, make)
+    else:
+        make(force=True)
+    if _replicas.is_multi_worker(model.distribute_strategy):
+        model.train_function = _keras.with_local_logs(model.train_function)
+
+
+def make_test_function(model, make):
+    """Makes `model.test_function`, see `make_train_function`."""
+    state = model._accumulation
+    is_own = not state.overrides("test_step")
+    # With the cache, a custom one gets the batch whole, as the loss does.
+    is_whole = state.options.gradient_cache and not is_own
+    if model.micro_batch_size is None or is_whole:
+        make(force=True)
+    else:
+        step = functools.partial(_test, model, model.test_step, is_own)
+        with _instead_of(model, "test_step", step):
+            make(force=True)
+        _wrap(model, "test_function", trains=False)
+    if _replicas.is_multi_worker(model.distribute_strategy):
+        model.test_function = _keras.with_local_logs(model.test_function)
+
+
+def _make_accumulating(model, make):
+    # Made before the step is traced, which is then traced once. A custom one
+    # may have accumulators of its own. If not, it needs this one at the latest
+    # before the loop, in which no replica can wait for the others.
+    state = model._accumulation
+    is_needed = not state.overrides("train_step") or (
+        model.micro_batch_size is not None and not state.cycles.accumulators()
+    )
+    if state.accumulates and model.built and is_needed:
+        build_optimizer(model)
+        build_accumulator(model)
+    step = functools.partial(_train, model, model.train_step)
+    with _instead_of(model, "train_step", step):
+        make(force=True)
+    _wrap(model, "train_function", trains=True)
+    train_function = model.train_function
+
+    def train(iterator):
+        state.cycles.is_live = True
+        batches = _replicas.split_over_replicas(
+            iterator, model.distribute_strategy
+        )
+        try:
+            return train_function(batches)
+        except BaseException as error:
+            state.cycles.forget_after(error)
+            raise
+
+    model.train_function = train
+
+
+def _wrap(model, name, trains):
+    """Lets a function try again when memory runs out, or make variables first.
+
+    Args:
+        model: The `AccumulatingModel`.
+        name: String, the attribute that holds the function.
+        trains: Bool. Whether it trains, or tests.
+    """
+    function = getattr(model, name)
+    state = model._accumulation
+    if state.retry is not None:
+        wrapped = functools.partial(state.retry.run, function, trains)
+        setattr(model, name, wrapped)
+        return
+    with _replicas.scope_of(model.distribute_strategy):
+        is_in_loop = tf.distribute.has_strategy() and model.micro_batch_size
+    if not is_in_loop and not state.options.gradient_cache:
+        return
+
+    def build_and_call(batches):
+        if not _keras.is_built(model):
+            batches = _build(model, trains, batches)
+        return function(batches)
+
+    setattr(model, name, build_and_call)
+
+
+def _build(model, trains, batches):
+    """Makes the variables for the first batch, and returns all batches."""
+    data = getattr(batches, "element_spec", None)
+    if data is None:
+        data = next(batches)
+        batches = itertools.chain([data], batches)
+    _micro_batch.make_variables(model, trains, data)
+    return batches
+
+
+def _train(model, train_step, data):
+    """Runs a `train_step`, which may be custom, on one fed batch."""
+    state = model._accumulation
+    is_split = model.micro_batch_size is not None
+    fed_batch = FedBatch(is_split)
+    with _retry.recorded(model):
+        if state.options.gradient_cache:
+            logs = _gradient_cache.train(model, fed_batch, data)
+        else:
+            reports_losses = is_split and not (
+                state.overrides("train_step")
+                or state.overrides("compute_gradients")
+            )
+            step = _slices.make_step(
+                model, train_step, fed_batch, reports_losses
+            )
+            logs = _slices.run(model, step, data, reports_losses)
+    is_added = fed_batch.end()
+    if is_split and not is_added and model.trainable_variables:
+        raise ValueError(
+            "With `micro_batch_size`, `train_step` is called with each "
+            "micro-batch of a batch, and must add up its gradients. Call "
+            "`self.accumulate_gradients(gradients, weight)` instead of "
+            "`self.optimizer.apply_gradients(...)`. Received: the "
+            f"`train_step` of {type(model).__name__}, which accumulates "
+            "nothing"
+        )
+    return logs
+
+
+def _test(model, test_step, is_own, data):
+    """Runs a `test_step`, which may be custom, on one fed batch."""
+    with _retry.recorded(model):
+        if model._accumulation.options.gradient_cache:
+            return _gradient_cache.test(model, data)
+        if is_own:
+            test_step = functools.partial(_micro_batch.test, model)
+        step = _slices.make_step(model, test_step, reports_losses=is_own)
+        return _slices.run(model, step, data, is_own)
+
+
+@contextlib.contextmanager
+def _instead_of(model, name, step):
+    """While it is open, Keras takes `step` for the method of this name.
+
+    And it does not compile it.
+    """
+    before = {key: vars(model)[key] for key in (name,) if key in vars(model)}
+    jit_compile = model.jit_compile
+    model.__dict__[name] = step
+    model.jit_compile = False
+    try:
+        yield
+    finally:
+        model.jit_compile = jit_compile
+        del model.__dict__[name]
+        model.__dict__.update(before)
