@@ -41,7 +41,7 @@ class Accumulation:
         self.cycles = Cycles(model)
         self.loss_weights = LossWeights(model)
         self.size: typing.Any = None
-        self.retry: Retry | None = None
+        self.retry: typing.Any = None
         self.meter: typing.Any = None
         self.measures = False
         self._traced_with: typing.Any = None
@@ -77,7 +77,7 @@ class Accumulation:
         options = dataclasses.replace(self.options, micro_batch_size=value)
         _checks.check_gradient_cache(model, options)
         if value is not None:
-            self.check_can_accumulate(value)
+            _checks.check_can_accumulate(model, value)
         self.options = options
         if value != before:
             self._use_size(value)
@@ -99,13 +99,11 @@ class Accumulation:
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
         self.size.assign(value)
 
-    def check_can_accumulate(self, micro_batch_size):
-        _checks.check_can_accumulate(self._model, micro_batch_size)
-
     def begin_to_accumulate(self):
         """Lets gradients go through an accumulator from now on."""
         if not self.accumulates:
-            self.check_can_accumulate(self.options.micro_batch_size)
+            size = self.options.micro_batch_size
+            _checks.check_can_accumulate(self._model, size)
             self.accumulates = True
             self.make_functions_again()
 

@@ -92,12 +92,13 @@ def overrides(model, name):
     """
     if name in vars(model):
         return True
-    mro = (
-        each
-        for each in type(model).__mro__
-        if each.__module__.split(".")[0] not in ("accumodel", "keras")
-    )
+    mro = (each for each in type(model).__mro__ if not _is_ours(each))
     return any(name in vars(each) for each in mro)
+
+
+def _is_ours(each):
+    """Whether a class or function is one of Keras or of accumodel."""
+    return (each.__module__ or "").split(".")[0] in ("accumodel", "keras")
 
 
 def check_can_accumulate(model, micro_batch_size):
@@ -194,8 +195,8 @@ def check_train_step(cls):
         for each in cls.__mro__
         if "train_step" in vars(each)
     ]
-    is_own = steps[0].__module__.split(".")[0] == "accumodel"
-    if is_own and steps[1] is not keras.Model.train_step:
+    # Keras's own is not the first: `cls` derives from `AccumulatingModel`.
+    if _is_ours(steps[0]) and steps[1] is not keras.Model.train_step:
         raise TypeError(
             f"`{steps[1].__qualname__}` would not be called: {cls.__name__} "
             "derives from `AccumulatingModel` first, which has its own "

@@ -9,8 +9,11 @@ import contextlib
 import functools
 import typing
 import warnings
+from collections.abc import Callable
 
 import keras
+
+_F = typing.TypeVar("_F", bound=Callable)
 
 # What `keras.Model(inputs, outputs)` makes has no public name. The names keep
 # Keras's counters of automatic names as they are.
@@ -28,6 +31,20 @@ _TRAINING = (
     "predict_step",
     "test_step",
 )
+
+
+def runs(function: Callable) -> Callable[[_F], _F]:
+    """Decorates a method that is run as `function`.
+
+    The method has the signature and the documentation, for editors and
+    readers. `function` gets the arguments as they came: another base class may
+    have other names and defaults for them.
+    """
+
+    def decorate(method: _F) -> _F:
+        return typing.cast(_F, functools.wraps(method)(function))
+
+    return decorate
 
 
 class Wrapping:

@@ -1,6 +1,5 @@
 """One micro-batch after its forward pass: its loss, weight and logs."""
 
-import functools
 import inspect
 
 import keras
@@ -69,29 +68,20 @@ def _loss_of_batch(loss, samples):
     )
 
 
-def make_variables(model, trains, data):
-    """Makes all variables of a model, by tracing a step that is not run.
+def make_variables(model, step, data):
+    """Makes the variables that a step uses, by a trace that is not run.
 
     For steps that cannot make them: inside of a scope that records what is
     assigned, or of a loop on a replica.
 
     Args:
         model: The `AccumulatingModel`.
-        trains: Bool. Whether the step trains, or tests.
+        step: Function of a batch.
         data: A batch, or its specs.
     """
     strategy = model.distribute_strategy
     if strategy.num_replicas_in_sync > 1:
         return  # Keras has done it
-    overrides = model._accumulation.overrides
-    if trains and overrides("train_step"):
-        step = model.train_step
-    elif trains and overrides("compute_gradients"):
-        step = model.compute_gradients
-    elif not trains and overrides("test_step"):
-        step = model.test_step
-    else:
-        step = functools.partial(_call, model)
     state, was_built = random_state(), _keras.is_built(model)
 
     def trace(data):
@@ -105,10 +95,16 @@ def make_variables(model, trains, data):
         random_state(state)
 
 
-def _call(model, data):
+def call(model, data):
+    """Calls a model in training."""
+    x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+    return model(x, training=True)
+
+
+def call_all(model, data):
     """Calls all that a step of Keras calls."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = model(x, training=True)
+    y_pred = call(model, data)
     compute_loss(model, x, y, y_pred, sample_weight)
     model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 

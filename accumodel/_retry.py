@@ -18,15 +18,15 @@ a cycle. If memory runs out in there, nothing is tried again.
 """
 
 import contextlib
+import functools
 import typing
 import warnings
 import weakref
 
 import tensorflow as tf
 
+from accumodel import _micro_batch
 from accumodel._checks import tf_variable
-from accumodel._context import current_graph
-from accumodel._micro_batch import make_variables
 from accumodel._parts import count_of_each_replica
 from accumodel._replicas import local_results
 from accumodel._replicas import scope_of
@@ -139,7 +139,18 @@ class Retry:
         # While a `Recorder` is open, none can be made.
         if function not in self._ready:
             self._ready.add(function)
-            make_variables(self._model, trains, data)
+            _micro_batch.make_variables(self._model, self._step(trains), data)
+
+    def _step(self, trains):
+        """Returns a function that uses all variables of a step."""
+        model = self._model
+        names = (
+            ("train_step", "compute_gradients") if trains else ("test_step",)
+        )
+        for name in names:
+            if model._accumulation.overrides(name):
+                return getattr(model, name)
+        return functools.partial(_micro_batch.call_all, model)
 
     def _run_one(self, function, trains, data):
         cycles = self._model._accumulation.cycles
@@ -156,10 +167,9 @@ class Retry:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                is_updating = trains and cycles.is_updating()
-                self._put_back()
-                if is_updating:
+                if trains and cycles.is_updating():
                     _give_up(_WHILE_UPDATING, error)
+                self._put_back(trains)
                 self._halve(error)
                 batches = self._fed
         largest = max(map(self._largest_part, self._fed))
@@ -182,12 +192,14 @@ class Retry:
             parts = local_results(tf_variable(variable))
             self._saved[id(variable)] = [(p, p.read_value()) for p in parts]
 
-    def _put_back(self):
+    def _put_back(self, trains):
+        """Lets all be as it was when the cycle began."""
         cycles = self._model._accumulation.cycles
         for parts in self._saved.values():
             for part, value in parts:
                 part.assign(value)
-        cycles.forget()
+        if trains:
+            cycles.forget()
         if self._pending is not None:
             cycles.write(self._pending)
 
@@ -231,6 +243,14 @@ class Retry:
         """Returns a scope in which assignments are recorded, to be undone."""
         return Recorder(self._record)
 
+    def check(self, graph):
+        """Raises if a step assigns what cannot be put back."""
+        check_assignments(
+            graph,
+            'With `micro_batch_size="auto"`, a cycle is fed again if memory '
+            "runs out",
+        )
+
     def _record(self, variable):
         if id(variable) not in self._assigned:
             self._assigned[id(variable)] = variable
@@ -248,16 +268,6 @@ def recorded(model):
         return
     with retry.recorded():
         yield
-
-
-def check_can_undo(model):
-    """Raises if the step that is traced assigns what cannot be put back."""
-    if model._accumulation.retry is not None and current_graph() is not None:
-        check_assignments(
-            current_graph(),
-            'With `micro_batch_size="auto"`, a cycle is fed again if memory '
-            "runs out",
-        )
 
 
 def _give_up(text, error):

@@ -70,6 +70,9 @@ def run(model, step, data, reports_losses):
         return logs, _loss_logs.take(model) if reports_losses else 0.0
 
     run_part = trace(run_part)
+    retry = model._accumulation.retry
+    if retry is not None and not tf.executing_eagerly():
+        retry.check(run_part.graph)
     if not reports_losses:
         return _run_all(run_part, parts.count)[0]
     # A data set of unknown length ends with a run without data, in which

@@ -123,19 +123,20 @@ def _wrap(model, name, trains):
 
     def build_and_call(batches):
         if not _keras.is_built(model):
-            batches = _build(model, trains, batches)
+            batches = _build(model, batches)
         return function(batches)
 
     setattr(model, name, build_and_call)
 
 
-def _build(model, trains, batches):
+def _build(model, batches):
     """Makes the variables for the first batch, and returns all batches."""
     data = getattr(batches, "element_spec", None)
     if data is None:
         data = next(batches)
         batches = itertools.chain([data], batches)
-    _micro_batch.make_variables(model, trains, data)
+    step = functools.partial(_micro_batch.call, model)
+    _micro_batch.make_variables(model, step, data)
     return batches
 
 

@@ -30,10 +30,10 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
+from accumodel import _sums
 from accumodel._checks import check_accum_steps
 from accumodel._checks import check_gradients
 from accumodel._checks import check_optimizer
-from accumodel._checks import overwrites
 from accumodel._checks import tf_variable
 from accumodel._checks import with_inner_optimizers
 from accumodel._context import current_step
@@ -57,9 +57,6 @@ from accumodel._scopes import recorded
 # it is left out where a copy of the parameters counts.
 _MANY = 10_000_000
 _TOO_MANY = 50_000_000
-
-# Weights that cancel leave a total that is rounding, next to their sizes.
-_CANCELLED = 1e-9
 
 
 class _Untracked:
@@ -148,7 +145,7 @@ class GradientAccumulator(tf.Module):
         if strategy is not None:
             check_strategy(strategy)
         variables = list(variables)
-        _check_variables(variables)
+        _sums.check_variables(variables)
         super().__init__(name="gradient_accumulator")
         self.optimizer = optimizer
         self._skip_nonfinite = skip_nonfinite
@@ -165,20 +162,20 @@ class GradientAccumulator(tf.Module):
             # (ScheduleFreeAdamW) would copy nothing inside a trace.
             if not optimizer.built:
                 optimizer.build(variables)
-            self._sums = [_make_accumulator(v) for v in variables]
+            self._sums = [_sums.make_accumulator(v) for v in variables]
             # Of each replica: the sum of the weights, by which the sums are
             # divided; the sum of their sizes; and the micro-batches added.
             # float64: it adds up many weights.
             self._totals = make_sum((3,), tf.float64, "totals")
-            self._count = _make_counter("pending_steps")
-            self._skipped = _make_counter("skipped_steps")
-            self._accum_steps = _make_counter("accum_steps")
+            self._count = _sums.make_counter("pending_steps")
+            self._skipped = _sums.make_counter("skipped_steps")
+            self._accum_steps = _sums.make_counter("accum_steps")
             self._accum_steps.assign(accum_steps)
             # Which variables got a gradient in this cycle. The others get
             # `None` at the update, so that Keras skips them as usual.
             self._given = tf.Variable([False] * len(variables), trainable=False)
             # Updates for which the graph could not know that.
-            self._unsure = _make_counter("unsure_updates")
+            self._unsure = _sums.make_counter("unsure_updates")
             # Of each replica: the micro-batches of this fed batch that were
             # added, and those that were skipped.
             self._parts = make_sum((2,), tf.float64, "parts")
@@ -354,7 +351,7 @@ class GradientAccumulator(tf.Module):
         if is_compiled and self._skip_nonfinite:
             # A condition in an XLA cluster would carry all sums through it.
             amount = tf.cast(accepted, tf.float64)
-            gradients = [_or_zeros(accepted, each) for each in gradients]
+            gradients = [_sums.or_zeros(accepted, each) for each in gradients]
             scale = tf.where(accepted, scale, tf.zeros_like(scale))
 
         @recorded()
@@ -388,7 +385,7 @@ class GradientAccumulator(tf.Module):
             return step.waits()
         if tf.is_symbolic_tensor(weight):
             return []  # it waits for itself
-        return list(map(tf.identity, _values(gradients)))
+        return list(map(tf.identity, _sums.values_of(gradients)))
 
     def _begin(self, scale):
         """Returns what to wait for until the sums may be changed."""
@@ -409,7 +406,7 @@ class GradientAccumulator(tf.Module):
         """
         with tf.control_dependencies([weight]):
             if self._skip_nonfinite:
-                return _all_finite(gradients, weight)
+                return _sums.all_finite(gradients, weight)
             return tf.identity(True)
 
     def _accepts(self, gradients, weight):
@@ -424,19 +421,14 @@ class GradientAccumulator(tf.Module):
         """Adds each gradient as soon as it is made, which frees it."""
 
         @recorded()
-        def add_all(add):
+        def add_all(is_first):
             # So that what assigns to it next waits for all of this, see `_add`.
             self._is_adding.assign_add(0.0)
-            for total, gradient, variable in zip(
-                self._sums, gradients, self.variables, strict=True
-            ):
-                if overwrites(variable):
-                    _raise_to(total, gradient, is_first=add is _assign)
-                else:
-                    add(total, gradient, scale)
+            for each in zip(self._sums, gradients, self.variables, strict=True):
+                _sums.add(*each, scale, is_first)
 
         with tf.control_dependencies([is_first]):
-            tf.cond(is_first, lambda: add_all(_assign), lambda: add_all(_add))
+            tf.cond(is_first, lambda: add_all(True), lambda: add_all(False))
 
     def _select_each(self, gradients, scale, is_first):
         """Adds each gradient inside of an XLA cluster.
@@ -445,21 +437,13 @@ class GradientAccumulator(tf.Module):
         gradients, and of none, are cleared before the cluster.
         """
         fed_batch = current_step().fed_batch
-        for total, gradient, variable in zip(
-            self._sums, gradients, self.variables, strict=True
-        ):
-            if not isinstance(gradient, tf.Tensor):
-                fed_batch.cleared.setdefault(self, []).append(total)
-                _add(total, gradient, scale)
-                continue
-            # A scalar zero: XLA would store one of the shape as a constant.
-            before = tf.where(is_first, tf.zeros((), total.dtype), total)
-            value = tf.cast(gradient, total.dtype)
-            if overwrites(variable):
-                value = tf.where(is_first, value, tf.maximum(before, value))
+        for each in zip(self._sums, gradients, self.variables, strict=True):
+            total, gradient, _ = each
+            if isinstance(gradient, tf.Tensor):
+                _sums.select(*each, scale, is_first)
             else:
-                value = before + tf.cast(scale, total.dtype) * value
-            total.assign(value)
+                fed_batch.cleared.setdefault(self, []).append(total)
+                _sums.add(*each, scale, is_first=False)
 
     def _clear_first(self, sums):
         """Clears sums before the first micro-batch of a cycle."""
@@ -491,9 +475,9 @@ class GradientAccumulator(tf.Module):
         if meter is not None:
             measured = meter.measure(measured, totals, sums, self.optimizer)
         # Not a division of each sum: XLA would store all quotients at once.
-        factor = 1 / _make_divisor(totals[0], totals[1])
+        factor = 1 / _sums.make_divisor(totals[0], totals[1])
         self.optimizer.apply_gradients(
-            (_multiply(total, factor, variable), variable)
+            (_sums.multiply(total, factor, variable), variable)
             for total, variable in zip(sums, self.variables, strict=True)
         )
         # What reads a variable waits for what assigns to it.
@@ -660,127 +644,3 @@ class GradientAccumulator(tf.Module):
                 "variables, or use a `GradientAccumulator` for each set.",
                 stacklevel=3,
             )
-
-
-def _check_variables(variables):
-    if not variables:
-        raise ValueError(
-            "`variables` must hold at least one variable to train. "
-            f"Received: variables={variables}"
-        )
-    overwritten = [each for each in variables if overwrites(each)]
-    if overwritten and count_replicas() > 1:
-        raise ValueError(
-            "Variables that are overwritten by their gradients, such as the "
-            "scales of float8, cannot be accumulated on several replicas. Use "
-            f"one device, or another precision. Received: {overwritten[0]}"
-        )
-
-
-def _make_accumulator(variable):
-    dtype = tf.as_dtype(variable.dtype)
-    # Half types lose whole gradients when many are added: 511 gradients of
-    # 2.0 add up to 512 in bfloat16.
-    if dtype in (tf.float16, tf.bfloat16):
-        dtype = tf.float32
-    # On its variable's device, as the slots of an optimizer.
-    variable = tf_variable(variable)
-    extended = tf.distribute.get_strategy().extended
-    with extended.colocate_vars_with(variable):
-        return make_sum(variable.shape, dtype, "accumulator")
-
-
-def _make_counter(name):
-    return tf.Variable(tf.zeros((), tf.int64), trainable=False, name=name)
-
-
-def _assign(accumulator, gradient, scale):
-    """Begins a sum with `scale * gradient`."""
-    dtype = accumulator.dtype
-    if gradient is None or isinstance(gradient, tf.IndexedSlices):
-        accumulator.assign(tf.zeros_like(accumulator))
-        _add(accumulator, gradient, scale)
-    else:
-        # The product takes the gradient's buffer, and the variable takes that.
-        accumulator.assign(tf.cast(scale, dtype) * tf.cast(gradient, dtype))
-
-
-def _add(accumulator, gradient, scale):
-    """Adds `scale * gradient` to a sum, in one pass over it."""
-    dtype = accumulator.dtype
-    scale = tf.cast(scale, dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        tf.raw_ops.ResourceScatterAdd(
-            resource=accumulator.handle,
-            indices=gradient.indices,
-            updates=scale * tf.cast(gradient.values, dtype),
-        )
-    elif gradient is not None:
-        # `accumulator -= (-scale) * gradient`: the one public op that
-        # multiplies and adds in place, with no product to store.
-        tf.raw_ops.ResourceApplyGradientDescent(
-            var=accumulator.handle,
-            alpha=-scale,
-            delta=tf.cast(gradient, dtype),
-        )
-
-
-def _raise_to(accumulator, gradient, is_first):
-    """Keeps the maximum, of what is a value and no gradient."""
-    if gradient is not None:
-        value = tf.cast(gradient, accumulator.dtype)
-        if not is_first:
-            value = tf.maximum(accumulator, value)
-        accumulator.assign(value)
-
-
-def _make_divisor(weight, size):
-    """Returns what the sums are to be divided by.
-
-    Args:
-        weight: Scalar tensor, the sum of the weights.
-        size: Scalar tensor, the sum of their absolute values.
-    """
-    # Weights that cancel make no update, as in Keras.
-    is_cancelled = tf.abs(weight) <= _CANCELLED * size
-    divisor = tf.where(is_cancelled, weight.dtype.max, weight)
-    # Nothing was added to the total if the losses are sums.
-    return tf.where(tf.equal(size, 0), tf.ones_like(divisor), divisor)
-
-
-def _multiply(total, factor, variable):
-    if total is None:
-        return None
-    if not overwrites(variable):
-        total = total * tf.cast(factor, total.dtype)
-    return tf.cast(total, variable.dtype)
-
-
-def _or_zeros(accepted, gradient):
-    if gradient is None:
-        return None
-    return tf.nest.map_structure(
-        lambda each: (
-            tf.where(accepted, each, tf.zeros((), each.dtype))
-            if each.dtype.is_floating
-            else each
-        ),
-        gradient,
-        expand_composites=True,
-    )
-
-
-def _values(gradients):
-    """Returns the values of those that there are, sparse ones as they are."""
-    return [
-        getattr(gradient, "values", gradient)
-        for gradient in gradients
-        if gradient is not None
-    ]
-
-
-def _all_finite(gradients, weight):
-    values = [*_values(gradients), tf.cast(weight, tf.float64)]
-    return tf.reduce_all(
-        [tf.reduce_all(tf.math.is_finite(value)) for value in values]
-    )

@@ -222,17 +222,27 @@ class EndOfCycle(keras.callbacks.Callback):
         )
 
 
-def prepare_callbacks(callbacks, x, batch_size):
-    """Returns the callbacks of a call to `fit`, with `EndOfCycle` in front.
+# The first parameters of `fit`.
+_FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks")
+
+
+def with_end_of_cycle(args, kwargs):
+    """Puts `EndOfCycle` in front of the callbacks of a call to `fit`.
 
     Args:
-        callbacks: What `fit` was given.
-        x: What `fit` was given.
-        batch_size: What `fit` was given.
+        args: Tuple of its positional arguments.
+        kwargs: Dict of its keyword arguments.
+
+    Returns:
+        Tuple of a dict of the arguments by name, and the new `args` and
+        `kwargs`.
     """
+    given = dict(zip(_FIT, args, strict=False)) | kwargs
+    callbacks = given.get("callbacks")
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    spec = getattr(x, "element_spec", None)
+    spec = getattr(given.get("x"), "element_spec", None)
+    batch_size = given.get("batch_size")
     if spec is not None:
         # A distributed data set has none, and a scalar no samples.
         shape = getattr(keras.tree.flatten(spec)[0], "shape", None)
@@ -242,4 +252,10 @@ def prepare_callbacks(callbacks, x, batch_size):
         keras.tree.flatten(callbacks or []),
         key=lambda each: not hasattr(each, "adds_to_logs"),
     )
-    return [EndOfCycle(batch_size), *callbacks]
+    callbacks = [EndOfCycle(batch_size), *callbacks]
+    place = _FIT.index("callbacks")
+    if len(args) > place:
+        args = (*args[:place], callbacks, *args[place + 1 :])
+    else:
+        kwargs = {**kwargs, "callbacks": callbacks}
+    return {**given, "callbacks": callbacks}, args, kwargs

@@ -20,7 +20,49 @@ from accumodel import _weighting
 from accumodel._accumulation import Accumulation
 from accumodel._options import Options
 from accumodel.accumulator import GradientAccumulator
-from accumodel.callbacks import prepare_callbacks
+from accumodel.callbacks import with_end_of_cycle
+
+
+def _compile(
+    model,
+    *args,
+    accum_steps=1,
+    micro_batch_size=None,
+    gradient_cache=False,
+    remainder="apply",
+    skip_nonfinite=False,
+    **kwargs,
+):
+    options = Options(
+        accum_steps,
+        micro_batch_size,
+        gradient_cache,
+        remainder,
+        skip_nonfinite,
+    )
+    _checks.check_gradient_cache(model, options)
+    try:
+        super(AccumulatingModel, model).compile(*args, **kwargs)
+        _checks.check_optimizer(model.optimizer, skip_nonfinite)
+        if options.accumulates:
+            _checks.check_can_accumulate(model, micro_batch_size)
+    except BaseException:
+        model.compiled = False
+        raise
+    model._accumulation.configure(options)
+
+
+def _fit(model, *args, **kwargs):
+    state = model._accumulation
+    given, args, kwargs = with_end_of_cycle(args, kwargs)
+    state.loss_weights.share(given.get("y"), given.get("sample_weight"))
+    state.measures = any(
+        hasattr(each, "needs_meter") for each in given["callbacks"]
+    )
+    try:
+        return super(AccumulatingModel, model).fit(*args, **kwargs)
+    finally:
+        state.measures = False
 
 
 class AccumulatingModel(keras.Model):
@@ -117,6 +159,7 @@ class AccumulatingModel(keras.Model):
             cls, model, AccumulatingModel, WrappingAccumulatingModel
         )
 
+    @_construction.runs(_compile)
     def compile(
         self,
         optimizer: typing.Any = "rmsprop",
@@ -186,35 +229,6 @@ class AccumulatingModel(keras.Model):
                 the optimizer, the `tf.distribute` strategy or the other
                 arguments. After an error the model is not compiled.
         """
-        options = Options(
-            accum_steps,
-            micro_batch_size,
-            gradient_cache,
-            remainder,
-            skip_nonfinite,
-        )
-        state = self._accumulation
-        _checks.check_gradient_cache(self, options)
-        try:
-            super().compile(
-                optimizer=optimizer,
-                loss=loss,
-                loss_weights=loss_weights,
-                metrics=metrics,
-                weighted_metrics=weighted_metrics,
-                run_eagerly=run_eagerly,
-                steps_per_execution=steps_per_execution,
-                jit_compile=jit_compile,
-                auto_scale_loss=auto_scale_loss,
-                **kwargs,
-            )
-            _checks.check_optimizer(self.optimizer, skip_nonfinite)
-            if options.accumulates:
-                state.check_can_accumulate(options.micro_batch_size)
-        except BaseException:
-            self.compiled = False
-            raise
-        state.configure(options)
 
     @property
     def accum_steps(self) -> int:
@@ -261,8 +275,8 @@ class AccumulatingModel(keras.Model):
         With `"auto"` it is the most samples that have gone through the model
         at once, on each replica, or `None` before the first batch.
         """
-        retry = self._accumulation.retry
-        return self.micro_batch_size if retry is None else retry.largest
+        size = self.micro_batch_size
+        return self._accumulation.retry.largest if size == "auto" else size
 
     @property
     def pending_steps(self) -> int:
@@ -462,6 +476,7 @@ class AccumulatingModel(keras.Model):
         """Forgets the pending cycle."""
         self._accumulation.cycles.reset()
 
+    @_construction.runs(_fit)
     def fit(
         self,
         x: typing.Any = None,
@@ -513,32 +528,6 @@ class AccumulatingModel(keras.Model):
         Returns:
             The `keras.callbacks.History`.
         """
-        state = self._accumulation
-        state.loss_weights.share(y, sample_weight)
-        callbacks = prepare_callbacks(callbacks, x, batch_size)
-        state.measures = any(hasattr(e, "needs_meter") for e in callbacks)
-        try:
-            return super().fit(
-                x=x,
-                y=y,
-                batch_size=batch_size,
-                epochs=epochs,
-                verbose=verbose,
-                callbacks=callbacks,
-                validation_split=validation_split,
-                validation_data=validation_data,
-                shuffle=shuffle,
-                class_weight=class_weight,
-                sample_weight=sample_weight,
-                initial_epoch=initial_epoch,
-                steps_per_epoch=steps_per_epoch,
-                validation_steps=validation_steps,
-                validation_batch_size=validation_batch_size,
-                validation_freq=validation_freq,
-                **kwargs,
-            )
-        finally:
-            state.measures = False
 
     def train_on_batch(self, *args, **kwargs):
         self._accumulation.loss_weights.share(None, None)

@@ -87,7 +87,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
             )
         self.decay = decay
         self._meter: Meter | None = None
-        self._last = Estimate()
+        # What was measured, when `fit` has ended.
+        self._measured: Estimate | None = Estimate()
         self._has_warned = False
 
     # It runs before callbacks that write the logs, and `fit` has the gradients
@@ -116,12 +117,11 @@ class GradientNoiseScale(keras.callbacks.Callback):
             model._accumulation.meter = Meter(model.distribute_strategy)
         self._meter = model._accumulation.meter
         self._meter.begin(self.decay)
+        self._measured = None
 
     def on_train_end(self, logs=None):
-        # Another `fit` measures anew.
-        assert self._meter is not None
-        self._last = self._meter.estimate()
-        self._meter = None
+        # The next `fit` measures anew, with the same meter.
+        self._measured = self._estimate()
 
     def on_epoch_end(self, epoch, logs=None):
         estimate = self._estimate()
@@ -174,7 +174,10 @@ class GradientNoiseScale(keras.callbacks.Callback):
         print(f"Nearest to the noise scale: {self._nearest(value, batch)}.")
 
     def _estimate(self):
-        return self._last if self._meter is None else self._meter.estimate()
+        if self._measured is None:
+            assert self._meter is not None
+            return self._meter.estimate()
+        return self._measured
 
     def _nearest(self, value, batch):
         steps = self.model.accum_steps

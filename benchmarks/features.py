@@ -11,8 +11,6 @@ import keras
 import rich.table
 
 import accumodel
-from accumodel import _functions
-from accumodel.noise_scale import Meter
 from benchmarks.report import report
 from benchmarks.speed import lower_quartiles
 from benchmarks.speed import make_speed_parser
@@ -30,7 +28,13 @@ def make_ways(make, jit):
     for name, arguments in (
         ("alone", {"micro_batch_size": size}),
         ("cache", {"micro_batch_size": size, "gradient_cache": True}),
-        ("noise", {"micro_batch_size": size}),
+        (
+            "noise",
+            {
+                "micro_batch_size": size,
+                "callback": accumodel.GradientNoiseScale(),
+            },
+        ),
         ("auto", {"micro_batch_size": "auto"}),
     ):
         step, model = make_step(
@@ -40,11 +44,8 @@ def make_ways(make, jit):
             batches=BATCHES,
             **arguments,
         )
-        if name == "noise":  # as the callback does
-            model._meter = Meter(0.99, None)
-            _functions.make_again(model)
-        elif name == "auto":  # as after errors
-            model._search._set_size(size)
+        if name == "auto":  # as after errors
+            model._accumulation.retry._assign_size(size)
         ways[f"cut {BATCHES} {name}"] = step
     return ways
 

@@ -10,12 +10,30 @@ process's resident memory if not.
 With `--limit MB`, memory does run out: TensorFlow gets this much for its
 tensors, and the CNN is trained for two updates with a batch that needs more; by
 Keras, and with `micro_batch_size="auto"`. The table shows how that ended.
+
+With `--parameters`, the unit is copies of the parameters. Two models of about
+90 million, next to which activations are small, are trained for three updates
+by Adam, on the CPU: by plain `keras.Model` with one micro-batch; and with 4
+micro-batches in a cycle by Keras, by `accum_steps`, by `micro_batch_size`, and
+by that with the callback `GradientNoiseScale`; and by "auto" with a batch of
+one micro-batch, which fits. Each runs in a separate process. The table shows
+the peak over the built model of plain, and by how much those of the others are
+higher. Memory that is not live must not count:
+
+- `TF_ENABLE_ONEDNN_OPTS=0`: oneDNN would keep buffers of its own.
+- `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_`: glibc returns freed
+  tensors to the system at once. Otherwise it keeps some, and how many depends
+  on the order in which they were freed.
+- Linux forgets the peak of building the model (`/proc/self/clear_refs`).
 """
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
+import pathlib
+import sys
 
 import keras
 import matplotlib.figure
@@ -30,10 +48,23 @@ from benchmarks.report import GRAY
 from benchmarks.report import make_parser
 from benchmarks.report import report
 from benchmarks.report import run_each
+from benchmarks.speed import make_step
+from benchmarks.speed import mlp
+from benchmarks.speed import transformer
 
 MICRO_BATCH = 16
 WAYS = ("big batch", "Keras", "accum_steps", "micro_batch_size")
 UNLIMITED, PLAIN, AUTO = "Keras, no limit", "Keras", 'micro_batch_size="auto"'
+# Of `--parameters`.
+STEPS = 4
+UPDATES = 3
+LARGE = {
+    "mlp": functools.partial(mlp, layers=21),
+    "transformer": functools.partial(
+        transformer, layers=7, width=1024, length=32, samples=2
+    ),
+}
+COPIES = ("plain", "Keras", "accum_steps", "micro_batch_size", "auto", "noise")
 
 
 def make_model(model_class):
@@ -176,6 +207,66 @@ def compare_limited(limit, batch_size, jit):
     return rows
 
 
+def measure_copies(make, jit, way):
+    """Returns the peak over the built model, in copies of its parameters."""
+    model_class = accumodel.AccumulatingModel
+    if way in ("plain", "Keras"):
+        model_class = keras.Model
+    model, data = make(model_class)
+    cut = {"batches": STEPS, "micro_batch_size": len(data[1])}
+    kwargs = {
+        "plain": {},
+        "Keras": {"optimizer": {"gradient_accumulation_steps": STEPS}},
+        "accum_steps": {"accum_steps": STEPS},
+        "micro_batch_size": cut,
+        "auto": {"micro_batch_size": "auto"},
+        "noise": {**cut, "callback": accumodel.GradientNoiseScale()},
+    }[way]
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    built = peak_memory()  # what it has now
+    step, _ = make_step(lambda _: (model, data), model_class, jit, **kwargs)
+    for _ in range(
+        UPDATES * STEPS if way in ("Keras", "accum_steps") else UPDATES
+    ):
+        step()
+    return (peak_memory() - built) / (4 * model.count_params())
+
+
+def compare_copies():
+    """Returns a dict for each model and jit, with a figure for each way."""
+    # The new processes read these, see above.
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    os.environ["MALLOC_TRIM_THRESHOLD_"] = "65536"
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    cases = list(itertools.product(LARGE, ("off", "on")))
+    calls = [
+        (LARGE[name], jit == "on", way) for name, jit in cases for way in COPIES
+    ]
+    peaks = run_each(measure_copies, calls)
+    rows = []
+    for name, jit in cases:
+        plain, *others = itertools.islice(peaks, len(COPIES))
+        more = (other - plain for other in others)
+        figures = dict(zip(COPIES, (plain, *more), strict=True))
+        rows.append({"model": name, "jit": jit, **figures})
+    return rows
+
+
+def make_copies_table(rows):
+    table = rich.table.Table(
+        title="Peak memory over the built model, in copies of the parameters: "
+        "plain, and what the others add to it"
+    )
+    for name in rows[0]:
+        is_figure = name in COPIES
+        table.add_column(name, justify="right" if is_figure else "left")
+    for row in rows:
+        model, jit, *figures = row.values()
+        table.add_row(model, jit, *(f"{figure:.2f}" for figure in figures))
+    return table
+
+
 def make_limited_table(rows, limit, batch_size):
     table = rich.table.Table(
         title=f"Two updates with batches of {batch_size}, {limit} MB for "
@@ -251,10 +342,21 @@ def main():
         type=int,
         help="let memory run out, with the largest of the sizes (try 1000)",
     )
+    parser.add_argument(
+        "--parameters",
+        action="store_true",
+        help="peaks in copies of the parameters, with and without jit_compile",
+    )
     arguments = parser.parse_args()
+    if arguments.plot and (arguments.limit or arguments.parameters):
+        parser.error("--plot draws nothing with --limit or --parameters")
+    if arguments.parameters:
+        if sys.platform != "linux":
+            parser.error("--parameters needs Linux, which can reset a peak")
+        rows = compare_copies()
+        report(arguments, rows, make_copies_table(rows))
+        return
     if arguments.limit:
-        if arguments.plot:
-            parser.error("--plot draws nothing with --limit")
         size = max(arguments.sizes)
         rows = compare_limited(arguments.limit, size, arguments.jit)
         report(arguments, rows, make_limited_table(rows, arguments.limit, size))

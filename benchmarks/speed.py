@@ -35,10 +35,10 @@ from benchmarks.report import run_each
 # -- workloads: a function that makes the model, and one micro-batch -----------
 
 
-def mlp(model_class):
-    """23 million parameters, micro-batches of 8."""
+def mlp(model_class, layers=6):
+    """With 6 layers 23 million parameters, micro-batches of 8."""
     inputs = x = keras.Input((1024,))
-    for _ in range(6):
+    for _ in range(layers):
         x = keras.layers.Dense(2048, activation="relu")(x)
     outputs = keras.layers.Dense(10)(x)
     rng = np.random.default_rng(0)
@@ -60,21 +60,21 @@ def cnn(model_class):
     return model_class(inputs, outputs), data
 
 
-def transformer(model_class):
+def transformer(model_class, layers=4, width=256, length=64, samples=4):
     """4 layers of 256, sequences of 64, micro-batches of 4."""
-    inputs = keras.Input((64, 256))
+    inputs = keras.Input((length, width))
     x = inputs
-    for _ in range(4):
-        attention = keras.layers.MultiHeadAttention(4, 64)(x, x)
+    for _ in range(layers):
+        attention = keras.layers.MultiHeadAttention(width // 64, 64)(x, x)
         x = keras.layers.LayerNormalization()(x + attention)
-        hidden = keras.layers.Dense(1024, activation="gelu")(x)
+        hidden = keras.layers.Dense(4 * width, activation="gelu")(x)
         x = keras.layers.LayerNormalization()(
-            x + keras.layers.Dense(256)(hidden)
+            x + keras.layers.Dense(width)(hidden)
         )
     outputs = keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(x))
     rng = np.random.default_rng(0)
-    data = rng.random((4, 64, 256), "float32"), rng.integers(10, size=4)
-    return model_class(inputs, outputs), data
+    x = rng.random((samples, length, width), "float32")
+    return model_class(inputs, outputs), (x, rng.integers(10, size=samples))
 
 
 def embedding(model_class):
@@ -120,7 +120,15 @@ class Floor(keras.Model):
         return logs | {f"gradient {i}": each for i, each in enumerate(flat)}
 
 
-def make_step(make, model_class, jit, optimizer=None, batches=1, **kwargs):
+def make_step(
+    make,
+    model_class,
+    jit,
+    optimizer=None,
+    batches=1,
+    callback=None,
+    **kwargs,
+):
     """Returns a function that trains on one batch, and its model."""
     keras.utils.set_random_seed(0)
     model, data = make(model_class)
@@ -134,8 +142,11 @@ def make_step(make, model_class, jit, optimizer=None, batches=1, **kwargs):
         **kwargs,
     )
     model.optimizer.build(model.trainable_variables)
-    iterator = iter(tf.data.Dataset.from_tensors(data).repeat())
+    dataset = tf.data.Dataset.from_tensors(data).repeat()
+    iterator = iter(dataset)
     model.make_train_function()
+    if callback:  # what `fit` traces does what the callback needs, also later
+        model.fit(dataset, steps_per_epoch=1, callbacks=[callback], verbose=0)
     return lambda: model.train_function(iterator), model
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import time
 import warnings
 
 import keras
@@ -266,3 +267,33 @@ def test_a_copy_trains_its_own_variables(duplicate, traced):
     accumulate(copied)
     np.testing.assert_array_equal(variable, [0.5])
     np.testing.assert_array_equal(copied.variables[0], [0.0])
+
+
+def test_an_error_in_a_custom_loop_begins_a_new_cycle():
+    """It comes when one gradient is added, and the other not."""
+    variables = [keras.Variable([0.0]), keras.Variable([0.0])]
+    optimizer = keras.optimizers.SGD(1.0)
+    accumulator = GradientAccumulator(optimizer, variables, accum_steps=2)
+    fails = []
+
+    def fail(value):
+        if fails:
+            time.sleep(0.1)  # the other one is added by then
+            raise RuntimeError("in a gradient")
+        return value
+
+    @tf.function
+    def step(value, weight):
+        checked = tf.numpy_function(fail, [value], tf.float32)
+        gradients = [tf.ensure_shape(checked, (1,)), value]
+        accumulator.accumulate(gradients, weight)
+
+    step(tf.constant([100.0]), tf.constant(1.0))
+    fails.append(True)
+    with pytest.raises(Exception, match="in a gradient"):
+        step(tf.constant([1000.0]), tf.constant(1.0))
+    fails.clear()
+    for value in (1.0, 3.0):
+        step(tf.constant([value]), tf.constant(1.0))
+    assert accumulator.pending_steps == 0
+    assert [float(each[0]) for each in variables] == [-2.0, -2.0]

@@ -573,3 +573,46 @@ def test_an_accumulator_belongs_to_the_strategy_of_its_scope():
         strategy.run(
             lambda: GradientAccumulator(keras.optimizers.SGD(), [variable])
         )
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"micro_batch_size": 3},
+        {"micro_batch_size": "auto"},
+        {"micro_batch_size": 3, "accum_steps": 2, "steps_per_execution": 2},
+        slow({"accum_steps": 2}),
+        slow({"micro_batch_size": 3, "gradient_cache": True}),
+        slow({"micro_batch_size": 3, "skip_nonfinite": True}),
+        slow({"micro_batch_size": 3, "run_eagerly": True}),
+    ],
+    ids=str,
+)
+def test_one_replica_is_as_no_strategy(kwargs, built):
+    """What `MirroredStrategy()` makes on a machine with one GPU, or none."""
+
+    class Unbuilt(AccumulatingModel):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(cases.CLASSES, activation="softmax")
+
+        def call(self, inputs):
+            return self.head(inputs)
+
+    def functional():
+        inputs = keras.Input((cases.FEATURES,))
+        head = keras.layers.Dense(cases.CLASSES, activation="softmax")
+        return AccumulatingModel(inputs, head(inputs))
+
+    x, y = cases.classes(32, np.random.default_rng(0))
+    models = []
+    for strategy in (tf.distribute.get_strategy(), mirrored(1)):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = functional() if built else Unbuilt()
+            model.compile("adam", "sparse_categorical_crossentropy", **kwargs)
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        model.evaluate(x, y, batch_size=8, verbose=0)
+        models.append(model)
+    assert distance(*models) < 1e-6

@@ -32,7 +32,7 @@ def test_a_loss_reduces_in_one_function_that_is_given_all_it_needs():
     y_pred._keras_mask = mask
     weights = tf.constant([[1.0], [2.0]])
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    with _keras.noted_reductions(scales=True) as reductions:
+    with _keras.recorded_reductions(scales=True) as reductions:
         value = loss(tf.zeros((2, 5, 3)), y_pred, weights)
     (noted,) = reductions
     assert noted.values.shape == (2, 5)

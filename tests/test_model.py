@@ -519,7 +519,7 @@ def test_leaving_1_makes_the_accumulators_and_one_trace(data):
     train(reference, data, batch_size=8, accum_steps=4, epochs=2)
     model = make_model()
     model.compile("adam", "sparse_categorical_crossentropy")
-    assert model._accumulator is None
+    assert model._gradient_accumulator is None
     model.accum_steps = 4
     model.fit(*data, batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert distance(model, reference) == 0.0
@@ -530,7 +530,7 @@ def test_with_accum_steps_1_the_step_is_that_of_keras(data):
     expected = train(reference, data, batch_size=8)
     model = make_model()
     logs = train(model, data, batch_size=8)
-    assert model._accumulator is None
+    assert model._gradient_accumulator is None
     assert logs.history == expected.history
     assert distance(model, reference) == 0.0
 

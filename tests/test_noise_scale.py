@@ -188,7 +188,8 @@ def test_an_interval_holds_the_truth_in_nine_of_ten_runs():
         meter.average(meter.measure(sums, totals, [total], optimizer))
         return squares
 
-    meter = noise_scale.Meter(0.99, None)
+    meter = noise_scale.Meter(None)
+    meter.begin(0.99)
     hits = 0
     for _ in range(100):
         noise = rng.normal(size=(300, 8, FEATURES)) / np.sqrt(8)
@@ -331,3 +332,36 @@ def test_what_cannot_be_measured():
     plain.compile("sgd", "mse")
     with pytest.raises(TypeError, match="needs a model that accumulates"):
         plain.fit(np.ones((8, 6)), np.ones((8, 3)), callbacks=callbacks)
+
+
+def test_it_ends_with_its_fit_and_does_not_trace_again():
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    traces = []
+
+    class Counts(AccumulatingModel):
+        def compute_gradients(self, data):
+            traces.append(0)
+            return super().compute_gradients(data)
+
+    x, y = np.random.rand(32, 4), np.random.rand(32, 1)
+    inputs = keras.Input((4,))
+    model = Counts(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse", micro_batch_size=4)
+
+    def fit(callbacks):
+        model.fit(x, y, batch_size=16, verbose=0, callbacks=callbacks)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit([GradientNoiseScale(), Stops()])
+    assert not model._accumulation.measures
+    expected = len(traces)
+    for _ in range(3):
+        callback = GradientNoiseScale()
+        fit([callback])
+        assert callback._estimate().batch == 16
+    assert len(traces) == expected
+    fit([])
+    assert len(traces) == expected + 1

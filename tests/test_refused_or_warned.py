@@ -848,10 +848,12 @@ def test_sums_are_on_the_devices_of_their_variables():
     model.compile("adam", "mse", accum_steps=2)
     model.fit(features(), np.ones((24, 1)), batch_size=4, verbose=0)
     for variable, total in zip(
-        model.trainable_variables, model._accumulator._sums, strict=True
+        model.trainable_variables,
+        model._gradient_accumulator._sums,
+        strict=True,
     ):
         assert total.device == variable.value.device
-    assert {each.device[-5:] for each in model._accumulator._sums} == {
+    assert {each.device[-5:] for each in model._gradient_accumulator._sums} == {
         "CPU:0",
         "CPU:1",
     }

@@ -1,0 +1,152 @@
+"""The sum of the gradients of one variable: make it, add to it, divide it."""
+
+import tensorflow as tf
+
+from accumodel._checks import overwrites
+from accumodel._checks import tf_variable
+from accumodel._replicas import count_replicas
+from accumodel._replicas import make_sum
+
+# Weights that cancel leave a total that is rounding, next to their sizes.
+_CANCELLED = 1e-9
+
+
+def check_variables(variables):
+    if not variables:
+        raise ValueError(
+            "`variables` must hold at least one variable to train. "
+            f"Received: variables={variables}"
+        )
+    overwritten = [each for each in variables if overwrites(each)]
+    if overwritten and count_replicas() > 1:
+        raise ValueError(
+            "Variables that are overwritten by their gradients, such as the "
+            "scales of float8, cannot be accumulated on several replicas. Use "
+            f"one device, or another precision. Received: {overwritten[0]}"
+        )
+
+
+def make_accumulator(variable):
+    dtype = tf.as_dtype(variable.dtype)
+    # Half types lose whole gradients when many are added: 511 gradients of
+    # 2.0 add up to 512 in bfloat16.
+    if dtype in (tf.float16, tf.bfloat16):
+        dtype = tf.float32
+    # On its variable's device, as the slots of an optimizer.
+    variable = tf_variable(variable)
+    extended = tf.distribute.get_strategy().extended
+    with extended.colocate_vars_with(variable):
+        return make_sum(variable.shape, dtype, "accumulator")
+
+
+def make_counter(name):
+    return tf.Variable(tf.zeros((), tf.int64), trainable=False, name=name)
+
+
+def add(total, gradient, variable, scale, is_first):
+    """Adds `scale * gradient` to a sum, in one pass over it.
+
+    Args:
+        total: The sum, a variable.
+        gradient: Tensor, `tf.IndexedSlices` or `None`.
+        variable: The variable that it is the gradient of.
+        scale: Scalar tensor.
+        is_first: Bool. Whether it begins the sum.
+    """
+    dtype = total.dtype
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    if is_first and (gradient is None or is_sparse):
+        total.assign(tf.zeros_like(total))
+    if gradient is None:
+        return
+    scale = tf.cast(scale, dtype)
+    if is_sparse:
+        tf.raw_ops.ResourceScatterAdd(
+            resource=total.handle,
+            indices=gradient.indices,
+            updates=scale * tf.cast(gradient.values, dtype),
+        )
+        return
+    gradient = tf.cast(gradient, dtype)
+    if overwrites(variable):  # what is a value and no gradient
+        total.assign(gradient if is_first else tf.maximum(total, gradient))
+    elif is_first:
+        # The product takes the gradient's buffer, and the variable takes that.
+        total.assign(scale * gradient)
+    else:
+        # `total -= (-scale) * gradient`: the one public op that multiplies and
+        # adds in place, with no product to store.
+        tf.raw_ops.ResourceApplyGradientDescent(
+            var=total.handle, alpha=-scale, delta=gradient
+        )
+
+
+def select(total, gradient, variable, scale, is_first):
+    """Adds a dense gradient as `add` does, where XLA fuses it.
+
+    Args:
+        total: The sum, a variable.
+        gradient: Tensor.
+        variable: The variable that it is the gradient of.
+        scale: Scalar tensor.
+        is_first: Scalar bool tensor. Whether it begins the sum.
+    """
+    # A scalar zero: XLA would store one of the shape as a constant.
+    before = tf.where(is_first, tf.zeros((), total.dtype), total)
+    gradient = tf.cast(gradient, total.dtype)
+    if overwrites(variable):
+        total.assign(tf.where(is_first, gradient, tf.maximum(before, gradient)))
+    else:
+        total.assign(before + tf.cast(scale, total.dtype) * gradient)
+
+
+def make_divisor(weight, size):
+    """Returns what the sums are to be divided by.
+
+    Args:
+        weight: Scalar tensor, the sum of the weights.
+        size: Scalar tensor, the sum of their absolute values.
+    """
+    # Weights that cancel make no update, as in Keras.
+    is_cancelled = tf.abs(weight) <= _CANCELLED * size
+    divisor = tf.where(is_cancelled, weight.dtype.max, weight)
+    # Nothing was added to the total if the losses are sums.
+    return tf.where(tf.equal(size, 0), tf.ones_like(divisor), divisor)
+
+
+def multiply(total, factor, variable):
+    if total is None:
+        return None
+    if not overwrites(variable):
+        total = total * tf.cast(factor, total.dtype)
+    return tf.cast(total, variable.dtype)
+
+
+def or_zeros(accepted, gradient):
+    if gradient is None:
+        return None
+    return tf.nest.map_structure(
+        lambda each: (
+            tf.where(accepted, each, tf.zeros((), each.dtype))
+            if each.dtype.is_floating
+            else each
+        ),
+        gradient,
+        expand_composites=True,
+    )
+
+
+def values_of(gradients):
+    """Returns the values of those that there are, sparse ones as they are."""
+    return [
+        getattr(gradient, "values", gradient)
+        for gradient in gradients
+        if gradient is not None
+    ]
+
+
+def all_finite(gradients, weight):
+    values = [*values_of(gradients), tf.cast(weight, tf.float64)]
+    return tf.reduce_all(
+        [tf.reduce_all(tf.math.is_finite(value)) for value in values]
+    )
