@@ -113,6 +113,11 @@ def one_step(data, fed_batch=None, reports_losses=False, is_compiled=False):
         _step.reset(token)
 
 
+def this_step(data):
+    """Returns the scope of a step if none is open, as in a custom loop."""
+    return one_step(data) if _step.get() is None else contextlib.nullcontext()
+
+
 def current_step() -> typing.Any:
     """Returns the `Step` that is traced now, or `None` outside of a model."""
     return _step.get()

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# Right by test: weights are those of one device.
+# Tested: the weights match those of a single device.
 _TESTED = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
@@ -167,18 +167,6 @@ def sum_over_replicas(values):
     return sums
 
 
-def meet(waits):
-    """Returns what to wait for until all replicas are there.
-
-    Args:
-        waits: List of what this replica waits for.
-    """
-    if count_replicas() == 1:
-        return waits
-    with tf.control_dependencies(waits):
-        return sum_over_replicas([tf.ones(())])
-
-
 def without_empty(gradients, weight):
     """Returns `gradients`, or zeros on a replica whose part weighs nothing.
 
@@ -208,23 +196,6 @@ def _zeros_like(gradient):
 def is_multi_worker(strategy):
     """Whether several processes train together under `strategy`."""
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-
-
-def can_compile(strategy):
-    """Whether forward and backward can be an XLA cluster of their own.
-
-    Layers with statistics, such as batch normalization, reduce them over the
-    replicas, which cannot be done in a function inside a replica's step.
-    """
-    if strategy.num_replicas_in_sync == 1:
-        return True
-    warnings.warn(
-        "`jit_compile=True` has no effect on several replicas: XLA would have "
-        "to compile their reductions, too. "
-        f"Received: strategy={type(strategy).__name__}",
-        stacklevel=2,
-    )
-    return False
 
 
 def split_over_replicas(batches, strategy):

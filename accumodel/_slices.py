@@ -8,10 +8,12 @@ would keep the activations of all micro-batches. Each replica loops over its own
 part of the fed batch. The loop is not compiled by XLA, only what is in it.
 """
 
+import typing
+
 import tensorflow as tf
 
 from accumodel import _loss_logs
-from accumodel import _replicas
+from accumodel import _xla
 from accumodel._context import one_step
 from accumodel._parts import Parts
 
@@ -25,7 +27,7 @@ def make_step(model, function, fed_batch=None, reports_losses=False):
         fed_batch: The `FedBatch`, see `Step`.
         reports_losses: Bool, see `Step`.
     """
-    is_compiled = model.jit_compile and _replicas.can_compile(
+    is_compiled = model.jit_compile and _xla.can_compile(
         model.distribute_strategy
     )
 
@@ -37,14 +39,25 @@ def make_step(model, function, fed_batch=None, reports_losses=False):
         return step
     # A new one for each trace around it: the function may use its tensors.
     compiled = tf.function(
-        step, jit_compile=True, reduce_retracing=True, autograph=False
+        lambda data: (step(data), tf.constant(True)),
+        jit_compile=True,
+        reduce_retracing=True,
+        autograph=False,
     )
 
     def call(data):
-        compiled.get_concrete_function(data)
+        concrete = compiled.get_concrete_function(data)
         if fed_batch is not None:
             fed_batch.clear_first()
-        return compiled(data)
+        if model._accumulation.retry is None:
+            return compiled(data)[0]
+        # If memory runs out in an XLA cluster, TensorFlow frees what it was to
+        # assign to in place, and again later, which ends the process. It does
+        # not assign in place to what is used afterwards.
+        kept = [each.read_value() for each in concrete.variables]
+        result, done = compiled(data)
+        tf.raw_ops.Assert(condition=done, data=[done, *kept])
+        return result
 
     return call
 
@@ -69,17 +82,17 @@ def run(model, step, data, reports_losses):
         logs = step(parts.data_of(i))
         return logs, _loss_logs.take(model) if reports_losses else 0.0
 
-    run_part = trace(run_part)
+    traced = trace(run_part)
     retry = model._accumulation.retry
     if retry is not None and not tf.executing_eagerly():
-        retry.check(run_part.graph)
+        retry.check(traced.graph)
     if not reports_losses:
-        return _run_all(run_part, parts.count)[0]
+        return _run_all(traced, parts.count)[0]
     # A data set of unknown length ends with a run without data, in which
     # nothing may change.
     with tf.control_dependencies([parts.samples]):
         before = _loss_logs.save(model)
-    logs, losses = _run_all(run_part, parts.count)
+    logs, losses = _run_all(traced, parts.count)
     _loss_logs.restore(model, before, losses, data, parts.samples)
     return _loss_logs.logs_of_batch(model, logs)
 
@@ -111,7 +124,7 @@ def loop(body, parts, state, shapes=None):
     return state
 
 
-def trace(run_part):
+def trace(run_part: typing.Any) -> typing.Any:
     """Returns a function of a micro-batch's number, traced if this is a graph.
 
     A loop must know before it begins what its state will be.

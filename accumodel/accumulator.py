@@ -51,12 +51,7 @@ from accumodel._replicas import scope_of
 from accumodel._replicas import sum_over_replicas
 from accumodel._replicas import without_empty
 from accumodel._scopes import recorded
-
-# From this number of parameters on, compiling the update by XLA pays: for each
-# million it saves 2 ms per update. XLA itself takes 100 to 300 MB for good, so
-# it is left out where a copy of the parameters counts.
-_MANY = 10_000_000
-_TOO_MANY = 50_000_000
+from accumodel._xla import pays_to_compile
 
 
 class _Untracked:
@@ -234,7 +229,9 @@ class GradientAccumulator(tf.Module):
             weight: Scalar. What the loss of the micro-batch was divided by:
                 the number of its samples, or of its unmasked elements. `None`
                 if the loss is a sum, which must not be divided. Defaults to
-                `1.0`, which is right if all micro-batches weigh the same.
+                `1.0`, which is right if all micro-batches weigh the same. In a
+                custom loop, a tensor saves memory: with a Python number all
+                gradients are waited for before the first is added.
 
         Raises:
             ValueError: If the number of gradients or a shape is not that of
@@ -399,11 +396,7 @@ class GradientAccumulator(tf.Module):
             return tf.identity(self._is_adding.assign(1.0))
 
     def _is_good(self, gradients, weight):
-        """Whether to add a micro-batch, for all that this replica knows.
-
-        What is to be known of a micro-batch by its gradients and its weight is
-        known here.
-        """
+        """Whether this replica would add the micro-batch, by what it knows."""
         with tf.control_dependencies([weight]):
             if self._skip_nonfinite:
                 return _sums.all_finite(gradients, weight)
@@ -587,34 +580,12 @@ class GradientAccumulator(tf.Module):
 
         if self._untracked.strategy is not None:
             return compiled(None)
-        if self._jit_compile == "auto":
-            update = compiled(True)
-            return update if self._pays_to_compile(update) else compiled(None)
-        return compiled(self._jit_compile or None)
-
-    def _pays_to_compile(self, update):
-        """Whether to compile the update, if nothing else is compiled.
-
-        Without XLA an optimizer makes one pass over the parameters for each of
-        its operations: Adam over 23 million takes 65 ms, and 24 with XLA (2
-        cores). On GPU, Keras turns on `jit_compile` by default, so `False`
-        there is deliberate.
-        """
-        parameters = sum(v.shape.num_elements() for v in self._sums)
-        if (
-            not _MANY <= parameters < _TOO_MANY
-            or tf.config.list_physical_devices("GPU")
-        ):
-            return False
-        try:
-            with tf.init_scope(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                update.experimental_get_compiler_ir()(stage="hlo")
-        except Exception:
-            # An operation of the optimizer that XLA does not have. Any other
-            # fault shows again without XLA.
-            return False
-        return True
+        if self._jit_compile != "auto":
+            return compiled(self._jit_compile or None)
+        update = compiled(True)
+        if pays_to_compile(update, self._sums):
+            return update
+        return compiled(None)
 
     # Checks.
 

@@ -75,7 +75,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
         self.schedule = schedule
 
     # It runs before callbacks that write the logs.
-    adds_to_logs = True
+    _adds_to_logs = True
 
     def on_train_begin(self, logs=None):
         check_accumulates(self.model, self)
@@ -250,7 +250,7 @@ def with_end_of_cycle(args, kwargs):
     # Those that add to the logs come before those that write them.
     callbacks = sorted(
         keras.tree.flatten(callbacks or []),
-        key=lambda each: not hasattr(each, "adds_to_logs"),
+        key=lambda each: not hasattr(each, "_adds_to_logs"),
     )
     callbacks = [EndOfCycle(batch_size), *callbacks]
     place = _FIT.index("callbacks")

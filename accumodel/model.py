@@ -18,6 +18,7 @@ from accumodel import _replicas
 from accumodel import _train_function
 from accumodel import _weighting
 from accumodel._accumulation import Accumulation
+from accumodel._context import this_step
 from accumodel._options import Options
 from accumodel.accumulator import GradientAccumulator
 from accumodel.callbacks import with_end_of_cycle
@@ -57,7 +58,7 @@ def _fit(model, *args, **kwargs):
     given, args, kwargs = with_end_of_cycle(args, kwargs)
     state.loss_weights.share(given.get("y"), given.get("sample_weight"))
     state.measures = any(
-        hasattr(each, "needs_meter") for each in given["callbacks"]
+        hasattr(each, "_needs_meter") for each in given["callbacks"]
     )
     try:
         return super(AccumulatingModel, model).fit(*args, **kwargs)
@@ -304,8 +305,9 @@ class AccumulatingModel(keras.Model):
         state = self._accumulation
         if not state.accumulates and not state.overrides("compute_gradients"):
             return super().train_step(data)
-        gradients, weight, logs = self.compute_gradients(data)
-        self.accumulate_gradients(gradients, weight)
+        with this_step(data):
+            gradients, weight, logs = self.compute_gradients(data)
+            self.accumulate_gradients(gradients, weight)
         return logs
 
     def compute_gradients(
@@ -328,15 +330,18 @@ class AccumulatingModel(keras.Model):
             the micro-batch, see `micro_batch_weight`; and a dict of scalars.
         """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape() as tape:
-            y_pred = self(x, training=True)
-            loss = _micro_batch.compute_loss(self, x, y, y_pred, sample_weight)
-            _cycles.build_optimizer(self)
-            scaled_loss = self.optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled_loss, self.trainable_variables)
-        step = (self, x, y, y_pred, sample_weight, loss)
-        weight = _micro_batch.weigh(*step)
-        return gradients, weight, _micro_batch.log(*step, weight)
+        with this_step(data):
+            with tf.GradientTape() as tape:
+                y_pred = self(x, training=True)
+                loss = _micro_batch.compute_loss(
+                    self, x, y, y_pred, sample_weight
+                )
+                _cycles.build_optimizer(self)
+                scaled_loss = self.optimizer.scale_loss(loss)
+            gradients = tape.gradient(scaled_loss, self.trainable_variables)
+            step = (self, x, y, y_pred, sample_weight, loss)
+            weight = _micro_batch.weigh(*step)
+            return gradients, weight, _micro_batch.log(*step, weight)
 
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True

@@ -93,8 +93,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     # It runs before callbacks that write the logs, and `fit` has the gradients
     # of micro-batches measured.
-    adds_to_logs = True
-    needs_meter = True
+    _adds_to_logs = True
+    _needs_meter = True
 
     def on_train_begin(self, logs=None):
         model = self.model

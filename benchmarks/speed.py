@@ -146,7 +146,13 @@ def make_step(
     iterator = iter(dataset)
     model.make_train_function()
     if callback:  # what `fit` traces does what the callback needs, also later
-        model.fit(dataset, steps_per_epoch=1, callbacks=[callback], verbose=0)
+        model.fit(
+            dataset,
+            steps_per_epoch=1,
+            callbacks=[callback],
+            shuffle=False,
+            verbose=0,
+        )
     return lambda: model.train_function(iterator), model
 
 

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from accumodel import GradientAccumulator
+from accumodel._xla import pays_to_compile
 
 
 def make_variables(dtype="float32"):
@@ -206,24 +207,24 @@ class NotForXla(keras.optimizers.SGD):
     [
         (keras.optimizers.SGD, 1, True),
         (keras.optimizers.SGD, 1_000, False),
+        (keras.optimizers.SGD, 0, False),
         (NotForXla, 1, False),
     ],
-    ids=["large", "small", "not for XLA"],
+    ids=["large", "small", "too large", "not for XLA"],
 )
 def test_auto_compiles_a_large_update_that_xla_has_the_operations_for(
     optimizer, many, compiled, monkeypatch
 ):
-    monkeypatch.setattr("accumodel.accumulator._MANY", many)
+    monkeypatch.setattr("accumodel._xla._MANY", many)
+    monkeypatch.setattr("accumodel._xla._TOO_MANY", 100 * many)
     variables = make_variables()
     accumulator = GradientAccumulator(
         optimizer(1.0), variables, 2, jit_compile="auto"
     )
     answers = []
-    pays = accumulator._pays_to_compile
     monkeypatch.setattr(
-        accumulator,
-        "_pays_to_compile",
-        lambda update: answers.append(pays(update)) or answers[-1],
+        "accumodel.accumulator.pays_to_compile",
+        lambda *args: answers.append(pays_to_compile(*args)) or answers[-1],
     )
     accumulate = tf.function(accumulator.accumulate)
     for value in (1.0, 2.0):

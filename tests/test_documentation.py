@@ -28,6 +28,7 @@ from accumodel import callbacks
 from accumodel import model
 from accumodel import noise_scale
 from benchmarks import memory
+from benchmarks import speed
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
@@ -248,6 +249,35 @@ def test_the_benchmark_of_memory_lets_it_run_out(size, arguments, tmp_path):
     assert auto["ended"] == "exit code 0"
     assert auto["size found"] < size
     assert auto["difference"] < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="resets a peak")
+def test_the_benchmark_of_memory_counts_copies(tmp_path, monkeypatch):
+    # Neither a process each nor a large model: the figures mean nothing.
+    monkeypatch.setattr(memory, "run_each", itertools.starmap)
+    monkeypatch.setattr(memory, "LARGE", {"tiny": speed.tiny})
+    rows = figures_of("memory --parameters", tmp_path)
+    assert [row["jit"] for row in rows] == ["off", "on"]
+    for row in rows:
+        assert list(row) == ["model", "jit", *memory.COPIES]
+        assert all(np.isfinite(row[way]) for way in memory.COPIES)
+
+
+@pytest.mark.slow
+def test_benchmarks_measure_what_a_callback_adds():
+    callback = accumodel.GradientNoiseScale()
+    step, _ = speed.make_step(
+        speed.tiny,
+        accumodel.AccumulatingModel,
+        jit=False,
+        batches=2,
+        callback=callback,
+        micro_batch_size=32,
+    )
+    callback.on_train_begin()  # forgets what `fit` measured
+    step()
+    callback.on_epoch_end(0)  # warns if it has measured nothing
 
 
 @pytest.mark.slow
