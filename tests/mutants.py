@@ -363,7 +363,7 @@ MUTANTS = [
         "a broken part is repeated",
         "_retry.py",
         "            cycles.forget()",
-        "",
+        "            pass",
         "test_auto.py",
     ),
     Mutant(
