@@ -203,6 +203,8 @@ class Cycles:
         for attribute, cycle in cycles.items():
             _write(accumulators[attribute], cycle)
         self.is_live = False
+        if self._model._accumulation.retry is not None:
+            self._model._accumulation.retry.forget_fed()
 
     def _read(self, accumulator):
         with scope_of(accumulator._untracked.strategy):

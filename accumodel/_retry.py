@@ -174,9 +174,13 @@ class Retry:
                 batches = self._fed
         largest = max(map(self._largest_part, self._fed))
         self.largest = max(largest, self.largest or 0)
-        if not trains:
-            self._fed = []
+        if not trains or not cycles.pending_steps:
+            self.forget_fed()
         return logs
+
+    def forget_fed(self):
+        """Forgets the fed batches: what is pending came in another way."""
+        self._fed = []
 
     def _begin(self, is_pending):
         """Saves what a cycle begins with."""

@@ -248,6 +248,31 @@ def test_one_of_two_replicas_runs_out(samples, accum_steps, cache):
     assert 0 not in limit.sizes
 
 
+def test_a_cycle_from_a_file_goes_on_when_memory_runs_out(samples, tmp_path):
+    x, y = samples
+    x[60] = LARGE
+    model = compiled(
+        plain(AccumulatingModel, Limit(large=True)),
+        micro_batch_size="auto",
+        accum_steps=2,
+    )
+    reference = compiled(plain(keras.Model))
+    reference.set_weights(model.get_weights())
+    model.train_on_batch(x[:24], y[:24])
+    model.save_weights(tmp_path / "one.weights.h5")
+    model.train_on_batch(x[24:48], y[24:48])
+    model.train_on_batch(x[24:48], y[24:48])  # pending, and not in the file
+    model.load_weights(tmp_path / "one.weights.h5")
+    model.optimizer.iterations.assign(0)
+    for variable in model.optimizer.variables[2:]:
+        variable.assign(keras.ops.zeros_like(variable))
+    with pytest.warns(UserWarning, match="from now on"):
+        model.train_on_batch(x[48:], y[48:])
+    rest = np.r_[:24, 48:72]
+    reference.train_on_batch(x[rest], y[rest])
+    assert distance(model, reference) < 1e-6
+
+
 def test_evaluate_leaves_a_pending_cycle(samples):
     x, y = samples
     x[30] = LARGE
