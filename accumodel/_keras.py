@@ -195,6 +195,11 @@ def loss_trackers(model):
     return [model._loss_tracker, *of_outputs]
 
 
+def has_loss_trackers(model):
+    """Whether `loss_trackers` knows those of the outputs, if there are any."""
+    return model._compile_loss is None or model._compile_loss.built
+
+
 def mask_of(output):
     """Returns the mask of an output that Keras's losses look at, or `None`."""
     _check_masks()

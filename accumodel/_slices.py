@@ -8,11 +8,14 @@ would keep the activations of all micro-batches. Each replica loops over its own
 part of the fed batch. The loop is not compiled by XLA, only what is in it.
 """
 
-import typing
+import functools
 
+import keras
 import tensorflow as tf
 
+from accumodel import _keras
 from accumodel import _loss_logs
+from accumodel import _micro_batch
 from accumodel import _xla
 from accumodel._context import one_step
 from accumodel._parts import Parts
@@ -77,24 +80,59 @@ def run(model, step, data, reports_losses):
     if model.micro_batch_size is None:
         return step(data)
     parts = Parts(model, data)
-
-    def run_part(i):
-        logs = step(parts.data_of(i))
-        return logs, _loss_logs.take(model) if reports_losses else 0.0
-
-    traced = trace(run_part)
     retry = model._accumulation.retry
-    if retry is not None and not tf.executing_eagerly():
-        retry.check(traced.graph)
+    before, losses = {}, 0.0
+    if reports_losses:
+        _make_trackers(model, data)
+        # A data set of unknown length ends with a run without data, in which
+        # nothing may change.
+        with tf.control_dependencies([parts.samples]):
+            before = _loss_logs.save(model)
+        losses = _loss_logs.zeros(model)
+    specs = None
+
+    def body(i, _, losses):
+        nonlocal specs
+        logs = step(parts.data_of(i))
+        if reports_losses:
+            losses += _loss_logs.take(model)
+        if tf.executing_eagerly():
+            return logs, losses
+        if retry is not None:
+            retry.check(tf.compat.v1.get_default_graph())
+        logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
+        specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, logs)
+        # `[i]`: there may be no logs.
+        flat = [i, *tf.nest.flatten(logs)]
+        return tf.raw_ops.OptionalFromValue(components=flat), losses
+
+    # What is in the logs is known when the body is traced, and not before.
+    logs = None if tf.executing_eagerly() else tf.raw_ops.OptionalNone()
+    logs, losses = loop(body, parts.count, (logs, losses))
+    if specs is not None:
+        logs = _value_of(logs, specs)
     if not reports_losses:
-        return _run_all(traced, parts.count)[0]
-    # A data set of unknown length ends with a run without data, in which
-    # nothing may change.
-    with tf.control_dependencies([parts.samples]):
-        before = _loss_logs.save(model)
-    logs, losses = _run_all(traced, parts.count)
+        return logs
     _loss_logs.restore(model, before, losses, data, parts.samples)
     return _loss_logs.logs_of_batch(model, logs)
+
+
+def _value_of(optional, specs):
+    flat = [tf.TensorSpec((), tf.int64), *tf.nest.flatten(specs)]
+    _, *values = tf.raw_ops.OptionalGetValue(
+        optional=optional,
+        output_types=[spec.dtype for spec in flat],
+        output_shapes=[spec.shape for spec in flat],
+    )
+    return tf.nest.pack_sequence_as(specs, values)
+
+
+def _make_trackers(model, data):
+    """Makes the trackers of the losses of several outputs before the loop."""
+    _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    if len(tf.nest.flatten(y)) > 1 and not _keras.has_loss_trackers(model):
+        step = functools.partial(_micro_batch.call_all, model)
+        _micro_batch.make_variables(model, step, data)
 
 
 def loop(body, parts, state, shapes=None):
@@ -122,36 +160,3 @@ def loop(body, parts, state, shapes=None):
         parallel_iterations=1,
     )
     return state
-
-
-def trace(run_part: typing.Any) -> typing.Any:
-    """Returns a function of a micro-batch's number, traced if this is a graph.
-
-    A loop must know before it begins what its state will be.
-    """
-    if tf.executing_eagerly():
-        return run_part
-    function = tf.function(run_part, autograph=False)
-    return function.get_concrete_function(tf.TensorSpec((), tf.int64))
-
-
-def _run_all(run_part, parts):
-    """Returns the logs of the last micro-batch, and the sum of all losses."""
-
-    def body(i, _, losses):
-        logs, more = run_part(i)
-        return logs, losses + more
-
-    if tf.executing_eagerly():
-        return loop(body, parts, (None, 0.0))
-    # Of the right shape; what they hold is not used.
-    specs = run_part.structured_outputs
-    zeros = tf.nest.map_structure(
-        lambda spec: tf.zeros(
-            [size or 0 for size in spec.shape] if spec.shape.rank else [],
-            spec.dtype,
-        ),
-        specs,
-    )
-    shapes = tf.nest.map_structure(lambda spec: spec.shape, specs)
-    return loop(body, parts, zeros, shapes)

@@ -239,6 +239,8 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
         ),
     )
     error = ValueError if run_eagerly else tf.errors.InvalidArgumentError
+    # As in Keras, a function whose first trace failed makes no variables.
+    model.compile("sgd", "mse", run_eagerly=run_eagerly, micro_batch_size=5)
     with pytest.raises(error, match="must hold the same number"):
         model.fit(unknown, shuffle=False, verbose=0)
     assert model.pending_steps == int(model.optimizer.iterations) == 0
