@@ -60,15 +60,14 @@ class Step:
     Args:
         data: The micro-batch.
         fed_batch: The `FedBatch` that it is part of. `None` if nothing trains.
-        reports_losses: Bool. Whether the step reports its losses for the
-            batch's log. Only accumodel's own steps do.
+        losses: The `LossLogs` to report the logged losses to, or `None`.
         is_compiled: Bool. Whether the step is compiled by XLA.
     """
 
-    def __init__(self, data, fed_batch, reports_losses, is_compiled):
+    def __init__(self, data, fed_batch, losses, is_compiled):
         self.data = data
         self.fed_batch = fed_batch
-        self.reports_losses = reports_losses
+        self.losses = losses
         self.is_compiled = is_compiled
         # What the losses reduced, see `LossWeights`. `None` before that.
         self.reductions: list | None = None
@@ -101,12 +100,12 @@ class Step:
 
 
 @contextlib.contextmanager
-def one_step(data, fed_batch=None, reports_losses=False, is_compiled=False):
+def one_step(data, fed_batch=None, losses=None, is_compiled=False):
     """In it, each accumulator may be called once; see `Step`.
 
     Nothing is counted, and no weight moves, before the fed batch ends.
     """
-    token = _step.set(Step(data, fed_batch, reports_losses, is_compiled))
+    token = _step.set(Step(data, fed_batch, losses, is_compiled))
     try:
         yield
     finally:

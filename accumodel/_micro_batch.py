@@ -1,13 +1,14 @@
 """One micro-batch after its forward pass: its loss, weight and logs."""
 
+import functools
 import inspect
 
 import keras
 import tensorflow as tf
 
 from accumodel import _keras
-from accumodel import _loss_logs
 from accumodel._context import FedBatch
+from accumodel._context import current_step
 from accumodel._context import one_step
 from accumodel._replicas import count_replicas
 from accumodel._replicas import scope_of
@@ -42,7 +43,9 @@ def log(model, x, y, y_pred, sample_weight, loss, weight):
         _loss_of_batch(loss, samples),
         sample_weight=samples if weight is None else weight,
     )
-    _loss_logs.report(model, loss, weight, x)
+    step = current_step()
+    if step is not None and step.losses and not step.is_conditional():
+        step.losses.report(loss, weight, x)
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
@@ -93,6 +96,20 @@ def make_variables(model, step, data):
         tf.function(trace, autograph=False).get_concrete_function(data)
     if was_built:  # if not, it drew the initial weights
         random_state(state)
+
+
+def all_of(model, trains):
+    """Returns a function that uses all variables of a step.
+
+    Args:
+        model: The `AccumulatingModel`.
+        trains: Bool. Whether the step trains, or tests.
+    """
+    names = ("train_step", "compute_gradients") if trains else ("test_step",)
+    for name in names:
+        if model._accumulation.overrides(name):
+            return getattr(model, name)
+    return functools.partial(call_all, model)
 
 
 def call(model, data):

@@ -18,7 +18,6 @@ a cycle. If memory runs out in there, nothing is tried again.
 """
 
 import contextlib
-import functools
 import typing
 import warnings
 import weakref
@@ -139,18 +138,8 @@ class Retry:
         # While a `Recorder` is open, none can be made.
         if function not in self._ready:
             self._ready.add(function)
-            _micro_batch.make_variables(self._model, self._step(trains), data)
-
-    def _step(self, trains):
-        """Returns a function that uses all variables of a step."""
-        model = self._model
-        names = (
-            ("train_step", "compute_gradients") if trains else ("test_step",)
-        )
-        for name in names:
-            if model._accumulation.overrides(name):
-                return getattr(model, name)
-        return functools.partial(_micro_batch.call_all, model)
+            step = _micro_batch.all_of(self._model, trains)
+            _micro_batch.make_variables(self._model, step, data)
 
     def _run_one(self, function, trains, data):
         cycles = self._model._accumulation.cycles

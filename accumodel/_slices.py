@@ -8,34 +8,32 @@ would keep the activations of all micro-batches. Each replica loops over its own
 part of the fed batch. The loop is not compiled by XLA, only what is in it.
 """
 
-import functools
-
 import keras
 import tensorflow as tf
 
 from accumodel import _keras
-from accumodel import _loss_logs
 from accumodel import _micro_batch
 from accumodel import _xla
 from accumodel._context import one_step
+from accumodel._loss_logs import LossLogs
 from accumodel._parts import Parts
 
 
-def make_step(model, function, fed_batch=None, reports_losses=False):
+def make_step(model, function, fed_batch=None, losses=None):
     """Returns a function that runs `function` as a step of a micro-batch.
 
     Args:
         model: The `AccumulatingModel`.
         function: Function of a micro-batch, such as a `train_step`.
         fed_batch: The `FedBatch`, see `Step`.
-        reports_losses: Bool, see `Step`.
+        losses: The `LossLogs`, see `Step`.
     """
     is_compiled = model.jit_compile and _xla.can_compile(
         model.distribute_strategy
     )
 
     def step(data):
-        with one_step(data, fed_batch, reports_losses, is_compiled):
+        with one_step(data, fed_batch, losses, is_compiled):
             return function(data)
 
     if not is_compiled:
@@ -65,37 +63,34 @@ def make_step(model, function, fed_batch=None, reports_losses=False):
     return call
 
 
-def run(model, step, data, reports_losses):
-    """Calls a step with each micro-batch of a fed batch.
+def run(model, function, data, fed_batch=None):
+    """Calls a function with each micro-batch of a fed batch.
 
     Args:
         model: The `AccumulatingModel`.
-        step: What `make_step` returned. It returns a dict, the logs.
+        function: A `train_step` or `test_step`.
         data: The fed batch.
-        reports_losses: Bool, see `Step`.
+        fed_batch: The `FedBatch`, see `Step`. `None` if nothing trains.
 
     Returns:
         Dict of scalars, the logs of the fed batch.
     """
     if model.micro_batch_size is None:
-        return step(data)
+        return make_step(model, function, fed_batch)(data)
     parts = Parts(model, data)
+    _make_trackers(model, data, trains=fed_batch is not None)
+    # A data set of unknown length ends with a run without data, in which
+    # nothing may change.
+    with tf.control_dependencies([parts.samples]):
+        of_batch = LossLogs(model)
+    step = make_step(model, function, fed_batch, of_batch)
     retry = model._accumulation.retry
-    before, losses = {}, 0.0
-    if reports_losses:
-        _make_trackers(model, data)
-        # A data set of unknown length ends with a run without data, in which
-        # nothing may change.
-        with tf.control_dependencies([parts.samples]):
-            before = _loss_logs.save(model)
-        losses = _loss_logs.zeros(model)
     specs = None
 
     def body(i, _, losses):
         nonlocal specs
         logs = step(parts.data_of(i))
-        if reports_losses:
-            losses += _loss_logs.take(model)
+        losses += of_batch.take()
         if tf.executing_eagerly():
             return logs, losses
         if retry is not None:
@@ -108,13 +103,10 @@ def run(model, step, data, reports_losses):
 
     # What is in the logs is known when the body is traced, and not before.
     logs = None if tf.executing_eagerly() else tf.raw_ops.OptionalNone()
-    logs, losses = loop(body, parts.count, (logs, losses))
+    logs, losses = loop(body, parts.count, (logs, of_batch.nothing()))
     if specs is not None:
         logs = _value_of(logs, specs)
-    if not reports_losses:
-        return logs
-    _loss_logs.restore(model, before, losses, data, parts.samples)
-    return _loss_logs.logs_of_batch(model, logs)
+    return of_batch.end(logs, losses, data, parts.samples)
 
 
 def _value_of(optional, specs):
@@ -127,11 +119,13 @@ def _value_of(optional, specs):
     return tf.nest.pack_sequence_as(specs, values)
 
 
-def _make_trackers(model, data):
+def _make_trackers(model, data, trains):
     """Makes the trackers of the losses of several outputs before the loop."""
     _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-    if len(tf.nest.flatten(y)) > 1 and not _keras.has_loss_trackers(model):
-        step = functools.partial(_micro_batch.call_all, model)
+    if len(tf.nest.flatten(y)) == 1 or _keras.has_loss_trackers(model):
+        return
+    if not tf.executing_eagerly():
+        step = _micro_batch.all_of(model, trains)
         _micro_batch.make_variables(model, step, data)
 
 

@@ -57,13 +57,12 @@ def make_train_function(model, make):
 def make_test_function(model, make):
     """Makes `model.test_function`, see `make_train_function`."""
     state = model._accumulation
-    is_own = not state.overrides("test_step")
     # With the cache, a custom one gets the batch whole, as the loss does.
-    is_whole = state.options.gradient_cache and not is_own
+    is_whole = state.options.gradient_cache and state.overrides("test_step")
     if model.micro_batch_size is None or is_whole:
         make(force=True)
     else:
-        step = functools.partial(_test, model, model.test_step, is_own)
+        step = functools.partial(_test, model, model.test_step)
         with _instead_of(model, "test_step", step):
             make(force=True)
         _wrap(model, "test_function", trains=False)
@@ -149,14 +148,7 @@ def _train(model, train_step, data):
         if state.options.gradient_cache:
             logs = _gradient_cache.train(model, fed_batch, data)
         else:
-            reports_losses = is_split and not (
-                state.overrides("train_step")
-                or state.overrides("compute_gradients")
-            )
-            step = _slices.make_step(
-                model, train_step, fed_batch, reports_losses
-            )
-            logs = _slices.run(model, step, data, reports_losses)
+            logs = _slices.run(model, train_step, data, fed_batch)
     is_added = fed_batch.end()
     if is_split and not is_added and model.trainable_variables:
         raise ValueError(
@@ -170,15 +162,12 @@ def _train(model, train_step, data):
     return logs
 
 
-def _test(model, test_step, is_own, data):
+def _test(model, test_step, data):
     """Runs a `test_step`, which may be custom, on one fed batch."""
     with _retry.recorded(model):
         if model._accumulation.options.gradient_cache:
             return _gradient_cache.test(model, data)
-        if is_own:
-            test_step = functools.partial(_micro_batch.test, model)
-        step = _slices.make_step(model, test_step, reports_losses=is_own)
-        return _slices.run(model, step, data, is_own)
+        return _slices.run(model, test_step, data)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from accumodel import _replicas
 from accumodel import _train_function
 from accumodel import _weighting
 from accumodel._accumulation import Accumulation
+from accumodel._context import current_step
 from accumodel._context import this_step
 from accumodel._options import Options
 from accumodel.accumulator import GradientAccumulator
@@ -309,6 +310,11 @@ class AccumulatingModel(keras.Model):
             gradients, weight, logs = self.compute_gradients(data)
             self.accumulate_gradients(gradients, weight)
         return logs
+
+    def test_step(self, data: typing.Any) -> dict:
+        if current_step() is None:  # the batch is not split
+            return super().test_step(data)
+        return _micro_batch.test(self, data)
 
     def compute_gradients(
         self, data: typing.Any

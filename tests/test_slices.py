@@ -339,6 +339,86 @@ def test_a_custom_loss_is_evaluated_before_it_is_trained():
     assert found == pytest.approx(float(expected), rel=1e-6)
 
 
+def calls_super(name):
+    """A class of models of which one method only calls that of its base."""
+
+    class Calls:
+        def __new__(cls, inputs, outputs, base):
+            def method(self, data):
+                return getattr(super(Custom, self), name)(data)
+
+            Custom = type("Custom", (base,), {name: method})
+            return Custom(inputs, outputs)
+
+    return Calls
+
+
+@pytest.mark.parametrize(
+    "name", ["compute_gradients", "train_step", "test_step"]
+)
+@pytest.mark.parametrize(
+    "run_eagerly", [False, slow(True)], ids=["graph", "eager"]
+)
+def test_the_logs_of_a_method_that_calls_super(name, run_eagerly):
+    """Two outputs, of which one is a sum."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 6)), rng.normal(size=(2, 40, 1))
+    results = []
+    for base, size in ((keras.Model, None), (AccumulatingModel, 3)):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6,))
+        outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
+        method = "train_step" if base is keras.Model else name
+        model = calls_super(method)(inputs, outputs, base)
+        kwargs = {"micro_batch_size": size} if size else {}
+        model.compile(
+            keras.optimizers.SGD(0.001),
+            [keras.losses.MeanSquaredError("sum") for _ in outputs],
+            run_eagerly=run_eagerly,
+            **kwargs,
+        )
+        logs = model.fit(
+            x,
+            list(y),
+            batch_size=16,
+            epochs=2,
+            validation_data=(x[:20], list(y[:, :20])),
+            validation_batch_size=10,
+            shuffle=False,
+            verbose=0,
+        ).history
+        results.append(logs)
+    check_logs(*results)
+
+
+class LogsItsOwn(AccumulatingModel):
+    """Gives the name of Keras's tracker to a log that it does not hold."""
+
+    def train_step(self, data):
+        logs = super().train_step(data) if self.calls_super else {}
+        if not self.calls_super:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.accumulate_gradients(gradients, tf.shape(x)[0])
+        return logs | {"loss": tf.constant(7.0), "steps": tf.constant(3)}
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_log_of_a_custom_step_is_left_as_it_is(reports):
+    model = LogsItsOwn(
+        inputs := keras.Input((6,)), keras.layers.Dense(1)(inputs)
+    )
+    model.calls_super = reports
+    model.compile("sgd", "mse", micro_batch_size=3)
+    logs = model.train_on_batch(
+        np.ones((10, 6)), np.ones((10, 1)), return_dict=True
+    )
+    assert logs["steps"] == 3
+    assert (logs["loss"] == 7) is not reports
+
+
 # -- the cycle -------------------------------------------------------------
 
 
