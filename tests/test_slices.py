@@ -395,28 +395,22 @@ class LogsItsOwn(AccumulatingModel):
     """Gives the name of Keras's tracker to a log that it does not hold."""
 
     def train_step(self, data):
-        logs = super().train_step(data) if self.calls_super else {}
-        if not self.calls_super:
-            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((self(x) - y) ** 2)
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.accumulate_gradients(gradients, tf.shape(x)[0])
-        return logs | {"loss": tf.constant(7.0), "steps": tf.constant(3)}
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - tf.cast(y, tf.float32)) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.accumulate_gradients(gradients, tf.shape(x)[0])
+        return {"loss": tf.constant(7.0), "steps": tf.constant(3)}
 
 
-@pytest.mark.parametrize("reports", [False, True])
-def test_a_log_of_a_custom_step_is_left_as_it_is(reports):
-    model = LogsItsOwn(
-        inputs := keras.Input((6,)), keras.layers.Dense(1)(inputs)
-    )
-    model.calls_super = reports
+def test_a_log_of_a_custom_step_is_left_as_it_is():
+    inputs = keras.Input((6,))
+    model = LogsItsOwn(inputs, keras.layers.Dense(1)(inputs))
     model.compile("sgd", "mse", micro_batch_size=3)
     logs = model.train_on_batch(
         np.ones((10, 6)), np.ones((10, 1)), return_dict=True
     )
-    assert logs["steps"] == 3
-    assert (logs["loss"] == 7) is not reports
+    assert logs == {"loss": 7, "steps": 3}
 
 
 # -- the cycle -------------------------------------------------------------
