@@ -11,8 +11,8 @@ the weights, and for each accumulator of the model, arrays with these names:
 |                 | the number of micro-batches on all replicas                |
 | `places`        | int64s, which of the model's weights the sums are for      |
 | `scales_loss`   | bool, whether the losses were scaled                       |
-| `sum_3`         | the sum for the fourth of them; none for one that had no   |
-|                 | gradient                                                   |
+| `given`         | bools, which of them got a gradient                        |
+| `sum_3`         | the sum for the fourth of them, if it got one              |
 
 Sums and totals are those of one device, on any number of replicas.
 """
@@ -214,6 +214,7 @@ class Cycles:
                 "totals": np.asarray(tf.identity(accumulator._totals)),
                 "scales_loss": np.bool_(scales_loss(accumulator.optimizer)),
                 "places": self._places(accumulator),
+                "given": given,
                 **{
                     f"sum_{i}": np.asarray(tf.identity(total))
                     for i, total in enumerate(accumulator._sums)
@@ -228,11 +229,12 @@ class Cycles:
 
     def _check(self, accumulator, cycle):
         """Raises unless a cycle is whole and belongs to these variables."""
-        missing = {"pending_steps", "totals", "places", "scales_loss"} - {
-            *cycle
-        }
-        if missing:
-            _refuse("is incomplete", f"no {sorted(missing)}")
+        needed = {"pending_steps", "totals", "places", "scales_loss", "given"}
+        given = cycle.get("given", [])
+        sums = {f"sum_{i}" for i, each in enumerate(given) if each}
+        missing = (needed | sums) - {*cycle}
+        if missing or not sums:
+            _refuse("is incomplete", f"no {sorted(missing) or 'sums'}")
         places = self._places(accumulator)
         if cycle["places"].tolist() != places:
             _refuse(
@@ -254,12 +256,8 @@ class Cycles:
                 f"pending_steps={cycle['pending_steps']}, "
                 f"totals={cycle['totals']}",
             )
-        sums = accumulator._sums
-        names = {f"sum_{i}": total for i, total in enumerate(sums)}
-        if not names.keys() & cycle.keys():
-            _refuse("is incomplete", "no sums")
-        for name in names.keys() & cycle.keys():
-            value, total = cycle[name], names[name]
+        for i, total in enumerate(accumulator._sums):
+            value = cycle.get(f"sum_{i}", total)
             if value.shape != total.shape or value.dtype != total.dtype:
                 _refuse(
                     "belongs to another model",
@@ -282,7 +280,7 @@ def split(store):
 
 
 def _write(accumulator, cycle):
-    given = [f"sum_{i}" in cycle for i in range(len(accumulator._sums))]
+    given = cycle["given"]
     with scope_of(accumulator._untracked.strategy):
         for i, total in enumerate(accumulator._sums):
             value = cycle[f"sum_{i}"] if given[i] else tf.zeros_like(total)

@@ -150,7 +150,7 @@ def _forward(model, parts, states, training):
         x, *_ = keras.utils.unpack_x_y_sample_weight(part)
         with states.recorded():
             outputs = model(x, training=training)
-            losses = _added_losses(model)
+            losses = _weighting.added_losses(model)
             states.owners = [_owner(model, each) for each in losses]
         losses = _reduced(losses, x)
         _check_outputs(outputs, losses, part)
@@ -188,15 +188,6 @@ def _forward(model, parts, states, training):
 
     (arrays,) = _slices.loop(body, parts.count, (arrays,))
     return _join(arrays, forward, first_leaf(parts.data).shape[0])
-
-
-def _added_losses(model):
-    """Returns what `add_loss` was given in the last call of the model."""
-    regularized = [
-        each for each in model.trainable_weights if each.regularizer is not None
-    ]
-    losses = model.losses
-    return losses[: len(losses) - len(regularized)]
 
 
 def _owner(model, loss):
@@ -386,7 +377,7 @@ def _replay(model, states, part, cached):
     x, *_ = keras.utils.unpack_x_y_sample_weight(part)
     with tf.GradientTape() as tape, states.recorded():
         outputs = model(x, training=True)
-        losses = _reduced(_added_losses(model), x)
+        losses = _reduced(_weighting.added_losses(model), x)
         targets = _differentiable(outputs, losses)
     return tape.gradient(
         {place: targets[place] for place in cached},

@@ -14,6 +14,7 @@ from accumodel._replicas import count_replicas
 from accumodel._replicas import scope_of
 from accumodel._scopes import random_state
 from accumodel._weighting import count_samples
+from accumodel._weighting import is_single
 
 
 def compute_loss(model, x, y, y_pred, sample_weight, training=True):
@@ -26,8 +27,14 @@ def compute_loss(model, x, y, y_pred, sample_weight, training=True):
 
 def weigh(model, x, y, y_pred, sample_weight, loss):
     """Returns the weight of a micro-batch, of which `loss` is the loss."""
+    overrides = model._accumulation.overrides
+    is_sum = (
+        overrides("compute_loss")
+        and not overrides("micro_batch_weight")
+        and not is_single(loss, x)  # Keras sums one loss per sample
+    )
     weight = model.micro_batch_weight(x, y, y_pred, sample_weight)
-    if weight is None:
+    if is_sum or weight is None:
         return None
     # Tied to the data: see `GradientAccumulator._add`.
     with tf.control_dependencies([loss]):

@@ -16,6 +16,16 @@ from accumodel._replicas import scope_of
 # The names of what a batch is made of.
 _NAMES = ("x", "y", "sample_weight")
 
+_OTHERS = (
+    "With `micro_batch_size`, all arrays of a batch must hold the same number "
+    "of samples. Override `slice_data` to say how others are split. Received: "
+)
+_OTHER_TARGETS = (
+    "With `micro_batch_size`, all targets must hold the same number of "
+    "samples. Feed what these share with the inputs, and override "
+    "`slice_data`. Received: "
+)
+
 
 class Parts:
     """The micro-batches of one fed batch.
@@ -28,7 +38,9 @@ class Parts:
     def __init__(self, model, data):
         self._model = model
         self.data = data
-        self.samples = _count_samples(data)
+        self.samples = _count_samples(
+            data, may_differ=model._accumulation.overrides("slice_data")
+        )
         size = model._accumulation.size
         self.count = tf.maximum(-(-self.samples // size), 1)
 
@@ -57,7 +69,7 @@ class Parts:
 
 def slice_data(data, begin, end):
     """See `AccumulatingModel.slice_data`."""
-    with tf.control_dependencies(_check_lengths(_leaves(data))):
+    with tf.control_dependencies(_check_lengths(_leaves(data), _OTHERS)):
         return keras.tree.map_structure(
             lambda leaf: (
                 _slice(leaf, begin, end) if _has_samples(leaf) else leaf
@@ -118,19 +130,35 @@ def count_of_each_replica(data, strategy):
     return [int(leaf.shape[0]) for leaf in leaves]
 
 
-def _count_samples(data):
-    """Returns the number of samples; it waits for the data if it is known."""
+def _count_samples(data, may_differ):
+    """Returns the number of samples; it waits for the data if it is known.
+
+    Args:
+        data: The fed batch.
+        may_differ: Bool. Whether arrays of it may have other lengths, for a
+            custom `slice_data`.
+    """
     leaf = first_leaf(data)
     values = tf.nest.flatten(leaf, expand_composites=True)
+    if may_differ:
+        values += _check_lengths(_with_samples(data), _OTHER_TARGETS)
     with tf.control_dependencies(values):
         return tf.identity(_length(leaf))
 
 
+def _with_samples(data):
+    """Returns the leaves whose length is the number of samples."""
+    # Inputs may hold arrays of other lengths, for a custom `slice_data`.
+    leaves = _leaves(data)
+    targets = isinstance(data, tuple) and [
+        (path, leaf) for path, leaf in leaves if path[0] == 1
+    ]
+    return targets or leaves[:1]
+
+
 def first_leaf(data):
     """Returns an array whose length is the number of samples."""
-    # Inputs may hold arrays of other lengths, for a custom `slice_data`.
-    y = data[1] if isinstance(data, tuple) and len(data) > 1 else None
-    leaves = _leaves(y) or _leaves(data)
+    leaves = _with_samples(data)
     if not leaves:
         raise ValueError(
             "With `micro_batch_size`, a batch must hold at least one array "
@@ -139,8 +167,12 @@ def first_leaf(data):
     return leaves[0][1]
 
 
-def _check_lengths(leaves):
+def _check_lengths(leaves, message):
     """Raises unless all leaves hold the same number of samples.
+
+    Args:
+        leaves: What `_leaves` returned.
+        message: String, how the error begins.
 
     Returns:
         List of what checks the lengths that are known only when it runs.
@@ -148,11 +180,6 @@ def _check_lengths(leaves):
     names = [_name(path) for path, _ in leaves]
     lengths = [tf.TensorShape(leaf.shape)[:1] for _, leaf in leaves]
     lengths = [each[0] if each.rank == 1 else None for each in lengths]
-    message = (
-        "With `micro_batch_size`, all arrays of a batch must hold the same "
-        "number of samples. Override `slice_data` to say how others are cut. "
-        "Received: "
-    )
     known = [each for each in lengths if each is not None]
     if len(set(known)) > 1:
         received = zip(names, lengths, strict=True)

@@ -44,8 +44,9 @@ _WHILE_UPDATING = (
 _ONE_SAMPLE = (
     "Out of memory with one sample in the model at once, so "
     '`micro_batch_size="auto"` cannot help. Use a smaller model, smaller or '
-    "shorter samples, or `mixed_bfloat16`. The weights are those of the last "
-    "update."
+    "shorter samples, or `mixed_bfloat16`. If it is not memory that is missing "
+    "but an algorithm for a layer, the error above says so. The weights are "
+    "those of the last update."
 )
 
 # How GPUs say it when they do not raise a `ResourceExhaustedError`.

@@ -126,7 +126,12 @@ def _make_trackers(model, data, trains):
         return
     if not tf.executing_eagerly():
         step = _micro_batch.all_of(model, trains)
-        _micro_batch.make_variables(model, step, data)
+        zero = tf.zeros((), tf.int64)
+        _micro_batch.make_variables(
+            model,
+            lambda data: step(model.slice_data(data, zero, zero + 1)),
+            data,
+        )
 
 
 def loop(body, parts, state, shapes=None):

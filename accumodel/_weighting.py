@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from accumodel import _keras
 from accumodel._context import current_step
+from accumodel._means import is_no_mean
 from accumodel._replicas import count_replicas
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
@@ -142,6 +143,8 @@ class LossWeights:
                 "`micro_batch_weight` to choose another weight.",
             )
             return samples
+        if sources not in (set(), {_SAMPLES}):
+            self._warn_of_added_means(x)
         value = divisors[0].value if divisors else None
         return samples if value is None else _nonzero(value, samples)
 
@@ -236,6 +239,18 @@ class LossWeights:
                 "`accum_steps`.",
             )
 
+    def _warn_of_added_means(self, x):
+        added = added_losses(self._model)
+        if any(is_single(tf.convert_to_tensor(each), x) for each in added):
+            self._warn(
+                "added",
+                "The compiled loss is averaged over a mask or sample weights, "
+                "and a scalar of `add_loss`, such as an activity regularizer, "
+                "is a mean over samples: no single weight is exact for both. "
+                "Each micro-batch weighs what the compiled loss is divided by. "
+                "Override `micro_batch_weight` if the samples matter more.",
+            )
+
     def _divisor(self, reduction, x):
         values, sample_weight, mask, kind = reduction
         if kind in _SUMS:
@@ -255,12 +270,26 @@ class LossWeights:
                     "and of the weights, which micro-batches cannot reproduce. "
                     "Return one loss per sample instead.",
                 )
+            if "whole batch" not in self._warned and is_no_mean(values):
+                self._warn(
+                    "no mean",
+                    "A compiled loss returns one number that is not a mean "
+                    "over samples, such as a sum, a quotient of sums or a "
+                    "root, and micro-batches average it over samples. Return "
+                    "one loss per sample. Or use `gradient_cache=True`, or "
+                    "override `micro_batch_weight` to return what the loss is "
+                    f"divided by. Received: {values.op.name} of type "
+                    f"{values.op.type}",
+                )
             return Divisor(None, _SAMPLES)
         dtype = "float64" if values.dtype == "float64" else "float32"
         weighed = mask is not None or sample_weight is not None
         if kind == "mean_with_sample_weight" and weighed:
             value = _keras.sum_of_weights(sample_weight, mask, dtype)
-            weights = 0 if self.shares_sample_weight else id(sample_weight)
+            # What `evaluate` was given is not known.
+            step = current_step()
+            is_shared = self.shares_sample_weight and step and step.fed_batch
+            weights = 0 if is_shared else id(sample_weight)
             return Divisor(value, ("weights", id(mask), weights))
         elements = tf.cast(tf.size(values, out_type=tf.int64), dtype)
         if mask is None:
@@ -341,6 +370,15 @@ def is_single(values, x):
     return values.shape.rank == 0 or (
         values.shape.num_elements() == 1 and not is_one_sample
     )
+
+
+def added_losses(model):
+    """Returns what `add_loss` was given in the last call of the model."""
+    regularized = [
+        each for each in model.trainable_weights if each.regularizer is not None
+    ]
+    losses = model.losses
+    return losses[: len(losses) - len(regularized)]
 
 
 def summed_losses(model, x):

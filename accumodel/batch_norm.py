@@ -69,7 +69,8 @@ def recalibrate_batch_norm(model, data, steps=None, verbose="auto"):
         ValueError: If `steps` is less than 1; if the model has no batch
             normalization to recalibrate; if no sample reaches one; if `data`
             are endless and `steps` is `None`; if an input of a layer is not
-            finite; inside of the scope of a `tf.distribute.Strategy`.
+            finite; if one is in the cell of an `RNN` without `unroll=True`;
+            inside of the scope of a `tf.distribute.Strategy`.
     """
     steps = check_steps(steps)
     if tf.distribute.has_strategy():
@@ -124,6 +125,20 @@ def _find_layers(model):
         and layer.trainable
         and layer.built
     ]
+    looped = {
+        id(layer)
+        for rnn in flat_layers(model)
+        if isinstance(rnn, keras.layers.RNN) and not rnn.unroll
+        for layer in flat_layers(rnn)
+    }
+    for layer in layers:
+        if id(layer) in looped:
+            raise ValueError(
+                "A `BatchNormalization` in the cell of an `RNN` cannot be "
+                "recalibrated: Keras calls the cell once more for the first "
+                "time step, which would count twice. Pass the `RNN` "
+                f"`unroll=True`. Received: layer={layer}"
+            )
     if not layers:
         raise ValueError(
             "`model` must have a `BatchNormalization` layer that is built and "

@@ -126,6 +126,14 @@ class AccumulatingModel(keras.Model):
             cls = Functional
         return super().__new__(cls)
 
+    def __setattr__(self, name, value):
+        if name == "accum_steps":
+            # TensorFlow ignores a value that the model has already. A custom
+            # accumulator may have another.
+            self._accumulation.set_accum_steps(value)
+        else:
+            super().__setattr__(name, value)
+
     def __init__(self, *args, **kwargs):
         with _construction.in_place_of_keras(
             type(self), args, kwargs, AccumulatingModel, Functional

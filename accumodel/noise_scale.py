@@ -89,7 +89,6 @@ class GradientNoiseScale(keras.callbacks.Callback):
         self._meter: Meter | None = None
         # What was measured, when `fit` has ended.
         self._measured: Estimate | None = Estimate()
-        self._has_warned = False
 
     # It runs before callbacks that write the logs, and `fit` has the gradients
     # of micro-batches measured.
@@ -122,11 +121,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         # The next `fit` measures anew, with the same meter.
         self._measured = self._estimate()
-
-    def on_epoch_end(self, epoch, logs=None):
-        estimate = self._estimate()
-        if math.isnan(estimate.batch) and not self._has_warned:
-            self._has_warned = True
+        if math.isnan(self._measured.batch):
             warnings.warn(
                 "The noise scale cannot be measured: no update was made from "
                 "two micro-batches or more. Pass `compile` a "
@@ -134,6 +129,9 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 "`accum_steps`.",
                 stacklevel=2,
             )
+
+    def on_epoch_end(self, epoch, logs=None):
+        estimate = self._estimate()
         if logs is not None:
             logs["noise_scale"] = estimate.value
             logs["noise_scale_low"] = estimate.low

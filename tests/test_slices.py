@@ -345,10 +345,10 @@ def calls_super(name):
     class Calls:
         def __new__(cls, inputs, outputs, base):
             def method(self, data):
-                return getattr(super(Custom, self), name)(data)
+                return getattr(super(custom, self), name)(data)
 
-            Custom = type("Custom", (base,), {name: method})
-            return Custom(inputs, outputs)
+            custom = type("Custom", (base,), {name: method})
+            return custom(inputs, outputs)
 
     return Calls
 

@@ -649,6 +649,10 @@ BAD_FILES = {
         edit(lambda c: [c.pop(name) for name in [*c] if "sum_" in name]),
         "is incomplete",
     ),
+    "one sum is missing": (
+        edit(lambda cycle: cycle.pop("sum_1")),
+        "is incomplete.* no \\['sum_1'\\]",
+    ),
     "count of zero": (
         edit(lambda cycle: cycle.update(pending_steps=np.int64(0))),
         "is damaged",
