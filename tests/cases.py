@@ -148,7 +148,9 @@ def masked_without_lstm(model_class, **kwargs):
 def recurrent(model_class, **kwargs):
     inputs = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(TOKENS, 4, mask_zero=True, **kwargs)(inputs)
-    x = keras.layers.LSTM(4, return_sequences=True)(x)
+    lstm = keras.layers.LSTM(4, return_sequences=True)
+    lstm.supports_masking = True  # passes the mask on, from Keras 3.16 too
+    x = lstm(x)
     return model_class(
         inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
     )
