@@ -1,6 +1,10 @@
 """Keras's callbacks and tools do with accumulation what they do without."""
 
 import csv
+import pathlib
+import re
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -380,3 +384,69 @@ def test_accum_steps_scheduler_among_keras_callbacks(data):
     )
     assert history.history["accum_steps"] == [1, 2, 4]
     assert int(model.optimizer.iterations) == 10 + 5 + 3
+
+
+# -- trackers, as the page about them writes it: pip install mlflow wandb ------
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs/how-to/trackers.md"
+
+
+def run_snippet(package, data):
+    """Runs what the page says of a package, and returns model and history."""
+    blocks = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    (snippet,) = (each for each in blocks if f"import {package}" in each)
+    x, y = data
+    model = make_model()
+    model.compile("adam", "sparse_categorical_crossentropy", micro_batch_size=8)
+    exec(compile(snippet, package, "exec"), {"model": model, "x": x, "y": y})
+    plain = make_model(keras.Model)
+    plain.compile("adam", "sparse_categorical_crossentropy")
+    history = plain.fit(x, y, batch_size=256, epochs=10, verbose=0).history
+    assert distance(model, plain) < 1e-6
+    return model, history
+
+
+@pytest.mark.weekly
+@pytest.mark.filterwarnings("ignore")  # its own
+def test_mlflow_logs_what_it_logs_of_keras_and_a_model_to_serve(
+    data, tmp_path, monkeypatch
+):
+    import mlflow
+
+    monkeypatch.chdir(tmp_path)
+    database = f"sqlite:///{tmp_path}/mlflow.db"
+    mlflow.set_tracking_uri(database)
+    model, history = run_snippet("mlflow", data)
+    client = mlflow.MlflowClient()
+    run = client.get_run(mlflow.last_active_run().info.run_id)
+    assert run.data.params["micro_batch_size"] == "8"
+    assert run.data.params["batch_size"] == "256"
+    logged = client.get_metric_history(run.info.run_id, "loss")
+    np.testing.assert_allclose(
+        [each.value for each in logged], history["loss"], rtol=1e-5
+    )
+    np.save("x.npy", data[0])
+    # Where accumodel is not installed.
+    (served,) = mlflow.search_logged_models(output_format="list")
+    program = f"""
+import sys
+sys.modules["accumodel"] = None
+import mlflow, numpy as np
+mlflow.set_tracking_uri({database!r})
+model = mlflow.pyfunc.load_model({served.model_uri!r})
+np.save("y.npy", model.predict(np.load("x.npy")))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    expected = model.predict(data[0], verbose=0)
+    np.testing.assert_allclose(np.load("y.npy"), expected, atol=1e-6)
+
+
+@pytest.mark.weekly
+@pytest.mark.filterwarnings("ignore")  # its own
+def test_weights_and_biases_keeps_models_and_logs(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    model, _ = run_snippet("wandb", data)
+    saved = keras.models.load_model(tmp_path / "model-10.keras")
+    assert distance(saved, model) == 0.0
+    assert list(tmp_path.glob("wandb/offline-run-*"))
