@@ -4,8 +4,6 @@ Every task runs the same program on the same data. Sizes of batches are those
 of all tasks together.
 """
 
-import pathlib
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -40,7 +38,7 @@ def is_chief(resolver):
 
 def train(strategy, folder, callbacks=()):
     """Trains, goes on after a restart, and saves `model.keras` in a folder."""
-    folder, resolver = pathlib.Path(folder), strategy.cluster_resolver
+    resolver = strategy.cluster_resolver
     with strategy.scope():
         model = accumodel.AccumulatingModel.from_model(make_model())
         model.compile(
@@ -59,10 +57,10 @@ def train(strategy, folder, callbacks=()):
     dataset = dataset.batch(GLOBAL_BATCH).with_options(options)
     # Of all tasks, each in a folder of its own.
     task = f"{resolver.task_type}{resolver.task_id}"
-    backup = keras.callbacks.BackupAndRestore(folder / f"backup-{task}")
+    backup = keras.callbacks.BackupAndRestore(f"{folder}/backup-{task}")
     callbacks = [backup, *callbacks]
     model.fit(
         dataset, epochs=EPOCHS, shuffle=False, callbacks=callbacks, verbose=2
     )
     if is_chief(resolver):  # no cycle is pending: one task may save alone
-        model.save(folder / "model.keras")
+        model.save(f"{folder}/model.keras")
