@@ -99,11 +99,11 @@ def test_one_trace_for_every_size(samples):
         def on_train_batch_end(self, batch, logs=None):
             self.model.micro_batch_size = 8 + batch
 
-    model.fit(
-        *samples, batch_size=32, epochs=2, callbacks=[Resize()], verbose=0
-    )
-    assert model.micro_batch_size == 11
-    model.evaluate(*samples, batch_size=32, verbose=0)
+    # From 3.16 Keras traces a shorter last batch apart.
+    x, y = (each[:96] for each in samples)
+    model.fit(x, y, batch_size=32, epochs=2, callbacks=[Resize()], verbose=0)
+    assert model.micro_batch_size == 10
+    model.evaluate(x, y, batch_size=32, verbose=0)
     assert len(traces) == 2  # `fit` and `evaluate`
 
 
