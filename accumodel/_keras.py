@@ -296,29 +296,26 @@ def with_local_logs(function):
     Keras reduces the logs of each step over the workers, along an axis that
     scalars do not have, which fails (keras-team/keras#20585). The logs of a
     step become those of this worker, without a reduction; those of an epoch
-    are made of the metrics' variables, which sum over all workers. If Keras's
-    own reduction works, it is used.
+    are made of the metrics' variables, which sum over all workers. Keras is not
+    tried first: TensorFlow prints the traceback of an error that is caught.
     """
     trainer: typing.Any = importlib.import_module(
         "keras.src.backend.tensorflow.trainer"
     )
     reduce_per_replica = trainer.reduce_per_replica
 
-    def reduce_or_take_local(values, strategy, reduction):
-        try:
-            return reduce_per_replica(values, strategy, reduction)
-        except ValueError:
-            return keras.tree.map_structure(
-                lambda value: tf.reduce_mean(
-                    strategy.experimental_local_results(value), axis=0
-                ),
-                values,
-            )
+    def take_local(values, strategy, reduction):
+        return keras.tree.map_structure(
+            lambda value: tf.reduce_mean(
+                strategy.experimental_local_results(value), axis=0
+            ),
+            values,
+        )
 
     @functools.wraps(function)
     def wrapped(iterator):
         # Looked up by Keras while it traces.
-        trainer.reduce_per_replica = reduce_or_take_local
+        trainer.reduce_per_replica = take_local
         try:
             return function(iterator)
         finally:

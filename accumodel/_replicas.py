@@ -198,6 +198,28 @@ def is_multi_worker(strategy):
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
+def check_workers_agree(model, options):
+    """Raises on each worker if `options` of `compile` differ on one of them.
+
+    A reduction that only some of them reach would wait for the rest forever.
+    """
+    strategy = model.distribute_strategy
+    if not is_multi_worker(strategy):
+        return
+    text = list(str(options.changed()).encode().ljust(500))
+    texts = strategy.experimental_distribute_values_from_function(
+        lambda _: tf.constant([text])
+    )
+    rows = strategy.gather(texts, axis=0).numpy().tolist()
+    found = [bytes(row).decode().rstrip() for row in rows]
+    if len(set(found)) > 1:
+        raise ValueError(
+            "All workers must be compiled with the same arguments, or they "
+            "would wait for each other forever. "
+            f"Received: {', '.join(found)} (one for each replica)"
+        )
+
+
 def split_over_replicas(batches, strategy):
     """Returns the batches of `train_on_batch` with a part for each replica.
 

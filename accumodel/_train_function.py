@@ -71,7 +71,7 @@ def make_test_function(model, make):
 
 
 def _make_accumulating(model, make):
-    # Made before the step is traced, which is then traced once. A custom one
+    # Made before the step is traced, or it would be traced again. A custom one
     # may have accumulators of its own. If not, it needs this one at the latest
     # before the loop, in which no replica can wait for the others.
     state = model._accumulation

@@ -48,6 +48,7 @@ def _compile(
         _checks.check_optimizer(model.optimizer, skip_nonfinite)
         if options.accumulates:
             _checks.check_can_accumulate(model, micro_batch_size)
+        _replicas.check_workers_agree(model, options)
     except BaseException:
         model.compiled = False
         raise

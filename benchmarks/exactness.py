@@ -33,7 +33,9 @@ def make_dense(model_class):
 def make_recurrent(model_class):
     inputs = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(20, 8, mask_zero=True)(inputs)
-    x = keras.layers.LSTM(8, return_sequences=True)(x)
+    lstm = keras.layers.LSTM(8, return_sequences=True)
+    lstm.supports_masking = True  # passes the mask on, from Keras 3.16 too
+    x = lstm(x)
     return model_class(inputs, keras.layers.Dense(3, activation="softmax")(x))
 
 

@@ -22,17 +22,42 @@ def run_workers(count, command, folder, seconds):
     Raises:
         subprocess.TimeoutExpired: If one of them takes longer.
     """
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in _free_ports(count)]}
+    environments = tf_configs([("worker", rank) for rank in range(count)])
+    return run_tasks(environments, command, folder, seconds)
+
+
+def tf_configs(tasks):
+    """Returns the variables of the environment of each task of a cluster.
+
+    Args:
+        tasks: List of pairs of a type, such as `"worker"`, and an index.
+    """
+    cluster: dict = {}
+    for (kind, _), port in zip(tasks, free_ports(len(tasks)), strict=True):
+        cluster.setdefault(kind, []).append(f"127.0.0.1:{port}")
+    return [
+        {
+            "TF_CONFIG": json.dumps(
+                {"cluster": cluster, "task": {"type": kind, "index": index}}
+            )
+        }
+        for kind, index in tasks
+    ]
+
+
+def run_tasks(environments, command, folder, seconds):
+    """Runs one command in a process for each dict of variables.
+
+    Other arguments, result and errors are those of `run_workers`.
+    """
     processes = []
     try:
-        for rank in range(count):
-            task = {"type": "worker", "index": rank}
-            config = json.dumps({"cluster": cluster, "task": task})
+        for rank, variables in enumerate(environments):
             with open(folder / f"log{rank}", "w") as log:
                 processes.append(
                     subprocess.Popen(
                         command,
-                        env={**os.environ, "TF_CONFIG": config},
+                        env={**os.environ, **variables},
                         stdout=log,
                         stderr=subprocess.STDOUT,
                     )
@@ -44,7 +69,7 @@ def run_workers(count, command, folder, seconds):
             process.wait()
 
 
-def _free_ports(count):
+def free_ports(count):
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

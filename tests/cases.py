@@ -145,10 +145,16 @@ def masked_without_lstm(model_class, **kwargs):
     )
 
 
+def passing_masks(layer):
+    """Lets a recurrent layer pass masks on, from Keras 3.16 too."""
+    layer.supports_masking = True
+    return layer
+
+
 def recurrent(model_class, **kwargs):
     inputs = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(TOKENS, 4, mask_zero=True, **kwargs)(inputs)
-    x = keras.layers.LSTM(4, return_sequences=True)(x)
+    x = passing_masks(keras.layers.LSTM(4, return_sequences=True))(x)
     return model_class(
         inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
     )

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import passing_masks
 from helpers import NO_COUNTS
 from helpers import Batches
 from helpers import mirrored
@@ -131,7 +132,7 @@ MODELS = {
         lambda: make(
             layers.Masking(),
             layers.BatchNormalization(),
-            layers.LSTM(3, return_sequences=True),
+            passing_masks(layers.LSTM(3, return_sequences=True)),
             layers.BatchNormalization(),
             shape=(6, 4),
         ),
@@ -140,7 +141,7 @@ MODELS = {
     "mask, time-distributed": (
         lambda: make(
             layers.Masking(),
-            layers.TimeDistributed(layers.BatchNormalization()),
+            passing_masks(layers.TimeDistributed(layers.BatchNormalization())),
             shape=(6, 4),
         ),
         SEQUENCES,

@@ -1,6 +1,10 @@
 """Keras's callbacks and tools do with accumulation what they do without."""
 
 import csv
+import pathlib
+import re
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -380,3 +384,71 @@ def test_accum_steps_scheduler_among_keras_callbacks(data):
     )
     assert history.history["accum_steps"] == [1, 2, 4]
     assert int(model.optimizer.iterations) == 10 + 5 + 3
+
+
+# -- trackers, as the page about them writes it: pip install mlflow wandb ------
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs/how-to/trackers.md"
+
+
+def run_snippet(package, data):
+    """Runs what the page says of a package, and does it without accumodel."""
+    blocks = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    (snippet,) = (each for each in blocks if f"import {package}" in each)
+    x, y = data
+    model = make_model()
+    model.compile("adam", "sparse_categorical_crossentropy", micro_batch_size=8)
+    exec(compile(snippet, package, "exec"), {"model": model, "x": x, "y": y})
+    plain = make_model(keras.Model)
+    adam = keras.optimizers.Adam(name="adam")  # not "adam_1"
+    plain.compile(adam, "sparse_categorical_crossentropy")
+    plain.fit(x, y, batch_size=256, epochs=10, verbose=0)
+    assert distance(model, plain) < 1e-6
+    return model
+
+
+@pytest.mark.weekly
+@pytest.mark.filterwarnings("ignore")  # its own
+def test_mlflow_logs_what_it_logs_of_keras_and_a_model_to_serve(
+    data, tmp_path, monkeypatch
+):
+    import mlflow
+
+    monkeypatch.chdir(tmp_path)
+    database = f"sqlite:///{tmp_path}/mlflow.db"
+    mlflow.set_tracking_uri(database)
+    model = run_snippet("mlflow", data)
+    client = mlflow.MlflowClient()
+    plain, ours = client.search_runs(["0"])  # the latest first
+    assert ours.data.params.pop("micro_batch_size") == "8"
+    assert ours.data.params == plain.data.params
+    losses = (
+        [each.value for each in client.get_metric_history(run_id, "loss")]
+        for run_id in (ours.info.run_id, plain.info.run_id)
+    )
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    np.save("x.npy", data[0])
+    # Where accumodel is not installed.
+    (served,) = mlflow.search_logged_models(output_format="list")
+    program = f"""
+import sys
+sys.modules["accumodel"] = None
+import mlflow, numpy as np
+mlflow.set_tracking_uri({database!r})
+model = mlflow.pyfunc.load_model({served.model_uri!r})
+np.save("y.npy", model.predict(np.load("x.npy")))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    expected = model.predict(data[0], verbose=0)
+    np.testing.assert_allclose(np.load("y.npy"), expected, atol=1e-6)
+
+
+@pytest.mark.weekly
+@pytest.mark.filterwarnings("ignore")  # its own
+def test_weights_and_biases_keeps_models_and_logs(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    model = run_snippet("wandb", data)
+    saved = keras.models.load_model(tmp_path / "model-10.keras")
+    assert distance(saved, model) == 0.0
+    assert list(tmp_path.glob("wandb/offline-run-*"))

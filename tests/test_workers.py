@@ -1,6 +1,8 @@
 """Several processes train together, as one device would with the big batch."""
 
 import json
+import pathlib
+import subprocess
 import sys
 
 import keras
@@ -11,9 +13,14 @@ import worker
 from helpers import distance
 
 from accumodel import AccumulatingModel
+from benchmarks.workers import free_ports
+from benchmarks.workers import run_tasks
 from benchmarks.workers import run_workers
+from benchmarks.workers import tf_configs
+from examples import training
 
 SECONDS = 240  # of which training takes ten
+EXAMPLES = pathlib.Path(training.__file__).parent
 
 
 def train_workers(count, folder, *arguments):
@@ -47,6 +54,8 @@ def check_reports(folder, count, expected):
 def test_three_workers_end_with_the_weights_of_one_device(expected, tmp_path):
     log = tmp_path / "log0"
     assert train_workers(3, tmp_path, "2") == [0, 0, 0], log.read_text()
+    # TensorFlow prints that of an error inside of a step, if it is caught too.
+    assert "Traceback" not in log.read_text()
     for report in check_reports(tmp_path, 3, expected):
         assert list(report["history"]) == list(expected["history"])
         for name, values in expected["history"].items():
@@ -92,3 +101,97 @@ def test_a_dead_worker_stops_the_others_and_a_restart_goes_on(
     for report in check_reports(tmp_path, 2, expected):
         # The first epoch was not trained again.
         assert len(report["history"]["loss"]) == worker.EPOCHS - 1
+
+
+@pytest.mark.slow
+def test_workers_that_disagree_say_so_and_do_not_wait(tmp_path):
+    assert train_workers(2, tmp_path, "4,2") == [1, 1]
+    for rank in range(2):
+        log = (tmp_path / f"log{rank}").read_text()
+        assert "ValueError: All workers must be compiled with the same" in log
+        assert "Received: {'accum_steps': 4}, {'accum_steps': 2}" in log
+
+
+# -- programs to copy ----------------------------------------------------------
+
+
+def slurm_job():
+    """What `srun` would set for two tasks on this machine."""
+    job = {
+        "PORT_BASE": str(free_ports(1)[0]),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }
+    return [{**job, "SLURM_PROCID": str(rank)} for rank in range(2)]
+
+
+def check_saved(path):
+    """What a program of `examples` saved is what the large batch gives."""
+    plain = training.make_model()
+    plain.compile(
+        keras.optimizers.AdamW(0.01, global_clipnorm=1.0),
+        "sparse_categorical_crossentropy",
+    )
+    batch_size = training.GLOBAL_BATCH * training.ACCUM_STEPS
+    plain.fit(
+        *training.make_data(),
+        batch_size=batch_size,
+        epochs=training.EPOCHS,
+        shuffle=False,
+        verbose=0,
+    )
+    assert distance(keras.models.load_model(path), plain) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "make_environments"),
+    [
+        ("slurm.py", slurm_job),
+        ("vertex_ai.py", lambda: tf_configs([("chief", 0), ("worker", 0)])),
+    ],
+)
+def test_an_engine_ends_with_the_weights_of_one_device(
+    program, make_environments, tmp_path
+):
+    command = [sys.executable, str(EXAMPLES / program), str(tmp_path)]
+    codes = run_tasks(make_environments(), command, tmp_path, SECONDS)
+    assert codes == [0, 0], (tmp_path / "log0").read_text()
+    check_saved(tmp_path / "model.keras")
+    # Whoever finishes needs no backup.
+    assert not list(tmp_path.glob("backup-*/*.h5"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unwanted", ["evaluator", "ps"])
+def test_tasks_that_do_not_train_are_refused_at_once(unwanted, tmp_path):
+    command = [sys.executable, str(EXAMPLES / "vertex_ai.py"), str(tmp_path)]
+    environment = tf_configs([(unwanted, 0)])
+    assert run_tasks(environment, command, tmp_path, SECONDS) == [1]
+    log = (tmp_path / "log0").read_text()
+    assert "Start only `chief` and `worker` tasks" in log
+
+
+@pytest.mark.parametrize(
+    ("cluster", "chief"),
+    [
+        ({"worker": ["a:1", "b:1"]}, ("worker", 0)),
+        ({"chief": ["a:1"], "worker": ["b:1", "c:1"]}, ("chief", 0)),
+    ],
+)
+def test_one_task_saves(cluster, chief):
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver
+    for kind, machines in cluster.items():
+        for index in range(len(machines)):
+            task = resolver(
+                tf.train.ClusterSpec(cluster), task_type=kind, task_id=index
+            )
+            assert training.is_chief(task) == ((kind, index) == chief)
+
+
+@pytest.mark.weekly  # pip install "ray[train]"
+def test_ray_ends_with_the_weights_of_one_device(tmp_path):
+    command = [sys.executable, EXAMPLES / "ray_train.py", tmp_path]
+    subprocess.run(command, check=True, timeout=600)
+    check_saved(tmp_path / "model.keras")

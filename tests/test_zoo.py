@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import passing_masks
 from helpers import distance
 from helpers import train_both
 from keras import layers
@@ -250,9 +251,10 @@ def make_translator(model_class):
     source = keras.Input((None,), dtype="int32")
     target = keras.Input((None,), dtype="int32")
     x = layers.Embedding(20, 8, mask_zero=True)(source)
-    _, state = layers.GRU(8, return_state=True)(x)
+    _, state = passing_masks(layers.GRU(8, return_state=True))(x)
     x = layers.Embedding(20, 8, mask_zero=True)(target)
-    x = layers.GRU(8, return_sequences=True)(x, initial_state=state)
+    decoder = passing_masks(layers.GRU(8, return_sequences=True))
+    x = decoder(x, initial_state=state)
     return model_class([source, target], layers.Dense(20)(x))
 
 

@@ -1,7 +1,8 @@
 """One worker of a `MultiWorkerMirroredStrategy`, as a user would write it.
 
 Started by `test_workers.py`, which sets `TF_CONFIG`:
-`python worker.py FOLDER ACCUM_STEPS [EPOCH_OF_DEATH]`.
+`python worker.py FOLDER ACCUM_STEPS [EPOCH_OF_DEATH]`. `4,2` are the
+`accum_steps` of two workers that disagree.
 """
 
 import json
@@ -92,22 +93,27 @@ class SavesAlone(keras.callbacks.Callback):
 
 
 def main(folder, accum_steps, epoch_of_death=None):
-    config = json.loads(os.environ["TF_CONFIG"])
-    rank, workers = config["task"]["index"], len(config["cluster"]["worker"])
+    tf.get_logger().setLevel("INFO")  # as some engines do
     folder = pathlib.Path(folder)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    cluster = strategy.cluster_resolver.cluster_spec()
+    assert cluster.jobs == ["worker"]  # or the chief would be the first
+    rank, workers = (
+        strategy.cluster_resolver.task_id,
+        cluster.num_tasks("worker"),
+    )
+    steps = [int(number) for number in accum_steps.split(",")]
+    accum_steps = steps[rank % len(steps)]
     with strategy.scope():
         model = make_and_compile(
-            accumodel.AccumulatingModel, accum_steps=int(accum_steps)
+            accumodel.AccumulatingModel, accum_steps=accum_steps
         )
     callbacks = [keras.callbacks.BackupAndRestore(folder / f"backup{rank}")]
     if rank == 0:
         callbacks.append(SavesAlone(folder / "chief.weights.h5"))
     elif epoch_of_death is not None:
         callbacks.append(Dies(int(epoch_of_death)))
-    report = fit_and_report(
-        model, EFFECTIVE_BATCH // int(accum_steps), callbacks
-    )
+    report = fit_and_report(model, EFFECTIVE_BATCH // accum_steps, callbacks)
     # In mid-cycle all workers save, each in a file of its own.
     x, y = make_data()
     model.train_on_batch(x[rank::workers], y[rank::workers])
