@@ -32,7 +32,7 @@ try:
 except ImportError as error:
     raise SystemExit(
         "The demonstration needs more packages. "
-        f'Run `pip install "accumodel[demo]"`. {error}'
+        f'In a clone of accumodel, run `pip install -e ".[demo]"`. {error}'
     ) from error
 
 _IMAGE_SIZE = 40
