@@ -237,7 +237,7 @@ def distances(weights, reference):
 def make_table(results, arguments):
     """Returns the results of all ways as a `rich` table of 59 columns."""
     table = rich.table.Table(
-        title=f"Batches of {arguments.batch_size}, {arguments.epochs} epochs; "
+        title=f"Batches of {arguments.batch_size}, epochs: {arguments.epochs}; "
         f"all but the first: {arguments.memory} MB\nfor tensors. Micro-batches "
         f"of {arguments.micro_batch_size}",
         box=rich.box.SIMPLE_HEAD,
