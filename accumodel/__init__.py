@@ -1,6 +1,8 @@
 """Gradient accumulation for Keras 3, with the weights of the larger batch."""
 
+import contextlib
 import os
+import sys
 
 
 def _check_backend():
@@ -20,7 +22,25 @@ def _check_backend():
         )
 
 
-_check_backend()
+@contextlib.contextmanager
+def _stderr_to(file):
+    """In it, what a library writes to stderr goes to a file descriptor."""
+    stderr = os.dup(2)
+    os.dup2(file, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+if sys.orig_argv[1:3] == ["-m", "accumodel"]:
+    # The demonstration. No variable silences TensorFlow 2.21 while it loads.
+    with open(os.devnull, "w") as _null, _stderr_to(_null.fileno()):
+        _check_backend()
+        import tensorflow  # noqa: F401
+else:
+    _check_backend()
 
 from accumodel.accumulator import GradientAccumulator  # noqa: E402
 from accumodel.batch_norm import recalibrate_batch_norm  # noqa: E402

@@ -1,29 +1,32 @@
-"""`python -m accumodel`: five ways to train the same network, side by side.
+"""`python -m accumodel`: train with a batch that does not fit in memory.
 
-A small CNN learns the handwritten digits that come with scikit-learn. It is
-trained with big batches; with big batches that `AccumulatingModel` cuts into
-micro-batches; with micro-batches that are fed, and `AccumulatingModel`; with
-micro-batches and the `gradient_accumulation_steps` of Keras; and with
-micro-batches and no accumulation. Each way runs in a separate process, to
-measure its peak memory. The second one also measures the gradient noise scale,
-which says whether such a big batch is worth its samples.
+A small CNN learns the handwritten digits that come with scikit-learn, in
+batches of 256. Plain Keras does so once with all the memory that it wants. Then
+TensorFlow gets a fixed amount. Plain Keras runs out of memory; the
+`micro_batch_size` and the `accum_steps` of accumodel, and Keras's own
+`gradient_accumulation_steps`, train in micro-batches. Weights, memory and time
+are compared. Each way runs in a separate process.
 """
 
 import argparse
-import math
 import multiprocessing
+import os
 import pathlib
 import statistics
 import sys
+import tempfile
 import time
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import accumodel
 
 try:
+    import matplotlib
     import matplotlib.figure
+    import rich.box
     import rich.console
     import rich.progress
     import rich.table
@@ -32,16 +35,16 @@ try:
 except ImportError as error:
     raise SystemExit(
         "The demonstration needs more packages. "
-        f'Run `pip install "accumodel[demo]"`. {error}'
+        f'In a clone of accumodel, run `pip install -e ".[demo]"`. {error}'
     ) from error
 
 _IMAGE_SIZE = 40
-_BIG, _CUT, _FED, _KERAS, _MICRO = _WAYS = (
-    "big batch",
+_LARGE, _LIMITED, _SPLIT, _FED, _KERAS = _WAYS = (
+    "no limit",
+    "plain Keras",
     "micro_batch_size",
     "accum_steps",
     "Keras's own",
-    "micro-batch alone",
 )
 
 
@@ -118,46 +121,52 @@ class Recorder(keras.callbacks.Callback):
 
 
 def train(way, arguments, connection):
-    """Trains in one of the ways. Sends its progress, then the results."""
-    steps = arguments.accum_steps
-    micro_batch = arguments.effective_batch // steps
+    """Trains in one of the ways. Sends its progress, then the results.
+
+    It sends `None` if memory runs out.
+    """
+    micro_batch = arguments.micro_batch_size
+    steps = arguments.batch_size // micro_batch
+    if way != _LARGE:
+        for gpu in tf.config.list_physical_devices("GPU"):
+            limit = tf.config.LogicalDeviceConfiguration(
+                memory_limit=arguments.memory
+            )
+            tf.config.set_logical_device_configuration(gpu, [limit])
     x_train, x_test, y_train, y_test = load_data()
-    model_class = keras.Model
-    compile_arguments = {}
-    optimizer_arguments = {}
-    if way == _CUT:
-        model_class = accumodel.AccumulatingModel
-        compile_arguments["micro_batch_size"] = micro_batch
-    elif way == _FED:
-        model_class = accumodel.AccumulatingModel
-        compile_arguments["accum_steps"] = steps
-    elif way == _KERAS:
-        optimizer_arguments["gradient_accumulation_steps"] = steps
-    model = make_model(model_class)
+    is_ours = way in (_SPLIT, _FED)
+    model = make_model(accumodel.AccumulatingModel if is_ours else keras.Model)
+    compile_arguments = {
+        _SPLIT: {"micro_batch_size": micro_batch},
+        _FED: {"accum_steps": steps},
+    }
+    own = {"gradient_accumulation_steps": steps} if way == _KERAS else {}
     model.compile(
-        keras.optimizers.Adam(0.002, **optimizer_arguments),
+        keras.optimizers.Adam(0.002, **own),
         "sparse_categorical_crossentropy",
         metrics=["accuracy"],
         jit_compile=arguments.jit,
-        **compile_arguments,
+        **compile_arguments.get(way, {}),
     )
-    big = way in (_BIG, _CUT)
-    recorder = Recorder(1 if big else steps, connection.send)
-    callbacks = [recorder]
-    if way == _CUT:
-        callbacks.append(accumodel.GradientNoiseScale())
+    is_fed_whole = way not in (_FED, _KERAS)
+    recorder = Recorder(1 if is_fed_whole else steps, connection.send)
     built = peak_memory()
-    history = model.fit(
-        x_train,
-        y_train,
-        batch_size=arguments.effective_batch if big else micro_batch,
-        epochs=arguments.epochs,
-        shuffle=False,
-        verbose=0,
-        callbacks=callbacks,
-    ).history
+    try:
+        model.fit(
+            x_train,
+            y_train,
+            batch_size=arguments.batch_size if is_fed_whole else micro_batch,
+            epochs=arguments.epochs,
+            shuffle=False,
+            verbose=0,
+            callbacks=[recorder],
+        )
+    except tf.errors.ResourceExhaustedError:
+        connection.send(None)
+        connection.close()
+        os._exit(0)  # with XLA, TensorFlow cannot free what is left
     peak = peak_memory()
-    _, accuracy = model.evaluate(x_test, y_test, verbose=0)
+    _, accuracy = model.evaluate(x_test, y_test, verbose=0, batch_size=32)
     connection.send(
         {
             "updates": int(model.optimizer.iterations),
@@ -168,12 +177,6 @@ def train(way, arguments, connection):
                 recorder.seconds[1:] or recorder.seconds
             ),
             "weights": recorder.weights,
-            # Those of the noise scale, after the last epoch.
-            **{
-                name: values[-1]
-                for name, values in history.items()
-                if name.startswith("noise_scale")
-            },
         }
     )
 
@@ -195,19 +198,31 @@ def peak_memory():
 
 def run(way, arguments, progress):
     """Trains in one of the ways in a new process, and returns its results."""
+    # The new process reads these. The limit is one of TensorFlow, which then
+    # raises an error, as on a GPU. Convolutions of oneDNN do not: they end the
+    # process.
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
+    os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = str(int(way != _LARGE))
+    os.environ["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(arguments.memory)
     task = progress.add_task(way, total=arguments.epochs)
     context = multiprocessing.get_context("spawn")
     connection, child = context.Pipe()
     process = context.Process(target=train, args=(way, arguments, child))
-    process.start()
-    child.close()
-    try:
-        while not isinstance(message := connection.recv(), dict):
-            progress.update(task, completed=message)
-    except EOFError:
-        raise SystemExit(f"The process for '{way}' failed.") from None
-    finally:
-        process.join()
+    with tempfile.TemporaryFile() as log:
+        with accumodel._stderr_to(log.fileno()):
+            process.start()  # TensorFlow logs to where this begins
+        child.close()
+        try:
+            while isinstance(message := connection.recv(), float):
+                progress.update(task, completed=message)
+        except EOFError:
+            log.seek(0)
+            raise SystemExit(
+                f"{log.read().decode(errors='replace')}\n"
+                f"The process for '{way}' failed; above is what it logged."
+            ) from None
+        finally:
+            process.join()
     return message
 
 
@@ -220,145 +235,166 @@ def distances(weights, reference):
 
 
 def make_table(results, arguments):
-    """Returns the results of all ways as a `rich` table."""
-    micro_batch = arguments.effective_batch // arguments.accum_steps
+    """Returns the results of all ways as a `rich` table of 59 columns."""
     table = rich.table.Table(
-        title=f"Effective batch {arguments.effective_batch} = "
-        f"{arguments.accum_steps} x {micro_batch}, {arguments.epochs} epochs"
+        title=f"Batches of {arguments.batch_size}, epochs: {arguments.epochs}; "
+        f"all but the first: {arguments.memory} MB\nfor tensors. Micro-batches "
+        f"of {arguments.micro_batch_size}",
+        box=rich.box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
     )
-    table.add_column("way", no_wrap=True)
-    for column in (
-        "updates",
-        "test\naccuracy",
-        "weights from\nbig batch's",
-        "peak\nmemory",
-        "time of\nan epoch",
-    ):
+    table.add_column("", no_wrap=True)
+    for column in ("updates", "accuracy", "differs", "memory", "epoch"):
         table.add_column(column, justify="right", no_wrap=True)
     for way, result in results.items():
-        distance = result["distances"][-1]
+        if result is None:
+            table.add_row(way, "out of", "memory", "", "", "")
+            continue
         table.add_row(
             way,
             str(result["updates"]),
             f"{result['accuracy']:.3f}",
-            "-" if way == _BIG else f"{distance:.1e}",
+            "-" if way == _LARGE else f"{result['distances'][-1]:.1e}",
             f"{result['peak'] / 1e6:.0f} MB",
-            f"{result['epoch'] * 1e3:.0f} ms",
+            f"{result['epoch']:.1f} s",
         )
     return table
 
 
-def conclusion(results):
+def conclusion(results, arguments):
     """Returns a summary of this run."""
-    big, ours, keras_own = (results[way] for way in (_BIG, _CUT, _KERAS))
-    return (
-        f"With `micro_batch_size` the model made {ours['updates']} updates, "
-        f"needed {ours['peak'] / big['peak']:.0%} of the big batch's peak "
-        f"memory, and ended {ours['distances'][-1]:.0e} from its weights. "
-        f"Keras's own accumulation made {keras_own['updates']} updates and "
-        f"ended {keras_own['distances'][-1]:.0e} away."
+    large, limited, ours, own = (
+        results[way] for way in (_LARGE, _LIMITED, _SPLIT, _KERAS)
     )
-
-
-def worth(result, batch):
-    """Returns whether the big batch was worth its samples.
-
-    Args:
-        result: Dict, the results of the way that measured the noise scale.
-        batch: Int, the effective batch.
-    """
-    noise_scale, low, high = (
-        result[f"noise_scale{end}"] for end in ("", "_low", "_high")
-    )
-    if math.isnan(noise_scale):
-        return (
-            "The noise scale is not known: the gradients measured may be "
-            "nothing but noise. With more epochs this run could say whether "
-            "the big batch was worth its samples."
+    lines = [
+        "accuracy: on test data; differs: the largest difference of any weight "
+        "from the first row; memory: the peak over the built model.",
+        "",
+    ]
+    if ours is None:
+        lines.append(
+            f"Micro-batches of {arguments.micro_batch_size} do not fit in "
+            f"{arguments.memory} MB either. Pass a smaller "
+            "--micro-batch-size, or a larger --memory."
         )
-    # Half an order of magnitude is as much as the noise scale can tell.
-    if batch < noise_scale / 3:
-        verdict = "worth it: it saved updates nearly in proportion"
-    elif batch <= noise_scale * 3:
-        verdict = "a fair trade of samples for updates"
-    else:
-        verdict = "not worth it: it mostly cost samples"
-    return (
-        f"The noise scale was about {noise_scale:.0f} samples (90 % interval: "
-        f"{low:.0f} to {high:.0f}). So batches of {batch} need about "
-        f"{1 + noise_scale / batch:.1f} times the fewest updates possible, and "
-        f"{1 + batch / noise_scale:.1f} times the fewest samples. As far as an "
-        "order of magnitude can tell, and less surely with Adam, the big batch "
-        f"was {verdict}."
+        return "\n".join(lines)
+    if limited is None:
+        lines.append(
+            f"In {arguments.memory} MB, plain Keras runs out of memory with "
+            f"batches of {arguments.batch_size}."
+        )
+    lines.append(
+        "With `micro_batch_size` the model trained with these batches in "
+        f"{ours['peak'] / large['peak']:.0%} of the memory, and ended "
+        f"{ours['distances'][-1]:.0e} from the weights of the first row: "
+        "rounding."
     )
+    if own is not None:
+        lines.append(
+            f"Keras's own accumulation made {own['updates']} updates instead "
+            f"of {large['updates']}, and ended {own['distances'][-1]:.0e} "
+            "away: the last batch of an epoch is short."
+        )
+    return "\n".join(lines)
 
 
-def plot(results, path):
-    """Plots memory and the distance from the big batch to a file."""
-    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
+def plot(results, arguments):
+    """Plots memory and the distance from the large batch to a file."""
+    figure = matplotlib.figure.Figure(figsize=(9, 3.4), layout="constrained")
+    figure.suptitle(
+        f"Train with batches of {arguments.batch_size} in "
+        f"{arguments.memory} MB, {arguments.micro_batch_size} samples at a time"
+    )
     left, right = figure.subplots(1, 2)
     ways = list(results)
     # Okabe and Ito's palette, safe for colour-blind readers.
-    colours = dict(
-        zip(
-            ways,
-            ("#000000", "#009E73", "#0072B2", "#D55E00", "#999999"),
-            strict=True,
-        )
+    palette = ("#000000", "#999999", "#009E73", "#0072B2", "#D55E00")
+    colours = dict(zip(ways, palette, strict=True))
+    peaks = [results[way]["peak"] / 1e6 if results[way] else 0 for way in ways]
+    bars = left.barh(ways, peaks, color=[colours[way] for way in ways])
+    left.bar_label(
+        bars,
+        [
+            f"{peak:.0f}" if results[way] else "out of memory"
+            for way, peak in zip(ways, peaks, strict=True)
+        ],
+        padding=3,
     )
-    bars = left.barh(
-        ways,
-        [results[way]["peak"] / 1e6 for way in ways],
-        color=[colours[way] for way in ways],
-    )
-    left.bar_label(bars, fmt="%.0f", padding=3)
     left.invert_yaxis()
     left.set_xlabel("peak memory over the built model (MB)")
     left.margins(x=0.15)
-    for way, marker in zip(ways[1:], "Dos^", strict=True):
+    # Two of them coincide: one is large and hollow, the other small.
+    markers = {_LIMITED: "^", _SPLIT: "o", _FED: ".", _KERAS: "s"}
+    for way, marker in markers.items():
+        if results[way] is None:
+            continue
         values = results[way]["distances"]
         right.plot(
             range(1, len(values) + 1),
             values,
             marker=marker,
-            markersize=4,
+            markersize=8 if way == _SPLIT else 4,
+            markerfacecolor="none" if way == _SPLIT else colours[way],
             color=colours[way],
             label=way,
         )
     right.set_yscale("log")
-    right.set_xlabel("effective batches seen")
-    right.set_ylabel("largest weight difference from the big batch")
-    right.legend()
+    right.set_xlabel("batches seen")
+    right.set_ylabel("largest difference of any\nweight from the first row")
+    right.legend(frameon=False)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    # Nothing random and no date in it, so that it changes only with its data.
+    is_svg = arguments.plot.endswith(".svg")
+    with matplotlib.rc_context({"svg.hashsalt": "accumodel"}):
+        figure.savefig(
+            arguments.plot,
+            dpi=150,
+            metadata={"Date": None} if is_svg else None,
+        )
 
 
 def parse(argv):
     """Parses and checks the command-line arguments."""
     parser = argparse.ArgumentParser(
-        prog="python -m accumodel", description=__doc__.splitlines()[0]
+        prog="python -m accumodel",
+        description="Train with a batch that does not fit in memory: plain "
+        "Keras, accumodel and Keras's own accumulation, side by side. Takes "
+        "about three minutes on two cores.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--effective-batch", type=int, default=256)
-    parser.add_argument("--accum-steps", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=5)
+    for name, default, text in (
+        ("--batch-size", 256, "samples of one update"),
+        ("--micro-batch-size", 32, "samples in the model at once"),
+        ("--memory", 200, "MB that TensorFlow gets for its tensors"),
+        ("--epochs", 5, "passes over the 1,437 training images"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=text
+        )
     parser.add_argument(
         "--jit", action="store_true", help="compile with XLA (jit_compile=True)"
     )
     parser.add_argument(
-        "--plot", metavar="FILE", help="plot memory and distance to FILE"
+        "--plot",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="draw memory and differences to FILE, such as demonstration.svg",
     )
     arguments = parser.parse_args(argv)
-    if arguments.epochs < 1:
-        parser.error(f"--epochs must be at least 1, not {arguments.epochs}")
-    if arguments.accum_steps < 2:
+    for name in ("epochs", "memory", "micro_batch_size"):
+        value = getattr(arguments, name)
+        if value < 1:
+            parser.error(
+                f"--{name.replace('_', '-')} must be at least 1, not {value}"
+            )
+    large, small = arguments.batch_size, arguments.micro_batch_size
+    if large <= small or large % small:
         parser.error(
-            f"--accum-steps must be at least 2, not {arguments.accum_steps}"
-        )
-    if arguments.effective_batch % arguments.accum_steps:
-        parser.error(
-            f"--effective-batch {arguments.effective_batch} must be a multiple "
-            f"of --accum-steps {arguments.accum_steps}"
+            f"--batch-size {large} must be a multiple of --micro-batch-size "
+            f"{small}, and larger"
         )
     return arguments
 
@@ -367,18 +403,19 @@ def main(argv=None):
     """Runs the five ways, then prints and plots their results."""
     arguments = parse(argv)
     console = rich.console.Console()
-    results = {}
-    with rich.progress.Progress(console=console) as progress:
-        for way in _WAYS:
-            results[way] = run(way, arguments, progress)
-    reference = results[_BIG]["weights"]
-    for result in results.values():
+    # A file gets the table only.
+    with rich.progress.Progress(
+        console=console, disable=not console.is_terminal
+    ) as progress:
+        results = {way: run(way, arguments, progress) for way in _WAYS}
+    reference = results[_LARGE]["weights"]
+    for result in filter(None, results.values()):
         result["distances"] = distances(result["weights"], reference)
     console.print(make_table(results, arguments))
-    console.print(conclusion(results))
-    console.print(worth(results[_CUT], arguments.effective_batch))
-    if arguments.plot:
-        plot(results, arguments.plot)
+    console.print()
+    console.print(conclusion(results, arguments), highlight=False)
+    if "plot" in arguments:
+        plot(results, arguments)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def recalibrate_batch_norm(model, data, steps=None, verbose="auto"):
     changes: not its weights, optimizer, metrics, random seeds or pending cycle.
     If an error occurs, the moving statistics do not change either.
 
-    Example:
+    Examples:
         >>> inputs = keras.Input((1,))
         >>> model = keras.Model(
         ...     inputs, keras.layers.BatchNormalization()(inputs)

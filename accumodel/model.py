@@ -202,7 +202,7 @@ class AccumulatingModel(keras.Model):
             steps_per_execution: Int. Batches that `fit` feeds for one call of
                 TensorFlow. Defaults to `1`.
             jit_compile: Bool or `"auto"`. Compile by XLA. Defaults to
-                `"auto"`.
+                `"auto"`: on a GPU, unless several replicas train.
             auto_scale_loss: Bool. Scale the loss with `mixed_float16`. Defaults
                 to `True`.
             accum_steps: Positive int. Batches that `fit` feeds for one update.

@@ -198,7 +198,7 @@ def main():
         if any(codes):
             sys.exit((folder / f"log{codes.index(max(codes))}").read_text())
         figures = json.loads((folder / "figures.json").read_text())
-    report(arguments, figures, make_table(figures, arguments.workers))
+    report(arguments, figures, [make_table(figures, arguments.workers)])
 
 
 if __name__ == "__main__":

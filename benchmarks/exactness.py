@@ -1,27 +1,32 @@
-"""`python -m benchmarks.exactness`: how far from the big batch each way ends.
+"""`python -m benchmarks.exactness`: how far from the large batch each way ends.
 
-Small models are trained with big batches by plain `keras.Model`; with
+Small models are trained with large batches by plain `keras.Model`; with
 micro-batches by the `gradient_accumulation_steps` of Keras and by the
-`accum_steps` of accumodel; and with big batches that accumodel cuts, by
+`accum_steps` of accumodel; and with large batches that accumodel splits, by
 `micro_batch_size`. They begin with the same weights and see the same samples in
-the same order. The table shows the largest difference of any weight from the
-big batch's. A second table shows it for a loss over pairs of samples, where
-`gradient_cache=True` is one more way.
+the same order. The tables show the largest difference of any weight from the
+large batch's. "reversed" is the large batch itself, with the samples of each
+batch in reverse: what rounding alone does.
+
+The second table is of a loss over pairs of samples, where `gradient_cache=True`
+is one more way. The third shows how rounding grows in longer trainings.
 """
+
+import dataclasses
+import typing
 
 import keras
 import numpy as np
-import rich.console
 import rich.progress
 import rich.table
+from sklearn.datasets import load_digits
 
 import accumodel
 from benchmarks.report import make_parser
 from benchmarks.report import report
 
 STEPS = 4
-MICRO_BATCH = 8
-EPOCHS = 3
+WAYS = ("reversed", "Keras's own", "accum_steps", "micro_batch_size")
 
 
 def make_dense(model_class):
@@ -37,6 +42,29 @@ def make_recurrent(model_class):
     lstm.supports_masking = True  # passes the mask on, from Keras 3.16 too
     x = lstm(x)
     return model_class(inputs, keras.layers.Dense(3, activation="softmax")(x))
+
+
+def make_cnn(model_class, activation):
+    inputs = keras.Input((8, 8, 1))
+    x = inputs
+    for _ in range(2):
+        x = keras.layers.Conv2D(32, 3, activation=activation)(x)
+    x = keras.layers.Flatten()(x)
+    return model_class(inputs, keras.layers.Dense(10, activation="softmax")(x))
+
+
+def make_gelu(model_class):
+    return make_cnn(model_class, "gelu")
+
+
+def make_relu(model_class):
+    return make_cnn(model_class, "relu")
+
+
+def make_digits(samples):
+    images, labels = load_digits(return_X_y=True)
+    images = images.reshape((-1, 8, 8, 1)).astype("float32") / 16
+    return images[:samples], labels[:samples]
 
 
 def make_samples(samples):
@@ -78,6 +106,14 @@ def small_sgd(**kwargs):
     return sgd(0.01, **kwargs)
 
 
+def fast_adam(**kwargs):
+    return keras.optimizers.Adam(0.003, **kwargs)
+
+
+def momentum(**kwargs):
+    return sgd(0.1, momentum=0.9, **kwargs)
+
+
 def crossentropy(reduction="sum_over_batch_size"):
     return keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
 
@@ -93,16 +129,28 @@ def contrastive(y_true, y_pred):
     return -keras.ops.sum(same * log_p) / keras.ops.sum(same)
 
 
-# Name, model, data, number of samples, optimizer, and the reduction of the loss
-# or another loss.
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is trained. `loss` is a reduction, or a loss."""
+
+    name: str
+    make_model: typing.Callable
+    make_data: typing.Callable
+    samples: int
+    make_optimizer: typing.Callable
+    loss: typing.Any = "mean"
+    micro_batch: int = 8
+    epochs: int = 3
+
+
 CASES = [
-    ("whole cycles", make_dense, make_samples, 96, adam, "mean"),
-    ("short last cycle", make_dense, make_samples, 104, adam, "mean"),
-    ("short last micro-batch", make_dense, make_samples, 100, adam, "mean"),
-    ("learning-rate schedule", make_dense, make_samples, 96, scheduled, "mean"),
-    ("moving average (EMA)", make_dense, make_samples, 96, averaged, "mean"),
-    ("masked sequences", make_recurrent, make_sequences, 96, sgd, "mean"),
-    (
+    Case("whole cycles", make_dense, make_samples, 96, adam),
+    Case("short last cycle", make_dense, make_samples, 104, adam),
+    Case("short last micro-batch", make_dense, make_samples, 100, adam),
+    Case("learning-rate schedule", make_dense, make_samples, 96, scheduled),
+    Case("moving average (EMA)", make_dense, make_samples, 96, averaged),
+    Case("masked sequences", make_recurrent, make_sequences, 96, sgd),
+    Case(
         "mean_with_sample_weight",
         make_dense,
         make_weighted_samples,
@@ -110,70 +158,93 @@ CASES = [
         sgd,
         "mean_with_sample_weight",
     ),
-    ("sum", make_dense, make_samples, 96, small_sgd, "sum"),
+    Case("sum", make_dense, make_samples, 96, small_sgd, "sum"),
 ]
 # Exact with the gradient cache only.
-PAIRS = ("contrastive", make_dense, make_samples, 96, sgd, contrastive)
+PAIRS = Case("contrastive", make_dense, make_samples, 96, sgd, contrastive)
+# 15 epochs in batches of 256.
+DIGITS = (make_digits, 1437)
+LONG = {"micro_batch": 64, "epochs": 15}
+ROUNDING = [
+    Case("GELU, Adam", make_gelu, *DIGITS, fast_adam, **LONG),
+    Case("GELU, SGD with momentum", make_gelu, *DIGITS, momentum, **LONG),
+    Case("ReLU, Adam", make_relu, *DIGITS, fast_adam, **LONG),
+    Case("ReLU, SGD with momentum", make_relu, *DIGITS, momentum, **LONG),
+]
 
 
-def train(model_class, case, batch_size, optimizer=None, **kwargs):
+def train(model_class, case, batch_size, optimizer=None, order=None, **kwargs):
     """Returns the weights after training in one of the ways."""
-    _, make_model, make_data, samples, make_optimizer, loss = case
     keras.utils.set_random_seed(0)
-    model = make_model(model_class)
+    model = case.make_model(model_class)
     model.compile(
-        make_optimizer(**(optimizer or {})),
-        loss if callable(loss) else crossentropy(loss),
+        case.make_optimizer(**(optimizer or {})),
+        case.loss if callable(case.loss) else crossentropy(case.loss),
         **kwargs,
     )
-    x, y, *weights = make_data(samples)
+    order = slice(None) if order is None else order
+    x, y, *weights = (each[order] for each in case.make_data(case.samples))
     model.fit(
         x,
         y,
         sample_weight=weights[0] if weights else None,
         batch_size=batch_size,
-        epochs=EPOCHS,
+        epochs=case.epochs,
         shuffle=False,
         verbose=0,
     )
     return model.get_weights()
 
 
-def compare(case, has_pairs=False):
-    """Returns how far each way ends from the big batch, by its name."""
-    batch = STEPS * MICRO_BATCH
-    big = train(keras.Model, case, batch)
+def reverse(samples, batch):
+    """Returns the order that reverses the samples of each batch."""
+    indices = np.arange(samples)
+    begins = range(0, samples, batch)
+    return np.concatenate([indices[i : i + batch][::-1] for i in begins])
+
+
+def compare(case, ways):
+    """Returns how far each way ends from the large batch, by its name."""
+    micro_batch, batch = case.micro_batch, STEPS * case.micro_batch
     own = {"gradient_accumulation_steps": STEPS}
     ours = accumodel.AccumulatingModel
-    ways = {
-        "Keras's own": train(keras.Model, case, MICRO_BATCH, own),
-        "accum_steps": train(ours, case, MICRO_BATCH, accum_steps=STEPS),
-        "micro_batch_size": train(
-            ours, case, batch, micro_batch_size=MICRO_BATCH
-        ),
-    }
-    if has_pairs:
-        ways["gradient_cache"] = train(
-            ours,
+    trainings = {
+        "reversed": (
+            keras.Model,
             case,
             batch,
-            micro_batch_size=MICRO_BATCH,
-            gradient_cache=True,
-        )
-    return {
-        way: max(
-            float(np.abs(a - b).max())
-            for a, b in zip(weights, big, strict=True)
-        )
-        for way, weights in ways.items()
+            None,
+            reverse(case.samples, batch),
+        ),
+        "Keras's own": (keras.Model, case, micro_batch, own),
+        "accum_steps": (ours, case, micro_batch),
+        "micro_batch_size": (ours, case, batch),
+        "gradient_cache": (ours, case, batch),
     }
+    options = {
+        "accum_steps": {"accum_steps": STEPS},
+        "micro_batch_size": {"micro_batch_size": micro_batch},
+        "gradient_cache": {
+            "micro_batch_size": micro_batch,
+            "gradient_cache": True,
+        },
+    }
+    large = train(keras.Model, case, batch)
+    distances = {}
+    for way in ways:
+        weights = train(*trainings[way], **options.get(way, {}))
+        distances[way] = max(
+            float(np.abs(a - b).max())
+            for a, b in zip(weights, large, strict=True)
+        )
+    return distances
 
 
 def make_table(title, figures):
     table = rich.table.Table(title=title)
     table.add_column("case", no_wrap=True)
     for way in next(iter(figures.values())):
-        table.add_column(way, justify="right")
+        table.add_column(way, justify="right", overflow="fold")
     for name, distances in figures.items():
         table.add_row(name, *(f"{each:.1e}" for each in distances.values()))
     return table
@@ -181,18 +252,23 @@ def make_table(title, figures):
 
 def main():
     arguments = make_parser(__doc__, plot=False).parse_args()
+    calls = [
+        *((case, WAYS) for case in CASES),
+        (PAIRS, (*WAYS, "gradient_cache")),
+        *((case, ("reversed", "micro_batch_size")) for case in ROUNDING),
+    ]
     figures = {
-        case[0]: compare(case)
-        for case in rich.progress.track(CASES, transient=True)
+        case.name: compare(case, ways)
+        for case, ways in rich.progress.track(calls, transient=True)
     }
-    of_pairs = {PAIRS[0]: compare(PAIRS, has_pairs=True)}
-    tables = rich.console.Group(
-        make_table(
-            f"Weights from the big batch's, {STEPS} x {MICRO_BATCH} samples",
-            figures,
-        ),
-        make_table("A loss over pairs of samples", of_pairs),
-    )
+    tables = [
+        make_table(title, {case.name: figures[case.name] for case in cases})
+        for title, cases in (
+            ("From the large batch's weights, 4 x 8 samples", CASES),
+            ("A loss over pairs of samples", [PAIRS]),
+            ("How rounding grows: 4 x 64 samples, 15 epochs", ROUNDING),
+        )
+    ]
     report(arguments, figures, tables)
 
 

@@ -84,7 +84,7 @@ def main():
         {**of, **summarize(times)}
         for of, times in measure_models(arguments, make_ways)
     ]
-    report(arguments, rows, make_table(rows))
+    report(arguments, rows, [make_table(rows)])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """`python -m benchmarks.memory`: peak memory against the effective batch.
 
-A CNN is trained for two updates: with one big batch; with micro-batches of 16
+A CNN is trained for two updates: with one large batch; with micro-batches of 16
 and either the `gradient_accumulation_steps` of Keras or `accum_steps`; and with
-one big batch that accumodel cuts into micro-batches of 16. Each way
+one large batch that accumodel splits into micro-batches of 16. Each way
 and size runs in a separate process. The table shows the peak minus what the
 built model held before: of the GPU's memory if there is a GPU, and of the
 process's resident memory if not.
@@ -53,7 +53,7 @@ from benchmarks.speed import mlp
 from benchmarks.speed import transformer
 
 MICRO_BATCH = 16
-WAYS = ("big batch", "Keras", "accum_steps", "micro_batch_size")
+WAYS = ("large batch", "Keras", "accum_steps", "micro_batch_size")
 UNLIMITED, PLAIN, AUTO = "Keras, no limit", "Keras", 'micro_batch_size="auto"'
 # Of `--parameters`.
 STEPS = 4
@@ -354,17 +354,18 @@ def main():
         if sys.platform != "linux":
             parser.error("--parameters needs Linux, which can reset a peak")
         rows = compare_copies()
-        report(arguments, rows, make_copies_table(rows))
+        report(arguments, rows, [make_copies_table(rows)])
         return
     if arguments.limit:
         size = max(arguments.sizes)
         rows = compare_limited(arguments.limit, size, arguments.jit)
-        report(arguments, rows, make_limited_table(rows, arguments.limit, size))
+        table = make_limited_table(rows, arguments.limit, size)
+        report(arguments, rows, [table])
         return
     sizes = sorted(arguments.sizes)
     calls = itertools.product(WAYS, sizes, [arguments.jit])
     rows = list(run_each(measure, list(calls)))
-    report(arguments, rows, make_table(rows), plot)
+    report(arguments, rows, [make_table(rows)], plot)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A small model learns to guess the next character of Python's help topics from
 the 16 before it, in batches of 512 that are cut into micro-batches of 64.
 `GradientNoiseScale` measures the noise scale, which grows while the model
-learns. It is the model and the data of `docs/how-to/batch-size.md`.
+learns. It is the model and the data of `docs/when-not-to.md`.
 """
 
 import pydoc_data.topics
@@ -121,7 +121,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=10)
     arguments = parser.parse_args()
     rows = measure(arguments.epochs)
-    report(arguments, rows, make_table(rows), plot)
+    report(arguments, rows, [make_table(rows)], plot)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ LOOK = {
     ),
     "axes.facecolor": "none",
     "legend.frameon": False,
+    "svg.hashsalt": "accumodel",  # the same picture is the same file
     "savefig.transparent": True,
 }
 
@@ -32,6 +33,9 @@ def make_parser(description, plot=True):
     """Returns a parser with the output options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the figures")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print tables as Markdown"
+    )
     if plot:
         parser.add_argument("--plot", metavar="FILE", help="draw them")
     return parser
@@ -56,9 +60,28 @@ def run_each(function, calls):
             yield future.result()
 
 
-def report(arguments, figures, table, plot=None):
-    """Prints the table. Writes and plots the figures if asked to."""
-    rich.console.Console().print(table)
+def as_markdown(table):
+    """Returns the lines of a `rich` table in Markdown."""
+    aligned = ["--:" if c.justify == "right" else "---" for c in table.columns]
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    headers = [column.header for column in table.columns]
+    return ["| " + " | ".join(row) + " |" for row in (headers, aligned, *rows)]
+
+
+def report(arguments, figures, tables, plot=None):
+    """Prints the tables. Writes and plots the figures if asked to.
+
+    Args:
+        arguments: Those of a parser of `make_parser`.
+        figures: What JSON can hold.
+        tables: List of `rich.table.Table`.
+        plot: Function of the figures and a path, or `None`.
+    """
+    for table in tables:
+        if arguments.markdown:
+            print(f"{table.title}:", "", *as_markdown(table), "", sep="\n")
+        else:
+            rich.console.Console().print(table)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(figures, file, indent=2)

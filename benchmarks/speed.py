@@ -7,10 +7,10 @@ model has a separate process. The columns:
 - floor: forward and backward only
 - plain: `keras.Model`, which updates at every micro-batch
 - Keras: `gradient_accumulation_steps` of the optimizer
-- accumodel: `accum_steps`
-- cut: accumodel's `micro_batch_size`, of a batch of N micro-batches
-- limit: `floor + (plain - floor) / N + (N - 1) / N x add`, the least that N
-  micro-batches need; add is one streaming add over the parameters
+- accum_steps, micro_batch_size: accumodel, with N micro-batches in an update
+- estimate: `floor + (plain - floor) / N + (N - 1) / N x add`, what dense
+  accumulation should cost; add is one streaming add over the parameters. Sparse
+  gradients need no such add, and can beat it
 
 Times are lower quartiles over the rounds, and ratios are ratios of these
 quartiles: other load only ever adds time.
@@ -227,41 +227,51 @@ def summarize(times, n):
     """Returns the row of one N: lower quartiles, and their ratios."""
     quartiles = lower_quartiles(times)
     floor, plain = quartiles["floor"], quartiles["plain"]
-    limit = floor + (plain - floor) / n + (n - 1) / n * quartiles["add"]
-    ours, cut = quartiles[f"accumodel {n}"], quartiles[f"cut {n}"]
+    estimate = floor + (plain - floor) / n + (n - 1) / n * quartiles["add"]
+    fed, split = quartiles[f"accumodel {n}"], quartiles[f"cut {n}"]
     own = quartiles.get(f"Keras {n}")
     return {
         "N": n,
         "floor": floor,
         "plain": plain,
         "Keras": own,
-        "accumodel": ours,
-        "cut": cut,
-        "limit": limit,
-        "/ Keras": ours / own if own else None,
-        "/ limit": ours / limit,
-        "/ plain": ours / plain,
-        "cut / Keras": cut / own if own else None,
+        "accum_steps": fed,
+        "micro_batch_size": split,
+        "estimate": estimate,
+        "accum_steps / Keras": fed / own if own else None,
+        "micro_batch_size / Keras": split / own if own else None,
+        "accum_steps / plain": fed / plain,
+        "accum_steps / estimate": fed / estimate,
     }
 
 
 # -- what is shown -------------------------------------------------------------
 
 
-def make_table(rows):
-    table = rich.table.Table(
-        title="ms per micro-batch, and accumodel's ratio to the others"
-    )
-    for name in rows[0]:
+def make_tables(rows):
+    """Returns a table of ratios, and one of times."""
+    labels = ("model", "jit", "N")
+    ratios = [name for name in rows[0] if "/" in name]
+    times = [name for name in rows[0] if name not in (*labels, *ratios)]
+    return [
+        _make_table("Ratios of times", rows, (*labels, *ratios), 2),
+        _make_table("ms per micro-batch", rows, (*labels, *times), 1),
+    ]
+
+
+def _make_table(title, rows, names, digits):
+    table = rich.table.Table(title=title)
+    for name in names:
         table.add_column(name, justify="left" if name == "model" else "right")
     last = None
     for row in rows:
         cells = []
-        for name, value in row.items():
+        for name in names:
+            value = row[name]
             if value is None:
                 cells.append("-")
             elif isinstance(value, float):
-                cells.append(f"{value:.2f}" if "/" in name else f"{value:.1f}")
+                cells.append(f"{value:.{digits}f}")
             else:
                 cells.append(str(value))
         key = (row["model"], row["jit"])
@@ -285,9 +295,9 @@ def plot(rows, path):
         "floor": ("#999999", ":"),
         "plain": (GRAY, "--"),
         "Keras": ("#D55E00", "-"),
-        "accumodel": ("#0072B2", "-"),
-        "cut": ("#CC79A7", "-"),
-        "limit": ("#009E73", ":"),
+        "accum_steps": ("#0072B2", "-"),
+        "micro_batch_size": ("#CC79A7", "-"),
+        "estimate": ("#009E73", ":"),
     }
     for (jit, model), axes in zip(
         itertools.product(jits, models), grid.flat, strict=True
@@ -352,7 +362,7 @@ def main():
         for of, times in measure_models(arguments, make)
         for n in arguments.steps
     ]
-    report(arguments, rows, make_table(rows), plot)
+    report(arguments, rows, make_tables(rows), plot)
 
 
 if __name__ == "__main__":

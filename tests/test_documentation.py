@@ -32,11 +32,6 @@ from benchmarks import speed
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
-# Where the README's links lead, which PyPI shows too.
-PUBLISHED = (
-    "https://github.com/accumodel/accumodel/blob/main/",
-    "https://raw.githubusercontent.com/accumodel/accumodel/main/",
-)
 
 
 def find_programs():
@@ -98,6 +93,7 @@ def test_public_names_have_a_docstring(member):
 
 
 @pytest.mark.filterwarnings("ignore:Out of memory")  # which a page shows
+@pytest.mark.filterwarnings("ignore:.shuffle=True. was passed")  # Keras's
 @pytest.mark.parametrize("program", list(find_programs()))
 def test_snippets_run_as_they_stand(program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some save files
@@ -108,10 +104,13 @@ def test_snippets_run_as_they_stand(program, tmp_path, monkeypatch):
     "page", [*ROOT.glob("*.md"), *PAGES], ids=lambda page: page.name
 )
 def test_links_lead_to_files_and_headings(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        for base in PUBLISHED:
-            if target.startswith(base):
-                target = str(ROOT / target.removeprefix(base))
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)  # also of pictures
+    targets += re.findall(r"^ *\[[^\]]+\]: *<?([^>\s]+)", text, re.M)
+    for target in targets:
+        # Nobody owns an address of this name yet: whoever did would speak for
+        # the project.
+        assert not re.search("(github|pypi).*/accumodel", target), target
         if target.startswith("https://"):
             continue  # another machine's
         path, _, anchor = target.partition("#")
@@ -148,45 +147,48 @@ def test_notebooks_run_and_hold_their_outputs(path):
 
 
 @pytest.mark.slow
-def test_the_demonstration_shows_the_weights_of_the_big_batch(tmp_path, capsys):
-    picture = tmp_path / "demonstration.png"
-    demonstration.main(["--epochs=1", "--plot", str(picture)])
-    output = capsys.readouterr().out
-    rows = {
-        cells[0].strip(): [cell.strip() for cell in cells[1:]]
-        for line in output.splitlines()
-        if len(cells := line.strip("│").split("│")) == 6
-    }
-    assert [row[0] for row in rows.values()] == ["6", "6", "6", "5", "45"]
-    ours = max(
-        float(rows[way][2]) for way in ("micro_batch_size", "accum_steps")
+def test_the_demonstration_trains_where_plain_keras_runs_out_of_memory(
+    tmp_path,
+):
+    picture = tmp_path / "demonstration.svg"
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "accumodel"),
+            *("--epochs=1", "--plot", str(picture)),
+        ],
+        env={**os.environ, "COLUMNS": "60", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        timeout=300,
+        check=True,
+        capture_output=True,
+        text=True,
     )
-    assert ours <= 1e-4
-    assert 100 * ours <= float(rows["Keras's own"][2])
+    assert run.stderr == ""  # nothing of TensorFlow
+    assert max(map(len, run.stdout.splitlines())) <= 60
+    rows = {
+        cells[0]: cells[1:]
+        for line in run.stdout.splitlines()
+        if len(cells := re.split("  +", line.strip())) > 2
+    }
+    assert rows["plain Keras"] == ["out of", "memory"]
+    ours = [rows[way] for way in ("micro_batch_size", "accum_steps")]
+    own = rows["Keras's own"]
+    assert [row[0] for row in (rows["no limit"], *ours, own)] == list("6665")
+    difference = max(float(row[2]) for row in ours)
+    assert difference <= 1e-4
+    assert 100 * difference <= float(own[2])
     assert picture.stat().st_size > 10_000
-    last = output.split("ended")[-1]
-    assert "big batch was" in " ".join(last.split())  # the lines are wrapped
-
-
-@pytest.mark.parametrize(
-    ("value", "verdict"),
-    [
-        (1000.0, "3.0 times the fewest updates possible, and 1.5 times"),
-        (2000.0, "big batch was worth it"),
-        (500.0, "a fair trade"),
-        (100.0, "not worth it"),
-        (float("nan"), "is not known"),
-    ],
-)
-def test_the_demonstration_judges_the_big_batch(value, verdict):
-    names = ("noise_scale", "noise_scale_low", "noise_scale_high")
-    result = dict.fromkeys(names, value)
-    assert verdict in demonstration.worth(result, 500)
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--epochs=0"], ["--accum-steps=1"], ["--effective-batch=100"]],
+    [
+        ["--epochs=0"],
+        ["--memory=0"],
+        ["--micro-batch-size=0"],
+        ["--batch-size=100"],
+        ["--batch-size=32"],
+    ],
 )
 def test_the_demonstration_refuses_sizes_that_make_no_sense(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -300,7 +302,11 @@ def test_the_benchmark_of_workers_counts_one_reduction_in_a_cycle(tmp_path):
 @pytest.mark.slow
 def test_the_comparison_with_keras_finds_accumodel_exact(tmp_path):
     figures = figures_of("exactness", tmp_path)
-    assert len(figures) == 8
+    assert len(figures) == 8 + 1 + 4
+    assert figures.pop("contrastive")["gradient_cache"] < 1e-6
     for row in figures.values():
-        assert row["accum_steps"] < 1e-6
-        assert row["micro_batch_size"] < 1e-6
+        if "accum_steps" in row:
+            assert row["accum_steps"] < 1e-6
+            assert row["micro_batch_size"] < 1e-6
+        else:  # longer trainings magnify rounding, as much as in Keras
+            assert row["micro_batch_size"] < 30 * row["reversed"]

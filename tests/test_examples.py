@@ -1,0 +1,36 @@
+"""The programs of `examples/` run, and end where the large batch does."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from benchmarks.workers import run_workers
+from examples import multi_worker
+
+
+@pytest.mark.slow
+def test_multi_worker_resumes_and_ends_with_the_weights_of_the_large_batch(
+    tmp_path,
+):
+    log = tmp_path / "log0"
+    for epochs, first in (("2", "Epoch 1/2"), ("4", "Epoch 3/4")):
+        command = [sys.executable, multi_worker.__file__, str(tmp_path), epochs]
+        assert run_workers(2, command, tmp_path, 240) == [0, 0], log.read_text()
+        assert log.read_text().count("Epoch ") == 2
+        assert first in log.read_text()
+    model = multi_worker.make_model()
+    model.compile(
+        multi_worker.make_optimizer(), "sparse_categorical_crossentropy"
+    )
+    for _ in range(2):
+        keras.utils.set_random_seed(0)  # the order of a program that begins
+        data = multi_worker.make_dataset()
+        next(iter(data))  # Keras looks at a batch first, on several workers
+        model.fit(data, epochs=2, shuffle=False, verbose=0)
+    trained = keras.models.load_model(tmp_path / "model.keras")
+    for weight, desired in zip(
+        trained.get_weights(), model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(weight, desired, rtol=0, atol=1e-6)
