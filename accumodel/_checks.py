@@ -53,34 +53,37 @@ def _check_positive(name, value, meaning):
     return int(value)
 
 
-def check_gradient_cache(model, options):
-    """Refuses what `gradient_cache` cannot be used with."""
-    if not isinstance(options.gradient_cache, bool):
-        raise TypeError(
-            "`gradient_cache` must be a bool. "
-            f"Received: gradient_cache={options.gradient_cache!r}"
-        )
-    if not options.gradient_cache:
-        return
+def check_whole_batch(model, options):
+    """Refuses what `gradient_cache` and `sync_batch_norm` cannot go with."""
+    for name in ("gradient_cache", "sync_batch_norm"):
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"`{name}` must be a bool. Received: {name}={value!r}"
+            )
+        if value:
+            _check_whole_batch(model, options, name)
+
+
+def _check_whole_batch(model, options, name):
     if options.micro_batch_size is None:
         raise ValueError(
-            "`gradient_cache=True` computes the loss of a batch from its "
-            "micro-batches: pass `micro_batch_size` as well. "
-            "Received: micro_batch_size=None"
+            f"`{name}=True` is for batches that are cut into micro-batches: "
+            "pass `micro_batch_size` as well. Received: micro_batch_size=None"
         )
     if options.skip_nonfinite:
         raise ValueError(
-            "`skip_nonfinite=True` cannot be combined with "
-            "`gradient_cache=True`: no micro-batch can be left out of the loss "
-            "of the whole batch. Remove one of them. "
+            f"`skip_nonfinite=True` cannot be combined with `{name}=True`: no "
+            "micro-batch can be left out of what is computed from the whole "
+            "batch. Remove one of them. "
             f"Received: skip_nonfinite={options.skip_nonfinite}"
         )
-    for name in ("compute_gradients", "train_step", "accumulate_gradients"):
-        if overrides(model, name):
+    for method in ("compute_gradients", "train_step", "accumulate_gradients"):
+        if overrides(model, method):
             raise ValueError(
-                f"`gradient_cache=True` cannot be used with a custom `{name}`, "
-                "which it would not call: it computes the loss without the "
-                "gradients of the model. Override `compute_loss` instead. "
+                f"`{name}=True` cannot be used with a custom `{method}`, which "
+                "it would not call: it computes the loss without the gradients "
+                "of the model. Override `compute_loss` instead. "
                 f"Received: a model of {type(model).__name__}"
             )
 

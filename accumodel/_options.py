@@ -22,6 +22,7 @@ class Options:
     accum_steps: int = 1
     micro_batch_size: type_of_size = None
     gradient_cache: bool = False
+    sync_batch_norm: bool = False
     remainder: str = "apply"
     skip_nonfinite: bool = False
 

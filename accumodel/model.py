@@ -31,6 +31,7 @@ def _compile(
     accum_steps=1,
     micro_batch_size=None,
     gradient_cache=False,
+    sync_batch_norm=False,
     remainder="apply",
     skip_nonfinite=False,
     **kwargs,
@@ -39,10 +40,11 @@ def _compile(
         accum_steps,
         micro_batch_size,
         gradient_cache,
+        sync_batch_norm,
         remainder,
         skip_nonfinite,
     )
-    _checks.check_gradient_cache(model, options)
+    _checks.check_whole_batch(model, options)
     try:
         super(AccumulatingModel, model).compile(*args, **kwargs)
         _checks.check_optimizer(model.optimizer, skip_nonfinite)
@@ -177,6 +179,7 @@ class AccumulatingModel(keras.Model):
         accum_steps: int = 1,
         micro_batch_size: int | typing.Literal["auto"] | None = None,
         gradient_cache: bool = False,
+        sync_batch_norm: bool = False,
         remainder: typing.Literal["apply", "carry", "drop"] = "apply",
         skip_nonfinite: bool = False,
         **kwargs: typing.Any,
@@ -209,6 +212,12 @@ class AccumulatingModel(keras.Model):
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
                 from all samples of a batch, by a second forward pass (Gao et
                 al. 2021, arXiv 2101.06983). Defaults to `False`.
+            sync_batch_norm: Bool. With `micro_batch_size`, let each
+                `BatchNormalization` that trains normalize by the mean and the
+                variance of the whole batch, as it would without micro-batches,
+                by a second forward pass. For functional and sequential models.
+                The loss is computed as with `gradient_cache`. Defaults to
+                `False`: by those of the micro-batch.
             remainder: What becomes of the batches that are left when an
                 epoch ends before the cycle is full. `"apply"` makes an update
                 of them, divided by their own weight, as Keras does with a short
