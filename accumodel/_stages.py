@@ -332,13 +332,19 @@ class _Adder:
         present = tuple(each is not None for each in gradients)
         if any(present):
             self._accumulator._add_to_fed_batch(
-                gradients, self._weight, True, share
+                gradients,
+                self._weight,
+                is_split=True,
+                share=share,
+                may_begin=not self.has_begun,
             )
             self.fed_batch.add(self._accumulator, present, False)
             self._has_added = True
 
     def end_stage(self):
+        # What the next stages add to has begun.
         self.has_begun = self._has_added
+        self.fed_batch.cleared.clear()
 
 
 def _forward(model, stages, parts):
