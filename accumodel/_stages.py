@@ -72,7 +72,7 @@ class Made(typing.NamedTuple):
             `(samples, ...)`, or scalars, which count as means over samples.
         kept: List of pairs of a tensor for later stages, and its mask or
             `None`. Of all parts: each is a `tf.TensorArray`.
-        moments: List of tuples, see `_sync_batch_norm.join`. Of all parts:
+        moments: List of tensors, see `_sync_batch_norm.join`. Of all parts:
             stacked.
     """
 
@@ -87,7 +87,7 @@ class WholeModel:
     """The one stage of a model that is not cut."""
 
     takes = keeps = measures = norms = moves = ()
-    has_variables = True
+    takes_inputs = has_variables = True
 
     def __init__(self, model, is_training=True):
         self._model = model
@@ -127,7 +127,7 @@ def train(model, fed_batch, data):
         _backward(passes, cache, adder)
     # Nothing else adds to the total if the loss does not use the outputs.
     with one_step(data, fed_batch):
-        adder.add(own, 0.0 if adder.has_begun else 1.0)
+        adder.add(own, 1.0)
     with one_step(data):
         return log()
 
@@ -155,8 +155,8 @@ class _Pass:
         stage: The stage.
         parts: The `Parts` of the fed batch.
         kept: Dict of what stages keep, by its place.
-        statistics: Dict of pairs `(mean, variance)`, by the id of the call that
-            normalizes by them. This stage adds to both dicts.
+        statistics: Dict of what normalizations need, by the id of their call.
+            This stage adds to both dicts.
 
     Attributes:
         states: The `States`, which begin with this stage.
@@ -175,7 +175,10 @@ class _Pass:
         taken = [self._kept[place] for place in self.stage.takes]
         taken = _map(functools.partial(_read, i), taken)
         statistics = [self._statistics[id(call)] for call in self.stage.norms]
-        return self._parts.data_of(i), taken, statistics
+        # In a graph nothing else is known of the data that would be needed.
+        is_needed = self.stage.takes_inputs or tf.executing_eagerly()
+        part = self._parts.data_of(i) if is_needed else None
+        return part, taken, statistics
 
     def _run(self, part, taken, statistics):
         """Runs the stage on a part. Returns what it `Made`."""
@@ -194,11 +197,10 @@ class _Pass:
         parts, model = self._parts, self._model
 
         def run(arguments):
-            arguments, share = arguments
+            arguments, i = arguments
             made = self._run(*arguments)
-            _check_outputs(model, made.outputs, made.losses, arguments[0])
             losses = [
-                each if each.shape.rank else _scale(each, share)
+                each if each.shape.rank else _scale(each, parts.share(i))
                 for each in made.losses
             ]
             return made._replace(losses=losses)
@@ -206,10 +208,9 @@ class _Pass:
         run = _slices.make_step(model, run)
 
         def run_part(i):
-            *rows, kept, moments = run((self._arguments(i), parts.share(i)))
-            begin, end = parts.bounds(i)
-            check = functools.partial(_with_length, model, end - begin)
-            return Made(*_map(check, rows), kept, moments)
+            *rows, kept, moments = run((self._arguments(i), i))
+            rows = _map(functools.partial(_with_length, model, parts, i), rows)
+            return Made(*rows, kept, moments)
 
         def begin(graph):
             if self.stage.is_training:
@@ -221,11 +222,11 @@ class _Pass:
         *rows, kept, moments = _collect(run_part, parts, begin)
         samples = first_leaf(parts.data).shape[0]
         rows = _map(functools.partial(_join, samples), rows)
-        moments = _map(lambda array: array.stack(), moments)
+        moments = [array.stack() for array in moments]
         self.made = Made(*rows, kept, moments)
         self._kept.update(zip(self.stage.keeps, kept, strict=True))
         with tf.GradientTape() as self._tape:
-            self._tape.watch(_tensors(moments))
+            self._tape.watch(moments)
             for call, each in zip(self.stage.measures, moments, strict=True):
                 joined = _sync_batch_norm.join(call, each)
                 self._statistics[id(call)] = joined
@@ -240,8 +241,8 @@ class _Pass:
                 gradient of the loss by one of the outputs and losses each, or
                 of `None` where there is none.
             by_kept: Dict of arrays, the gradients by what stages keep.
-            by_statistics: Dict of pairs, the gradients by the statistics. This
-                stage takes from both dicts, and adds to them.
+            by_statistics: Dict of the gradients by the statistics. This stage
+                takes from both dicts, and adds to them.
             adder: The `_Adder`.
         """
         stage = self.stage
@@ -287,27 +288,15 @@ class _Pass:
         for place, array in zip(stage.takes, by_taken, strict=True):
             if array is not None:
                 by_kept[place] = array
-        for call, arrays in zip(stage.norms, rest, strict=True):
-            by_statistics[id(call)] = _map(
-                lambda array: tf.reduce_sum(array.stack(), 0), arrays
-            )
+        rest = _map(lambda array: tf.reduce_sum(array.stack(), 0), rest)
+        by_statistics.update(zip(map(id, stage.norms), rest, strict=True))
 
     def _by_moments(self, by_statistics):
-        """Returns the gradients by the moments of all parts, in a flat list."""
-        if not self.stage.measures:
-            return []
+        """Returns the gradients by the moments of all parts."""
         calls = [id(call) for call in self.stage.measures]
         joined = [self._statistics[call] for call in calls]
-        cached = [by_statistics.pop(call, (None, None)) for call in calls]
-        sources = [each[1:3] for each in self.made.moments]
-        return tf.nest.flatten(
-            _gradient(
-                self._tape,
-                tf.nest.flatten(joined),
-                sources,
-                tf.nest.flatten(cached),
-            )
-        )
+        cached = [by_statistics.pop(call, None) for call in calls]
+        return _gradient(self._tape, joined, self.made.moments, cached)
 
 
 class _Adder:
@@ -357,7 +346,7 @@ def _forward(model, stages, parts):
         passes.append(_Pass(model, stage, parts, kept, statistics))
         passes[-1].forward()
     for call in stages[-1].moves:
-        _sync_batch_norm.move_averages(call, *statistics[id(call)])
+        _sync_batch_norm.move_averages(call, statistics[id(call)])
     last = passes[-1]
     losses = [loss for each in passes for loss in each.made.losses]
     last.states.owners = [who for each in passes for who in each.states.owners]
@@ -402,7 +391,8 @@ def _collect(run_part, parts, begin=None):
     made = arrays = None
     if not tf.executing_eagerly():
         # Traced before the loop, which must know what there will be.
-        run_part = _slices.trace(run_part)
+        function = tf.function(run_part, autograph=False)
+        run_part = function.get_concrete_function(tf.TensorSpec((), tf.int64))
         made = run_part.structured_outputs
         arrays = _make_arrays(made, parts.count)
         if begin is not None:
@@ -420,6 +410,9 @@ def _collect(run_part, parts, begin=None):
         return (written,)
 
     (arrays,) = _slices.loop(body, parts.count, (arrays,))
+    if tf.executing_eagerly():
+        for array in arrays:  # else TensorFlow warns of those that are not
+            array.mark_used()
     rest = iter(arrays)
     return _map(lambda leaf: next(rest), made)
 
@@ -477,8 +470,7 @@ def _part_of(parts, gradient):
 def _targets(made):
     """Returns what a gradient comes from, in a flat list."""
     values = [value for value, _ in made.kept]
-    moments = [each[1:3] for each in made.moments]
-    return tf.nest.flatten([made.outputs, made.losses, values, moments])
+    return tf.nest.flatten([made.outputs, made.losses, values, made.moments])
 
 
 def _gradient(tape, targets, sources, cached):
@@ -503,10 +495,12 @@ def _has_gradient(tensor):
     )
 
 
-def _with_length(model, samples, leaf):
-    """Returns a tensor whose rows are seen to be the samples of a part."""
+def _with_length(model, parts, i, leaf):
+    """Returns a tensor whose rows are seen to be the samples of the part."""
     if not leaf.shape.rank:
         return leaf
+    begin, end = parts.bounds(i)
+    samples = end - begin
     length = tf.shape(leaf, tf.int64)[0]
     message = _OTHER_AXIS.format(_option(model))
     check = tf.raw_ops.Assert(
@@ -652,8 +646,17 @@ def _compute_loss(model, states, x, y, sample_weight, whole, training):
 
 
 def _check_outputs(model, outputs, losses, part):
-    """Raises unless the outputs of a part can be joined and cut."""
-    samples = tf.TensorShape(first_leaf(part).shape)[:1]
+    """Raises unless the outputs of a part can be joined and cut.
+
+    Args:
+        model: The `AccumulatingModel`.
+        outputs: Nested tensors, the outputs.
+        losses: List of what `add_loss` was given.
+        part: The data of the part, or `None`.
+    """
+    samples = tf.TensorShape([None])
+    if part is not None:
+        samples = tf.TensorShape(first_leaf(part).shape)[:1]
     named = {
         "output" + "".join(f"[{key!r}]" for key in path): output
         for path, output in keras.tree.flatten_with_path(outputs)

@@ -56,6 +56,7 @@ class Stage:
         keeps: List of the places of values that later stages take.
         measures: List of the normalizations whose inputs are complete.
         moves: List of all normalizations in Keras's order, if it is the last.
+        takes_inputs: Bool. Whether it takes the inputs of the model.
         has_variables: Bool. Whether it, or one before it, can be trained.
     """
 
@@ -63,6 +64,7 @@ class Stage:
 
     def __init__(self, model):
         self._model = model
+        self.takes_inputs = False
         self.calls: list = []
         self.takes: list = []
         self.keeps: list = []
@@ -83,8 +85,7 @@ class Stage:
             scope: The `Recorder`.
             x: The inputs of the model.
             taken: List of pairs `(value, mask)`, one for each of `takes`.
-            statistics: List of pairs `(mean, variance)`, one for each of
-                `norms`.
+            statistics: List of what `join` returned, for each of `norms`.
 
         Returns:
             Tuple of the outputs of the model, if this is the last stage; the
@@ -92,7 +93,9 @@ class Stage:
         """
 
         def run():
-            values = dict(enumerate(_enter(self._model, x)))
+            values = {}
+            if self.takes_inputs:
+                values.update(enumerate(_enter(self._model, x)))
             for place, (value, mask) in zip(self.takes, taken, strict=True):
                 if mask is not None:
                     _keras.set_mask(value, mask)
@@ -103,10 +106,14 @@ class Stage:
                 if call.is_norm:
                     # What Keras does in inference, with other statistics.
                     kwargs["training"] = False
-                    for variable, value in zip(
-                        _moving(call.operation), next(rest), strict=True
-                    ):
-                        scope.state_mapping[id(variable)] = value
+                    values_of = zip(
+                        _moving(call.operation),
+                        tf.unstack(next(rest)),
+                        strict=True,
+                    )
+                    scope.state_mapping.update(
+                        (id(variable), value) for variable, value in values_of
+                    )
                 outputs = keras.tree.flatten(call.operation(*args, **kwargs))
                 values.update(zip(call.outputs, outputs, strict=True))
             kept = [values[place] for place in self.keeps]
@@ -184,6 +191,7 @@ class _Walk:
         """Lets a stage take the values that are made in earlier ones."""
         for place in places:
             made = self._made[place]
+            self.stages[stage].takes_inputs |= made < 0
             if 0 <= made < stage:
                 for where, each in (
                     (self.stages[stage].takes, place),
@@ -285,7 +293,12 @@ def _inputs_of(call, values):
 
 
 def _measure(call, values):
-    """Returns the moments of a micro-batch, and whether there is a mask."""
+    """Returns the moments of a micro-batch, a tensor of rows.
+
+    The number of elements of each channel, their mean, and the sum of their
+    squared deviations from it. And, only if there is a mask, what Keras adds to
+    the number of elements then.
+    """
     layer = call.operation
     inputs, mask = _inputs_of(call, values)
     # As the layer casts them.
@@ -295,45 +308,52 @@ def _measure(call, values):
     inputs = keras.ops.cast(
         inputs, keras.backend.result_type(inputs.dtype, "float32")
     )
-    # Keras adds this to the number of elements under a mask.
-    fuzz = None
+    moments = compute_moments(inputs, mask, layer.axis)
     if mask is not None:
-        fuzz = tf.constant(keras.config.epsilon(), inputs.dtype)
-    return (*compute_moments(inputs, mask, layer.axis), fuzz)
+        moments += (tf.fill(tf.shape(moments[0]), keras.config.epsilon()),)
+    return tf.stack([tf.cast(each, inputs.dtype) for each in moments])
 
 
 def join(call, moments):
-    """Returns the mean and the variance of the batch, as Keras computes them.
+    """Returns the mean and the variance of the batch, a tensor of two rows.
 
     Args:
         call: The `_Call` of a normalization.
-        moments: Tuple of what `_measure` returns, of all micro-batches.
+        moments: What `_measure` returns, of all micro-batches in a stack.
     """
-    counts, means, squares, fuzz = moments
+    counts, means, squares, *fuzz = tf.unstack(moments, axis=1)
     replicas = tf.distribute.get_replica_context()
     # As in Keras, where it has no effect under a mask.
-    is_shared = call.operation.synchronized and fuzz is None
+    is_shared = call.operation.synchronized and not fuzz
 
-    def total(values):
-        values = tf.reduce_sum(values, 0)
+    def total(weights, values):
+        values = tf.einsum("ic,ic->c", weights, values)
         if not is_shared or replicas.num_replicas_in_sync == 1:
             return values
         return replicas.all_reduce(tf.distribute.ReduceOp.SUM, values)
 
-    count = total(counts)
-    mean = tf.math.divide_no_nan(total(counts * means), count)
-    squares = total(squares + counts * (means - mean) ** 2)
-    if fuzz is not None:
-        shrunk = mean * count / (count + fuzz[0])
-        squares += count * (mean - shrunk) ** 2
-        mean, count = shrunk, count + fuzz[0]
-    return mean, tf.math.divide_no_nan(squares, count)
+    ones = tf.ones_like(counts)
+    count = tf.stop_gradient(total(ones, counts))
+    shares = tf.stop_gradient(tf.math.divide_no_nan(counts, count))
+    inverse = tf.stop_gradient(tf.math.divide_no_nan(ones, count))
+    mean = total(shares, means)
+    # The deviations of all add up to zero, and so does the gradient by the mean.
+    deviations = tf.math.square(means - tf.stop_gradient(mean))
+    variance = total(inverse, squares) + total(shares, deviations)
+    if fuzz:
+        # As Keras, which divides by a bit more.
+        scale = count / (count + fuzz[0][0])
+        variance = scale * (variance + (mean * (1 - scale)) ** 2)
+        mean *= scale
+    return tf.stack([mean, variance])
 
 
-def move_averages(call, mean, variance):
+def move_averages(call, statistics):
     """Moves the moving averages, as the layer does."""
     layer = call.operation
-    for variable, value in zip(_moving(layer), (mean, variance), strict=True):
+    for variable, value in zip(
+        _moving(layer), tf.unstack(statistics), strict=True
+    ):
         before = keras.ops.cast(variable, value.dtype)
         variable.assign(
             before * layer.momentum + value * (1.0 - layer.momentum)

@@ -300,6 +300,8 @@ class GradientAccumulator(tf.Module):
         """Adds a micro-batch of a fed batch, see `_add`."""
         accepts = self._is_good if is_split else self._accepts
         accepted = self._add(gradients, weight, accepts, share, may_begin)
+        if not may_begin:
+            return
         # One that all replicas accept together counts once.
         size = 1.0 if is_split else 1 / count_replicas()
         accepted = tf.cast(accepted, tf.float64)
@@ -326,7 +328,8 @@ class GradientAccumulator(tf.Module):
             accepts: Function. Whether to add it, given both.
             share: How much of the weight to add to the total. Less than 1 if
                 several gradients, each with the whole weight, add up to one.
-            may_begin: Bool. Whether it may be the first of a cycle.
+            may_begin: Bool. Whether it may be the first of a cycle. If not,
+                it is more of what was added already, and is not counted.
 
         Returns:
             Scalar bool tensor. Whether it was added. It is there when all of
@@ -356,15 +359,17 @@ class GradientAccumulator(tf.Module):
 
         @recorded()
         def add():
-            each = tf.cast(weight, tf.float64) * float(divides) * share
-            new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
-            new = tf.where(amount > 0, new, tf.zeros_like(new))
+            if may_begin:
+                each = tf.cast(weight, tf.float64) * float(divides) * share
+                new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
+                new = tf.where(amount > 0, new, tf.zeros_like(new))
             if meter is not None:
                 measured = weight if divides else None
                 meter.add(gradients, self.variables, measured, is_first, amount)
             add_each = self._select_each if is_compiled else self._add_each
             add_each(gradients, scale, is_first, may_begin)
-            self._totals.assign_add(new)
+            if may_begin:
+                self._totals.assign_add(new)
 
         if is_compiled or not self._skip_nonfinite:
             add()
