@@ -86,7 +86,7 @@ class Accumulation:
         options = dataclasses.replace(self.options, micro_batch_size=value)
         _checks.check_whole_batch(model, options)
         if value is not None:
-            _checks.check_can_accumulate(model, value)
+            _checks.check_can_accumulate(model, options)
         self.options = options
         if value != before:
             self._use_size(value)
@@ -111,8 +111,7 @@ class Accumulation:
     def begin_to_accumulate(self):
         """Lets gradients go through an accumulator from now on."""
         if not self.accumulates:
-            size = self.options.micro_batch_size
-            _checks.check_can_accumulate(self._model, size)
+            _checks.check_can_accumulate(self._model, self.options)
             self.accumulates = True
             self.make_functions_again()
 

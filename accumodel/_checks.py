@@ -104,37 +104,30 @@ def _is_ours(each):
     return (each.__module__ or "").split(".")[0] in ("accumodel", "keras")
 
 
-def check_can_accumulate(model, micro_batch_size):
+def check_can_accumulate(model, options):
     """Refuses models and strategies that would be wrong.
 
     Args:
         model: The `AccumulatingModel`, compiled.
-        micro_batch_size: Int, `"auto"` or `None`.
+        options: Its `Options`.
     """
     strategy = model.distribute_strategy
     check_strategy(strategy, model.steps_per_execution)
     check_train_step(type(model))
-    if micro_batch_size == "auto" and is_multi_worker(strategy):
+    if options.micro_batch_size == "auto" and is_multi_worker(strategy):
         raise ValueError(
             '`micro_batch_size="auto"` cannot be used with several workers, of '
             "which one may run out of memory alone. Use an int. "
             f"Received: strategy={strategy}"
         )
-    if micro_batch_size is not None:
-        check_can_slice(
-            model, flat_layers(model), strategy.num_replicas_in_sync
-        )
+    if options.micro_batch_size is not None:
+        _check_can_slice(model, options)
 
 
-def check_can_slice(model, layers, replicas):
-    """Refuses models that a batch in micro-batches would make wrong.
-
-    Args:
-        model: The `AccumulatingModel`.
-        layers: List of all of its layers.
-        replicas: Int. The number of replicas that train together.
-    """
-    for layer in layers:
+def _check_can_slice(model, options):
+    """Refuses models that a batch in micro-batches would make wrong."""
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    for layer in flat_layers(model):
         if getattr(layer, "stateful", False):
             raise ValueError(
                 "`micro_batch_size` cannot be used with a stateful layer, "
@@ -142,12 +135,17 @@ def check_can_slice(model, layers, replicas):
                 "next. Use `stateful=False`, or feed micro-batches and use "
                 f"`accum_steps`. Received: layer={layer}"
             )
-        if replicas > 1 and getattr(layer, "synchronized", False):
+        if (
+            replicas > 1
+            and getattr(layer, "synchronized", False)
+            and not options.sync_batch_norm
+        ):
             raise ValueError(
                 "`micro_batch_size` cannot be used with "
                 "`BatchNormalization(synchronized=True)` on several replicas, "
                 "whose numbers of micro-batches may differ. Use "
-                "`synchronized=False` or `accum_steps`. "
+                "`sync_batch_norm=True`, `synchronized=False` or "
+                "`accum_steps`. "
                 f"Received: layer={layer}"
             )
     for tensor in getattr(model, "inputs", None) or []:

@@ -95,7 +95,8 @@ class Stage:
         def run():
             values = {}
             if self.takes_inputs:
-                values.update(enumerate(_enter(self._model, x)))
+                inputs = _keras.standardize_inputs(self._model, x)
+                values.update(enumerate(inputs))
             for place, (value, mask) in zip(self.takes, taken, strict=True):
                 if mask is not None:
                     _keras.set_mask(value, mask)
@@ -220,7 +221,7 @@ class _Walk:
         opened = _opened(operation) if has_norms(operation) else None
         if opened is not None:
             inputs = [self.place(stage) for _ in opened.inputs]
-            enter = _Enter(opened, operation)
+            enter = _Enter(opened)
             self._append(stage, _Call(enter, node.arguments, taken, inputs))
             return self.open(opened, inputs)
         call = _Call(operation, node.arguments, taken, [])
@@ -260,19 +261,18 @@ def _opened(layer):
 class _Enter:
     """Does what a nested functional model does with its inputs."""
 
-    def __init__(self, functional, layer):
+    def __init__(self, functional):
         self._functional = functional
-        self._layer = layer
 
-    def __call__(self, inputs, training=None, **kwargs):
-        masks = [_keras.mask_of(each) for each in keras.tree.flatten(inputs)]
-        if any(each is not None for each in [*masks, *kwargs.values()]):
-            _refuse(self._layer, "in a nested model that gets a mask")
-        return _enter(self._functional, inputs)
-
-
-def _enter(functional, inputs):
-    return _keras.standardize_inputs(functional, inputs)
+    def __call__(self, inputs, training=None, mask=None):
+        if mask is None:
+            mask = keras.tree.map_structure(_keras.mask_of, inputs)
+        values = _keras.standardize_inputs(self._functional, inputs)
+        masks = keras.tree.flatten(mask)
+        for value, each in zip(values, masks, strict=False):
+            if each is not None:
+                _keras.set_mask(value, each)
+        return values
 
 
 # -- the normalization ---------------------------------------------------------

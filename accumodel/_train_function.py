@@ -164,8 +164,9 @@ def _train(model, train_step, data):
 
 def _test(model, test_step, data):
     """Runs a `test_step`, which may be custom, on one fed batch."""
+    state = model._accumulation
     with _retry.recorded(model):
-        if model._accumulation.options.gradient_cache:
+        if state.joins_outputs() and not state.overrides("test_step"):
             return _stages.test(model, data)
         return _slices.run(model, test_step, data)
 

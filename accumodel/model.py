@@ -21,6 +21,8 @@ from accumodel._accumulation import Accumulation
 from accumodel._context import current_step
 from accumodel._context import this_step
 from accumodel._options import Options
+from accumodel._sync_batch_norm import cut
+from accumodel._sync_batch_norm import has_norms
 from accumodel.accumulator import GradientAccumulator
 from accumodel.callbacks import with_end_of_cycle
 
@@ -45,11 +47,13 @@ def _compile(
         skip_nonfinite,
     )
     _checks.check_whole_batch(model, options)
+    if sync_batch_norm and has_norms(model):
+        cut(model)  # says what cannot be cut
     try:
         super(AccumulatingModel, model).compile(*args, **kwargs)
         _checks.check_optimizer(model.optimizer, skip_nonfinite)
         if options.accumulates:
-            _checks.check_can_accumulate(model, micro_batch_size)
+            _checks.check_can_accumulate(model, options)
     except BaseException:
         model.compiled = False
         raise
