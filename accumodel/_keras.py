@@ -244,7 +244,9 @@ def nodes_of(functional):
     `input_tensors` and `outputs`.
     """
     by_depth = functional._nodes_by_depth
-    nodes = [node for depth in sorted(by_depth)[::-1] for node in by_depth[depth]]
+    nodes = [
+        node for depth in sorted(by_depth)[::-1] for node in by_depth[depth]
+    ]
     return [node for node in nodes if not node.is_input]
 
 

@@ -27,6 +27,7 @@ import typing
 import keras
 import tensorflow as tf
 
+from accumodel import _arrays
 from accumodel import _keras
 from accumodel import _micro_batch
 from accumodel import _replicas
@@ -37,7 +38,6 @@ from accumodel._context import one_step
 from accumodel._cycles import build_optimizer
 from accumodel._parts import Parts
 from accumodel._parts import first_leaf
-from accumodel._parts import on_host
 from accumodel._scopes import States
 from accumodel._scopes import check_assignments
 from accumodel._scopes import nodes_of
@@ -173,7 +173,7 @@ class _Pass:
     def _arguments(self, i):
         """Returns the arguments of `_run` for the i-th part."""
         taken = [self._kept[place] for place in self.stage.takes]
-        taken = _map(functools.partial(_read, i), taken)
+        taken = _arrays.map_present(functools.partial(_arrays.read, i), taken)
         statistics = [self._statistics[id(call)] for call in self.stage.norms]
         # In a graph nothing else is known of the data that would be needed.
         is_needed = self.stage.takes_inputs or tf.executing_eagerly()
@@ -199,6 +199,7 @@ class _Pass:
         def run(arguments):
             arguments, i = arguments
             made = self._run(*arguments)
+            _check_outputs(model, made.outputs, made.losses, arguments[0])
             losses = [
                 each if each.shape.rank else _scale(each, parts.share(i))
                 for each in made.losses
@@ -209,7 +210,9 @@ class _Pass:
 
         def run_part(i):
             *rows, kept, moments = run((self._arguments(i), i))
-            rows = _map(functools.partial(_with_length, model, parts, i), rows)
+            rows = _arrays.map_present(
+                functools.partial(_with_length, model, parts, i), rows
+            )
             return Made(*rows, kept, moments)
 
         def begin(graph):
@@ -219,9 +222,11 @@ class _Pass:
             with tf.control_dependencies([parts.samples]):
                 self.states.save()
 
-        *rows, kept, moments = _collect(run_part, parts, begin)
+        *rows, kept, moments = _arrays.collect(run_part, parts, begin)
         samples = first_leaf(parts.data).shape[0]
-        rows = _map(functools.partial(_join, samples), rows)
+        rows = _arrays.map_present(
+            functools.partial(_arrays.join, samples), rows
+        )
         moments = [array.stack() for array in moments]
         self.made = Made(*rows, kept, moments)
         self._kept.update(zip(self.stage.keeps, kept, strict=True))
@@ -249,7 +254,9 @@ class _Pass:
         cached = [
             *cached,
             *(
-                None if array is None else functools.partial(_read, array=array)
+                None
+                if array is None
+                else functools.partial(_arrays.read, array=array)
                 for array in (by_kept.pop(each, None) for each in stage.keeps)
             ),
             *(
@@ -262,12 +269,14 @@ class _Pass:
             (part, taken, statistics), cached, share = arguments
             sources = [[value for value, _ in taken], statistics]
             with tf.GradientTape() as tape:
-                tape.watch(list(filter(_has_gradient, tf.nest.flatten(sources))))
+                tape.watch(
+                    list(filter(_has_gradient, tf.nest.flatten(sources)))
+                )
                 made = self._run(part, taken, statistics)
             sources = [self._model.trainable_variables, *sources]
             own, *rest = _gradient(tape, _targets(made), sources, cached)
             adder.add(own, share)
-            return _map(tf.convert_to_tensor, rest)
+            return _arrays.map_present(tf.convert_to_tensor, rest)
 
         replay = _slices.make_step(self._model, replay, adder.fed_batch)
         before = [by_kept.get(place) for place in stage.takes]
@@ -277,18 +286,22 @@ class _Pass:
             gradients = [each and each(i) for each in cached]
             by_taken, rest = replay((self._arguments(i), gradients, share))
             by_taken = [
-                each if each is None or old is None else each + _read(i, old)
+                each
+                if each is None or old is None
+                else each + _arrays.read(i, old)
                 for each, old in zip(by_taken, before, strict=True)
             ]
             return by_taken, rest
 
         with self.states.rolled_back():
-            by_taken, rest = _collect(run_part, self._parts)
+            by_taken, rest = _arrays.collect(run_part, self._parts)
         adder.end_stage()
         for place, array in zip(stage.takes, by_taken, strict=True):
             if array is not None:
                 by_kept[place] = array
-        rest = _map(lambda array: tf.reduce_sum(array.stack(), 0), rest)
+        rest = _arrays.map_present(
+            lambda array: tf.reduce_sum(array.stack(), 0), rest
+        )
         by_statistics.update(zip(map(id, stage.norms), rest, strict=True))
 
     def _by_moments(self, by_statistics):
@@ -378,84 +391,6 @@ def _backward(passes, cache, adder):
         else:
             cached = [None, *cached]
         last.backward(cached, by_kept, by_statistics, adder)
-
-
-def _collect(run_part, parts, begin=None):
-    """Runs all parts. Returns what they make, an array for each tensor.
-
-    Args:
-        run_part: Function of the number of a part.
-        parts: The `Parts`.
-        begin: What to call before, with the graph of a part if there is one.
-    """
-    made = arrays = None
-    if not tf.executing_eagerly():
-        # Traced before the loop, which must know what there will be.
-        function = tf.function(run_part, autograph=False)
-        run_part = function.get_concrete_function(tf.TensorSpec((), tf.int64))
-        made = run_part.structured_outputs
-        arrays = _make_arrays(made, parts.count)
-        if begin is not None:
-            begin(run_part.graph)
-
-    def body(i, arrays):
-        nonlocal made
-        made = run_part(i)
-        arrays = arrays or _make_arrays(made, parts.count)
-        with on_host():
-            written = [
-                array.write(tf.cast(i, tf.int32), leaf)
-                for array, leaf in zip(arrays, _tensors(made), strict=True)
-            ]
-        return (written,)
-
-    (arrays,) = _slices.loop(body, parts.count, (arrays,))
-    if tf.executing_eagerly():
-        for array in arrays:  # else TensorFlow warns of those that are not
-            array.mark_used()
-    rest = iter(arrays)
-    return _map(lambda leaf: next(rest), made)
-
-
-def _make_arrays(made, parts):
-    """Returns an array of all parts for each tensor that one makes."""
-    with on_host():
-        return [
-            tf.TensorArray(
-                leaf.dtype,
-                tf.cast(parts, tf.int32),
-                element_shape=_shape_of_all(leaf),
-                infer_shape=False,
-                clear_after_read=False,
-            )
-            for leaf in _tensors(made)
-        ]
-
-
-def _shape_of_all(leaf):
-    """Returns what is known of the shape of this tensor in all parts."""
-    if tf.executing_eagerly() and leaf.shape.rank:
-        return [None, *leaf.shape[1:]]
-    return leaf.shape
-
-
-def _read(i, array):
-    with on_host():
-        return array.read(tf.cast(i, tf.int32))
-
-
-def _join(samples, array):
-    """Returns the rows of all parts, or the sum of scalars.
-
-    Args:
-        samples: Int or `None`. What is known of the number of samples.
-        array: The array.
-    """
-    if not array.element_shape.rank:
-        return tf.reduce_sum(array.stack())
-    values = array.concat()
-    values.set_shape([samples, *array.element_shape[1:]])
-    return values
 
 
 def _part_of(parts, gradient):
@@ -588,7 +523,7 @@ def _differentiate(model, states, data, whole):
         weight, own = _as_keras(weight, own, samples)
     # Regularizers do not depend on the data: see `GradientAccumulator._add`.
     with tf.control_dependencies([loss]):
-        own = _map(tf.identity, own, expand_composites=True)
+        own = _arrays.map_present(tf.identity, own, expand_composites=True)
     return own, cache, weight, log
 
 
@@ -612,20 +547,7 @@ def _as_keras(weight, own, samples):
         is_right = tf.math.is_finite(value) | (samples > 0)
         return tf.where(is_right, value, tf.zeros_like(value))
 
-    return weight, _map(without_nan, own, expand_composites=True)
-
-
-def _map(function, nested, expand_composites=False):
-    """Calls a function with each that is there, and not `None`."""
-    return tf.nest.map_structure(
-        lambda each: each if each is None else function(each),
-        nested,
-        expand_composites=expand_composites,
-    )
-
-
-def _tensors(nested):
-    return [leaf for leaf in tf.nest.flatten(nested) if leaf is not None]
+    return weight, _arrays.map_present(without_nan, own, expand_composites=True)
 
 
 def _compute_loss(model, states, x, y, sample_weight, whole, training):
@@ -677,8 +599,9 @@ def _check_outputs(model, outputs, losses, part):
         if output.shape.rank is None or (
             output.shape[:1].as_list() != samples.as_list()
         ):
+            message = _OTHER_AXIS.format(_option(model))
             raise ValueError(
-                f"{_OTHER_AXIS.format(_option(model))} Received: {name} of shape {output.shape}"
+                f"{message} Received: {name} of shape {output.shape}"
             )
 
 

@@ -5,9 +5,10 @@ of them can go on. So the graph of a functional model is cut into stages: an
 operation is in the largest stage of what it is called with, and what a
 normalization returns is in the next one. All micro-batches pass a stage before
 the first enters the next, and `_stages` does for each stage what the gradient
-cache does for a whole model. Between two stages the moments of the micro-batches
+cache does for a whole model. Between two stages the moments of the parts
 are joined (Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample
-Variance", The American Statistician 37), so the gradient flows through them.
+Variance", The American Statistician 37), under a tape: gradients flow through
+the statistics.
 """
 
 import inspect
@@ -19,6 +20,7 @@ import tensorflow as tf
 from accumodel import _keras
 from accumodel._construction import KerasFunctional
 from accumodel.batch_norm import compute_moments
+
 
 class _Call(typing.NamedTuple):
     """One call of an operation.
@@ -337,7 +339,7 @@ def join(call, moments):
     shares = tf.stop_gradient(tf.math.divide_no_nan(counts, count))
     inverse = tf.stop_gradient(tf.math.divide_no_nan(ones, count))
     mean = total(shares, means)
-    # The deviations of all add up to zero, and so does the gradient by the mean.
+    # The deviations add up to zero, and so does the gradient by the mean.
     deviations = tf.math.square(means - tf.stop_gradient(mean))
     variance = total(inverse, squares) + total(shares, deviations)
     if fuzz:

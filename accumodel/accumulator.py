@@ -294,13 +294,11 @@ class GradientAccumulator(tf.Module):
     # What follows runs on each replica.
 
     @recorded()
-    def _add_to_fed_batch(
-        self, gradients, weight, is_split, share=1.0, may_begin=True
-    ):
+    def _add_to_fed_batch(self, gradients, weight, is_split, **kwargs):
         """Adds a micro-batch of a fed batch, see `_add`."""
         accepts = self._is_good if is_split else self._accepts
-        accepted = self._add(gradients, weight, accepts, share, may_begin)
-        if not may_begin:
+        accepted = self._add(gradients, weight, accepts, **kwargs)
+        if not kwargs.get("may_begin", True):
             return
         # One that all replicas accept together counts once.
         size = 1.0 if is_split else 1 / count_replicas()
@@ -328,8 +326,7 @@ class GradientAccumulator(tf.Module):
             accepts: Function. Whether to add it, given both.
             share: How much of the weight to add to the total. Less than 1 if
                 several gradients, each with the whole weight, add up to one.
-            may_begin: Bool. Whether it may be the first of a cycle. If not,
-                it is more of what was added already, and is not counted.
+            may_begin: Bool. Whether it is no more of one that was added.
 
         Returns:
             Scalar bool tensor. Whether it was added. It is there when all of
@@ -359,17 +356,15 @@ class GradientAccumulator(tf.Module):
 
         @recorded()
         def add():
-            if may_begin:
-                each = tf.cast(weight, tf.float64) * float(divides) * share
-                new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
-                new = tf.where(amount > 0, new, tf.zeros_like(new))
             if meter is not None:
                 measured = weight if divides else None
                 meter.add(gradients, self.variables, measured, is_first, amount)
             add_each = self._select_each if is_compiled else self._add_each
             add_each(gradients, scale, is_first, may_begin)
             if may_begin:
-                self._totals.assign_add(new)
+                each = tf.cast(weight, tf.float64) * float(divides) * share
+                new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
+                self._totals.assign_add(tf.where(amount > 0, new, 0.0))
 
         if is_compiled or not self._skip_nonfinite:
             add()
@@ -429,11 +424,8 @@ class GradientAccumulator(tf.Module):
                 _sums.add(*each, scale, is_first)
 
         with tf.control_dependencies([is_first]):
-            tf.cond(
-                is_first,
-                lambda: add_all(True) if may_begin else None,
-                lambda: add_all(False),
-            )
+            begin = functools.partial(add_all, True) if may_begin else tf.no_op
+            tf.cond(is_first, begin, lambda: add_all(False))
 
     def _select_each(self, gradients, scale, is_first, may_begin):
         """Adds each gradient inside of an XLA cluster.

@@ -27,31 +27,14 @@ from accumodel.accumulator import GradientAccumulator
 from accumodel.callbacks import with_end_of_cycle
 
 
-def _compile(
-    model,
-    *args,
-    accum_steps=1,
-    micro_batch_size=None,
-    gradient_cache=False,
-    sync_batch_norm=False,
-    remainder="apply",
-    skip_nonfinite=False,
-    **kwargs,
-):
-    options = Options(
-        accum_steps,
-        micro_batch_size,
-        gradient_cache,
-        sync_batch_norm,
-        remainder,
-        skip_nonfinite,
-    )
+def _compile(model, *args, **kwargs):
+    options = Options.take_from(kwargs)
     _checks.check_whole_batch(model, options)
-    if sync_batch_norm and has_norms(model):
+    if options.sync_batch_norm and has_norms(model):
         cut(model)  # says what cannot be cut
     try:
         super(AccumulatingModel, model).compile(*args, **kwargs)
-        _checks.check_optimizer(model.optimizer, skip_nonfinite)
+        _checks.check_optimizer(model.optimizer, options.skip_nonfinite)
         if options.accumulates:
             _checks.check_can_accumulate(model, options)
     except BaseException:

@@ -10,7 +10,6 @@ import cases
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from helpers import check_logs
 from helpers import check_weights
 from helpers import datasets
@@ -237,7 +236,12 @@ def test_fed_batches_of_a_cycle_have_statistics_each():
 
 def test_with_the_gradient_cache_and_without_it():
     case = in_float64(CASES["contrastive"])
-    assert distance(run(case, **SYNC, gradient_cache=True)[0], run(case, **SYNC)[0]) == 0
+    assert (
+        distance(
+            run(case, **SYNC, gradient_cache=True)[0], run(case, **SYNC)[0]
+        )
+        == 0
+    )
 
 
 def noisy(model_class):
