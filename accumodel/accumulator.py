@@ -424,7 +424,9 @@ class GradientAccumulator(tf.Module):
                 _sums.add(*each, scale, is_first)
 
         with tf.control_dependencies([is_first]):
-            begin = functools.partial(add_all, True) if may_begin else tf.no_op
+            begin = (
+                functools.partial(add_all, True) if may_begin else lambda: None
+            )
             tf.cond(is_first, begin, lambda: add_all(False))
 
     def _select_each(self, gradients, scale, is_first, may_begin):

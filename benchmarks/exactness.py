@@ -6,7 +6,8 @@ micro-batches by the `gradient_accumulation_steps` of Keras and by the
 `micro_batch_size`. They begin with the same weights and see the same samples in
 the same order. The table shows the largest difference of any weight from the
 big batch's. A second table shows it for a loss over pairs of samples, where
-`gradient_cache=True` is one more way.
+`gradient_cache=True` is one more way, and for batch normalization, where
+`sync_batch_norm=True` is.
 """
 
 import keras
@@ -27,6 +28,13 @@ EPOCHS = 3
 def make_dense(model_class):
     inputs = keras.Input((6,))
     x = keras.layers.Dense(16, activation="tanh")(inputs)
+    return model_class(inputs, keras.layers.Dense(3, activation="softmax")(x))
+
+
+def make_normalized(model_class):
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(16, activation="tanh")(inputs)
+    x = keras.layers.BatchNormalization()(x)
     return model_class(inputs, keras.layers.Dense(3, activation="softmax")(x))
 
 
@@ -110,8 +118,25 @@ CASES = [
     ),
     ("sum", make_dense, make_samples, 96, small_sgd, "sum"),
 ]
-# Exact with the gradient cache only.
-PAIRS = ("contrastive", make_dense, make_samples, 96, sgd, contrastive)
+# Exact only if the whole batch is seen, by the argument of `compile`.
+WHOLE = {
+    "gradient_cache": (
+        "contrastive",
+        make_dense,
+        make_samples,
+        96,
+        sgd,
+        contrastive,
+    ),
+    "sync_batch_norm": (
+        "batch normalization",
+        make_normalized,
+        make_samples,
+        96,
+        sgd,
+        "mean",
+    ),
+}
 
 
 def train(model_class, case, batch_size, optimizer=None, **kwargs):
@@ -137,7 +162,7 @@ def train(model_class, case, batch_size, optimizer=None, **kwargs):
     return model.get_weights()
 
 
-def compare(case, has_pairs=False):
+def compare(case, option=None):
     """Returns how far each way ends from the big batch, by its name."""
     batch = STEPS * MICRO_BATCH
     big = train(keras.Model, case, batch)
@@ -150,13 +175,9 @@ def compare(case, has_pairs=False):
             ours, case, batch, micro_batch_size=MICRO_BATCH
         ),
     }
-    if has_pairs:
-        ways["gradient_cache"] = train(
-            ours,
-            case,
-            batch,
-            micro_batch_size=MICRO_BATCH,
-            gradient_cache=True,
+    if option:
+        ways["with the argument"] = train(
+            ours, case, batch, micro_batch_size=MICRO_BATCH, **{option: True}
         )
     return {
         way: max(
@@ -183,13 +204,16 @@ def main():
         case[0]: compare(case)
         for case in rich.progress.track(CASES, transient=True)
     }
-    of_pairs = {PAIRS[0]: compare(PAIRS, has_pairs=True)}
+    of_whole = {
+        f"{case[0]}: {option}": compare(case, option)
+        for option, case in WHOLE.items()
+    }
     tables = rich.console.Group(
         make_table(
             f"Weights from the big batch's, {STEPS} x {MICRO_BATCH} samples",
             figures,
         ),
-        make_table("A loss over pairs of samples", of_pairs),
+        make_table("What must see the whole batch", of_whole),
     )
     report(arguments, figures, tables)
 
