@@ -171,11 +171,9 @@ class GradientAccumulator(tf.Module):
             self._given = tf.Variable([False] * len(variables), trainable=False)
             # Updates for which the graph could not know that.
             self._unsure = _sums.make_counter("unsure_updates")
-            # Of each replica: the micro-batches of this fed batch that were
-            # added, and those that were skipped.
+            # Of each replica: this fed batch's micro-batches, and the skipped.
             self._parts = make_sum((2,), tf.float64, "parts")
-            # Of each replica: 1 from the first sum of a micro-batch to the
-            # last, otherwise 0.
+            # Of each replica: 1 while a micro-batch is added, otherwise 0.
             self._is_adding = make_sum((), tf.float64, "is_adding")
         self._has_warned = False
 
@@ -329,8 +327,7 @@ class GradientAccumulator(tf.Module):
             may_begin: Bool. Whether it is no more of one that was added.
 
         Returns:
-            Scalar bool tensor. Whether it was added. It is there when all of
-            it was.
+            Scalar bool tensor. Whether it was added, after all of it was.
         """
         divides = weight is not None
         with tf.control_dependencies(self._waits(gradients, weight)):
@@ -423,11 +420,9 @@ class GradientAccumulator(tf.Module):
             for each in zip(self._sums, gradients, self.variables, strict=True):
                 _sums.add(*each, scale, is_first)
 
+        begin = add_all if may_begin else (lambda is_first: None)
         with tf.control_dependencies([is_first]):
-            begin = (
-                functools.partial(add_all, True) if may_begin else lambda: None
-            )
-            tf.cond(is_first, begin, lambda: add_all(False))
+            tf.cond(is_first, lambda: begin(True), lambda: add_all(False))
 
     def _select_each(self, gradients, scale, is_first, may_begin):
         """Adds each gradient inside of an XLA cluster.

@@ -358,7 +358,8 @@ def measure_model(make_ways, model, jit, rounds, calls):
 
 
 def main():
-    parser = make_speed_parser(__doc__, list(WORKLOADS))
+    models = [name for name in WORKLOADS if name != "normalized"]
+    parser = make_speed_parser(__doc__, models)
     parser.add_argument("--steps", nargs="+", type=int, default=[1, 2, 8, 32])
     arguments = parser.parse_args()
     make = functools.partial(make_ways, steps=arguments.steps)

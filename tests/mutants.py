@@ -70,8 +70,8 @@ MUTANTS = [
     Mutant(
         "the first of a cycle adds",
         "accumulator.py",
-        "functools.partial(add_all, True)",
-        "functools.partial(add_all, False)",
+        "begin(True)",
+        "begin(False)",
         "test_accumulator.py",
     ),
     Mutant(
