@@ -213,7 +213,7 @@ class _Pass:
             rows = _arrays.map_present(
                 functools.partial(_with_length, model, parts, i), rows
             )
-            return Made(*rows, kept, moments)
+            return Made._make([*rows, kept, moments])
 
         def begin(graph):
             if self.stage.is_training:
@@ -228,7 +228,7 @@ class _Pass:
             functools.partial(_arrays.join, samples), rows
         )
         moments = [array.stack() for array in moments]
-        self.made = Made(*rows, kept, moments)
+        self.made = Made._make([*rows, kept, moments])
         self._kept.update(zip(self.stage.keeps, kept, strict=True))
         with tf.GradientTape() as self._tape:
             self._tape.watch(moments)

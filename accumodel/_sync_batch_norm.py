@@ -95,7 +95,7 @@ class Stage:
         """
 
         def run():
-            values = {}
+            values: dict = {}
             if self.takes_inputs:
                 inputs = _keras.standardize_inputs(self._model, x)
                 values.update(enumerate(inputs))
@@ -205,7 +205,7 @@ class _Walk:
 
     def open(self, functional, inputs):
         """Adds the calls of a model; returns the places of its outputs."""
-        keys = map(id, functional.inputs)
+        keys = [id(each) for each in functional.inputs]
         places = dict(zip(keys, inputs, strict=True))
         for node in _keras.nodes_of(functional):
             keys = [id(each) for each in node.input_tensors]

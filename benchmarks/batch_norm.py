@@ -35,15 +35,22 @@ WAYS = {
 }
 
 
-def make_resnet(model_class, blocks=3, channels=16):
-    def convolve(x):
-        x = keras.layers.Conv2D(channels, 3, padding="same", use_bias=False)(x)
+def make_resnet(model_class):
+    """Three blocks: 8 x 8 positions in 16 channels, 4 x 4 in 32, 2 x 2 in 64."""
+
+    def convolve(x, channels, strides=1, size=3):
+        x = keras.layers.Conv2D(
+            channels, size, strides, padding="same", use_bias=False
+        )(x)
         return keras.layers.BatchNormalization(momentum=0.9)(x)
 
     inputs = keras.Input((8, 8, 1))
-    x = keras.layers.ReLU()(convolve(inputs))
-    for _ in range(blocks):
-        y = convolve(keras.layers.ReLU()(convolve(x)))
+    x = keras.layers.ReLU()(convolve(inputs, 16))
+    for channels, strides in ((16, 1), (32, 2), (64, 2)):
+        y = keras.layers.ReLU()(convolve(x, channels, strides))
+        y = convolve(y, channels)
+        if strides > 1:
+            x = convolve(x, channels, strides, size=1)
         x = keras.layers.ReLU()(keras.layers.Add()([x, y]))
     x = keras.layers.GlobalAveragePooling2D()(x)
     return model_class(inputs, keras.layers.Dense(10, activation="softmax")(x))
@@ -57,7 +64,7 @@ def measure(way, epochs, seed):
     keras.utils.set_random_seed(seed)
     model = make_resnet(model_class)
     model.compile(
-        keras.optimizers.SGD(0.1, momentum=0.9),
+        keras.optimizers.SGD(0.02, momentum=0.9),
         "sparse_categorical_crossentropy",
         metrics=["accuracy"],
         **arguments,

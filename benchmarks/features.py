@@ -3,8 +3,8 @@
 A batch of 8 micro-batches is cut by `micro_batch_size`: alone; with
 `gradient_cache=True`; with `sync_batch_norm=True`; with the callback
 `GradientNoiseScale`; and by `micro_batch_size="auto"` after it has found the
-same size. All run in turns in one process. Times are of one micro-batch, lower quartiles over the rounds, and
-ratios are ratios of these quartiles.
+same size. All run in turns in one process. Times are of one micro-batch, lower
+quartiles over the rounds, and ratios are ratios of these quartiles.
 """
 
 import keras
