@@ -176,7 +176,7 @@ def compare(case, option=None):
         ),
     }
     if option:
-        ways["with the argument"] = train(
+        ways["and the other"] = train(
             ours, case, batch, micro_batch_size=MICRO_BATCH, **{option: True}
         )
     return {
@@ -205,15 +205,14 @@ def main():
         for case in rich.progress.track(CASES, transient=True)
     }
     of_whole = {
-        f"{case[0]}: {option}": compare(case, option)
-        for option, case in WHOLE.items()
+        case[0]: compare(case, option) for option, case in WHOLE.items()
     }
     tables = rich.console.Group(
         make_table(
             f"Weights from the big batch's, {STEPS} x {MICRO_BATCH} samples",
             figures,
         ),
-        make_table("What must see the whole batch", of_whole),
+        make_table(f"With the other argument: {', '.join(WHOLE)}", of_whole),
     )
     report(arguments, figures, tables)
 
