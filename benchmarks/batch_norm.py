@@ -36,7 +36,7 @@ WAYS = {
 
 
 def make_resnet(model_class):
-    """Three blocks: 8 x 8 positions in 16 channels, 4 x 4 in 32, 2 x 2 in 64."""
+    """Three blocks: maps of 8 x 8 in 16 channels, 4 x 4 in 32, 2 x 2 in 64."""
 
     def convolve(x, channels, strides=1, size=3):
         x = keras.layers.Conv2D(
@@ -107,7 +107,7 @@ def plot(figures, path):
 
 def main():
     parser = make_parser(__doc__)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     figures = {
