@@ -296,10 +296,10 @@ class GradientAccumulator(tf.Module):
         """Adds a micro-batch of a fed batch, see `_add`."""
         accepts = self._is_good if is_split else self._accepts
         accepted = self._add(gradients, weight, accepts, **kwargs)
-        if not kwargs.get("may_begin", True):
-            return
-        # One that all replicas accept together counts once.
+        # One that all replicas accept together counts once. What is not
+        # counted is added here, too: the end of the batch waits for it.
         size = 1.0 if is_split else 1 / count_replicas()
+        size *= kwargs.get("may_begin", True)
         accepted = tf.cast(accepted, tf.float64)
         self._parts.assign_add([accepted * size, (1 - accepted) * size])
 

@@ -332,6 +332,13 @@ MUTANTS = [
         "test_gradient_cache.py",
     ),
     Mutant(
+        "the update does not wait for the stages that are not counted",
+        "accumulator.py",
+        'size *= kwargs.get("may_begin", True)',
+        'if not kwargs.get("may_begin", True):\n            return',
+        "test_auto.py",
+    ),
+    Mutant(
         "no gradient flows through the statistics",
         "_sync_batch_norm.py",
         "    return tf.stack([mean, variance])\n",
