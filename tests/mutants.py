@@ -353,13 +353,6 @@ MUTANTS = [
         "test_sync_batch_norm.py",
     ),
     Mutant(
-        "moving averages of a layer move in the order of stages",
-        "_stages.py",
-        "for call in stages[-1].moves:",
-        "for call in [each for stage in stages for each in stage.measures]:",
-        "test_sync_batch_norm.py",
-    ),
-    Mutant(
         "a later stage replaces the gradient of another",
         "_stages.py",
         "each + _arrays.read(i, old)",
