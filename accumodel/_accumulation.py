@@ -12,6 +12,7 @@ from accumodel._options import Options
 from accumodel._replicas import across_replicas
 from accumodel._replicas import scope_of
 from accumodel._retry import Retry
+from accumodel._sync_batch_norm import has_norms
 from accumodel._weighting import LossWeights
 
 
@@ -62,6 +63,14 @@ class Accumulation:
         """
         return _checks.overrides(self._model, name)
 
+    def cuts_at_norms(self):
+        """Whether normalizations wait for the statistics of the batch."""
+        return self.options.sync_batch_norm and has_norms(self._model)
+
+    def joins_outputs(self):
+        """Whether the loss is computed once, from all outputs of a batch."""
+        return self.options.gradient_cache or self.cuts_at_norms()
+
     def set_accum_steps(self, value):
         value = _checks.check_accum_steps(value)
         _checks.check_compiled(self._model, "accum_steps")
@@ -75,9 +84,9 @@ class Accumulation:
         value = _checks.check_micro_batch_size(value)
         _checks.check_compiled(model, "micro_batch_size")
         options = dataclasses.replace(self.options, micro_batch_size=value)
-        _checks.check_gradient_cache(model, options)
+        _checks.check_whole_batch(model, options)
         if value is not None:
-            _checks.check_can_accumulate(model, value)
+            _checks.check_can_accumulate(model, options)
         self.options = options
         if value != before:
             self._use_size(value)
@@ -102,8 +111,7 @@ class Accumulation:
     def begin_to_accumulate(self):
         """Lets gradients go through an accumulator from now on."""
         if not self.accumulates:
-            size = self.options.micro_batch_size
-            _checks.check_can_accumulate(self._model, size)
+            _checks.check_can_accumulate(self._model, self.options)
             self.accumulates = True
             self.make_functions_again()
 

@@ -53,34 +53,37 @@ def _check_positive(name, value, meaning):
     return int(value)
 
 
-def check_gradient_cache(model, options):
-    """Refuses what `gradient_cache` cannot be used with."""
-    if not isinstance(options.gradient_cache, bool):
-        raise TypeError(
-            "`gradient_cache` must be a bool. "
-            f"Received: gradient_cache={options.gradient_cache!r}"
-        )
-    if not options.gradient_cache:
-        return
+def check_whole_batch(model, options):
+    """Refuses what `gradient_cache` and `sync_batch_norm` cannot go with."""
+    for name in ("gradient_cache", "sync_batch_norm"):
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"`{name}` must be a bool. Received: {name}={value!r}"
+            )
+        if value:
+            _check_whole_batch(model, options, name)
+
+
+def _check_whole_batch(model, options, name):
     if options.micro_batch_size is None:
         raise ValueError(
-            "`gradient_cache=True` computes the loss of a batch from its "
-            "micro-batches: pass `micro_batch_size` as well. "
-            "Received: micro_batch_size=None"
+            f"`{name}=True` is for batches that are cut into micro-batches: "
+            "pass `micro_batch_size` as well. Received: micro_batch_size=None"
         )
     if options.skip_nonfinite:
         raise ValueError(
-            "`skip_nonfinite=True` cannot be combined with "
-            "`gradient_cache=True`: no micro-batch can be left out of the loss "
-            "of the whole batch. Remove one of them. "
+            f"`skip_nonfinite=True` cannot be combined with `{name}=True`: no "
+            "micro-batch can be left out of what is computed from the whole "
+            "batch. Remove one of them. "
             f"Received: skip_nonfinite={options.skip_nonfinite}"
         )
-    for name in ("compute_gradients", "train_step", "accumulate_gradients"):
-        if overrides(model, name):
+    for method in ("compute_gradients", "train_step", "accumulate_gradients"):
+        if overrides(model, method):
             raise ValueError(
-                f"`gradient_cache=True` cannot be used with a custom `{name}`, "
-                "which it would not call: it computes the loss without the "
-                "gradients of the model. Override `compute_loss` instead. "
+                f"`{name}=True` cannot be used with a custom `{method}`, which "
+                "it would not call: it computes the loss without the gradients "
+                "of the model. Override `compute_loss` instead. "
                 f"Received: a model of {type(model).__name__}"
             )
 
@@ -101,37 +104,30 @@ def _is_ours(each):
     return (each.__module__ or "").split(".")[0] in ("accumodel", "keras")
 
 
-def check_can_accumulate(model, micro_batch_size):
+def check_can_accumulate(model, options):
     """Refuses models and strategies that would be wrong.
 
     Args:
         model: The `AccumulatingModel`, compiled.
-        micro_batch_size: Int, `"auto"` or `None`.
+        options: Its `Options`.
     """
     strategy = model.distribute_strategy
     check_strategy(strategy, model.steps_per_execution)
     check_train_step(type(model))
-    if micro_batch_size == "auto" and is_multi_worker(strategy):
+    if options.micro_batch_size == "auto" and is_multi_worker(strategy):
         raise ValueError(
             '`micro_batch_size="auto"` cannot be used with several workers, of '
             "which one may run out of memory alone. Use an int. "
             f"Received: strategy={strategy}"
         )
-    if micro_batch_size is not None:
-        check_can_slice(
-            model, flat_layers(model), strategy.num_replicas_in_sync
-        )
+    if options.micro_batch_size is not None:
+        _check_can_slice(model, options)
 
 
-def check_can_slice(model, layers, replicas):
-    """Refuses models that a batch in micro-batches would make wrong.
-
-    Args:
-        model: The `AccumulatingModel`.
-        layers: List of all of its layers.
-        replicas: Int. The number of replicas that train together.
-    """
-    for layer in layers:
+def _check_can_slice(model, options):
+    """Refuses models that a batch in micro-batches would make wrong."""
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    for layer in flat_layers(model):
         if getattr(layer, "stateful", False):
             raise ValueError(
                 "`micro_batch_size` cannot be used with a stateful layer, "
@@ -139,12 +135,17 @@ def check_can_slice(model, layers, replicas):
                 "next. Use `stateful=False`, or feed micro-batches and use "
                 f"`accum_steps`. Received: layer={layer}"
             )
-        if replicas > 1 and getattr(layer, "synchronized", False):
+        if (
+            replicas > 1
+            and getattr(layer, "synchronized", False)
+            and not options.sync_batch_norm
+        ):
             raise ValueError(
                 "`micro_batch_size` cannot be used with "
                 "`BatchNormalization(synchronized=True)` on several replicas, "
                 "whose numbers of micro-batches may differ. Use "
-                "`synchronized=False` or `accum_steps`. "
+                "`sync_batch_norm=True`, `synchronized=False` or "
+                "`accum_steps`. "
                 f"Received: layer={layer}"
             )
     for tensor in getattr(model, "inputs", None) or []:

@@ -15,6 +15,8 @@ use a model that does not accumulate on one device.
 | `Tensor._keras_mask`                        | an error at the first step,    |
 |                                             | with the gradient cache        |
 | `Layer._flatten_layers`                     | an error when `fit` begins     |
+| `Function._nodes_by_depth`, `Node.arguments`, | an error when `fit` begins,  |
+| `.outputs`, `Functional._standardize_inputs` | with `sync_batch_norm`        |
 | `keras.src.backend.tensorflow.trainer       | an error at the first step, on |
 | .reduce_per_replica`                        | several workers                |
 | `Trainer._maybe_symbolic_build`, overridden | Keras's own error, if replicas |
@@ -233,6 +235,24 @@ def flat_layers(model):
     `model.layers` does not reach inside composite layers.
     """
     return list(model._flatten_layers(include_self=False))
+
+
+def nodes_of(functional):
+    """Returns the calls of a functional model, in the order of Keras.
+
+    Each has an `operation`, its `arguments`, and the symbolic tensors
+    `input_tensors` and `outputs`.
+    """
+    by_depth = functional._nodes_by_depth
+    nodes = [
+        node for depth in sorted(by_depth)[::-1] for node in by_depth[depth]
+    ]
+    return [node for node in nodes if not node.is_input]
+
+
+def standardize_inputs(functional, inputs):
+    """Returns the inputs of a functional model as a list, cast by Keras."""
+    return functional._standardize_inputs(inputs)
 
 
 def is_built(model):

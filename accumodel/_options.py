@@ -22,6 +22,7 @@ class Options:
     accum_steps: int = 1
     micro_batch_size: type_of_size = None
     gradient_cache: bool = False
+    sync_batch_norm: bool = False
     remainder: str = "apply"
     skip_nonfinite: bool = False
 
@@ -32,6 +33,14 @@ class Options:
         size = check_micro_batch_size(self.micro_batch_size)
         object.__setattr__(self, "micro_batch_size", size)
         check_remainder(self.remainder)
+
+    @classmethod
+    def take_from(cls, kwargs):
+        """Returns those among the arguments of `compile`, and removes them."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(
+            **{name: kwargs.pop(name) for name in names if name in kwargs}
+        )
 
     @property
     def accumulates(self):

@@ -63,7 +63,7 @@ class Parts:
 
     def data_of(self, i):
         """Returns the data of the i-th."""
-        with _on_host():
+        with on_host():
             return self._model.slice_data(self.data, *self.bounds(i))
 
 
@@ -211,7 +211,7 @@ def _name(path):
     return name + "".join(f"[{key!r}]" for key in rest)
 
 
-def _on_host():
+def on_host():
     """Returns where a batch is cut, so that only a part is copied to a GPU.
 
     Several replicas get their batches on their devices.

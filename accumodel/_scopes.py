@@ -136,6 +136,8 @@ class Recorder(keras.StatelessScope):
     Args:
         record: Function. It is called with each variable that is about to be
             assigned.
+
+    What stands in `state_mapping` is read instead of the variable.
     """
 
     def __init__(self, record):
@@ -152,6 +154,8 @@ class Recorder(keras.StatelessScope):
             self.__enter__()
 
     def get_current_value(self, variable):
+        if id(variable) in self.state_mapping:
+            return self.state_mapping[id(variable)]
         with self.left():
             return variable.value
 

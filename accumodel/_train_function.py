@@ -11,8 +11,8 @@ Every fed batch goes one way:
                         accumulate_gradients -> GradientAccumulator: the sums
                 FedBatch.end                counts it; updates if the cycle ends
 
-With the gradient cache `_gradient_cache.train` has two such loops instead. The
-test function goes the same way, without gradients.
+With the gradient cache or `sync_batch_norm`, `_stages.train` has two such loops
+for each stage instead. The test function goes the same way, without gradients.
 
 Keras compiles the whole step as one XLA cluster. A condition inside a cluster
 carries every variable that it may write through it, which takes longer than
@@ -27,12 +27,12 @@ import itertools
 
 import tensorflow as tf
 
-from accumodel import _gradient_cache
 from accumodel import _keras
 from accumodel import _micro_batch
 from accumodel import _replicas
 from accumodel import _retry
 from accumodel import _slices
+from accumodel import _stages
 from accumodel._context import FedBatch
 from accumodel._cycles import build_accumulator
 from accumodel._cycles import build_optimizer
@@ -117,7 +117,7 @@ def _wrap(model, name, trains):
         return
     with _replicas.scope_of(model.distribute_strategy):
         is_in_loop = tf.distribute.has_strategy() and model.micro_batch_size
-    if not is_in_loop and not state.options.gradient_cache:
+    if not is_in_loop and not state.joins_outputs():
         return
 
     def build_and_call(batches):
@@ -145,8 +145,8 @@ def _train(model, train_step, data):
     is_split = model.micro_batch_size is not None
     fed_batch = FedBatch(is_split)
     with _retry.recorded(model):
-        if state.options.gradient_cache:
-            logs = _gradient_cache.train(model, fed_batch, data)
+        if state.joins_outputs():
+            logs = _stages.train(model, fed_batch, data)
         else:
             logs = _slices.run(model, train_step, data, fed_batch)
     is_added = fed_batch.end()
@@ -164,9 +164,10 @@ def _train(model, train_step, data):
 
 def _test(model, test_step, data):
     """Runs a `test_step`, which may be custom, on one fed batch."""
+    state = model._accumulation
     with _retry.recorded(model):
-        if model._accumulation.options.gradient_cache:
-            return _gradient_cache.test(model, data)
+        if state.joins_outputs() and not state.overrides("test_step"):
+            return _stages.test(model, data)
         return _slices.run(model, test_step, data)
 
 

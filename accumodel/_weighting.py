@@ -117,10 +117,7 @@ class LossWeights:
         vectors = summed_losses(self._model, x)
         if vectors:
             sources.add(None)
-        if (
-            len(sources) > 1
-            and self._model._accumulation.options.gradient_cache
-        ):
+        if len(sources) > 1 and self._model._accumulation.joins_outputs():
             return samples  # each fed batch has its own loss
         if sources == {None}:
             self._warn_of_scalars_next_to_sums(len(vectors))
@@ -332,10 +329,10 @@ class LossWeights:
                 )
 
     def _warn(self, topic, message):
-        # With the gradient cache, the loss is that of the whole fed batch.
+        # If outputs are joined, the loss is that of the whole fed batch.
         if (
             topic not in self._warned
-            and not self._model._accumulation.options.gradient_cache
+            and not self._model._accumulation.joins_outputs()
         ):
             self._warned.add(topic)
             warnings.warn(message, stacklevel=2)

@@ -171,11 +171,9 @@ class GradientAccumulator(tf.Module):
             self._given = tf.Variable([False] * len(variables), trainable=False)
             # Updates for which the graph could not know that.
             self._unsure = _sums.make_counter("unsure_updates")
-            # Of each replica: the micro-batches of this fed batch that were
-            # added, and those that were skipped.
+            # Of each replica: this fed batch's micro-batches, and the skipped.
             self._parts = make_sum((2,), tf.float64, "parts")
-            # Of each replica: 1 from the first sum of a micro-batch to the
-            # last, otherwise 0.
+            # Of each replica: 1 while a micro-batch is added, otherwise 0.
             self._is_adding = make_sum((), tf.float64, "is_adding")
         self._has_warned = False
 
@@ -294,12 +292,14 @@ class GradientAccumulator(tf.Module):
     # What follows runs on each replica.
 
     @recorded()
-    def _add_to_fed_batch(self, gradients, weight, is_split, share=1.0):
+    def _add_to_fed_batch(self, gradients, weight, is_split, **kwargs):
         """Adds a micro-batch of a fed batch, see `_add`."""
         accepts = self._is_good if is_split else self._accepts
-        accepted = self._add(gradients, weight, accepts, share)
-        # One that all replicas accept together counts once.
+        accepted = self._add(gradients, weight, accepts, **kwargs)
+        # One that all replicas accept together counts once. What is not
+        # counted is added here, too: the end of the batch waits for it.
         size = 1.0 if is_split else 1 / count_replicas()
+        size *= kwargs.get("may_begin", True)
         accepted = tf.cast(accepted, tf.float64)
         self._parts.assign_add([accepted * size, (1 - accepted) * size])
 
@@ -315,7 +315,7 @@ class GradientAccumulator(tf.Module):
         skipped = tf.cast(tf.round(skipped), tf.int64)
         across_replicas(end, added > 0, skipped)
 
-    def _add(self, gradients, weight, accepts, share=1.0):
+    def _add(self, gradients, weight, accepts, share=1.0, may_begin=True):
         """Adds a micro-batch to this replica's sums, without the others.
 
         Args:
@@ -324,10 +324,10 @@ class GradientAccumulator(tf.Module):
             accepts: Function. Whether to add it, given both.
             share: How much of the weight to add to the total. Less than 1 if
                 several gradients, each with the whole weight, add up to one.
+            may_begin: Bool. Whether it is no more of one that was added.
 
         Returns:
-            Scalar bool tensor. Whether it was added. It is there when all of
-            it was.
+            Scalar bool tensor. Whether it was added, after all of it was.
         """
         divides = weight is not None
         with tf.control_dependencies(self._waits(gradients, weight)):
@@ -339,7 +339,7 @@ class GradientAccumulator(tf.Module):
         scale = tf.cast(weight, tf.float64)
         if divides:
             scale *= count_replicas()
-        with tf.control_dependencies([self._begin(scale)]):
+        with tf.control_dependencies([self._begin(scale, may_begin)]):
             is_first = tf.equal(self._totals[2], 0)
         meter = self._untracked.meter
         step = current_step()
@@ -353,15 +353,15 @@ class GradientAccumulator(tf.Module):
 
         @recorded()
         def add():
-            each = tf.cast(weight, tf.float64) * float(divides) * share
-            new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
-            new = tf.where(amount > 0, new, tf.zeros_like(new))
             if meter is not None:
                 measured = weight if divides else None
                 meter.add(gradients, self.variables, measured, is_first, amount)
             add_each = self._select_each if is_compiled else self._add_each
-            add_each(gradients, scale, is_first)
-            self._totals.assign_add(new)
+            add_each(gradients, scale, is_first, may_begin)
+            if may_begin:
+                each = tf.cast(weight, tf.float64) * float(divides) * share
+                new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
+                self._totals.assign_add(tf.where(amount > 0, new, 0.0))
 
         if is_compiled or not self._skip_nonfinite:
             add()
@@ -384,10 +384,10 @@ class GradientAccumulator(tf.Module):
             return []  # it waits for itself
         return list(map(tf.identity, _sums.values_of(gradients)))
 
-    def _begin(self, scale):
+    def _begin(self, scale, may_begin):
         """Returns what to wait for until the sums may be changed."""
         with tf.control_dependencies([scale]):
-            if not tf.distribute.has_strategy():
+            if may_begin and not tf.distribute.has_strategy():
                 # A step before this one failed: begin a new cycle.
                 is_broken = tf.equal(self._is_adding, 1)
                 for each in (self._totals, self._count):
@@ -410,7 +410,7 @@ class GradientAccumulator(tf.Module):
         (bad,) = sum_over_replicas([tf.cast(~is_good, tf.float32)])
         return tf.equal(bad, 0)
 
-    def _add_each(self, gradients, scale, is_first):
+    def _add_each(self, gradients, scale, is_first, may_begin):
         """Adds each gradient as soon as it is made, which frees it."""
 
         @recorded()
@@ -420,10 +420,11 @@ class GradientAccumulator(tf.Module):
             for each in zip(self._sums, gradients, self.variables, strict=True):
                 _sums.add(*each, scale, is_first)
 
+        begin = add_all if may_begin else (lambda is_first: None)
         with tf.control_dependencies([is_first]):
-            tf.cond(is_first, lambda: add_all(True), lambda: add_all(False))
+            tf.cond(is_first, lambda: begin(True), lambda: add_all(False))
 
-    def _select_each(self, gradients, scale, is_first):
+    def _select_each(self, gradients, scale, is_first, may_begin):
         """Adds each gradient inside of an XLA cluster.
 
         A condition there would carry all sums through it. Sums of sparse
@@ -432,7 +433,9 @@ class GradientAccumulator(tf.Module):
         fed_batch = current_step().fed_batch
         for each in zip(self._sums, gradients, self.variables, strict=True):
             total, gradient, _ = each
-            if isinstance(gradient, tf.Tensor):
+            if not may_begin:
+                _sums.add(*each, scale, is_first=False)
+            elif isinstance(gradient, tf.Tensor):
                 _sums.select(*each, scale, is_first)
             else:
                 fed_batch.cleared.setdefault(self, []).append(total)

@@ -242,7 +242,7 @@ class _Population:
         self._layer = layer
         self._mean = tf.Variable(layer.moving_mean.value)
         self._variance = tf.Variable(layer.moving_variance.value)
-        # Of this pass: rows as those of `_compute_moments`. One variable, so
+        # Of this pass: rows as those of `compute_moments`. One variable, so
         # that they change together: TensorFlow may begin a step before it finds
         # that the data have ended.
         self._moments = tf.Variable(
@@ -279,7 +279,18 @@ class _Population:
 
     def _add(self, inputs, mask):
         """Adds a batch, by Chan's update: no square of a mean is subtracted."""
-        count, mean, squares = _compute_moments(inputs, mask, self._layer.axis)
+        # As Keras does: a half type would overflow.
+        inputs = keras.ops.cast(
+            inputs, keras.backend.result_type(inputs.dtype, "float32")
+        )
+        axis = self._layer.axis
+        _, shift, _ = compute_moments(inputs, mask, axis)
+        shape = [1] * inputs.shape.rank
+        shape[axis] = -1
+        # The second time, what rounding has left.
+        rest = compute_moments(inputs - tf.reshape(shift, shape), mask, axis)
+        count, mean, squares = (tf.cast(each, tf.float64) for each in rest)
+        mean += tf.cast(shift, tf.float64)
         old_count, old_mean, _ = tf.unstack(self._moments)
         share = tf.math.divide_no_nan(count, old_count + count)
         difference = mean - old_mean
@@ -323,22 +334,18 @@ class _Population:
             )
 
 
-def _compute_moments(inputs, mask, axis):
+def compute_moments(inputs, mask, axis):
     """Returns what is known of a batch.
 
     Args:
-        inputs: Tensor.
+        inputs: Tensor, of no half type, which would overflow.
         mask: `None`, or a tensor of one rank less, as Keras counts it.
         axis: Int. The axis of the channels.
 
     Returns:
         Tuple of the number of elements of each channel, their mean, and the sum
-        of their squared deviations from it, in float64.
+        of their squared deviations from it, in the dtype of the inputs.
     """
-    # As Keras does: a half type would overflow.
-    inputs = keras.ops.cast(
-        inputs, keras.backend.result_type(inputs.dtype, "float32")
-    )
     axes = [*range(inputs.shape.rank)]
     del axes[axis]
     to_inputs = [1] * inputs.shape.rank
@@ -350,18 +357,14 @@ def _compute_moments(inputs, mask, axis):
         mask = tf.cast(mask[..., tf.newaxis], "bool")
         mask = tf.broadcast_to(mask, tf.shape(inputs))
         count = tf.reduce_sum(tf.cast(mask, "int32"), axes)
+    count = tf.cast(count, inputs.dtype)
 
     def total(values):
         if mask is not None:
             values = tf.where(mask, values, tf.zeros_like(values))
         return tf.reduce_sum(values, axes)
 
-    mean = tf.zeros_like(count, tf.float64)
-    for _ in range(2):  # the second time, what rounding has left
-        shift = tf.math.divide_no_nan(
-            total(inputs), tf.cast(count, inputs.dtype)
-        )
-        inputs -= tf.reshape(shift, to_inputs)
-        mean += tf.cast(shift, tf.float64)
-    squares = total(tf.square(inputs))
-    return tf.cast(count, tf.float64), mean, tf.cast(squares, tf.float64)
+    mean = tf.math.divide_no_nan(total(inputs), count)
+    # The sum of the deviations is zero, and so is the gradient by the mean.
+    center = tf.reshape(tf.stop_gradient(mean), to_inputs)
+    return count, mean, total(tf.math.squared_difference(inputs, center))

@@ -179,7 +179,10 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def _warn_of_layers(self):
         layers = [layer for layer in flat_layers(self.model) if layer.trainable]
-        sizes = (self._batch_size, self.model.current_micro_batch_size)
+        sizes = [self._batch_size, self.model.current_micro_batch_size]
+        if self.model._accumulation.options.sync_batch_norm:
+            # That of the fed batch, which is all there is without cycles.
+            sizes = sizes[:1] if self.model.accum_steps > 1 else []
         samples = min((size for size in sizes if size), default=_FEW_SAMPLES)
         if samples < _FEW_SAMPLES and any(
             isinstance(layer, keras.layers.BatchNormalization)
@@ -188,7 +191,8 @@ class EndOfCycle(keras.callbacks.Callback):
             warnings.warn(
                 "Batch normalization normalizes each micro-batch by itself: "
                 f"its statistics are those of {samples} samples, not "
-                "of the effective batch. Use larger micro-batches, or "
+                "of the effective batch. Use larger micro-batches, "
+                "`sync_batch_norm=True` with `micro_batch_size`, or "
                 "`keras.layers.GroupNormalization`, or freeze the layer.",
                 stacklevel=2,
             )

@@ -21,33 +21,22 @@ from accumodel._accumulation import Accumulation
 from accumodel._context import current_step
 from accumodel._context import this_step
 from accumodel._options import Options
+from accumodel._sync_batch_norm import cut
+from accumodel._sync_batch_norm import has_norms
 from accumodel.accumulator import GradientAccumulator
 from accumodel.callbacks import with_end_of_cycle
 
 
-def _compile(
-    model,
-    *args,
-    accum_steps=1,
-    micro_batch_size=None,
-    gradient_cache=False,
-    remainder="apply",
-    skip_nonfinite=False,
-    **kwargs,
-):
-    options = Options(
-        accum_steps,
-        micro_batch_size,
-        gradient_cache,
-        remainder,
-        skip_nonfinite,
-    )
-    _checks.check_gradient_cache(model, options)
+def _compile(model, *args, **kwargs):
+    options = Options.take_from(kwargs)
+    _checks.check_whole_batch(model, options)
+    if options.sync_batch_norm and has_norms(model):
+        cut(model)  # says what cannot be cut
     try:
         super(AccumulatingModel, model).compile(*args, **kwargs)
-        _checks.check_optimizer(model.optimizer, skip_nonfinite)
+        _checks.check_optimizer(model.optimizer, options.skip_nonfinite)
         if options.accumulates:
-            _checks.check_can_accumulate(model, micro_batch_size)
+            _checks.check_can_accumulate(model, options)
         _replicas.check_workers_agree(model, options)
     except BaseException:
         model.compiled = False
@@ -186,6 +175,7 @@ class AccumulatingModel(keras.Model):
         accum_steps: int = 1,
         micro_batch_size: int | typing.Literal["auto"] | None = None,
         gradient_cache: bool = False,
+        sync_batch_norm: bool = False,
         remainder: typing.Literal["apply", "carry", "drop"] = "apply",
         skip_nonfinite: bool = False,
         **kwargs: typing.Any,
@@ -218,6 +208,12 @@ class AccumulatingModel(keras.Model):
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
                 from all samples of a batch, by a second forward pass (Gao et
                 al. 2021, arXiv 2101.06983). Defaults to `False`.
+            sync_batch_norm: Bool. With `micro_batch_size`, let each
+                `BatchNormalization` that trains normalize by the mean and the
+                variance of the whole batch, as it would without micro-batches,
+                by a second forward pass. For functional and sequential models.
+                The loss is computed as with `gradient_cache`. Defaults to
+                `False`: by those of the micro-batch.
             remainder: What becomes of the batches that are left when an
                 epoch ends before the cycle is full. `"apply"` makes an update
                 of them, divided by their own weight, as Keras does with a short

@@ -98,12 +98,12 @@ class GradientNoiseScale(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         model = self.model
         check_accumulates(model, self)
-        if model._accumulation.options.gradient_cache:
+        if model._accumulation.joins_outputs():
             raise ValueError(
                 "`GradientNoiseScale` cannot be used with "
-                "`gradient_cache=True`: the gradient of a micro-batch depends "
-                "on all others there, and is no sample of the gradient. "
-                "Remove one of them."
+                "`gradient_cache=True` or `sync_batch_norm=True`: the gradient "
+                "of a micro-batch depends on all others there, and is no "
+                "sample of the gradient. Remove one of them."
             )
         if model._accumulation.cycles.accumulators().keys() - {OWN}:
             raise ValueError(

@@ -9,7 +9,8 @@ large batch's. "reversed" is the large batch itself, with the samples of each
 batch in reverse: what rounding alone does.
 
 The second table is of a loss over pairs of samples, where `gradient_cache=True`
-is one more way. The third shows how rounding grows in longer trainings.
+is one more way, and the third of batch normalization, where
+`sync_batch_norm=True` is. The fourth shows how rounding grows in longer trainings.
 """
 
 import dataclasses
@@ -32,6 +33,13 @@ WAYS = ("reversed", "Keras's own", "accum_steps", "micro_batch_size")
 def make_dense(model_class):
     inputs = keras.Input((6,))
     x = keras.layers.Dense(16, activation="tanh")(inputs)
+    return model_class(inputs, keras.layers.Dense(3, activation="softmax")(x))
+
+
+def make_normalized(model_class):
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(16, activation="tanh")(inputs)
+    x = keras.layers.BatchNormalization()(x)
     return model_class(inputs, keras.layers.Dense(3, activation="softmax")(x))
 
 
@@ -162,6 +170,10 @@ CASES = [
 ]
 # Exact with the gradient cache only.
 PAIRS = Case("contrastive", make_dense, make_samples, 96, sgd, contrastive)
+# Exact with `sync_batch_norm` only.
+NORMALIZED = Case(
+    "batch normalization", make_normalized, make_samples, 96, sgd, "mean"
+)
 # 15 epochs in batches of 256.
 DIGITS = (make_digits, 1437)
 LONG = {"micro_batch": 64, "epochs": 15}
@@ -220,6 +232,7 @@ def compare(case, ways):
         "accum_steps": (ours, case, micro_batch),
         "micro_batch_size": (ours, case, batch),
         "gradient_cache": (ours, case, batch),
+        "sync_batch_norm": (ours, case, batch),
     }
     options = {
         "accum_steps": {"accum_steps": STEPS},
@@ -227,6 +240,10 @@ def compare(case, ways):
         "gradient_cache": {
             "micro_batch_size": micro_batch,
             "gradient_cache": True,
+        },
+        "sync_batch_norm": {
+            "micro_batch_size": micro_batch,
+            "sync_batch_norm": True,
         },
     }
     large = train(keras.Model, case, batch)
@@ -255,6 +272,7 @@ def main():
     calls = [
         *((case, WAYS) for case in CASES),
         (PAIRS, (*WAYS, "gradient_cache")),
+        (NORMALIZED, (*WAYS, "sync_batch_norm")),
         *((case, ("reversed", "micro_batch_size")) for case in ROUNDING),
     ]
     figures = {
@@ -266,6 +284,7 @@ def main():
         for title, cases in (
             ("From the large batch's weights, 4 x 8 samples", CASES),
             ("A loss over pairs of samples", [PAIRS]),
+            ("Batch normalization", [NORMALIZED]),
             ("How rounding grows: 4 x 64 samples, 15 epochs", ROUNDING),
         )
     ]

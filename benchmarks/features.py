@@ -1,10 +1,10 @@
 """`python -m benchmarks.features`: what the other features add to slices.
 
 A batch of 8 micro-batches is cut by `micro_batch_size`: alone; with
-`gradient_cache=True`; with the callback `GradientNoiseScale`; and by
-`micro_batch_size="auto"` after it has found the same size. All run in turns in
-one process. Times are of one micro-batch, lower quartiles over the rounds, and
-ratios are ratios of these quartiles.
+`gradient_cache=True`; with `sync_batch_norm=True`; with the callback
+`GradientNoiseScale`; and by `micro_batch_size="auto"` after it has found the
+same size. All run in turns in one process. Times are of one micro-batch, lower
+quartiles over the rounds, and ratios are ratios of these quartiles.
 """
 
 import keras
@@ -28,6 +28,7 @@ def make_ways(make, jit):
     for name, arguments in (
         ("alone", {"micro_batch_size": size}),
         ("cache", {"micro_batch_size": size, "gradient_cache": True}),
+        ("norm", {"micro_batch_size": size, "sync_batch_norm": True}),
         (
             "noise",
             {
@@ -52,7 +53,7 @@ def make_ways(make, jit):
 
 def summarize(times):
     alone, *others = lower_quartiles(times).values()
-    names = ("cache", "noise", "auto")
+    names = ("cache", "norm", "noise", "auto")
     return {
         "alone": alone,
         **dict(zip(names, others, strict=True)),
@@ -78,7 +79,7 @@ def make_table(rows):
 
 
 def main():
-    models = ["mlp", "cnn", "transformer", "tiny"]
+    models = ["mlp", "cnn", "transformer", "tiny", "normalized"]
     arguments = make_speed_parser(__doc__, models, plot=False).parse_args()
     rows = [
         {**of, **summarize(times)}

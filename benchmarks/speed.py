@@ -97,8 +97,23 @@ def tiny(model_class):
     return model_class(inputs, outputs), data
 
 
+def normalized(model_class):
+    """10 convolutions with batch normalization, micro-batches of 16."""
+    inputs = x = keras.Input((32, 32, 3))
+    for i in range(10):
+        x = keras.layers.Conv2D(32, 3, padding="same", use_bias=False)(x)
+        x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
+        if i in (3, 6):
+            x = keras.layers.MaxPooling2D(2)(x)
+    outputs = keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x))
+    rng = np.random.default_rng(0)
+    data = rng.random((16, 32, 32, 3), "float32"), rng.integers(10, size=16)
+    return model_class(inputs, outputs), data
+
+
 WORKLOADS = {
-    each.__name__: each for each in (mlp, cnn, transformer, embedding, tiny)
+    each.__name__: each
+    for each in (mlp, cnn, transformer, embedding, tiny, normalized)
 }
 
 
@@ -353,7 +368,8 @@ def measure_model(make_ways, model, jit, rounds, calls):
 
 
 def main():
-    parser = make_speed_parser(__doc__, list(WORKLOADS))
+    models = [name for name in WORKLOADS if name != "normalized"]
+    parser = make_speed_parser(__doc__, models)
     parser.add_argument("--steps", nargs="+", type=int, default=[1, 2, 8, 32])
     arguments = parser.parse_args()
     make = functools.partial(make_ways, steps=arguments.steps)

@@ -70,8 +70,8 @@ MUTANTS = [
     Mutant(
         "the first of a cycle adds",
         "accumulator.py",
-        "lambda: add_all(True), lambda",
-        "lambda: add_all(False), lambda",
+        "begin(True)",
+        "begin(False)",
         "test_accumulator.py",
     ),
     Mutant(
@@ -305,9 +305,9 @@ MUTANTS = [
     ),
     Mutant(
         "the gradients of the loss itself count again",
-        "_gradient_cache.py",
-        "add(own, 0.0 if cache else 1.0)",
-        "add(own, 1.0)",
+        "_stages.py",
+        "may_begin=not self.has_begun",
+        "may_begin=True",
         "test_gradient_cache.py",
     ),
     Mutant(
@@ -326,10 +326,38 @@ MUTANTS = [
     ),
     Mutant(
         "masks do not reach the loss of the batch",
-        "_gradient_cache.py",
+        "_stages.py",
         "_keras.set_mask(output, mask)",
         "pass",
         "test_gradient_cache.py",
+    ),
+    Mutant(
+        "the update does not wait for the stages that are not counted",
+        "accumulator.py",
+        'size *= kwargs.get("may_begin", True)',
+        'if not kwargs.get("may_begin", True):\n            return',
+        "test_auto.py",
+    ),
+    Mutant(
+        "no gradient flows through the statistics",
+        "_sync_batch_norm.py",
+        "    return tf.stack([mean, variance])\n",
+        "    return tf.stop_gradient(tf.stack([mean, variance]))\n",
+        "test_sync_batch_norm.py",
+    ),
+    Mutant(
+        "means of micro-batches count the same",
+        "_sync_batch_norm.py",
+        "variance = total(inverse, squares) + total(shares, deviations)",
+        "variance = total(inverse, squares)",
+        "test_sync_batch_norm.py",
+    ),
+    Mutant(
+        "a later stage replaces the gradient of another",
+        "_stages.py",
+        "each + _arrays.read(i, old)",
+        "each",
+        "test_sync_batch_norm.py",
     ),
     Mutant(
         "the noise of all micro-batches weighs the same",

@@ -225,8 +225,9 @@ def figures_of(command, tmp_path):
         ("speed --models embedding --steps 2 --jit on --rounds=1 --calls=2", 1),
         ("memory --sizes 16", 4),
         ("noise_scale --epochs=4", 4),
+        ("batch_norm --epochs=1 --seeds=1", 3),
     ],
-    ids=["speed", "memory", "noise_scale"],
+    ids=["speed", "memory", "noise_scale", "batch_norm"],
 )
 def test_benchmarks_run_and_write_figures_and_picture(
     command, rows, tmp_path, monkeypatch
@@ -286,7 +287,7 @@ def test_benchmarks_measure_what_a_callback_adds():
 def test_the_benchmark_of_features_compares_them_with_slices(tmp_path):
     command = "features --models tiny --jit off --rounds=1 --calls=8"
     (row,) = figures_of(command, tmp_path)
-    for name in ("cache", "noise", "auto"):
+    for name in ("cache", "norm", "noise", "auto"):
         ratio = row[name] / row["alone"]
         assert row[f"{name} / alone"] == pytest.approx(ratio)
 

@@ -216,3 +216,29 @@ def test_a_plain_model_refuses_names_that_it_does_not_know():
 
 def test_the_functional_class_is_that_of_keras():
     assert type(make_one_layer()) is _construction.KerasFunctional
+
+
+def test_the_calls_of_a_functional_model_are_in_the_order_of_keras():
+    called = []
+
+    class Noted(keras.layers.Layer):
+        def call(self, inputs, training=None):
+            called.append(self.name)
+            return inputs + 1
+
+    inputs = keras.Input((3,), name="x", dtype="float32")
+    first, second, third = (Noted(name=name) for name in "abc")
+    x = second(inputs, training=False)
+    x = keras.layers.Add(name="sum")([first(x), first(third(inputs))])
+    model = keras.Model({"x": inputs}, x)
+    called.clear()
+    model({"x": np.ones((2, 3))})
+    nodes = _keras.nodes_of(model)
+    names = [node.operation.name for node in nodes]
+    assert [name for name in names if name != "sum"] == called
+    (values,) = _keras.standardize_inputs(model, {"x": np.ones((2, 3))})
+    assert values.dtype == tf.float32
+    for node in nodes:
+        args, _ = node.arguments.fill_in({id(t): t for t in node.input_tensors})
+        assert keras.tree.flatten(args) == node.input_tensors
+        assert len(node.outputs) == 1

@@ -1,0 +1,97 @@
+"""What all micro-batches make, each tensor in a `tf.TensorArray`."""
+
+import tensorflow as tf
+
+from accumodel._parts import on_host
+from accumodel._slices import loop
+
+
+def collect(run_part, parts, begin=None):
+    """Runs all parts. Returns what they make, an array for each tensor.
+
+    Args:
+        run_part: Function of the number of a part.
+        parts: The `Parts`.
+        begin: What to call before, with the graph of a part if there is one.
+    """
+    made = arrays = None
+    if not tf.executing_eagerly():
+        # Traced before the loop, which must know what there will be.
+        function = tf.function(run_part, autograph=False)
+        run_part = function.get_concrete_function(tf.TensorSpec((), tf.int64))
+        made = run_part.structured_outputs
+        arrays = _make_arrays(made, parts.count)
+        if begin is not None:
+            begin(run_part.graph)
+
+    def body(i, arrays):
+        nonlocal made
+        made = run_part(i)
+        arrays = arrays or _make_arrays(made, parts.count)
+        with on_host():
+            written = [
+                array.write(tf.cast(i, tf.int32), leaf)
+                for array, leaf in zip(arrays, _tensors(made), strict=True)
+            ]
+        return (written,)
+
+    (arrays,) = loop(body, parts.count, (arrays,))
+    if tf.executing_eagerly():
+        for array in arrays:  # else TensorFlow warns of those that are not
+            array.mark_used()
+    rest = iter(arrays)
+    return map_present(lambda leaf: next(rest), made)
+
+
+def _make_arrays(made, parts):
+    """Returns an array of all parts for each tensor that one makes."""
+    with on_host():
+        return [
+            tf.TensorArray(
+                leaf.dtype,
+                tf.cast(parts, tf.int32),
+                element_shape=_shape_of_all(leaf),
+                infer_shape=False,
+                clear_after_read=False,
+            )
+            for leaf in _tensors(made)
+        ]
+
+
+def _shape_of_all(leaf):
+    """Returns what is known of the shape of this tensor in all parts."""
+    if tf.executing_eagerly() and leaf.shape.rank:
+        return [None, *leaf.shape[1:]]
+    return leaf.shape
+
+
+def read(i, array):
+    with on_host():
+        return array.read(tf.cast(i, tf.int32))
+
+
+def join(samples, array):
+    """Returns the rows of all parts, or the sum of scalars.
+
+    Args:
+        samples: Int or `None`. What is known of the number of samples.
+        array: The array.
+    """
+    if not array.element_shape.rank:
+        return tf.reduce_sum(array.stack())
+    values = array.concat()
+    values.set_shape([samples, *array.element_shape[1:]])
+    return values
+
+
+def map_present(function, nested, expand_composites=False):
+    """Calls a function with each that is there, and not `None`."""
+    return tf.nest.map_structure(
+        lambda each: each if each is None else function(each),
+        nested,
+        expand_composites=expand_composites,
+    )
+
+
+def _tensors(nested):
+    return [leaf for leaf in tf.nest.flatten(nested) if leaf is not None]

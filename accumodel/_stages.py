@@ -1,0 +1,611 @@
+"""What must see the whole batch: its loss, and batch normalization.
+
+A loss that compares samples with each other needs the outputs of all samples at
+once, but not all activations: the gradient cache (Gao et al. 2021, arXiv
+2101.06983). A normalization needs the mean and the variance of all samples. So
+a model is run in stages, one if it is only the loss:
+
+    for each stage:                             # without a tape
+        for each micro-batch i:
+            made[i] = stage(x[i], what earlier stages made of it)
+        statistics of the next stage = join(moments of all made)
+    loss = compute_loss(x, y, outputs)          # of the whole fed batch
+    for each stage, the last first:
+        for each micro-batch i:
+            again = stage(...)
+            sums += gradient of again, times that of the loss by made[i]
+        gradients by what earlier stages made, for those
+
+What the forward pass writes, such as the states of random numbers, is put back
+before the second time. So both draw the same numbers, and all is as after one
+pass. The moving averages of the normalizations move once.
+"""
+
+import functools
+import typing
+
+import keras
+import tensorflow as tf
+
+from accumodel import _arrays
+from accumodel import _keras
+from accumodel import _micro_batch
+from accumodel import _replicas
+from accumodel import _slices
+from accumodel import _sync_batch_norm
+from accumodel import _weighting
+from accumodel._context import one_step
+from accumodel._cycles import build_optimizer
+from accumodel._parts import Parts
+from accumodel._parts import first_leaf
+from accumodel._scopes import States
+from accumodel._scopes import check_assignments
+from accumodel._scopes import nodes_of
+
+# What begins the names of operations that a second pass would not repeat.
+_RANDOM = (
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+    "Random",
+    "Rng",
+    "SampleDistortedBoundingBox",
+    "StatefulRandom",
+    "StatefulStandardNormal",
+    "StatefulTruncatedNormal",
+    "StatefulUniform",
+    "TruncatedNormal",
+)
+_OTHER_AXIS = (
+    "With `{}=True`, the first axis of each output of the model must be that "
+    "of the samples. Compute what all samples share in `compute_loss`, such as "
+    "the temperature of a contrastive loss."
+)
+
+
+class Made(typing.NamedTuple):
+    """What a stage makes of one part of a batch, or of all parts.
+
+    Args:
+        outputs: Nested tensors of shapes `(samples, ...)`, or `None`.
+        masks: List of the Keras masks of the flat outputs, or `None`.
+        losses: List of what `add_loss` was given: tensors of shape
+            `(samples, ...)`, or scalars, which count as means over samples.
+        kept: List of pairs of a tensor for later stages, and its mask or
+            `None`. Of all parts: each is a `tf.TensorArray`.
+        moments: List of tensors, see `_sync_batch_norm.join`. Of all parts:
+            stacked.
+    """
+
+    outputs: typing.Any
+    masks: list
+    losses: list
+    kept: list
+    moments: list
+
+
+class WholeModel:
+    """The one stage of a model that is not cut."""
+
+    takes = keeps = measures = norms = moves = ()
+    takes_inputs = has_variables = True
+
+    def __init__(self, model, is_training=True):
+        self._model = model
+        self.is_training = is_training
+
+    def run(self, scope, x, taken, statistics):
+        return self._model(x, training=self.is_training), [], []
+
+
+def train(model, fed_batch, data):
+    """Trains on one fed batch, and leaves its end to the caller.
+
+    Args:
+        model: The `AccumulatingModel`.
+        fed_batch: The `FedBatch`.
+        data: Its data.
+
+    Returns:
+        Dict of scalars, the logs.
+    """
+    stages = [WholeModel(model)]
+    if model._accumulation.cuts_at_norms():
+        stages = _sync_batch_norm.cut(model)
+    parts = Parts(model, data)
+    whole, passes = _forward(model, stages, parts)
+    states = passes[-1].states
+    with one_step(data, fed_batch):
+        own, cache, weight, log = _differentiate(model, states, data, whole)
+        if not model.trainable_variables:
+            model.accumulate_gradients([])  # says so
+            return log()
+        is_cached = any(each is not None for each in cache)
+        if not is_cached and all(each is None for each in own):
+            model.accumulate_gradients(own)  # says what is wrong
+    adder = _Adder(model, fed_batch, weight)
+    if is_cached:
+        _backward(passes, cache, adder)
+    # Nothing else adds to the total if the loss does not use the outputs.
+    with one_step(data, fed_batch):
+        adder.add(own, 1.0)
+    with one_step(data):
+        return log()
+
+
+def test(model, data):
+    """Evaluates one fed batch, see `train`."""
+    stages = [WholeModel(model, is_training=False)]
+    whole, passes = _forward(model, stages, Parts(model, data))
+    states = passes[-1].states
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    with one_step(data), states.recorded():
+        loss = _compute_loss(
+            model, states, x, y, sample_weight, whole, training=False
+        )
+    samples = _weighting.count_samples(x)
+    step = (model, x, y, whole.outputs, sample_weight, loss, samples)
+    return _micro_batch.log(*step)
+
+
+class _Pass:
+    """One stage in one step.
+
+    Args:
+        model: The `AccumulatingModel`.
+        stage: The stage.
+        parts: The `Parts` of the fed batch.
+        kept: Dict of what stages keep, by its place.
+        statistics: Dict of what normalizations need, by the id of their call.
+            This stage adds to both dicts.
+
+    Attributes:
+        states: The `States`, which begin with this stage.
+        made: What it `Made` of all parts.
+    """
+
+    def __init__(self, model, stage, parts, kept, statistics):
+        self._model, self.stage, self._parts = model, stage, parts
+        self._kept, self._statistics = kept, statistics
+        self._tape: typing.Any = None
+        self.states = States()
+        self.made: typing.Any = None
+
+    def _arguments(self, i):
+        """Returns the arguments of `_run` for the i-th part."""
+        taken = [self._kept[place] for place in self.stage.takes]
+        taken = _arrays.map_present(functools.partial(_arrays.read, i), taken)
+        statistics = [self._statistics[id(call)] for call in self.stage.norms]
+        # In a graph nothing else is known of the data that would be needed.
+        is_needed = self.stage.takes_inputs or tf.executing_eagerly()
+        part = self._parts.data_of(i) if is_needed else None
+        return part, taken, statistics
+
+    def _run(self, part, taken, statistics):
+        """Runs the stage on a part. Returns what it `Made`."""
+        x, *_ = keras.utils.unpack_x_y_sample_weight(part)
+        with self.states.recorded() as scope:
+            outputs, kept, moments = self.stage.run(scope, x, taken, statistics)
+            losses = _weighting.added_losses(self._model)
+            self.states.owners = [_owner(self._model, each) for each in losses]
+        masks = list(map(_keras.mask_of, tf.nest.flatten(outputs)))
+        return Made(outputs, masks, _reduced(losses, x), kept, moments)
+
+    # -- 1. Forward, one micro-batch at a time ---------------------------------
+
+    def forward(self):
+        """Runs the stage on all parts."""
+        parts, model = self._parts, self._model
+
+        def run(arguments):
+            arguments, i = arguments
+            made = self._run(*arguments)
+            _check_outputs(model, made.outputs, made.losses, arguments[0])
+            losses = [
+                each if each.shape.rank else _scale(each, parts.share(i))
+                for each in made.losses
+            ]
+            return made._replace(losses=losses)
+
+        run = _slices.make_step(model, run)
+
+        def run_part(i):
+            *rows, kept, moments = run((self._arguments(i), i))
+            rows = _arrays.map_present(
+                functools.partial(_with_length, model, parts, i), rows
+            )
+            return Made._make([*rows, kept, moments])
+
+        def begin(graph):
+            if self.stage.is_training:
+                _check_can_repeat(model, graph)
+            # Nothing may change in a run without data, see `_slices`.
+            with tf.control_dependencies([parts.samples]):
+                self.states.save()
+
+        *rows, kept, moments = _arrays.collect(run_part, parts, begin)
+        samples = first_leaf(parts.data).shape[0]
+        rows = _arrays.map_present(
+            functools.partial(_arrays.join, samples), rows
+        )
+        moments = [array.stack() for array in moments]
+        self.made = Made._make([*rows, kept, moments])
+        self._kept.update(zip(self.stage.keeps, kept, strict=True))
+        with tf.GradientTape() as self._tape:
+            self._tape.watch(moments)
+            for call, each in zip(self.stage.measures, moments, strict=True):
+                joined = _sync_batch_norm.join(call, each)
+                self._statistics[id(call)] = joined
+
+    # -- 3. Forward again, and backward ----------------------------------------
+
+    def backward(self, cached, by_kept, by_statistics, adder):
+        """Runs all parts again, and adds the gradients of the variables.
+
+        Args:
+            cached: List of functions of the number of a part, which return the
+                gradient of the loss by one of the outputs and losses each, or
+                of `None` where there is none.
+            by_kept: Dict of arrays, the gradients by what stages keep.
+            by_statistics: Dict of the gradients by the statistics. This stage
+                takes from both dicts, and adds to them.
+            adder: The `_Adder`.
+        """
+        stage = self.stage
+        cached = [
+            *cached,
+            *(
+                None
+                if array is None
+                else functools.partial(_arrays.read, array=array)
+                for array in (by_kept.pop(each, None) for each in stage.keeps)
+            ),
+            *(
+                None if rows is None else rows.__getitem__
+                for rows in self._by_moments(by_statistics)
+            ),
+        ]
+
+        def replay(arguments):
+            (part, taken, statistics), cached, share = arguments
+            sources = [[value for value, _ in taken], statistics]
+            with tf.GradientTape() as tape:
+                tape.watch(
+                    list(filter(_has_gradient, tf.nest.flatten(sources)))
+                )
+                made = self._run(part, taken, statistics)
+            sources = [self._model.trainable_variables, *sources]
+            own, *rest = _gradient(tape, _targets(made), sources, cached)
+            adder.add(own, share)
+            return _arrays.map_present(tf.convert_to_tensor, rest)
+
+        replay = _slices.make_step(self._model, replay, adder.fed_batch)
+        before = [by_kept.get(place) for place in stage.takes]
+
+        def run_part(i):
+            share = 0.0 if adder.has_begun else self._parts.share(i)
+            gradients = [each and each(i) for each in cached]
+            by_taken, rest = replay((self._arguments(i), gradients, share))
+            by_taken = [
+                each
+                if each is None or old is None
+                else each + _arrays.read(i, old)
+                for each, old in zip(by_taken, before, strict=True)
+            ]
+            return by_taken, rest
+
+        with self.states.rolled_back():
+            by_taken, rest = _arrays.collect(run_part, self._parts)
+        adder.end_stage()
+        for place, array in zip(stage.takes, by_taken, strict=True):
+            if array is not None:
+                by_kept[place] = array
+        rest = _arrays.map_present(
+            lambda array: tf.reduce_sum(array.stack(), 0), rest
+        )
+        by_statistics.update(zip(map(id, stage.norms), rest, strict=True))
+
+    def _by_moments(self, by_statistics):
+        """Returns the gradients by the moments of all parts."""
+        calls = [id(call) for call in self.stage.measures]
+        joined = [self._statistics[call] for call in calls]
+        cached = [by_statistics.pop(call, None) for call in calls]
+        return _gradient(self._tape, joined, self.made.moments, cached)
+
+
+class _Adder:
+    """Adds gradients of the variables to the sums.
+
+    Args:
+        model: The `AccumulatingModel`.
+        fed_batch: The `FedBatch`.
+        weight: Its weight.
+
+    Attributes:
+        has_begun: Bool. Whether a stage has added some.
+    """
+
+    def __init__(self, model, fed_batch, weight):
+        self.fed_batch = fed_batch
+        self._accumulator = model._accumulation.ready_accumulator()
+        self._weight = weight
+        self.has_begun = self._has_added = False
+
+    def add(self, gradients, share):
+        present = tuple(each is not None for each in gradients)
+        if any(present):
+            self._accumulator._add_to_fed_batch(
+                gradients,
+                self._weight,
+                is_split=True,
+                share=share,
+                may_begin=not self.has_begun,
+            )
+            self.fed_batch.add(self._accumulator, present, False)
+            self._has_added = True
+
+    def end_stage(self):
+        # What the next stages add to has begun.
+        self.has_begun = self._has_added
+        self.fed_batch.cleared.clear()
+
+
+def _forward(model, stages, parts):
+    """Runs all stages. Returns what they make of the batch, and the passes."""
+    kept: dict = {}
+    statistics: dict = {}
+    passes = [_Pass(model, stages[0], parts, kept, statistics)]
+    passes[0].forward()
+    for stage in stages[1:]:
+        passes.append(_Pass(model, stage, parts, kept, statistics))
+        passes[-1].forward()
+    for call in stages[-1].moves:
+        _sync_batch_norm.move_averages(call, statistics[id(call)])
+    last = passes[-1]
+    losses = [loss for each in passes for loss in each.made.losses]
+    last.states.owners = [who for each in passes for who in each.states.owners]
+    return last.made._replace(losses=losses), passes
+
+
+def _backward(passes, cache, adder):
+    """Runs all stages backward.
+
+    Args:
+        passes: List of each `_Pass`. It is emptied, to free what they hold.
+        cache: List of the gradients by the flat outputs and by all losses.
+        adder: The `_Adder`.
+    """
+    parts = passes[-1]._parts
+    readers = [_part_of(parts, each) for each in cache]
+    by_kept: dict = {}
+    by_statistics: dict = {}
+    while passes and passes[-1].stage.has_variables:
+        last = passes.pop()
+        # Outputs are those of the last stage. Each has its own losses.
+        count = len(last.made.losses)
+        cached = readers[len(readers) - count :]
+        del readers[len(readers) - count :]
+        outputs = len(tf.nest.flatten(last.made.outputs))
+        if last.made.outputs is not None:
+            cached = readers[:outputs] + cached
+            del readers[:outputs]
+        else:
+            cached = [None, *cached]
+        last.backward(cached, by_kept, by_statistics, adder)
+
+
+def _part_of(parts, gradient):
+    """Returns what returns the gradient by a part, or `None`."""
+    if gradient is None:
+        return None
+    if gradient.shape.rank:
+        return lambda i: parts.rows(i, gradient)
+    return lambda i: _scale(gradient, parts.share(i))
+
+
+def _targets(made):
+    """Returns what a gradient comes from, in a flat list."""
+    values = [value for value, _ in made.kept]
+    return tf.nest.flatten([made.outputs, made.losses, values, made.moments])
+
+
+def _gradient(tape, targets, sources, cached):
+    """Returns gradients by the sources, given those by flat targets.
+
+    Those that are not `None`.
+    """
+    pairs = [
+        pair
+        for pair in zip(targets, cached, strict=True)
+        if pair[1] is not None
+    ]
+    if not pairs:
+        return tf.nest.map_structure(lambda each: None, sources)
+    targets, cached = zip(*pairs, strict=True)
+    return tape.gradient(list(targets), sources, output_gradients=list(cached))
+
+
+def _has_gradient(tensor):
+    return tensor is not None and (
+        tensor.dtype.is_floating or tensor.dtype.is_complex
+    )
+
+
+def _with_length(model, parts, i, leaf):
+    """Returns a tensor whose rows are seen to be the samples of the part."""
+    if not leaf.shape.rank:
+        return leaf
+    begin, end = parts.bounds(i)
+    samples = end - begin
+    length = tf.shape(leaf, tf.int64)[0]
+    message = _OTHER_AXIS.format(_option(model))
+    check = tf.raw_ops.Assert(
+        condition=tf.equal(length, samples),
+        data=[message, "length", length, "of samples", samples],
+    )
+    with tf.control_dependencies([check] if check else []):
+        return tf.identity(leaf)
+
+
+def _option(model):
+    """Returns the argument of `compile` that the whole batch is joined for."""
+    is_cache = model._accumulation.options.gradient_cache
+    return "gradient_cache" if is_cache else "sync_batch_norm"
+
+
+def _owner(model, loss):
+    """Returns the innermost layer that has a loss among its own."""
+    holders = [
+        layer
+        for layer in [model, *_keras.flat_layers(model)]
+        if any(each is loss for each in layer.losses)
+    ]
+    return min(holders, key=lambda layer: len(_keras.flat_layers(layer)))
+
+
+def _reduced(losses, x):
+    """Returns those that count as means over samples as scalars."""
+    losses = map(tf.convert_to_tensor, losses)
+    return [
+        tf.reshape(each, ()) if _weighting.is_single(each, x) else each
+        for each in losses
+    ]
+
+
+def _scale(value, share):
+    return value * tf.cast(share, value.dtype)
+
+
+# -- 2. The loss of the batch --------------------------------------------------
+
+
+def _differentiate(model, states, data, whole):
+    """Computes the loss of the batch, and its gradients.
+
+    Returns:
+        Tuple `(own, cache, weight, log)`: the gradients of the trainable
+        variables that the loss itself uses; those of the flat outputs and
+        losses; the weight of the fed batch; and a function that updates the
+        metrics and returns the logs.
+    """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    sources = tf.nest.flatten([whole.outputs, whole.losses])
+    places = [i for i, each in enumerate(sources) if _has_gradient(each)]
+    watched = [sources[i] for i in places]
+    with tf.GradientTape() as tape:
+        tape.watch(watched)
+        with states.recorded():
+            loss = _compute_loss(
+                model, states, x, y, sample_weight, whole, training=True
+            )
+        build_optimizer(model)
+        scaled_loss = model.optimizer.scale_loss(loss)
+    own, gradients = tape.gradient(
+        scaled_loss, [model.trainable_variables, watched]
+    )
+    cache = [None] * len(sources)
+    for i, gradient in zip(places, gradients, strict=True):
+        if gradient is not None:  # some are `tf.IndexedSlices`
+            cache[i] = tf.convert_to_tensor(gradient)
+    samples = _weighting.count_samples(x)
+    step = (model, x, y, whole.outputs, sample_weight, loss)
+    log = functools.partial(_micro_batch.log, *step, samples)
+    weight = _micro_batch.weigh(*step)
+    if model._accumulation.overrides("compute_loss"):
+        weight, own = _as_keras(weight, own, samples)
+    # Regularizers do not depend on the data: see `GradientAccumulator._add`.
+    with tf.control_dependencies([loss]):
+        own = _arrays.map_present(tf.identity, own, expand_composites=True)
+    return own, cache, weight, log
+
+
+def _as_keras(weight, own, samples):
+    """Lets the gradients of all replicas add up, as Keras does.
+
+    A custom loss may be that of all replicas, of which each has a part of the
+    gradient: then it does not matter how many samples a replica has.
+    """
+    replicas = _replicas.count_replicas()
+    if replicas == 1:
+        return weight, own
+    if weight is not None:
+        (total,) = _replicas.sum_over_replicas([weight])
+        weight = tf.cast(total, tf.float64) / replicas
+
+    def without_nan(value):
+        # A replica without samples may have a mean over nothing.
+        if not value.dtype.is_floating:
+            return value
+        is_right = tf.math.is_finite(value) | (samples > 0)
+        return tf.where(is_right, value, tf.zeros_like(value))
+
+    return weight, _arrays.map_present(without_nan, own, expand_composites=True)
+
+
+def _compute_loss(model, states, x, y, sample_weight, whole, training):
+    for output, mask in zip(
+        tf.nest.flatten(whole.outputs), whole.masks, strict=True
+    ):
+        if mask is not None:
+            _keras.set_mask(output, mask)
+    for owner, loss in zip(states.owners, whole.losses, strict=True):
+        # Not by the method of functional models, which refuses.
+        keras.layers.Layer.add_loss(owner, loss)
+    return _micro_batch.compute_loss(
+        model, x, y, whole.outputs, sample_weight, training
+    )
+
+
+# -- checks --------------------------------------------------------------------
+
+
+def _check_outputs(model, outputs, losses, part):
+    """Raises unless the outputs of a part can be joined and cut.
+
+    Args:
+        model: The `AccumulatingModel`.
+        outputs: Nested tensors, the outputs.
+        losses: List of what `add_loss` was given.
+        part: The data of the part, or `None`.
+    """
+    samples = tf.TensorShape([None])
+    if part is not None:
+        samples = tf.TensorShape(first_leaf(part).shape)[:1]
+    named = {
+        "output" + "".join(f"[{key!r}]" for key in path): output
+        for path, output in keras.tree.flatten_with_path(outputs)
+        if output is not None
+    }
+    for name, output in named.items():
+        if not isinstance(output, tf.Tensor):
+            raise ValueError(
+                f"With `{_option(model)}=True`, the outputs of the model must "
+                "be dense tensors. Convert ragged and sparse ones by "
+                f"`to_tensor()` or `tf.sparse.to_dense`. Received: {name} of "
+                f"type {type(output).__name__}"
+            )
+    vectors = [loss for loss in losses if loss.shape.rank]
+    added = [("a loss of `add_loss`", loss) for loss in vectors]
+    for name, output in [*named.items(), *added]:
+        # In a graph, the number of samples in a part is not known.
+        if output.shape.rank is None or (
+            output.shape[:1].as_list() != samples.as_list()
+        ):
+            message = _OTHER_AXIS.format(_option(model))
+            raise ValueError(
+                f"{message} Received: {name} of shape {output.shape}"
+            )
+
+
+def _check_can_repeat(model, graph):
+    """Raises if a forward pass would not be the same a second time."""
+    for node in nodes_of(graph):
+        if node.op.startswith(_RANDOM) or node.op.endswith("CandidateSampler"):
+            raise ValueError(
+                f"With `{_option(model)}=True`, the model is called twice and "
+                "must draw the same random numbers, which `tf.random` does "
+                "not. Use `keras.random` or a layer of Keras. "
+                f"Received: the operation {node.op} ('{node.name}')"
+            )
+    check_assignments(
+        graph, f"With `{_option(model)}=True`, the model is called twice"
+    )

@@ -1,0 +1,447 @@
+"""Statistics of the whole batch from micro-batches: `sync_batch_norm=True`.
+
+The reference is plain Keras with the same fed batches, and no slices.
+"""
+
+import dataclasses
+import warnings
+
+import cases
+import keras
+import numpy as np
+import pytest
+from helpers import check_logs
+from helpers import check_weights
+from helpers import datasets
+from helpers import distance
+from helpers import mirrored
+from helpers import names
+from helpers import slow
+from helpers import train_case
+
+import accumodel
+from accumodel import AccumulatingModel
+
+layers = keras.layers
+ops = keras.ops
+Norm = layers.BatchNormalization
+
+
+def classifier(model_class, inputs, x):
+    return model_class(inputs, layers.Dense(cases.CLASSES, "softmax")(x))
+
+
+def chain(model_class, **kwargs):
+    inputs = keras.Input((cases.FEATURES,))
+    x = layers.Dense(8, "tanh")(inputs)
+    x = Norm(momentum=0.7, epsilon=0.01, **kwargs)(x)
+    x = layers.Dense(6, "gelu")(x)
+    return classifier(model_class, inputs, Norm(scale=False)(x))
+
+
+def on_the_inputs(model_class):
+    inputs = keras.Input((cases.FEATURES,))
+    return classifier(model_class, inputs, Norm()(inputs))
+
+
+def residual(model_class):
+    """Blocks with parallel branches, and channels that are not last."""
+    inputs = keras.Input((cases.FEATURES,))
+    x = layers.Reshape((-1, 1, 2))(inputs)
+    x = layers.Conv2D(4, (3, 1), padding="same")(x)
+    for _ in range(2):
+        left = layers.Activation("gelu")(Norm(axis=2)(x))
+        left = layers.Conv2D(4, (3, 1), padding="same")(left)
+        right = Norm(center=False)(layers.Conv2D(4, 1)(x))
+        x = layers.Add()([x, Norm()(left), right])
+    return classifier(model_class, inputs, layers.GlobalMaxPooling2D()(x))
+
+
+def called_again(model_class):
+    """Moving averages move at each call, in the order of Keras."""
+    norm = Norm(momentum=0.6)
+    inputs = keras.Input((cases.FEATURES,))
+    first = norm(layers.Dense(5, "tanh")(inputs))
+    second = norm(layers.Dense(5, "tanh")(first))
+    third = norm(layers.Dense(5)(inputs))
+    x = layers.Concatenate()([third, second, first])
+    return classifier(model_class, inputs, x)
+
+
+def frozen(model_class):
+    model = chain(model_class)
+    model.layers[2].trainable = False
+    return model
+
+
+def nested(model_class):
+    """A model in a model, called twice, and a sequential one."""
+    inner = residual(keras.Model)
+    head = keras.Sequential([layers.Dense(4, "tanh"), Norm(), layers.ReLU()])
+    head.build((None, 2 * cases.CLASSES))
+    inputs = keras.Input((cases.FEATURES,))
+    x = [inner(inputs, training=True), inner(-inputs)]
+    return classifier(model_class, inputs, head(layers.Concatenate()(x)))
+
+
+def masked(model_class):
+    inputs = keras.Input((None,), dtype="int64")
+    x = layers.Embedding(9, 4, mask_zero=True, trainable=False)(inputs)
+    x = layers.TimeDistributed(layers.Dense(4, "tanh"))(Norm()(x))
+    x = layers.GlobalAveragePooling1D()(Norm()(x))
+    return classifier(model_class, inputs, x)
+
+
+def masked_inside(model_class):
+    """Keras warns of masks that enter a model, where they have an effect."""
+    inner = keras.Sequential([keras.Input((6, 4)), Norm()])
+    inputs = keras.Input((6,), dtype="int64")
+    x = layers.Embedding(9, 4, mask_zero=True, trainable=False)(inputs)
+    x = layers.GlobalAveragePooling1D()(inner(x))
+    return classifier(model_class, inputs, x)
+
+
+def tokens(samples, rng):
+    lengths = rng.integers(1, 7, size=(samples, 1))
+    x = np.where(np.arange(6) < lengths, rng.integers(1, 9, (samples, 6)), 0)
+    return x, rng.integers(cases.CLASSES, size=samples)
+
+
+def two_outputs(model_class):
+    """One that is ready in the first stage, and losses of three stages."""
+    inputs = keras.Input((cases.FEATURES,))
+    x = layers.Dense(8, "tanh", activity_regularizer="l2")(inputs)
+    size = layers.Dense(1, name="size")(x)
+    x = Norm(gamma_regularizer="l2", activity_regularizer="l2")(x)
+    x = Norm()(layers.Dense(6, "tanh")(x))
+    x = layers.ActivityRegularization(0.01)(x)
+    kind = layers.Dense(cases.CLASSES, "softmax", name="kind")(x)
+    return model_class(inputs, {"size": size, "kind": kind})
+
+
+def contrastive(y_true, y_pred):
+    z = ops.normalize(y_pred)
+    same = ops.cast(ops.equal(y_true[:, None], y_true[None]), z.dtype)
+    return -ops.mean(same * ops.log_softmax(5.0 * z @ ops.transpose(z)))
+
+
+CASES = {
+    "a chain": cases.Case(
+        make=chain, compile={"metrics": ["accuracy"]}, sizes=[[22], [9], [3]]
+    ),
+    "on the inputs": cases.Case(make=on_the_inputs),
+    "residual": cases.Case(make=residual),
+    "called again": cases.Case(make=called_again),
+    "frozen": cases.Case(make=frozen),
+    "nested": cases.Case(make=nested),
+    "masked": cases.Case(make=masked, data=tokens),
+    "masked inside": cases.Case(make=masked_inside, data=tokens),
+    "sample weights": cases.Case(
+        make=chain,
+        data=cases.weighted_classes,
+        compile={"weighted_metrics": ["accuracy"]},
+    ),
+    "two outputs": cases.Case(
+        make=two_outputs,
+        data=cases.two_targets,
+        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+    ),
+    "contrastive": cases.Case(make=chain, loss=lambda: contrastive),
+}
+SYNC = {"micro_batch_size": 5, "sync_batch_norm": True}
+
+
+def in_float64(case, **kwargs):
+    return dataclasses.replace(case, policy="float64", tolerance=1e-9, **kwargs)
+
+
+def run(case, model_class=AccumulatingModel, strategy=None, **kwargs):
+    big, _ = datasets(case)
+    return train_case(case, model_class, big, strategy, **kwargs)
+
+
+def check_sync(case, **kwargs):
+    reference, expected = run(case, keras.Model)
+    model, logs = run(case, **{**SYNC, **kwargs})
+    check_weights(model, reference, case)
+    check_logs(logs["epochs"], expected["epochs"])
+    for ours, theirs in zip(logs["batches"], expected["batches"], strict=True):
+        check_logs(ours, theirs)
+    return model, reference
+
+
+SLOW = ("frozen", "masked inside", "on the inputs", "residual")
+
+
+@pytest.mark.filterwarnings("ignore:.*does not support masking")
+@pytest.mark.parametrize("name", names(CASES, SLOW))
+def test_as_the_whole_batch(name):
+    case = in_float64(CASES[name])
+    model, reference = check_sync(case)
+    big, _ = datasets(case)
+    ours, theirs = (
+        each.evaluate(big, verbose=0) for each in (model, reference)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+WAYS = {
+    "eager": {"run_eagerly": True},
+    "XLA": {"jit_compile": True},
+    "two in a call": {"steps_per_execution": 2},
+    "one sample at a time": {"micro_batch_size": 1},
+    "no cut": {"micro_batch_size": 100},
+    "a size that is found": {"micro_batch_size": "auto"},
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    names(WAYS, ("two in a call", "no cut", "a size that is found")),
+)
+def test_every_way_to_run(way):
+    case = in_float64(CASES["two outputs"], sizes=[[11], [7]], epochs=1)
+    arguments = WAYS[way]
+    # Alone, Keras logs the losses of outputs in another way.
+    eager = {k: v for k, v in arguments.items() if k == "run_eagerly"}
+    reference, expected = run(case, keras.Model, **eager)
+    model, logs = run(case, **SYNC | arguments)
+    check_weights(model, reference, case)
+    logs["epochs"].pop("micro_batch_size", None)  # of "auto"
+    check_logs(logs["epochs"], expected["epochs"])
+
+
+@pytest.mark.filterwarnings("ignore:Batch normalization")
+@pytest.mark.parametrize("policy", ["mixed_float16", slow("mixed_bfloat16")])
+def test_mixed_precision(policy):
+    """To its rounding; statistics are computed in float32."""
+    case = dataclasses.replace(CASES["a chain"], policy=policy, tolerance=5e-2)
+    reference, _ = run(case, keras.Model)
+    model, _ = run(case, **SYNC)
+    check_weights(model, reference, case)
+    without, _ = run(case, micro_batch_size=5)
+    assert distance(without, reference) > 2 * distance(model, reference)
+
+
+def test_fed_batches_of_a_cycle_have_statistics_each():
+    """As with `accum_steps` alone, which does not cut them."""
+    case = in_float64(CASES["a chain"], sizes=cases.SHORT_LAST_MICRO_BATCH)
+    _, fed = datasets(case)
+    models = [
+        train_case(case, AccumulatingModel, fed, accum_steps=4, **kwargs)[0]
+        for kwargs in ({}, {"micro_batch_size": 3, "sync_batch_norm": True})
+    ]
+    assert distance(*models) <= 1e-9
+
+
+def test_with_the_gradient_cache_and_without_it():
+    case = in_float64(CASES["contrastive"])
+    assert (
+        distance(
+            run(case, **SYNC, gradient_cache=True)[0], run(case, **SYNC)[0]
+        )
+        == 0
+    )
+
+
+def noisy(model_class):
+    """Each stage draws; one layer does so in two of them."""
+    inputs = keras.Input((cases.FEATURES,))
+    drop = layers.Dropout(0.5, seed=1)
+    x = drop(layers.Dense(8, "tanh")(inputs))
+    x = layers.GaussianNoise(0.1, seed=2)(Norm()(x))
+    x = drop(layers.Dense(8, "tanh")(x))
+    return classifier(model_class, inputs, Norm()(x))
+
+
+def test_both_passes_draw_the_same_numbers():
+    """Uncut, all is as in plain Keras. Cut, gradients are those of the loss."""
+    case = in_float64(cases.Case(make=noisy, epochs=1))
+    reference, _ = run(case, keras.Model)
+    model, _ = run(case, micro_batch_size=100, sync_batch_norm=True)
+    for ours, theirs in zip(model.variables, reference.variables, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-9)
+
+
+def shared_over_replicas(model_class):
+    return chain(model_class, synchronized=True)
+
+
+# Of the second normalization, each replica has its own.
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [(chain, [[24], [8]]), slow(shared_over_replicas, [[24], [8]])],
+)
+def test_replicas(make, sizes):
+    case = in_float64(cases.Case(make=make, sizes=sizes))
+    reference, _ = run(case, keras.Model, mirrored(2))
+    model, _ = run(case, strategy=mirrored(2), **SYNC)
+    check_weights(model, reference, case)
+
+
+def test_without_batch_normalization_nothing_changes():
+    case = in_float64(cases.Case())
+    with_it, without = (
+        run(case, micro_batch_size=5, sync_batch_norm=value)[0]
+        for value in (True, False)
+    )
+    assert distance(with_it, without) == 0
+
+
+def test_it_is_saved(tmp_path):
+    model = chain(AccumulatingModel)
+    model.compile("sgd", "mse", **SYNC)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.get_compile_config()["sync_batch_norm"] is True
+
+
+def test_no_warning_of_small_micro_batches():
+    model = chain(AccumulatingModel)
+    model.compile("sgd", "sparse_categorical_crossentropy", **SYNC)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(*cases.classes(16, np.random.default_rng(0)), verbose=0)
+
+
+# -- keras.applications --------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("MobileNetV2", 32),
+        ("ResNet50V2", 32),
+        ("MobileNetV3Small", 32),
+        ("EfficientNetB0", 32),
+        ("DenseNet121", 32),
+    ],
+)
+def test_applications(name, size):
+    """One update by plain SGD, in float64: they are deep, and amplify."""
+
+    def make(model_class):
+        base = getattr(keras.applications, name)(
+            input_shape=(size, size, 3),
+            include_top=False,
+            weights=None,
+            pooling="avg",
+        )
+        for layer in base.layers:
+            if isinstance(layer, layers.Dropout):
+                layer.rate = 0.0
+        inputs = keras.Input((size, size, 3))
+        return classifier(model_class, inputs, base(inputs))
+
+    def images(samples, rng):
+        y = rng.integers(cases.CLASSES, size=samples)
+        return rng.uniform(0, 255, (samples, size, size, 3)), y
+
+    case = in_float64(
+        cases.Case(
+            make=make,
+            data=images,
+            sizes=[[10]],
+            epochs=1,
+            optimizer=lambda: keras.optimizers.SGD(0.01),
+        ),
+    )
+    reference, expected = run(case, keras.Model)
+    model, logs = run(case, **SYNC)
+    assert distance(model, reference) <= 1e-6
+    check_logs(logs["epochs"], expected["epochs"])
+
+
+# -- what is refused -----------------------------------------------------------
+
+
+class Custom(layers.Layer):
+    def __init__(self):
+        super().__init__(name="custom")
+        self.norm = Norm(name="hidden_norm")
+
+    def call(self, inputs, training=None):
+        return self.norm(inputs, training=training)
+
+
+class CustomNorm(Norm):
+    def call(self, inputs, training=None, mask=None):
+        return super().call(inputs, training=training, mask=mask) + 1.0
+
+
+class Cell(layers.SimpleRNNCell):
+    def __init__(self, units):
+        super().__init__(units)
+        self.norm = Norm(name="hidden_norm")
+
+
+def with_layer(layer):
+    inputs = keras.Input((cases.FEATURES, 1))
+    return AccumulatingModel(inputs, layers.Dense(1)(layer(inputs)))
+
+
+class Subclassed(AccumulatingModel):
+    def __init__(self):
+        super().__init__()
+        self.norm = Norm(name="hidden_norm")
+
+    def call(self, inputs, training=None):
+        return self.norm(inputs, training=training)
+
+
+class CustomTrainStep(AccumulatingModel):
+    def train_step(self, data):
+        return {}
+
+
+def with_custom_step():
+    model = chain(keras.Model)
+    return CustomTrainStep(model.input, model.output)
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "arguments"),
+    [
+        (lambda: with_layer(Custom()), "hidden_norm.* in custom, a Custom", {}),
+        (Subclassed, "hidden_norm.* in a Subclassed", {}),
+        (lambda: with_layer(CustomNorm()), "a custom `call`", {}),
+        (
+            lambda: with_layer(layers.RNN(Cell(2), name="rnn")),
+            "hidden_norm.* in rnn, a RNN",
+            {},
+        ),
+        (
+            lambda: with_layer(Norm(renorm=True, name="renormed")),
+            "renormed.*, with `renorm=True`",
+            {},
+        ),
+        (
+            lambda: chain(AccumulatingModel),
+            "`sync_batch_norm=True` is for .* pass `micro_batch_size`",
+            {"micro_batch_size": None},
+        ),
+        (
+            lambda: chain(AccumulatingModel),
+            "`skip_nonfinite=True` cannot be combined with `sync_batch_norm",
+            {"skip_nonfinite": True},
+        ),
+        (with_custom_step, "custom `train_step`", {}),
+    ],
+)
+def test_what_cannot_be_exact(make, message, arguments):
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        model.compile("sgd", "mse", **SYNC | arguments)
+    # Frozen, it is no obstacle.
+    if not arguments and not isinstance(model, CustomTrainStep):
+        model.trainable = False
+        model.compile("sgd", "mse", **SYNC)
+
+
+def test_the_noise_scale_is_refused():
+    model = chain(AccumulatingModel)
+    model.compile("sgd", "sparse_categorical_crossentropy", **SYNC)
+    x, y = cases.classes(16, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="sync_batch_norm=True"):
+        model.fit(x, y, callbacks=[accumodel.GradientNoiseScale()], verbose=0)
