@@ -10,7 +10,8 @@ batch in reverse: what rounding alone does.
 
 The second table is of a loss over pairs of samples, where `gradient_cache=True`
 is one more way, and the third of batch normalization, where
-`sync_batch_norm=True` is. The fourth shows how rounding grows in longer trainings.
+`sync_batch_norm=True` is. The fourth shows how rounding grows in longer
+trainings.
 """
 
 import dataclasses
