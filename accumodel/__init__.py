@@ -45,6 +45,7 @@ else:
 from accumodel.accumulator import GradientAccumulator  # noqa: E402
 from accumodel.batch_norm import recalibrate_batch_norm  # noqa: E402
 from accumodel.callbacks import AccumStepsScheduler  # noqa: E402
+from accumodel.gradient_norm import GradientNorm  # noqa: E402
 from accumodel.model import AccumulatingModel  # noqa: E402
 from accumodel.noise_scale import GradientNoiseScale  # noqa: E402
 
@@ -54,5 +55,6 @@ __all__ = [
     "AccumulatingModel",
     "GradientAccumulator",
     "GradientNoiseScale",
+    "GradientNorm",
     "recalibrate_batch_norm",
 ]

@@ -33,6 +33,8 @@ class Accumulation:
         retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
         meter: What `GradientNoiseScale` measures with, or `None` before that.
         measures: Bool. Whether it measures in this `fit`.
+        norms: What `GradientNorm` logs, or `None` before that.
+        logs_norm: Bool. Whether it does in this `fit`.
     """
 
     def __init__(self, model):
@@ -45,12 +47,16 @@ class Accumulation:
         self.retry: typing.Any = None
         self.meter: typing.Any = None
         self.measures = False
+        self.norms: typing.Any = None
+        self.logs_norm = False
         self._traced_with: typing.Any = None
 
     def configure(self, options):
         """Begins anew with the options of `compile`."""
         self.options = options
-        self.accumulates = options.accumulates
+        self.accumulates = options.accumulates or self.overrides(
+            "process_gradients"
+        )
         self.retry = None
         self._use_size(options.micro_batch_size)
         if self._model._gradient_accumulator is not None:
@@ -127,6 +133,7 @@ class Accumulation:
         self.cycles.is_live = True
         meter = self.meter if self.measures else None
         accumulator._untracked.meter = meter
+        accumulator._untracked.norms = self.norms if self.logs_norm else None
         return accumulator
 
     def make_functions_again(self):
@@ -139,6 +146,10 @@ class Accumulation:
 
     def must_trace_again(self):
         """Whether the train function was traced for something else."""
-        now = (self.measures, self.loss_weights.shares_sample_weight)
+        now = (
+            self.measures,
+            self.logs_norm,
+            self.loss_weights.shares_sample_weight,
+        )
         before, self._traced_with = self._traced_with, now
         return self.accumulates and before is not None and before != now

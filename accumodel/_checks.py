@@ -177,6 +177,17 @@ def check_accumulates(model, callback):
         )
 
 
+def check_model_accumulates(model, callback):
+    """Raises if a `train_step` has accumulators that the model knows not of."""
+    accumulators = model._accumulation.cycles.accumulators().values()
+    if {*accumulators} - {model._gradient_accumulator}:
+        raise ValueError(
+            f"`{type(callback).__name__}` measures what a `train_step` passes "
+            "to `self.accumulate_gradients`, not what it passes to a custom "
+            f"`GradientAccumulator`. Received: model={model}"
+        )
+
+
 def check_compiled(model, name):
     """Raises unless `model` is compiled."""
     if not model.compiled:

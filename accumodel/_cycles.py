@@ -324,6 +324,11 @@ def build_accumulator(model):
             model.optimizer,
             model.trainable_variables,
             options.accum_steps,
+            process_gradients=(
+                model.process_gradients
+                if model._accumulation.overrides("process_gradients")
+                else None
+            ),
             skip_nonfinite=options.skip_nonfinite,
             jit_compile=jit_compile,
         )

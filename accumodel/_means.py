@@ -56,8 +56,8 @@ def _kind(tensor, known):
 def _kind_of(op, known):
     kinds = [_kind(each, known) for each in op.inputs]
     found = set(kinds)
-    if op.type == "Placeholder":
-        return _DATA
+    if op.type == "Placeholder":  # a scalar is a number of a loop
+        return _DATA if op.outputs[0].shape.rank != 0 else _SIZE
     if op.type in _SHAPES:
         return _SIZE if found - {_CONSTANT} else _CONSTANT
     if op.type == "ReadVariableOp" or found <= {_CONSTANT}:

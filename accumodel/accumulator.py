@@ -52,6 +52,9 @@ from accumodel._replicas import sum_over_replicas
 from accumodel._replicas import without_empty
 from accumodel._scopes import recorded
 from accumodel._xla import pays_to_compile
+from accumodel.gradient_norm import add_norm
+from accumodel.gradient_norm import norm_of
+from accumodel.gradient_norm import process
 
 
 class _Untracked:
@@ -67,10 +70,11 @@ class _Untracked:
         self.variables = variables
         self.updates: dict = {}  # compiled, by what they update and measure
         self.meter: typing.Any = None  # see `noise_scale`
+        self.norms: typing.Any = None  # see `gradient_norm`
 
     def __getstate__(self):
         # Those of the copied variables.
-        return {**vars(self), "updates": {}, "meter": None}
+        return {**vars(self), "updates": {}, "meter": None, "norms": None}
 
 
 class GradientAccumulator(tf.Module):
@@ -111,6 +115,8 @@ class GradientAccumulator(tf.Module):
         variables: List of the trainable variables, in the order in which
             `accumulate` is given their gradients.
         accum_steps: Positive int. Micro-batches in a cycle. Defaults to `1`.
+        process_gradients: Function of a list of gradients, once per update,
+            see `AccumulatingModel.process_gradients`. Defaults to `None`.
         skip_nonfinite: Bool. Leave micro-batches with a NaN or infinite
             gradient out. Defaults to `False`.
         jit_compile: Bool or `"auto"`. Compile the update by XLA; `"auto"` does
@@ -130,6 +136,7 @@ class GradientAccumulator(tf.Module):
         variables: Iterable,
         accum_steps: int = 1,
         *,
+        process_gradients: typing.Callable | None = None,
         skip_nonfinite: bool = False,
         jit_compile: bool | typing.Literal["auto"] = False,
     ) -> None:
@@ -143,6 +150,7 @@ class GradientAccumulator(tf.Module):
         _sums.check_variables(variables)
         super().__init__(name="gradient_accumulator")
         self.optimizer = optimizer
+        self._process_gradients = process_gradients
         self._skip_nonfinite = skip_nonfinite
         self._jit_compile = jit_compile
         # Whether `accumulate` was traced: the update is then compiled as well.
@@ -455,8 +463,9 @@ class GradientAccumulator(tf.Module):
         """Passes the reduced and divided sums to the optimizer.
 
         Returns:
-            What the meter measured of this cycle, if there is one. It is there
-            when all variables are updated.
+            Tuple of what the meter measured of this cycle, and of the norm of
+            its gradient, if they are wanted. They are there when all variables
+            are updated.
         """
         sums = [
             total if is_present else None
@@ -472,15 +481,46 @@ class GradientAccumulator(tf.Module):
             measured = meter.measure(measured, totals, sums, self.optimizer)
         # Not a division of each sum: XLA would store all quotients at once.
         factor = 1 / _sums.make_divisor(totals[0], totals[1])
-        self.optimizer.apply_gradients(
-            (_sums.multiply(total, factor, variable), variable)
+        norm = None
+        if self._untracked.norms is not None:
+            norm = norm_of(sums, self.variables) * tf.cast(factor, tf.float64)
+            norm /= tf.cast(self._loss_scale(), tf.float64)
+        gradients = (
+            _sums.multiply(total, factor, variable)
             for total, variable in zip(sums, self.variables, strict=True)
         )
+        self._pass_on(gradients)
         # What reads a variable waits for what assigns to it.
         with tf.control_dependencies(
             [tf_variable(each).read_value() for each in self.variables]
         ):
-            return tf.identity(0.0 if measured is None else measured)
+            return tuple(
+                tf.identity(0.0 if each is None else each)
+                for each in (measured, norm)
+            )
+
+    def _loss_scale(self):
+        return self.optimizer.scale_loss(tf.ones(()))
+
+    def _pass_on(self, gradients):
+        """Passes gradients to the optimizer, as `process_gradients` says."""
+        keep = True
+        if self._process_gradients is not None:
+            gradients, keep = process(
+                self._process_gradients,
+                list(gradients),
+                self.variables,
+                self._loss_scale(),
+            )
+
+        def apply():
+            pairs = zip(gradients, self.variables, strict=True)
+            self.optimizer.apply_gradients(pairs)
+
+        if keep is True:
+            apply()
+        else:
+            tf.cond(keep, apply, lambda: None)
 
     # What follows runs once for all replicas.
 
@@ -558,14 +598,17 @@ class GradientAccumulator(tf.Module):
             self._reduce_and_apply(present)
             return
         updates = self._untracked.updates
-        key = (present, self._untracked.meter is None)
+        measured = self._untracked.meter, self._untracked.norms
+        key = (present, *(each is None for each in measured))
         if key not in updates:
             updates[key] = self._compile_update(present)
         updates[key]()
 
     def _reduce_and_apply(self, present):
         with without_own_reduction(with_inner_optimizers(self.optimizer)):
-            measured = on_each_replica(self._apply_gradients, present)
+            measured, norm = on_each_replica(self._apply_gradients, present)
+        if self._untracked.norms is not None:
+            add_norm(self._untracked.norms, local_results(norm)[0])
         if self._untracked.meter is not None:
             self._untracked.meter.average(local_results(measured)[0])
         # Not before all weights have moved: after an error, a full cycle that

@@ -51,10 +51,13 @@ def _fit(model, *args, **kwargs):
     state.measures = any(
         hasattr(each, "_needs_meter") for each in given["callbacks"]
     )
+    state.logs_norm = any(
+        hasattr(each, "_needs_norm") for each in given["callbacks"]
+    )
     try:
         return super(AccumulatingModel, model).fit(*args, **kwargs)
     finally:
-        state.measures = False
+        state.measures = state.logs_norm = False
 
 
 class AccumulatingModel(keras.Model):
@@ -99,6 +102,7 @@ class AccumulatingModel(keras.Model):
     - `micro_batch_weight`: if the loss is averaged over something else.
     - `compute_gradients`: for another tape, or several losses.
     - `slice_data`: if a batch holds something that its samples share.
+    - `process_gradients`: to see or change the gradient of an update.
     - `train_step`: for everything else; call `self.accumulate_gradients(...)`
       instead of `self.optimizer.apply_gradients(...)`.
     """
@@ -402,6 +406,31 @@ class AccumulatingModel(keras.Model):
         """
         state = self._accumulation
         return state.loss_weights.weight(x, state.overrides("compute_loss"))
+
+    def process_gradients(self, gradients: list) -> typing.Any:
+        """Returns the gradient of an update for the optimizer.
+
+        It is called once for each update with the gradient of the effective
+        batch: divided, summed over replicas, without the factor of a
+        `LossScaleOptimizer`, before the optimizer clips it. Override it to log,
+        clip, or leave out updates. It may be compiled by XLA.
+
+        Examples:
+            >>> class Clipped(accumodel.AccumulatingModel):
+            ...     def process_gradients(self, gradients):
+            ...         return tf.clip_by_global_norm(gradients, 1.0)[0]
+
+        Args:
+            gradients: List of dense tensors in the order of
+                `trainable_variables`, `None` where there is no gradient.
+
+        Returns:
+            List of the same length. Or a tuple `(gradients, keep)` of such a
+            list and a scalar bool tensor: if it is false, the weights, the
+            state of the optimizer and its `iterations` stay as they are. Not
+            under a `tf.distribute` strategy.
+        """
+        return gradients
 
     def slice_data(
         self, data: typing.Any, begin: typing.Any, end: typing.Any

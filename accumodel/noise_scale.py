@@ -22,9 +22,9 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._checks import check_accumulates
+from accumodel._checks import check_model_accumulates
 from accumodel._checks import overwrites
 from accumodel._context import current_step
-from accumodel._cycles import OWN
 from accumodel._replicas import count_replicas
 from accumodel._replicas import make_sum
 from accumodel._replicas import scope_of
@@ -105,13 +105,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 "of a micro-batch depends on all others there, and is no "
                 "sample of the gradient. Remove one of them."
             )
-        if model._accumulation.cycles.accumulators().keys() - {OWN}:
-            raise ValueError(
-                "`GradientNoiseScale` measures what a `train_step` passes to "
-                "`self.accumulate_gradients`, not what it passes to a "
-                "custom `GradientAccumulator`. "
-                f"Received: model={model}"
-            )
+        check_model_accumulates(model, self)
         if model._accumulation.meter is None:
             model._accumulation.meter = Meter(model.distribute_strategy)
         self._meter = model._accumulation.meter
@@ -263,7 +257,7 @@ class Meter:
         samples = tf.cast(count_samples(x), tf.float64)
         square = tf.add_n(
             [
-                _square(gradient)
+                squared_norm(gradient)
                 for gradient, variable in zip(gradients, variables, strict=True)
                 if gradient is not None and not overwrites(variable)
             ]
@@ -293,7 +287,9 @@ class Meter:
         squares, samples, k, measured = tf.unstack(tf.cast(sums, tf.float64))
         total, _, added = tf.unstack(tf.cast(totals, tf.float64))
         n = tf.where(tf.equal(total, 0), samples, total)
-        of_mean = tf.add_n([_square(g) for g in gradients if g is not None])
+        of_mean = tf.add_n(
+            [squared_norm(g) for g in gradients if g is not None]
+        )
         of_mean /= n**2
         variance = (squares - n * of_mean) / (k - 1)
         squared = of_mean - variance / n
@@ -362,7 +358,7 @@ class Meter:
         return Estimate(value * unit, low * unit, high * unit, samples)
 
 
-def _square(gradient):
+def squared_norm(gradient):
     """Returns the squared norm of a gradient, in float64."""
     if isinstance(gradient, tf.IndexedSlices):
         # A row may be in it several times.

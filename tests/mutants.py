@@ -480,6 +480,27 @@ MUTANTS = [
         "test_where_features_meet.py",
     ),
     Mutant(
+        "the hook sees the loss scale",
+        "gradient_norm.py",
+        "else gradient / tf.cast(scale, gradient.dtype)",
+        "else gradient",
+        "test_gradient_norm.py",
+    ),
+    Mutant(
+        "an update moves weights before all of the hook is done",
+        "gradient_norm.py",
+        "    return tf.tuple(result), keep",
+        "    return result, keep",
+        "test_gradient_norm.py",
+    ),
+    Mutant(
+        "the norm of the sum is logged",
+        "accumulator.py",
+        "norm_of(sums, self.variables) * tf.cast(factor, tf.float64)",
+        "norm_of(sums, self.variables)",
+        "test_gradient_norm.py",
+    ),
+    Mutant(
         "an overflow is added inside of XLA",
         "accumulator.py",
         "amount = tf.cast(accepted, tf.float64)",

@@ -1,0 +1,257 @@
+"""`process_gradients`, once per update, and the norm of what it is given."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import accumodel
+from accumodel import AccumulatingModel
+from tests.helpers import distance
+from tests.helpers import slow
+
+WAYS = {
+    "plain": (12, {}),
+    "size": (12, {"micro_batch_size": 5}),
+    "auto": (12, {"micro_batch_size": "auto"}),
+    "steps": (4, {"accum_steps": 3}),
+    "both": (6, {"accum_steps": 2, "micro_batch_size": 4}),
+    "cache": (12, {"micro_batch_size": 5, "gradient_cache": True}),
+    "xla": (12, {"micro_batch_size": 5, "jit_compile": True}),
+    "eager": (12, {"micro_batch_size": 5, "run_eagerly": True}),
+}
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 6)).astype("float32")  # a short last batch
+    return x, rng.normal(size=(40, 2)).astype("float32")
+
+
+def train(
+    base, optimizer, batch_size=12, strategy=None, callbacks=(), **kwargs
+):
+    keras.utils.set_random_seed(0)
+    strategy = strategy or tf.distribute.get_strategy()
+    with strategy.scope():
+        inputs = keras.Input((6,))
+        hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+        frozen = keras.layers.Dense(8, trainable=False)(hidden)
+        model = base(inputs, keras.layers.Dense(2)(frozen))
+        model.compile(optimizer(), "mse", **{"jit_compile": False} | kwargs)
+    history = model.fit(
+        *data(),
+        batch_size=batch_size,
+        epochs=2,
+        shuffle=False,
+        callbacks=list(callbacks),
+        verbose=0,
+    )
+    return model, history.history
+
+
+class Halving(keras.optimizers.Adam):
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients([(g / 2, v) for g, v in grads_and_vars])
+
+
+class Halves(AccumulatingModel):
+    def process_gradients(self, gradients):
+        assert len(gradients) == len(self.trainable_variables)
+        return [gradient / 2 for gradient in gradients]
+
+
+def clipped(optimizer):
+    return lambda: optimizer(0.05, global_clipnorm=0.1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_halved_gradients_are_those_of_keras_halved(way):
+    reference, _ = train(keras.Model, clipped(Halving))
+    batch_size, kwargs = WAYS[way]
+    model, _ = train(
+        Halves, clipped(keras.optimizers.Adam), batch_size, **kwargs
+    )
+    assert distance(model, reference) < 1e-6
+
+
+def replicas():
+    return tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"],
+        cross_device_ops=tf.distribute.ReductionToOneDevice(),
+    )
+
+
+@pytest.mark.parametrize("way", ["steps", slow("size"), slow("cache")])
+def test_every_replica_gets_the_gradient_of_all(way):
+    optimizer = clipped(keras.optimizers.Adam)
+    reference, _ = train(keras.Model, clipped(Halving))
+    batch_size, kwargs = WAYS[way]
+    model, _ = train(Halves, optimizer, batch_size, replicas(), **kwargs)
+    assert distance(model, reference) < 1e-6
+    _, logs = train(
+        AccumulatingModel,
+        lambda: keras.optimizers.SGD(0.1),
+        batch_size,
+        replicas(),
+        [accumodel.GradientNorm()],
+        **kwargs,
+    )
+    norms, _ = expected_norms()
+    np.testing.assert_allclose(logs["gradient_norm"], norms, rtol=1e-5)
+
+
+class Unscaled(AccumulatingModel):
+    def process_gradients(self, gradients):
+        return [tf.clip_by_value(each, -0.01, 0.01) for each in gradients]
+
+
+class ClipsByValue(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars):
+        clip = tf.clip_by_value
+        return super().apply_gradients(
+            [(clip(g, -0.01, 0.01), v) for g, v in grads_and_vars]
+        )
+
+
+def test_a_loss_scale_is_taken_out_and_put_back():
+    def scaling():
+        return keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.5), initial_scale=1024
+        )
+
+    reference, _ = train(keras.Model, lambda: ClipsByValue(0.5))
+    model, _ = train(Unscaled, scaling, micro_batch_size=5)
+    assert distance(model, reference) < 1e-6
+
+
+class LeavesOut(AccumulatingModel):
+    def process_gradients(self, gradients):
+        return gradients, self.optimizer.iterations < 3
+
+
+@pytest.mark.parametrize("way", ["size", "steps", "eager", slow("xla")])
+def test_an_update_that_is_left_out_changes_nothing(way):
+    batch_size, kwargs = WAYS[way]
+    model, _ = train(LeavesOut, keras.optimizers.Adam, batch_size, **kwargs)
+    assert int(model.optimizer.iterations) == 3
+    before = [
+        np.array(each) for each in [*model.weights, *model.optimizer.variables]
+    ]
+    model.fit(*data(), batch_size=batch_size, verbose=0)
+    after = [*model.weights, *model.optimizer.variables]
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert model.pending_steps == 0
+    with pytest.raises(ValueError, match=r"leave out an update.*Received"):
+        train(LeavesOut, keras.optimizers.Adam, strategy=replicas())
+
+
+class Drops(AccumulatingModel):
+    def process_gradients(self, gradients):
+        return gradients[:-1]
+
+
+def test_a_list_of_another_length_is_refused():
+    with pytest.raises(ValueError, match=r"`process_gradients` must return"):
+        train(Drops, keras.optimizers.Adam, micro_batch_size=5)
+
+
+class Fails(AccumulatingModel):
+    def process_gradients(self, gradients):
+        *others, last = gradients
+        return [*others, tf.debugging.check_numerics(last / 0.0, "broken")]
+
+
+def test_an_error_in_it_moves_no_weight():
+    model, _ = train(Halves, keras.optimizers.Adam, micro_batch_size=5)
+    model = Fails(model.inputs, model.outputs)
+    model.compile("adam", "mse", accum_steps=2)
+    before = model.get_weights()
+    x, y = data()
+    model.train_on_batch(x[:8], y[:8])
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        model.train_on_batch(x[:8], y[:8])
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert model.pending_steps == 0
+
+
+def test_a_custom_loop_has_it_too():
+    variable = keras.Variable([1.0])
+    accumulator = accumodel.GradientAccumulator(
+        keras.optimizers.SGD(1.0),
+        [variable],
+        accum_steps=2,
+        process_gradients=lambda gradients: [g * 10 for g in gradients],
+    )
+    accumulator.accumulate([tf.constant([1.0])])
+    accumulator.accumulate([tf.constant([3.0])])
+    assert float(variable[0]) == -19
+
+
+# -- the norm --------------------------------------------------------------
+
+
+def expected_norms():
+    """Returns the mean of each epoch in plain Keras, and the norms of all."""
+    made = []
+
+    class Norms(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars):
+            pairs = list(grads_and_vars)
+            made.append(float(tf.linalg.global_norm([g for g, _ in pairs])))
+            return super().apply_gradients(pairs)
+
+    train(keras.Model, lambda: Norms(0.1), run_eagerly=True)
+    return np.reshape(made, (2, -1)).mean(1), made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_norm_of_the_whole_batch_is_in_the_logs(way):
+    norms, each = expected_norms()
+    batch_size, kwargs = WAYS[way]
+    logged = []
+
+    class Reader(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            logged.append(logs.get("gradient_norm"))
+
+    _, logs = train(
+        AccumulatingModel,
+        lambda: keras.optimizers.SGD(0.1),
+        batch_size,
+        callbacks=[Reader(), accumodel.GradientNorm()],
+        **kwargs,
+    )
+    np.testing.assert_allclose(logs["gradient_norm"], norms, rtol=1e-5)
+    if batch_size == 12:
+        np.testing.assert_allclose(logged, each, rtol=1e-5)
+    elif way == "steps":
+        assert [value is not None for value in logged[:6]] == [
+            False,
+            False,
+            True,
+        ] * 2
+
+
+def test_it_measures_in_its_fit_only_and_refuses_custom_accumulators():
+    model, logs = train(
+        AccumulatingModel,
+        keras.optimizers.SGD,
+        callbacks=[accumodel.GradientNorm()],
+        accum_steps=2,
+    )
+    assert "gradient_norm" in logs
+    assert "gradient_norm" not in model.fit(*data(), verbose=0).history
+    model.own = accumodel.GradientAccumulator(
+        keras.optimizers.SGD(), model.trainable_variables
+    )
+    with pytest.raises(ValueError, match="`GradientNorm` measures what"):
+        model.fit(*data(), callbacks=[accumodel.GradientNorm()], verbose=0)
+    with pytest.raises(TypeError, match="needs a model that accumulates"):
+        train(
+            keras.Model,
+            keras.optimizers.SGD,
+            callbacks=[accumodel.GradientNorm()],
+        )
