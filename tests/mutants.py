@@ -440,7 +440,7 @@ MUTANTS = [
     Mutant(
         "a fit with the noise scale measures for ever",
         "model.py",
-        "        state.measures = False\n",
+        "        state.measures = state.logs_norm = False\n",
         "        pass\n",
         "test_noise_scale.py",
     ),
