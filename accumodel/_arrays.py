@@ -1,8 +1,11 @@
 """What all micro-batches make, each tensor in a `tf.TensorArray`."""
 
+import keras
 import tensorflow as tf
 
 from accumodel._parts import on_host
+from accumodel._scopes import States
+from accumodel._scopes import random_state
 from accumodel._slices import loop
 
 
@@ -95,3 +98,64 @@ def map_present(function, nested, expand_composites=False):
 
 def _tensors(nested):
     return [leaf for leaf in tf.nest.flatten(nested) if leaf is not None]
+
+
+def check_no_pairs(model, parts, outputs):
+    """Raises if another axis of an output grows with the samples.
+
+    Such as the similarities of all pairs of samples: those of two parts would
+    be missing.
+
+    Args:
+        model: The `AccumulatingModel`.
+        parts: The `Parts` of the fed batch.
+        outputs: Nested tensors, the outputs of all parts.
+    """
+    sizes: set = {None}
+    if tf.executing_eagerly():
+        samples, count = int(parts.samples), int(parts.count)
+        sizes = {samples // count, -(-samples // count)}
+    x, *_ = keras.utils.unpack_x_y_sample_weight(parts.data)
+    is_suspect = any(
+        size in sizes
+        for output in tf.nest.flatten(outputs)
+        if output is not None
+        for size in output.shape[1:]
+    )
+    if (
+        not is_suspect
+        or model._accumulation.overrides("slice_data")
+        or not all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(x))
+    ):
+        return
+    for two, three in zip(
+        _shapes_of(model, x, 2), _shapes_of(model, x, 3), strict=True
+    ):
+        if None not in (two.rank, three.rank) and any(
+            a is not None and b is not None and a != b
+            for a, b in zip(two[1:], three[1:], strict=True)
+        ):
+            raise ValueError(
+                "The model computes something for pairs of samples, and no "
+                "micro-batch has the pairs of two micro-batches. Return the "
+                "embeddings, and compute the similarities in `compute_loss`, "
+                "with `gradient_cache=True`. Received: an output of shape "
+                f"{two} for 2 samples, and {three} for 3"
+            )
+
+
+def _shapes_of(model, x, samples):
+    """Returns the shapes of the outputs for a number of samples."""
+
+    def call(x):
+        with States().recorded():
+            outputs = model(x, training=False)
+        return [each for each in tf.nest.flatten(outputs) if each is not None]
+
+    specs = tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec([samples, *leaf.shape[1:]], leaf.dtype), x
+    )
+    state = random_state()
+    traced = tf.function(call, autograph=False).get_concrete_function(specs)
+    random_state(state)
+    return [each.shape for each in traced.structured_outputs]

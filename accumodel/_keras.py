@@ -19,6 +19,8 @@ use a model that does not accumulate on one device.
 | `.outputs`, `Functional._standardize_inputs` | with `sync_batch_norm`        |
 | `keras.src.backend.tensorflow.trainer       | an error at the first step, on |
 | .reduce_per_replica`                        | several workers                |
+| `tensorflow.python.framework               | an error when a step is traced |
+| .op_def_registry.get`                       | with the cache or `"auto"`     |
 | `Trainer._maybe_symbolic_build`, overridden | Keras's own error, if replicas |
 | in `model.py`                               | get batches of unequal sizes   |
 """
@@ -307,6 +309,22 @@ def _refuse_reduction(optimizer):
         "reduce their gradients over replicas, and would reduce them twice. "
         "Use a version of Keras that accumodel was tested with, or one device. "
         f"Received: optimizer={optimizer} of Keras {keras.__version__}"
+    )
+
+
+def takes_resource(op):
+    """Whether operations of a type take a variable, or the like, to change it.
+
+    Args:
+        op: String, the type. That of a function takes none.
+    """
+    registry: typing.Any = importlib.import_module(
+        "tensorflow.python.framework.op_def_registry"
+    )
+    definition = registry.get(op)
+    resource = tf.resource.as_datatype_enum
+    return definition is not None and any(
+        each.type == resource for each in definition.input_arg
     )
 
 

@@ -7,18 +7,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from accumodel import _keras
 from accumodel._context import current_graph
 
-# What begins the names of operations that assign a variable, or a table.
-_ASSIGNING = (
-    "Assign",
-    "LookupTableImport",
-    "LookupTableInsert",
-    "LookupTableRemove",
-    "ResourceApply",
-    "ResourceScatter",
-    "ResourceSparseApply",
-    "ResourceStridedSliceAssign",
+# What begins the names of operations that take a variable, a table or the like,
+# and leave it as it is. Of random numbers, `_stages` says more.
+_HARMLESS = (
+    "Collective",
+    "IteratorGetNext",
+    "LookupTableExport",
+    "LookupTableFind",
+    "LookupTableSize",
+    "ReadVariableOp",
+    "ResourceGather",
+    "Rng",
+    "Stateful",
+    "VarIsInitialized",
+    "VariableShape",
+    "Write",  # of summaries
 )
 
 # In the names of the operations that assign what is recorded.
@@ -110,8 +116,12 @@ def nodes_of(graph):
 
 
 def assigns_unrecorded(node):
-    """Whether an operation assigns a variable behind Keras's back."""
-    return node.op.startswith(_ASSIGNING) and _RECORDED not in node.name
+    """Whether an operation may assign a variable behind Keras's back."""
+    return (
+        _RECORDED not in node.name
+        and not node.op.startswith(_HARMLESS)
+        and _keras.takes_resource(node.op)
+    )
 
 
 def check_assignments(graph, why):

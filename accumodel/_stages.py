@@ -113,6 +113,7 @@ def train(model, fed_batch, data):
         stages = _sync_batch_norm.cut(model)
     parts = Parts(model, data)
     whole, passes = _forward(model, stages, parts)
+    _arrays.check_no_pairs(model, parts, whole.outputs)
     states = passes[-1].states
     with one_step(data, fed_batch):
         own, cache, weight, log = _differentiate(model, states, data, whole)

@@ -97,8 +97,8 @@ class AccumulatingModel(keras.Model):
 
     What to override, and when:
 
-    - `compute_loss`, as in any Keras model: needs nothing else. Its gradients
-      are weighted by the number of samples.
+    - `compute_loss`, as in any Keras model. If it returns a mean over samples,
+      or one loss per sample, it needs nothing else.
     - `micro_batch_weight`: if the loss is averaged over something else.
     - `compute_gradients`: for another tape, or several losses.
     - `slice_data`: if a batch holds something that its samples share.

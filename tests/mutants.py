@@ -501,6 +501,20 @@ MUTANTS = [
         "test_gradient_norm.py",
     ),
     Mutant(
+        "what takes a resource is harmless",
+        "_scopes.py",
+        "and _keras.takes_resource(node.op)",
+        "and False",
+        "test_where_features_meet.py",
+    ),
+    Mutant(
+        "pairs of samples are joined",
+        "_stages.py",
+        "    _arrays.check_no_pairs(model, parts, whole.outputs)\n",
+        "",
+        "test_where_features_meet.py",
+    ),
+    Mutant(
         "an overflow is added inside of XLA",
         "accumulator.py",
         "amount = tf.cast(accepted, tf.float64)",

@@ -184,6 +184,89 @@ def test_evaluate_does_not_take_two_arrays_of_weights_for_one():
         model.evaluate(x, y, sample_weight=list(weights), verbose=0)
 
 
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_similarities_in_the_model_are_refused_with_the_cache(run_eagerly):
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(3)(inputs)
+    scores = keras.ops.matmul(hidden, keras.ops.transpose(hidden))
+    model = AccumulatingModel(inputs, scores)
+    model.compile(
+        "sgd",
+        "mse",
+        micro_batch_size=4,
+        gradient_cache=True,
+        run_eagerly=run_eagerly,
+    )
+    x = np.ones((8, 4), "float32")
+    with pytest.raises(ValueError, match="similarities in `compute_loss`"):
+        model.fit(x, np.eye(8), batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_an_axis_that_does_not_grow_with_the_samples_is_exact(run_eagerly):
+    def make(base):
+        inputs = keras.Input((None, 4))
+        return base(inputs, keras.layers.Dense(4)(inputs))
+
+    models = []
+    for base, kwargs in (
+        (keras.Model, {}),
+        (
+            AccumulatingModel,
+            {"micro_batch_size": 4, "gradient_cache": True},
+        ),
+    ):
+        keras.utils.set_random_seed(0)
+        model = make(base)
+        model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
+        x = np.random.default_rng(0).normal(size=(8, 4, 4))
+        model.fit(x, x + 1, batch_size=8, verbose=0)
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
+class Queue(keras.layers.Layer):
+    """Keeps what it saw in a raw variable, and a table that counts calls."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.operation = operation
+        self.raw = tf.Variable(tf.zeros((4, 20)), trainable=False)
+        self.table = tf.lookup.experimental.MutableHashTable(
+            tf.int64, tf.int64, 0
+        )
+
+    def call(self, x):
+        one = tf.constant([1], tf.int64)
+        if self.operation == "slice":
+            self.raw[:1].assign(tf.zeros((1, 20)))
+        elif self.operation == "table":
+            self.table.insert(one, one)
+        elif self.operation == "scatter":
+            self.raw.scatter_nd_add([[0]], tf.zeros((1, 20)))
+        elif self.operation == "find":
+            found = tf.reshape(self.table.lookup(one), (1, 1))
+            x += tf.cast(found, x.dtype)
+        elif self.operation == "gather":
+            x += tf.gather(self.raw, [0])
+        return x
+
+
+@pytest.mark.parametrize("way", ["cache", "auto"])
+@pytest.mark.parametrize(
+    "operation", ["slice", "table", "scatter", "find", "gather"]
+)
+def test_what_changes_a_variable_behind_keras_is_refused(operation, way):
+    model = flat(AccumulatingModel, Queue(operation))
+    model.compile("sgd", "mse", jit_compile=False, **WAYS[way][1])
+    x, y = data()
+    if operation in ("find", "gather"):
+        model.fit(x, y, batch_size=8, verbose=0)
+        return
+    with pytest.raises(ValueError, match=r"`self\.add_weight"):
+        model.fit(x, y, batch_size=8, verbose=0)
+
+
 # -- data ------------------------------------------------------------------
 
 
