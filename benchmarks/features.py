@@ -2,8 +2,9 @@
 
 A batch of 8 micro-batches is cut by `micro_batch_size`: alone; with
 `gradient_cache=True`; with `sync_batch_norm=True`; with the callback
-`GradientNoiseScale`; and by `micro_batch_size="auto"` after it has found the
-same size. All run in turns in one process. Times are of one micro-batch, lower
+`GradientNoiseScale`, or `GradientNorm`; with a `process_gradients` that returns
+what it is given; and by `micro_batch_size="auto"` after it has found the same
+size. All run in turns in one process. Times are of one micro-batch, lower
 quartiles over the rounds, and ratios are ratios of these quartiles.
 """
 
@@ -18,6 +19,13 @@ from benchmarks.speed import make_step
 from benchmarks.speed import measure_models
 
 BATCHES = 8
+
+
+class Hooked(accumodel.AccumulatingModel):
+    """Sees all gradients of an update, and changes none."""
+
+    def process_gradients(self, gradients):
+        return gradients
 
 
 def make_ways(make, jit):
@@ -36,11 +44,16 @@ def make_ways(make, jit):
                 "callback": accumodel.GradientNoiseScale(),
             },
         ),
+        (
+            "gradient",
+            {"micro_batch_size": size, "callback": accumodel.GradientNorm()},
+        ),
+        ("hook", {"micro_batch_size": size}),
         ("auto", {"micro_batch_size": "auto"}),
     ):
         step, model = make_step(
             make,
-            accumodel.AccumulatingModel,
+            Hooked if name == "hook" else accumodel.AccumulatingModel,
             jit,
             batches=BATCHES,
             **arguments,
@@ -53,7 +66,7 @@ def make_ways(make, jit):
 
 def summarize(times):
     alone, *others = lower_quartiles(times).values()
-    names = ("cache", "norm", "noise", "auto")
+    names = ("cache", "norm", "noise", "gradient", "hook", "auto")
     return {
         "alone": alone,
         **dict(zip(names, others, strict=True)),

@@ -307,15 +307,18 @@ def test_no_warning_of_small_micro_batches():
 # -- keras.applications --------------------------------------------------------
 
 
-@pytest.mark.slow
+def weekly(*values):
+    return pytest.param(*values, marks=pytest.mark.weekly)
+
+
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("MobileNetV2", 32),
-        ("ResNet50V2", 32),
-        ("MobileNetV3Small", 32),
-        ("EfficientNetB0", 32),
-        ("DenseNet121", 32),
+        slow("MobileNetV2", 32),
+        weekly("ResNet50V2", 32),
+        weekly("MobileNetV3Small", 32),
+        weekly("EfficientNetB0", 32),
+        weekly("DenseNet121", 32),
     ],
 )
 def test_applications(name, size):

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly
 
 SGD = keras.optimizers.SGD
 SAMPLES = 44  # one cycle of 4 x 8, and a remainder of 8 + 4
