@@ -120,7 +120,7 @@ def main():
         ).tolist()
         for way in rich.progress.track(WAYS, transient=True)
     }
-    report(arguments, figures, make_table(figures), plot)
+    report(arguments, figures, [make_table(figures)], plot)
 
 
 if __name__ == "__main__":

@@ -303,8 +303,9 @@ def test_the_benchmark_of_workers_counts_one_reduction_in_a_cycle(tmp_path):
 @pytest.mark.slow
 def test_the_comparison_with_keras_finds_accumodel_exact(tmp_path):
     figures = figures_of("exactness", tmp_path)
-    assert len(figures) == 8 + 1 + 4
+    assert len(figures) == 8 + 1 + 1 + 4
     assert figures.pop("contrastive")["gradient_cache"] < 1e-6
+    assert figures.pop("batch normalization")["sync_batch_norm"] < 1e-6
     for row in figures.values():
         if "accum_steps" in row:
             assert row["accum_steps"] < 1e-6

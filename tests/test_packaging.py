@@ -48,7 +48,9 @@ def test_sdist_holds_what_the_tests_need(sdist):
         "tests/*.py",
     ):
         needed = {
-            path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)
+            path.relative_to(ROOT).as_posix()
+            for path in ROOT.glob(pattern)
+            if "__pycache__" not in path.parts
         }
         assert needed, pattern
         assert needed <= set(sdist)

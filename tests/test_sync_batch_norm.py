@@ -170,7 +170,14 @@ def check_sync(case, **kwargs):
     return model, reference
 
 
-SLOW = ("frozen", "masked inside", "on the inputs", "residual")
+SLOW = (
+    "frozen",
+    "masked inside",
+    "on the inputs",
+    "residual",
+    "nested",
+    "sample weights",
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not support masking")
@@ -197,7 +204,16 @@ WAYS = {
 
 @pytest.mark.parametrize(
     "way",
-    names(WAYS, ("two in a call", "no cut", "a size that is found")),
+    names(
+        WAYS,
+        (
+            "XLA",
+            "one sample at a time",
+            "two in a call",
+            "no cut",
+            "a size that is found",
+        ),
+    ),
 )
 def test_every_way_to_run(way):
     case = in_float64(CASES["two outputs"], sizes=[[11], [7]], epochs=1)
