@@ -22,6 +22,11 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def weekly(*values):
+    """Returns a row of a table of cases that is tested once a week."""
+    return pytest.param(*values, marks=pytest.mark.weekly)
+
+
 def names(table, slow_ones):
     """Returns the names of a table, of which some are slow."""
     return [slow(name) if name in slow_ones else name for name in table]

@@ -22,6 +22,7 @@ from helpers import distance
 from helpers import names
 from helpers import slow
 from helpers import train_case
+from helpers import weekly
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,7 +37,7 @@ COVERED = ("SGD", "momentum", "Adam", "AdamW")
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in SELECTED else slow(name)
+        name if name in SELECTED else weekly(name)
         for name in cases.OPTIMIZERS
         if name not in COVERED
     ],

@@ -4,12 +4,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import distance
+from helpers import names
+from helpers import slow
 
 import accumodel
 from accumodel import AccumulatingModel
-from tests.helpers import distance
-from tests.helpers import names
-from tests.helpers import slow
 
 WAYS = {
     "plain": (12, {}),

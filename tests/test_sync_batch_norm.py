@@ -18,6 +18,7 @@ from helpers import mirrored
 from helpers import names
 from helpers import slow
 from helpers import train_case
+from helpers import weekly
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -321,10 +322,6 @@ def test_no_warning_of_small_micro_batches():
 
 
 # -- keras.applications --------------------------------------------------------
-
-
-def weekly(*values):
-    return pytest.param(*values, marks=pytest.mark.weekly)
 
 
 @pytest.mark.parametrize(

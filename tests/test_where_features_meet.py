@@ -7,10 +7,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import distance
 
 import accumodel
 from accumodel import AccumulatingModel
-from tests.helpers import distance
 
 WAYS = {
     "int": (8, {"micro_batch_size": 3}),
