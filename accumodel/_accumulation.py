@@ -6,14 +6,19 @@ import typing
 import tensorflow as tf
 
 from accumodel import _checks
+from accumodel._cycles import OWN
 from accumodel._cycles import Cycles
 from accumodel._cycles import build_accumulator
+from accumodel._cycles import split
 from accumodel._options import Options
 from accumodel._replicas import across_replicas
+from accumodel._replicas import check_workers_agree
 from accumodel._replicas import scope_of
 from accumodel._retry import Retry
+from accumodel._sync_batch_norm import cut
 from accumodel._sync_batch_norm import has_norms
 from accumodel._weighting import LossWeights
+from accumodel.callbacks import with_end_of_cycle
 
 
 class Accumulation:
@@ -51,16 +56,57 @@ class Accumulation:
         self.logs_norm = False
         self._traced_with: typing.Any = None
 
-    def configure(self, options):
-        """Begins anew with the options of `compile`."""
+    def compile(self, behind, args, kwargs):
+        """Compiles the model, and begins anew.
+
+        Args:
+            behind: Function. The `compile` of Keras, or of another base class.
+            args: Tuple of the positional arguments, which are for `behind`.
+            kwargs: Dict of the keyword arguments, of both.
+        """
+        model, options = self._model, Options.take_from(kwargs)
+        _checks.check_whole_batch(model, options)
+        if options.sync_batch_norm and has_norms(model):
+            cut(model)  # says what cannot be cut
+        try:
+            behind(*args, **kwargs)
+            _checks.check_optimizer(model.optimizer, options.skip_nonfinite)
+            if options.accumulates:
+                _checks.check_can_accumulate(model, options)
+            check_workers_agree(model, options)
+        except BaseException:
+            model.compiled = False
+            raise
         self.options = options
         self.accumulates = options.accumulates or self.overrides(
             "process_gradients"
         )
         self.retry = None
         self._use_size(options.micro_batch_size)
-        if self._model._gradient_accumulator is not None:
-            del self._model._gradient_accumulator  # what is tracked, too
+        if model._gradient_accumulator is not None:
+            del model._gradient_accumulator  # what is tracked, too
+
+    def fit(self, behind, args, kwargs):
+        """Trains the model as `behind` does, see `compile`."""
+        given, args, kwargs = with_end_of_cycle(args, kwargs)
+        self.loss_weights.share(given.get("y"), given.get("sample_weight"))
+        callbacks = given["callbacks"]
+        self.measures = any(hasattr(each, "_needs_meter") for each in callbacks)
+        self.logs_norm = any(hasattr(each, "_needs_norm") for each in callbacks)
+        try:
+            return behind(*args, **kwargs)
+        finally:
+            self.measures = self.logs_norm = False
+
+    def load_cycles(self, store):
+        """Loads the pending cycles of a file, and returns the rest of it."""
+        cycles, store = split(store)
+        if self._model.compiled:  # else it is loaded for inference
+            if OWN in cycles:
+                self.begin_to_accumulate()
+                build_accumulator(self._model)
+            self.cycles.load(cycles)
+        return store
 
     def overrides(self, name):
         """Whether the user's model has a method of its own.

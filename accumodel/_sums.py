@@ -6,6 +6,7 @@ from accumodel._checks import overwrites
 from accumodel._checks import tf_variable
 from accumodel._replicas import count_replicas
 from accumodel._replicas import make_sum
+from accumodel._scopes import recorded
 
 # Weights that cancel leave a total that is rounding, next to their sizes.
 _CANCELLED = 1e-9
@@ -98,6 +99,59 @@ def select(total, gradient, variable, scale, is_first):
         total.assign(tf.where(is_first, gradient, tf.maximum(before, gradient)))
     else:
         total.assign(before + tf.cast(scale, total.dtype) * gradient)
+
+
+def add_each(triples, scale, is_first, may_begin, is_adding):
+    """Adds each gradient as soon as it is made, which frees it.
+
+    Args:
+        triples: List of what `add` takes: a sum, a gradient, a variable.
+        scale: Scalar tensor.
+        is_first: Scalar bool tensor. Whether they begin the sums.
+        may_begin: Bool. If not, they are left out if they are the first.
+        is_adding: Variable. What assigns to it next waits for all of this.
+    """
+
+    @recorded()
+    def add_all(is_first):
+        is_adding.assign_add(0.0)
+        for each in triples:
+            add(*each, scale, is_first)
+
+    begin = add_all if may_begin else (lambda is_first: None)
+    with tf.control_dependencies([is_first]):
+        tf.cond(is_first, lambda: begin(True), lambda: add_all(False))
+
+
+def select_each(triples, scale, is_first, may_begin):
+    """Adds each gradient inside of an XLA cluster, see `add_each`.
+
+    A condition there would carry all sums through it.
+
+    Returns:
+        List of sums that are to be cleared before the cluster, see `clear`:
+        those of sparse gradients, and of none.
+    """
+    cleared = []
+    for total, gradient, variable in triples:
+        if may_begin and isinstance(gradient, tf.Tensor):
+            select(total, gradient, variable, scale, is_first)
+            continue
+        if may_begin:
+            cleared.append(total)
+        add(total, gradient, variable, scale, is_first=False)
+    return cleared
+
+
+def clear(sums, is_first):
+    """Clears sums if `is_first`, a scalar bool tensor."""
+
+    @recorded()
+    def clear_all():
+        for total in sums:
+            total.assign(tf.zeros_like(total))
+
+    tf.cond(is_first, clear_all, lambda: None)
 
 
 def make_divisor(weight, size):

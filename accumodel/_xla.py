@@ -28,7 +28,23 @@ def can_compile(strategy):
     return False
 
 
-def pays_to_compile(update, sums):
+def compile_update(update, sums, jit_compile):
+    """Returns the update as a `tf.function`.
+
+    Args:
+        update: Function without arguments.
+        sums: List of the variables that it reads.
+        jit_compile: Bool, `"auto"` or `None`, see `GradientAccumulator`.
+    """
+    compiled = tf.function(update, jit_compile=True, autograph=False)
+    if jit_compile is True or (
+        jit_compile == "auto" and _pays_to_compile(compiled, sums)
+    ):
+        return compiled
+    return tf.function(update, autograph=False)
+
+
+def _pays_to_compile(update, sums):
     """Whether to compile the update, if nothing else is compiled.
 
     Without XLA an optimizer makes one pass over the parameters for each of

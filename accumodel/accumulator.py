@@ -51,7 +51,7 @@ from accumodel._replicas import scope_of
 from accumodel._replicas import sum_over_replicas
 from accumodel._replicas import without_empty
 from accumodel._scopes import recorded
-from accumodel._xla import pays_to_compile
+from accumodel._xla import compile_update
 from accumodel.gradient_norm import add_norm
 from accumodel.gradient_norm import norm_of
 from accumodel.gradient_norm import process
@@ -364,8 +364,13 @@ class GradientAccumulator(tf.Module):
             if meter is not None:
                 measured = weight if divides else None
                 meter.add(gradients, self.variables, measured, is_first, amount)
-            add_each = self._select_each if is_compiled else self._add_each
-            add_each(gradients, scale, is_first, may_begin)
+            triples = [*zip(self._sums, gradients, self.variables, strict=True)]
+            how = triples, scale, is_first, may_begin
+            if is_compiled:
+                cleared = step.fed_batch.cleared.setdefault(self, [])
+                cleared += _sums.select_each(*how)
+            else:
+                _sums.add_each(*how, self._is_adding)
             if may_begin:
                 each = tf.cast(weight, tf.float64) * float(divides) * share
                 new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
@@ -418,46 +423,9 @@ class GradientAccumulator(tf.Module):
         (bad,) = sum_over_replicas([tf.cast(~is_good, tf.float32)])
         return tf.equal(bad, 0)
 
-    def _add_each(self, gradients, scale, is_first, may_begin):
-        """Adds each gradient as soon as it is made, which frees it."""
-
-        @recorded()
-        def add_all(is_first):
-            # So that what assigns to it next waits for all of this, see `_add`.
-            self._is_adding.assign_add(0.0)
-            for each in zip(self._sums, gradients, self.variables, strict=True):
-                _sums.add(*each, scale, is_first)
-
-        begin = add_all if may_begin else (lambda is_first: None)
-        with tf.control_dependencies([is_first]):
-            tf.cond(is_first, lambda: begin(True), lambda: add_all(False))
-
-    def _select_each(self, gradients, scale, is_first, may_begin):
-        """Adds each gradient inside of an XLA cluster.
-
-        A condition there would carry all sums through it. Sums of sparse
-        gradients, and of none, are cleared before the cluster.
-        """
-        fed_batch = current_step().fed_batch
-        for each in zip(self._sums, gradients, self.variables, strict=True):
-            total, gradient, _ = each
-            if not may_begin:
-                _sums.add(*each, scale, is_first=False)
-            elif isinstance(gradient, tf.Tensor):
-                _sums.select(*each, scale, is_first)
-            else:
-                fed_batch.cleared.setdefault(self, []).append(total)
-                _sums.add(*each, scale, is_first=False)
-
     def _clear_first(self, sums):
         """Clears sums before the first micro-batch of a cycle."""
-
-        @recorded()
-        def clear():
-            for total in sums:
-                total.assign(tf.zeros_like(total))
-
-        tf.cond(tf.equal(self._totals[2], 0), clear, lambda: None)
+        _sums.clear(sums, tf.equal(self._totals[2], 0))
 
     def _apply_gradients(self, present):
         """Passes the reduced and divided sums to the optimizer.
@@ -601,7 +569,11 @@ class GradientAccumulator(tf.Module):
         measured = self._untracked.meter, self._untracked.norms
         key = (present, *(each is None for each in measured))
         if key not in updates:
-            updates[key] = self._compile_update(present)
+            updates[key] = compile_update(
+                functools.partial(self._reduce_and_apply, present),
+                self._sums,
+                None if strategy is not None else self._jit_compile,
+            )
         updates[key]()
 
     def _reduce_and_apply(self, present):
@@ -615,23 +587,6 @@ class GradientAccumulator(tf.Module):
         # was not reset tells that it came in the middle of an update.
         with tf.control_dependencies(local_results(measured)):
             self.reset()
-
-    def _compile_update(self, present):
-        def compiled(jit_compile):
-            return tf.function(
-                functools.partial(self._reduce_and_apply, present),
-                jit_compile=jit_compile,
-                autograph=False,
-            )
-
-        if self._untracked.strategy is not None:
-            return compiled(None)
-        if self._jit_compile != "auto":
-            return compiled(self._jit_compile or None)
-        update = compiled(True)
-        if pays_to_compile(update, self._sums):
-            return update
-        return compiled(None)
 
     # Checks.
 

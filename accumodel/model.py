@@ -20,44 +20,17 @@ from accumodel import _weighting
 from accumodel._accumulation import Accumulation
 from accumodel._context import current_step
 from accumodel._context import this_step
-from accumodel._options import Options
-from accumodel._sync_batch_norm import cut
-from accumodel._sync_batch_norm import has_norms
 from accumodel.accumulator import GradientAccumulator
-from accumodel.callbacks import with_end_of_cycle
 
 
 def _compile(model, *args, **kwargs):
-    options = Options.take_from(kwargs)
-    _checks.check_whole_batch(model, options)
-    if options.sync_batch_norm and has_norms(model):
-        cut(model)  # says what cannot be cut
-    try:
-        super(AccumulatingModel, model).compile(*args, **kwargs)
-        _checks.check_optimizer(model.optimizer, options.skip_nonfinite)
-        if options.accumulates:
-            _checks.check_can_accumulate(model, options)
-        _replicas.check_workers_agree(model, options)
-    except BaseException:
-        model.compiled = False
-        raise
-    model._accumulation.configure(options)
+    behind = super(AccumulatingModel, model).compile
+    model._accumulation.compile(behind, args, kwargs)
 
 
 def _fit(model, *args, **kwargs):
-    state = model._accumulation
-    given, args, kwargs = with_end_of_cycle(args, kwargs)
-    state.loss_weights.share(given.get("y"), given.get("sample_weight"))
-    state.measures = any(
-        hasattr(each, "_needs_meter") for each in given["callbacks"]
-    )
-    state.logs_norm = any(
-        hasattr(each, "_needs_norm") for each in given["callbacks"]
-    )
-    try:
-        return super(AccumulatingModel, model).fit(*args, **kwargs)
-    finally:
-        state.measures = state.logs_norm = False
+    behind = super(AccumulatingModel, model).fit
+    return model._accumulation.fit(behind, args, kwargs)
 
 
 class AccumulatingModel(keras.Model):
@@ -580,17 +553,16 @@ class AccumulatingModel(keras.Model):
 
     def make_train_function(self, force=False):
         is_new = self._accumulation.must_trace_again()
-        if self.train_function is not None and not (force or is_new):
-            return self.train_function  # as Keras does
-        _train_function.make_train_function(self, super().make_train_function)
+        if self.train_function is None or force or is_new:
+            make = super().make_train_function
+            _train_function.make_train_function(self, make)
 
     def make_test_function(self, force=False):
-        if self.test_function is not None and not force:
-            return self.test_function
-        _train_function.make_test_function(self, super().make_test_function)
+        if self.test_function is None or force:
+            make = super().make_test_function
+            _train_function.make_test_function(self, make)
 
-    # Private, see `_keras`: Keras builds a model by it before the first step
-    # under a strategy.
+    # Private, see `_keras`: it builds a model before the first step.
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         strategy = self.distribute_strategy
         if strategy.num_replicas_in_sync > 1 and iterator is not None:
@@ -618,20 +590,13 @@ class AccumulatingModel(keras.Model):
         self._accumulation.cycles.save(store)
 
     def load_own_variables(self, store):
-        cycles, store = _cycles.split(store)
-        if self.compiled:  # else it is loaded for inference
-            if _cycles.OWN in cycles:
-                self._accumulation.begin_to_accumulate()
-                _cycles.build_accumulator(self)
-            self._accumulation.cycles.load(cycles)
+        store = self._accumulation.load_cycles(store)
         super().load_own_variables(store)
 
     def get_compile_config(self):
-        # If nothing was changed, a file holds no more than Keras writes.
         config = super().get_compile_config()
-        return (
-            config | self._accumulation.options.changed() if config else config
-        )
+        # If nothing was changed, a file holds no more than Keras writes.
+        return config and config | self._accumulation.options.changed()
 
     def compile_from_config(self, config):
         behind = super().compile_from_config

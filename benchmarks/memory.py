@@ -110,7 +110,7 @@ def measure(way, effective_batch, jit):
     steps = effective_batch // MICRO_BATCH
     model_class, optimizer, kwargs = keras.Model, {}, {}
     batch_size = MICRO_BATCH
-    if way in ("big batch", "micro_batch_size"):
+    if way in ("large batch", "micro_batch_size"):
         batch_size = effective_batch
     if way == "accum_steps":
         model_class = accumodel.AccumulatingModel

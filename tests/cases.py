@@ -129,7 +129,7 @@ class DenseGradientEmbedding(keras.layers.Embedding):
     """An embedding whose gradient is dense: the reference where it matters.
 
     The sparse gradient of Keras's layer holds a row once for each time that its
-    token occurs, so Keras's Adam and clipping of the big batch are not those of
+    token occurs, so Keras's Adam and clipping of the large batch are not those of
     its gradient.
     """
 
@@ -389,7 +389,7 @@ class Case:
             updates in float32 gather in rounding.
         logs: Whether the logs of fed micro-batches are compared, too. They can
             be equal only where the weights do not move inside an epoch.
-        micro_batch_size: Of the way in which the model cuts the big batches.
+        micro_batch_size: Of the way in which the model cuts the large batches.
     """
 
     make: typing.Callable = dense

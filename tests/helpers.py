@@ -1,6 +1,6 @@
 """Models, training and comparison: what the tests share.
 
-The reference is always plain `keras.Model` on the big batches, on one device.
+The reference is always plain `keras.Model` on the large batches, on one device.
 The cases to which `train_case` and `check_case` are applied are in `cases.py`.
 """
 
@@ -162,14 +162,14 @@ def train(
 
 
 def train_both(make, fit, compile_args=dict, big=32, steps=4):
-    """Trains a plain model in big batches, and ours in cycles.
+    """Trains a plain model in large batches, and ours in cycles.
 
     Args:
         make: Function that takes a model class and returns a model.
         fit: Function that trains; it takes a model and the size of its batches.
         compile_args: Function that returns the arguments of `compile`. It is
             called once for each model.
-        big: Int, the samples of a big batch.
+        big: Int, the samples of a large batch.
         steps: Int, the micro-batches of a cycle.
 
     Returns:
@@ -247,9 +247,9 @@ def check_logs(logs, expected):
 
 
 def check_case(case, strategy=None, ways=("fed", "cut")):
-    """Trains on the big batches by plain Keras, and compares both our ways.
+    """Trains on the large batches by plain Keras, and compares both our ways.
 
-    Micro-batches that are fed, and the big batches, which the model cuts.
+    Micro-batches that are fed, and the large batches, which the model cuts.
     `strategy` is that of our ways.
     """
     big, micro = datasets(case)

@@ -439,9 +439,9 @@ MUTANTS = [
     ),
     Mutant(
         "a fit with the noise scale measures for ever",
-        "model.py",
-        "        state.measures = state.logs_norm = False\n",
-        "        pass\n",
+        "_accumulation.py",
+        "            self.measures = self.logs_norm = False\n",
+        "            pass\n",
         "test_noise_scale.py",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Several replicas end with the weights of one device and one big batch."""
+"""Several replicas end with the weights of one device and one large batch."""
 
 import dataclasses
 import operator

@@ -20,7 +20,7 @@ from helpers import train_both
 import accumodel
 from accumodel import AccumulatingModel
 
-# -- callbacks: in micro-batches what they do in big batches -------------------
+# -- callbacks: in micro-batches what they do in large batches -------------------
 
 
 def in_both_ways(
@@ -32,7 +32,7 @@ def in_both_ways(
     validation_data=None,
     run_eagerly=False,
 ):
-    """Trains in big batches, and in cycles of micro-batches of the same size.
+    """Trains in large batches, and in cycles of micro-batches of the same size.
 
     Args:
         data: Tuple `(x, y)`.

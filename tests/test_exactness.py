@@ -1,7 +1,7 @@
-"""The promise: N micro-batches end with the weights of one big batch.
+"""The promise: N micro-batches end with the weights of one large batch.
 
 Whoever doubts it can run this file alone. Each case trains plain `keras.Model`
-on the big batches and `AccumulatingModel` on their micro-batches, from the same
+on the large batches and `AccumulatingModel` on their micro-batches, from the same
 weights, on the same samples in the same order, and compares all weights, the
 optimizer's `iterations` and, where it says so, the logs.
 """
@@ -302,7 +302,6 @@ SLOW = (
     "steps_per_execution, masked",
     "run_eagerly, sparse",
     "jit_compile, masked",
-    "jit_compile, sparse",
 )
 # A loss weighs what is fed by the same number as what is cut.
 FED_TOO = (

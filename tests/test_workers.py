@@ -1,4 +1,4 @@
-"""Several processes train together, as one device would with the big batch."""
+"""Several processes train together, as one device would with the large batch."""
 
 import json
 import pathlib
@@ -30,7 +30,7 @@ def train_workers(count, folder, *arguments):
 
 @pytest.fixture(scope="module")
 def expected():
-    """What one device makes of the big batch."""
+    """What one device makes of the large batch."""
     model = worker.make_and_compile(keras.Model)
     return worker.fit_and_report(model, worker.EFFECTIVE_BATCH)
 

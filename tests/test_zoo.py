@@ -1,4 +1,4 @@
-"""Models that nobody here thought up, next to the same in big batches."""
+"""Models that nobody here thought up, next to the same in large batches."""
 
 import keras
 import numpy as np
@@ -31,7 +31,7 @@ def digits(samples, size=8):
 
 
 def train_both_on(make, data, **kwargs):
-    """Trains in big batches, and in cycles of micro-batches.
+    """Trains in large batches, and in cycles of micro-batches.
 
     Args:
         make: Function that takes a model class and returns a model.
@@ -282,7 +282,7 @@ def test_a_stateful_rnn_goes_on_from_micro_batch_to_micro_batch():
     rng = np.random.default_rng(0)
     x = rng.random((6, 4, 5, 3)).astype("float32")
     y = rng.random((6, 4, 1)).astype("float32")
-    # A big batch would hold other states, so the reference is a loop by hand.
+    # A large batch would hold other states, so the reference is a loop by hand.
     reference, optimizer = make_stateful(keras.Model), momentum()
     variables = reference.trainable_variables
     for cycle in ((0, 1, 2, 3), (4, 5)):
