@@ -38,13 +38,13 @@ def compile_update(update, sums, jit_compile):
     """
     compiled = tf.function(update, jit_compile=True, autograph=False)
     if jit_compile is True or (
-        jit_compile == "auto" and _pays_to_compile(compiled, sums)
+        jit_compile == "auto" and pays_to_compile(compiled, sums)
     ):
         return compiled
     return tf.function(update, autograph=False)
 
 
-def _pays_to_compile(update, sums):
+def pays_to_compile(update, sums):
     """Whether to compile the update, if nothing else is compiled.
 
     Without XLA an optimizer makes one pass over the parameters for each of

@@ -129,8 +129,8 @@ class DenseGradientEmbedding(keras.layers.Embedding):
     """An embedding whose gradient is dense: the reference where it matters.
 
     The sparse gradient of Keras's layer holds a row once for each time that its
-    token occurs, so Keras's Adam and clipping of the large batch are not those of
-    its gradient.
+    token occurs, so Keras's Adam and clipping of the large batch are not those
+    of its gradient.
     """
 
     def call(self, inputs):

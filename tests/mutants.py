@@ -69,7 +69,7 @@ MUTANTS = [
     ),
     Mutant(
         "the first of a cycle adds",
-        "accumulator.py",
+        "_sums.py",
         "begin(True)",
         "begin(False)",
         "test_accumulator.py",

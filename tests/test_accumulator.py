@@ -223,7 +223,7 @@ def test_auto_compiles_a_large_update_that_xla_has_the_operations_for(
     )
     answers = []
     monkeypatch.setattr(
-        "accumodel.accumulator.pays_to_compile",
+        "accumodel._xla.pays_to_compile",
         lambda *args: answers.append(pays_to_compile(*args)) or answers[-1],
     )
     accumulate = tf.function(accumulator.accumulate)

@@ -59,7 +59,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", CASES)
 def test_80_updates_on_three_replicas_are_those_of_one_device(name):
     check_case(CASES[name], mirrored(3), ways=["fed"])

@@ -1,5 +1,6 @@
 """What users read runs: docstrings, the README, the notebooks, the demo."""
 
+import dataclasses
 import doctest
 import importlib
 import itertools
@@ -18,6 +19,8 @@ import nbformat
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import slow
+from helpers import weekly
 from markdown.extensions.toc import slugify
 
 import accumodel
@@ -25,8 +28,10 @@ from accumodel import __main__ as demonstration
 from accumodel import accumulator
 from accumodel import batch_norm
 from accumodel import callbacks
+from accumodel import gradient_norm
 from accumodel import model
 from accumodel import noise_scale
+from benchmarks import exactness
 from benchmarks import memory
 from benchmarks import speed
 
@@ -50,11 +55,12 @@ def find_programs():
             yield pytest.param("\n".join(snippets), id=name, marks=marks)
 
 
-NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+OFTEN = ("exactness", "quickstart")  # the other notebooks run once a week
 
 
 @pytest.mark.parametrize(
-    "module", [accumulator, batch_norm, callbacks, model, noise_scale]
+    "module",
+    [accumulator, batch_norm, callbacks, gradient_norm, model, noise_scale],
 )
 def test_examples_in_docstrings_run(module):
     names = {
@@ -135,8 +141,14 @@ def test_the_site_builds_without_a_warning(tmp_path):
         assert f'id="accumodel.{member.id}"' in reference
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        (slow if path.stem in OFTEN else weekly)(path)
+        for path in sorted(ROOT.glob("notebooks/*.ipynb"))
+    ],
+    ids=lambda path: path.name,
+)
 def test_notebooks_run_and_hold_their_outputs(path):
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -241,9 +253,9 @@ def test_benchmarks_run_and_write_figures_and_picture(
     assert paths[1].stat().st_size > 10_000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "arguments"), [(128, "--limit 250"), (64, "--limit 300 --jit")]
+    ("size", "arguments"),
+    [slow(128, "--limit 250"), weekly(64, "--limit 300 --jit")],
 )
 def test_the_benchmark_of_memory_lets_it_run_out(size, arguments, tmp_path):
     command = f"memory --sizes {size} {arguments}"
@@ -292,7 +304,7 @@ def test_the_benchmark_of_features_compares_them_with_slices(tmp_path):
         assert row[f"{name} / alone"] == pytest.approx(ratio)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_benchmark_of_workers_counts_one_reduction_in_a_cycle(tmp_path):
     command = "distributed --models embedding --steps 2 --rounds=1"
     (row,) = figures_of(command, tmp_path)
@@ -301,9 +313,12 @@ def test_the_benchmark_of_workers_counts_one_reduction_in_a_cycle(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_comparison_with_keras_finds_accumodel_exact(tmp_path):
+def test_the_comparison_with_keras_finds_accumodel_exact(tmp_path, monkeypatch):
+    *_, long = exactness.ROUNDING
+    short = dataclasses.replace(long, samples=320)
+    monkeypatch.setattr(exactness, "ROUNDING", [short])
     figures = figures_of("exactness", tmp_path)
-    assert len(figures) == 8 + 1 + 1 + 4
+    assert len(figures) == 8 + 1 + 1 + 1
     assert figures.pop("contrastive")["gradient_cache"] < 1e-6
     assert figures.pop("batch normalization")["sync_batch_norm"] < 1e-6
     for row in figures.values():

@@ -20,7 +20,7 @@ from helpers import train_both
 import accumodel
 from accumodel import AccumulatingModel
 
-# -- callbacks: in micro-batches what they do in large batches -------------------
+# -- callbacks: in micro-batches what they do in large batches -----------------
 
 
 def in_both_ways(

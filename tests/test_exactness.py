@@ -1,9 +1,9 @@
 """The promise: N micro-batches end with the weights of one large batch.
 
 Whoever doubts it can run this file alone. Each case trains plain `keras.Model`
-on the large batches and `AccumulatingModel` on their micro-batches, from the same
-weights, on the same samples in the same order, and compares all weights, the
-optimizer's `iterations` and, where it says so, the logs.
+on the large batches and `AccumulatingModel` on their micro-batches, from the
+same weights, on the same samples in the same order, and compares all weights,
+the optimizer's `iterations` and, where it says so, the logs.
 """
 
 import itertools

@@ -404,7 +404,7 @@ def make_text_task(keras_hub):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_from_model_takes_a_keras_hub_task(tmp_path):
     keras_hub = pytest.importorskip(
         "keras_hub", reason="its newest release needs the newest TensorFlow"

@@ -327,7 +327,7 @@ def test_no_warning_of_small_micro_batches():
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        slow("MobileNetV2", 32),
+        weekly("MobileNetV2", 32),
         weekly("ResNet50V2", 32),
         weekly("MobileNetV3Small", 32),
         weekly("EfficientNetB0", 32),

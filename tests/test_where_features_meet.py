@@ -444,7 +444,6 @@ OFTEN = {
     ("cache", "outputs"),
     ("cache", "overridden"),
     ("cache", "replicas"),
-    ("int", "replicas"),
 }
 
 

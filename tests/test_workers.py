@@ -1,4 +1,4 @@
-"""Several processes train together, as one device would with the large batch."""
+"""Several processes train together, as one device with the large batch."""
 
 import json
 import pathlib
