@@ -553,14 +553,14 @@ class AccumulatingModel(keras.Model):
 
     def make_train_function(self, force=False):
         is_new = self._accumulation.must_trace_again()
-        if self.train_function is None or force or is_new:
-            make = super().make_train_function
-            _train_function.make_train_function(self, make)
+        if self.train_function is not None and not (force or is_new):
+            return self.train_function  # as Keras does
+        _train_function.make_train_function(self, super().make_train_function)
 
     def make_test_function(self, force=False):
-        if self.test_function is None or force:
-            make = super().make_test_function
-            _train_function.make_test_function(self, make)
+        if self.test_function is not None and not force:
+            return self.test_function
+        _train_function.make_test_function(self, super().make_test_function)
 
     # Private, see `_keras`: it builds a model before the first step.
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
