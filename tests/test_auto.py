@@ -20,8 +20,10 @@ from cases import classes
 from helpers import compiled
 from helpers import distance
 from helpers import mirrored
+from helpers import names
 from helpers import slow
 from helpers import updates
+from helpers import weekly
 
 from accumodel import AccumulatingModel
 from accumodel import _retry
@@ -100,8 +102,8 @@ def samples():
     [
         (False, {}),
         slow(False, {"run_eagerly": True}),
-        slow(True, {"accum_steps": 2, "steps_per_execution": 2}),
-        (True, {"gradient_cache": True, "accum_steps": 2}),
+        weekly(True, {"accum_steps": 2, "steps_per_execution": 2}),
+        slow(True, {"gradient_cache": True, "accum_steps": 2}),
         (True, {"sync_batch_norm": True}),
     ],
     ids=str,
@@ -525,11 +527,12 @@ LAYERS = {
         keras.layers.Dense(FEATURES)
     ),
 }
+SLOW = ("a trained weight that is assigned", "dropout in the cell of an RNN")
 
 
 @pytest.mark.filterwarnings("ignore:`SpectralNormalization` changes")
-@pytest.mark.parametrize("cache", [False, slow(True)])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("cache", [False, weekly(True)])
+@pytest.mark.parametrize("name", names(LAYERS, SLOW))
 def test_what_a_step_assigns_is_put_back(samples, name, cache):
     """Weights and states of an int, where a micro-batch failed before."""
     models = []

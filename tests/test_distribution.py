@@ -118,6 +118,7 @@ SLOW = (
     "function that returns a scalar, not a number of no samples",
     "logs",
     "logs of a masked loss",
+    "logs of several outputs",
     "loss that combines others",
     "run_eagerly",
     "steps_per_execution",
@@ -575,7 +576,7 @@ def test_an_accumulator_belongs_to_the_strategy_of_its_scope():
         )
 
 
-@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("built", [slow(True), False])
 @pytest.mark.parametrize(
     "kwargs",
     [

@@ -230,14 +230,16 @@ def figures_of(command, tmp_path):
     return json.loads(path.read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "rows"),
     [
-        ("speed --models embedding --steps 2 --jit on --rounds=1 --calls=2", 1),
-        ("memory --sizes 16", 4),
-        ("noise_scale --epochs=4", 4),
-        ("batch_norm --epochs=1 --seeds=1", 3),
+        weekly(
+            "speed --models embedding --steps 2 --jit on --rounds=1 --calls=2",
+            1,
+        ),
+        slow("memory --sizes 16", 4),
+        weekly("noise_scale --epochs=4", 4),
+        weekly("batch_norm --epochs=1 --seeds=1", 3),
     ],
     ids=["speed", "memory", "noise_scale", "batch_norm"],
 )
@@ -253,9 +255,10 @@ def test_benchmarks_run_and_write_figures_and_picture(
     assert paths[1].stat().st_size > 10_000
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("size", "arguments"),
-    [slow(128, "--limit 250"), weekly(64, "--limit 300 --jit")],
+    [(128, "--limit 250"), (64, "--limit 300 --jit")],
 )
 def test_the_benchmark_of_memory_lets_it_run_out(size, arguments, tmp_path):
     command = f"memory --sizes {size} {arguments}"

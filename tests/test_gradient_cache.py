@@ -226,6 +226,7 @@ CASES = {
 SLOW = (
     "Barlow Twins",
     "a mask and weights",
+    "a tower in the loss",
     "supervised contrastive",
     "triplets",
     "vectors of add_loss",

@@ -7,6 +7,7 @@ import tensorflow as tf
 from helpers import distance
 from helpers import names
 from helpers import slow
+from helpers import weekly
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -83,7 +84,7 @@ def replicas():
     )
 
 
-@pytest.mark.parametrize("way", ["steps", slow("size"), slow("cache")])
+@pytest.mark.parametrize("way", [slow("steps"), "size", weekly("cache")])
 def test_every_replica_gets_the_gradient_of_all(way):
     optimizer = clipped(keras.optimizers.Adam)
     reference, _ = train(keras.Model, clipped(Halving))

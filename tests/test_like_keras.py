@@ -29,7 +29,7 @@ def of_both(function, *args):
     """Calls it with a model of each class; the first one is Keras's."""
     results = []
     for model_class in CLASSES:
-        keras.backend.clear_session()
+        keras.utils.clear_session(free_memory=False)
         results.append(function(make_model(model_class), *args))
     return results
 

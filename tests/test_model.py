@@ -203,7 +203,8 @@ def test_from_model_refuses_what_it_cannot_take(model, error):
 def test_what_users_look_at_is_unchanged(data):
     reference = make_model(keras.Model)
     train(reference, data, batch_size=32, epochs=1)
-    keras.backend.clear_session()  # the same names of layers again
+    # The same names of layers again.
+    keras.utils.clear_session(free_memory=False)
     model = make_model()
     train(model, data, batch_size=8, accum_steps=3, remainder="carry", epochs=1)
     assert model.pending_steps == 1

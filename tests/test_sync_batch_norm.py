@@ -172,12 +172,14 @@ def check_sync(case, **kwargs):
 
 
 SLOW = (
+    "contrastive",
     "frozen",
     "masked inside",
     "on the inputs",
     "residual",
     "nested",
     "sample weights",
+    "two outputs",
 )
 
 

@@ -50,7 +50,7 @@ def check_reports(folder, count, expected):
         yield report
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_three_workers_end_with_the_weights_of_one_device(expected, tmp_path):
     log = tmp_path / "log0"
     assert train_workers(3, tmp_path, "2") == [0, 0, 0], log.read_text()
