@@ -1,4 +1,4 @@
-"""Gradient accumulation for Keras 3, with the weights of the larger batch."""
+"""Gradient accumulation for Keras 3, with the weights of the large batch."""
 
 import contextlib
 import os

@@ -68,7 +68,7 @@ def check_whole_batch(model, options):
 def _check_whole_batch(model, options, name):
     if options.micro_batch_size is None:
         raise ValueError(
-            f"`{name}=True` is for batches that are cut into micro-batches: "
+            f"`{name}=True` is for batches that are split into micro-batches: "
             "pass `micro_batch_size` as well. Received: micro_batch_size=None"
         )
     if options.skip_nonfinite:

@@ -21,7 +21,7 @@ def recalibrate_batch_norm(model, data, steps=None, verbose="auto"):
     over all samples of `data`. Call it after training, or after you average
     weights, and before you evaluate or save the model.
 
-    The result does not depend on how the data are cut into batches: means and
+    The result does not depend on how the data are split into batches: means and
     variances of batches are joined by the law of total variance (Chan, Golub
     and LeVeque 1983, "Algorithms for Computing the Sample Variance", The
     American Statistician 37). Masked elements do not count. A layer that is
