@@ -36,15 +36,14 @@ def _fit(model, *args, **kwargs):
 class AccumulatingModel(keras.Model):
     """A `keras.Model` that makes one update from several micro-batches.
 
-    This is gradient accumulation with the weights of the larger batch.
-    Subclass it, or build it with `(inputs, outputs)`, exactly like
-    `keras.Model`, and pass `compile` one of these, or both:
+    Make it with `from_model`, subclass it, or build it with `(inputs, outputs)`
+    like `keras.Model`. Pass `compile` one of these, or both:
 
-    - `micro_batch_size`: the model cuts each batch that `fit` feeds into
+    - `micro_batch_size`: the model splits each batch that `fit` feeds into
       micro-batches, and makes one update of them.
     - `accum_steps`: this many of the batches that `fit` feeds make one update.
 
-    The weights are those of plain Keras with the larger batch. Everything else
+    The weights are those of plain Keras with the large batch. Everything else
     of `compile`, `fit`, `evaluate`, `predict` and `save` works as Keras
     documents it.
 
@@ -62,11 +61,6 @@ class AccumulatingModel(keras.Model):
         >>> history = model.fit(x, y, batch_size=8, epochs=3, verbose=0)
         >>> int(model.optimizer.iterations)
         12
-        >>> model.accum_steps = 3
-        >>> for _ in range(4):
-        ...     _ = model.train_on_batch(x[:8], y[:8])
-        >>> model.pending_steps, int(model.optimizer.iterations)
-        (1, 13)
 
     What to override, and when:
 
@@ -114,6 +108,12 @@ class AccumulatingModel(keras.Model):
         Layers and weights are shared, not copied: training one trains the
         other. The new model is not compiled; if `model` is, a warning says so.
         `compile(model.optimizer, ...)` continues with its optimizer's state.
+
+        Examples:
+            >>> layers = [keras.Input((3,)), keras.layers.Dense(1)]
+            >>> model = keras.Sequential(layers)
+            >>> model = accumodel.AccumulatingModel.from_model(model)
+            >>> model.compile("adam", "mse", micro_batch_size=8)
 
         Args:
             model: A `keras.Model`: functional, sequential and built, or a
@@ -527,7 +527,7 @@ class AccumulatingModel(keras.Model):
             y: The targets.
             batch_size: Int. The samples in a batch, which `micro_batch_size`
                 splits, and `accum_steps` counts. Defaults to 32. A
-                `tf.data.Dataset` has batches of its own.
+                `tf.data.Dataset` is batched already.
             epochs: Int. Defaults to `1`.
             verbose: `"auto"`, 0, 1 or 2.
             callbacks: List of `keras.callbacks.Callback`.
