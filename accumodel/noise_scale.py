@@ -50,7 +50,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
     lag behind by about `1 / (1 - decay)` updates.
 
     It is an order of magnitude, of the loss with its regularizers. It needs
-    shuffled data, and says nothing certain of optimizers such as Adam.
+    shuffled data, and is less certain with optimizers such as Adam.
 
     Examples:
         >>> inputs = keras.Input((20,))
@@ -75,7 +75,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
     Raises:
         TypeError: When training begins, if the model does not accumulate.
         ValueError: If `decay` is out of range; when training begins, if the
-            model uses the gradient cache or a custom `GradientAccumulator`.
+            model uses `gradient_cache`, `sync_batch_norm` or a custom
+            `GradientAccumulator`.
     """
 
     def __init__(self, decay: float = 0.99) -> None:
