@@ -30,7 +30,7 @@ def make_dataset():
 
     Each worker reads all of it, and trains on its share of each batch (DATA).
     For data in many files use `AutoShardPolicy.FILE`: each worker then reads
-    files of its own, so there must be as many as workers, or more.
+    its own files, so there must be as many as workers, or more.
     """
     x, y = load_digits(return_X_y=True)
     options = tf.data.Options()

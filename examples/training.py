@@ -37,7 +37,7 @@ def is_chief(resolver):
 
 
 def train(strategy, folder, callbacks=()):
-    """Trains, goes on after a restart, and saves `model.keras` in a folder."""
+    """Trains, resumes after a restart, and saves `model.keras` in a folder."""
     resolver = strategy.cluster_resolver
     with strategy.scope():
         model = accumodel.AccumulatingModel.from_model(make_model())
@@ -47,15 +47,15 @@ def train(strategy, folder, callbacks=()):
             metrics=["accuracy"],
             accum_steps=ACCUM_STEPS,
         )
-    # Each task takes its share of each batch. With `FILE` each reads files of
-    # its own: there must be as many as there are tasks, or more.
+    # Each task takes its share of each batch. With `FILE` each reads its own
+    # files: there must be as many as there are tasks, or more.
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.DATA
     )
     dataset = tf.data.Dataset.from_tensor_slices(make_data())
     dataset = dataset.batch(GLOBAL_BATCH).with_options(options)
-    # Of all tasks, each in a folder of its own.
+    # Each task has its own folder.
     task = f"{resolver.task_type}{resolver.task_id}"
     backup = keras.callbacks.BackupAndRestore(f"{folder}/backup-{task}")
     callbacks = [backup, *callbacks]
