@@ -134,7 +134,7 @@ def _make_trackers(model, data, trains):
         )
 
 
-def loop(body, parts, state, shapes=None):
+def loop(body, parts, state):
     """Runs all micro-batches, each when the one before is done.
 
     Args:
@@ -142,7 +142,6 @@ def loop(body, parts, state, shapes=None):
             next state.
         parts: Scalar int64 tensor, the number of micro-batches.
         state: Tuple of nested tensors or `tf.TensorArray`s.
-        shapes: The shapes of these, where they change.
 
     Returns:
         The last state.
@@ -155,7 +154,6 @@ def loop(body, parts, state, shapes=None):
         lambda i, *_: i < parts,
         lambda i, *state: (i + 1, *body(i, *state)),
         (tf.constant(0, tf.int64), *state),
-        shape_invariants=shapes and (tf.TensorShape([]), *shapes),
         parallel_iterations=1,
     )
     return state

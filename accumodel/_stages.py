@@ -252,17 +252,14 @@ class _Pass:
             adder: The `_Adder`.
         """
         stage = self.stage
+        kept = [by_kept.pop(place, None) for place in stage.keeps]
         cached = [
             *cached,
-            *(
-                None
-                if array is None
-                else functools.partial(_arrays.read, array=array)
-                for array in (by_kept.pop(each, None) for each in stage.keeps)
+            *_arrays.map_present(
+                lambda array: functools.partial(_arrays.read, array=array), kept
             ),
-            *(
-                None if rows is None else rows.__getitem__
-                for rows in self._by_moments(by_statistics)
+            *_arrays.map_present(
+                lambda rows: rows.__getitem__, self._by_moments(by_statistics)
             ),
         ]
 
@@ -354,9 +351,8 @@ def _forward(model, stages, parts):
     """Runs all stages. Returns what they make of the batch, and the passes."""
     kept: dict = {}
     statistics: dict = {}
-    passes = [_Pass(model, stages[0], parts, kept, statistics)]
-    passes[0].forward()
-    for stage in stages[1:]:
+    passes: list = []
+    for stage in stages:
         passes.append(_Pass(model, stage, parts, kept, statistics))
         passes[-1].forward()
     for call in stages[-1].moves:
@@ -376,28 +372,22 @@ def _backward(passes, cache, adder):
         adder: The `_Adder`.
     """
     parts = passes[-1]._parts
-    readers = [_part_of(parts, each) for each in cache]
+    readers = _arrays.map_present(functools.partial(_part_of, parts), cache)
+    count = len(tf.nest.flatten(passes[-1].made.outputs))
+    of_outputs, of_losses = readers[:count], readers[count:]
     by_kept: dict = {}
     by_statistics: dict = {}
     while passes and passes[-1].stage.has_variables:
         last = passes.pop()
-        # Outputs are those of the last stage. Each has its own losses.
-        count = len(last.made.losses)
-        cached = readers[len(readers) - count :]
-        del readers[len(readers) - count :]
-        outputs = len(tf.nest.flatten(last.made.outputs))
-        if last.made.outputs is not None:
-            cached = readers[:outputs] + cached
-            del readers[:outputs]
-        else:
-            cached = [None, *cached]
+        begin = len(of_losses) - len(last.made.losses)
+        cached = of_outputs + of_losses[begin:]
         last.backward(cached, by_kept, by_statistics, adder)
+        # Each stage has its own losses, and only the last one has outputs.
+        of_outputs, of_losses = [None], of_losses[:begin]
 
 
 def _part_of(parts, gradient):
-    """Returns what returns the gradient by a part, or `None`."""
-    if gradient is None:
-        return None
+    """Returns what returns the gradient by a part."""
     if gradient.shape.rank:
         return lambda i: parts.rows(i, gradient)
     return lambda i: _scale(gradient, parts.share(i))
@@ -443,7 +433,7 @@ def _with_length(model, parts, i, leaf):
         condition=tf.equal(length, samples),
         data=[message, "length", length, "of samples", samples],
     )
-    with tf.control_dependencies([check] if check else []):
+    with tf.control_dependencies([check]):
         return tf.identity(leaf)
 
 
