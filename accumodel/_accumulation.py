@@ -16,8 +16,8 @@ from accumodel._replicas import check_workers_agree
 from accumodel._replicas import scope_of
 from accumodel._retry import Retry
 from accumodel._sync_batch_norm import cut
-from accumodel._sync_batch_norm import has_norms
 from accumodel._weighting import LossWeights
+from accumodel.batch_norm import trained_norms
 from accumodel.callbacks import with_end_of_cycle
 
 
@@ -66,7 +66,7 @@ class Accumulation:
         """
         model, options = self._model, Options.take_from(kwargs)
         _checks.check_whole_batch(model, options)
-        if options.sync_batch_norm and has_norms(model):
+        if options.sync_batch_norm and trained_norms(model):
             cut(model)  # says what cannot be cut
         try:
             behind(*args, **kwargs)
@@ -117,7 +117,7 @@ class Accumulation:
 
     def cuts_at_norms(self):
         """Whether normalizations wait for the statistics of the batch."""
-        return self.options.sync_batch_norm and has_norms(self._model)
+        return self.options.sync_batch_norm and bool(trained_norms(self._model))
 
     def joins_outputs(self):
         """Whether the loss is computed once, from all outputs of a batch."""

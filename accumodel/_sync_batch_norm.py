@@ -20,6 +20,7 @@ import tensorflow as tf
 from accumodel import _keras
 from accumodel._construction import KerasFunctional
 from accumodel.batch_norm import compute_moments
+from accumodel.batch_norm import trained_norms
 
 
 class _Call(typing.NamedTuple):
@@ -109,13 +110,10 @@ class Stage:
                 if call.is_norm:
                     # What Keras does in inference, with other statistics.
                     kwargs["training"] = False
-                    values_of = zip(
-                        _moving(call.operation),
-                        tf.unstack(next(rest)),
-                        strict=True,
-                    )
+                    moving = map(id, _moving(call.operation))
+                    values_of = tf.unstack(next(rest))
                     scope.state_mapping.update(
-                        (id(variable), value) for variable, value in values_of
+                        zip(moving, values_of, strict=True)
                     )
                 outputs = keras.tree.flatten(call.operation(*args, **kwargs))
                 values.update(zip(call.outputs, outputs, strict=True))
@@ -142,17 +140,6 @@ class _Runner(keras.layers.Layer):
 
     def call(self, training=None):
         return self.function()
-
-
-def has_norms(layer):
-    """Whether it is, or holds, a normalization that training updates."""
-    layers = [layer]
-    if isinstance(layer, keras.layers.Layer):
-        layers += _keras.flat_layers(layer)
-    return any(
-        isinstance(each, keras.layers.BatchNormalization) and each.trainable
-        for each in layers
-    )
 
 
 def cut(model):
@@ -196,38 +183,35 @@ class _Walk:
             made = self._made[place]
             self.stages[stage].takes_inputs |= made < 0
             if 0 <= made < stage:
-                for where, each in (
-                    (self.stages[stage].takes, place),
-                    (self.stages[made].keeps, place),
-                ):
-                    if each not in where:
-                        where.append(each)
+                takes, keeps = self.stages[stage].takes, self.stages[made].keeps
+                for where in (takes, keeps):
+                    if place not in where:
+                        where.append(place)
 
     def open(self, functional, inputs):
         """Adds the calls of a model; returns the places of its outputs."""
-        keys = [id(each) for each in functional.inputs]
-        places = dict(zip(keys, inputs, strict=True))
+        places = dict(zip(map(id, functional.inputs), inputs, strict=True))
         for node in _keras.nodes_of(functional):
             keys = [id(each) for each in node.input_tensors]
             if all(key in places for key in keys):
                 taken = {key: places[key] for key in keys}
                 outputs = self._add(node, taken)
-                keys = [id(each) for each in node.outputs]
-                places.update(zip(keys, outputs, strict=True))
+                places.update(zip(map(id, node.outputs), outputs, strict=True))
         return [places[id(each)] for each in functional.outputs]
 
     def _add(self, node, taken):
         """Adds one call; returns the places of its outputs."""
         operation = node.operation
         stage = max(0, *(self._made[place] for place in taken.values()))
-        opened = _opened(operation) if has_norms(operation) else None
+        norms = trained_norms(operation)
+        opened = _opened(operation) if norms else None
         if opened is not None:
             inputs = [self.place(stage) for _ in opened.inputs]
             enter = _Enter(opened)
             self._append(stage, _Call(enter, node.arguments, taken, inputs))
             return self.open(opened, inputs)
         call = _Call(operation, node.arguments, taken, [])
-        if has_norms(operation):
+        if norms:
             _check(operation)
             call = call._replace(is_norm=True)
             self.norms.append(call)
@@ -377,11 +361,7 @@ def _check(layer):
 
 
 def _refuse(layer, where):
-    norm = next(
-        each
-        for each in [layer, *_keras.flat_layers(layer)]
-        if isinstance(each, keras.layers.BatchNormalization) and each.trainable
-    )
+    norm, *_ = trained_norms(layer)
     raise ValueError(
         "`sync_batch_norm=True` needs each `BatchNormalization` that trains to "
         "be a layer of Keras's own, called in a functional or sequential "

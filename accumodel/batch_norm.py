@@ -118,13 +118,7 @@ def _find_layers(model):
             "`model` must be a `keras.Model`. "
             f"Received: model={model} (of type {type(model).__name__})"
         )
-    layers = [
-        layer
-        for layer in flat_layers(model)
-        if isinstance(layer, keras.layers.BatchNormalization)
-        and layer.trainable
-        and layer.built
-    ]
+    layers = [layer for layer in trained_norms(model) if layer.built]
     looped = {
         id(layer)
         for rnn in flat_layers(model)
@@ -146,6 +140,21 @@ def _find_layers(model):
             f"Received: model={model}"
         )
     return layers
+
+
+def trained_norms(layer):
+    """Returns the normalizations in a layer that training updates, or itself.
+
+    Operations that are no layers have none.
+    """
+    layers = [layer]
+    if isinstance(layer, keras.layers.Layer):
+        layers += flat_layers(layer)
+    return [
+        each
+        for each in layers
+        if isinstance(each, keras.layers.BatchNormalization) and each.trainable
+    ]
 
 
 def _check_data(data, steps):

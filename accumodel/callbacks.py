@@ -9,6 +9,7 @@ import keras
 from accumodel._checks import check_accum_steps
 from accumodel._checks import check_accumulates
 from accumodel._keras import flat_layers
+from accumodel.batch_norm import trained_norms
 
 # Batch normalization loses accuracy in smaller batches: Wu and He 2018, "Group
 # Normalization", arXiv 1803.08494, figure 1.
@@ -178,16 +179,12 @@ class EndOfCycle(keras.callbacks.Callback):
             )
 
     def _warn_of_layers(self):
-        layers = [layer for layer in flat_layers(self.model) if layer.trainable]
         sizes = [self._batch_size, self.model.current_micro_batch_size]
         if self.model._accumulation.options.sync_batch_norm:
             # That of the fed batch, which is all there is without cycles.
             sizes = sizes[:1] if self.model.accum_steps > 1 else []
         samples = min((size for size in sizes if size), default=_FEW_SAMPLES)
-        if samples < _FEW_SAMPLES and any(
-            isinstance(layer, keras.layers.BatchNormalization)
-            for layer in layers
-        ):
+        if samples < _FEW_SAMPLES and trained_norms(self.model):
             warnings.warn(
                 "Batch normalization normalizes each micro-batch by itself: "
                 f"its statistics are those of {samples} samples, not "
@@ -198,7 +195,8 @@ class EndOfCycle(keras.callbacks.Callback):
             )
         if any(
             isinstance(layer, keras.layers.SpectralNormalization)
-            for layer in layers
+            and layer.trainable
+            for layer in flat_layers(self.model)
         ):
             warnings.warn(
                 "`SpectralNormalization` changes its kernel in the forward "
