@@ -81,7 +81,6 @@ class Accumulation:
         self.accumulates = options.accumulates or self.overrides(
             "process_gradients"
         )
-        self.retry = None
         self._use_size(options.micro_batch_size)
         if model._gradient_accumulator is not None:
             del model._gradient_accumulator  # what is tracked, too
@@ -147,11 +146,8 @@ class Accumulation:
             self.make_functions_again()
 
     def _use_size(self, value):
-        if value == "auto":
-            self.retry = Retry(self._model)
-            return
-        self.retry = None
-        if value is not None:
+        self.retry = Retry(self._model) if value == "auto" else None
+        if value not in (None, "auto"):
             self.assign_size(value)
 
     def assign_size(self, value):

@@ -59,20 +59,17 @@ class LossLogs:
             x: Nested tensors, the inputs.
         """
         self._is_reported = True
-        tracker, *of_outputs = self._trackers()
+        trackers = self._trackers()
         if loss.shape.rank:  # without a reduction, and logged as a mean
             weight = tf.size(loss)
         loss_weights = self._model._accumulation.loss_weights
-        weights = loss_weights.of_outputs(x, len(of_outputs))
-        for each, divisor in zip(
-            [tracker, *of_outputs], [weight, *weights], strict=True
-        ):
+        weights = loss_weights.of_outputs(x, len(trackers) - 1)
+        for each, divisor in zip(trackers, [weight, *weights], strict=True):
             loss = each.result()
-            is_sum = divisor is None
-            if not is_sum:
+            if divisor is not None:
                 loss *= tf.cast(divisor, loss.dtype)
             each.total.assign(loss)
-            each.count.assign(0 if is_sum else divisor)
+            each.count.assign(0 if divisor is None else divisor)
 
     def take(self):
         """Empties the trackers, and returns what `report` put in them."""

@@ -253,15 +253,10 @@ class Retry:
                 self._save(variable)
 
 
-@contextlib.contextmanager
 def recorded(model):
     """In it, a step assigns only what can be put back, with `"auto"`."""
     retry = model._accumulation.retry
-    if retry is None:
-        yield
-        return
-    with retry.recorded():
-        yield
+    return contextlib.nullcontext() if retry is None else retry.recorded()
 
 
 def _give_up(text, error):

@@ -115,15 +115,6 @@ def nodes_of(graph):
     return nodes
 
 
-def assigns_unrecorded(node):
-    """Whether an operation may assign a variable behind Keras's back."""
-    return (
-        _RECORDED not in node.name
-        and not node.op.startswith(_HARMLESS)
-        and _keras.takes_resource(node.op)
-    )
-
-
 def check_assignments(graph, why):
     """Raises if a graph assigns a variable behind Keras's back.
 
@@ -132,7 +123,11 @@ def check_assignments(graph, why):
         why: String, why that would be wrong.
     """
     for node in nodes_of(graph):
-        if assigns_unrecorded(node):
+        if (
+            _RECORDED not in node.name
+            and not node.op.startswith(_HARMLESS)
+            and _keras.takes_resource(node.op)
+        ):
             raise ValueError(
                 f"{why}, and a `tf.Variable` that it assigns would change "
                 "twice. Make it with `self.add_weight(...)`. Received: the "

@@ -56,18 +56,16 @@ class AccumStepsScheduler(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if isinstance(schedule, Mapping):
+            message = (
+                "The keys of `schedule` must be epochs, integers from 0. "
+                f"Received: schedule={schedule}"
+            )
             for epoch, accum_steps in schedule.items():
                 check_accum_steps(accum_steps)
                 if isinstance(epoch, bool) or not isinstance(epoch, int):
-                    raise TypeError(
-                        "The keys of `schedule` must be epochs, integers from "
-                        f"0. Received: schedule={schedule}"
-                    )
+                    raise TypeError(message)
                 if epoch < 0:
-                    raise ValueError(
-                        "The keys of `schedule` must be epochs, integers from "
-                        f"0. Received: schedule={schedule}"
-                    )
+                    raise ValueError(message)
         elif not callable(schedule):
             raise TypeError(
                 "`schedule` must be a dict from epochs to `accum_steps`, or a "
