@@ -24,9 +24,6 @@ from accumodel.callbacks import with_end_of_cycle
 class Accumulation:
     """The state of a model's accumulation.
 
-    Args:
-        model: The `AccumulatingModel`.
-
     Attributes:
         options: The `Options` of `compile`.
         accumulates: Bool. Whether gradients go through an accumulator. If not,
@@ -57,12 +54,9 @@ class Accumulation:
         self._traced_with: typing.Any = None
 
     def compile(self, behind, args, kwargs):
-        """Compiles the model, and begins anew.
+        """Compiles the model by `behind`, and begins anew.
 
-        Args:
-            behind: Function. The `compile` of Keras, or of another base class.
-            args: Tuple of the positional arguments, which are for `behind`.
-            kwargs: Dict of the keyword arguments, of both.
+        It is the `compile` of Keras, or of another base class.
         """
         model, options = self._model, Options.take_from(kwargs)
         _checks.check_whole_batch(model, options)

@@ -12,10 +12,7 @@ from accumodel._slices import loop
 def collect(run_part, parts, begin=None):
     """Runs all parts. Returns what they make, an array for each tensor.
 
-    Args:
-        run_part: Function of the number of a part.
-        parts: The `Parts`.
-        begin: What to call before, with the graph of a part if there is one.
+    If there is a graph of a part, `begin` is called with it before that.
     """
     made = arrays = None
     if not tf.executing_eagerly():
@@ -76,9 +73,7 @@ def read(i, array):
 def join(samples, array):
     """Returns the rows of all parts, or the sum of scalars.
 
-    Args:
-        samples: Int or `None`. What is known of the number of samples.
-        array: The array.
+    `samples` is what is known of their number, or `None`.
     """
     if not array.element_shape.rank:
         return tf.reduce_sum(array.stack())
@@ -105,11 +100,6 @@ def check_no_pairs(model, parts, outputs):
 
     Such as the similarities of all pairs of samples: those of two parts would
     be missing.
-
-    Args:
-        model: The `AccumulatingModel`.
-        parts: The `Parts` of the fed batch.
-        outputs: Nested tensors, the outputs of all parts.
     """
     sizes: set = {None}
     if tf.executing_eagerly():

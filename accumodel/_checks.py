@@ -105,12 +105,7 @@ def _is_ours(each):
 
 
 def check_can_accumulate(model, options):
-    """Refuses models and strategies that would be wrong.
-
-    Args:
-        model: The `AccumulatingModel`, compiled.
-        options: Its `Options`.
-    """
+    """Refuses models and strategies that would be wrong."""
     strategy = model.distribute_strategy
     check_strategy(strategy, model.steps_per_execution)
     check_train_step(type(model))
@@ -271,7 +266,6 @@ def check_gradients(gradients, variables):
     Args:
         gradients: Iterable of gradients in the order of `variables`, or of
             `(gradient, variable)` pairs, as `optimizer.apply_gradients` takes.
-        variables: List of variables.
     """
     gradients = list(gradients)
     if gradients and all(isinstance(each, tuple) for each in gradients):

@@ -48,11 +48,7 @@ def runs(function: Callable) -> Callable[[_F], _F]:
 
 
 class Wrapping:
-    """A model that calls another one.
-
-    Args:
-        model: The `keras.Model` that it calls.
-    """
+    """A model that calls another one."""
 
     def __init__(self, model, **kwargs):
         super().__init__(**kwargs)
@@ -91,9 +87,7 @@ def in_place_of_keras(cls, args, kwargs, accumulating, functional):
     """In it, the constructor of `keras.Model` makes accumulating models.
 
     Args:
-        cls: The class of the model.
-        args: Tuple, the positional arguments of its constructor.
-        kwargs: Dict, the keyword arguments.
+        cls: The class of the model, whose constructor gets `args`, `kwargs`.
         accumulating: The class `AccumulatingModel`.
         functional: What it becomes if the model is functional.
     """
@@ -265,10 +259,7 @@ def _derived_class(cls, theirs):
 def compile_from_config(model, config, behind):
     """Compiles an accumulating model as a file says.
 
-    Args:
-        model: The accumulating model.
-        config: Dict, what `get_compile_config` returned.
-        behind: The bound method that follows in the order of its bases.
+    Or has `behind` do it, the method that follows in the order of its bases.
     """
     is_keras = behind.__func__ is keras.Model.compile_from_config
     if model._accumulation.overrides("compile") or not is_keras:

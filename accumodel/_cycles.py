@@ -42,9 +42,6 @@ class Cycles:
 
     An accumulator is in an attribute of the model, or in a list, tuple or dict
     that is one.
-
-    Args:
-        model: The `AccumulatingModel`.
     """
 
     def __init__(self, model):
@@ -105,11 +102,7 @@ class Cycles:
             each._forget()
 
     def forget_after(self, error):
-        """Forgets the pending cycles if a step failed, and says so.
-
-        Args:
-            error: What was raised. It gets a note.
-        """
+        """Forgets the pending cycles if a step failed; a note says so."""
         # The end of the data, and Ctrl-C, come between two steps as a rule.
         is_end = isinstance(error, StopIteration | tf.errors.OutOfRangeError)
         is_failure = isinstance(error, Exception) and not is_end

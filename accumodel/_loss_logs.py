@@ -23,11 +23,7 @@ from accumodel._replicas import count_replicas
 
 
 class LossLogs:
-    """The logged losses of one fed batch. It empties the trackers.
-
-    Args:
-        model: The `AccumulatingModel`.
-    """
+    """The logged losses of one fed batch. It empties the trackers."""
 
     def __init__(self, model):
         self._model = model
@@ -53,10 +49,7 @@ class LossLogs:
     def report(self, loss, weight, x):
         """Puts the losses of a micro-batch in the trackers, with their weights.
 
-        Args:
-            loss: Tensor. That of the micro-batch.
-            weight: Scalar, that of the micro-batch, or `None`.
-            x: Nested tensors, the inputs.
+        Of a sum, the weight is `None`.
         """
         self._is_reported = True
         trackers = self._trackers()
@@ -93,8 +86,6 @@ class LossLogs:
         Args:
             logs: Dict of scalars, the logs of the last micro-batch.
             losses: Tensor, the sum of what `take` returned.
-            data: The fed batch.
-            samples: Scalar, the number of its samples.
 
         Returns:
             Dict of scalars, the logs of the fed batch.

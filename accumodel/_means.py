@@ -40,12 +40,7 @@ def is_no_mean(loss):
 
 
 def _kind(tensor, known):
-    """Returns what a tensor is made of.
-
-    Args:
-        tensor: Symbolic tensor.
-        known: Dict of what was found, by names.
-    """
+    """Returns what a tensor is made of; `known` is what was found, by names."""
     op = tensor.op
     if op.name not in known:
         known[op.name] = _UNKNOWN  # a loop

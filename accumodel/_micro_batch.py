@@ -82,12 +82,7 @@ def make_variables(model, step, data):
     """Makes the variables that a step uses, by a trace that is not run.
 
     For steps that cannot make them: inside of a scope that records what is
-    assigned, or of a loop on a replica.
-
-    Args:
-        model: The `AccumulatingModel`.
-        step: Function of a batch.
-        data: A batch, or its specs.
+    assigned, or of a loop on a replica. The data may be the specs of a batch.
     """
     strategy = model.distribute_strategy
     if strategy.num_replicas_in_sync > 1:
@@ -106,12 +101,7 @@ def make_variables(model, step, data):
 
 
 def all_of(model, trains):
-    """Returns a function that uses all variables of a step.
-
-    Args:
-        model: The `AccumulatingModel`.
-        trains: Bool. Whether the step trains, or tests.
-    """
+    """Returns a function that uses all variables of a step."""
     names = ("train_step", "compute_gradients") if trains else ("test_step",)
     for name in names:
         if model._accumulation.overrides(name):

@@ -28,12 +28,7 @@ _OTHER_TARGETS = (
 
 
 class Parts:
-    """The micro-batches of one fed batch.
-
-    Args:
-        model: The `AccumulatingModel`.
-        data: The fed batch.
-    """
+    """The micro-batches of one fed batch."""
 
     def __init__(self, model, data):
         self._model = model
@@ -133,10 +128,7 @@ def count_of_each_replica(data, strategy):
 def _count_samples(data, may_differ):
     """Returns the number of samples; it waits for the data if it is known.
 
-    Args:
-        data: The fed batch.
-        may_differ: Bool. Whether arrays of it may have other lengths, for a
-            custom `slice_data`.
+    For a custom `slice_data`, some arrays of it may have other lengths.
     """
     leaf = first_leaf(data)
     values = tf.nest.flatten(leaf, expand_composites=True)
@@ -169,10 +161,6 @@ def first_leaf(data):
 
 def _check_lengths(leaves, message):
     """Raises unless all leaves hold the same number of samples.
-
-    Args:
-        leaves: What `_leaves` returned.
-        message: String, how the error begins.
 
     Returns:
         List of what checks the lengths that are known only when it runs.

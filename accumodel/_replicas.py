@@ -98,13 +98,8 @@ def check_replica_context(made_under):
 def across_replicas(fn, *args):
     """Calls `fn` once for all replicas, with the values of all.
 
-    Args:
-        fn: What to call. Its arguments are `tf.distribute.DistributedValues`
-            where replicas have values of their own.
-        *args: The values of this replica.
-
-    Returns:
-        What `fn` returns.
+    Its arguments are `tf.distribute.DistributedValues` where replicas have
+    values of their own.
     """
     context = tf.distribute.get_replica_context()
     if not tf.distribute.has_strategy() or context is None:
@@ -146,9 +141,7 @@ def make_sum(shape, dtype, name):
 def sum_over_replicas(values):
     """Returns a list of tensors, each summed over all replicas, in one go.
 
-    Args:
-        values: List of tensors, variables or `None`. Workers pack those of one
-            dtype into one reduction.
+    `None` stays `None`. Workers pack those of one dtype into one reduction.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -224,11 +217,8 @@ def split_over_replicas(batches, strategy):
     """Returns the batches of `train_on_batch` with a part for each replica.
 
     Keras gives each replica the whole batch, which would then weigh as much as
-    there are replicas next to the batches of `fit`.
-
-    Args:
-        batches: Iterator over batches; one of `fit` is returned as it is.
-        strategy: The strategy of the model.
+    there are replicas next to the batches of `fit`, which are returned as they
+    are.
     """
     iterators = (tf.data.Iterator, tf.distribute.DistributedIterator)
     if isinstance(batches, iterators) or strategy.num_replicas_in_sync == 1:

@@ -75,11 +75,7 @@ def is_out_of_memory(error):
 
 
 class Retry:
-    """Runs the steps of a model again when memory runs out.
-
-    Args:
-        model: The `AccumulatingModel`.
-    """
+    """Runs the steps of a model again when memory runs out."""
 
     def __init__(self, model):
         self._model = model
@@ -103,13 +99,7 @@ class Retry:
     def run(self, function, trains, batches):
         """Calls a function that trains or tests, until memory suffices.
 
-        Args:
-            function: That of Keras, which takes an iterator.
-            trains: Bool. Whether it trains.
-            batches: Iterator over batches. What it raises is not retried.
-
-        Returns:
-            Dict of scalars, the logs of the last batch.
+        Returns the logs of the last batch. What `batches` raise is not retried.
         """
         self._trace(function, trains, batches)
         logs = None

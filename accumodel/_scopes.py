@@ -96,8 +96,7 @@ class States:
 def random_state(new=None):
     """Returns the states of Python's and of NumPy's random numbers.
 
-    Args:
-        new: What to set them to, if not `None`.
+    And then sets them to `new`, if it is given.
     """
     state = random.getstate(), np.random.get_state()
     if new is not None:
@@ -118,9 +117,7 @@ def nodes_of(graph):
 def check_assignments(graph, why):
     """Raises if a graph assigns a variable behind Keras's back.
 
-    Args:
-        graph: The graph of a step.
-        why: String, why that would be wrong.
+    The error begins with `why` that would be wrong.
     """
     for node in nodes_of(graph):
         if (
@@ -138,11 +135,8 @@ def check_assignments(graph, why):
 class Recorder(keras.StatelessScope):
     """In it, variables of Keras are read and assigned as without it.
 
-    Args:
-        record: Function. It is called with each variable that is about to be
-            assigned.
-
-    What stands in `state_mapping` is read instead of the variable.
+    But `record` is called with each variable that is about to be assigned, and
+    what stands in `state_mapping` is read instead of the variable.
     """
 
     def __init__(self, record):

@@ -22,11 +22,7 @@ from accumodel._parts import Parts
 def make_step(model, function, fed_batch=None, losses=None):
     """Returns a function that runs `function` as a step of a micro-batch.
 
-    Args:
-        model: The `AccumulatingModel`.
-        function: Function of a micro-batch, such as a `train_step`.
-        fed_batch: The `FedBatch`, see `Step`.
-        losses: The `LossLogs`, see `Step`.
+    See `Step` for the other arguments.
     """
     is_compiled = model.jit_compile and _xla.can_compile(
         model.distribute_strategy
@@ -64,16 +60,9 @@ def make_step(model, function, fed_batch=None, losses=None):
 
 
 def run(model, function, data, fed_batch=None):
-    """Calls a function with each micro-batch of a fed batch.
+    """Calls a `train_step` or `test_step` with each micro-batch of a fed batch.
 
-    Args:
-        model: The `AccumulatingModel`.
-        function: A `train_step` or `test_step`.
-        data: The fed batch.
-        fed_batch: The `FedBatch`, see `Step`. `None` if nothing trains.
-
-    Returns:
-        Dict of scalars, the logs of the fed batch.
+    Returns its logs. If nothing trains, `fed_batch` is `None`.
     """
     if model.micro_batch_size is None:
         return make_step(model, function, fed_batch)(data)
@@ -137,14 +126,13 @@ def _make_trackers(model, data, trains):
 def loop(body, parts, state):
     """Runs all micro-batches, each when the one before is done.
 
+    Returns the last state.
+
     Args:
         body: Function of the number of a micro-batch and the state. Returns the
             next state.
         parts: Scalar int64 tensor, the number of micro-batches.
         state: Tuple of nested tensors or `tf.TensorArray`s.
-
-    Returns:
-        The last state.
     """
     if tf.executing_eagerly():
         for i in range(int(parts)):

@@ -98,16 +98,7 @@ class WholeModel:
 
 
 def train(model, fed_batch, data):
-    """Trains on one fed batch, and leaves its end to the caller.
-
-    Args:
-        model: The `AccumulatingModel`.
-        fed_batch: The `FedBatch`.
-        data: Its data.
-
-    Returns:
-        Dict of scalars, the logs.
-    """
+    """Trains on one fed batch, which the caller ends. Returns the logs."""
     stages = [WholeModel(model)]
     if model._accumulation.cuts_at_norms():
         stages = _sync_batch_norm.cut(model)
@@ -152,9 +143,6 @@ class _Pass:
     """One stage in one step.
 
     Args:
-        model: The `AccumulatingModel`.
-        stage: The stage.
-        parts: The `Parts` of the fed batch.
         kept: Dict of what stages keep, by its place.
         statistics: Dict of what normalizations need, by the id of their call.
             This stage adds to both dicts.
@@ -249,7 +237,6 @@ class _Pass:
             by_kept: Dict of arrays, the gradients by what stages keep.
             by_statistics: Dict of the gradients by the statistics. This stage
                 takes from both dicts, and adds to them.
-            adder: The `_Adder`.
         """
         stage = self.stage
         kept = [by_kept.pop(place, None) for place in stage.keeps]
@@ -311,12 +298,7 @@ class _Pass:
 
 
 class _Adder:
-    """Adds gradients of the variables to the sums.
-
-    Args:
-        model: The `AccumulatingModel`.
-        fed_batch: The `FedBatch`.
-        weight: Its weight.
+    """Adds gradients of the variables to the sums, times a fed batch's weight.
 
     Attributes:
         has_begun: Bool. Whether a stage has added some.
@@ -369,7 +351,6 @@ def _backward(passes, cache, adder):
     Args:
         passes: List of each `_Pass`. It is emptied, to free what they hold.
         cache: List of the gradients by the flat outputs and by all losses.
-        adder: The `_Adder`.
     """
     parts = passes[-1]._parts
     readers = _arrays.map_present(functools.partial(_part_of, parts), cache)
@@ -550,14 +531,7 @@ def _compute_loss(model, states, x, y, sample_weight, whole, training):
 
 
 def _check_outputs(model, outputs, losses, part):
-    """Raises unless the outputs of a part can be joined and cut.
-
-    Args:
-        model: The `AccumulatingModel`.
-        outputs: Nested tensors, the outputs.
-        losses: List of what `add_loss` was given.
-        part: The data of the part, or `None`.
-    """
+    """Raises unless the outputs and added losses can be joined and cut."""
     samples = tf.TensorShape([None])
     if part is not None:
         samples = tf.TensorShape(first_leaf(part).shape)[:1]

@@ -51,7 +51,6 @@ def add(total, gradient, variable, scale, is_first):
         total: The sum, a variable.
         gradient: Tensor, `tf.IndexedSlices` or `None`.
         variable: The variable that it is the gradient of.
-        scale: Scalar tensor.
         is_first: Bool. Whether it begins the sum.
     """
     dtype = total.dtype
@@ -85,12 +84,7 @@ def add(total, gradient, variable, scale, is_first):
 def select(total, gradient, variable, scale, is_first):
     """Adds a dense gradient as `add` does, where XLA fuses it.
 
-    Args:
-        total: The sum, a variable.
-        gradient: Tensor.
-        variable: The variable that it is the gradient of.
-        scale: Scalar tensor.
-        is_first: Scalar bool tensor. Whether it begins the sum.
+    But `is_first` is a tensor.
     """
     # A scalar zero: XLA would store one of the shape as a constant.
     before = tf.where(is_first, tf.zeros((), total.dtype), total)
@@ -106,7 +100,6 @@ def add_each(triples, scale, is_first, may_begin, is_adding):
 
     Args:
         triples: List of what `add` takes: a sum, a gradient, a variable.
-        scale: Scalar tensor.
         is_first: Scalar bool tensor. Whether they begin the sums.
         may_begin: Bool. If not, they are left out if they are the first.
         is_adding: Variable. What assigns to it next waits for all of this.

@@ -303,9 +303,7 @@ def _measure(call, values):
 def join(call, moments):
     """Returns the mean and the variance of the batch, a tensor of two rows.
 
-    Args:
-        call: The `_Call` of a normalization.
-        moments: What `_measure` returns, of all micro-batches in a stack.
+    Made of what `_measure` returns for all micro-batches, in a stack.
     """
     counts, means, squares, *fuzz = tf.unstack(moments, axis=1)
     replicas = tf.distribute.get_replica_context()

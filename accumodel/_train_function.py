@@ -39,12 +39,7 @@ from accumodel._cycles import build_optimizer
 
 
 def make_train_function(model, make):
-    """Makes `model.train_function`.
-
-    Args:
-        model: The `AccumulatingModel`.
-        make: Function. Keras's `make_train_function`.
-    """
+    """Makes `model.train_function`; `make` is Keras's method of this name."""
     state = model._accumulation
     if state.accumulates or state.cycles.accumulators():
         _make_accumulating(model, make)
@@ -102,12 +97,9 @@ def _make_accumulating(model, make):
 
 
 def _wrap(model, name, trains):
-    """Lets a function try again when memory runs out, or make variables first.
+    """Lets the function of this name try again when memory runs out.
 
-    Args:
-        model: The `AccumulatingModel`.
-        name: String, the attribute that holds the function.
-        trains: Bool. Whether it trains, or tests.
+    Or make variables first.
     """
     function = getattr(model, name)
     state = model._accumulation

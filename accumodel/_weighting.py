@@ -51,11 +51,7 @@ class Divisor(typing.NamedTuple):
 
 
 class LossWeights:
-    """Finds the weights of a model's micro-batches, while it computes losses.
-
-    Args:
-        model: The `AccumulatingModel`.
-    """
+    """Finds the weights of micro-batches, while a model computes losses."""
 
     def __init__(self, model):
         self._model = model
@@ -84,15 +80,11 @@ class LossWeights:
     def weight(self, x, overridden):
         """Returns the weight of the micro-batch that was last computed.
 
+        `None` if the loss is a sum. Raises if no weight can be right.
+
         Args:
             x: Nested tensors, the inputs of the micro-batch.
             overridden: Bool. Whether the model has a custom `compute_loss`.
-
-        Returns:
-            A scalar tensor, or `None` if the loss is a sum.
-
-        Raises:
-            ValueError: If no weight can be right.
         """
         step = current_step()
         reductions = None if step is None else step.reductions
@@ -148,9 +140,7 @@ class LossWeights:
     def of_outputs(self, x, outputs):
         """Returns the weight of each output's logged loss, `None` for a sum.
 
-        Args:
-            x: Nested tensors, the inputs of the micro-batch.
-            outputs: Int. The number of outputs with a loss.
+        `outputs` is the number of outputs with a loss.
         """
         samples = count_samples(x)
         reductions = current_step().reductions or []

@@ -29,13 +29,7 @@ def can_compile(strategy):
 
 
 def compile_update(update, sums, jit_compile):
-    """Returns the update as a `tf.function`.
-
-    Args:
-        update: Function without arguments.
-        sums: List of the variables that it reads.
-        jit_compile: Bool, `"auto"` or `None`, see `GradientAccumulator`.
-    """
+    """Returns the update as a `tf.function`, which reads the `sums`."""
     compiled = tf.function(update, jit_compile=True, autograph=False)
     if jit_compile is True or (
         jit_compile == "auto" and pays_to_compile(compiled, sums)

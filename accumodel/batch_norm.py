@@ -241,11 +241,7 @@ class _ProgressBar(keras.callbacks.ProgbarLogger):
 
 
 class _Population:
-    """All inputs of one layer, and the statistics that they give it.
-
-    Args:
-        layer: The `keras.layers.BatchNormalization`.
-    """
+    """All inputs of one layer, and the statistics that they give it."""
 
     def __init__(self, layer):
         self._layer = layer

@@ -229,13 +229,7 @@ _FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks")
 def with_end_of_cycle(args, kwargs):
     """Puts `EndOfCycle` in front of the callbacks of a call to `fit`.
 
-    Args:
-        args: Tuple of its positional arguments.
-        kwargs: Dict of its keyword arguments.
-
-    Returns:
-        Tuple of a dict of the arguments by name, and the new `args` and
-        `kwargs`.
+    Returns a dict of its arguments by name, and the new `args` and `kwargs`.
     """
     given = dict(zip(_FIT, args, strict=False)) | kwargs
     callbacks = given.get("callbacks")

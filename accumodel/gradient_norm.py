@@ -99,7 +99,6 @@ def process(function, gradients, variables, scale):
     Args:
         function: The function.
         gradients: List of tensors or `None`.
-        variables: List, their variables.
         scale: Scalar, what a `LossScaleOptimizer` scaled the loss by.
 
     Returns:

@@ -217,11 +217,7 @@ class Estimate(typing.NamedTuple):
 
 
 class Meter:
-    """Measures how much the micro-batches of each cycle differ.
-
-    Args:
-        strategy: The `tf.distribute` strategy of the model.
-    """
+    """Measures how much the micro-batches of each cycle differ."""
 
     def __init__(self, strategy):
         with scope_of(strategy):
@@ -235,11 +231,7 @@ class Meter:
             self._decay = tf.Variable(0.0, trainable=False, dtype=tf.float64)
 
     def begin(self, decay):
-        """Forgets what was measured.
-
-        Args:
-            decay: Float, see `GradientNoiseScale`.
-        """
+        """Forgets what was measured."""
         self._averages.assign(tf.zeros(9, tf.float64))
         self._decay.assign(decay)
 
@@ -248,7 +240,6 @@ class Meter:
 
         Args:
             gradients: List of tensors, `tf.IndexedSlices` or `None`.
-            variables: List, their variables.
             weight: Scalar, or `None` if the loss is a sum.
             is_first: Scalar bool tensor. Whether it is the first of its cycle.
             amount: Scalar tensor. 0 if it is left out, with zeros as gradients,
