@@ -108,8 +108,8 @@ def add_each(triples, scale, is_first, may_begin, is_adding):
     @recorded()
     def add_all(is_first):
         is_adding.assign_add(0.0)
-        for each in triples:
-            add(*each, scale, is_first)
+        for total, gradient, variable in triples:
+            add(total, gradient, variable, scale, is_first)
 
     begin = add_all if may_begin else (lambda is_first: None)
     with tf.control_dependencies([is_first]):
