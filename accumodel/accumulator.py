@@ -53,8 +53,8 @@ from accumodel._replicas import without_empty
 from accumodel._scopes import recorded
 from accumodel._xla import compile_update
 from accumodel.gradient_norm import add_norm
-from accumodel.gradient_norm import norm_of
 from accumodel.gradient_norm import process
+from accumodel.noise_scale import squared_norm_of_all
 
 
 class _Untracked:
@@ -451,7 +451,8 @@ class GradientAccumulator(tf.Module):
         factor = 1 / _sums.make_divisor(totals[0], totals[1])
         norm = None
         if self._untracked.norms is not None:
-            norm = norm_of(sums, self.variables) * tf.cast(factor, tf.float64)
+            norm = tf.sqrt(squared_norm_of_all(sums, self.variables))
+            norm *= tf.cast(factor, tf.float64)
             norm /= tf.cast(self._loss_scale(), tf.float64)
         gradients = (
             _sums.multiply(total, factor, variable)

@@ -9,7 +9,6 @@ from accumodel._checks import check_accumulates
 from accumodel._checks import check_model_accumulates
 from accumodel._checks import overwrites
 from accumodel._replicas import scope_of
-from accumodel.noise_scale import squared_norm
 
 
 class GradientNorm(keras.callbacks.Callback):
@@ -75,16 +74,6 @@ class GradientNorm(keras.callbacks.Callback):
         if logs is not None:
             mean = float(total / updates) if updates else math.nan
             logs["gradient_norm"] = mean
-
-
-def norm_of(gradients, variables):
-    """Returns the norm of all gradients that there are, in float64."""
-    squares = [
-        squared_norm(gradient)
-        for gradient, variable in zip(gradients, variables, strict=True)
-        if gradient is not None and not overwrites(variable)
-    ]
-    return tf.sqrt(tf.add_n(squares))
 
 
 def add_norm(norms, norm):

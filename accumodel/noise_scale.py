@@ -247,13 +247,7 @@ class Meter:
         """
         x, *_ = keras.utils.unpack_x_y_sample_weight(current_step().data)
         samples = tf.cast(count_samples(x), tf.float64)
-        square = tf.add_n(
-            [
-                squared_norm(gradient)
-                for gradient, variable in zip(gradients, variables, strict=True)
-                if gradient is not None and not overwrites(variable)
-            ]
-        )
+        square = squared_norm_of_all(gradients, variables)
         if weight is None:  # the gradient of a sum, and not of a mean
             weight, square = samples, tf.math.divide_no_nan(square, samples)
         else:
@@ -294,31 +288,17 @@ class Meter:
     def average(self, values):
         """Averages a cycle into those before, once for all replicas."""
         variance, squared, samples, n = tf.unstack(values)
-        new = tf.stack(
-            [
-                tf.ones((), tf.float64),
-                variance,
-                squared,
-                variance**2,
-                variance * squared,
-                squared**2,
-                samples,
-                n,
-            ]
-        )
+        products = [variance**2, variance * squared, squared**2]
+        one = tf.ones((), tf.float64)
+        new = tf.stack([one, variance, squared, *products, samples, n])
         decay = self._decay
         *old, weights = tf.unstack(self._averages)
         averages = decay * tf.stack(old) + (1 - decay) * new
         weights = decay**2 * weights + (1 - decay) ** 2
         # One gradient that is not finite would stay in the average for good.
         is_finite = tf.reduce_all(tf.math.is_finite(new))
-        self._averages.assign(
-            tf.where(
-                is_finite,
-                tf.concat([averages, [weights]], 0),
-                self._averages,
-            )
-        )
+        averages = tf.concat([averages, [weights]], 0)
+        self._averages.assign(tf.where(is_finite, averages, self._averages))
 
     def estimate(self):
         """Returns the `Estimate`, with `nan` for what is not known."""
@@ -348,6 +328,17 @@ class Meter:
         unit = float(samples / n)
         value = float(s / g)
         return Estimate(value * unit, low * unit, high * unit, samples)
+
+
+def squared_norm_of_all(gradients, variables):
+    """Returns the squared norm of all gradients that there are, in float64."""
+    return tf.add_n(
+        [
+            squared_norm(gradient)
+            for gradient, variable in zip(gradients, variables, strict=True)
+            if gradient is not None and not overwrites(variable)
+        ]
+    )
 
 
 def squared_norm(gradient):
