@@ -262,6 +262,19 @@ def is_built(model):
     return all(layer.built for layer in [model, *flat_layers(model)])
 
 
+@contextlib.contextmanager
+def replaced(instance, name, value):
+    """While it is open, an attribute of an instance or module is replaced."""
+    attributes = vars(instance)
+    before = {key: attributes[key] for key in (name,) if key in attributes}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(before)
+
+
 # -- several replicas ----------------------------------------------------------
 
 
@@ -292,13 +305,12 @@ def without_own_reduction(optimizers):
     for optimizer in optimizers:
         if not hasattr(optimizer, "_all_reduce_sum_gradients"):
             _refuse_reduction(optimizer)
-    for optimizer in optimizers:
-        optimizer._all_reduce_sum_gradients = take
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            del optimizer._all_reduce_sum_gradients
+            stack.enter_context(
+                replaced(optimizer, "_all_reduce_sum_gradients", take)
+            )
+        yield
     if optimizers and not calls:
         _refuse_reduction(optimizers[0])
 
@@ -340,7 +352,6 @@ def with_local_logs(function):
     trainer: typing.Any = importlib.import_module(
         "keras.src.backend.tensorflow.trainer"
     )
-    reduce_per_replica = trainer.reduce_per_replica
 
     def take_local(values, strategy, reduction):
         return keras.tree.map_structure(
@@ -353,10 +364,7 @@ def with_local_logs(function):
     @functools.wraps(function)
     def wrapped(iterator):
         # Looked up by Keras while it traces.
-        trainer.reduce_per_replica = take_local
-        try:
+        with replaced(trainer, "reduce_per_replica", take_local):
             return function(iterator)
-        finally:
-            trainer.reduce_per_replica = reduce_per_replica
 
     return wrapped

@@ -169,13 +169,10 @@ def _instead_of(model, name, step):
 
     And it does not compile it.
     """
-    before = {key: vars(model)[key] for key in (name,) if key in vars(model)}
     jit_compile = model.jit_compile
-    model.__dict__[name] = step
     model.jit_compile = False
     try:
-        yield
+        with _keras.replaced(model, name, step):
+            yield
     finally:
         model.jit_compile = jit_compile
-        del model.__dict__[name]
-        model.__dict__.update(before)

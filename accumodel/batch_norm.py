@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from accumodel._checks import check_steps
 from accumodel._keras import flat_layers
+from accumodel._keras import replaced
 
 
 def recalibrate_batch_norm(model, data, steps=None, verbose="auto"):
@@ -262,10 +263,8 @@ class _Population:
             (self._layer.moving_variance, self._variance),
         ]
 
-    @contextlib.contextmanager
     def collected(self):
-        """While it is open, the inputs of the layer are counted."""
-        before = vars(self._layer).get("call")
+        """Returns a scope in which the inputs of the layer are counted."""
         call = self._layer.call
 
         def collect_and_call(inputs, *args, mask=None, **kwargs):
@@ -274,13 +273,7 @@ class _Population:
                 kwargs["mask"] = mask
             return call(inputs, *args, **kwargs)
 
-        self._layer.call = collect_and_call
-        try:
-            yield
-        finally:
-            del self._layer.call
-            if before is not None:
-                self._layer.call = before
+        return replaced(self._layer, "call", collect_and_call)
 
     def _add(self, inputs, mask):
         """Adds a batch, by Chan's update: no square of a mean is subtracted."""

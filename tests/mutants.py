@@ -446,8 +446,8 @@ MUTANTS = [
     ),
     Mutant(
         "a step of the instance is forgotten",
-        "_train_function.py",
-        "        model.__dict__.update(before)\n",
+        "_keras.py",
+        "        attributes.update(before)\n",
         "",
         "test_slices.py",
     ),
