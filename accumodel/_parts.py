@@ -51,11 +51,6 @@ class Parts:
             tf.cast(end - begin, tf.float64), tf.cast(self.samples, tf.float64)
         )
 
-    def rows(self, i, values):
-        """Returns those of the i-th, given those of all samples."""
-        begin, end = self.bounds(i)
-        return values[begin:end]
-
     def data_of(self, i):
         """Returns the data of the i-th."""
         with on_host():

@@ -370,7 +370,7 @@ def _backward(passes, cache, adder):
 def _part_of(parts, gradient):
     """Returns what returns the gradient by a part."""
     if gradient.shape.rank:
-        return lambda i: parts.rows(i, gradient)
+        return lambda i: gradient[slice(*parts.bounds(i))]
     return lambda i: _scale(gradient, parts.share(i))
 
 
