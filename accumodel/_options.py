@@ -7,8 +7,6 @@ from accumodel._checks import check_accum_steps
 from accumodel._checks import check_micro_batch_size
 from accumodel._checks import check_remainder
 
-type_of_size = int | typing.Literal["auto"] | None
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -20,7 +18,7 @@ class Options:
     """
 
     accum_steps: int = 1
-    micro_batch_size: type_of_size = None
+    micro_batch_size: int | typing.Literal["auto"] | None = None
     gradient_cache: bool = False
     sync_batch_norm: bool = False
     remainder: str = "apply"

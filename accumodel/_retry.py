@@ -223,10 +223,6 @@ class Retry:
 
     # -- in the step -----------------------------------------------------------
 
-    def recorded(self):
-        """Returns a scope in which assignments are recorded, to be undone."""
-        return Recorder(self._record)
-
     def check(self, graph):
         """Raises if a step assigns what cannot be put back."""
         check_assignments(
@@ -246,7 +242,9 @@ class Retry:
 def recorded(model):
     """In it, a step assigns only what can be put back, with `"auto"`."""
     retry = model._accumulation.retry
-    return contextlib.nullcontext() if retry is None else retry.recorded()
+    if retry is None:
+        return contextlib.nullcontext()
+    return Recorder(retry._record)
 
 
 def _give_up(text, error):

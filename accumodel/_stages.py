@@ -535,12 +535,14 @@ def _check_outputs(model, outputs, losses, part):
     samples = tf.TensorShape([None])
     if part is not None:
         samples = tf.TensorShape(first_leaf(part).shape)[:1]
-    named = {
-        "output" + "".join(f"[{key!r}]" for key in path): output
+    named = [
+        ("output" + "".join(f"[{key!r}]" for key in path), output)
         for path, output in keras.tree.flatten_with_path(outputs)
         if output is not None
-    }
-    for name, output in named.items():
+    ]
+    vectors = [each for each in losses if each.shape.rank]
+    named += [("a loss of `add_loss`", each) for each in vectors]
+    for name, output in named:
         if not isinstance(output, tf.Tensor):
             raise ValueError(
                 f"With `{_option(model)}=True`, the outputs of the model must "
@@ -548,9 +550,6 @@ def _check_outputs(model, outputs, losses, part):
                 f"`to_tensor()` or `tf.sparse.to_dense`. Received: {name} of "
                 f"type {type(output).__name__}"
             )
-    vectors = [loss for loss in losses if loss.shape.rank]
-    added = [("a loss of `add_loss`", loss) for loss in vectors]
-    for name, output in [*named.items(), *added]:
         # In a graph, the number of samples in a part is not known.
         if output.shape.rank is None or (
             output.shape[:1].as_list() != samples.as_list()

@@ -268,16 +268,6 @@ def _moving(layer):
     return layer.moving_mean, layer.moving_variance
 
 
-def _inputs_of(call, values):
-    args, kwargs = call.fill_in(values)
-    signature = inspect.signature(call.operation.call)
-    given = signature.bind(*args, **kwargs).arguments
-    mask = given.get("mask")
-    if mask is None:
-        mask = _keras.mask_of(given["inputs"])
-    return given["inputs"], mask
-
-
 def _measure(call, values):
     """Returns the moments of a micro-batch, a tensor of rows.
 
@@ -286,7 +276,11 @@ def _measure(call, values):
     the number of elements then.
     """
     layer = call.operation
-    inputs, mask = _inputs_of(call, values)
+    args, kwargs = call.fill_in(values)
+    given = inspect.signature(layer.call).bind(*args, **kwargs).arguments
+    inputs, mask = given["inputs"], given.get("mask")
+    if mask is None:
+        mask = _keras.mask_of(inputs)
     # As the layer casts them.
     inputs = layer.dtype_policy.convert_input(
         inputs, layer.autocast, layer.input_dtype
