@@ -173,7 +173,8 @@ def check_accumulates(model, callback):
 
 
 def check_model_accumulates(model, callback):
-    """Raises if a `train_step` has accumulators that the model knows not of."""
+    """Raises unless `model` accumulates, by its own accumulator alone."""
+    check_accumulates(model, callback)
     accumulators = model._accumulation.cycles.accumulators().values()
     if {*accumulators} - {model._gradient_accumulator}:
         raise ValueError(

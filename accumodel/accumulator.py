@@ -532,9 +532,7 @@ class GradientAccumulator(tf.Module):
     def _update(self, expected):
         """Updates the variables that got a gradient in this cycle.
 
-        Args:
-            expected: Tuple of bools, which variables these probably are. A
-                graph has one update for these, and one for all variables.
+        A graph has an update for those expected, and one for all variables.
         """
         if tf.executing_eagerly():
             self._update_variables(tuple(self._given.numpy().tolist()))

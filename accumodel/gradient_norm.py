@@ -5,7 +5,6 @@ import math
 import keras
 import tensorflow as tf
 
-from accumodel._checks import check_accumulates
 from accumodel._checks import check_model_accumulates
 from accumodel._checks import overwrites
 from accumodel._replicas import scope_of
@@ -46,7 +45,6 @@ class GradientNorm(keras.callbacks.Callback):
     _needs_norm = True
 
     def on_train_begin(self, logs=None):
-        check_accumulates(self.model, self)
         check_model_accumulates(self.model, self)
         state = self.model._accumulation
         if state.norms is None:

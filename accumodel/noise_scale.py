@@ -21,7 +21,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._checks import check_accumulates
 from accumodel._checks import check_model_accumulates
 from accumodel._checks import overwrites
 from accumodel._context import current_step
@@ -98,7 +97,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         model = self.model
-        check_accumulates(model, self)
+        check_model_accumulates(model, self)
         if model._accumulation.joins_outputs():
             raise ValueError(
                 "`GradientNoiseScale` cannot be used with "
@@ -106,7 +105,6 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 "of a micro-batch depends on all others there, and is no "
                 "sample of the gradient. Remove one of them."
             )
-        check_model_accumulates(model, self)
         if model._accumulation.meter is None:
             model._accumulation.meter = Meter(model.distribute_strategy)
         self._meter = model._accumulation.meter
