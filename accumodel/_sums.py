@@ -1,4 +1,4 @@
-"""The sum of the gradients of one variable: make it, add to it, divide it."""
+"""The sums of the gradients: make, add, divide, measure and process them."""
 
 import tensorflow as tf
 
@@ -197,3 +197,95 @@ def all_finite(gradients, weight):
     return tf.reduce_all(
         [tf.reduce_all(tf.math.is_finite(value)) for value in values]
     )
+
+
+def squared_norm(gradients, variables):
+    """Returns the squared norm of all gradients that there are, in float64."""
+    return tf.add_n(
+        [
+            _squared_norm(gradient)
+            for gradient, variable in zip(gradients, variables, strict=True)
+            if gradient is not None and not overwrites(variable)
+        ]
+    )
+
+
+def _squared_norm(gradient):
+    """Returns the squared norm of a gradient, in float64."""
+    if isinstance(gradient, tf.IndexedSlices):
+        # A row may be in it several times.
+        rows, places = tf.unique(gradient.indices)
+        gradient = tf.math.unsorted_segment_sum(
+            gradient.values, places, tf.size(rows)
+        )
+    if gradient.dtype in (tf.float16, tf.bfloat16):
+        gradient = tf.cast(gradient, tf.float32)
+    return tf.cast(2 * tf.nn.l2_loss(gradient), tf.float64)
+
+
+def add_norm(norms, norm):
+    """Adds the norm of an update, once for all replicas."""
+    _, total, updates = tf.unstack(norms)
+    norms.assign(tf.stack([norm, total + norm, updates + 1]))
+
+
+def process(function, gradients, variables, scale):
+    """Calls a `process_gradients`.
+
+    Args:
+        function: The function.
+        gradients: List of tensors or `None`.
+        scale: Scalar, what a `LossScaleOptimizer` scaled the loss by.
+
+    Returns:
+        Tuple `(gradients, keep)` of what is passed to the optimizer, once all
+        of it is there, and a bool, or a tensor of one, whether it is.
+    """
+    given = [
+        None
+        if gradient is None or overwrites(variable)
+        else gradient / tf.cast(scale, gradient.dtype)
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+    returned = function(list(given))
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    processed, keep = returned if is_pair else (returned, True)
+    if (
+        not isinstance(processed, list)
+        or len(processed) != len(variables)
+        or tf.convert_to_tensor(keep).dtype != tf.bool
+    ):
+        raise ValueError(
+            "`process_gradients` must return a list with a gradient or `None` "
+            f"for each of the {len(variables)} trainable variables, or a tuple "
+            "of such a list and a bool, whether to make the update. "
+            f"Received: {returned}"
+        )
+    for new, variable in zip(processed, variables, strict=True):
+        if new is None:
+            continue
+        shape = tf.convert_to_tensor(new).shape
+        if not shape.is_compatible_with(variable.shape):
+            raise ValueError(
+                "`process_gradients` must return gradients of the shapes of "
+                f"the variables, {tuple(variable.shape)} for "
+                f"'{variable.name}'. Received: a gradient of shape {shape}"
+            )
+    if keep is not True and tf.distribute.has_strategy():
+        raise ValueError(
+            "`process_gradients` cannot leave out an update under a "
+            "`tf.distribute` strategy, where replicas meet in it. Return a "
+            f"list. Received: {tf.distribute.get_strategy()}"
+        )
+    result = [
+        gradient
+        if overwrites(variable)
+        else new
+        if new is None
+        else tf.cast(new, variable.dtype) * tf.cast(scale, variable.dtype)
+        for gradient, new, variable in zip(
+            gradients, processed, variables, strict=True
+        )
+    ]
+    # No weight moves unless all of them could be computed.
+    return tf.tuple(result), keep

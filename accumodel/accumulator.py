@@ -52,9 +52,6 @@ from accumodel._replicas import sum_over_replicas
 from accumodel._replicas import without_empty
 from accumodel._scopes import recorded
 from accumodel._xla import compile_update
-from accumodel.gradient_norm import add_norm
-from accumodel.gradient_norm import process
-from accumodel.noise_scale import squared_norm_of_all
 
 
 class _Untracked:
@@ -446,12 +443,14 @@ class GradientAccumulator(tf.Module):
         totals = tf.cast(self._totals, widest)
         totals, measured, *sums = sum_over_replicas([totals, measured, *sums])
         if meter is not None:
-            measured = meter.measure(measured, totals, sums, self.optimizer)
+            measured = meter.measure(
+                measured, totals, sums, self.variables, self.optimizer
+            )
         # Not a division of each sum: XLA would store all quotients at once.
         factor = 1 / _sums.make_divisor(totals[0], totals[1])
         norm = None
         if self._untracked.norms is not None:
-            norm = tf.sqrt(squared_norm_of_all(sums, self.variables))
+            norm = tf.sqrt(_sums.squared_norm(sums, self.variables))
             norm *= tf.cast(factor, tf.float64)
             norm /= tf.cast(self._loss_scale(), tf.float64)
         gradients = (
@@ -475,7 +474,7 @@ class GradientAccumulator(tf.Module):
         """Passes gradients to the optimizer, as `process_gradients` says."""
         keep = True
         if self._process_gradients is not None:
-            gradients, keep = process(
+            gradients, keep = _sums.process(
                 self._process_gradients,
                 list(gradients),
                 self.variables,
@@ -579,7 +578,7 @@ class GradientAccumulator(tf.Module):
         with without_own_reduction(with_inner_optimizers(self.optimizer)):
             measured, norm = on_each_replica(self._apply_gradients, present)
         if self._untracked.norms is not None:
-            add_norm(self._untracked.norms, local_results(norm)[0])
+            _sums.add_norm(self._untracked.norms, local_results(norm)[0])
         if self._untracked.meter is not None:
             self._untracked.meter.average(local_results(measured)[0])
         # Not before all weights have moved: after an error, a full cycle that

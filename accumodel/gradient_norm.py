@@ -1,4 +1,4 @@
-"""The hook of an update, and the norm of the gradient that it is given."""
+"""`GradientNorm`: logs the norm of the gradient of the effective batch."""
 
 import math
 
@@ -6,7 +6,6 @@ import keras
 import tensorflow as tf
 
 from accumodel._checks import check_model_accumulates
-from accumodel._checks import overwrites
 from accumodel._replicas import scope_of
 
 
@@ -72,57 +71,3 @@ class GradientNorm(keras.callbacks.Callback):
         if logs is not None:
             mean = float(total / updates) if updates else math.nan
             logs["gradient_norm"] = mean
-
-
-def add_norm(norms, norm):
-    """Adds the norm of an update, once for all replicas."""
-    _, total, updates = tf.unstack(norms)
-    norms.assign(tf.stack([norm, total + norm, updates + 1]))
-
-
-def process(function, gradients, variables, scale):
-    """Calls a `process_gradients`.
-
-    Args:
-        function: The function.
-        gradients: List of tensors or `None`.
-        scale: Scalar, what a `LossScaleOptimizer` scaled the loss by.
-
-    Returns:
-        Tuple `(gradients, keep)` of what is passed to the optimizer, once all
-        of it is there, and a bool, or a tensor of one, whether it is.
-    """
-    given = [
-        None
-        if gradient is None or overwrites(variable)
-        else gradient / tf.cast(scale, gradient.dtype)
-        for gradient, variable in zip(gradients, variables, strict=True)
-    ]
-    processed, keep = function(list(given)), True
-    if isinstance(processed, tuple):
-        processed, keep = processed
-    if not isinstance(processed, list) or len(processed) != len(variables):
-        raise ValueError(
-            "`process_gradients` must return a list with a gradient or `None` "
-            f"for each of the {len(variables)} trainable variables, or a tuple "
-            "of such a list and a bool, whether to make the update. "
-            f"Received: {processed}"
-        )
-    if keep is not True and tf.distribute.has_strategy():
-        raise ValueError(
-            "`process_gradients` cannot leave out an update under a "
-            "`tf.distribute` strategy, where replicas meet in it. Return a "
-            f"list. Received: {tf.distribute.get_strategy()}"
-        )
-    result = [
-        gradient
-        if overwrites(variable)
-        else new
-        if new is None
-        else tf.cast(new, variable.dtype) * tf.cast(scale, variable.dtype)
-        for gradient, new, variable in zip(
-            gradients, processed, variables, strict=True
-        )
-    ]
-    # No weight moves unless all of them could be computed.
-    return tf.tuple(result), keep

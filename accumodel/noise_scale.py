@@ -22,11 +22,11 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._checks import check_model_accumulates
-from accumodel._checks import overwrites
 from accumodel._context import current_step
 from accumodel._replicas import count_replicas
 from accumodel._replicas import make_sum
 from accumodel._replicas import scope_of
+from accumodel._sums import squared_norm
 from accumodel._weighting import count_samples
 
 # A micro-batch in which nothing counts weighs less than this.
@@ -245,7 +245,7 @@ class Meter:
         """
         x, *_ = keras.utils.unpack_x_y_sample_weight(current_step().data)
         samples = tf.cast(count_samples(x), tf.float64)
-        square = squared_norm_of_all(gradients, variables)
+        square = squared_norm(gradients, variables)
         if weight is None:  # the gradient of a sum, and not of a mean
             weight, square = samples, tf.math.divide_no_nan(square, samples)
         else:
@@ -258,7 +258,7 @@ class Meter:
         new = tf.where(amount > 0, new, tf.zeros_like(new))
         self.sums.assign(before + new)
 
-    def measure(self, sums, totals, gradients, optimizer):
+    def measure(self, sums, totals, gradients, variables, optimizer):
         """Returns what `average` takes, of a cycle that ends.
 
         Args:
@@ -271,10 +271,7 @@ class Meter:
         squares, samples, k, measured = tf.unstack(tf.cast(sums, tf.float64))
         total, _, added = tf.unstack(tf.cast(totals, tf.float64))
         n = tf.where(tf.equal(total, 0), samples, total)
-        of_mean = tf.add_n(
-            [squared_norm(g) for g in gradients if g is not None]
-        )
-        of_mean /= n**2
+        of_mean = squared_norm(gradients, variables) / n**2
         variance = (squares - n * of_mean) / (k - 1)
         squared = of_mean - variance / n
         scale = tf.cast(optimizer.scale_loss(tf.ones(())), tf.float64) ** 2
@@ -326,30 +323,6 @@ class Meter:
         unit = float(samples / n)
         value = float(s / g)
         return Estimate(value * unit, low * unit, high * unit, samples)
-
-
-def squared_norm_of_all(gradients, variables):
-    """Returns the squared norm of all gradients that there are, in float64."""
-    return tf.add_n(
-        [
-            squared_norm(gradient)
-            for gradient, variable in zip(gradients, variables, strict=True)
-            if gradient is not None and not overwrites(variable)
-        ]
-    )
-
-
-def squared_norm(gradient):
-    """Returns the squared norm of a gradient, in float64."""
-    if isinstance(gradient, tf.IndexedSlices):
-        # A row may be in it several times.
-        rows, places = tf.unique(gradient.indices)
-        gradient = tf.math.unsorted_segment_sum(
-            gradient.values, places, tf.size(rows)
-        )
-    if gradient.dtype in (tf.float16, tf.bfloat16):
-        gradient = tf.cast(gradient, tf.float32)
-    return tf.cast(2 * tf.nn.l2_loss(gradient), tf.float64)
 
 
 def _quantile(freedom):

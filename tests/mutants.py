@@ -481,14 +481,14 @@ MUTANTS = [
     ),
     Mutant(
         "the hook sees the loss scale",
-        "gradient_norm.py",
+        "_sums.py",
         "else gradient / tf.cast(scale, gradient.dtype)",
         "else gradient",
         "test_gradient_norm.py",
     ),
     Mutant(
         "an update moves weights before all of the hook is done",
-        "gradient_norm.py",
+        "_sums.py",
         "    return tf.tuple(result), keep",
         "    return result, keep",
         "test_gradient_norm.py",
