@@ -112,16 +112,28 @@ def process(function, gradients, variables, scale):
         else gradient / tf.cast(scale, gradient.dtype)
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
-    processed, keep = function(list(given)), True
-    if isinstance(processed, tuple):
-        processed, keep = processed
-    if not isinstance(processed, list) or len(processed) != len(variables):
+    returned = function(list(given))
+    processed, keep = returned, True
+    if isinstance(returned, tuple) and len(returned) == 2:
+        processed, keep = returned
+    is_right = isinstance(processed, list) and len(processed) == len(variables)
+    if not is_right or not _is_bool(keep):
         raise ValueError(
             "`process_gradients` must return a list with a gradient or `None` "
             f"for each of the {len(variables)} trainable variables, or a tuple "
             "of such a list and a bool, whether to make the update. "
-            f"Received: {processed}"
+            f"Received: {returned}"
         )
+    for new, variable in zip(processed, variables, strict=True):
+        if new is None:
+            continue
+        shape = tf.convert_to_tensor(new).shape
+        if not shape.is_compatible_with(variable.shape):
+            raise ValueError(
+                "`process_gradients` must return gradients of the shapes of "
+                f"the variables, {tuple(variable.shape)} for "
+                f"'{variable.name}'. Received: a gradient of shape {shape}"
+            )
     if keep is not True and tf.distribute.has_strategy():
         raise ValueError(
             "`process_gradients` cannot leave out an update under a "
@@ -140,3 +152,8 @@ def process(function, gradients, variables, scale):
     ]
     # No weight moves unless all of them could be computed.
     return tf.tuple(result), keep
+
+
+def _is_bool(value):
+    dtype = getattr(value, "dtype", type(value))
+    return dtype in (bool, tf.bool)
