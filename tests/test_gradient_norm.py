@@ -257,3 +257,36 @@ def test_it_measures_in_its_fit_only_and_refuses_custom_accumulators():
             keras.optimizers.SGD,
             callbacks=[accumodel.GradientNorm()],
         )
+
+
+WRONG = {
+    "the clipped and their norm": (
+        lambda gradients: tf.clip_by_global_norm(gradients, 1.0),
+        "must return a list",
+    ),
+    "a tuple": (
+        lambda gradients: (*gradients, None, None),
+        "must return a list",
+    ),
+    "shapes": (
+        lambda gradients: [tf.reduce_sum(each) for each in gradients],
+        "of the shapes of",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_refuses_what_does_not_fit(wrong, run_eagerly):
+    function, message = WRONG[wrong]
+    variable = keras.Variable(tf.ones(3))
+    accumulator = accumodel.GradientAccumulator(
+        keras.optimizers.Adam(), [variable], process_gradients=function
+    )
+
+    def step():
+        accumulator.accumulate([tf.ones(3)])
+
+    with pytest.raises(ValueError, match=message):
+        step() if run_eagerly else tf.function(step, autograph=False)()
+    assert variable.numpy().tolist() == [1.0] * 3
