@@ -487,6 +487,13 @@ MUTANTS = [
         "test_gradient_norm.py",
     ),
     Mutant(
+        "what the hook returns is not looked at",
+        "_sums.py",
+        "        if not shape.is_compatible_with(variable.shape):",
+        "        if False:",
+        "test_gradient_norm.py",
+    ),
+    Mutant(
         "an update moves weights before all of the hook is done",
         "_sums.py",
         "    return tf.tuple(result), keep",

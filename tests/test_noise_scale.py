@@ -185,7 +185,8 @@ def test_an_interval_holds_the_truth_in_nine_of_ten_runs():
         sums = tf.stack([squares, 64.0, 8.0, 8.0])
         total = 8 * tf.reduce_sum(gradients, 0)
         totals = tf.constant([64.0, 64.0, 8.0], tf.float64)
-        meter.average(meter.measure(sums, totals, [total], optimizer))
+        measured = meter.measure(sums, totals, [total], [total], optimizer)
+        meter.average(measured)
         return squares
 
     meter = noise_scale.Meter(None)
