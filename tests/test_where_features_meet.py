@@ -427,37 +427,9 @@ REFUSED = {
 }
 
 
-# Those in which an error was once; the others run once a week.
-OFTEN = {
-    ("auto", "masks"),
-    ("auto", "overridden"),
-    ("auto", "replicas"),
-    ("auto", "state"),
-    ("both", "noise"),
-    ("both", "overridden"),
-    ("both", "replicas"),
-    ("cache", "add_loss"),
-    ("cache", "masks"),
-    ("cache", "outputs"),
-    ("cache", "overridden"),
-    ("cache", "replicas"),
-}
-
-
-@pytest.mark.parametrize(
-    ("way", "product"),
-    [
-        pytest.param(
-            way,
-            product,
-            marks=pytest.mark.slow
-            if (way, product) in OFTEN
-            else pytest.mark.weekly,
-        )
-        for way in WAYS
-        for product in PRODUCTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("way", WAYS)
 def test_each_way_with_each_feature(way, product):
     make, kwargs = PRODUCTS[product]
     kwargs = dict(kwargs)
