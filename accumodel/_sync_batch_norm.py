@@ -42,12 +42,9 @@ class _Call(typing.NamedTuple):
 
     def fill_in(self, values):
         """Returns the arguments, given the values by their places."""
-        args, kwargs = self.arguments.fill_in(
+        return self.arguments.fill_in(
             {key: values[place] for key, place in self.places.items()}
         )
-        if "training" in kwargs:
-            kwargs["training"] = True  # as functional models do
-        return args, kwargs
 
 
 class Stage:
@@ -107,9 +104,12 @@ class Stage:
             rest = iter(statistics)
             for call in self.calls:
                 args, kwargs = call.fill_in(values)
+                if isinstance(call.operation, keras.layers.Layer):
+                    # To all, as functional models do: Keras would pass what a
+                    # normalization gets on to the layers after it.
+                    kwargs["training"] = not call.is_norm
                 if call.is_norm:
                     # What Keras does in inference, with other statistics.
-                    kwargs["training"] = False
                     moving = map(id, _moving(call.operation))
                     values_of = tf.unstack(next(rest))
                     scope.state_mapping.update(

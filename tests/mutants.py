@@ -480,6 +480,13 @@ MUTANTS = [
         "test_where_features_meet.py",
     ),
     Mutant(
+        "layers after a normalization do not train",
+        "_sync_batch_norm.py",
+        "if isinstance(call.operation, keras.layers.Layer):",
+        "if call.is_norm:",
+        "test_sync_batch_norm.py",
+    ),
+    Mutant(
         "the hook sees the loss scale",
         "_sums.py",
         "else gradient / tf.cast(scale, gradient.dtype)",

@@ -263,12 +263,24 @@ def test_with_the_gradient_cache_and_without_it():
     )
 
 
+class Drops(layers.Layer):
+    """Is not told of `training`, but the layer in it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = layers.Dropout(0.5, seed=3)
+
+    def call(self, x):
+        return self.drop(x)
+
+
 def noisy(model_class):
     """Each stage draws; one layer does so in two of them."""
     inputs = keras.Input((cases.FEATURES,))
     drop = layers.Dropout(0.5, seed=1)
     x = drop(layers.Dense(8, "tanh")(inputs))
     x = layers.GaussianNoise(0.1, seed=2)(Norm()(x))
+    x = Drops()(x)
     x = drop(layers.Dense(8, "tanh")(x))
     return classifier(model_class, inputs, Norm()(x))
 
