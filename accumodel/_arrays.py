@@ -9,10 +9,11 @@ from accumodel._scopes import random_state
 from accumodel._slices import loop
 
 
-def collect(run_part, parts, begin=None):
+def collect(run_part, parts, begin=None, is_apart=False):
     """Runs all parts. Returns what they make, an array for each tensor.
 
-    If there is a graph of a part, `begin` is called with it before that.
+    If there is a graph of a part, `begin` is called with it before that. For
+    `is_apart` see `loop`.
     """
     made = arrays = None
     if not tf.executing_eagerly():
@@ -35,7 +36,7 @@ def collect(run_part, parts, begin=None):
             ]
         return (written,)
 
-    (arrays,) = loop(body, parts.count, (arrays,))
+    (arrays,) = loop(body, parts.count, (arrays,), is_apart)
     if tf.executing_eagerly():
         for array in arrays:  # else TensorFlow warns of those that are not
             array.mark_used()

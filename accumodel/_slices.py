@@ -123,7 +123,7 @@ def _make_trackers(model, data, trains):
         )
 
 
-def loop(body, parts, state):
+def loop(body, parts, state, is_apart=False):
     """Runs all micro-batches, each when the one before is done.
 
     Returns the last state.
@@ -133,15 +133,19 @@ def loop(body, parts, state):
             next state.
         parts: Scalar int64 tensor, the number of micro-batches.
         state: Tuple of nested tensors or `tf.TensorArray`s.
+        is_apart: Bool. Whether it is prepared by itself, see
+            `_keras.set_apart`.
     """
     if tf.executing_eagerly():
         for i in range(int(parts)):
             state = body(tf.constant(i, tf.int64), *state)
         return state
-    _, *state = tf.while_loop(
+    end, *state = tf.while_loop(
         lambda i, *_: i < parts,
         lambda i, *state: (i + 1, *body(i, *state)),
         (tf.constant(0, tf.int64), *state),
         parallel_iterations=1,
     )
+    if is_apart:
+        _keras.set_apart(end)
     return state

@@ -88,6 +88,7 @@ class WholeModel:
 
     takes = keeps = measures = norms = moves = ()
     takes_inputs = has_variables = True
+    is_apart = False
 
     def __init__(self, model, is_training=True):
         self._model = model
@@ -211,7 +212,9 @@ class _Pass:
             with tf.control_dependencies([parts.samples]):
                 self.states.save()
 
-        *rows, kept, moments = _arrays.collect(run_part, parts, begin)
+        *rows, kept, moments = _arrays.collect(
+            run_part, parts, begin, self.stage.is_apart
+        )
         samples = first_leaf(parts.data).shape[0]
         rows = _arrays.map_present(
             functools.partial(_arrays.join, samples), rows
@@ -279,7 +282,12 @@ class _Pass:
             return by_taken, rest
 
         with self.states.rolled_back():
-            by_taken, rest = _arrays.collect(run_part, self._parts)
+            by_taken, rest = _arrays.collect(
+                run_part,
+                self._parts,
+                # The condition to begin the sums would hold all gradients.
+                is_apart=stage.is_apart and adder.has_begun,
+            )
         adder.end_stage()
         for place, array in zip(stage.takes, by_taken, strict=True):
             if array is not None:

@@ -95,13 +95,13 @@ def select(total, gradient, variable, scale, is_first):
         total.assign(before + tf.cast(scale, total.dtype) * gradient)
 
 
-def add_each(triples, scale, is_first, may_begin, is_adding):
+def add_each(triples, scale, is_first, is_adding):
     """Adds each gradient as soon as it is made, which frees it.
 
     Args:
         triples: List of what `add` takes: a sum, a gradient, a variable.
-        is_first: Scalar bool tensor. Whether they begin the sums.
-        may_begin: Bool. If not, they are left out if they are the first.
+        is_first: Scalar bool tensor. Whether they begin the sums. `None` if it
+            is known that they do not.
         is_adding: Variable. What assigns to it next waits for all of this.
     """
 
@@ -111,12 +111,14 @@ def add_each(triples, scale, is_first, may_begin, is_adding):
         for total, gradient, variable in triples:
             add(total, gradient, variable, scale, is_first)
 
-    begin = add_all if may_begin else (lambda is_first: None)
+    if is_first is None:
+        add_all(False)
+        return
     with tf.control_dependencies([is_first]):
-        tf.cond(is_first, lambda: begin(True), lambda: add_all(False))
+        tf.cond(is_first, lambda: add_all(True), lambda: add_all(False))
 
 
-def select_each(triples, scale, is_first, may_begin):
+def select_each(triples, scale, is_first):
     """Adds each gradient inside of an XLA cluster, see `add_each`.
 
     A condition there would carry all sums through it.
@@ -127,10 +129,10 @@ def select_each(triples, scale, is_first, may_begin):
     """
     cleared = []
     for total, gradient, variable in triples:
-        if may_begin and isinstance(gradient, tf.Tensor):
-            select(total, gradient, variable, scale, is_first)
-            continue
-        if may_begin:
+        if is_first is not None:
+            if isinstance(gradient, tf.Tensor):
+                select(total, gradient, variable, scale, is_first)
+                continue
             cleared.append(total)
         add(total, gradient, variable, scale, is_first=False)
     return cleared

@@ -57,10 +57,12 @@ class Stage:
         measures: List of the normalizations whose inputs are complete.
         moves: List of all normalizations in Keras's order, if it is the last.
         takes_inputs: Bool. Whether it takes the inputs of the model.
+        is_apart: Bool. Whether its loops are, being many; see `_keras`.
         has_variables: Bool. Whether it, or one before it, can be trained.
     """
 
     is_training = True
+    is_apart = True
 
     def __init__(self, model):
         self._model = model

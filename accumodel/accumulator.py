@@ -362,7 +362,7 @@ class GradientAccumulator(tf.Module):
                 measured = weight if divides else None
                 meter.add(gradients, self.variables, measured, is_first, amount)
             triples = [*zip(self._sums, gradients, self.variables, strict=True)]
-            how = triples, scale, is_first, may_begin
+            how = triples, scale, is_first if may_begin else None
             if is_compiled:
                 cleared = step.fed_batch.cleared.setdefault(self, [])
                 cleared += _sums.select_each(*how)

@@ -70,8 +70,8 @@ MUTANTS = [
     Mutant(
         "the first of a cycle adds",
         "_sums.py",
-        "begin(True)",
-        "begin(False)",
+        "lambda: add_all(True)",
+        "lambda: add_all(False)",
         "test_accumulator.py",
     ),
     Mutant(

@@ -214,6 +214,22 @@ def test_a_plain_model_refuses_names_that_it_does_not_know():
         model.load_own_variables({"accumulated:_accumulator:count": 1})
 
 
+def test_a_loop_can_be_left_out_of_the_graph_around_it():
+    ends = []
+
+    @tf.function
+    def count():
+        (end,) = tf.while_loop(lambda i: i < 3, lambda i: (i + 1,), (0,))
+        _keras.set_apart(end)
+        ends.append(end)
+        return end
+
+    assert count().numpy() == 3
+    assert ends[0].op.get_attr("_lower_using_switch_merge") is False
+    with tf.Graph().as_default(), pytest.raises(RuntimeError, match="a loop"):
+        _keras.set_apart(tf.ones(()))
+
+
 def test_the_functional_class_is_that_of_keras():
     assert type(make_one_layer()) is _construction.KerasFunctional
 
