@@ -154,7 +154,9 @@ class Retry:
                 batches = self._fed
         largest = max(map(self._largest_part, self._fed))
         self.largest = max(largest, self.largest or 0)
-        if not trains or not cycles.pending_steps:
+        # An accumulator with nothing pending may have made an update.
+        pending = [each.pending_steps for each in cycles]
+        if not trains or not pending or 0 in pending:
             self.forget_fed()
         return logs
 

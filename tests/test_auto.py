@@ -26,6 +26,7 @@ from helpers import updates
 from helpers import weekly
 
 from accumodel import AccumulatingModel
+from accumodel import GradientAccumulator
 from accumodel import _retry
 
 # A sample that takes as much memory as several others.
@@ -90,6 +91,61 @@ def plain(model_class, limit=None):
     x = keras.layers.Dense(5, activation="tanh")(x)
     x = keras.layers.Dense(CLASSES, activation="softmax")(x)
     return model_class(inputs, x)
+
+
+class TwoAccumulators(AccumulatingModel):
+    """The first one makes an update of each batch, the second of two."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit = limit
+        self.parts = [
+            keras.layers.Dense(5, activation="tanh"),
+            keras.layers.Dense(CLASSES, activation="softmax"),
+        ]
+        self.accumulators = []
+
+    def build(self, shape):
+        for steps, part in enumerate(self.parts, start=1):
+            part.build(shape)
+            shape = part.compute_output_shape(shape)
+            self.accumulators.append(
+                GradientAccumulator(
+                    keras.optimizers.SGD(0.5), part.trainable_variables, steps
+                )
+            )
+
+    def call(self, inputs):
+        first, second = self.parts
+        return second(first(self.limit(inputs)))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        sources = [part.trainable_variables for part in self.parts]
+        gradients = tape.gradient(loss, sources)
+        for accumulator, each in zip(self.accumulators, gradients, strict=True):
+            accumulator.accumulate(each, tf.shape(x)[0])
+        return {"loss": loss}
+
+
+def test_batches_of_an_update_that_was_made_are_not_fed_again(samples):
+    x, y = samples
+    x = x.copy()
+    x[8] = LARGE  # in the second batch
+    models = []
+    for size in (4, "auto"):
+        keras.utils.set_random_seed(0)
+        model = TwoAccumulators(Limit(large=True))
+        model.build((None, FEATURES))
+        compiled(model, "sgd", micro_batch_size=size)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Out of memory")
+            model.fit(x[:32], y[:32], batch_size=8, shuffle=False, verbose=0)
+        models.append(model)
+    assert models[1].current_micro_batch_size == 4
+    assert distance(*models) < 1e-6
 
 
 @pytest.fixture
