@@ -58,23 +58,25 @@ class Accumulation:
 
         It is the `compile` of Keras, or of another base class.
         """
-        model, options = self._model, Options.take_from(kwargs)
-        _checks.check_whole_batch(model, options)
-        if options.sync_batch_norm and trained_norms(model):
-            cut(model)  # says what cannot be cut
+        model = self._model
         try:
+            options = Options.take_from(kwargs)
+            _checks.check_whole_batch(model, options)
+            if options.sync_batch_norm and trained_norms(model):
+                cut(model)  # says what cannot be cut
+            accumulates = options.accumulates or self.overrides(
+                "process_gradients"
+            )
             behind(*args, **kwargs)
             _checks.check_optimizer(model.optimizer, options.skip_nonfinite)
-            if options.accumulates:
+            if accumulates:
                 _checks.check_can_accumulate(model, options)
             check_workers_agree(model, options)
         except BaseException:
             model.compiled = False
             raise
         self.options = options
-        self.accumulates = options.accumulates or self.overrides(
-            "process_gradients"
-        )
+        self.accumulates = accumulates
         self._use_size(options.micro_batch_size)
         if model._gradient_accumulator is not None:
             del model._gradient_accumulator  # what is tracked, too

@@ -652,6 +652,10 @@ def test_bad_accum_steps_are_refused_everywhere(value, error):
         )
     model.compile("sgd", "mse", accum_steps=4)
     with pytest.raises(error, match=match):
+        model.compile("sgd", "mse", accum_steps=value)
+    assert not model.compiled
+    model.compile("sgd", "mse", accum_steps=4)
+    with pytest.raises(error, match=match):
         model.accum_steps = value
     assert model.accum_steps == 4
 

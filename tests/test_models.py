@@ -311,6 +311,10 @@ def test_a_train_step_behind_ours_is_not_passed_over_in_silence(points):
     with pytest.raises(TypeError, match=match):
         model.compile("sgd", "mse", accum_steps=4)
     assert not model.compiled
+    Model.process_gradients = lambda self, gradients: gradients
+    with pytest.raises(TypeError, match=match):
+        model.compile("sgd", "mse")
+    del Model.process_gradients
     model.compile("sgd", "mse")
     fit(model, *points, 8)  # calls it
     assert int(model.optimizer.iterations) == 3 * 13
