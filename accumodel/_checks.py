@@ -210,7 +210,7 @@ def check_train_step(cls):
             "derives from `AccumulatingModel` first, which has its own "
             f"`train_step`. Override `train_step` in {cls.__name__}, and call "
             "`self.accumulate_gradients(gradients, weight)` instead of "
-            "`self.optimizer.apply_gradients(...)`."
+            f"`self.optimizer.apply_gradients(...)`. Received: class={cls}"
         )
 
 

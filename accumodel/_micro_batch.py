@@ -36,7 +36,7 @@ def weigh(model, x, y, y_pred, sample_weight, loss):
     weight = model.micro_batch_weight(x, y, y_pred, sample_weight)
     if is_sum or weight is None:
         return None
-    # Tied to the data: see `GradientAccumulator._add`.
+    # Tied to the data: see `GradientAccumulator._waits`.
     with tf.control_dependencies([loss]):
         return tf.identity(weight)
 

@@ -51,7 +51,7 @@ class States:
         self._before = {}
         self._random = random_state()
         self._scope = None
-        # The layers that gave the losses of a `Forward` to `add_loss`.
+        # The layers that gave the losses of a stage to `add_loss`.
         self.owners: list = []
 
     def recorded(self):

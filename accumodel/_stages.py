@@ -492,7 +492,7 @@ def _differentiate(model, states, data, whole):
     weight = _micro_batch.weigh(*step)
     if model._accumulation.overrides("compute_loss"):
         weight, own = _as_keras(weight, own, samples)
-    # Regularizers do not depend on the data: see `GradientAccumulator._add`.
+    # Regularizers do not depend on the data: see `GradientAccumulator._waits`.
     with tf.control_dependencies([loss]):
         own = _arrays.map_present(tf.identity, own, expand_composites=True)
     return own, cache, weight, log

@@ -225,10 +225,16 @@ def _squared_norm(gradient):
     return tf.cast(2 * tf.nn.l2_loss(gradient), tf.float64)
 
 
-def add_norm(norms, norm):
-    """Adds the norm of an update, once for all replicas."""
+def add_norm(norms, norm, may_overflow):
+    """Adds the norm of an update, once for all replicas.
+
+    A `LossScaleOptimizer` makes no update of gradients that overflowed.
+    """
     _, total, updates = tf.unstack(norms)
-    norms.assign(tf.stack([norm, total + norm, updates + 1]))
+    is_update = tf.math.is_finite(norm) if may_overflow else True
+    total = tf.where(is_update, total + norm, total)
+    updates += tf.cast(is_update, updates.dtype)
+    norms.assign(tf.stack([norm, total, updates]))
 
 
 def process(function, gradients, variables, scale):
@@ -249,7 +255,7 @@ def process(function, gradients, variables, scale):
         else gradient / tf.cast(scale, gradient.dtype)
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
-    returned = function(list(given))
+    returned = function(given)
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     processed, keep = returned if is_pair else (returned, True)
     if (

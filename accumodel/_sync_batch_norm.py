@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from accumodel import _keras
 from accumodel._construction import KerasFunctional
+from accumodel._replicas import sum_over_replicas
 from accumodel.batch_norm import compute_moments
 from accumodel.batch_norm import trained_norms
 
@@ -56,6 +57,7 @@ class Stage:
         keeps: List of the places of values that later stages take.
         measures: List of the normalizations whose inputs are complete.
         moves: List of all normalizations in Keras's order, if it is the last.
+        outputs: Nested places of the model's outputs, if it is the last.
         takes_inputs: Bool. Whether it takes the inputs of the model.
         is_apart: Bool. Whether its loops are, being many; see `_keras`.
         has_variables: Bool. Whether it, or one before it, can be trained.
@@ -302,15 +304,12 @@ def join(call, moments):
     Made of what `_measure` returns for all micro-batches, in a stack.
     """
     counts, means, squares, *fuzz = tf.unstack(moments, axis=1)
-    replicas = tf.distribute.get_replica_context()
     # As in Keras, where it has no effect under a mask.
     is_shared = call.operation.synchronized and not fuzz
 
     def total(weights, values):
         values = tf.einsum("ic,ic->c", weights, values)
-        if not is_shared or replicas.num_replicas_in_sync == 1:
-            return values
-        return replicas.all_reduce(tf.distribute.ReduceOp.SUM, values)
+        return sum_over_replicas([values])[0] if is_shared else values
 
     ones = tf.ones_like(counts)
     count = tf.stop_gradient(total(ones, counts))

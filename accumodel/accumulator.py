@@ -34,6 +34,7 @@ from accumodel import _sums
 from accumodel._checks import check_accum_steps
 from accumodel._checks import check_gradients
 from accumodel._checks import check_optimizer
+from accumodel._checks import scales_loss
 from accumodel._checks import tf_variable
 from accumodel._checks import with_inner_optimizers
 from accumodel._context import current_step
@@ -70,7 +71,7 @@ class _Untracked:
         self.norms: typing.Any = None  # see `gradient_norm`
 
     def __getstate__(self):
-        # Those of the copied variables.
+        # A copy has its own variables, so none of these fit.
         return {**vars(self), "updates": {}, "meter": None, "norms": None}
 
 
@@ -141,8 +142,7 @@ class GradientAccumulator(tf.Module):
         check_optimizer(optimizer, skip_nonfinite)
         strategy = current_strategy()
         check_cross_replica_context(strategy)
-        if strategy is not None:
-            check_strategy(strategy)
+        check_strategy(strategy)
         variables = list(variables)
         _sums.check_variables(variables)
         super().__init__(name="gradient_accumulator")
@@ -250,7 +250,6 @@ class GradientAccumulator(tf.Module):
             step.check_called_once(self)
         present = tuple(gradient is not None for gradient in gradients)
         self._expected = present
-        self._is_traced |= not tf.executing_eagerly()
         if step is not None and step.fed_batch is not None:
             self._add_to_fed_batch(gradients, weight, step.fed_batch.is_split)
             step.fed_batch.add(self, present, step.is_conditional())
@@ -334,6 +333,7 @@ class GradientAccumulator(tf.Module):
         Returns:
             Scalar bool tensor. Whether it was added, after all of it was.
         """
+        self._is_traced |= not tf.executing_eagerly()
         divides = weight is not None
         with tf.control_dependencies(self._waits(gradients, weight)):
             weight = tf.identity(weight if divides else 1.0)
@@ -578,7 +578,11 @@ class GradientAccumulator(tf.Module):
         with without_own_reduction(with_inner_optimizers(self.optimizer)):
             measured, norm = on_each_replica(self._apply_gradients, present)
         if self._untracked.norms is not None:
-            _sums.add_norm(self._untracked.norms, local_results(norm)[0])
+            _sums.add_norm(
+                self._untracked.norms,
+                local_results(norm)[0],
+                may_overflow=scales_loss(self.optimizer),
+            )
         if self._untracked.meter is not None:
             self._untracked.meter.average(local_results(measured)[0])
         # Not before all weights have moved: after an error, a full cycle that

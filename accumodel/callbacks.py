@@ -108,7 +108,7 @@ class EndOfCycle(keras.callbacks.Callback):
     def __init__(self, batch_size):
         super().__init__()
         self._batch_size = batch_size
-        self._warned = False
+        self._warned: set[str] = set()
         self._batches = 0
         # Of `micro_batch_size="auto"`, at the end of the last epoch.
         self._size = None
@@ -163,9 +163,9 @@ class EndOfCycle(keras.callbacks.Callback):
             self.model.accum_steps > 1
             and self.model.trainable_variables
             and not self.model._accumulation.cycles.accumulators()
-            and not self._warned
+            and "updates" not in self._warned
         ):
-            self._warned = True
+            self._warned.add("updates")
             warnings.warn(
                 f"`accum_steps` is {self.model.accum_steps}, but nothing was "
                 "accumulated: the `train_step` of "
@@ -210,9 +210,9 @@ class EndOfCycle(keras.callbacks.Callback):
             "drop": "no epoch makes an update, and nothing is trained",
         }
         remainder = self.model._accumulation.options.remainder
-        if self._warned or remainder not in consequences:
+        if "epochs" in self._warned or remainder not in consequences:
             return
-        self._warned = True
+        self._warned.add("epochs")
         warnings.warn(
             f"`accum_steps` is {self.model.accum_steps}, but an epoch has only "
             f'{steps} batches: with `remainder="{remainder}"` '

@@ -67,7 +67,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         ['noise_scale', 'noise_scale_low', 'noise_scale_high']
 
     Args:
-        decay: Float, at least 0 and less than 1. Of the moving averages over
+        decay: Float, more than 1/3 and less than 1. Of the moving averages over
             cycles: it remembers about `1 / (1 - decay)` of them. Defaults to
             `0.99`.
 
@@ -80,9 +80,10 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
     def __init__(self, decay: float = 0.99) -> None:
         super().__init__()
-        if not 0 <= decay < 1:
+        # Of less, the last cycle counts for more than half.
+        if not 1 / 3 < decay < 1:
             raise ValueError(
-                "`decay` must be at least 0 and less than 1. "
+                "`decay` must be more than 1/3 and less than 1. "
                 f"Received: decay={decay}"
             )
         self.decay = decay
@@ -103,7 +104,8 @@ class GradientNoiseScale(keras.callbacks.Callback):
                 "`GradientNoiseScale` cannot be used with "
                 "`gradient_cache=True` or `sync_batch_norm=True`: the gradient "
                 "of a micro-batch depends on all others there, and is no "
-                "sample of the gradient. Remove one of them."
+                "sample of the gradient. Remove one of them. "
+                f"Received: model={model}"
             )
         if model._accumulation.meter is None:
             model._accumulation.meter = Meter(model.distribute_strategy)

@@ -410,6 +410,13 @@ MUTANTS = [
         "test_auto.py",
     ),
     Mutant(
+        "the batches of an update that was made are fed again",
+        "_retry.py",
+        "or not pending or 0 in pending",
+        "or not any(pending)",
+        "test_auto.py",
+    ),
+    Mutant(
         "what was pending before is lost",
         "_retry.py",
         "            cycles.write(self._pending)",
@@ -505,6 +512,13 @@ MUTANTS = [
         "_sums.py",
         "    return tf.tuple(result), keep",
         "    return result, keep",
+        "test_gradient_norm.py",
+    ),
+    Mutant(
+        "an overflow is in the mean of the norms",
+        "accumulator.py",
+        "may_overflow=scales_loss(self.optimizer)",
+        "may_overflow=False",
         "test_gradient_norm.py",
     ),
     Mutant(

@@ -237,6 +237,25 @@ def test_the_norm_of_the_whole_batch_is_in_the_logs(way):
         ] * 2
 
 
+def test_gradients_that_overflowed_are_not_in_the_mean():
+    x, y = data()
+    x[0] = np.inf
+    inputs = keras.Input((6,))
+    model = AccumulatingModel(inputs, keras.layers.Dense(2)(inputs))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, "mse", micro_batch_size=5)
+    history = model.fit(
+        x,
+        y,
+        batch_size=12,
+        shuffle=False,
+        callbacks=[accumodel.GradientNorm()],
+        verbose=0,
+    )
+    assert int(optimizer.inner_optimizer.iterations) == 3
+    assert np.isfinite(history.history["gradient_norm"]).all()
+
+
 def test_it_measures_in_its_fit_only_and_refuses_custom_accumulators():
     model, logs = train(
         AccumulatingModel,

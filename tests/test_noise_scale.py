@@ -316,8 +316,9 @@ def test_one_micro_batch_says_nothing():
 
 
 def test_what_cannot_be_measured():
-    with pytest.raises(ValueError, match="`decay` must be"):
-        GradientNoiseScale(1.0)
+    for decay in (1 / 3, 1.0):
+        with pytest.raises(ValueError, match="`decay` must be"):
+            GradientNoiseScale(decay)
     x, y = population(24)
     callbacks = [GradientNoiseScale()]
     model = linear(micro_batch_size=6, gradient_cache=True)
