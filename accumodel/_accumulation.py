@@ -135,9 +135,10 @@ class Accumulation:
         if value is not None:
             _checks.check_can_accumulate(model, options)
         self.options = options
-        if value != before:
-            self._use_size(value)
-        if {before, value} & {None, "auto"} and before != value:
+        if value == before:
+            return
+        self._use_size(value)
+        if {before, value} & {None, "auto"}:
             self.accumulates = True
             self.make_functions_again()
 

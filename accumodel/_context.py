@@ -28,11 +28,11 @@ class FedBatch:
         # See `clear_first`: a list of sums for each accumulator.
         self.cleared: dict = {}
 
-    def add(self, accumulator, present, is_conditional):
+    def add(self, accumulator, present):
         """Registers a micro-batch, and which variables got a gradient."""
         before, was_conditional = self._added.get(accumulator, (present, False))
         union = tuple(a or b for a, b in zip(present, before, strict=True))
-        is_conditional |= was_conditional
+        is_conditional = was_conditional or current_step().is_conditional()
         self._added[accumulator] = (union, is_conditional)
 
     def clear_first(self):

@@ -17,6 +17,7 @@ the weights, and for each accumulator of the model, arrays with these names:
 Sums and totals are those of one device, on any number of replicas.
 """
 
+import contextlib
 import typing
 import warnings
 
@@ -31,6 +32,9 @@ from accumodel.accumulator import GradientAccumulator
 # "1", ...: a `keras.Model` refuses other names. The attribute that holds the
 # accumulator follows, and the name of the array.
 _PREFIX = "accumulated:"
+
+# More batches than a cycle has.
+_NEVER = 2**60
 
 # What files call the model's own accumulator, and the attribute that holds it.
 OWN = "_accumulator"
@@ -92,9 +96,20 @@ class Cycles:
         for each in self:
             each.reset()
 
+    @contextlib.contextmanager
+    def without_updates(self):
+        """In it, cycles are never full, though `accum_steps` was lowered."""
+        before = {each: each.accum_steps for each in self}
+        self.set_accum_steps(_NEVER)
+        try:
+            yield
+        finally:
+            for each, value in before.items():
+                each.accum_steps = value
+
     def is_updating(self):
         """Whether a step that failed had begun to make an update."""
-        return any(each.pending_steps >= each.accum_steps for each in self)
+        return any(phase < 0 for each in self for phase in each._phases())
 
     def forget(self):
         """Forgets the pending cycles after a step that failed."""
@@ -106,7 +121,7 @@ class Cycles:
         # The end of the data, and Ctrl-C, come between two steps as a rule.
         is_end = isinstance(error, StopIteration | tf.errors.OutOfRangeError)
         is_failure = isinstance(error, Exception) and not is_end
-        if not is_failure and not any(each._is_broken() for each in self):
+        if not is_failure and not any(any(each._phases()) for each in self):
             return
         pending, is_updating = self.pending_steps, self.is_updating()
         self.forget()

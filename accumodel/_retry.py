@@ -138,11 +138,11 @@ class Retry:
         if not is_pending or not self._fed:
             self._begin(is_pending)
         self._fed.append(data)
-        batches = [data]
+        again: list = []
         while True:
             try:
-                for each in batches:
-                    logs = function(iter([each]))
+                self._feed_again(function, again)
+                logs = function(iter([data]))
                 break
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -151,7 +151,7 @@ class Retry:
                     _give_up(_WHILE_UPDATING, error)
                 self._put_back(trains)
                 self._halve(error)
-                batches = self._fed
+                again = self._fed[:-1]
         largest = max(map(self._largest_part, self._fed))
         self.largest = max(largest, self.largest or 0)
         # An accumulator with nothing pending may have made an update.
@@ -159,6 +159,13 @@ class Retry:
         if not trains or not pending or 0 in pending:
             self.forget_fed()
         return logs
+
+    def _feed_again(self, function, batches):
+        """Feeds batches of this cycle, which made no update."""
+        if batches:
+            with self._model._accumulation.cycles.without_updates():
+                for each in batches:
+                    function(iter([each]))
 
     def forget_fed(self):
         """Forgets the fed batches: what is pending came in another way."""

@@ -319,16 +319,14 @@ class _Adder:
         self.has_begun = self._has_added = False
 
     def add(self, gradients, share):
-        present = tuple(each is not None for each in gradients)
-        if any(present):
+        if any(each is not None for each in gradients):
             self._accumulator._add_to_fed_batch(
                 gradients,
                 self._weight,
-                is_split=True,
+                self.fed_batch,
                 share=share,
                 may_begin=not self.has_begun,
             )
-            self.fed_batch.add(self._accumulator, present, False)
             self._has_added = True
 
     def end_stage(self):

@@ -95,19 +95,19 @@ def select(total, gradient, variable, scale, is_first):
         total.assign(before + tf.cast(scale, total.dtype) * gradient)
 
 
-def add_each(triples, scale, is_first, is_adding):
+def add_each(triples, scale, is_first, phase):
     """Adds each gradient as soon as it is made, which frees it.
 
     Args:
         triples: List of what `add` takes: a sum, a gradient, a variable.
         is_first: Scalar bool tensor. Whether they begin the sums. `None` if it
             is known that they do not.
-        is_adding: Variable. What assigns to it next waits for all of this.
+        phase: Variable. What assigns to it next waits for all of this.
     """
 
     @recorded()
     def add_all(is_first):
-        is_adding.assign_add(0.0)
+        phase.assign_add(0.0)
         for total, gradient, variable in triples:
             add(total, gradient, variable, scale, is_first)
 

@@ -60,7 +60,7 @@ def make_test_function(model, make):
         step = functools.partial(_test, model, model.test_step)
         with _instead_of(model, "test_step", step):
             make(force=True)
-        _wrap(model, "test_function", trains=False)
+        _wrap(model, "test_function")
     if _replicas.is_multi_worker(model.distribute_strategy):
         model.test_function = _keras.with_local_logs(model.test_function)
 
@@ -79,7 +79,7 @@ def _make_accumulating(model, make):
     step = functools.partial(_train, model, model.train_step)
     with _instead_of(model, "train_step", step):
         make(force=True)
-    _wrap(model, "train_function", trains=True)
+    _wrap(model, "train_function")
     train_function = model.train_function
 
     def train(iterator):
@@ -96,7 +96,7 @@ def _make_accumulating(model, make):
     model.train_function = train
 
 
-def _wrap(model, name, trains):
+def _wrap(model, name):
     """Lets the function of this name try again when memory runs out.
 
     Or make variables first.
@@ -104,6 +104,7 @@ def _wrap(model, name, trains):
     function = getattr(model, name)
     state = model._accumulation
     if state.retry is not None:
+        trains = name == "train_function"
         wrapped = functools.partial(state.retry.run, function, trains)
         setattr(model, name, wrapped)
         return

@@ -77,19 +77,18 @@ class LossWeights:
         if step is not None:
             step.reductions = reductions
 
-    def weight(self, x, overridden):
+    def weight(self, x):
         """Returns the weight of the micro-batch that was last computed.
 
         `None` if the loss is a sum. Raises if no weight can be right.
 
         Args:
             x: Nested tensors, the inputs of the micro-batch.
-            overridden: Bool. Whether the model has a custom `compute_loss`.
         """
         step = current_step()
         reductions = None if step is None else step.reductions
         samples = count_samples(x)
-        if overridden:
+        if self._model._accumulation.overrides("compute_loss"):
             self._warn_of_custom_loss(reductions or [], x)
             return samples
         if not self._model._accumulation.accumulates:

@@ -19,7 +19,7 @@ The algorithm, in which `sums`, `total` and `count` are variables:
 
 A gradient is freed when it was added, so the sums are the only copy of the
 parameters that this needs. An error between the first and the last sum leaves
-them half-added: `is_adding` tells, and the pending cycle is forgotten.
+them half-added: `phase` tells, and the pending cycle is forgotten.
 """
 
 import functools
@@ -178,8 +178,9 @@ class GradientAccumulator(tf.Module):
             self._unsure = _sums.make_counter("unsure_updates")
             # Of each replica: this fed batch's micro-batches, and the skipped.
             self._parts = make_sum((2,), tf.float64, "parts")
-            # Of each replica: 1 while a micro-batch is added, otherwise 0.
-            self._is_adding = make_sum((), tf.float64, "is_adding")
+            # Of each replica: positive while a micro-batch is added, negative
+            # while an update is made, otherwise 0.
+            self._phase = make_sum((), tf.float64, "phase")
         self._has_warned = False
 
     @property
@@ -251,14 +252,11 @@ class GradientAccumulator(tf.Module):
         present = tuple(gradient is not None for gradient in gradients)
         self._expected = present
         if step is not None and step.fed_batch is not None:
-            self._add_to_fed_batch(gradients, weight, step.fed_batch.is_split)
-            step.fed_batch.add(self, present, step.is_conditional())
-        else:
-            accepted = self._add(gradients, weight, self._accepts)
-            end = functools.partial(
-                self._end_step, present, self._skip_nonfinite
-            )
-            across_replicas(end, accepted, 1 - tf.cast(accepted, tf.int64))
+            self._add_to_fed_batch(gradients, weight, step.fed_batch)
+            return
+        accepted = self._add(gradients, weight, self._accepts)
+        end = functools.partial(self._end_step, present, self._skip_nonfinite)
+        across_replicas(end, accepted, 1 - tf.cast(accepted, tf.int64))
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.
@@ -276,18 +274,18 @@ class GradientAccumulator(tf.Module):
         # one more pass over them.
         self._totals.assign(tf.zeros(3, tf.float64))
         self._count.assign(0)
+        self._phase.assign(0.0)
 
-    def _is_broken(self):
-        """Whether a step failed after the first sum and before the last."""
+    def _phases(self):
+        """Returns what a step that failed left in `phase`, on each replica."""
         with scope_of(self._untracked.strategy):
             # Those of this worker: the others may not be here to reduce.
-            return any(each.numpy() for each in local_results(self._is_adding))
+            return [float(each) for each in local_results(self._phase)]
 
     def _forget(self):
         """Forgets the pending cycle after a step that failed."""
         with scope_of(self._untracked.strategy):
             self.reset()
-            self._is_adding.assign(0.0)
             self._parts.assign(tf.zeros(2, tf.float64))
             # XLA may have freed what it was to add to.
             for each in self._sums:
@@ -296,8 +294,9 @@ class GradientAccumulator(tf.Module):
     # What follows runs on each replica.
 
     @recorded()
-    def _add_to_fed_batch(self, gradients, weight, is_split, **kwargs):
+    def _add_to_fed_batch(self, gradients, weight, fed_batch, **kwargs):
         """Adds a micro-batch of a fed batch, see `_add`."""
+        is_split = fed_batch.is_split
         accepts = self._is_good if is_split else self._accepts
         accepted = self._add(gradients, weight, accepts, **kwargs)
         # One that all replicas accept together counts once. What is not
@@ -306,6 +305,7 @@ class GradientAccumulator(tf.Module):
         size *= kwargs.get("may_begin", True)
         accepted = tf.cast(accepted, tf.float64)
         self._parts.assign_add([accepted * size, (1 - accepted) * size])
+        fed_batch.add(self, [each is not None for each in gradients])
 
     def _end_fed_batch(self, present, is_conditional):
         """Ends a fed batch of which all micro-batches were added."""
@@ -367,7 +367,7 @@ class GradientAccumulator(tf.Module):
                 cleared = step.fed_batch.cleared.setdefault(self, [])
                 cleared += _sums.select_each(*how)
             else:
-                _sums.add_each(*how, self._is_adding)
+                _sums.add_each(*how, self._phase)
             if may_begin:
                 each = tf.cast(weight, tf.float64) * float(divides) * share
                 new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
@@ -378,7 +378,7 @@ class GradientAccumulator(tf.Module):
         else:
             tf.cond(accepted, add, lambda: None)
         # TensorFlow keeps what uses one variable in order, so this is last.
-        with tf.control_dependencies([self._is_adding.assign(0.0)]):
+        with tf.control_dependencies([self._phase.assign(0.0)]):
             return tf.identity(accepted)
 
     def _waits(self, gradients, weight):
@@ -399,11 +399,11 @@ class GradientAccumulator(tf.Module):
         with tf.control_dependencies([scale]):
             if may_begin and not tf.distribute.has_strategy():
                 # A step before this one failed: begin a new cycle.
-                is_broken = tf.equal(self._is_adding, 1)
+                is_broken = tf.not_equal(self._phase, 0)
                 for each in (self._totals, self._count):
                     zeros = tf.zeros_like(each)
                     each.assign(tf.where(is_broken, zeros, each))
-            return tf.identity(self._is_adding.assign(1.0))
+            return tf.identity(self._phase.assign(1.0))
 
     def _is_good(self, gradients, weight):
         """Whether this replica would add the micro-batch, by what it knows."""
@@ -444,15 +444,14 @@ class GradientAccumulator(tf.Module):
         totals, measured, *sums = sum_over_replicas([totals, measured, *sums])
         if meter is not None:
             measured = meter.measure(
-                measured, totals, sums, self.variables, self.optimizer
+                measured, totals, sums, self.variables, self._loss_scale()
             )
         # Not a division of each sum: XLA would store all quotients at once.
         factor = 1 / _sums.make_divisor(totals[0], totals[1])
         norm = None
         if self._untracked.norms is not None:
             norm = tf.sqrt(_sums.squared_norm(sums, self.variables))
-            norm *= tf.cast(factor, tf.float64)
-            norm /= tf.cast(self._loss_scale(), tf.float64)
+            norm *= tf.cast(factor, tf.float64) / self._loss_scale()
         gradients = (
             _sums.multiply(total, factor, variable)
             for total, variable in zip(sums, self.variables, strict=True)
@@ -468,7 +467,7 @@ class GradientAccumulator(tf.Module):
             )
 
     def _loss_scale(self):
-        return self.optimizer.scale_loss(tf.ones(()))
+        return tf.cast(self.optimizer.scale_loss(tf.ones(())), tf.float64)
 
     def _pass_on(self, gradients):
         """Passes gradients to the optimizer, as `process_gradients` says."""
@@ -510,11 +509,8 @@ class GradientAccumulator(tf.Module):
             is_begun = self._count > 0
             self._given.assign((self._given & is_begun) | present)
             self._count.assign_add(1)
-            tf.cond(
-                self._count >= self._accum_steps,
-                lambda: self._update(present),
-                lambda: None,
-            )
+            is_full = self._count >= self._accum_steps
+            tf.cond(is_full, lambda: self._update(present), lambda: None)
 
         with tf.control_dependencies(waits):
             if may_be_nothing:
@@ -533,6 +529,7 @@ class GradientAccumulator(tf.Module):
 
         A graph has an update for those expected, and one for all variables.
         """
+        self._phase.assign(-1.0)
         if tf.executing_eagerly():
             self._update_variables(tuple(self._given.numpy().tolist()))
             return
@@ -544,14 +541,17 @@ class GradientAccumulator(tf.Module):
             self._unsure.assign_add(tf.cast(is_unsure, tf.int64))
             self._update_variables(everything)
 
-        if expected == everything:
-            update_all()
-        else:
-            tf.cond(
-                tf.reduce_all(tf.equal(self._given, expected)),
-                lambda: self._update_variables(expected),
-                update_all,
-            )
+        with tf.control_dependencies(
+            [each.read_value() for each in local_results(self._phase)]
+        ):
+            if expected == everything:
+                update_all()
+            else:
+                tf.cond(
+                    tf.reduce_all(tf.equal(self._given, expected)),
+                    lambda: self._update_variables(expected),
+                    update_all,
+                )
 
     def _update_variables(self, present):
         strategy = self._untracked.strategy
@@ -585,8 +585,7 @@ class GradientAccumulator(tf.Module):
             )
         if self._untracked.meter is not None:
             self._untracked.meter.average(local_results(measured)[0])
-        # Not before all weights have moved: after an error, a full cycle that
-        # was not reset tells that it came in the middle of an update.
+        # Not before all weights have moved: until then `phase` says so.
         with tf.control_dependencies(local_results(measured)):
             self.reset()
 

@@ -91,7 +91,7 @@ class AccumulatingModel(keras.Model):
         if name == "accum_steps":
             # TensorFlow ignores a value that the model has already. A custom
             # accumulator may have another.
-            self._accumulation.set_accum_steps(value)
+            object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
@@ -377,8 +377,7 @@ class AccumulatingModel(keras.Model):
             ValueError: If one loss is a sum and another a mean, if the
                 reduction of a loss is unknown, or outside of a training step.
         """
-        state = self._accumulation
-        return state.loss_weights.weight(x, state.overrides("compute_loss"))
+        return self._accumulation.loss_weights.weight(x)
 
     def process_gradients(self, gradients: list) -> typing.Any:
         """Returns the gradient of an update for the optimizer.

@@ -260,7 +260,7 @@ class Meter:
         new = tf.where(amount > 0, new, tf.zeros_like(new))
         self.sums.assign(before + new)
 
-    def measure(self, sums, totals, gradients, variables, optimizer):
+    def measure(self, sums, totals, gradients, variables, loss_scale):
         """Returns what `average` takes, of a cycle that ends.
 
         Args:
@@ -268,7 +268,7 @@ class Meter:
             totals: Tensor, those of the `GradientAccumulator`: the sum of the
                 weights, that of their sizes, and the number of micro-batches.
             gradients: List of the sums of the gradients, or `None`.
-            optimizer: The optimizer, which may have scaled the loss.
+            loss_scale: Scalar, what the losses were scaled by.
         """
         squares, samples, k, measured = tf.unstack(tf.cast(sums, tf.float64))
         total, _, added = tf.unstack(tf.cast(totals, tf.float64))
@@ -276,7 +276,7 @@ class Meter:
         of_mean = squared_norm(gradients, variables) / n**2
         variance = (squares - n * of_mean) / (k - 1)
         squared = of_mean - variance / n
-        scale = tf.cast(optimizer.scale_loss(tf.ones(())), tf.float64) ** 2
+        scale = loss_scale**2
         values = tf.stack([variance / scale, squared / scale, samples, n])
         # The first micro-batches of a cycle may be from a file.
         is_known = (k > 1) & tf.equal(measured, added)

@@ -397,8 +397,15 @@ MUTANTS = [
     Mutant(
         "only the last batch of a cycle is fed again",
         "_retry.py",
-        "batches = self._fed",
-        "batches = [data]",
+        "again = self._fed[:-1]",
+        "again = []",
+        "test_auto.py",
+    ),
+    Mutant(
+        "what is fed again makes updates of its own",
+        "_retry.py",
+        "with self._model._accumulation.cycles.without_updates():",
+        "if True:",
         "test_auto.py",
     ),
     Mutant(
@@ -426,7 +433,7 @@ MUTANTS = [
     Mutant(
         "an error leaves half-added sums in a custom loop",
         "accumulator.py",
-        "is_broken = tf.equal(self._is_adding, 1)",
+        "is_broken = tf.not_equal(self._phase, 0)",
         "is_broken = tf.constant(False)",
         "test_accumulator.py",
     ),

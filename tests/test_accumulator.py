@@ -160,7 +160,7 @@ def test_plain_tensorflow_variables_will_do():
     np.testing.assert_array_equal(variable, [-1.0, 0.0])
 
 
-def test_a_failing_optimizer_leaves_the_cycle_as_it_was():
+def test_after_a_failing_update_a_new_cycle_begins():
     class Failing(keras.optimizers.SGD):
         def update_step(self, *args, **kwargs):
             raise RuntimeError("no update today")
@@ -174,6 +174,9 @@ def test_a_failing_optimizer_leaves_the_cycle_as_it_was():
     assert accumulator.pending_steps == 2
     np.testing.assert_array_equal(accumulator._sums[0], [3.0, 3.0])
     np.testing.assert_array_equal(variable, [0.0, 0.0])
+    accumulator.accumulate([tf.fill((2,), 4.0)])
+    assert accumulator.pending_steps == 1
+    np.testing.assert_array_equal(accumulator._sums[0], [4.0, 4.0])
 
 
 def test_no_variables_are_refused():

@@ -245,6 +245,26 @@ def test_the_batches_of_the_cycle_are_fed_again(accum_steps, cache):
     assert updates(model) == updates(reference)
 
 
+def test_a_cycle_that_is_longer_than_the_new_accum_steps(samples):
+    x, y = samples
+    x[60] = LARGE  # in the third batch
+    model = compiled(
+        plain(AccumulatingModel, Limit(large=True)),
+        micro_batch_size="auto",
+        accum_steps=4,
+    )
+    for begin in (0, 24):
+        model.train_on_batch(x[begin : begin + 24], y[begin : begin + 24])
+    model.accum_steps = 2
+    with pytest.warns(UserWarning, match="from now on"):
+        model.train_on_batch(x[48:72], y[48:72])
+    assert (updates(model), model.pending_steps, model.accum_steps) == (1, 0, 2)
+    keras.utils.set_random_seed(0)
+    reference = compiled(plain(keras.Model))
+    reference.train_on_batch(x[:72], y[:72])
+    assert distance(model, reference) < 1e-6
+
+
 def test_the_size_does_not_grow_until_it_is_told_to(samples):
     x, y = samples
     x[30] = LARGE
