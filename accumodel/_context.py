@@ -41,7 +41,8 @@ class FedBatch:
         Those that a step that is compiled by XLA does not clear itself.
         """
         for accumulator, sums in self.cleared.items():
-            accumulator._clear_first(sums)
+            if sums:
+                accumulator._clear_first(sums)
 
     def end(self):
         """Ends the fed batch in each accumulator that it was added to.

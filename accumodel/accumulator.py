@@ -344,10 +344,11 @@ class GradientAccumulator(tf.Module):
         scale = tf.cast(weight, tf.float64)
         if divides:
             scale *= count_replicas()
-        with tf.control_dependencies([self._begin(scale, may_begin)]):
+        step = current_step()
+        in_fit = step is not None and step.fed_batch is not None
+        with tf.control_dependencies([self._begin(scale, in_fit)]):
             is_first = tf.equal(self._totals[2], 0)
         meter = self._untracked.meter
-        step = current_step()
         is_compiled = step is not None and step.is_compiled
         amount = tf.ones((), tf.float64)
         if is_compiled and self._skip_nonfinite:
@@ -394,11 +395,12 @@ class GradientAccumulator(tf.Module):
             return []  # it waits for itself
         return list(map(tf.identity, _sums.values_of(gradients)))
 
-    def _begin(self, scale, may_begin):
+    def _begin(self, scale, in_fit):
         """Returns what to wait for until the sums may be changed."""
         with tf.control_dependencies([scale]):
-            if may_begin and not tf.distribute.has_strategy():
-                # A step before this one failed: begin a new cycle.
+            # After a step that failed, a new cycle begins. `fit` forgets the
+            # old one; replicas of a custom loop do not know of each other.
+            if not in_fit and not tf.distribute.has_strategy():
                 is_broken = tf.not_equal(self._phase, 0)
                 for each in (self._totals, self._count):
                     zeros = tf.zeros_like(each)
@@ -541,9 +543,8 @@ class GradientAccumulator(tf.Module):
             self._unsure.assign_add(tf.cast(is_unsure, tf.int64))
             self._update_variables(everything)
 
-        with tf.control_dependencies(
-            [each.read_value() for each in local_results(self._phase)]
-        ):
+        begun = [each.read_value() for each in local_results(self._phase)]
+        with tf.control_dependencies(begun):
             if expected == everything:
                 update_all()
             else:
