@@ -554,7 +554,7 @@ MUTANTS = [
         "accumulator.py",
         "amount = tf.cast(accepted, tf.float64)",
         "amount = tf.ones((), tf.float64)",
-        "test_slices.py",
+        "test_model.py",
     ),
 ]
 
