@@ -4,24 +4,28 @@ The cycle is the transaction: a fed batch that fails is fed again with all that
 were fed since the last update, in smaller micro-batches.
 
     for each fed batch:
-        if no cycle is pending:
-            save what steps assign      # batch norm, seeds, metrics
+        save what steps assign          # batch norm, seeds, metrics
         try:
             train on it
         except out of memory:
-            put back what was saved, and forget the sums
+            put back what it was when the cycle began, and forget the sums
             halve the size
             train on all batches of this cycle
+
+What was assigned between two batches, as metrics are when an epoch begins, is
+assigned again.
 
 The step itself does not know of this. Weights move only in the update that ends
 a cycle. If memory runs out in there, nothing is tried again.
 """
 
 import contextlib
+import itertools
 import typing
 import warnings
 import weakref
 
+import numpy as np
 import tensorflow as tf
 
 from accumodel import _micro_batch
@@ -74,6 +78,21 @@ def is_out_of_memory(error):
     return isinstance(error, _OTHERS) and any(each in text for each in _TEXTS)
 
 
+class _Fed(typing.NamedTuple):
+    """A fed batch of a pending cycle.
+
+    Args:
+        data: The batch.
+        before: Dict of what steps assign, by the ids of the variables, as it
+            was before this batch: lists of pairs `(part, value)`.
+        after: The same, after it.
+    """
+
+    data: typing.Any
+    before: dict
+    after: dict
+
+
 class Retry:
     """Runs the steps of a model again when memory runs out."""
 
@@ -83,12 +102,12 @@ class Retry:
         self.largest: int | None = None
         self._size = _ALL
         # The fed batches of this cycle, and what was pending before them.
-        self._fed: list = []
+        self._fed: list[_Fed] = []
         self._pending: typing.Any = None
-        # The variables that steps assign, by their ids, and what each held
-        # when the cycle began.
+        # The `pending_steps` of all accumulators after the last of them.
+        self._left: list = []
+        # The variables that steps assign, by their ids.
         self._assigned: dict = {}
-        self._saved: dict = {}
         # Functions whose variables are made, and those that are traced.
         self._ready: weakref.WeakSet = weakref.WeakSet()
         self._traced: weakref.WeakSet = weakref.WeakSet()
@@ -134,14 +153,19 @@ class Retry:
 
     def _run_one(self, function, trains, data):
         cycles = self._model._accumulation.cycles
-        is_pending = trains and cycles.pending_steps > 0
-        if not is_pending or not self._fed:
-            self._begin(is_pending)
-        self._fed.append(data)
-        again: list = []
+        pending = [each.pending_steps for each in cycles] if trains else []
+        if not any(pending) or pending != self._left:
+            # What is pending, if anything, came in another way.
+            self.forget_fed()
+            self._pending = cycles.read() if any(pending) else None
+        self._left = []  # known again when this one is done
+        fed = _Fed(data, self._values(), {})
+        self._fed.append(fed)
+        is_again = False
         while True:
             try:
-                self._feed_again(function, again)
+                if is_again:
+                    self._feed_again(function)
                 logs = function(iter([data]))
                 break
             except Exception as error:
@@ -151,46 +175,48 @@ class Retry:
                     _give_up(_WHILE_UPDATING, error)
                 self._put_back(trains)
                 self._halve(error)
-                again = self._fed[:-1]
-        largest = max(map(self._largest_part, self._fed))
+                is_again = True
+        largest = max(self._largest_part(each.data) for each in self._fed)
         self.largest = max(largest, self.largest or 0)
-        # An accumulator with nothing pending may have made an update.
-        pending = [each.pending_steps for each in cycles]
-        if not trains or not pending or 0 in pending:
+        left = [each.pending_steps for each in cycles] if trains else []
+        if left and 0 not in left:
+            self._left = left
+            fed.after.update(self._values())
+        else:  # one with nothing pending may have made an update
             self.forget_fed()
         return logs
 
-    def _feed_again(self, function, batches):
-        """Feeds batches of this cycle, which made no update."""
-        if batches:
-            with self._model._accumulation.cycles.without_updates():
-                for each in batches:
-                    function(iter([each]))
+    def _feed_again(self, function):
+        """Feeds the batches of this cycle before the last one."""
+        with self._model._accumulation.cycles.without_updates():
+            for each, following in itertools.pairwise(self._fed):
+                function(iter([each.data]))
+                _assign_changes(each.after, following.before)
 
     def forget_fed(self):
         """Forgets the fed batches: what is pending came in another way."""
-        self._fed = []
+        self._fed, self._left = [], []
 
-    def _begin(self, is_pending):
-        """Saves what a cycle begins with."""
+    def _values(self):
+        """Reads all that steps assign."""
         cycles = self._model._accumulation.cycles
-        self._fed = []
-        self._pending = cycles.read() if is_pending else None
-        self._saved = {}
-        for variable in self._assigned.values():
-            self._save(variable)
+        skipped = {id(each): each._skipped for each in cycles}
+        variables = self._assigned | skipped
+        return {key: self._value(each) for key, each in variables.items()}
 
-    def _save(self, variable):
+    def _value(self, variable):
         with scope_of(self._model.distribute_strategy):
             parts = local_results(tf_variable(variable))
-            self._saved[id(variable)] = [(p, p.read_value()) for p in parts]
+            return [(part, part.read_value()) for part in parts]
 
     def _put_back(self, trains):
         """Lets all be as it was when the cycle began."""
         cycles = self._model._accumulation.cycles
-        for parts in self._saved.values():
-            for part, value in parts:
-                part.assign(value)
+        saved: dict = {}
+        for each in reversed(self._fed):
+            saved |= each.before
+        for part, value in itertools.chain(*saved.values()):
+            part.assign(value)
         if trains:
             cycles.forget()
         if self._pending is not None:
@@ -198,9 +224,9 @@ class Retry:
 
     def _halve(self, error):
         """Halves the size, or says why that would not help."""
-        failed = max(map(self._largest_part, self._fed))
+        failed = max(self._largest_part(each.data) for each in self._fed)
         if failed <= 1:
-            self._fed = []
+            self.forget_fed()
             self.largest = None
             self._assign_size(_ALL)
             _give_up(_ONE_SAMPLE, error)
@@ -244,8 +270,9 @@ class Retry:
         if id(variable) not in self._assigned:
             self._assigned[id(variable)] = variable
             # This step was not run yet: these are the values before it.
-            with tf.init_scope():
-                self._save(variable)
+            if self._fed:
+                with tf.init_scope():
+                    self._fed[-1].before[id(variable)] = self._value(variable)
 
 
 def recorded(model):
@@ -254,6 +281,16 @@ def recorded(model):
     if retry is None:
         return contextlib.nullcontext()
     return Recorder(retry._record)
+
+
+def _assign_changes(after, before):
+    """Assigns again what was assigned between two batches of a cycle."""
+    for key, parts in before.items():
+        for (part, value), (_, old) in zip(
+            parts, after.get(key, parts), strict=True
+        ):
+            if not np.array_equal(value, old):
+                part.assign(value)
 
 
 def _give_up(text, error):

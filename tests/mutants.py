@@ -397,8 +397,8 @@ MUTANTS = [
     Mutant(
         "only the last batch of a cycle is fed again",
         "_retry.py",
-        "again = self._fed[:-1]",
-        "again = []",
+        "function(iter([each.data]))",
+        "pass",
         "test_auto.py",
     ),
     Mutant(
@@ -411,16 +411,29 @@ MUTANTS = [
     Mutant(
         "what a later cycle began with is not saved",
         "_retry.py",
-        "        for variable in self._assigned.values():\n"
-        "            self._save(variable)\n",
-        "",
+        "fed = _Fed(data, self._values(), {})",
+        "fed = _Fed(data, {}, {})",
         "test_auto.py",
     ),
     Mutant(
         "the batches of an update that was made are fed again",
         "_retry.py",
-        "or not pending or 0 in pending",
-        "or not any(pending)",
+        "if left and 0 not in left:",
+        "if any(left):",
+        "test_auto.py",
+    ),
+    Mutant(
+        "what was assigned between two batches is undone",
+        "_retry.py",
+        "if not np.array_equal(value, old):",
+        "if False:",
+        "test_auto.py",
+    ),
+    Mutant(
+        "a cycle that a checkpoint restored is not noticed",
+        "_retry.py",
+        "if not any(pending) or pending != self._left:",
+        "if not any(pending) or not self._fed:",
         "test_auto.py",
     ),
     Mutant(

@@ -265,6 +265,41 @@ def test_a_cycle_that_is_longer_than_the_new_accum_steps(samples):
     assert distance(model, reference) < 1e-6
 
 
+def test_what_is_assigned_between_two_batches_stays(samples, tmp_path):
+    """A checkpoint that is restored, and metrics that are reset."""
+    x, y = samples
+    x[60] = LARGE  # in the last batch
+
+    def train(**kwargs):
+        keras.utils.set_random_seed(0)
+        model = compiled(
+            plain(AccumulatingModel, Limit(large=True)),
+            accum_steps=3,
+            remainder="carry",
+            skip_nonfinite=True,
+            metrics=["accuracy"],
+            **kwargs,
+        )
+        model.train_on_batch(x[:24], y[:24])
+        checkpoint = tf.train.Checkpoint(model)
+        path = checkpoint.save(tmp_path / "checkpoint")
+        model.train_on_batch(x[24:48], y[24:48])
+        checkpoint.restore(path)
+        model.train_on_batch(x[24:36], y[24:36])
+        model.train_on_batch(np.full_like(x[:6], np.nan), y[:6])
+        logs = model.train_on_batch(x[48:72], y[48:72], return_dict=True)
+        return model, logs
+
+    expected, expected_logs = train(micro_batch_size=6)
+    with pytest.warns(UserWarning, match="from now on"):
+        model, logs = train(micro_batch_size="auto")
+    assert updates(model) == updates(expected)
+    assert model.pending_steps == expected.pending_steps
+    assert model.skipped_steps == expected.skipped_steps == 1
+    assert distance(model, expected) < 1e-6
+    assert logs == pytest.approx(expected_logs, rel=1e-6)
+
+
 def test_the_size_does_not_grow_until_it_is_told_to(samples):
     x, y = samples
     x[30] = LARGE
