@@ -1,11 +1,13 @@
 """All that a model knows of its accumulation, in one place."""
 
+import contextlib
 import dataclasses
 import typing
 
 import tensorflow as tf
 
 from accumodel import _checks
+from accumodel import _keras
 from accumodel._cycles import OWN
 from accumodel._cycles import Cycles
 from accumodel._cycles import build_accumulator
@@ -88,10 +90,32 @@ class Accumulation:
         callbacks = given["callbacks"]
         self.measures = any(hasattr(each, "_needs_meter") for each in callbacks)
         self.logs_norm = any(hasattr(each, "_needs_norm") for each in callbacks)
+        if self.meter is not None and not self.measures:
+            self.meter.forget_cycle()
         try:
-            return behind(*args, **kwargs)
+            with self._averages_of_updates():
+                return behind(*args, **kwargs)
         finally:
             self.measures = self.logs_norm = False
+
+    def _averages_of_updates(self):
+        """Returns a scope in which averages of no update replace no weights.
+
+        With `use_ema` Keras replaces the weights by their averages when `fit`
+        ends. These are zero before the first update.
+        """
+        if not (self.accumulates and self._model.compiled):
+            return contextlib.nullcontext()
+        optimizer = self._model.optimizer
+        finalize = optimizer.finalize_variable_values
+
+        def finalize_after_update(variables):
+            if optimizer.iterations.numpy():
+                finalize(variables)
+
+        return _keras.replaced(
+            optimizer, "finalize_variable_values", finalize_after_update
+        )
 
     def load_cycles(self, store):
         """Loads the pending cycles of a file, and returns the rest of it."""

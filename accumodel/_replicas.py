@@ -242,6 +242,23 @@ def _split(batch, replicas, strategy):
     return strategy.experimental_distribute_values_from_function(part)
 
 
+def hide_empty(data):
+    """Returns data of which no tensor is known to hold no samples.
+
+    A replica gets none of a batch that has fewer samples than there are
+    replicas. Keras would not reduce losses of a shape `(0,)`.
+    """
+
+    def hide(leaf):
+        if not tf.is_symbolic_tensor(leaf) or leaf.shape[:1] != [0]:
+            return leaf
+        return tf.raw_ops.PlaceholderWithDefault(
+            input=leaf, shape=[None, *leaf.shape[1:]]
+        )
+
+    return keras.tree.map_structure(hide, data)
+
+
 def first_batch(iterator, strategy):
     """Returns a batch of one replica, by whose shapes Keras builds a model.
 

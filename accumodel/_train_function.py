@@ -135,6 +135,7 @@ def _build(model, batches):
 def _train(model, train_step, data):
     """Runs a `train_step`, which may be custom, on one fed batch."""
     state = model._accumulation
+    data = _replicas.hide_empty(data)
     is_split = model.micro_batch_size is not None
     fed_batch = FedBatch(is_split)
     with _retry.recorded(model):

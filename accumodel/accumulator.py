@@ -270,11 +270,12 @@ class GradientAccumulator(tf.Module):
 
     def reset(self) -> None:
         """Forgets the pending cycle."""
-        # The next micro-batch overwrites the sums: to clear them here would be
-        # one more pass over them.
+        # The next micro-batch overwrites the sums: it saves a pass over them.
         self._totals.assign(tf.zeros(3, tf.float64))
         self._count.assign(0)
         self._phase.assign(0.0)
+        if self._untracked.meter is not None:
+            self._untracked.meter.forget_cycle()
 
     def _phases(self):
         """Returns what a step that failed left in `phase`, on each replica."""
@@ -296,12 +297,11 @@ class GradientAccumulator(tf.Module):
     @recorded()
     def _add_to_fed_batch(self, gradients, weight, fed_batch, **kwargs):
         """Adds a micro-batch of a fed batch, see `_add`."""
-        is_split = fed_batch.is_split
-        accepts = self._is_good if is_split else self._accepts
+        accepts = self._is_good if fed_batch.is_split else self._accepts
         accepted = self._add(gradients, weight, accepts, **kwargs)
         # One that all replicas accept together counts once. What is not
         # counted is added here, too: the end of the batch waits for it.
-        size = 1.0 if is_split else 1 / count_replicas()
+        size = 1.0 if fed_batch.is_split else 1 / count_replicas()
         size *= kwargs.get("may_begin", True)
         accepted = tf.cast(accepted, tf.float64)
         self._parts.assign_add([accepted * size, (1 - accepted) * size])

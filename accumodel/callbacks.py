@@ -39,9 +39,10 @@ class AccumStepsScheduler(keras.callbacks.Callback):
 
     Args:
         schedule: A dict from epochs (ints, from 0) to their `accum_steps`
-            (ints); other epochs keep the present value. Or a function that
-            takes the epoch and the present `accum_steps`, and returns the new
-            one.
+            (ints); other epochs keep the present value, and a `fit` that
+            begins with a later epoch takes that of the last entry before it.
+            Or a function that takes the epoch and the present `accum_steps`,
+            and returns the new one.
 
     Raises:
         TypeError: If `schedule` is neither, or holds something other than
@@ -72,19 +73,25 @@ class AccumStepsScheduler(keras.callbacks.Callback):
                 f"function. Received: schedule={schedule!r}"
             )
         self.schedule = schedule
+        self._is_first = False
 
     # It runs before callbacks that write the logs.
     _adds_to_logs = True
 
     def on_train_begin(self, logs=None):
         check_accumulates(self.model, self)
+        self._is_first = True
 
     def on_epoch_begin(self, epoch, logs=None):
         present = self.model.accum_steps
-        if isinstance(self.schedule, Mapping):
-            self.model.accum_steps = self.schedule.get(epoch, present)
-        else:
-            self.model.accum_steps = self.schedule(epoch, present)
+        if not isinstance(self.schedule, Mapping):
+            present = self.schedule(epoch, present)
+        elif epoch in self.schedule or self._is_first:
+            # Of a `fit` that was resumed, the entry is one before.
+            begun = [key for key in self.schedule if key <= epoch]
+            present = self.schedule[max(begun)] if begun else present
+        self._is_first = False
+        self.model.accum_steps = present
 
     def on_epoch_end(self, epoch, logs=None):
         if logs is not None:
@@ -121,11 +128,12 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._batches = 0
-        steps = self.params.get("steps")
-        if steps and self.model.accum_steps > steps:
-            self._warn_of_short_epochs(steps)
 
     def on_train_batch_end(self, batch, logs=None):
+        steps = self.params.get("steps")
+        # Not when the epoch begins: a schedule may set another value then.
+        if not self._batches and steps and self.model.accum_steps > steps:
+            self._warn_of_short_epochs(steps)
         self._batches = batch + 1
 
     def on_test_begin(self, logs=None):
@@ -135,7 +143,7 @@ class EndOfCycle(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self._warn_of_updates_without_accumulation()
         if (
-            self.model.accum_steps > self._batches
+            self.model.accum_steps > self._batches > 0
             and not self.model.stop_training
         ):
             # The length of the data was not known before.

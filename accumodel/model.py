@@ -89,8 +89,7 @@ class AccumulatingModel(keras.Model):
 
     def __setattr__(self, name, value):
         if name == "accum_steps":
-            # TensorFlow ignores a value that the model has already. A custom
-            # accumulator may have another.
+            # TensorFlow ignores the value it has; accumulators may have others.
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -574,8 +573,7 @@ class AccumulatingModel(keras.Model):
     ) -> None:
         """Loads as `keras.Model.load_weights`, and a pending cycle.
 
-        If it fails, no cycle is pending, and the weights are as Keras left
-        them.
+        If it fails, no cycle is pending; the weights are as Keras left them.
         """
         self._accumulation.cycles.reset()  # a legacy file holds no cycle
         try:
@@ -589,8 +587,11 @@ class AccumulatingModel(keras.Model):
         self._accumulation.cycles.save(store)
 
     def load_own_variables(self, store):
-        store = self._accumulation.load_cycles(store)
-        super().load_own_variables(store)
+        super().load_own_variables(self._accumulation.load_cycles(store))
+
+    def set_state_tree(self, state_tree):
+        self._accumulation.cycles.reset()  # a tree holds no pending cycle
+        super().set_state_tree(state_tree)
 
     def get_compile_config(self):
         config = super().get_compile_config()

@@ -230,6 +230,10 @@ class Meter:
             )
             self._decay = tf.Variable(0.0, trainable=False, dtype=tf.float64)
 
+    def forget_cycle(self):
+        """Forgets what was measured of the cycle at hand."""
+        self.sums.assign(tf.zeros(4, tf.float64))
+
     def begin(self, decay):
         """Forgets what was measured."""
         self._averages.assign(tf.zeros(9, tf.float64))

@@ -423,6 +423,27 @@ MUTANTS = [
         "test_auto.py",
     ),
     Mutant(
+        "averages of no update replace the weights",
+        "_accumulation.py",
+        "if optimizer.iterations.numpy():",
+        "if True:",
+        "test_model.py",
+    ),
+    Mutant(
+        "a resumed fit does not follow its schedule",
+        "callbacks.py",
+        "elif epoch in self.schedule or self._is_first:",
+        "elif epoch in self.schedule:",
+        "test_callbacks.py",
+    ),
+    Mutant(
+        "what was measured of an ended cycle stays",
+        "accumulator.py",
+        "self._untracked.meter.forget_cycle()",
+        "pass",
+        "test_noise_scale.py",
+    ),
+    Mutant(
         "what was assigned between two batches is undone",
         "_retry.py",
         "if not np.array_equal(value, old):",

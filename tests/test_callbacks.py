@@ -49,6 +49,21 @@ def test_a_dict_sets_the_steps_of_its_epochs_and_keeps_them(data):
     assert logs.history["accum_steps"] == [3, 1, 1, 4, 4]
 
 
+def test_a_resumed_fit_takes_the_last_entry_before_it(data):
+    model = make_model()
+    # More than there are batches, which is not warned of: it does not last.
+    model.compile("adam", "sparse_categorical_crossentropy", accum_steps=99)
+    logs = model.fit(
+        *data,
+        batch_size=8,
+        initial_epoch=2,
+        epochs=5,
+        verbose=0,
+        callbacks=[AccumStepsScheduler({1: 2, 3: 4})],
+    )
+    assert logs.history["accum_steps"] == [2, 4, 4]
+
+
 @pytest.mark.parametrize(
     ("schedule", "error", "match"),
     [

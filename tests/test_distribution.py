@@ -308,6 +308,33 @@ def test_the_remainder_of_train_on_batch_is_applied_on_all_replicas():
     assert distance(model, reference) < 1e-6
 
 
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"accum_steps": 2}, slow({"micro_batch_size": 1, "gradient_cache": True})],
+    ids=str,
+)
+def test_a_batch_with_fewer_samples_than_replicas(kwargs):
+    """The other one gets none, next to the scalar loss of a regularizer."""
+    x, y = cases.classes(1, np.random.default_rng(0))
+
+    def train(model_class, **kwargs):
+        inputs = keras.Input((cases.FEATURES,))
+        layer = keras.layers.Dense(cases.CLASSES, kernel_regularizer="l2")
+        model = model_class(inputs, layer(inputs))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, **kwargs)
+        model.train_on_batch(x, y)
+        return model
+
+    keras.utils.set_random_seed(0)
+    reference = train(keras.Model)
+    keras.utils.set_random_seed(0)
+    with mirrored(2).scope():
+        model = train(AccumulatingModel, **kwargs)
+    model.apply_accumulated_gradients()
+    assert distance(model, reference) < 1e-6
+
+
 @pytest.mark.slow
 def test_evaluate_and_predict_are_those_of_one_device():
     x, y = cases.classes(97, np.random.default_rng(0))

@@ -300,6 +300,23 @@ class Watch(keras.callbacks.Callback):
         self.iterations.append(int(self.model.optimizer.iterations))
 
 
+def test_averages_of_no_update_replace_no_weights(data):
+    model = make_model()
+    optimizer = keras.optimizers.SGD(use_ema=True)
+    loss = "sparse_categorical_crossentropy"
+    model.compile(optimizer, loss, accum_steps=14, remainder="carry")
+    before = model.get_weights()
+    model.fit(*data, batch_size=8, shuffle=False, verbose=0)  # 13 batches
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    x, y = data
+    model.fit(x[:8], y[:8], verbose=0)
+    reference = make_model(keras.Model)
+    reference.compile("sgd", loss)
+    reference.train_on_batch(*map(np.concatenate, [(x, x[:8]), (y, y[:8])]))
+    assert distance(model, reference) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("remainder", "iterations", "pending"),
     [

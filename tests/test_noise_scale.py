@@ -302,6 +302,29 @@ def test_advice(has_rich, capsys, monkeypatch, tmp_path):
     assert f"`accum_steps={round(value / 8)}`" in printed
 
 
+@pytest.mark.parametrize(
+    ("samples", "accum_steps", "rest"), [(48, 4, 12), (42, 2, 6)]
+)
+def test_a_cycle_of_which_a_part_was_not_measured_is_left_out(
+    samples, accum_steps, rest
+):
+    x, y = population(48)
+    model = linear(accum_steps=2, remainder="carry")
+    callbacks = [GradientNoiseScale()]
+    model.fit(x[:samples], y[:samples], 6, callbacks=callbacks, verbose=0)
+    model.accum_steps = accum_steps
+    if model.pending_steps:
+        model.fit(x[:12], y[:12], 6, verbose=0)
+    else:
+        model.train_on_batch(x[:6], y[:6])
+        model.train_on_batch(x[:6], y[:6])
+    assert model.pending_steps == accum_steps - rest // 6
+    callbacks = [GradientNoiseScale()]
+    with pytest.warns(UserWarning, match="cannot be measured"):
+        model.fit(x[:rest], y[:rest], 6, callbacks=callbacks, verbose=0)
+    assert model.pending_steps == 0
+
+
 # -- what is refused -----------------------------------------------------------
 
 

@@ -119,6 +119,9 @@ def test_a_file_of_a_cycles_end_clears_what_was_pending(tmp_path):
     model = in_mid_cycle()
     tf.train.Checkpoint(model=model).read(tmp_path / "checkpoint")
     assert model.pending_steps == 0
+    model = in_mid_cycle()
+    model.set_state_tree(in_mid_cycle(10).get_state_tree())
+    assert model.pending_steps == 0
 
 
 def test_checkpoints_of_a_cycles_end_and_of_plain_models_are_exchanged(
