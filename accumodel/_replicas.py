@@ -250,7 +250,7 @@ def hide_empty(data):
     """
 
     def hide(leaf):
-        if not tf.is_symbolic_tensor(leaf) or leaf.shape[:1] != [0]:
+        if not isinstance(leaf, tf.Tensor) or leaf.shape[:1] != [0]:
             return leaf
         return tf.raw_ops.PlaceholderWithDefault(
             input=leaf, shape=[None, *leaf.shape[1:]]
