@@ -80,8 +80,7 @@ class Accumulation:
         self.options = options
         self.accumulates = accumulates
         self._use_size(options.micro_batch_size)
-        if model._gradient_accumulator is not None:
-            del model._gradient_accumulator  # what is tracked, too
+        self.cycles.begin_anew()
 
     def fit(self, behind, args, kwargs):
         """Trains the model as `behind` does, see `compile`."""

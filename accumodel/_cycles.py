@@ -151,13 +151,18 @@ class Cycles:
         if not pending or remainder == "carry" or not self.is_live:
             return
         self.reset()
-        warnings.warn(
-            f"{pending} batches were accumulated before `fit` and made "
-            "no update. They are dropped, since `fit` begins with an empty "
-            "cycle. Call `apply_accumulated_gradients()` before `fit`, or "
-            '`compile` with `remainder="carry"`.',
-            stacklevel=3,
-        )
+        otherwise = ', or `compile` with `remainder="carry"`'
+        _warn_of_dropped(pending, "fit", otherwise)
+
+    def begin_anew(self):
+        """Removes the accumulator that was made for another `compile`."""
+        accumulator = self._model._gradient_accumulator
+        if accumulator is None:
+            return
+        pending = accumulator.pending_steps
+        del self._model._gradient_accumulator  # what is tracked, too
+        if pending:
+            _warn_of_dropped(pending, "compile")
 
     def trains_the_same(self, accumulator):
         """Whether an accumulator fits what `compile` and `trainable` say."""
@@ -272,6 +277,16 @@ class Cycles:
                     f"a sum of shape {value.shape} and dtype {value.dtype} for "
                     f"shape {tuple(total.shape)} and dtype {total.dtype.name}",
                 )
+
+
+def _warn_of_dropped(pending, name, otherwise=""):
+    warnings.warn(
+        f"Batches that were accumulated before `{name}` made no update. They "
+        f"are dropped, since `{name}` begins with an empty cycle. Call "
+        f"`apply_accumulated_gradients()` before `{name}`{otherwise}. "
+        f"Received: pending_steps={pending}",
+        stacklevel=4,
+    )
 
 
 def split(store):

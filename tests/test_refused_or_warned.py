@@ -786,8 +786,16 @@ def test_micro_batches_of_train_on_batch_are_not_dropped_in_silence():
     (message,) = messages_of(
         lambda: model.fit(x[:16], y[:16], batch_size=4, verbose=0)
     )
-    assert message.startswith("3 batches were accumulated before `fit`")
+    assert "before `fit` made no update" in message
+    assert message.endswith("pending_steps=3")
     assert int(model.optimizer.iterations) == 1
+    model.train_on_batch(x[:4], y[:4])
+    (message,) = messages_of(
+        lambda: model.compile("sgd", "mse", accum_steps=4, remainder="carry")
+    )
+    assert "before `compile` made no update" in message
+    assert message.endswith("pending_steps=1")
+    assert model.pending_steps == 0
 
 
 @pytest.mark.parametrize("stop", [False, True])
