@@ -324,12 +324,12 @@ def test_fit_goes_on_with_a_cycle_from_a_file_and_with_no_other(tmp_path):
     for _ in resumed.train(model, 8, 11):
         pass
     assert model.pending_steps == 3  # as many, but not from the file
-    with pytest.warns(UserWarning, match="3 batches were accumulated"):
+    with pytest.warns(UserWarning, match="pending_steps=3"):
         fit()
     with pytest.raises(OSError, match="No such file"):
         model.load_weights(tmp_path / "none.weights.h5")
     model.train_on_batch(x, y)
-    with pytest.warns(UserWarning, match="1 batches were accumulated"):
+    with pytest.warns(UserWarning, match="pending_steps=1"):
         fit()
     assert begins_with == [3, 0, 0]
 
