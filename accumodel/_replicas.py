@@ -27,6 +27,9 @@ _WRONG = (
     tf.distribute.ParameterServerStrategy,
 )
 
+# What `fit` and `evaluate` take batches from.
+ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
+
 
 def check_strategy(strategy, steps_per_execution=1):
     """Refuses strategies that would be wrong, and warns of unknown ones."""
@@ -220,8 +223,7 @@ def split_over_replicas(batches, strategy):
     there are replicas next to the batches of `fit`, which are returned as they
     are.
     """
-    iterators = (tf.data.Iterator, tf.distribute.DistributedIterator)
-    if isinstance(batches, iterators) or strategy.num_replicas_in_sync == 1:
+    if isinstance(batches, ITERATORS) or strategy.num_replicas_in_sync == 1:
         return batches
     replicas = len(strategy.extended.worker_devices)  # of this worker
     return (_split(batch, replicas, strategy) for batch in batches)

@@ -21,7 +21,6 @@ for each number of samples. So Keras is told not to compile: what runs for a
 micro-batch is compiled, and the update, each by itself.
 """
 
-import contextlib
 import functools
 import itertools
 
@@ -58,8 +57,7 @@ def make_test_function(model, make):
         make(force=True)
     else:
         step = functools.partial(_test, model, model.test_step)
-        with _instead_of(model, "test_step", step):
-            make(force=True)
+        _make(model, "test", step, make)
         _wrap(model, "test_function")
     if _replicas.is_multi_worker(model.distribute_strategy):
         model.test_function = _keras.with_local_logs(model.test_function)
@@ -77,8 +75,7 @@ def _make_accumulating(model, make):
         build_optimizer(model)
         build_accumulator(model)
     step = functools.partial(_train, model, model.train_step)
-    with _instead_of(model, "train_step", step):
-        make(force=True)
+    _make(model, "train", step, make)
     _wrap(model, "train_function")
     train_function = model.train_function
 
@@ -165,16 +162,33 @@ def _test(model, test_step, data):
         return _slices.run(model, test_step, data)
 
 
-@contextlib.contextmanager
-def _instead_of(model, name, step):
-    """While it is open, Keras takes `step` for the method of this name.
+def _make(model, name, step, make):
+    """Makes Keras's train or test function, with another step."""
+    function = _make_by_keras(model, name, step, make, model.run_eagerly)
+    if model.steps_per_execution > 1 or model.run_eagerly:
+        return
+    run = _make_by_keras(model, name, step, make, run_eagerly=True)
 
-    And it does not compile it.
-    """
-    jit_compile = model.jit_compile
-    model.jit_compile = False
+    # Keras's function of a data set has another one in it, holds all functions
+    # in that one once more, and waits for each step.
+    @functools.partial(tf.function, reduce_retracing=True, autograph=False)
+    def run_next(batches):
+        return run(iter([batches.get_next()]))
+
+    def run_one(batches):
+        is_in_graph = isinstance(batches, _replicas.ITERATORS)
+        return run_next(batches) if is_in_graph else function(batches)
+
+    setattr(model, f"{name}_function", run_one)
+
+
+def _make_by_keras(model, name, step, make, run_eagerly):
+    """Returns the function that Keras makes of `step`, without XLA."""
+    before = model.jit_compile, model.run_eagerly
+    model.jit_compile, model.run_eagerly = False, run_eagerly
     try:
-        with _keras.replaced(model, name, step):
-            yield
+        with _keras.replaced(model, f"{name}_step", step):
+            make(force=True)
     finally:
-        model.jit_compile = jit_compile
+        model.jit_compile, model.run_eagerly = before
+    return getattr(model, f"{name}_function")
