@@ -30,6 +30,8 @@ class Accumulation:
         options: The `Options` of `compile`.
         accumulates: Bool. Whether gradients go through an accumulator. If not,
             the step is Keras's. It stays true when `accum_steps` becomes 1.
+        counts: Bool. Whether several fed batches may make one update. It stays
+            true, too.
         cycles: The `Cycles`, all accumulators of the model.
         loss_weights: The `LossWeights`.
         size: `tf.Variable`, the most samples of a micro-batch; `None` until
@@ -44,7 +46,7 @@ class Accumulation:
     def __init__(self, model):
         self._model = model
         self.options = Options()
-        self.accumulates = False
+        self.accumulates = self.counts = False
         self.cycles = Cycles(model)
         self.loss_weights = LossWeights(model)
         self.size: typing.Any = None
@@ -79,6 +81,7 @@ class Accumulation:
             raise
         self.options = options
         self.accumulates = accumulates
+        self.counts = options.accum_steps > 1
         self._use_size(options.micro_batch_size)
         self.cycles.begin_anew()
 
@@ -121,7 +124,7 @@ class Accumulation:
         cycles, store = split(store)
         if self._model.compiled:  # else it is loaded for inference
             if OWN in cycles:
-                self.begin_to_accumulate()
+                self.begin_to_accumulate(counts=True)
                 build_accumulator(self._model)
             self.cycles.load(cycles)
         return store
@@ -145,7 +148,7 @@ class Accumulation:
         value = _checks.check_accum_steps(value)
         _checks.check_compiled(self._model, "accum_steps")
         if value > 1:
-            self.begin_to_accumulate()
+            self.begin_to_accumulate(counts=True)
         self.options = dataclasses.replace(self.options, accum_steps=value)
         self.cycles.set_accum_steps(value)
 
@@ -176,11 +179,15 @@ class Accumulation:
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
         self.size.assign(value)
 
-    def begin_to_accumulate(self):
-        """Lets gradients go through an accumulator from now on."""
-        if not self.accumulates:
+    def begin_to_accumulate(self, counts=False):
+        """Lets gradients go through an accumulator from now on.
+
+        Those of several fed batches if it `counts` them.
+        """
+        if not self.accumulates or counts > self.counts:
             _checks.check_can_accumulate(self._model, self.options)
             self.accumulates = True
+            self.counts |= counts
             self.make_functions_again()
 
     def ready_accumulator(self):
@@ -194,6 +201,7 @@ class Accumulation:
         self.cycles.check_trains_the_same(accumulator)
         self.cycles.is_live = True
         meter = self.meter if self.measures else None
+        accumulator._untracked.ends_each = not self.counts
         accumulator._untracked.meter = meter
         accumulator._untracked.norms = self.norms if self.logs_norm else None
         return accumulator

@@ -298,6 +298,24 @@ def check_gradients(gradients, variables):
     return gradients
 
 
+def check_has_weights(before, now):
+    """Returns `now`, or raises if micro-batches before differed in it.
+
+    Args:
+        before: Bool or `None`. Whether those before had weights, if any.
+        now: Bool. Whether this one has.
+    """
+    if before not in (None, now):
+        raise ValueError(
+            "`weight` must be a number for all micro-batches, or `None` for "
+            "all: sums cannot be averaged with means. Give sums and means a "
+            "`GradientAccumulator` each. Received: "
+            f"{'a number' if now else 'weight=None'} after "
+            f"{'weight=None' if now else 'numbers'}"
+        )
+    return now
+
+
 def _match(pairs, variables):
     """Returns the gradients of pairs in the order of `variables`."""
     places = {

@@ -33,6 +33,7 @@ import tensorflow as tf
 from accumodel import _sums
 from accumodel._checks import check_accum_steps
 from accumodel._checks import check_gradients
+from accumodel._checks import check_has_weights
 from accumodel._checks import check_optimizer
 from accumodel._checks import scales_loss
 from accumodel._checks import tf_variable
@@ -69,6 +70,7 @@ class _Untracked:
         self.updates: dict = {}  # compiled, by what they update and measure
         self.meter: typing.Any = None  # see `noise_scale`
         self.norms: typing.Any = None  # see `gradient_norm`
+        self.ends_each = False  # whether each fed batch is a cycle
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
@@ -245,7 +247,8 @@ class GradientAccumulator(tf.Module):
         """
         gradients = check_gradients(gradients, self.variables)
         check_replica_context(self._untracked.strategy)
-        self._check_has_weights(weight is not None)
+        has_weight = weight is not None
+        self._has_weights = check_has_weights(self._has_weights, has_weight)
         step = current_step()
         if step is not None:
             step.check_called_once(self)
@@ -315,7 +318,12 @@ class GradientAccumulator(tf.Module):
             (parts,) = sum_over_replicas([parts])
         self._parts.assign(tf.zeros_like(parts))
         added, skipped = tf.unstack(parts)
-        end = functools.partial(self._end_step, present, may_be_nothing)
+        end = functools.partial(
+            self._end_step,
+            present,
+            may_be_nothing,
+            is_last=self._untracked.ends_each,
+        )
         skipped = tf.cast(tf.round(skipped), tf.int64)
         across_replicas(end, added > 0, skipped)
 
@@ -493,7 +501,9 @@ class GradientAccumulator(tf.Module):
 
     # What follows runs once for all replicas.
 
-    def _end_step(self, present, may_be_nothing, accepted, skipped):
+    def _end_step(
+        self, present, may_be_nothing, accepted, skipped, is_last=False
+    ):
         """Counts the fed batch, and updates if it is the cycle's last.
 
         Args:
@@ -502,6 +512,7 @@ class GradientAccumulator(tf.Module):
             accepted: Bool of each replica, all alike. Whether it was added.
             skipped: Int of each replica, all alike. The micro-batches of it
                 that were not.
+            is_last: Bool. Whether it is known to be the last of its cycle.
         """
         # All of them: another replica may still fail, and then no weight moves.
         waits = local_results(accepted)
@@ -511,8 +522,12 @@ class GradientAccumulator(tf.Module):
             is_begun = self._count > 0
             self._given.assign((self._given & is_begun) | present)
             self._count.assign_add(1)
-            is_full = self._count >= self._accum_steps
-            tf.cond(is_full, lambda: self._update(present), lambda: None)
+            update = functools.partial(self._update, present)
+            if is_last:
+                update()
+            else:
+                is_full = self._count >= self._accum_steps
+                tf.cond(is_full, update, lambda: None)
 
         with tf.control_dependencies(waits):
             if may_be_nothing:
@@ -522,9 +537,8 @@ class GradientAccumulator(tf.Module):
                 count()
 
     def _end_cycle(self):
-        tf.cond(
-            self._count > 0, lambda: self._update(self._expected), lambda: None
-        )
+        update = functools.partial(self._update, self._expected)
+        tf.cond(self._count > 0, update, lambda: None)
 
     def _update(self, expected):
         """Updates the variables that got a gradient in this cycle.
@@ -548,11 +562,9 @@ class GradientAccumulator(tf.Module):
             if expected == everything:
                 update_all()
             else:
-                tf.cond(
-                    tf.reduce_all(tf.equal(self._given, expected)),
-                    lambda: self._update_variables(expected),
-                    update_all,
-                )
+                is_expected = tf.reduce_all(tf.equal(self._given, expected))
+                update = functools.partial(self._update_variables, expected)
+                tf.cond(is_expected, update, update_all)
 
     def _update_variables(self, present):
         strategy = self._untracked.strategy
@@ -589,20 +601,6 @@ class GradientAccumulator(tf.Module):
         # Not before all weights have moved: until then `phase` says so.
         with tf.control_dependencies(local_results(measured)):
             self.reset()
-
-    # Checks.
-
-    def _check_has_weights(self, has_weights):
-        if self._has_weights is None:
-            self._has_weights = has_weights
-        elif self._has_weights != has_weights:
-            raise ValueError(
-                "`weight` must be a number for all micro-batches, or `None` "
-                "for all: sums cannot be averaged with means. Give sums and "
-                "means a `GradientAccumulator` each. Received: "
-                f"{'a number' if has_weights else 'weight=None'} after "
-                f"{'weight=None' if has_weights else 'numbers'}"
-            )
 
     def _warn_of_unsure_updates(self):
         if not tf.executing_eagerly() or not self._unsure.numpy():

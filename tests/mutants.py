@@ -590,6 +590,20 @@ MUTANTS = [
         "amount = tf.ones((), tf.float64)",
         "test_model.py",
     ),
+    Mutant(
+        "each fed batch ends a cycle, whatever accum_steps becomes",
+        "_accumulation.py",
+        "self.counts |= counts",
+        "self.counts |= False",
+        "test_slices.py",
+    ),
+    Mutant(
+        "each step of a custom loop ends a cycle",
+        "accumulator.py",
+        "accepted, skipped, is_last=False",
+        "accepted, skipped, is_last=True",
+        "test_model.py",
+    ),
 ]
 
 

@@ -549,6 +549,19 @@ def test_leaving_1_makes_the_accumulators_and_one_trace(data):
     assert distance(model, reference) == 0.0
 
 
+def test_leaving_1_needs_no_other_trace_in_a_custom_loop(data):
+    model = make_model()
+    model.compile("sgd", "sparse_categorical_crossentropy", skip_nonfinite=True)
+    step = tf.function(model.train_step)
+    batch = tuple(each[:8] for each in data)
+    iterations = []
+    for accum_steps in (1, 2, 2, 2, 1):
+        model.accum_steps = accum_steps
+        step(batch)
+        iterations.append(int(model.optimizer.iterations))
+    assert iterations == [1, 1, 2, 2, 3]
+
+
 def test_with_accum_steps_1_the_step_is_that_of_keras(data):
     reference = make_model(keras.Model)
     expected = train(reference, data, batch_size=8)
