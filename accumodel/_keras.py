@@ -264,6 +264,16 @@ def is_built(model):
     return all(layer.built for layer in [model, *flat_layers(model)])
 
 
+def nests_functions():
+    """Whether Keras runs a step of a data set in two functions.
+
+    Each holds copies of all functions in it. Keras 3.16 fetches the data in
+    Python, and has one.
+    """
+    major, minor, *_ = keras.__version__.split(".")
+    return (int(major), int(minor)) < (3, 16)
+
+
 @contextlib.contextmanager
 def replaced(instance, name, value):
     """While it is open, an attribute of an instance or module is replaced."""

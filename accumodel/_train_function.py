@@ -165,12 +165,12 @@ def _test(model, test_step, data):
 def _make(model, name, step, make):
     """Makes Keras's train or test function, with another step."""
     function = _make_by_keras(model, name, step, make, model.run_eagerly)
-    if model.steps_per_execution > 1 or model.run_eagerly:
+    is_one = model.run_eagerly or not _keras.nests_functions()
+    if is_one or model.steps_per_execution > 1:
         return
     run = _make_by_keras(model, name, step, make, run_eagerly=True)
 
-    # Keras's function of a data set has another one in it, holds all functions
-    # in that one once more, and waits for each step.
+    # One function instead of two. And Keras would wait for each step.
     @functools.partial(tf.function, reduce_retracing=True, autograph=False)
     def run_next(batches):
         return run(iter([batches.get_next()]))
