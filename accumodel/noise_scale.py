@@ -51,6 +51,9 @@ class GradientNoiseScale(keras.callbacks.Callback):
     It is an order of magnitude, of the loss with its regularizers. It needs
     shuffled data, and is less certain with optimizers such as Adam.
 
+    It may hold all gradients of a micro-batch at once, which takes up to one
+    more copy of the parameters while the model trains.
+
     Examples:
         >>> inputs = keras.Input((20,))
         >>> outputs = keras.layers.Dense(3, activation="softmax")(inputs)
