@@ -4,7 +4,7 @@ Every fed batch goes one way:
 
     Trainer.fit -> model.train_function     `make_train_function`, here
         Retry.run                           with "auto": if memory runs out
-            Keras's function                its `train_step` is `_train`, here
+            Keras's function                `_make`, of `_train` as its step
                 _slices.run                 for each micro-batch, `make_step`:
                     model.train_step        the user's, or that of accumodel
                         compute_gradients   forward, backward, weight, logs
@@ -176,8 +176,8 @@ def _make(model, name, step, make):
         return run(iter([batches.get_next()]))
 
     def run_one(batches):
-        is_in_graph = isinstance(batches, _replicas.ITERATORS)
-        return run_next(batches) if is_in_graph else function(batches)
+        is_data_set = isinstance(batches, _replicas.ITERATORS)
+        return run_next(batches) if is_data_set else function(batches)
 
     setattr(model, f"{name}_function", run_one)
 
