@@ -1,5 +1,6 @@
 """All that a model knows of its accumulation, in one place."""
 
+import collections
 import contextlib
 import dataclasses
 import typing
@@ -34,6 +35,9 @@ class Accumulation:
             true, too.
         cycles: The `Cycles`, all accumulators of the model.
         loss_weights: The `LossWeights`.
+        assigned: Dict of what a step assigns: for each number of a stage, and
+            for `"auto"`, the variables by their ids. For the model's life, see
+            `States`.
         size: `tf.Variable`, the most samples of a micro-batch; `None` until
             `micro_batch_size` is set. Another size needs no retrace.
         retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
@@ -49,6 +53,7 @@ class Accumulation:
         self.accumulates = self.counts = False
         self.cycles = Cycles(model)
         self.loss_weights = LossWeights(model)
+        self.assigned: dict = collections.defaultdict(dict)
         self.size: typing.Any = None
         self.retry: typing.Any = None
         self.meter: typing.Any = None
@@ -80,6 +85,7 @@ class Accumulation:
             model.compiled = False
             raise
         self.options = options
+        self.loss_weights = LossWeights(model)  # which warns anew
         self.accumulates = accumulates
         self.counts = options.accum_steps > 1
         self._use_size(options.micro_batch_size)

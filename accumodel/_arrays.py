@@ -139,7 +139,7 @@ def _shapes_of(model, x, samples):
     """Returns the shapes of the outputs for a number of samples."""
 
     def call(x):
-        with States().recorded():
+        with States({}).recorded():
             outputs = model(x, training=False)
         return [each for each in tf.nest.flatten(outputs) if each is not None]
 

@@ -198,20 +198,27 @@ def check_train_step(cls):
 
     One behind accumodel's in the order of the bases, which is not called.
     """
-    steps = [
-        vars(each)["train_step"]
-        for each in cls.__mro__
-        if "train_step" in vars(each)
-    ]
+    classes = [each for each in cls.__mro__ if "train_step" in vars(each)]
     # Keras's own is not the first: `cls` derives from `AccumulatingModel`.
-    if _is_ours(steps[0]) and steps[1] is not keras.Model.train_step:
+    ours, theirs, *_ = classes
+    if _is_ours(ours) and theirs.train_step is not keras.Model.train_step:
         raise TypeError(
-            f"`{steps[1].__qualname__}` would not be called: {cls.__name__} "
-            "derives from `AccumulatingModel` first, which has its own "
-            f"`train_step`. Override `train_step` in {cls.__name__}, and call "
+            f"`{theirs.train_step.__qualname__}` would not be called: "
+            f"{cls.__name__} derives from `AccumulatingModel` first, which has "
+            f"its own. Override `train_step` in {cls.__name__}, and call "
             "`self.accumulate_gradients(gradients, weight)` instead of "
-            f"`self.optimizer.apply_gradients(...)`. Received: class={cls}"
+            "`self.optimizer.apply_gradients(...)`. "
+            f"{other_order(theirs)} Received: class={cls}"
         )
+
+
+def other_order(theirs):
+    """Says what to do with a `train_step` that updates nothing itself."""
+    return (
+        "If it only prepares the data and calls `super().train_step`, name the "
+        f"classes in the other order: `class Model({theirs.__name__}, "
+        "AccumulatingModel)`."
+    )
 
 
 def check_optimizer(optimizer, skip_nonfinite):

@@ -13,12 +13,17 @@ from collections.abc import Callable
 
 import keras
 
+from accumodel._checks import other_order
+
 _F = typing.TypeVar("_F", bound=Callable)
 
 # What `keras.Model(inputs, outputs)` makes has no public name. The names keep
 # Keras's counters of automatic names as they are.
 _input = keras.Input((1,), name="input")
 KerasFunctional = type(keras.Model(_input, _input, name="model"))
+
+# The classes of models that were wrapped in this process, by Keras's names.
+_wrapped: dict = {}
 
 # Methods that `from_model` must keep if the model's class overrides them.
 _TRAINING = (
@@ -54,6 +59,8 @@ class Wrapping:
         super().__init__(**kwargs)
         self.model = model
         self.built = model.built
+        name = keras.saving.get_registered_name(type(model))
+        _wrapped[name] = type(model)
 
     def call(self, inputs, training=None):
         # Keras passes `training` on, to models whose `call` takes it.
@@ -66,7 +73,15 @@ class Wrapping:
 
     @classmethod
     def from_config(cls, config):
-        model = keras.saving.deserialize_keras_object(config.pop("model"))
+        # `keras.models.clone_model` says what class the model has, but not
+        # what class it wraps. Whoever loads a file may say it.
+        unknown = {
+            name: each
+            for name, each in _wrapped.items()
+            if keras.saving.get_registered_object(name) is None
+        }
+        with keras.saving.custom_object_scope(unknown):
+            model = keras.saving.deserialize_keras_object(config.pop("model"))
         return cls(model, **config)
 
 
@@ -148,7 +163,8 @@ def check_model(model, accumulating):
             "override it: `class Model(AccumulatingModel, "
             f"{type(model).__name__})` with a `train_step` that calls "
             "`self.accumulate_gradients(gradients, weight)` instead of "
-            f"`self.optimizer.apply_gradients(...)`. Received: model={model}"
+            "`self.optimizer.apply_gradients(...)`. "
+            f"{other_order(type(model))} Received: model={model}"
         )
     if isinstance(model, keras.Sequential) and not model.built:
         raise ValueError(

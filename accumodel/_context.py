@@ -34,6 +34,7 @@ class FedBatch:
         union = tuple(a or b for a, b in zip(present, before, strict=True))
         is_conditional = was_conditional or current_step().is_conditional()
         self._added[accumulator] = (union, is_conditional)
+        accumulator._untracked.added = union, is_conditional
 
     def clear_first(self):
         """Clears sums before the first micro-batch of a cycle.
@@ -44,12 +45,18 @@ class FedBatch:
             if sums:
                 accumulator._clear_first(sums)
 
-    def end(self):
+    def end(self, accumulators):
         """Ends the fed batch in each accumulator that it was added to.
+
+        A `tf.function` in a custom step may be traced already: then it adds,
+        but registers nothing, so the accumulators themselves know.
 
         Returns:
             Bool. Whether there is one.
         """
+        for each in accumulators:
+            if each not in self._added and each._untracked.added is not None:
+                self._added[each] = (each._untracked.added[0], True)
         for accumulator, (present, is_conditional) in self._added.items():
             accumulator._end_fed_batch(present, is_conditional)
         return bool(self._added)

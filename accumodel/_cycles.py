@@ -52,6 +52,9 @@ class Cycles:
         self._model = model
         # Whether batches were accumulated here since a file was loaded.
         self.is_live = False
+        # Whether gradients were added in a condition or a `tf.function` of a
+        # custom step, for an accumulator that is gone.
+        self.adds_in_function = False
 
     def accumulators(self):
         """Returns the accumulators in a dict, by what holds them."""
@@ -95,6 +98,15 @@ class Cycles:
     def reset(self):
         for each in self:
             each.reset()
+
+    def warn_of_unsure_updates(self):
+        for each in self:
+            each._warn_of_unsure_updates()
+
+    def forget_traces(self):
+        """Lets updates be traced again: the optimizer may have changed."""
+        for each in self:
+            each._untracked.updates.clear()
 
     @contextlib.contextmanager
     def without_updates(self):
@@ -160,6 +172,8 @@ class Cycles:
         if accumulator is None:
             return
         pending = accumulator.pending_steps
+        _, is_conditional = accumulator._untracked.added or (None, False)
+        self.adds_in_function |= is_conditional
         del self._model._gradient_accumulator  # what is tracked, too
         if pending:
             _warn_of_dropped(pending, "compile")

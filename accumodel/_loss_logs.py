@@ -7,7 +7,7 @@ batch, as plain Keras gives it to them:
 
     of_batch = LossLogs(model)
     for each micro-batch:
-        of_batch.report(loss, weight, x)        # in its step
+        of_batch.report(loss, weight, (x, y))   # in its step
         losses += of_batch.take()
     of_batch.end(logs, losses, data, samples)
 
@@ -46,7 +46,7 @@ class LossLogs:
         """Returns the sum of what `take` returns before the first time."""
         return tf.zeros((len(self._trackers()), 2), tf.float64)
 
-    def report(self, loss, weight, x):
+    def report(self, loss, weight, data):
         """Puts the losses of a micro-batch in the trackers, with their weights.
 
         Of a sum, the weight is `None`.
@@ -56,7 +56,7 @@ class LossLogs:
         if loss.shape.rank:  # without a reduction, and logged as a mean
             weight = tf.size(loss)
         loss_weights = self._model._accumulation.loss_weights
-        weights = loss_weights.of_outputs(x, len(trackers) - 1)
+        weights = loss_weights.of_outputs(data, len(trackers) - 1, weight)
         for each, divisor in zip(trackers, [weight, *weights], strict=True):
             loss = each.result()
             if divisor is not None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 # else; of what cannot be told.
 _CONSTANT, _SIZE, _DATA, _MEAN, _SUM, _OTHER, _UNKNOWN = range(7)
 
+_FETCHES = {"IteratorGetNext", "OptionalGetValue"}
 _SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
 _LINEAR = {
     "Add",
@@ -33,26 +34,47 @@ _CALLS = ("Case", "If", "PartitionedCall", "Stateful", "Stateless", "While")
 
 
 def is_no_mean(loss):
-    """Whether a scalar is known not to be a mean over samples."""
-    if tf.executing_eagerly() or loss.shape.rank != 0:
-        return False
-    return _kind(loss, {}) in (_SUM, _OTHER)
+    """Whether a single number is known not to be a mean over samples."""
+    return _kind_of_number(loss) in (_SUM, _OTHER)
+
+
+def is_sum(loss):
+    """Whether a single number is known to be a sum over samples."""
+    return _kind_of_number(loss) == _SUM
+
+
+def _kind_of_number(loss):
+    if tf.executing_eagerly() or loss.shape.num_elements() != 1:
+        return _UNKNOWN
+    return _kind(loss, {})
 
 
 def _kind(tensor, known):
-    """Returns what a tensor is made of; `known` is what was found, by names."""
-    op = tensor.op
-    if op.name not in known:
-        known[op.name] = _UNKNOWN  # a loop
-        known[op.name] = _kind_of(op, known)
-    return known[op.name]
+    """Returns what a tensor is made of; `known` is what was found, by names.
+
+    A model may be thousands of operations deep: no recursion.
+    """
+    waiting = [tensor.op]
+    while waiting:
+        op = waiting[-1]
+        if op.name not in known:
+            known[op.name] = _UNKNOWN  # a loop
+            waiting += [
+                each.op for each in op.inputs if each.op.name not in known
+            ]
+        else:
+            known[op.name] = _kind_of(op, known)
+            waiting.pop()
+    return known[tensor.op.name]
 
 
 def _kind_of(op, known):
-    kinds = [_kind(each, known) for each in op.inputs]
+    kinds = [known[each.op.name] for each in op.inputs]
     found = set(kinds)
     if op.type == "Placeholder":  # a scalar is a number of a loop
         return _DATA if op.outputs[0].shape.rank != 0 else _SIZE
+    if op.type in _FETCHES:
+        return _DATA
     if op.type in _SHAPES:
         return _SIZE if found - {_CONSTANT} else _CONSTANT
     if op.type == "ReadVariableOp" or found <= {_CONSTANT}:

@@ -10,30 +10,32 @@ from accumodel import _keras
 from accumodel._context import FedBatch
 from accumodel._context import current_step
 from accumodel._context import one_step
+from accumodel._parts import count_samples
 from accumodel._replicas import count_replicas
 from accumodel._replicas import scope_of
+from accumodel._replicas import sum_over_replicas
 from accumodel._scopes import random_state
-from accumodel._weighting import count_samples
 from accumodel._weighting import is_single
+from accumodel.batch_norm import trained_norms
 
 
-def compute_loss(model, x, y, y_pred, sample_weight, training=True):
-    """Calls `model.compute_loss`, as Keras's own step does."""
-    arguments = {"training": training}
-    if "training" not in inspect.signature(model.compute_loss).parameters:
-        arguments = {}  # an override for a Keras before 3.3
-    return model.compute_loss(x, y, y_pred, sample_weight, **arguments)
+def call_compute_loss(function, x, y, y_pred, sample_weight, training=True):
+    """Calls a `compute_loss` with what its signature takes, as Keras does."""
+    takes_training = "training" in inspect.signature(function).parameters
+    arguments = {"training": training} if takes_training else {}
+    return function(x, y, y_pred, sample_weight, **arguments)
 
 
 def weigh(model, x, y, y_pred, sample_weight, loss):
     """Returns the weight of a micro-batch, of which `loss` is the loss."""
-    overrides = model._accumulation.overrides
-    is_sum = (
-        overrides("compute_loss")
-        and not overrides("micro_batch_weight")
-        and not is_single(loss, x)  # Keras sums one loss per sample
-    )
+    state = model._accumulation
+    is_known = state.overrides("micro_batch_weight")
+    is_custom = state.overrides("compute_loss") and not is_known
+    # Keras sums one loss per sample.
+    is_sum = is_custom and not is_single(loss, (x, y))
     weight = model.micro_batch_weight(x, y, y_pred, sample_weight)
+    if is_custom:
+        state.loss_weights.warn_of_result(loss)
     if is_sum or weight is None:
         return None
     # Tied to the data: see `GradientAccumulator._waits`.
@@ -41,9 +43,37 @@ def weigh(model, x, y, y_pred, sample_weight, loss):
         return tf.identity(weight)
 
 
+def share(model, loss, weight):
+    """Weighs the losses of replicas that normalize together.
+
+    Their gradients flow through the shared statistics to all replicas, where
+    another weight would multiply them. So the weight, divided by that of all,
+    goes into the loss, before the backward pass.
+
+    Returns:
+        Tuple of the loss, and of a weight that all replicas share. Both as they
+        were if no `BatchNormalization` is synchronized, for sums, and for a
+        custom `compute_loss`, which may be that of all replicas.
+    """
+    replicas = count_replicas()
+    if (
+        replicas == 1
+        or weight is None
+        or model._accumulation.overrides("compute_loss")
+        or not any(norm.synchronized for norm in trained_norms(model))
+    ):
+        return loss, weight
+    own = tf.cast(weight, tf.float64)
+    (total,) = sum_over_replicas([own])
+    factor = tf.cast(replicas * tf.math.divide_no_nan(own, total), loss.dtype)
+    # A mean over nothing is not a number.
+    loss = tf.where(tf.equal(own, 0), tf.zeros_like(loss), loss) * factor
+    return loss, total / replicas
+
+
 def log(model, x, y, y_pred, sample_weight, loss, weight):
     """Updates the trackers and the metrics, and returns the logs."""
-    samples = count_samples(x)
+    samples = count_samples((x, y))
     # Averaged as the losses of the micro-batches make up the whole.
     tracker, *_ = _keras.loss_trackers(model)
     tracker.update_state(
@@ -52,7 +82,7 @@ def log(model, x, y, y_pred, sample_weight, loss, weight):
     )
     step = current_step()
     if step is not None and step.losses and not step.is_conditional():
-        step.losses.report(loss, weight, x)
+        step.losses.report(loss, weight, (x, y))
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
@@ -60,7 +90,9 @@ def test(model, data):
     """Does what Keras's `test_step` does, with a micro-batch."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = model(x, training=False)
-    loss = compute_loss(model, x, y, y_pred, sample_weight, training=False)
+    loss = call_compute_loss(
+        model.compute_loss, x, y, y_pred, sample_weight, training=False
+    )
     weight = weigh(model, x, y, y_pred, sample_weight, loss)
     return log(model, x, y, y_pred, sample_weight, loss, weight)
 
@@ -119,7 +151,7 @@ def call_all(model, data):
     """Calls all that a step of Keras calls."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = call(model, data)
-    compute_loss(model, x, y, y_pred, sample_weight)
+    call_compute_loss(model.compute_loss, x, y, y_pred, sample_weight)
     model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 

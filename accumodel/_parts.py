@@ -25,6 +25,11 @@ _OTHER_TARGETS = (
     "samples. Feed what these share with the inputs, and override "
     "`slice_data`. Received: "
 )
+_NO_TARGETS = (
+    "With `micro_batch_size` and without targets, all arrays of a batch must "
+    "hold the same number of samples, or nothing says how many there are. Feed "
+    "a target with one row for each sample, too. Received: "
+)
 
 
 class Parts:
@@ -125,33 +130,45 @@ def _count_samples(data, may_differ):
 
     For a custom `slice_data`, some arrays of it may have other lengths.
     """
-    leaf = first_leaf(data)
-    values = tf.nest.flatten(leaf, expand_composites=True)
+    values = tf.nest.flatten(first_leaf(data), expand_composites=True)
     if may_differ:
-        values += _check_lengths(_with_samples(data), _OTHER_TARGETS)
+        targets = _targets(data)
+        values += _check_lengths(
+            targets or _leaves(data),
+            _OTHER_TARGETS if targets else _NO_TARGETS,
+        )
     with tf.control_dependencies(values):
-        return tf.identity(_length(leaf))
+        return tf.identity(count_samples(data))
 
 
-def _with_samples(data):
-    """Returns the leaves whose length is the number of samples."""
-    # Inputs may hold arrays of other lengths, for a custom `slice_data`.
-    leaves = _leaves(data)
-    targets = isinstance(data, tuple) and [
-        (path, leaf) for path, leaf in leaves if path[0] == 1
+def _targets(data):
+    """Returns the targets, with their paths."""
+    return [
+        (path, leaf)
+        for path, leaf in _leaves(data)
+        if isinstance(data, tuple) and path[0] == 1
     ]
-    return targets or leaves[:1]
 
 
 def first_leaf(data):
-    """Returns an array whose length is the number of samples."""
-    leaves = _with_samples(data)
+    """Returns an array whose length is the number of samples.
+
+    The first of the targets: inputs may hold arrays of other lengths, such as
+    the nodes of graphs, or a table that all samples share. Else the first of
+    the inputs.
+    """
+    leaves = _targets(data) or _leaves(data)
     if not leaves:
         raise ValueError(
-            "With `micro_batch_size`, a batch must hold at least one array "
-            f"with an axis of samples. Received: {data}"
+            "A batch must hold at least one array with an axis of samples. "
+            f"Received: {data}"
         )
     return leaves[0][1]
+
+
+def count_samples(data):
+    """Returns the number of samples of a batch, or of `(x, y)` of it."""
+    return _length(first_leaf(data))
 
 
 def _check_lengths(leaves, message):

@@ -164,12 +164,10 @@ def sum_over_replicas(values):
 
 
 def without_empty(gradients, weight):
-    """Returns `gradients`, or zeros on a replica whose part weighs nothing.
+    """Returns `gradients`, or zeros if the micro-batch weighs nothing.
 
     A mean over nothing is not a number, and would stay none times zero.
     """
-    if not tf.distribute.has_strategy():
-        return gradients
     return tf.cond(
         tf.equal(weight, 0),
         lambda: [_zeros_like(gradient) for gradient in gradients],

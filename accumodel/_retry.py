@@ -53,6 +53,12 @@ _ONE_SAMPLE = (
     "those of the last update."
 )
 
+_WHOLE_LOSS = (
+    " With `gradient_cache=True` or `sync_batch_norm=True`, the loss is "
+    "computed from all samples of a batch at once, whatever the size of the "
+    "micro-batches: if that is what does not fit, feed smaller batches."
+)
+
 # How GPUs say it when they do not raise a `ResourceExhaustedError`.
 _OTHERS = (
     tf.errors.InternalError,
@@ -107,7 +113,7 @@ class Retry:
         # The `pending_steps` of all accumulators after the last of them.
         self._left: list = []
         # The variables that steps assign, by their ids.
-        self._assigned: dict = {}
+        self._assigned = model._accumulation.assigned["auto"]
         # Functions whose variables are made, and those that are traced.
         self._ready: weakref.WeakSet = weakref.WeakSet()
         self._traced: weakref.WeakSet = weakref.WeakSet()
@@ -229,7 +235,8 @@ class Retry:
             self.forget_fed()
             self.largest = None
             self._assign_size(_ALL)
-            _give_up(_ONE_SAMPLE, error)
+            is_joined = self._model._accumulation.joins_outputs()
+            _give_up(_ONE_SAMPLE + _WHOLE_LOSS * is_joined, error)
         self._assign_size(-(-failed // 2))
         # Python shows what a line warns of only once.
         globals().pop("__warningregistry__", None)

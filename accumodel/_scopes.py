@@ -43,11 +43,16 @@ class States:
 
     These are variables of Keras, and Python's and NumPy's random numbers, by
     which a layer may choose what is traced.
+
+    Args:
+        assigned: Dict of the variables that are known to be assigned, by their
+            ids. It grows, and outlives this: a `tf.function` that is traced
+            already assigns what it did, but Python does not see it again.
     """
 
-    def __init__(self):
+    def __init__(self, assigned):
         self._graph = current_graph()
-        self._variables = {}
+        self._variables = assigned
         self._before = {}
         self._random = random_state()
         self._scope = None
@@ -64,6 +69,9 @@ class States:
         self._variables.setdefault(id(variable), variable)
         if current_graph() is self._graph:
             self.save()
+        elif self._graph is None:  # a function that is traced, and not run yet
+            with tf.init_scope():
+                self.save()
 
     def save(self):
         """Reads the variables that are known and were not read yet."""

@@ -37,6 +37,7 @@ from accumodel import _weighting
 from accumodel._context import one_step
 from accumodel._cycles import build_optimizer
 from accumodel._parts import Parts
+from accumodel._parts import count_samples
 from accumodel._parts import first_leaf
 from accumodel._scopes import States
 from accumodel._scopes import check_assignments
@@ -135,7 +136,7 @@ def test(model, data):
         loss = _compute_loss(
             model, states, x, y, sample_weight, whole, training=False
         )
-    samples = _weighting.count_samples(x)
+    samples = count_samples((x, y))
     step = (model, x, y, whole.outputs, sample_weight, loss, samples)
     return _micro_batch.log(*step)
 
@@ -144,6 +145,7 @@ class _Pass:
     """One stage in one step.
 
     Args:
+        number: Int, the number of the stage.
         kept: Dict of what stages keep, by its place.
         statistics: Dict of what normalizations need, by the id of their call.
             This stage adds to both dicts.
@@ -153,11 +155,11 @@ class _Pass:
         made: What it `Made` of all parts.
     """
 
-    def __init__(self, model, stage, parts, kept, statistics):
+    def __init__(self, model, number, stage, parts, kept, statistics):
         self._model, self.stage, self._parts = model, stage, parts
         self._kept, self._statistics = kept, statistics
         self._tape: typing.Any = None
-        self.states = States()
+        self.states = States(model._accumulation.assigned[number])
         self.made: typing.Any = None
 
     def _arguments(self, i):
@@ -176,9 +178,9 @@ class _Pass:
         with self.states.recorded() as scope:
             outputs, kept, moments = self.stage.run(scope, x, taken, statistics)
             losses = _weighting.added_losses(self._model)
-            self.states.owners = [_owner(self._model, each) for each in losses]
+            self.states.owners = _owners(self._model, losses)
         masks = list(map(_keras.mask_of, tf.nest.flatten(outputs)))
-        return Made(outputs, masks, _reduced(losses, x), kept, moments)
+        return Made(outputs, masks, _reduced(losses, part), kept, moments)
 
     # -- 1. Forward, one micro-batch at a time ---------------------------------
 
@@ -212,6 +214,8 @@ class _Pass:
             with tf.control_dependencies([parts.samples]):
                 self.states.save()
 
+        if tf.executing_eagerly():
+            self.states.save()
         *rows, kept, moments = _arrays.collect(
             run_part, parts, begin, self.stage.is_apart
         )
@@ -340,8 +344,8 @@ def _forward(model, stages, parts):
     kept: dict = {}
     statistics: dict = {}
     passes: list = []
-    for stage in stages:
-        passes.append(_Pass(model, stage, parts, kept, statistics))
+    for number, stage in enumerate(stages):
+        passes.append(_Pass(model, number, stage, parts, kept, statistics))
         passes[-1].forward()
     for call in stages[-1].moves:
         _sync_batch_norm.move_averages(call, statistics[id(call)])
@@ -430,21 +434,25 @@ def _option(model):
     return "gradient_cache" if is_cache else "sync_batch_norm"
 
 
-def _owner(model, loss):
-    """Returns the innermost layer that has a loss among its own."""
-    holders = [
-        layer
-        for layer in [model, *_keras.flat_layers(model)]
-        if any(each is loss for each in layer.losses)
+def _owners(model, losses):
+    """Returns the innermost layer that has each of the losses as its own."""
+    if not losses:
+        return []
+    layers = [model, *_keras.flat_layers(model)]
+    # Regularizers are computed each time that a layer is asked.
+    held = {id(layer): [*map(id, layer.losses)] for layer in layers}
+    layers.sort(key=lambda layer: len(_keras.flat_layers(layer)))
+    return [
+        next(layer for layer in layers if id(loss) in held[id(layer)])
+        for loss in losses
     ]
-    return min(holders, key=lambda layer: len(_keras.flat_layers(layer)))
 
 
-def _reduced(losses, x):
+def _reduced(losses, part):
     """Returns those that count as means over samples as scalars."""
     losses = map(tf.convert_to_tensor, losses)
     return [
-        tf.reshape(each, ()) if _weighting.is_single(each, x) else each
+        tf.reshape(each, ()) if _weighting.is_single(each, part) else each
         for each in losses
     ]
 
@@ -475,8 +483,11 @@ def _differentiate(model, states, data, whole):
             loss = _compute_loss(
                 model, states, x, y, sample_weight, whole, training=True
             )
+        step = (model, x, y, whole.outputs, sample_weight, loss)
+        own_weight = _micro_batch.weigh(*step)
+        shared_loss, weight = _micro_batch.share(model, loss, own_weight)
         build_optimizer(model)
-        scaled_loss = model.optimizer.scale_loss(loss)
+        scaled_loss = model.optimizer.scale_loss(shared_loss)
     own, gradients = tape.gradient(
         scaled_loss, [model.trainable_variables, watched]
     )
@@ -484,10 +495,8 @@ def _differentiate(model, states, data, whole):
     for i, gradient in zip(places, gradients, strict=True):
         if gradient is not None:  # some are `tf.IndexedSlices`
             cache[i] = tf.convert_to_tensor(gradient)
-    samples = _weighting.count_samples(x)
-    step = (model, x, y, whole.outputs, sample_weight, loss)
+    samples = count_samples((x, y))
     log = functools.partial(_micro_batch.log, *step, samples)
-    weight = _micro_batch.weigh(*step)
     if model._accumulation.overrides("compute_loss"):
         weight, own = _as_keras(weight, own, samples)
     # Regularizers do not depend on the data: see `GradientAccumulator._waits`.
@@ -528,8 +537,8 @@ def _compute_loss(model, states, x, y, sample_weight, whole, training):
     for owner, loss in zip(states.owners, whole.losses, strict=True):
         # Not by the method of functional models, which refuses.
         keras.layers.Layer.add_loss(owner, loss)
-    return _micro_batch.compute_loss(
-        model, x, y, whole.outputs, sample_weight, training
+    return _micro_batch.call_compute_loss(
+        model.compute_loss, x, y, whole.outputs, sample_weight, training
     )
 
 

@@ -1,5 +1,7 @@
 """The sums of the gradients: make, add, divide, measure and process them."""
 
+import math
+
 import tensorflow as tf
 
 from accumodel._checks import overwrites
@@ -225,25 +227,23 @@ def _squared_norm(gradient):
     return tf.cast(2 * tf.nn.l2_loss(gradient), tf.float64)
 
 
-def add_norm(norms, norm, may_overflow):
-    """Adds the norm of an update, once for all replicas.
-
-    A `LossScaleOptimizer` makes no update of gradients that overflowed.
-    """
-    _, total, updates = tf.unstack(norms)
-    is_update = tf.math.is_finite(norm) if may_overflow else True
+def add_norm(norms, norm, is_update):
+    """Adds the norm of a gradient, once for all replicas, if it is applied."""
+    last, total, updates = tf.unstack(norms)
+    last = tf.where(is_update, norm, last)
     total = tf.where(is_update, total + norm, total)
     updates += tf.cast(is_update, updates.dtype)
-    norms.assign(tf.stack([norm, total, updates]))
+    norms.assign(tf.stack([last, total, updates]))
 
 
-def process(function, gradients, variables, scale):
+def process(function, gradients, variables, scale, may_overflow):
     """Calls a `process_gradients`.
 
     Args:
         function: The function.
         gradients: List of tensors or `None`.
         scale: Scalar, what a `LossScaleOptimizer` scaled the loss by.
+        may_overflow: Bool. Whether there is one, which must see overflows.
 
     Returns:
         Tuple `(gradients, keep)` of what is passed to the optimizer, once all
@@ -295,5 +295,16 @@ def process(function, gradients, variables, scale):
             gradients, processed, variables, strict=True
         )
     ]
+    if keep is not True:
+        keep = tf.convert_to_tensor(keep)
+    if may_overflow:
+        is_finite = all_finite(given, 1.0)
+        result = [
+            gradient
+            if gradient is None or overwrites(variable)
+            else tf.where(is_finite, gradient, math.nan)
+            for gradient, variable in zip(result, variables, strict=True)
+        ]
+        keep = keep is True or keep | ~is_finite
     # No weight moves unless all of them could be computed.
     return tf.tuple(result), keep

@@ -154,7 +154,7 @@ def cut(model):
     """
     opened = _opened(model)
     if opened is None:
-        _refuse(model, f"in a {type(model).__name__}")
+        _refuse(model, _where(model))
     walk = _Walk(model)
     outputs = walk.open(opened, [walk.place(-1) for _ in opened.inputs])
     walk.use(outputs, len(walk.stages) - 1)
@@ -239,13 +239,18 @@ class _Walk:
 
 def _opened(layer):
     """Returns the functional model that a layer runs, or `None`."""
-    if isinstance(layer, keras.Sequential) and layer.built:
-        return keras.Model(layer.inputs, layer.outputs, name=layer.name)
-    if isinstance(layer, KerasFunctional) and (
-        type(layer).call is KerasFunctional.call
+    bases = (keras.Sequential, KerasFunctional)
+    base = next((each for each in bases if isinstance(layer, each)), None)
+    if (
+        base is None
+        or not layer.built
+        or type(layer).call is not base.call
+        or layer.activity_regularizer is not None
     ):
-        return layer
-    return None
+        return None
+    if base is keras.Sequential:
+        return keras.Model(layer.inputs, layer.outputs, name=layer.name)
+    return layer
 
 
 class _Enter:
@@ -346,11 +351,22 @@ def _check(layer):
     """Raises unless it normalizes as a `BatchNormalization` of Keras does."""
     keras_layer = keras.layers.BatchNormalization
     if not isinstance(layer, keras_layer):
-        _refuse(layer, f"in {layer.name}, a {type(layer).__name__}")
-    if type(layer).call is not keras_layer.call:
-        _refuse(layer, "whose class has a custom `call`")
+        _refuse(layer, _where(layer))
+    for name in ("call", "_moments"):
+        if getattr(type(layer), name) is not getattr(keras_layer, name):
+            _refuse(layer, f"whose class has a custom `{name}`")
     if layer.renorm:
         _refuse(layer, "with `renorm=True`")
+
+
+def _where(layer):
+    """Says which layer hides a normalization, and why it cannot be opened."""
+    where = f"in {layer.name}, a {type(layer).__name__}"
+    if isinstance(layer, KerasFunctional | keras.Sequential):
+        if layer.activity_regularizer is not None:
+            return f"{where} with an `activity_regularizer`"
+        return f"{where} with a custom `call`"
+    return where
 
 
 def _refuse(layer, where):

@@ -41,6 +41,7 @@ def make_train_function(model, make):
     """Makes `model.train_function`; `make` is Keras's method of this name."""
     state = model._accumulation
     if state.accumulates or state.cycles.accumulators():
+        state.cycles.forget_traces()
         _make_accumulating(model, make)
     else:
         make(force=True)
@@ -56,7 +57,7 @@ def make_test_function(model, make):
     if model.micro_batch_size is None or is_whole:
         make(force=True)
     else:
-        step = functools.partial(_test, model, model.test_step)
+        step = functools.partial(_test, model, _undecorated(model.test_step))
         _make(model, "test", step, make)
         _wrap(model, "test_function")
     if _replicas.is_multi_worker(model.distribute_strategy):
@@ -74,7 +75,7 @@ def _make_accumulating(model, make):
     if state.accumulates and model.built and is_needed:
         build_optimizer(model)
         build_accumulator(model)
-    step = functools.partial(_train, model, model.train_step)
+    step = functools.partial(_train, model, _undecorated(model.train_step))
     _make(model, "train", step, make)
     _wrap(model, "train_function")
     train_function = model.train_function
@@ -91,6 +92,14 @@ def _make_accumulating(model, make):
             raise
 
     model.train_function = train
+
+
+def _undecorated(step):
+    """Returns a custom step without `@tf.function`.
+
+    Else it would not run when it is traced for something else.
+    """
+    return getattr(step, "python_function", step)
 
 
 def _wrap(model, name):
@@ -140,8 +149,18 @@ def _train(model, train_step, data):
             logs = _stages.train(model, fed_batch, data)
         else:
             logs = _slices.run(model, train_step, data, fed_batch)
-    is_added = fed_batch.end()
-    if is_split and not is_added and model.trainable_variables:
+    is_added = fed_batch.end(state.cycles)
+    if is_added or not model.trainable_variables:
+        return logs
+    if state.cycles.adds_in_function:
+        raise ValueError(
+            "`accumulate_gradients` was called in a `tf.function` that was "
+            "traced before `compile`, and is not traced again: its gradients "
+            "would be lost. Remove the decorator `@tf.function`: `fit` "
+            "compiles the whole step. Received: the `train_step` of "
+            f"{type(model).__name__}"
+        )
+    if is_split:
         raise ValueError(
             "With `micro_batch_size`, `train_step` is called with each "
             "micro-batch of a batch, and must add up its gradients. Call "

@@ -23,6 +23,9 @@ import tensorflow as tf
 from accumodel import _keras
 from accumodel._context import current_step
 from accumodel._means import is_no_mean
+from accumodel._means import is_sum
+from accumodel._parts import count_samples
+from accumodel._parts import first_leaf
 from accumodel._replicas import count_replicas
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
@@ -30,7 +33,8 @@ _SUMS = ("sum", "none", None)
 
 # The weight of a micro-batch in which nothing counts. It changes nothing next
 # to other weights, and a cycle of nothing else still divides by something.
-_TINY = 1e-12
+# Times a gradient, it is still a number of float32.
+_TINY = 1e-30
 
 # The source of divisors that are in proportion to the samples.
 _SAMPLES = ("samples",)
@@ -77,19 +81,19 @@ class LossWeights:
         if step is not None:
             step.reductions = reductions
 
-    def weight(self, x):
+    def weight(self, data):
         """Returns the weight of the micro-batch that was last computed.
 
         `None` if the loss is a sum. Raises if no weight can be right.
 
         Args:
-            x: Nested tensors, the inputs of the micro-batch.
+            data: Tuple `(x, y)` of the micro-batch.
         """
         step = current_step()
         reductions = None if step is None else step.reductions
-        samples = count_samples(x)
+        samples = count_samples(data)
         if self._model._accumulation.overrides("compute_loss"):
-            self._warn_of_custom_loss(reductions or [], x)
+            self._warn_of_custom_loss(reductions or [], data)
             return samples
         if not self._model._accumulation.accumulates:
             return samples  # the caller ignores it
@@ -101,11 +105,13 @@ class LossWeights:
                 f"call without `compute_loss` for model={self._model}"
             )
         reductions, unseen = self._that_count(reductions)
-        divisors = [self._divisor(each, x) for each in reductions]
+        for each in reductions:
+            self._warn_of_single(each, data)
+        divisors = [self._divisor(each, data) for each in reductions]
         divisors += [Divisor(None, _SAMPLES)] * unseen
         sources = {divisor.source for divisor in divisors}
         # A vector that `add_loss` was given is summed up by Keras.
-        vectors = summed_losses(self._model, x)
+        vectors = summed_losses(self._model, data)
         if vectors:
             sources.add(None)
         if len(sources) > 1 and self._model._accumulation.joins_outputs():
@@ -132,31 +138,38 @@ class LossWeights:
             )
             return samples
         if sources not in (set(), {_SAMPLES}):
-            self._warn_of_added_means(x)
+            self._warn_of_added_means(data)
         value = divisors[0].value if divisors else None
         return samples if value is None else _nonzero(value, samples)
 
-    def of_outputs(self, x, outputs):
+    def of_outputs(self, data, outputs, weight):
         """Returns the weight of each output's logged loss, `None` for a sum.
 
-        `outputs` is the number of outputs with a loss.
+        Args:
+            data: Tuple `(x, y)` of the micro-batch.
+            outputs: Int, the number of outputs with a loss.
+            weight: That of the whole loss.
         """
-        samples = count_samples(x)
+        samples = count_samples(data)
         reductions = current_step().reductions or []
         if len(reductions) != outputs:  # some reduce in their own way
             return [samples] * outputs
+        is_custom = self._model._accumulation.overrides("compute_loss")
         weights = []
         for each in reductions:
-            weight = samples
-            if each.reduction == "sum":
-                weight = None
-            elif each.reduction in _SUMS:  # without one, and logged as a mean
-                weight = tf.size(each.values)
-            elif each.reduction in _MEANS:
-                value = self._divisor(each, x).value
-                if value is not None:
-                    weight = _nonzero(value, samples)
-            weights.append(weight)
+            known = each.reduction in (*_MEANS, *_SUMS)
+            divisor = self._divisor(each, data) if known else None
+            if divisor is None or divisor.source == _SAMPLES:
+                weights.append(samples)
+            elif divisor.source is not None:
+                weights.append(_nonzero(divisor.value, samples))
+            elif each.reduction != "sum" and not is_single(each.values, data):
+                # Without a reduction, and logged as a mean.
+                weights.append(tf.size(each.values))
+            else:
+                # A custom loss may normalize sums itself.
+                is_mean = is_custom and weight is not None
+                weights.append(samples if is_mean else None)
         return weights
 
     def _that_count(self, reductions):
@@ -225,9 +238,9 @@ class LossWeights:
                 "`accum_steps`.",
             )
 
-    def _warn_of_added_means(self, x):
+    def _warn_of_added_means(self, data):
         added = added_losses(self._model)
-        if any(is_single(tf.convert_to_tensor(each), x) for each in added):
+        if any(is_single(tf.convert_to_tensor(each), data) for each in added):
             self._warn(
                 "added",
                 "The compiled loss is averaged over a mask or sample weights, "
@@ -237,37 +250,54 @@ class LossWeights:
                 "Override `micro_batch_weight` if the samples matter more.",
             )
 
-    def _divisor(self, reduction, x):
+    def _warn_of_single(self, reduction, data):
+        """Warns if a loss that is one number is no mean over samples."""
+        values, sample_weight, _, kind = reduction
+        if not is_single(values, data):
+            return
+        if values.shape.rank == 0 and sample_weight is not None:
+            self._warn(
+                "scalar",
+                "A loss function that returns a scalar was given sample "
+                "weights. Keras multiplies the two means, of the losses "
+                "and of the weights, which micro-batches cannot reproduce. "
+                "Return one loss per sample instead.",
+            )
+        is_right = kind in _SUMS and is_sum(values)
+        if "whole batch" not in self._warned and not is_right:
+            self._warn_unless_mean(values, "A compiled loss")
+
+    def warn_of_result(self, loss):
+        """Warns if the result of a custom `compute_loss` is no mean."""
+        if "custom" not in self._warned:
+            self._warn_unless_mean(loss, "The custom `compute_loss`")
+
+    def _warn_unless_mean(self, value, what):
+        if is_no_mean(value):
+            self._warn(
+                "no mean",
+                f"{what} returns one number that is not a mean over samples, "
+                "such as a sum, a quotient of sums or a root, and "
+                "micro-batches average it over samples. Return one loss per "
+                "sample. Or use `gradient_cache=True`, or override "
+                "`micro_batch_weight` to return what the loss is divided by "
+                f"(`None` for a sum). Received: {value.op.name} of type "
+                f"{value.op.type}",
+            )
+
+    def _divisor(self, reduction, data):
         values, sample_weight, mask, kind = reduction
-        if kind in _SUMS:
-            return Divisor(None, None)
-        if kind not in _MEANS:
+        if kind not in (*_MEANS, *_SUMS):
             raise ValueError(
                 "accumodel does not know what a loss with this reduction is "
                 "divided by. Override `micro_batch_weight` to say so. "
                 f"Received: reduction={kind!r}"
             )
-        if is_single(values, x):
-            if values.shape.rank == 0 and sample_weight is not None:
-                self._warn(
-                    "scalar",
-                    "A loss function that returns a scalar was given sample "
-                    "weights. Keras multiplies the two means, of the losses "
-                    "and of the weights, which micro-batches cannot reproduce. "
-                    "Return one loss per sample instead.",
-                )
-            if "whole batch" not in self._warned and is_no_mean(values):
-                self._warn(
-                    "no mean",
-                    "A compiled loss returns one number that is not a mean "
-                    "over samples, such as a sum, a quotient of sums or a "
-                    "root, and micro-batches average it over samples. Return "
-                    "one loss per sample. Or use `gradient_cache=True`, or "
-                    "override `micro_batch_weight` to return what the loss is "
-                    f"divided by. Received: {values.op.name} of type "
-                    f"{values.op.type}",
-                )
+        # One number stays as it is, whatever the reduction.
+        if is_single(values, data) and not (kind in _SUMS and is_sum(values)):
             return Divisor(None, _SAMPLES)
+        if kind in _SUMS:
+            return Divisor(None, None)
         dtype = "float64" if values.dtype == "float64" else "float32"
         weighed = mask is not None or sample_weight is not None
         if kind == "mean_with_sample_weight" and weighed:
@@ -286,12 +316,12 @@ class LossWeights:
         value = _keras.sum_of_weights(None, mask, dtype) * each
         return Divisor(value, ("mask", id(mask)))
 
-    def _warn_of_custom_loss(self, reductions, x):
+    def _warn_of_custom_loss(self, reductions, data):
         unseen = [
             each
             for each in reductions
             if each.reduction in _MEANS
-            and self._divisor(each, x).source != _SAMPLES
+            and self._divisor(each, data).source != _SAMPLES
         ]
         if self._model.loss is not None:
             unseen += [each for each in reductions if each.reduction == "sum"]
@@ -336,23 +366,14 @@ def _is_ratio(loss):
     return axis is None or 0 in np.atleast_1d(axis)
 
 
-def count_samples(x):
-    """Returns the number of samples in `x`, counted as Keras's loss does."""
-    return tf.shape(_first_leaf(x))[0]
-
-
-def _first_leaf(x):
-    leaves = (leaf for leaf in keras.tree.flatten(x) if leaf is not None)
-    return next(leaves, None)
-
-
-def is_single(values, x):
+def is_single(values, data):
     """Whether a loss was reduced already: a scalar, or a single element.
 
     A single element may also be the loss of a single sample.
     """
-    leaf = _first_leaf(x)
-    is_one_sample = leaf is not None and tf.TensorShape(leaf.shape)[:1] == [1]
+    is_one_sample = data is not None and tf.TensorShape(first_leaf(data).shape)[
+        :1
+    ] == [1]
     return values.shape.rank == 0 or (
         values.shape.num_elements() == 1 and not is_one_sample
     )
@@ -367,15 +388,15 @@ def added_losses(model):
     return losses[: len(losses) - len(regularized)]
 
 
-def summed_losses(model, x):
+def summed_losses(model, data):
     """Returns the losses that `add_loss` was given with an axis.
 
     Keras sums them up, and divides the sum by the number of replicas.
     """
-    return [loss for loss in model.losses if not is_single(loss, x)]
+    return [loss for loss in model.losses if not is_single(loss, data)]
 
 
-def missing_sums(model, x):
+def missing_sums(model, data):
     """Returns what makes the sums of `add_loss` those of one device.
 
     Keras divides them by the number of replicas, as if they were means.
@@ -385,7 +406,7 @@ def missing_sums(model, x):
         return 0.0
     return sum(
         tf.reduce_sum(summed) * (1 - 1 / replicas)
-        for summed in summed_losses(model, x)
+        for summed in summed_losses(model, data)
     )
 
 

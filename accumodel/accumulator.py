@@ -71,6 +71,8 @@ class _Untracked:
         self.meter: typing.Any = None  # see `noise_scale`
         self.norms: typing.Any = None  # see `gradient_norm`
         self.ends_each = False  # whether each fed batch is a cycle
+        # What a fed batch last registered, see `FedBatch.add`.
+        self.added: typing.Any = None
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
@@ -345,19 +347,23 @@ class GradientAccumulator(tf.Module):
         divides = weight is not None
         with tf.control_dependencies(self._waits(gradients, weight)):
             weight = tf.identity(weight if divides else 1.0)
-        gradients = without_empty(gradients, weight)
+        step = current_step()
+        is_compiled = step is not None and step.is_compiled
+        if is_compiled:
+            is_used = tf.not_equal(weight, 0)
+            gradients = [_sums.or_zeros(is_used, each) for each in gradients]
+        elif divides:
+            gradients = without_empty(gradients, weight)
         accepted = accepts(gradients, weight)
         # Keras divides the loss of each replica by their number, unless it is
         # a sum. The sums are those of one device.
         scale = tf.cast(weight, tf.float64)
         if divides:
             scale *= count_replicas()
-        step = current_step()
         in_fit = step is not None and step.fed_batch is not None
         with tf.control_dependencies([self._begin(scale, in_fit)]):
-            is_first = tf.equal(self._totals[2], 0)
+            is_first = self._is_empty()
         meter = self._untracked.meter
-        is_compiled = step is not None and step.is_compiled
         amount = tf.ones((), tf.float64)
         if is_compiled and self._skip_nonfinite:
             # A condition in an XLA cluster would carry all sums through it.
@@ -397,7 +403,8 @@ class GradientAccumulator(tf.Module):
         which no data comes: nothing may be counted or added then.
         """
         step = current_step()
-        if step is not None:
+        # A function in a step must not hold the data of its first trace.
+        if step is not None and not step.is_conditional():
             return step.waits()
         if tf.is_symbolic_tensor(weight):
             return []  # it waits for itself
@@ -430,17 +437,27 @@ class GradientAccumulator(tf.Module):
         (bad,) = sum_over_replicas([tf.cast(~is_good, tf.float32)])
         return tf.equal(bad, 0)
 
+    def _is_empty(self):
+        """Whether this replica added nothing in this cycle.
+
+        Then its sums are those of an earlier cycle.
+        """
+        return tf.equal(self._totals[2], 0)
+
+    def _clear_if_empty(self):
+        _sums.clear(self._sums, self._is_empty())
+
     def _clear_first(self, sums):
         """Clears sums before the first micro-batch of a cycle."""
-        _sums.clear(sums, tf.equal(self._totals[2], 0))
+        _sums.clear(sums, self._is_empty())
 
     def _apply_gradients(self, present):
         """Passes the reduced and divided sums to the optimizer.
 
         Returns:
-            Tuple of what the meter measured of this cycle, and of the norm of
-            its gradient, if they are wanted. They are there when all variables
-            are updated.
+            Tuple of what the meter measured of this cycle, of the norm of its
+            gradient, if they are wanted, and of whether there was an update.
+            They are there when all variables are updated.
         """
         sums = [
             total if is_present else None
@@ -466,21 +483,26 @@ class GradientAccumulator(tf.Module):
             _sums.multiply(total, factor, variable)
             for total, variable in zip(sums, self.variables, strict=True)
         )
-        self._pass_on(gradients)
+        is_update = self._pass_on(gradients)
+        if norm is not None and scales_loss(self.optimizer):
+            is_update &= tf.math.is_finite(norm)  # else it overflowed
         # What reads a variable waits for what assigns to it.
         with tf.control_dependencies(
             [tf_variable(each).read_value() for each in self.variables]
         ):
             return tuple(
                 tf.identity(0.0 if each is None else each)
-                for each in (measured, norm)
+                for each in (measured, norm, is_update)
             )
 
     def _loss_scale(self):
         return tf.cast(self.optimizer.scale_loss(tf.ones(())), tf.float64)
 
     def _pass_on(self, gradients):
-        """Passes gradients to the optimizer, as `process_gradients` says."""
+        """Passes gradients to the optimizer, as `process_gradients` says.
+
+        Returns whether it did.
+        """
         keep = True
         if self._process_gradients is not None:
             gradients, keep = _sums.process(
@@ -488,6 +510,7 @@ class GradientAccumulator(tf.Module):
                 list(gradients),
                 self.variables,
                 self._loss_scale(),
+                scales_loss(self.optimizer),
             )
 
         def apply():
@@ -498,6 +521,7 @@ class GradientAccumulator(tf.Module):
             apply()
         else:
             tf.cond(keep, apply, lambda: None)
+        return keep
 
     # What follows runs once for all replicas.
 
@@ -519,6 +543,8 @@ class GradientAccumulator(tf.Module):
         accepted, skipped = waits[0], local_results(skipped)[0]
 
         def count():
+            if may_be_nothing and count_replicas() > 1:
+                on_each_replica(self._clear_if_empty)
             is_begun = self._count > 0
             self._given.assign((self._given & is_begun) | present)
             self._count.assign_add(1)
@@ -589,13 +615,10 @@ class GradientAccumulator(tf.Module):
 
     def _reduce_and_apply(self, present):
         with without_own_reduction(with_inner_optimizers(self.optimizer)):
-            measured, norm = on_each_replica(self._apply_gradients, present)
+            measured, *norm = on_each_replica(self._apply_gradients, present)
         if self._untracked.norms is not None:
-            _sums.add_norm(
-                self._untracked.norms,
-                local_results(norm)[0],
-                may_overflow=scales_loss(self.optimizer),
-            )
+            norm, is_update = (local_results(each)[0] for each in norm)
+            _sums.add_norm(self._untracked.norms, norm, is_update)
         if self._untracked.meter is not None:
             self._untracked.meter.average(local_results(measured)[0])
         # Not before all weights have moved: until then `phase` says so.

@@ -1,10 +1,12 @@
 """What happens when an epoch begins and ends: the schedule, the remainder."""
 
+import math
 import warnings
 from collections.abc import Callable
 from collections.abc import Mapping
 
 import keras
+import numpy as np
 
 from accumodel._checks import check_accum_steps
 from accumodel._checks import check_accumulates
@@ -14,6 +16,9 @@ from accumodel.batch_norm import trained_norms
 # Batch normalization loses accuracy in smaller batches: Wu and He 2018, "Group
 # Normalization", arXiv 1803.08494, figure 1.
 _FEW_SAMPLES = 8
+
+# States of layers have fewer elements than this.
+_MANY = 2**20
 
 
 class AccumStepsScheduler(keras.callbacks.Callback):
@@ -119,10 +124,13 @@ class EndOfCycle(keras.callbacks.Callback):
         self._batches = 0
         # Of `micro_batch_size="auto"`, at the end of the last epoch.
         self._size = None
+        # What `_read_states` returned; `None` if it need not be looked at.
+        self._states: dict | None = None
 
     def on_train_begin(self, logs=None):
         if self.model.accum_steps > 1 or self.model.micro_batch_size:
             self._warn_of_layers()
+            self._states = _read_states(self.model)
         state = self.model._accumulation
         state.cycles.begin_fit(state.options.remainder)
 
@@ -135,6 +143,7 @@ class EndOfCycle(keras.callbacks.Callback):
         if not self._batches and steps and self.model.accum_steps > steps:
             self._warn_of_short_epochs(steps)
         self._batches = batch + 1
+        self._warn_of_states()
 
     def on_test_begin(self, logs=None):
         # Validation comes before `on_epoch_end`.
@@ -149,6 +158,7 @@ class EndOfCycle(keras.callbacks.Callback):
             # The length of the data was not known before.
             self._warn_of_short_epochs(self._batches)
         self._end_cycle()
+        self.model._accumulation.cycles.warn_of_unsure_updates()
         if self.model.micro_batch_size == "auto":
             self._note_size(logs)
 
@@ -199,18 +209,26 @@ class EndOfCycle(keras.callbacks.Callback):
                 "`keras.layers.GroupNormalization`, or freeze the layer.",
                 stacklevel=2,
             )
-        if any(
-            isinstance(layer, keras.layers.SpectralNormalization)
-            and layer.trainable
-            for layer in flat_layers(self.model)
-        ):
-            warnings.warn(
-                "`SpectralNormalization` changes its kernel in the forward "
-                "pass of each micro-batch, so the weights are not those of the "
-                "effective batch. Use it without accumulation, or normalize "
-                "in another way.",
-                stacklevel=2,
-            )
+
+    def _warn_of_states(self):
+        """Warns of layers that the first batches are seen to change."""
+        if self._states is None:
+            return
+        before, self._states = self._states, _read_states(self.model)
+        if before.keys() != self._states.keys():
+            return  # the model was built in between
+        for key, (layer, value) in self._states.items():
+            if not np.array_equal(before[key][1], value):
+                warnings.warn(
+                    f"The layer '{layer.name}' changes its state in the "
+                    "forward pass of each micro-batch, and the next one sees "
+                    "it, so the weights are not those of the effective batch. "
+                    "Use it without accumulation, or freeze it "
+                    f"(`trainable=False`). Received: layer={layer}",
+                    stacklevel=2,
+                )
+                break
+        self._states = None
 
     def _warn_of_short_epochs(self, steps):
         consequences = {
@@ -228,6 +246,30 @@ class EndOfCycle(keras.callbacks.Callback):
             '`remainder="carry"` to continue the cycle in the next epoch.',
             stacklevel=2,
         )
+
+
+def _read_states(model):
+    """Returns what layers may change in the forward pass.
+
+    Without batch normalization, of which other warnings tell, and without what
+    is as large as frozen parameters.
+
+    Returns:
+        Dict of tuples of a layer and a value, by the ids of the variables.
+    """
+    owners = {
+        id(each): (layer, each)
+        for layer in flat_layers(model)  # the inner ones come last
+        for each in layer.weights
+    }
+    return {
+        key: (layer, keras.ops.convert_to_numpy(variable))
+        for key, (layer, variable) in owners.items()
+        if layer.trainable
+        and not variable.trainable
+        and not isinstance(layer, keras.layers.BatchNormalization)
+        and math.prod(variable.shape) < _MANY
+    }
 
 
 # The first parameters of `fit`.

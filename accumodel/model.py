@@ -320,26 +320,34 @@ class AccumulatingModel(keras.Model):
         with this_step(data):
             with tf.GradientTape() as tape:
                 y_pred = self(x, training=True)
-                loss = _micro_batch.compute_loss(
-                    self, x, y, y_pred, sample_weight
+                loss = _micro_batch.call_compute_loss(
+                    self.compute_loss, x, y, y_pred, sample_weight
                 )
+                step = (self, x, y, y_pred, sample_weight, loss)
+                own_weight = _micro_batch.weigh(*step)
+                loss, weight = _micro_batch.share(self, loss, own_weight)
                 _cycles.build_optimizer(self)
                 scaled_loss = self.optimizer.scale_loss(loss)
             gradients = tape.gradient(scaled_loss, self.trainable_variables)
-            step = (self, x, y, y_pred, sample_weight, loss)
-            weight = _micro_batch.weigh(*step)
-            return gradients, weight, _micro_batch.log(*step, weight)
+            return gradients, weight, _micro_batch.log(*step, own_weight)
 
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
         state = self._accumulation
+        compute = functools.partial(
+            _micro_batch.call_compute_loss,
+            super().compute_loss,
+            *(x, y, y_pred, sample_weight, training),
+        )
         if not state.accumulates:
-            return super().compute_loss(x, y, y_pred, sample_weight, training)
+            return compute()
         is_default = not state.overrides("compute_loss")
         with state.loss_weights.watch(scales=is_default):
-            loss = super().compute_loss(x, y, y_pred, sample_weight, training)
-        return loss + _weighting.missing_sums(self, x) if is_default else loss
+            loss = compute()
+        if is_default:
+            loss += _weighting.missing_sums(self, (x, y))
+        return loss
 
     def micro_batch_weight(
         self,
@@ -376,7 +384,7 @@ class AccumulatingModel(keras.Model):
             ValueError: If one loss is a sum and another a mean, if the
                 reduction of a loss is unknown, or outside of a training step.
         """
-        return self._accumulation.loss_weights.weight(x)
+        return self._accumulation.loss_weights.weight((x, y))
 
     def process_gradients(self, gradients: list) -> typing.Any:
         """Returns the gradient of an update for the optimizer.
@@ -511,7 +519,6 @@ class AccumulatingModel(keras.Model):
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: typing.Any = 1,
-        **kwargs: typing.Any,
     ) -> keras.callbacks.History:
         """Trains as `keras.Model.fit`; a cycle ends with its epoch.
 
@@ -538,8 +545,8 @@ class AccumulatingModel(keras.Model):
             steps_per_epoch: Int.
             validation_steps: Int.
             validation_batch_size: Int.
-            validation_freq: Int. Defaults to `1`.
-            **kwargs: Arguments of later versions of Keras, or of a base class.
+            validation_freq: Int. Defaults to `1`. Arguments of later versions
+                of Keras, or of a base class, are passed on, too.
 
         Returns:
             The `keras.callbacks.History`.

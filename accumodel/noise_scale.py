@@ -23,14 +23,14 @@ import tensorflow as tf
 
 from accumodel._checks import check_model_accumulates
 from accumodel._context import current_step
+from accumodel._parts import count_samples
 from accumodel._replicas import count_replicas
 from accumodel._replicas import make_sum
 from accumodel._replicas import scope_of
 from accumodel._sums import squared_norm
-from accumodel._weighting import count_samples
 
 # A micro-batch in which nothing counts weighs less than this.
-_NOTHING = 1e-9
+_NOTHING = 1e-20
 
 
 class GradientNoiseScale(keras.callbacks.Callback):
@@ -252,8 +252,7 @@ class Meter:
             amount: Scalar tensor. 0 if it is left out, with zeros as gradients,
                 otherwise 1.
         """
-        x, *_ = keras.utils.unpack_x_y_sample_weight(current_step().data)
-        samples = tf.cast(count_samples(x), tf.float64)
+        samples = tf.cast(count_samples(current_step().data), tf.float64)
         square = squared_norm(gradients, variables)
         if weight is None:  # the gradient of a sum, and not of a mean
             weight, square = samples, tf.math.divide_no_nan(square, samples)

@@ -653,3 +653,77 @@ def test_one_replica_is_as_no_strategy(kwargs, built):
         model.evaluate(data, verbose=0)
         models.append(model)
     assert distance(*models) < 1e-6
+
+
+# -- replicas that do not add the same -----------------------------------------
+
+
+def test_a_replica_that_leaves_all_out_adds_nothing_of_the_cycle_before():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(32, 4)), rng.normal(size=(32, 1))
+    bad = np.copy(x)
+    bad[16:] = np.nan  # all that the second replica gets
+
+    def make(base):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        return base(inputs, keras.layers.Dense(1)(inputs))
+
+    plain = make(keras.Model)
+    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    plain.train_on_batch(x, y)
+    plain.train_on_batch(x[:16], y[:16])
+    with mirrored(2).scope():
+        model = make(AccumulatingModel)
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            "mse",
+            micro_batch_size=4,
+            skip_nonfinite=True,
+        )
+    model.train_on_batch(x, y)
+    model.train_on_batch(bad, y)
+    assert distance(model, plain) < 1e-6
+    assert model.skipped_steps == 4
+
+
+SYNC = {"sync_batch_norm": True, "micro_batch_size": 3}
+
+
+@pytest.mark.filterwarnings("ignore:`accum_steps` is 2, but an epoch has")
+@pytest.mark.parametrize("what", ["weights", "samples"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        SYNC,
+        {**SYNC, "micro_batch_size": "auto"},
+        {**SYNC, "gradient_cache": True},
+        {"accum_steps": 2},
+    ],
+    ids=str,
+)
+def test_replicas_that_normalize_together_weigh_as_one_device(kwargs, what):
+    """Gradients flow through the shared statistics to all replicas."""
+    rng = np.random.default_rng(0)
+    samples = {"weights": 8, "samples": 3}[what]
+    x, y = rng.normal(size=(samples, 4)), rng.normal(size=(samples, 2))
+    weights = rng.random(samples) if what == "weights" else None
+
+    def make(base, **kwargs):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        x = keras.layers.Dense(5, "tanh")(inputs)
+        x = keras.layers.BatchNormalization(synchronized=True)(x)
+        model = base(inputs, keras.layers.Dense(2)(x))
+        loss = keras.losses.MeanSquaredError("mean_with_sample_weight")
+        model.compile(keras.optimizers.SGD(0.1), loss, **kwargs)
+        return model
+
+    models = [make(keras.Model)]
+    with mirrored(2).scope():
+        models.append(make(AccumulatingModel, **kwargs))
+    for model in models:
+        model.fit(
+            x, y, batch_size=8, epochs=2, sample_weight=weights, verbose=0
+        )
+    assert distance(*models) < 1e-6

@@ -864,3 +864,42 @@ def test_it_is_saved(tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert loaded.get_compile_config()["gradient_cache"] is True
+
+
+class KeepsItsFunction(AccumulatingModel):
+    """Its `call` is traced once, and kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = keras.layers.Dropout(0.5, seed=1)
+        self.head = keras.layers.Dense(1)
+        self.head.build((None, 4))
+        self.drop.built = self.built = True
+        self.drawn = []
+
+    @tf.function(autograph=False)
+    def call(self, x, training=False):
+        dropped = self.drop(x, training=True)
+        tf.numpy_function(
+            lambda total: self.drawn.append(float(total)) or np.float32(0.0),
+            [tf.reduce_sum(dropped)],
+            tf.float32,
+        )
+        return self.head(dropped)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, slow(True)])
+def test_a_function_that_is_not_traced_again_draws_the_same_twice(run_eagerly):
+    model, rng = KeepsItsFunction(), np.random.default_rng(0)
+    x, y = rng.random((8, 4), "float32"), np.ones((8, 1))
+    for _ in range(2):
+        model.compile(
+            "sgd",
+            "mse",
+            micro_batch_size=8,
+            gradient_cache=True,
+            run_eagerly=run_eagerly,
+        )
+        model.fit(x, y, batch_size=8, verbose=0)
+        first, second = model.drawn[-2:]
+        assert first == second

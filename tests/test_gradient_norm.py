@@ -309,3 +309,50 @@ def test_refuses_what_does_not_fit(wrong, run_eagerly):
     with pytest.raises(ValueError, match=message):
         step() if run_eagerly else tf.function(step, autograph=False)()
     assert variable.numpy().tolist() == [1.0] * 3
+
+
+class ClipsAll(AccumulatingModel):
+    """Makes finite gradients of infinite ones."""
+
+    def process_gradients(self, gradients):
+        return [tf.clip_by_value(each, -0.1, 0.1) for each in gradients]
+
+
+class ClipsAndLeavesOut(ClipsAll):
+    def process_gradients(self, gradients):
+        return super().process_gradients(gradients), False
+
+
+@pytest.mark.parametrize("made", [ClipsAll, ClipsAndLeavesOut])
+def test_a_loss_scale_sees_what_process_gradients_hides(made):
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        inputs = keras.Input((4,))
+        model = made(inputs, keras.layers.Dense(2)(inputs))
+        model.compile(keras.optimizers.SGD(1.0), "mse", micro_batch_size=3)
+        before = model.get_weights()
+        x = np.full((8, 4), 3e3)
+        for _ in range(3):
+            model.train_on_batch(x, np.zeros((8, 2)))
+    finally:
+        keras.config.set_dtype_policy(policy)
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert float(model.optimizer.dynamic_scale) == 2.0**12  # halved three times
+
+
+class NeverUpdates(AccumulatingModel):
+    def process_gradients(self, gradients):
+        return gradients, False
+
+
+@pytest.mark.parametrize("way", ["size", "eager"])
+def test_a_python_bool_leaves_out_an_update_and_its_norm(way):
+    batch_size, kwargs = WAYS[way]
+    norm = accumodel.GradientNorm()
+    model, logs = train(
+        NeverUpdates, keras.optimizers.Adam, batch_size, None, [norm], **kwargs
+    )
+    assert int(model.optimizer.iterations) == 0
+    assert np.isnan(logs["gradient_norm"]).all()

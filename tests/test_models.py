@@ -1,5 +1,7 @@
 """Models as people build them: adopted with a line or two, and still exact."""
 
+import inspect
+
 import keras
 import numpy as np
 import pytest
@@ -321,6 +323,67 @@ def test_a_train_step_behind_ours_is_not_passed_over_in_silence(points):
     with pytest.raises(TypeError, match=match):
         model.accum_steps = 4
     assert model.accum_steps == 1
+
+
+class Unpacks(keras.Model):
+    """Its `train_step` only prepares the data, as keras-cv's detectors do."""
+
+    def train_step(self, data):
+        x, y = data["x"], data["y"]
+        return super().train_step((x, y))
+
+
+def test_a_train_step_that_prepares_data_goes_first(points):
+    x, y = points
+    inputs = keras.Input(x.shape[1:])
+    outputs = keras.layers.Dense(1)(inputs)
+    match = r"name the classes in the other order: `class Model\(Unpacks, "
+    with pytest.raises(TypeError, match=match):
+        AccumulatingModel.from_model(Unpacks(inputs, outputs))
+
+    class Behind(AccumulatingModel, Unpacks):
+        pass
+
+    with pytest.raises(TypeError, match=match):
+        Behind(inputs, outputs).compile("sgd", "mse", accum_steps=2)
+
+    class First(Unpacks, AccumulatingModel):
+        pass
+
+    models = []
+    for made, kwargs in ((Unpacks, {}), (First, {"micro_batch_size": 3})):
+        keras.utils.set_random_seed(0)
+        model = made(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("sgd", "mse", **kwargs)
+        data = tf.data.Dataset.from_tensors({"x": x, "y": y})
+        model.fit(data, shuffle=False, verbose=0)
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
+def test_a_model_that_wraps_an_unregistered_class_is_cloned():
+    class Net(keras.Model):
+        def __init__(self, units=2, **kwargs):
+            super().__init__(**kwargs)
+            self.units = units
+            self.head = keras.layers.Dense(units)
+
+        def call(self, inputs):
+            return self.head(inputs)
+
+        def get_config(self):
+            return {"units": self.units}
+
+    model = AccumulatingModel.from_model(Net(3))
+    copy = keras.models.clone_model(model)
+    assert type(copy.model) is Net
+    assert copy.model.units == 3
+
+
+def test_fit_shows_the_arguments_of_keras():
+    """Libraries look at them to find those that `fit` takes: bayesflow does."""
+    ours = inspect.signature(AccumulatingModel.fit).parameters
+    assert [*ours] == [*inspect.signature(keras.Model.fit).parameters]
 
 
 def test_a_train_step_that_updates_by_itself_is_told_of(points):

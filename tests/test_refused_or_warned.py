@@ -608,17 +608,46 @@ def test_weights_are_numbers_for_all_or_none():
 # -- layers --------------------------------------------------------------------
 
 
-def test_spectral_normalization_is_warned_of():
-    inputs = keras.Input((cases.FEATURES,))
-    layer = keras.layers.SpectralNormalization(
-        keras.layers.Dense(cases.CLASSES)
-    )
-    model = AccumulatingModel(inputs, layer(inputs))
-    model.compile("sgd", "mse", accum_steps=2)
-    with pytest.warns(UserWarning, match="changes its kernel in the forward"):
-        model.fit(
-            features(), np.zeros((24, cases.CLASSES)), batch_size=4, verbose=0
+class Standardizes(keras.layers.Layer):
+    """Moves a mean in the forward pass, as bayesflow's standardization does."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(
+            shape=(shape[-1],), initializer="zeros", trainable=False
         )
+
+    def call(self, inputs, training=None):
+        if training:
+            batch = keras.ops.mean(inputs, axis=0)
+            self.mean.assign(0.9 * self.mean + 0.1 * batch)
+        return inputs - self.mean
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: Standardizes(name="moves"),
+        lambda: keras.layers.SpectralNormalization(
+            keras.layers.Dense(2), name="moves"
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "kwargs", [{"accum_steps": 2}, {"micro_batch_size": 2}], ids=str
+)
+def test_layers_that_change_their_state_are_warned_of(layer, kwargs):
+    layer = layer()
+    inputs = keras.Input((cases.FEATURES,))
+    outputs = keras.layers.Dense(cases.CLASSES)(layer(inputs))
+    model = AccumulatingModel(inputs, outputs)
+    model.compile("sgd", "mse", **kwargs)
+    y = np.zeros((24, cases.CLASSES))
+    with pytest.warns(UserWarning, match="'moves' changes its state in the"):
+        model.fit(features(), y, batch_size=4, verbose=0)
+    layer.trainable = False
+    model.compile("sgd", "mse", **kwargs)
+    if not isinstance(layer, Standardizes):
+        model.fit(features(), y, batch_size=4, verbose=0)
 
 
 # -- train_step and accumulate_gradients ---------------------------------------

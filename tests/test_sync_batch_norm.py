@@ -425,6 +425,25 @@ class CustomTrainStep(AccumulatingModel):
         return {}
 
 
+class Scaled(keras.Sequential):
+    def call(self, inputs, training=None, mask=None):
+        return 2.0 * super().call(inputs, training=training, mask=mask)
+
+
+class Wide(Norm):
+    def _moments(self, inputs, mask):
+        mean, variance = super()._moments(inputs, mask)
+        return mean, variance + 1.0
+
+
+def regularized():
+    inner = keras.Sequential(
+        [keras.Input((cases.FEATURES, 1)), Norm()], name="inner"
+    )
+    inner.activity_regularizer = keras.regularizers.L2(0.1)
+    return inner
+
+
 def with_custom_step():
     model = chain(keras.Model)
     return CustomTrainStep(model.input, model.output)
@@ -434,8 +453,21 @@ def with_custom_step():
     ("make", "message", "arguments"),
     [
         (lambda: with_layer(Custom()), "hidden_norm.* in custom, a Custom", {}),
-        (Subclassed, "hidden_norm.* in a Subclassed", {}),
+        (Subclassed, "hidden_norm.* in subclassed, a Subclassed", {}),
         (lambda: with_layer(CustomNorm()), "a custom `call`", {}),
+        (lambda: with_layer(Wide()), "a custom `_moments`", {}),
+        (
+            lambda: with_layer(
+                Scaled([keras.Input((cases.FEATURES, 1)), Norm()])
+            ),
+            "a Scaled with a custom `call`",
+            {},
+        ),
+        (
+            lambda: with_layer(regularized()),
+            "in inner, a Sequential with an `activity_regularizer`",
+            {},
+        ),
         (
             lambda: with_layer(layers.RNN(Cell(2), name="rnn")),
             "hidden_norm.* in rnn, a RNN",

@@ -464,3 +464,135 @@ def test_each_way_with_each_feature(way, product):
     assert logs["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     if product == "overridden":
         assert type(model).calls > 0
+
+
+# -- what is traced again, and what is not -------------------------------------
+
+
+class DecoratedStep(AccumulatingModel):
+    @tf.function
+    def train_step(self, data):
+        return add(self, *data)
+
+
+class DecoratedHelper(AccumulatingModel):
+    def train_step(self, data):
+        return self.help(*data)
+
+    @tf.function
+    def help(self, x, y):
+        return add(self, x, y)
+
+
+def add(model, x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    model.accumulate_gradients(gradients, tf.shape(x)[0])
+    return {"mean": loss}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("made", [DecoratedStep, DecoratedHelper])
+def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
+    made, run_eagerly
+):
+    def fit(made, **kwargs):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        model = made(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(0.1), **kwargs)
+        for callbacks in ([], [accumodel.GradientNorm()]):
+            model.fit(
+                *(x, y), batch_size=4, shuffle=False, verbose=0,
+                callbacks=callbacks if kwargs else [],
+            )  # fmt: skip
+        return model
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(16, 4)), rng.normal(size=(16, 1))
+    model = fit(made, accum_steps=2, run_eagerly=run_eagerly)
+    assert int(model.optimizer.iterations) == 4
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    plain = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    plain.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert distance(model, plain) < 1e-6
+
+
+@pytest.mark.parametrize("made", [DecoratedStep, DecoratedHelper])
+def test_after_compile_a_function_in_a_step_trains_or_is_refused(made):
+    inputs = keras.Input((4,))
+    model = made(inputs, keras.layers.Dense(1)(inputs))
+    x, y = np.ones((16, 4)), np.ones((16, 1))
+    model.compile("sgd", accum_steps=2)
+    model.fit(x, y, batch_size=4, verbose=0)
+    model.compile("sgd", accum_steps=2)
+    is_refused = made is DecoratedHelper
+    with (
+        pytest.raises(ValueError, match=r"`tf.function` that was traced before")
+        if is_refused
+        else contextlib.nullcontext()
+    ):
+        model.fit(x, y, batch_size=4, verbose=0)
+    assert int(model.optimizer.iterations) == (0 if is_refused else 2)
+
+
+def test_a_new_train_function_updates_as_the_optimizer_says_now():
+    x, y = np.ones((8, 4)), 9 * np.ones((8, 1))
+    models = []
+    for base, kwargs in ((keras.Model, {}), (AccumulatingModel, {})):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        model = base(inputs, keras.layers.Dense(1)(inputs))
+        if base is AccumulatingModel:
+            kwargs = {"micro_batch_size": 4}
+        model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
+        model.fit(x, y, verbose=0)
+        model.optimizer.clipnorm = 1e-3
+        model.make_train_function(force=True)
+        model.fit(x, y, verbose=0)
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
+class TrainsOne(AccumulatingModel):
+    """Trains one of three layers, as an attribute says while it is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = [keras.layers.Dense(1) for _ in range(3)]
+        self.place = 0
+
+    def call(self, inputs):
+        return sum(head(inputs) for head in self.heads)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        variables = self.heads[self.place].trainable_variables
+        gradients = tape.gradient(loss, variables)
+        self.accumulate_gradients(zip(gradients, variables, strict=True))
+        return {"mean": loss}
+
+
+class NextHead(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.place += 1
+        self.model.make_train_function(force=True)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_mixed_sets_of_variables_are_warned_of_with_carry_too():
+    model = TrainsOne()
+    model(np.ones((1, 4)))
+    model.compile("sgd", accum_steps=2, remainder="carry")
+    with pytest.warns(UserWarning, match="trained different sets"):
+        model.fit(
+            *(np.ones((2, 4)), np.ones((2, 1))),
+            batch_size=1,
+            callbacks=[NextHead()],
+            verbose=0,
+        )

@@ -1,0 +1,358 @@
+"""What a loss was divided by, in models that others write.
+
+Losses that are one number, `compute_loss` of any signature, inputs without one
+row for each sample, tiny weights: the weights are those of plain Keras.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import distance
+from helpers import slow
+
+from accumodel import AccumulatingModel
+from accumodel import GradientAccumulator
+
+SAMPLES = 22
+WAYS = {  # the samples of a batch that is fed, and arguments of `compile`
+    "split": (SAMPLES, {"micro_batch_size": 4}),
+    "steps": (8, {"accum_steps": 3}),  # 8, 8 and 6 samples
+}
+
+
+def data(seed=0):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(SAMPLES, 3)), rng.normal(size=(SAMPLES, 1))
+    return x.astype("float32"), y.astype("float32")
+
+
+def linear(base, loss, sample_weight=None, batch_size=SAMPLES, **kwargs):
+    """Returns a model after one update, and its logs."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,))
+    model = base(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(keras.optimizers.SGD(0.1), loss, **kwargs)
+    history = model.fit(
+        *data(),
+        sample_weight=sample_weight,
+        batch_size=batch_size,
+        shuffle=False,
+        verbose=0,
+    )
+    return model, history.history
+
+
+# -- a loss that is one number -------------------------------------------------
+
+
+class Mean(keras.losses.Loss):
+    """Reduces in `call`, as medicai's Dice losses do."""
+
+    def call(self, y_true, y_pred):
+        return keras.ops.mean((y_true - y_pred) ** 2)
+
+
+class Sum(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return keras.ops.sum((y_true - y_pred) ** 2) / 100.0
+
+
+class Root(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return keras.ops.sqrt(keras.ops.mean((y_true - y_pred) ** 2))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reduction", ["none", None, slow("sum")])
+@pytest.mark.parametrize("loss", [Mean, Sum])
+def test_one_number_is_a_mean_or_a_sum_whatever_the_reduction(
+    loss, reduction, way
+):
+    batch_size, kwargs = WAYS[way]
+    plain, expected = linear(keras.Model, loss(reduction=reduction))
+    model, logs = linear(
+        AccumulatingModel,
+        loss(reduction=reduction),
+        batch_size=batch_size,
+        **kwargs,
+    )
+    assert distance(model, plain) < 1e-6
+    if way == "split":
+        np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_one_number_that_is_neither_is_warned_of(reduction):
+    with pytest.warns(UserWarning, match="not a mean over samples"):
+        linear(
+            AccumulatingModel,
+            Root(reduction=reduction),
+            batch_size=8,
+            accum_steps=2,
+        )
+
+
+def test_warnings_come_once_for_each_compile():
+    inputs = keras.Input((3,))
+    model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
+    for loss in (keras.losses.Dice(), keras.losses.Tversky()):
+        model.compile("sgd", loss, accum_steps=2)
+        with pytest.warns(UserWarning, match=f"`{loss.name}` is a loss of"):
+            model.fit(*data(), batch_size=8, verbose=0)
+        model.fit(*data(), batch_size=8, verbose=0)  # warnings are errors
+
+
+def test_a_loss_of_a_deep_model_is_looked_at_without_recursion():
+    x = inputs = keras.Input((3,))
+    for _ in range(400):
+        x = keras.layers.Identity()(x) + 0.01
+    model = AccumulatingModel(inputs, keras.layers.Dense(1)(x))
+    model.compile(
+        "sgd", lambda y, p: tf.reduce_mean((y - p) ** 2), accum_steps=2
+    )
+    model.fit(*data(), batch_size=11, verbose=0)
+    assert int(model.optimizer.iterations) == 1
+
+
+# -- a custom `compute_loss` ---------------------------------------------------
+
+
+class Detector(keras.Model):
+    """Has the signature of keras-hub's `RetinaNetObjectDetector`."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, **kwargs):
+        return super().compute_loss(
+            x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, **kwargs
+        )
+
+
+class OldDetector(keras.Model):
+    """Has the signature of Keras before 3.3."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return super().compute_loss(x, y, y_pred, sample_weight)
+
+
+class MixedDetector(AccumulatingModel, Detector):
+    pass
+
+
+@pytest.mark.parametrize("made", [Detector, OldDetector, MixedDetector])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"micro_batch_size": 4},
+        {"micro_batch_size": 4} | {"gradient_cache": True},
+    ],
+    ids=str,
+)
+def test_any_signature_of_compute_loss_is_called_as_keras_does(made, kwargs):
+    plain, _ = linear(Detector, "mse")
+
+    def base(inputs, outputs):
+        model = made(inputs, outputs)
+        if isinstance(model, AccumulatingModel):
+            return model
+        return AccumulatingModel.from_model(model)
+
+    assert distance(linear(base, "mse", **kwargs)[0], plain) < 1e-6
+
+
+class DividesByWeights(AccumulatingModel):
+    """Ends as the `compute_loss` of keras-rs's example `sas_rec.py` does."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        loss = keras.ops.square(y - y_pred)[:, 0]
+        weight = keras.ops.cast(sample_weight, loss.dtype)
+        return keras.ops.divide_no_nan(
+            keras.ops.sum(loss * weight), keras.ops.sum(weight)
+        )
+
+
+class SumsInside(AccumulatingModel):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return keras.losses.MeanSquaredError(reduction="sum")(y, y_pred)
+
+
+class MeansInside(AccumulatingModel):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        mean = keras.ops.mean((y - y_pred) ** 2)
+        return 2 * mean + 0.1 * keras.losses.MeanAbsoluteError()(y, y_pred)
+
+
+@pytest.mark.parametrize("made", [DividesByWeights, SumsInside])
+def test_a_custom_loss_that_is_no_mean_is_warned_of(made):
+    weights = np.arange(SAMPLES) / SAMPLES
+    with pytest.warns(UserWarning, match="`compute_loss` returns one number"):
+        linear(made, None, weights, micro_batch_size=4)
+
+
+def test_a_custom_loss_that_is_a_mean_is_not_warned_of():
+    linear(MeansInside, None, micro_batch_size=4)
+
+
+class NormalizesItself(AccumulatingModel):
+    """Passes normalized weights to losses that are sums, as detectors do."""
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        samples = keras.ops.cast(keras.ops.shape(y["a"])[0], "float32")
+        weights = {
+            key: keras.ops.ones_like(each[:, 0]) / samples
+            for key, each in y.items()
+        }
+        return super().compute_loss(x, y, y_pred, weights, training)
+
+
+@pytest.mark.filterwarnings("ignore:A loss that the custom")
+def test_logs_of_outputs_that_a_custom_loss_normalizes_add_up():
+    x, y = data()
+    logs = []
+    for kwargs in ({}, {"micro_batch_size": 4}):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((3,))
+        model = NormalizesItself(
+            inputs,
+            {key: keras.layers.Dense(1, name=key)(inputs) for key in "ab"},
+        )
+        losses = {
+            key: keras.losses.MeanSquaredError(reduction="sum") for key in "ab"
+        }
+        model.compile("sgd", losses, **kwargs)
+        targets = {"a": y, "b": 2 * y}
+        history = model.fit(x, targets, batch_size=SAMPLES, verbose=0)
+        logs.append(history.history)
+    for name, values in logs[0].items():
+        np.testing.assert_allclose(logs[1][name], values, rtol=1e-5)
+
+
+# -- inputs without one row for each sample ------------------------------------
+
+
+def graphs(size):
+    """Yields disjoint unions of `size` graphs: one row of `x` for each node."""
+    rng = np.random.default_rng(0)
+    nodes = [rng.normal(size=(n, 4)) for n in rng.integers(1, 12, 16)]
+    y = rng.normal(size=(16, 1))
+    for i in range(0, 16, size):
+        part = nodes[i : i + size]
+        ids = np.repeat(np.arange(size), list(map(len, part))).astype("int32")
+        yield (np.concatenate(part).astype("float32"), ids), y[i : i + size]
+
+
+@pytest.mark.parametrize(
+    "loss", ["mse", lambda y, y_pred: keras.ops.mean((y - y_pred) ** 2)]
+)
+def test_graphs_count_by_their_targets(loss):
+    def make(base, size, **kwargs):
+        class Graphs(base):
+            def __init__(self):
+                super().__init__()
+                self.hidden = keras.layers.Dense(8, "tanh")
+                self.head = keras.layers.Dense(1)
+
+            def call(self, x):
+                return self.head(tf.math.segment_sum(self.hidden(x[0]), x[1]))
+
+        keras.utils.set_random_seed(0)
+        model = Graphs()
+        model.compile(keras.optimizers.SGD(0.01), loss, **kwargs)
+        for batch in graphs(size):
+            model.train_on_batch(*batch)
+        return model
+
+    plain = make(keras.Model, 16)
+    assert distance(make(AccumulatingModel, 4, accum_steps=4), plain) < 1e-6
+
+
+class LooksUp(AccumulatingModel):
+    """All samples share a table, which comes first in the order of keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.head(tf.gather(x["all"], x["id"]))
+
+    def slice_data(self, data, begin, end):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        ids, y = super().slice_data((x["id"], y), begin, end)
+        return {"id": ids, "all": x["all"]}, y
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return tf.reduce_mean((y_pred if y is None else y_pred - y) ** 2)
+
+
+def lookups():
+    rng = np.random.default_rng(0)
+    x = {"id": rng.integers(5, size=10), "all": rng.normal(size=(5, 4))}
+    x["all"] = x["all"].astype("float32")
+    return x, rng.normal(size=(10, 1)).astype("float32")
+
+
+def test_samples_are_counted_by_targets_and_not_by_a_table():
+    models = []
+    for size in (None, 4):  # parts of 3, 3 and 4
+        keras.utils.set_random_seed(0)
+        model = LooksUp()
+        model.compile(keras.optimizers.SGD(0.5), micro_batch_size=size)
+        model.train_on_batch(*lookups())
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
+def test_without_targets_a_table_is_refused():
+    model = LooksUp()
+    model.compile("sgd", micro_batch_size=4)
+    with pytest.raises(ValueError, match=r"without targets.*Feed a target"):
+        model.train_on_batch(lookups()[0])
+
+
+# -- weights -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1e-9, 1e-13])
+def test_small_sample_weights_next_to_micro_batches_of_zeros(factor):
+    weights = np.r_[np.zeros(8), np.ones(SAMPLES - 8)] * factor
+    loss = keras.losses.MeanSquaredError("mean_with_sample_weight")
+    plain, _ = linear(keras.Model, loss, weights)
+    model, _ = linear(AccumulatingModel, loss, weights, micro_batch_size=4)
+    assert distance(model, plain) < 1e-6
+
+
+class KnownOnly(AccumulatingModel):
+    """A mean over known targets; not a number if there are none."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        known = tf.cast(x[:, :1] > 0, tf.float32)
+        return tf.reduce_sum(known * (y - y_pred) ** 2) / tf.reduce_sum(known)
+
+    def micro_batch_weight(self, x, y, y_pred, sample_weight):
+        return tf.reduce_sum(tf.cast(x[:, 0] > 0, tf.float32))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_micro_batch_that_weighs_nothing_may_be_not_a_number(jit_compile):
+    x, y = data()
+    x[:4, 0] = -1  # the first micro-batch, in which 0 / 0 is the loss
+    models = []
+    for kwargs in ({}, {"micro_batch_size": 4, "jit_compile": jit_compile}):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((3,))
+        model = KnownOnly(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(0.1), **kwargs)
+        model.train_on_batch(x, y)
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
+def test_an_accumulator_leaves_out_what_weighs_nothing():
+    variable = keras.Variable([1.0])
+    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [variable], 2)
+    accumulator.accumulate([tf.constant([np.nan])], tf.constant(0.0))
+    accumulator.accumulate([tf.constant([0.5])], tf.constant(1.0))
+    np.testing.assert_allclose(variable.numpy(), [0.5])
