@@ -392,7 +392,8 @@ class AccumulatingModel(keras.Model):
         It is called once for each update with the gradient of the effective
         batch: divided, summed over replicas, without the factor of a
         `LossScaleOptimizer`, before the optimizer clips it. Override it to log,
-        clip, or leave out updates. It may be compiled by XLA.
+        clip, or leave out updates. It may be compiled by XLA. It cannot hide an
+        overflow from a `LossScaleOptimizer`, which skips that update.
 
         Examples:
             >>> class Clipped(accumodel.AccumulatingModel):

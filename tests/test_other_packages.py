@@ -1,0 +1,203 @@
+"""Models of packages that are not ours, against plain Keras.
+
+Once a week: `pip install keras-rs medicai` and the extra `test`.
+"""
+
+import keras
+import numpy as np
+import pytest
+from helpers import distance
+
+from accumodel import AccumulatingModel
+
+pytestmark = [
+    pytest.mark.weekly,
+    # The tasks of keras-hub are compiled when they are made.
+    pytest.mark.filterwarnings("ignore:`model` is compiled"),
+]
+
+
+def compare(make, data, batch_size, compile_args, moved=1e-4, **kwargs):
+    """Checks that two updates end at the weights of plain Keras.
+
+    Args:
+        make: Function that makes the model, of Keras or of the package.
+        compile_args: Function that returns the arguments of `compile`.
+        moved: Float. How far at least the weights must move.
+        **kwargs: Those of `compile` for ours.
+    """
+    models = []
+    for extra in ({}, kwargs):
+        keras.utils.set_random_seed(0)
+        model = make()
+        if extra:
+            model = AccumulatingModel.from_model(model)
+        if not model.built:
+            model(keras.tree.map_structure(lambda each: each[:1], data[0]))
+        before = model.get_weights()
+        model.compile(**compile_args(), **extra)
+        model.fit(
+            *data, batch_size=batch_size, epochs=2, shuffle=False, verbose=0
+        )
+        models.append(model)
+    changes = zip(before, model.get_weights(), strict=True)
+    assert max(np.abs(a - b).max() for a, b in changes) > moved
+    assert distance(*models) < 1e-6
+
+
+def test_keras_rs_retrieval_with_in_batch_negatives():
+    keras_rs = pytest.importorskip("keras_rs", reason="see the docstring")
+
+    class TwoTowers(keras.Model):
+        """As `sequential_retrieval.py` and `basic_retrieval.py` of keras-rs."""
+
+        def __init__(self):
+            super().__init__()
+            self.users = keras.layers.Embedding(50, 8)
+            self.items = keras.layers.Embedding(40, 8)
+            self.query = keras.layers.Dense(8)
+            self.hard = keras_rs.layers.HardNegativeMining(5)
+            self.weigh = keras_rs.layers.SamplingProbabilityCorrection()
+
+        def call(self, x):
+            return {
+                "users": self.query(self.users(x["user"])),
+                "items": self.items(x["item"]),
+            }
+
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            logits = keras.ops.matmul(
+                y_pred["users"], keras.ops.transpose(y_pred["items"])
+            )
+            labels = keras.ops.eye(keras.ops.shape(logits)[0])
+            logits = self.weigh(logits, keras.ops.full_like(logits[0], 0.1))
+            logits, labels = self.hard(logits, labels)
+            return keras.ops.mean(
+                keras.losses.categorical_crossentropy(
+                    labels, logits, from_logits=True
+                )
+            )
+
+    rng = np.random.default_rng(0)
+    x = {"user": rng.integers(50, size=32), "item": rng.integers(40, size=32)}
+    compare(
+        TwoTowers,
+        (x, np.zeros(32)),
+        16,
+        lambda: {"optimizer": keras.optimizers.SGD(0.5)},
+        micro_batch_size=5,
+        gradient_cache=True,
+    )
+
+
+def make_retina_net(keras_hub):
+    encoder = keras_hub.models.ResNetBackbone(
+        input_conv_filters=[64],
+        input_conv_kernel_sizes=[3],
+        stackwise_num_filters=[64, 64, 64],
+        stackwise_num_blocks=[1, 1, 1],
+        stackwise_num_strides=[1, 2, 2],
+        image_shape=(64, 64, 3),
+        block_type="basic_block",
+        use_pre_activation=False,
+    )
+    encoder.trainable = False  # its normalizations
+    backbone = keras_hub.models.RetinaNetBackbone(
+        image_encoder=encoder, min_level=3, max_level=4, use_p5=False
+    )
+    return keras_hub.models.RetinaNetObjectDetector(
+        backbone=backbone, num_classes=3, pre_logits_num_conv_layers=1
+    )
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_keras_hub_retina_net(cache):
+    """Exact with the gradient cache; without it, a warning says what it is."""
+    keras_hub = pytest.importorskip("keras_hub", reason="see the docstring")
+    rng = np.random.default_rng(0)
+    corners = rng.uniform(0, 30, size=(8, 4, 2))
+    sizes = rng.uniform(8, 32, size=(8, 4, 2))
+    y = {
+        "boxes": np.concatenate([corners, corners + sizes], -1),
+        "labels": rng.integers(3, size=(8, 4)),
+    }
+    y = {key: each.astype("float32") for key, each in y.items()}
+    data = rng.random((8, 64, 64, 3), "float32"), y
+    arguments = (
+        lambda: make_retina_net(keras_hub),
+        data,
+        8,
+        lambda: {
+            "optimizer": keras.optimizers.SGD(1e-3),
+            "box_loss": "auto",
+            "classification_loss": "auto",
+        },
+    )
+    if cache:
+        compare(*arguments, micro_batch_size=3, gradient_cache=True)
+    else:
+        model = AccumulatingModel.from_model(arguments[0]())
+        model.compile(**arguments[3](), micro_batch_size=3)
+        with pytest.warns(UserWarning, match="`compute_loss`"):
+            model.fit(*data, batch_size=8, verbose=0)
+
+
+def test_keras_hub_text_classifier():
+    keras_hub = pytest.importorskip("keras_hub", reason="see the docstring")
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 12, size=(24, 1))
+    padding = np.arange(12) < lengths
+    x = {
+        "token_ids": np.where(padding, rng.integers(1, 30, (24, 12)), 0),
+        "segment_ids": np.zeros((24, 12), int),
+        "padding_mask": padding,
+    }
+
+    def make():
+        backbone = keras_hub.models.BertBackbone(
+            vocabulary_size=30,
+            num_layers=2,
+            num_heads=2,
+            hidden_dim=16,
+            intermediate_dim=32,
+            max_sequence_length=12,
+            dropout=0.0,
+        )
+        return keras_hub.models.BertTextClassifier(
+            backbone, num_classes=3, dropout=0.0
+        )
+
+    compare(
+        make,
+        (x, rng.integers(3, size=24)),
+        12,
+        lambda: {"optimizer": keras.optimizers.SGD(0.1)},
+        micro_batch_size=5,
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["CategoricalDiceCELoss", "CategoricalDiceLoss"]
+)
+def test_medicai_losses_of_volumes(name):
+    losses = pytest.importorskip("medicai.losses", reason="see the docstring")
+    rng = np.random.default_rng(0)
+    x = rng.random((8, 6, 6, 6, 1), "float32")
+    y = np.eye(3, dtype="float32")[rng.integers(3, size=(8, 6, 6, 6))]
+
+    def make():
+        inputs = keras.Input((6, 6, 6, 1))
+        hidden = keras.layers.Conv3D(4, 3, padding="same", activation="tanh")
+        outputs = keras.layers.Conv3D(3, 1)(hidden(inputs))
+        return keras.Model(inputs, outputs)
+
+    compare(
+        make,
+        (x, y),
+        8,
+        lambda: {
+            "optimizer": keras.optimizers.SGD(0.5),
+            "loss": getattr(losses, name)(from_logits=True, num_classes=3),
+        },
+        micro_batch_size=3,
+    )
