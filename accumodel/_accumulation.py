@@ -14,8 +14,10 @@ from accumodel._cycles import Cycles
 from accumodel._cycles import build_accumulator
 from accumodel._cycles import split
 from accumodel._options import Options
+from accumodel._random import Draws
 from accumodel._replicas import across_replicas
 from accumodel._replicas import check_workers_agree
+from accumodel._replicas import make_sum
 from accumodel._replicas import scope_of
 from accumodel._retry import Retry
 from accumodel._sync_batch_norm import cut
@@ -60,6 +62,7 @@ class Accumulation:
         self.measures = False
         self.norms: typing.Any = None
         self.logs_norm = False
+        self._rows: typing.Any = None
         self._traced_with: typing.Any = None
 
     def compile(self, behind, args, kwargs):
@@ -211,6 +214,13 @@ class Accumulation:
         accumulator._untracked.meter = meter
         accumulator._untracked.norms = self.norms if self.logs_norm else None
         return accumulator
+
+    def draws(self):
+        """Returns the `Draws` of a fed batch that is split."""
+        if self._rows is None:
+            with tf.init_scope(), scope_of(self._model.distribute_strategy):
+                self._rows = make_sum((2,), tf.int64, "rows")
+        return Draws(self._rows, self.assigned["seeds"])
 
     def make_functions_again(self):
         """Makes the functions that are in use, in the middle of `fit` too."""

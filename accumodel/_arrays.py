@@ -18,7 +18,7 @@ def collect(run_part, parts, begin=None, is_apart=False):
     made = arrays = None
     if not tf.executing_eagerly():
         # Traced before the loop, which must know what there will be.
-        function = tf.function(run_part, autograph=False)
+        function = tf.function(lambda i: run_part(i), autograph=False)
         run_part = function.get_concrete_function(tf.TensorSpec((), tf.int64))
         made = run_part.structured_outputs
         arrays = _make_arrays(made, parts.count)

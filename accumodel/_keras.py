@@ -14,6 +14,8 @@ use a model that does not accumulate on one device.
 |                                             | on several replicas            |
 | `Tensor._keras_mask`                        | an error at the first step,    |
 |                                             | with the gradient cache        |
+| `keras.src.backend.tensorflow.random`, its  | an error when a step is traced |
+| functions, `._cast_seed`, `.draw_seed`      | with `micro_batch_size`        |
 | `Layer._flatten_layers`                     | an error when `fit` begins     |
 | `Function._nodes_by_depth`, `Node.arguments`, | an error when `fit` begins,  |
 | `.outputs`, `Functional._standardize_inputs` | with `sync_batch_norm`        |
@@ -30,6 +32,7 @@ use a model that does not accumulate on one device.
 import contextlib
 import functools
 import importlib
+import inspect
 import threading
 import typing
 
@@ -55,15 +58,54 @@ class Reduction(typing.NamedTuple):
     reduction: str | None
 
 
+_lock = threading.Lock()
+
+
+class _Replaced:
+    """Functions that are replaced while any model needs it.
+
+    Args:
+        find: Function that returns a dict from pairs `(owner, name)` of
+            attributes to what replaces them.
+    """
+
+    def __init__(self, find):
+        self._find = find
+        self._users = 0
+        self.originals: dict = {}
+
+    @contextlib.contextmanager
+    def __call__(self):
+        with _lock:
+            self._users += 1
+            if self._users == 1:
+                for (owner, name), function in self._find().items():
+                    self.originals[name] = getattr(owner, name)
+                    setattr(owner, name, function)
+        try:
+            yield
+        finally:
+            with _lock:
+                self._users -= 1
+                if not self._users:
+                    for owner, name in self._find():
+                        setattr(owner, name, self.originals[name])
+
+
 # Each thread records its own reductions: replicas are threads.
 _recorded = threading.local()
-_lock = threading.Lock()
-_watchers = 0
-_originals: dict = {}
 
 
 def _loss_module():
     return importlib.import_module("keras.src.losses.loss")
+
+
+_losses = _Replaced(
+    lambda: {
+        (_loss_module(), "reduce_weighted_values"): _reduce,
+        (keras.losses.Loss, "__call__"): _call,
+    }
+)
 
 
 @contextlib.contextmanager
@@ -83,27 +125,14 @@ def recorded_reductions(scales):
         List of `Reduction`, which grows as losses are called in this thread. A
         composite loss is not listed; the losses that it combines are.
     """
-    global _watchers
-    module = _loss_module()
-    with _lock:
-        if not _watchers:
-            _originals["reduce"] = module.reduce_weighted_values
-            _originals["call"] = keras.losses.Loss.__call__
-            module.reduce_weighted_values = _reduce
-            keras.losses.Loss.__call__ = _call
-        _watchers += 1
     before = vars(_recorded).copy()
-    _recorded.reductions, _recorded.scales = [], scales
-    try:
-        yield _recorded.reductions
-    finally:
-        vars(_recorded).clear()
-        vars(_recorded).update(before)
-        with _lock:
-            _watchers -= 1
-            if not _watchers:
-                module.reduce_weighted_values = _originals["reduce"]
-                keras.losses.Loss.__call__ = _originals["call"]
+    with _losses():
+        _recorded.reductions, _recorded.scales = [], scales
+        try:
+            yield _recorded.reductions
+        finally:
+            vars(_recorded).clear()
+            vars(_recorded).update(before)
 
 
 def _reduce(
@@ -118,7 +147,7 @@ def _reduce(
         # As Keras does first: a function may return a Python number.
         values = keras.ops.convert_to_tensor(values, dtype=dtype)
         reductions.append(Reduction(values, sample_weight, mask, reduction))
-    return _originals["reduce"](
+    return _losses.originals["reduce_weighted_values"](
         values,
         sample_weight=sample_weight,
         mask=mask,
@@ -130,10 +159,14 @@ def _reduce(
 def _call(self, y_true, y_pred, sample_weight=None):
     outer = getattr(_recorded, "reductions", None)
     if outer is None:  # a model that does not accumulate
-        return _originals["call"](self, y_true, y_pred, sample_weight)
+        return _losses.originals["__call__"](
+            self, y_true, y_pred, sample_weight
+        )
     _recorded.reductions = []
     try:
-        loss = _originals["call"](self, y_true, y_pred, sample_weight)
+        loss = _losses.originals["__call__"](
+            self, y_true, y_pred, sample_weight
+        )
         *inner, own = _recorded.reductions or [None]
     finally:
         _recorded.reductions = outer
@@ -165,7 +198,7 @@ def sum_of_weights(sample_weight, mask, dtype):
     """
     reduce_weighted_values = _loss_module().reduce_weighted_values
     if reduce_weighted_values is _reduce:  # this one is not to be recorded
-        reduce_weighted_values = _originals["reduce"]
+        reduce_weighted_values = _losses.originals["reduce_weighted_values"]
     return reduce_weighted_values(
         tf.ones((), dtype),
         sample_weight=sample_weight,
@@ -228,6 +261,88 @@ def _check_masks():
             "version of Keras that accumodel was tested with, or no "
             f"`gradient_cache`. Received: Keras {keras.__version__}"
         )
+
+
+# -- random numbers ------------------------------------------------------------
+
+# By name, what `keras.random` calls.
+_DRAWS = (
+    "beta",
+    "binomial",
+    "categorical",
+    "dropout",
+    "gamma",
+    "normal",
+    "randint",
+    "shuffle",
+    "truncated_normal",
+    "uniform",
+)
+# Each thread has its own, as of reductions.
+_drawing = threading.local()
+
+
+def _random_module():
+    return importlib.import_module("keras.src.backend.tensorflow.random")
+
+
+def _make_draw(name):
+    original = getattr(_random_module(), name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def draw(*args, **kwargs):
+        draw = getattr(_drawing, "draw", None)
+        if draw is None:  # a model that is not split
+            return original(*args, **kwargs)
+        return draw(name, original, signature.bind(*args, **kwargs).arguments)
+
+    return draw
+
+
+def _next(self, ordered=True):
+    original = _draws.originals["next"]
+    after = getattr(_drawing, "next", None)
+    if after is None:
+        return original(self, ordered)
+    return after(original, self, ordered)
+
+
+_draws = _Replaced(
+    lambda: {
+        **{(_random_module(), name): _make_draw(name) for name in _DRAWS},
+        (keras.random.SeedGenerator, "next"): _next,
+    }
+)
+
+
+@contextlib.contextmanager
+def replaced_draws(draw, next_seed):
+    """While it is open, random numbers are drawn otherwise in this thread.
+
+    All layers of Keras, and `keras.random`, draw by the functions of one
+    module, and take a seed from a `SeedGenerator`.
+
+    Args:
+        draw: Function of the name of such a function, of the function, and of
+            its arguments in a dict. Returns what is drawn.
+        next_seed: Function of Keras's `SeedGenerator.next` and of its
+            arguments. Returns the seed.
+    """
+    before = vars(_drawing).copy()
+    with _draws():
+        _drawing.draw, _drawing.next = draw, next_seed
+        try:
+            yield
+        finally:
+            vars(_drawing).clear()
+            vars(_drawing).update(before)
+
+
+def draw_seed(seed):
+    """Returns what `tf.random.stateless_*` takes for a seed of Keras."""
+    module = _random_module()
+    return module._cast_seed(module.draw_seed(seed))
 
 
 # -- layers --------------------------------------------------------------------

@@ -56,6 +56,10 @@ class Parts:
             tf.cast(end - begin, tf.float64), tf.cast(self.samples, tf.float64)
         )
 
+    def draws_of(self, draws, i):
+        """Returns the scope in which the i-th draws its random numbers."""
+        return draws.of(*self.bounds(i), tf.equal(i + 1, self.count))
+
     def data_of(self, i):
         """Returns the data of the i-th."""
         with on_host():

@@ -76,9 +76,12 @@ def run(model, function, data, fed_batch=None):
     retry = model._accumulation.retry
     specs = None
 
+    draws = model._accumulation.draws()
+
     def body(i, _, losses):
         nonlocal specs
-        logs = step(parts.data_of(i))
+        with parts.draws_of(draws, i):
+            logs = step(parts.data_of(i))
         losses += of_batch.take()
         if tf.executing_eagerly():
             return logs, losses

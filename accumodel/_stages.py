@@ -200,8 +200,11 @@ class _Pass:
 
         run = _slices.make_step(model, run)
 
+        draws = model._accumulation.draws()
+
         def run_part(i):
-            *rows, kept, moments = run((self._arguments(i), i))
+            with parts.draws_of(draws, i):
+                *rows, kept, moments = run((self._arguments(i), i))
             rows = _arrays.map_present(
                 functools.partial(_with_length, model, parts, i), rows
             )
@@ -273,10 +276,11 @@ class _Pass:
         replay = _slices.make_step(self._model, replay, adder.fed_batch)
         before = [by_kept.get(place) for place in stage.takes]
 
-        def run_part(i):
+        def run_part(draws, i):
             share = 0.0 if adder.has_begun else self._parts.share(i)
             gradients = [each and each(i) for each in cached]
-            by_taken, rest = replay((self._arguments(i), gradients, share))
+            with self._parts.draws_of(draws, i):
+                by_taken, rest = replay((self._arguments(i), gradients, share))
             by_taken = [
                 each
                 if each is None or old is None
@@ -286,8 +290,9 @@ class _Pass:
             return by_taken, rest
 
         with self.states.rolled_back():
+            draws = self._model._accumulation.draws()
             by_taken, rest = _arrays.collect(
-                run_part,
+                functools.partial(run_part, draws),
                 self._parts,
                 # The condition to begin the sums would hold all gradients.
                 is_apart=stage.is_apart and adder.has_begun,

@@ -17,6 +17,9 @@ from accumodel.batch_norm import trained_norms
 # Normalization", arXiv 1803.08494, figure 1.
 _FEW_SAMPLES = 8
 
+# What draws which samples to mix.
+_MIXING = (keras.layers.CutMix, keras.layers.MixUp)
+
 # States of layers have fewer elements than this.
 _MANY = 2**20
 
@@ -209,6 +212,16 @@ class EndOfCycle(keras.callbacks.Callback):
                 "`keras.layers.GroupNormalization`, or freeze the layer.",
                 stacklevel=2,
             )
+
+        for layer in flat_layers(self.model):
+            if self.model.micro_batch_size and isinstance(layer, _MIXING):
+                warnings.warn(
+                    f"The layer '{layer.name}' pairs samples, and a "
+                    "micro-batch has only its own. So the weights are not "
+                    "those of the large batch. Mix the samples in the data "
+                    f"instead, by `dataset.map`. Received: layer={layer}",
+                    stacklevel=2,
+                )
 
     def _warn_of_states(self):
         """Warns of layers that the first batches are seen to change."""

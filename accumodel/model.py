@@ -172,7 +172,7 @@ class AccumulatingModel(keras.Model):
             auto_scale_loss: Bool. Scale the loss with `mixed_float16`. Defaults
                 to `True`.
             accum_steps: Positive int. Batches that `fit` feeds for one update.
-                Defaults to `1`.
+                Each draws its own random numbers, as in Keras. Defaults to `1`.
             micro_batch_size: Positive int, `"auto"` or `None`. The most samples
                 that go through the model at once, on each replica: a batch that
                 `fit` or `evaluate` feeds is split into parts as equal as can
@@ -180,7 +180,8 @@ class AccumulatingModel(keras.Model):
                 memory runs out, and feeds the batches since the last update
                 again. It is experimental on GPUs, where recovery has not been
                 measured; on a CPU the system often ends the process instead.
-                Defaults to `None`: no batch is split.
+                Dropout and other layers draw the random numbers of the whole
+                batch, whatever the size. Defaults to `None`: no batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
                 from all samples of a batch, by a second forward pass (Gao et
                 al. 2021, arXiv 2101.06983). Defaults to `False`.

@@ -695,6 +695,48 @@ MUTANTS = [
         "pass",
         "test_losses.py",
     ),
+    Mutant(
+        "seeds move on in each micro-batch",
+        "_random.py",
+        "state.assign(tf.where(is_last, state.value, before))",
+        "state.assign(state.value)",
+        "test_random.py",
+    ),
+    Mutant(
+        "each micro-batch draws the first rows",
+        "_random.py",
+        "first = begin * multiple * inner",
+        "first = 0 * begin * multiple * inner",
+        "test_random.py",
+    ),
+    Mutant(
+        "numbers within a block are not skipped",
+        "_random.py",
+        "tf.slice(numbers, [first % block], [count])",
+        "numbers[:count]",
+        "test_random.py",
+    ),
+    Mutant(
+        "wide numbers come in blocks of four",
+        "_random.py",
+        "block = 4 if tf.as_dtype(drawn).size <= 4 else 2",
+        "block = 4",
+        "test_random.py",
+    ),
+    Mutant(
+        "a draw that all samples share has rows",
+        "_random.py",
+        "known is None or (len(known) > 0 and known[0] is None)",
+        "True",
+        "test_random.py",
+    ),
+    Mutant(
+        "a draw from the middle that cannot be begins at the start",
+        "_random.py",
+        "return seed + tf.cast(tf.stack([self._rows[0], 0]), seed.dtype)",
+        "return seed",
+        "test_random.py",
+    ),
 ]
 
 

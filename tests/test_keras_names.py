@@ -258,3 +258,34 @@ def test_the_calls_of_a_functional_model_are_in_the_order_of_keras():
         args, _ = node.arguments.fill_in({id(t): t for t in node.input_tensors})
         assert keras.tree.flatten(args) == node.input_tensors
         assert len(node.outputs) == 1
+
+
+def test_keras_draws_by_the_functions_that_are_replaced():
+    """In micro-batches they draw the rows of the large batch."""
+    drawn, seeds = [], []
+
+    def draw(name, original, arguments):
+        drawn.append(name)
+        return original(**arguments)
+
+    def next_seed(original, generator, ordered):
+        seeds.append(generator)
+        return original(generator, ordered)
+
+    seed = keras.random.SeedGenerator(1)
+    x = tf.ones((4, 3))
+    with _keras.replaced_draws(draw, next_seed):
+        keras.random.beta((2,), 1.0, 1.0, seed=seed)
+        keras.random.binomial((2,), 1.0, 0.5, seed=seed)
+        keras.random.categorical(x, 2, seed=seed)
+        keras.layers.Dropout(0.5)(x, training=True)
+        keras.random.gamma((2,), 1.0, seed=seed)
+        keras.layers.GaussianNoise(0.5)(x, training=True)
+        keras.random.randint((2,), 0, 9, seed=seed)
+        keras.random.shuffle(x, seed=seed)
+        keras.random.truncated_normal((2,), seed=seed)
+        keras.random.uniform((2,))  # the seed of the process
+    assert drawn == list(_keras._DRAWS)
+    assert len(seeds) == len(drawn)
+    keras.random.uniform((2,), seed=seed)
+    assert len(seeds) == len(drawn)
