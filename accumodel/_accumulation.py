@@ -186,6 +186,7 @@ class Accumulation:
         if self.size is None:
             with tf.init_scope(), scope_of(self._model.distribute_strategy):
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
+                self._rows = make_sum((2,), tf.int64, "rows")
         self.size.assign(value)
 
     def begin_to_accumulate(self, counts=False):
@@ -217,9 +218,6 @@ class Accumulation:
 
     def draws(self):
         """Returns the `Draws` of a fed batch that is split."""
-        if self._rows is None:
-            with tf.init_scope(), scope_of(self._model.distribute_strategy):
-                self._rows = make_sum((2,), tf.int64, "rows")
         return Draws(self._rows, self.assigned["seeds"])
 
     def make_functions_again(self):

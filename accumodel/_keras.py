@@ -77,11 +77,14 @@ class _Replaced:
     @contextlib.contextmanager
     def __call__(self):
         with _lock:
-            self._users += 1
-            if self._users == 1:
-                for (owner, name), function in self._find().items():
-                    self.originals[name] = getattr(owner, name)
+            if not self._users:
+                found = self._find()  # raises if Keras has changed
+                self.originals = {
+                    name: getattr(owner, name) for owner, name in found
+                }
+                for (owner, name), function in found.items():
                     setattr(owner, name, function)
+            self._users += 1
         try:
             yield
         finally:

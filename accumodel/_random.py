@@ -28,7 +28,9 @@ from accumodel._context import current_graph
 from accumodel._context import current_step
 from accumodel._scopes import recorded
 
-_PHILOX = 1  # what TensorFlow takes by itself on CPUs and GPUs
+# Philox, on CPUs and GPUs. To name it would let XLA compile it into all that
+# uses it, which takes three times as long.
+_ALGORITHM = tf.random.Algorithm.AUTO_SELECT.value
 
 
 class Draws:
@@ -134,7 +136,7 @@ class Draws:
         )
         step = tf.stack([first // block, tf.zeros_like(first)])
         counter = tf.bitcast(tf.bitcast(counter, tf.int64) + step, tf.uint64)
-        kwargs |= {"key": key, "counter": counter, "alg": _PHILOX}
+        kwargs |= {"key": key, "counter": counter, "alg": _ALGORITHM}
         known = tf.get_static_value(inner)
         if known is not None and known % block == 0:
             return operation(shape=shape, **kwargs)

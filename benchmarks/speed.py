@@ -46,31 +46,34 @@ def mlp(model_class, layers=6):
     return model_class(inputs, outputs), data
 
 
-def cnn(model_class):
+def cnn(model_class, rate=0.0):
     """Convolutions over images of 32 x 32, micro-batches of 16."""
     inputs = x = keras.Input((32, 32, 3))
     for filters in (32, 64, 128):
         x = keras.layers.Conv2D(filters, 3, padding="same", activation="relu")(
             x
         )
-        x = keras.layers.MaxPooling2D(2)(x)
+        x = keras.layers.Dropout(rate)(keras.layers.MaxPooling2D(2)(x))
     outputs = keras.layers.Dense(10)(keras.layers.Flatten()(x))
     rng = np.random.default_rng(0)
     data = rng.random((16, 32, 32, 3), "float32"), rng.integers(10, size=16)
     return model_class(inputs, outputs), data
 
 
-def transformer(model_class, layers=4, width=256, length=64, samples=4):
+def transformer(
+    model_class, layers=4, width=256, length=64, samples=4, rate=0.0
+):
     """4 layers of 256, sequences of 64, micro-batches of 4."""
     inputs = keras.Input((length, width))
     x = inputs
     for _ in range(layers):
-        attention = keras.layers.MultiHeadAttention(width // 64, 64)(x, x)
+        attention = keras.layers.MultiHeadAttention(
+            width // 64, 64, dropout=rate
+        )(x, x)
         x = keras.layers.LayerNormalization()(x + attention)
         hidden = keras.layers.Dense(4 * width, activation="gelu")(x)
-        x = keras.layers.LayerNormalization()(
-            x + keras.layers.Dense(width)(hidden)
-        )
+        hidden = keras.layers.Dropout(rate)(keras.layers.Dense(width)(hidden))
+        x = keras.layers.LayerNormalization()(x + hidden)
     outputs = keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(x))
     rng = np.random.default_rng(0)
     x = rng.random((samples, length, width), "float32")
@@ -114,6 +117,9 @@ def normalized(model_class):
 WORKLOADS = {
     each.__name__: each
     for each in (mlp, cnn, transformer, embedding, tiny, normalized)
+} | {
+    "cnn with dropout": functools.partial(cnn, rate=0.3),
+    "transformer with dropout": functools.partial(transformer, rate=0.3),
 }
 
 
@@ -368,7 +374,8 @@ def measure_model(make_ways, model, jit, rounds, calls):
 
 
 def main():
-    models = [name for name in WORKLOADS if name != "normalized"]
+    others = ("normalized", "cnn with dropout", "transformer with dropout")
+    models = [name for name in WORKLOADS if name not in others]
     parser = make_speed_parser(__doc__, models)
     parser.add_argument("--steps", nargs="+", type=int, default=[1, 2, 8, 32])
     arguments = parser.parse_args()

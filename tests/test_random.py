@@ -111,7 +111,7 @@ def check(model, plain, tolerance=1e-6):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        (name, way) if (name, way) in EVERY_DAY else slow(name, way)
+        (name, way) if (name, way) in EVERY_DAY else weekly(name, way)
         for name in LAYERS
         for way in WAYS
         if name not in NORMAL or way != "xla"
