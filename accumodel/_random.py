@@ -18,6 +18,7 @@ cannot be drawn from the middle takes another seed for each micro-batch.
 """
 
 import contextlib
+import math
 import typing
 
 import keras
@@ -110,7 +111,7 @@ class Draws:
         """Whether the first axis of a draw is one of samples."""
         if tf.executing_eagerly():
             return len(shape) > 0 and int(shape[0]) == int(self._rows[1])
-        known = tf.get_static_value(tf.convert_to_tensor(shape), partial=True)
+        known = _static(shape)
         return known is None or (len(known) > 0 and known[0] is None)
 
     def _numbers(self, operation, shape, drawn, seed, **kwargs):
@@ -125,6 +126,7 @@ class Draws:
             **kwargs: Further arguments of the operation.
         """
         begin, samples = tf.unstack(self._rows)
+        known = _static(shape)
         shape = tf.cast(shape, tf.int64)
         inner = tf.reduce_prod(shape[1:])
         multiple = shape[0] // tf.maximum(samples, 1)
@@ -137,13 +139,19 @@ class Draws:
         step = tf.stack([first // block, tf.zeros_like(first)])
         counter = tf.bitcast(tf.bitcast(counter, tf.int64) + step, tf.uint64)
         kwargs |= {"key": key, "counter": counter, "alg": _ALGORITHM}
-        known = tf.get_static_value(inner)
-        if known is not None and known % block == 0:
+        is_known = known is not None and None not in known[1:]
+        if is_known and math.prod(known[1:]) % block == 0:
             return operation(shape=shape, **kwargs)
         count = shape[0] * inner
         numbers = operation(shape=[count + block - 1], **kwargs)
         numbers = tf.slice(numbers, [first % block], [count])
         return tf.reshape(numbers, shape)
+
+
+def _static(shape):
+    """Returns a list of what is known of a shape in a graph, or `None`."""
+    known = tf.get_static_value(tf.convert_to_tensor(shape), partial=True)
+    return None if known is None else list(known)
 
 
 def _shape_of(name, arguments):
