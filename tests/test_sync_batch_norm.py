@@ -231,10 +231,16 @@ def test_every_way_to_run(way):
 
 
 @pytest.mark.filterwarnings("ignore:Batch normalization")
-@pytest.mark.parametrize("policy", ["mixed_float16", slow("mixed_bfloat16")])
-def test_mixed_precision(policy):
+@pytest.mark.parametrize(
+    ("policy", "tolerance"),
+    # bfloat16 has three bits less, and how they are lost depends on the CPU.
+    [("mixed_float16", 2e-2), slow("mixed_bfloat16", 2e-1)],
+)
+def test_mixed_precision(policy, tolerance):
     """To its rounding; statistics are computed in float32."""
-    case = dataclasses.replace(CASES["a chain"], policy=policy, tolerance=5e-2)
+    case = dataclasses.replace(
+        CASES["a chain"], policy=policy, tolerance=tolerance
+    )
     reference, _ = run(case, keras.Model)
     model, _ = run(case, **SYNC)
     check_weights(model, reference, case)

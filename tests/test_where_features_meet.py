@@ -428,6 +428,7 @@ REFUSED = {
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The layer 'counts")  # changes its state
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_with_each_feature(way, product):
