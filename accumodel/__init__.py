@@ -42,12 +42,12 @@ if sys.orig_argv[1:3] == ["-m", "accumodel"]:
 else:
     _check_backend()
 
-from accumodel.accumulator import GradientAccumulator  # noqa: E402
-from accumodel.batch_norm import recalibrate_batch_norm  # noqa: E402
+from accumodel._update.accumulator import GradientAccumulator  # noqa: E402
+from accumodel._measure.recalibration import recalibrate_batch_norm  # noqa: E402
 from accumodel.callbacks import AccumStepsScheduler  # noqa: E402
-from accumodel.gradient_norm import GradientNorm  # noqa: E402
+from accumodel._measure.gradient_norm import GradientNorm  # noqa: E402
 from accumodel.model import AccumulatingModel  # noqa: E402
-from accumodel.noise_scale import GradientNoiseScale  # noqa: E402
+from accumodel._measure.noise_scale import GradientNoiseScale  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [

@@ -9,18 +9,18 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from accumodel import _checks
-from accumodel import _construction
-from accumodel import _cycles
-from accumodel import _micro_batch
-from accumodel import _parts
-from accumodel import _replicas
-from accumodel import _train_function
-from accumodel import _weighting
-from accumodel._accumulation import Accumulation
-from accumodel._context import current_step
-from accumodel._context import this_step
-from accumodel.accumulator import GradientAccumulator
+from accumodel._keras_and_tf import checks
+from accumodel._keras_and_tf import construction
+from accumodel._update import accumulators
+from accumodel._micro_batch import outcome
+from accumodel._micro_batch.outcome import split
+from accumodel._keras_and_tf import replicas
+from accumodel._fit import train_function
+from accumodel._micro_batch import weights
+from accumodel._fit.accumulation import Accumulation
+from accumodel._micro_batch.step import current_step
+from accumodel._micro_batch.step import this_step
+from accumodel._update.accumulator import GradientAccumulator
 
 
 def _compile(model, *args, **kwargs):
@@ -81,7 +81,7 @@ class AccumulatingModel(keras.Model):
     _gradient_accumulator: GradientAccumulator | None = None
 
     def __new__(cls, *args, **kwargs):
-        if cls is AccumulatingModel and _construction.is_functional(
+        if cls is AccumulatingModel and construction.is_functional(
             args, kwargs
         ):
             cls = Functional
@@ -95,7 +95,7 @@ class AccumulatingModel(keras.Model):
             super().__setattr__(name, value)
 
     def __init__(self, *args, **kwargs):
-        with _construction.in_place_of_keras(
+        with construction.in_place_of_keras(
             type(self), args, kwargs, AccumulatingModel, Functional
         ):
             super().__init__(*args, **kwargs)
@@ -130,12 +130,12 @@ class AccumulatingModel(keras.Model):
                 than `keras.Model`.
             ValueError: If `model` is a sequential model that is not built.
         """
-        _construction.check_model(model, AccumulatingModel)
-        return _construction.from_model(
+        construction.check_model(model, AccumulatingModel)
+        return construction.from_model(
             cls, model, AccumulatingModel, WrappingAccumulatingModel
         )
 
-    @_construction.runs(_compile)
+    @construction.runs(_compile)
     def compile(
         self,
         optimizer: typing.Any = "rmsprop",
@@ -296,7 +296,7 @@ class AccumulatingModel(keras.Model):
     def test_step(self, data: typing.Any) -> dict:
         if current_step() is None:  # the batch is not split
             return super().test_step(data)
-        return _micro_batch.test(self, data)
+        return outcome.test(self, data)
 
     def compute_gradients(
         self, data: typing.Any
@@ -321,23 +321,23 @@ class AccumulatingModel(keras.Model):
         with this_step(data):
             with tf.GradientTape() as tape:
                 y_pred = self(x, training=True)
-                loss = _micro_batch.call_compute_loss(
+                loss = outcome.call_compute_loss(
                     self.compute_loss, x, y, y_pred, sample_weight
                 )
                 step = (self, x, y, y_pred, sample_weight, loss)
-                own_weight = _micro_batch.weigh(*step)
-                loss, weight = _micro_batch.share(self, loss, own_weight)
-                _cycles.build_optimizer(self)
+                own_weight = outcome.weigh(*step)
+                loss, weight = outcome.share(self, loss, own_weight)
+                accumulators.build_optimizer(self)
                 scaled_loss = self.optimizer.scale_loss(loss)
             gradients = tape.gradient(scaled_loss, self.trainable_variables)
-            return gradients, weight, _micro_batch.log(*step, own_weight)
+            return gradients, weight, outcome.log(*step, own_weight)
 
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
         state = self._accumulation
         compute = functools.partial(
-            _micro_batch.call_compute_loss,
+            outcome.call_compute_loss,
             super().compute_loss,
             *(x, y, y_pred, sample_weight, training),
         )
@@ -347,7 +347,7 @@ class AccumulatingModel(keras.Model):
         with state.loss_weights.watch(scales=is_default):
             loss = compute()
         if is_default:
-            loss += _weighting.missing_sums(self, (x, y))
+            loss += weights.missing_sums(self, (x, y))
         return loss
 
     def micro_batch_weight(
@@ -442,7 +442,7 @@ class AccumulatingModel(keras.Model):
         Raises:
             ValueError: If the arrays differ in their number of samples.
         """
-        return _parts.slice_data(data, begin, end)
+        return split.slice_data(data, begin, end)
 
     def accumulate_gradients(
         self, gradients: Iterable, weight: typing.Any = 1.0
@@ -477,7 +477,7 @@ class AccumulatingModel(keras.Model):
                 these or the optimizer have changed since `compile`, or if it
                 is called twice in one `train_step`.
         """
-        _checks.check_compiled(self, "accumulate_gradients")
+        checks.check_compiled(self, "accumulate_gradients")
         if not self.trainable_variables:
             warnings.warn(
                 "The model does not have any trainable weights.", stacklevel=2
@@ -487,7 +487,7 @@ class AccumulatingModel(keras.Model):
             accumulator.accumulate(gradients, weight)
         else:
             variables = self.trainable_variables
-            gradients = _checks.check_gradients(gradients, variables)
+            gradients = checks.check_gradients(gradients, variables)
             pairs = zip(gradients, variables, strict=True)
             self.optimizer.apply_gradients(pairs)
 
@@ -502,7 +502,7 @@ class AccumulatingModel(keras.Model):
         """Forgets the pending cycle."""
         self._accumulation.cycles.reset()
 
-    @_construction.runs(_fit)
+    @construction.runs(_fit)
     def fit(
         self,
         x: typing.Any = None,
@@ -562,18 +562,18 @@ class AccumulatingModel(keras.Model):
         is_new = self._accumulation.must_trace_again()
         if self.train_function is not None and not (force or is_new):
             return self.train_function  # as Keras does
-        _train_function.make_train_function(self, super().make_train_function)
+        train_function.make_train_function(self, super().make_train_function)
 
     def make_test_function(self, force=False):
         if self.test_function is not None and not force:
             return self.test_function
-        _train_function.make_test_function(self, super().make_test_function)
+        train_function.make_test_function(self, super().make_test_function)
 
     # Private, see `_keras`: it builds a model before the first step.
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         strategy = self.distribute_strategy
         if strategy.num_replicas_in_sync > 1 and iterator is not None:
-            data_batch = _replicas.first_batch(iterator, strategy)
+            data_batch = replicas.first_batch(iterator, strategy)
             iterator = None
         super()._maybe_symbolic_build(iterator, data_batch)
 
@@ -609,7 +609,7 @@ class AccumulatingModel(keras.Model):
 
     def compile_from_config(self, config):
         behind = super().compile_from_config
-        _construction.compile_from_config(self, config, behind)
+        construction.compile_from_config(self, config, behind)
 
     @functools.cached_property
     def _accumulation(self):
@@ -617,7 +617,7 @@ class AccumulatingModel(keras.Model):
 
 
 @keras.saving.register_keras_serializable("accumodel")
-class Functional(AccumulatingModel, _construction.KerasFunctional):
+class Functional(AccumulatingModel, construction.KerasFunctional):
     """What `AccumulatingModel(inputs, outputs)` makes.
 
     Keras names models after its name, and TensorBoard knows it by it.
@@ -625,5 +625,5 @@ class Functional(AccumulatingModel, _construction.KerasFunctional):
 
 
 @keras.saving.register_keras_serializable("accumodel")
-class WrappingAccumulatingModel(_construction.Wrapping, AccumulatingModel):
+class WrappingAccumulatingModel(construction.Wrapping, AccumulatingModel):
     """What `from_model` makes of a model that is a subclass."""

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from accumodel import GradientAccumulator
-from accumodel._xla import pays_to_compile
+from accumodel._keras_and_tf.xla import pays_to_compile
 
 
 def make_variables(dtype="float32"):
@@ -218,15 +218,15 @@ class NotForXla(keras.optimizers.SGD):
 def test_auto_compiles_a_large_update_that_xla_has_the_operations_for(
     optimizer, many, compiled, monkeypatch
 ):
-    monkeypatch.setattr("accumodel._xla._MANY", many)
-    monkeypatch.setattr("accumodel._xla._TOO_MANY", 100 * many)
+    monkeypatch.setattr("accumodel._keras_and_tf.xla._MANY", many)
+    monkeypatch.setattr("accumodel._keras_and_tf.xla._TOO_MANY", 100 * many)
     variables = make_variables()
     accumulator = GradientAccumulator(
         optimizer(1.0), variables, 2, jit_compile="auto"
     )
     answers = []
     monkeypatch.setattr(
-        "accumodel._xla.pays_to_compile",
+        "accumodel._keras_and_tf.xla.pays_to_compile",
         lambda *args: answers.append(pays_to_compile(*args)) or answers[-1],
     )
     accumulate = tf.function(accumulator.accumulate)

@@ -27,7 +27,7 @@ from helpers import weekly
 
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
-from accumodel import _retry
+from accumodel._fit import retry
 
 # A sample that takes as much memory as several others.
 LARGE = 100.0
@@ -575,7 +575,7 @@ def test_sums_that_are_half_added_are_forgotten(samples):
     ids=repr,
 )
 def test_errors_that_say_that_memory_ran_out(error, expected):
-    assert _retry.is_out_of_memory(error) is expected
+    assert retry.is_out_of_memory(error) is expected
 
 
 # -- what a step may do, and what is refused -------------------------------

@@ -152,7 +152,7 @@ MODELS = {
 def find(model):
     return [
         layer
-        for layer in accumodel._keras.flat_layers(model)
+        for layer in accumodel._keras_and_tf.private_names.flat_layers(model)
         if isinstance(layer, layers.BatchNormalization)
     ]
 

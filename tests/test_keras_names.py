@@ -14,8 +14,8 @@ import tensorflow as tf
 from helpers import mirrored
 
 import accumodel
-from accumodel import _construction
-from accumodel import _keras
+from accumodel._keras_and_tf import construction
+from accumodel._keras_and_tf import private_names
 
 MODULE = importlib.import_module("keras.src.losses.loss")
 
@@ -32,7 +32,7 @@ def test_a_loss_reduces_in_one_function_that_is_given_all_it_needs():
     y_pred._keras_mask = mask
     weights = tf.constant([[1.0], [2.0]])
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    with _keras.recorded_reductions(scales=True) as reductions:
+    with private_names.recorded_reductions(scales=True) as reductions:
         value = loss(tf.zeros((2, 5, 3)), y_pred, weights)
     (noted,) = reductions
     assert noted.values.shape == (2, 5)
@@ -44,19 +44,19 @@ def test_a_loss_reduces_in_one_function_that_is_given_all_it_needs():
 
 
 def test_a_mask_is_an_attribute_of_the_output(monkeypatch):
-    _keras._check_masks.cache_clear()
+    private_names._check_masks.cache_clear()
     masked = keras.layers.Masking()(tf.constant([[[0.0], [1.0]]]))
-    assert _keras.mask_of(masked).numpy().tolist() == [[False, True]]
+    assert private_names.mask_of(masked).numpy().tolist() == [[False, True]]
     unmasked = tf.ones((1, 2, 1))
-    assert _keras.mask_of(unmasked) is None
-    _keras.set_mask(unmasked, _keras.mask_of(masked))
+    assert private_names.mask_of(unmasked) is None
+    private_names.set_mask(unmasked, private_names.mask_of(masked))
     loss = keras.losses.MeanSquaredError()
     assert float(loss(tf.constant([[[9.0], [1.0]]]), unmasked)) == 0.0
 
-    _keras._check_masks.cache_clear()
+    private_names._check_masks.cache_clear()
     monkeypatch.setattr(keras.layers.Masking, "__call__", lambda self, x: x)
     with pytest.raises(RuntimeError, match="keeps the mask of an output"):
-        _keras.mask_of(masked)
+        private_names.mask_of(masked)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_mask_is_an_attribute_of_the_output(monkeypatch):
     ],
 )
 def test_the_function_sums_up_weights_and_masks(sample_weight, mask, expected):
-    found = _keras.sum_of_weights(sample_weight, mask, "float32")
+    found = private_names.sum_of_weights(sample_weight, mask, "float32")
     assert float(found) == expected
 
 
@@ -76,10 +76,10 @@ def test_the_compiled_losses_are_known_after_the_first_call():
     model = make_one_layer()
     model.compile("sgd", ["mse"], loss_weights=[2.0])
     model.train_on_batch(np.ones((4, 3)), np.ones((4, 2)))
-    ((loss, loss_weight),) = _keras.compiled_losses(model)
+    ((loss, loss_weight),) = private_names.compiled_losses(model)
     assert isinstance(loss, keras.losses.Loss)
     assert loss_weight == 2.0
-    assert _keras.compiled_losses(make_one_layer()) == []
+    assert private_names.compiled_losses(make_one_layer()) == []
 
 
 def test_the_loss_tracker_is_what_the_log_shows():
@@ -88,7 +88,7 @@ def test_the_loss_tracker_is_what_the_log_shows():
     logs = model.train_on_batch(
         np.ones((4, 3)), np.ones((4, 2)), return_dict=True
     )
-    tracker, *_ = _keras.loss_trackers(model)
+    tracker, *_ = private_names.loss_trackers(model)
     assert float(tracker.result()) == pytest.approx(logs["loss"])
 
 
@@ -104,7 +104,7 @@ def test_all_layers_are_found_inside_of_others():
     inputs = keras.Input((3,))
     composite = Composite()
     model = keras.Model(inputs, composite(inputs))
-    assert composite.inner in _keras.flat_layers(model)
+    assert composite.inner in private_names.flat_layers(model)
 
 
 @pytest.mark.parametrize(
@@ -220,18 +220,18 @@ def test_a_loop_can_be_left_out_of_the_graph_around_it():
     @tf.function
     def count():
         (end,) = tf.while_loop(lambda i: i < 3, lambda i: (i + 1,), (0,))
-        _keras.set_apart(end)
+        private_names.set_apart(end)
         ends.append(end)
         return end
 
     assert count().numpy() == 3
     assert ends[0].op.get_attr("_lower_using_switch_merge") is False
     with tf.Graph().as_default(), pytest.raises(RuntimeError, match="a loop"):
-        _keras.set_apart(tf.ones(()))
+        private_names.set_apart(tf.ones(()))
 
 
 def test_the_functional_class_is_that_of_keras():
-    assert type(make_one_layer()) is _construction.KerasFunctional
+    assert type(make_one_layer()) is construction.KerasFunctional
 
 
 def test_the_calls_of_a_functional_model_are_in_the_order_of_keras():
@@ -249,10 +249,10 @@ def test_the_calls_of_a_functional_model_are_in_the_order_of_keras():
     model = keras.Model({"x": inputs}, x)
     called.clear()
     model({"x": np.ones((2, 3))})
-    nodes = _keras.nodes_of(model)
+    nodes = private_names.nodes_of(model)
     names = [node.operation.name for node in nodes]
     assert [name for name in names if name != "sum"] == called
-    (values,) = _keras.standardize_inputs(model, {"x": np.ones((2, 3))})
+    (values,) = private_names.standardize_inputs(model, {"x": np.ones((2, 3))})
     assert values.dtype == tf.float32
     for node in nodes:
         args, _ = node.arguments.fill_in({id(t): t for t in node.input_tensors})
@@ -274,7 +274,7 @@ def test_keras_draws_by_the_functions_that_are_replaced():
 
     seed = keras.random.SeedGenerator(1)
     x = tf.ones((4, 3))
-    with _keras.replaced_draws(draw, next_seed):
+    with private_names.replaced_draws(draw, next_seed):
         keras.random.beta((2,), 1.0, 1.0, seed=seed)
         keras.random.binomial((2,), 1.0, 0.5, seed=seed)
         keras.random.categorical(x, 2, seed=seed)
@@ -285,7 +285,7 @@ def test_keras_draws_by_the_functions_that_are_replaced():
         keras.random.shuffle(x, seed=seed)
         keras.random.truncated_normal((2,), seed=seed)
         keras.random.uniform((2,))  # the seed of the process
-    assert drawn == list(_keras._DRAWS)
+    assert drawn == list(private_names._DRAWS)
     assert len(seeds) == len(drawn)
     keras.random.uniform((2,), seed=seed)
     assert len(seeds) == len(drawn)

@@ -7,10 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance
-from helpers import mirrored
-from helpers import slow
-from helpers import weekly
+from helpers import distance, mirrored, slow, weekly
 from keras import layers
 
 from accumodel import AccumulatingModel
@@ -29,6 +26,7 @@ LAYERS = {
     "in attention": lambda: Attends(),
     "augmentation": lambda: Flips(),
     "samples and time in one axis": lambda: DropsSteps(),
+    "weights": lambda: DropsWeights(),
 }
 WAYS = {
     "size": {"micro_batch_size": 4},
@@ -40,7 +38,7 @@ WAYS = {
 }
 EVERY_DAY = [
     *(("dropout", way) for way in WAYS if way != "one sample"),
-    ("noise that all samples share", "size"),
+    ("weights", "size"),
     ("in an LSTM", "size"),
     ("in attention", "xla"),
     ("augmentation", "size"),
@@ -77,6 +75,19 @@ class DropsSteps(layers.Layer):
         steps = keras.ops.reshape(inputs, (-1, 5))
         dropped = self.drop(steps, training=training)
         return keras.ops.reshape(dropped, (-1, 4, 5))
+
+
+class DropsWeights(layers.Dense):
+    """All samples share the draw, which has more rows than a micro-batch."""
+
+    def __init__(self):
+        super().__init__(5)
+        self.generator = keras.random.SeedGenerator(1)
+
+    def call(self, inputs, training=None):
+        seed = self.generator
+        kernel = keras.random.dropout(self.kernel, 0.4, seed=seed)
+        return keras.ops.matmul(inputs, kernel) + self.bias
 
 
 def data(dtype="float32"):

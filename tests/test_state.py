@@ -21,7 +21,7 @@ from helpers import slow
 
 from accumodel import AccumulatingModel
 from accumodel import GradientAccumulator
-from accumodel import _cycles
+from accumodel._update import accumulators
 
 
 @pytest.fixture(scope="module")
@@ -611,7 +611,7 @@ def edit(change):
 
     def damage(path):
         with h5py.File(path, "r+") as file:
-            ((attribute, cycle),) = _cycles.split(file["vars"])[0].items()
+            ((attribute, cycle),) = accumulators.split(file["vars"])[0].items()
             change(cycle)
             for name in list(file["vars"]):
                 del file["vars"][name]

@@ -17,9 +17,9 @@ they get what was in them before.
 
 import tensorflow as tf
 
-from accumodel import _keras
-from accumodel._parts import first_leaf
-from accumodel._replicas import count_replicas
+from accumodel._keras_and_tf import private_names
+from accumodel._micro_batch.split import first_leaf
+from accumodel._keras_and_tf.replicas import count_replicas
 
 
 class LossLogs:
@@ -36,7 +36,7 @@ class LossLogs:
 
     def _trackers(self):
         # In eager code, those of the outputs come with the first micro-batch.
-        return _keras.loss_trackers(self._model)
+        return private_names.loss_trackers(self._model)
 
     def _reset(self):
         for tracker in self._trackers():

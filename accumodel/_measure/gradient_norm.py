@@ -5,8 +5,8 @@ import math
 import keras
 import tensorflow as tf
 
-from accumodel._checks import check_model_accumulates
-from accumodel._replicas import scope_of
+from accumodel._keras_and_tf.checks import check_model_accumulates
+from accumodel._keras_and_tf.replicas import scope_of
 
 
 class GradientNorm(keras.callbacks.Callback):

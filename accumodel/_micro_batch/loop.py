@@ -11,12 +11,12 @@ part of the fed batch. The loop is not compiled by XLA, only what is in it.
 import keras
 import tensorflow as tf
 
-from accumodel import _keras
-from accumodel import _micro_batch
-from accumodel import _xla
-from accumodel._context import one_step
-from accumodel._loss_logs import LossLogs
-from accumodel._parts import Parts
+from accumodel._keras_and_tf import private_names
+from accumodel._micro_batch import outcome
+from accumodel._keras_and_tf import xla
+from accumodel._micro_batch.step import one_step
+from accumodel._micro_batch.loss_logs import LossLogs
+from accumodel._micro_batch.split import Parts
 
 
 def make_step(model, function, fed_batch=None, losses=None):
@@ -24,7 +24,7 @@ def make_step(model, function, fed_batch=None, losses=None):
 
     See `Step` for the other arguments.
     """
-    is_compiled = model.jit_compile and _xla.can_compile(
+    is_compiled = model.jit_compile and xla.can_compile(
         model.distribute_strategy
     )
 
@@ -114,12 +114,12 @@ def _value_of(optional, specs):
 def _make_trackers(model, data, trains):
     """Makes the trackers of the losses of several outputs before the loop."""
     _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-    if len(tf.nest.flatten(y)) == 1 or _keras.has_loss_trackers(model):
+    if len(tf.nest.flatten(y)) == 1 or private_names.has_loss_trackers(model):
         return
     if not tf.executing_eagerly():
-        step = _micro_batch.all_of(model, trains)
+        step = outcome.all_of(model, trains)
         zero = tf.zeros((), tf.int64)
-        _micro_batch.make_variables(
+        outcome.make_variables(
             model,
             lambda data: step(model.slice_data(data, zero, zero + 1)),
             data,
@@ -150,5 +150,5 @@ def loop(body, parts, state, is_apart=False):
         parallel_iterations=1,
     )
     if is_apart:
-        _keras.set_apart(end)
+        private_names.set_apart(end)
     return state

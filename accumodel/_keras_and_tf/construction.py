@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import keras
 
-from accumodel._checks import other_order
+from accumodel._keras_and_tf.checks import other_order
 
 _F = typing.TypeVar("_F", bound=Callable)
 

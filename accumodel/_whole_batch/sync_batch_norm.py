@@ -17,11 +17,11 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel import _keras
-from accumodel._construction import KerasFunctional
-from accumodel._replicas import sum_over_replicas
-from accumodel.batch_norm import compute_moments
-from accumodel.batch_norm import trained_norms
+from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.construction import KerasFunctional
+from accumodel._keras_and_tf.replicas import sum_over_replicas
+from accumodel._keras_and_tf.batch_norms import compute_moments
+from accumodel._keras_and_tf.batch_norms import trained_norms
 
 
 class _Call(typing.NamedTuple):
@@ -99,11 +99,11 @@ class Stage:
         def run():
             values: dict = {}
             if self.takes_inputs:
-                inputs = _keras.standardize_inputs(self._model, x)
+                inputs = private_names.standardize_inputs(self._model, x)
                 values.update(enumerate(inputs))
             for place, (value, mask) in zip(self.takes, taken, strict=True):
                 if mask is not None:
-                    _keras.set_mask(value, mask)
+                    private_names.set_mask(value, mask)
                 values[place] = value
             rest = iter(statistics)
             for call in self.calls:
@@ -122,7 +122,7 @@ class Stage:
                 outputs = keras.tree.flatten(call.operation(*args, **kwargs))
                 values.update(zip(call.outputs, outputs, strict=True))
             kept = [values[place] for place in self.keeps]
-            kept = [(value, _keras.mask_of(value)) for value in kept]
+            kept = [(value, private_names.mask_of(value)) for value in kept]
             moments = [_measure(call, values) for call in self.measures]
             outputs = keras.tree.map_structure(values.get, self.outputs)
             return outputs, kept, moments
@@ -195,7 +195,7 @@ class _Walk:
     def open(self, functional, inputs):
         """Adds the calls of a model; returns the places of its outputs."""
         places = dict(zip(map(id, functional.inputs), inputs, strict=True))
-        for node in _keras.nodes_of(functional):
+        for node in private_names.nodes_of(functional):
             keys = [id(each) for each in node.input_tensors]
             if all(key in places for key in keys):
                 taken = {key: places[key] for key in keys}
@@ -261,12 +261,12 @@ class _Enter:
 
     def __call__(self, inputs, training=None, mask=None):
         if mask is None:
-            mask = keras.tree.map_structure(_keras.mask_of, inputs)
-        values = _keras.standardize_inputs(self._functional, inputs)
+            mask = keras.tree.map_structure(private_names.mask_of, inputs)
+        values = private_names.standardize_inputs(self._functional, inputs)
         masks = keras.tree.flatten(mask)
         for value, each in zip(values, masks, strict=False):
             if each is not None:
-                _keras.set_mask(value, each)
+                private_names.set_mask(value, each)
         return values
 
 
@@ -289,7 +289,7 @@ def _measure(call, values):
     given = inspect.signature(layer.call).bind(*args, **kwargs).arguments
     inputs, mask = given["inputs"], given.get("mask")
     if mask is None:
-        mask = _keras.mask_of(inputs)
+        mask = private_names.mask_of(inputs)
     # As the layer casts them.
     inputs = layer.dtype_policy.convert_input(
         inputs, layer.autocast, layer.input_dtype

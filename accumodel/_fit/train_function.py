@@ -5,7 +5,7 @@ Every fed batch goes one way:
     Trainer.fit -> model.train_function     `make_train_function`, here
         Retry.run                           with "auto": if memory runs out
             Keras's function                `_make`, of `_train` as its step
-                _slices.run                 for each micro-batch, `make_step`:
+                loop.run                 for each micro-batch, `make_step`:
                     model.train_step        the user's, or that of accumodel
                         compute_gradients   forward, backward, weight, logs
                         accumulate_gradients -> GradientAccumulator: the sums
@@ -26,15 +26,15 @@ import itertools
 
 import tensorflow as tf
 
-from accumodel import _keras
-from accumodel import _micro_batch
-from accumodel import _replicas
-from accumodel import _retry
-from accumodel import _slices
-from accumodel import _stages
-from accumodel._context import FedBatch
-from accumodel._cycles import build_accumulator
-from accumodel._cycles import build_optimizer
+from accumodel._keras_and_tf import private_names
+from accumodel._micro_batch import outcome
+from accumodel._keras_and_tf import replicas
+from accumodel._fit import retry
+from accumodel._micro_batch.outcome import loop
+from accumodel._whole_batch import stages
+from accumodel._micro_batch.step import FedBatch
+from accumodel._update.accumulators import build_accumulator
+from accumodel._update.accumulators import build_optimizer
 
 
 def make_train_function(model, make):
@@ -45,8 +45,8 @@ def make_train_function(model, make):
         _make_accumulating(model, make)
     else:
         make(force=True)
-    if _replicas.is_multi_worker(model.distribute_strategy):
-        model.train_function = _keras.with_local_logs(model.train_function)
+    if replicas.is_multi_worker(model.distribute_strategy):
+        model.train_function = private_names.with_local_logs(model.train_function)
 
 
 def make_test_function(model, make):
@@ -60,8 +60,8 @@ def make_test_function(model, make):
         step = functools.partial(_test, model, _undecorated(model.test_step))
         _make(model, "test", step, make)
         _wrap(model, "test_function")
-    if _replicas.is_multi_worker(model.distribute_strategy):
-        model.test_function = _keras.with_local_logs(model.test_function)
+    if replicas.is_multi_worker(model.distribute_strategy):
+        model.test_function = private_names.with_local_logs(model.test_function)
 
 
 def _make_accumulating(model, make):
@@ -82,7 +82,7 @@ def _make_accumulating(model, make):
 
     def train(iterator):
         state.cycles.is_live = True
-        batches = _replicas.split_over_replicas(
+        batches = replicas.split_over_replicas(
             iterator, model.distribute_strategy
         )
         try:
@@ -114,13 +114,13 @@ def _wrap(model, name):
         wrapped = functools.partial(state.retry.run, function, trains)
         setattr(model, name, wrapped)
         return
-    with _replicas.scope_of(model.distribute_strategy):
+    with replicas.scope_of(model.distribute_strategy):
         is_in_loop = tf.distribute.has_strategy() and model.micro_batch_size
     if not is_in_loop and not state.joins_outputs():
         return
 
     def build_and_call(batches):
-        if not _keras.is_built(model):
+        if not private_names.is_built(model):
             batches = _build(model, batches)
         return function(batches)
 
@@ -133,22 +133,22 @@ def _build(model, batches):
     if data is None:
         data = next(batches)
         batches = itertools.chain([data], batches)
-    step = functools.partial(_micro_batch.call, model)
-    _micro_batch.make_variables(model, step, data)
+    step = functools.partial(outcome.call, model)
+    outcome.make_variables(model, step, data)
     return batches
 
 
 def _train(model, train_step, data):
     """Runs a `train_step`, which may be custom, on one fed batch."""
     state = model._accumulation
-    data = _replicas.hide_empty(data)
+    data = replicas.hide_empty(data)
     is_split = model.micro_batch_size is not None
     fed_batch = FedBatch(is_split)
-    with _retry.recorded(model):
+    with retry.recorded(model):
         if state.joins_outputs():
-            logs = _stages.train(model, fed_batch, data)
+            logs = stages.train(model, fed_batch, data)
         else:
-            logs = _slices.run(model, train_step, data, fed_batch)
+            logs = loop.run(model, train_step, data, fed_batch)
     is_added = fed_batch.end(state.cycles)
     if is_added or not model.trainable_variables:
         return logs
@@ -175,16 +175,16 @@ def _train(model, train_step, data):
 def _test(model, test_step, data):
     """Runs a `test_step`, which may be custom, on one fed batch."""
     state = model._accumulation
-    with _retry.recorded(model):
+    with retry.recorded(model):
         if state.joins_outputs() and not state.overrides("test_step"):
-            return _stages.test(model, data)
-        return _slices.run(model, test_step, data)
+            return stages.test(model, data)
+        return loop.run(model, test_step, data)
 
 
 def _make(model, name, step, make):
     """Makes Keras's train or test function, with another step."""
     function = _make_by_keras(model, name, step, make, model.run_eagerly)
-    is_one = model.run_eagerly or not _keras.nests_functions()
+    is_one = model.run_eagerly or not private_names.nests_functions()
     if is_one or model.steps_per_execution > 1:
         return
     run = _make_by_keras(model, name, step, make, run_eagerly=True)
@@ -195,7 +195,7 @@ def _make(model, name, step, make):
         return run(iter([batches.get_next()]))
 
     def run_one(batches):
-        is_data_set = isinstance(batches, _replicas.ITERATORS)
+        is_data_set = isinstance(batches, replicas.ITERATORS)
         return run_next(batches) if is_data_set else function(batches)
 
     setattr(model, f"{name}_function", run_one)
@@ -206,7 +206,7 @@ def _make_by_keras(model, name, step, make, run_eagerly):
     before = model.jit_compile, model.run_eagerly
     model.jit_compile, model.run_eagerly = False, run_eagerly
     try:
-        with _keras.replaced(model, f"{name}_step", step):
+        with private_names.replaced(model, f"{name}_step", step):
             make(force=True)
     finally:
         model.jit_compile, model.run_eagerly = before

@@ -24,10 +24,10 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel import _keras
-from accumodel._context import current_graph
-from accumodel._context import current_step
-from accumodel._scopes import recorded
+from accumodel._keras_and_tf import private_names
+from accumodel._micro_batch.step import current_graph
+from accumodel._micro_batch.step import current_step
+from accumodel._micro_batch.assignments import recorded
 
 # Philox, on CPUs and GPUs. To name it would let XLA compile it into all that
 # uses it, which takes three times as long.
@@ -65,7 +65,7 @@ class Draws:
         """
         with recorded():
             self._rows.assign([begin, end - begin])
-        with _keras.replaced_draws(self._draw, self._next):
+        with private_names.replaced_draws(self._draw, self._next):
             yield
         with recorded():
             for key, before in self._before.items():
@@ -134,7 +134,7 @@ class Draws:
         block = 4 if tf.as_dtype(drawn).size <= 4 else 2
         first = begin * multiple * inner
         key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(
-            seed=_keras.draw_seed(seed)
+            seed=private_names.draw_seed(seed)
         )
         step = tf.stack([first // block, tf.zeros_like(first)])
         counter = tf.bitcast(tf.bitcast(counter, tf.int64) + step, tf.uint64)

@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel import _keras
-from accumodel._context import current_graph
+from accumodel._keras_and_tf import private_names
+from accumodel._micro_batch.step import current_graph
 
 # What begins the names of operations that take a variable, a table or the like,
 # and leave it as it is. Of random numbers, `_stages` says more.
@@ -131,7 +131,7 @@ def check_assignments(graph, why):
         if (
             _RECORDED not in node.name
             and not node.op.startswith(_HARMLESS)
-            and _keras.takes_resource(node.op)
+            and private_names.takes_resource(node.op)
         ):
             raise ValueError(
                 f"{why}, and a `tf.Variable` that it assigns would change "

@@ -21,13 +21,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._checks import check_model_accumulates
-from accumodel._context import current_step
-from accumodel._parts import count_samples
-from accumodel._replicas import count_replicas
-from accumodel._replicas import make_sum
-from accumodel._replicas import scope_of
-from accumodel._sums import squared_norm
+from accumodel._keras_and_tf.checks import check_model_accumulates
+from accumodel._micro_batch.step import current_step
+from accumodel._micro_batch.split import count_samples
+from accumodel._keras_and_tf.replicas import count_replicas
+from accumodel._keras_and_tf.replicas import make_sum
+from accumodel._keras_and_tf.replicas import scope_of
+from accumodel._update.sums import squared_norm
 
 # A micro-batch in which nothing counts weighs less than this.
 _NOTHING = 1e-20

@@ -5,9 +5,12 @@ import numbers
 import keras
 import tensorflow as tf
 
-from accumodel._keras import flat_layers
-from accumodel._replicas import check_strategy
-from accumodel._replicas import is_multi_worker
+from accumodel._keras_and_tf.optimizers import scales_loss
+from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf.optimizers import with_inner_optimizers
+from accumodel._keras_and_tf.private_names import flat_layers
+from accumodel._keras_and_tf.replicas import check_strategy
+from accumodel._keras_and_tf.replicas import is_multi_worker
 
 REMAINDERS = ("apply", "carry", "drop")
 
@@ -241,31 +244,12 @@ def check_optimizer(optimizer, skip_nonfinite):
         )
 
 
-def scales_loss(optimizer):
-    """Whether the optimizer looks for overflows, to find its loss scale."""
-    return any(
-        isinstance(each, keras.optimizers.LossScaleOptimizer)
-        for each in with_inner_optimizers(optimizer)
-    )
 
 
-def with_inner_optimizers(optimizer):
-    """Yields an optimizer and all optimizers that it wraps."""
-    yield optimizer
-    if hasattr(optimizer, "inner_optimizer"):
-        yield from with_inner_optimizers(optimizer.inner_optimizer)
-    for each in getattr(optimizer, "optimizers", []):
-        yield from with_inner_optimizers(each)
 
 
-def overwrites(variable):
-    """Whether the "gradient" of a variable is its new value, as in float8."""
-    return getattr(variable, "overwrite_with_gradient", False)
 
 
-def tf_variable(variable):
-    """Returns the `tf.Variable` of a Keras variable, and any other as it is."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def check_gradients(gradients, variables):

@@ -4,11 +4,11 @@ import math
 
 import tensorflow as tf
 
-from accumodel._checks import overwrites
-from accumodel._checks import tf_variable
-from accumodel._replicas import count_replicas
-from accumodel._replicas import make_sum
-from accumodel._scopes import recorded
+from accumodel._keras_and_tf.optimizers import overwrites
+from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf.replicas import count_replicas
+from accumodel._keras_and_tf.replicas import make_sum
+from accumodel._micro_batch.assignments import recorded
 
 # Weights that cancel leave a total that is rounding, next to their sizes.
 _CANCELLED = 1e-9

@@ -28,13 +28,13 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
-from accumodel import _micro_batch
-from accumodel._checks import tf_variable
-from accumodel._parts import count_of_each_replica
-from accumodel._replicas import local_results
-from accumodel._replicas import scope_of
-from accumodel._scopes import Recorder
-from accumodel._scopes import check_assignments
+from accumodel._micro_batch import outcome
+from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._micro_batch.split import count_of_each_replica
+from accumodel._keras_and_tf.replicas import local_results
+from accumodel._keras_and_tf.replicas import scope_of
+from accumodel._micro_batch.assignments import Recorder
+from accumodel._micro_batch.assignments import check_assignments
 
 # More samples than any batch has.
 _ALL = 2**40
@@ -154,8 +154,8 @@ class Retry:
         # While a `Recorder` is open, none can be made.
         if function not in self._ready:
             self._ready.add(function)
-            step = _micro_batch.all_of(self._model, trains)
-            _micro_batch.make_variables(self._model, step, data)
+            step = outcome.all_of(self._model, trains)
+            outcome.make_variables(self._model, step, data)
 
     def _run_one(self, function, trains, data):
         cycles = self._model._accumulation.cycles

@@ -24,9 +24,9 @@ import warnings
 import numpy as np
 import tensorflow as tf
 
-from accumodel._checks import scales_loss
-from accumodel._replicas import scope_of
-from accumodel.accumulator import GradientAccumulator
+from accumodel._keras_and_tf.optimizers import scales_loss
+from accumodel._keras_and_tf.replicas import scope_of
+from accumodel._update.accumulator import GradientAccumulator
 
 # Of the names in a `.weights.h5` file, where a model's own variables are "0",
 # "1", ...: a `keras.Model` refuses other names. The attribute that holds the

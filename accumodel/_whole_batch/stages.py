@@ -27,21 +27,21 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel import _arrays
-from accumodel import _keras
-from accumodel import _micro_batch
-from accumodel import _replicas
-from accumodel import _slices
-from accumodel import _sync_batch_norm
-from accumodel import _weighting
-from accumodel._context import one_step
-from accumodel._cycles import build_optimizer
-from accumodel._parts import Parts
-from accumodel._parts import count_samples
-from accumodel._parts import first_leaf
-from accumodel._scopes import States
-from accumodel._scopes import check_assignments
-from accumodel._scopes import nodes_of
+from accumodel._whole_batch import arrays
+from accumodel._keras_and_tf import private_names
+from accumodel._micro_batch import outcome
+from accumodel._keras_and_tf import replicas
+from accumodel._micro_batch.outcome import loop
+from accumodel._whole_batch import sync_batch_norm
+from accumodel._micro_batch import weights
+from accumodel._micro_batch.step import one_step
+from accumodel._update.accumulators import build_optimizer
+from accumodel._micro_batch.split import Parts
+from accumodel._micro_batch.split import count_samples
+from accumodel._micro_batch.split import first_leaf
+from accumodel._micro_batch.assignments import States
+from accumodel._micro_batch.assignments import check_assignments
+from accumodel._micro_batch.assignments import nodes_of
 
 # What begins the names of operations that a second pass would not repeat.
 _RANDOM = (
@@ -103,10 +103,10 @@ def train(model, fed_batch, data):
     """Trains on one fed batch, which the caller ends. Returns the logs."""
     stages = [WholeModel(model)]
     if model._accumulation.cuts_at_norms():
-        stages = _sync_batch_norm.cut(model)
+        stages = sync_batch_norm.cut(model)
     parts = Parts(model, data)
     whole, passes = _forward(model, stages, parts)
-    _arrays.check_no_pairs(model, parts, whole.outputs)
+    arrays.check_no_pairs(model, parts, whole.outputs)
     states = passes[-1].states
     with one_step(data, fed_batch):
         own, cache, weight, log = _differentiate(model, states, data, whole)
@@ -138,7 +138,7 @@ def test(model, data):
         )
     samples = count_samples((x, y))
     step = (model, x, y, whole.outputs, sample_weight, loss, samples)
-    return _micro_batch.log(*step)
+    return outcome.log(*step)
 
 
 class _Pass:
@@ -165,7 +165,7 @@ class _Pass:
     def _arguments(self, i):
         """Returns the arguments of `_run` for the i-th part."""
         taken = [self._kept[place] for place in self.stage.takes]
-        taken = _arrays.map_present(functools.partial(_arrays.read, i), taken)
+        taken = arrays.map_present(functools.partial(arrays.read, i), taken)
         statistics = [self._statistics[id(call)] for call in self.stage.norms]
         # In a graph nothing else is known of the data that would be needed.
         is_needed = self.stage.takes_inputs or tf.executing_eagerly()
@@ -177,9 +177,9 @@ class _Pass:
         x, *_ = keras.utils.unpack_x_y_sample_weight(part)
         with self.states.recorded() as scope:
             outputs, kept, moments = self.stage.run(scope, x, taken, statistics)
-            losses = _weighting.added_losses(self._model)
+            losses = weights.added_losses(self._model)
             self.states.owners = _owners(self._model, losses)
-        masks = list(map(_keras.mask_of, tf.nest.flatten(outputs)))
+        masks = list(map(private_names.mask_of, tf.nest.flatten(outputs)))
         return Made(outputs, masks, _reduced(losses, part), kept, moments)
 
     # -- 1. Forward, one micro-batch at a time ---------------------------------
@@ -198,14 +198,14 @@ class _Pass:
             ]
             return made._replace(losses=losses)
 
-        run = _slices.make_step(model, run)
+        run = loop.make_step(model, run)
 
         draws = model._accumulation.draws()
 
         def run_part(i):
             with parts.draws_of(draws, i):
                 *rows, kept, moments = run((self._arguments(i), i))
-            rows = _arrays.map_present(
+            rows = arrays.map_present(
                 functools.partial(_with_length, model, parts, i), rows
             )
             return Made._make([*rows, kept, moments])
@@ -219,12 +219,12 @@ class _Pass:
 
         if tf.executing_eagerly():
             self.states.save()
-        *rows, kept, moments = _arrays.collect(
+        *rows, kept, moments = arrays.collect(
             run_part, parts, begin, self.stage.is_apart
         )
         samples = first_leaf(parts.data).shape[0]
-        rows = _arrays.map_present(
-            functools.partial(_arrays.join, samples), rows
+        rows = arrays.map_present(
+            functools.partial(arrays.join, samples), rows
         )
         moments = [array.stack() for array in moments]
         self.made = Made._make([*rows, kept, moments])
@@ -232,7 +232,7 @@ class _Pass:
         with tf.GradientTape() as self._tape:
             self._tape.watch(moments)
             for call, each in zip(self.stage.measures, moments, strict=True):
-                joined = _sync_batch_norm.join(call, each)
+                joined = sync_batch_norm.join(call, each)
                 self._statistics[id(call)] = joined
 
     # -- 3. Forward again, and backward ----------------------------------------
@@ -252,10 +252,10 @@ class _Pass:
         kept = [by_kept.pop(place, None) for place in stage.keeps]
         cached = [
             *cached,
-            *_arrays.map_present(
-                lambda array: functools.partial(_arrays.read, array=array), kept
+            *arrays.map_present(
+                lambda array: functools.partial(arrays.read, array=array), kept
             ),
-            *_arrays.map_present(
+            *arrays.map_present(
                 lambda rows: rows.__getitem__, self._by_moments(by_statistics)
             ),
         ]
@@ -271,9 +271,9 @@ class _Pass:
             sources = [self._model.trainable_variables, *sources]
             own, *rest = _gradient(tape, _targets(made), sources, cached)
             adder.add(own, share)
-            return _arrays.map_present(tf.convert_to_tensor, rest)
+            return arrays.map_present(tf.convert_to_tensor, rest)
 
-        replay = _slices.make_step(self._model, replay, adder.fed_batch)
+        replay = loop.make_step(self._model, replay, adder.fed_batch)
         before = [by_kept.get(place) for place in stage.takes]
 
         def run_part(draws, i):
@@ -284,14 +284,14 @@ class _Pass:
             by_taken = [
                 each
                 if each is None or old is None
-                else each + _arrays.read(i, old)
+                else each + arrays.read(i, old)
                 for each, old in zip(by_taken, before, strict=True)
             ]
             return by_taken, rest
 
         with self.states.rolled_back():
             draws = self._model._accumulation.draws()
-            by_taken, rest = _arrays.collect(
+            by_taken, rest = arrays.collect(
                 functools.partial(run_part, draws),
                 self._parts,
                 # The condition to begin the sums would hold all gradients.
@@ -301,7 +301,7 @@ class _Pass:
         for place, array in zip(stage.takes, by_taken, strict=True):
             if array is not None:
                 by_kept[place] = array
-        rest = _arrays.map_present(
+        rest = arrays.map_present(
             lambda array: tf.reduce_sum(array.stack(), 0), rest
         )
         by_statistics.update(zip(map(id, stage.norms), rest, strict=True))
@@ -353,7 +353,7 @@ def _forward(model, stages, parts):
         passes.append(_Pass(model, number, stage, parts, kept, statistics))
         passes[-1].forward()
     for call in stages[-1].moves:
-        _sync_batch_norm.move_averages(call, statistics[id(call)])
+        sync_batch_norm.move_averages(call, statistics[id(call)])
     last = passes[-1]
     losses = [loss for each in passes for loss in each.made.losses]
     last.states.owners = [who for each in passes for who in each.states.owners]
@@ -368,7 +368,7 @@ def _backward(passes, cache, adder):
         cache: List of the gradients by the flat outputs and by all losses.
     """
     parts = passes[-1]._parts
-    readers = _arrays.map_present(functools.partial(_part_of, parts), cache)
+    readers = arrays.map_present(functools.partial(_part_of, parts), cache)
     count = len(tf.nest.flatten(passes[-1].made.outputs))
     of_outputs, of_losses = readers[:count], readers[count:]
     by_kept: dict = {}
@@ -443,10 +443,10 @@ def _owners(model, losses):
     """Returns the innermost layer that has each of the losses as its own."""
     if not losses:
         return []
-    layers = [model, *_keras.flat_layers(model)]
+    layers = [model, *private_names.flat_layers(model)]
     # Regularizers are computed each time that a layer is asked.
     held = {id(layer): [*map(id, layer.losses)] for layer in layers}
-    layers.sort(key=lambda layer: len(_keras.flat_layers(layer)))
+    layers.sort(key=lambda layer: len(private_names.flat_layers(layer)))
     return [
         next(layer for layer in layers if id(loss) in held[id(layer)])
         for loss in losses
@@ -457,7 +457,7 @@ def _reduced(losses, part):
     """Returns those that count as means over samples as scalars."""
     losses = map(tf.convert_to_tensor, losses)
     return [
-        tf.reshape(each, ()) if _weighting.is_single(each, part) else each
+        tf.reshape(each, ()) if weights.is_single(each, part) else each
         for each in losses
     ]
 
@@ -489,8 +489,8 @@ def _differentiate(model, states, data, whole):
                 model, states, x, y, sample_weight, whole, training=True
             )
         step = (model, x, y, whole.outputs, sample_weight, loss)
-        own_weight = _micro_batch.weigh(*step)
-        shared_loss, weight = _micro_batch.share(model, loss, own_weight)
+        own_weight = outcome.weigh(*step)
+        shared_loss, weight = outcome.share(model, loss, own_weight)
         build_optimizer(model)
         scaled_loss = model.optimizer.scale_loss(shared_loss)
     own, gradients = tape.gradient(
@@ -501,12 +501,12 @@ def _differentiate(model, states, data, whole):
         if gradient is not None:  # some are `tf.IndexedSlices`
             cache[i] = tf.convert_to_tensor(gradient)
     samples = count_samples((x, y))
-    log = functools.partial(_micro_batch.log, *step, samples)
+    log = functools.partial(outcome.log, *step, samples)
     if model._accumulation.overrides("compute_loss"):
         weight, own = _as_keras(weight, own, samples)
     # Regularizers do not depend on the data: see `GradientAccumulator._waits`.
     with tf.control_dependencies([loss]):
-        own = _arrays.map_present(tf.identity, own, expand_composites=True)
+        own = arrays.map_present(tf.identity, own, expand_composites=True)
     return own, cache, weight, log
 
 
@@ -516,12 +516,12 @@ def _as_keras(weight, own, samples):
     A custom loss may be that of all replicas, of which each has a part of the
     gradient: then it does not matter how many samples a replica has.
     """
-    replicas = _replicas.count_replicas()
-    if replicas == 1:
+    count = replicas.count_replicas()
+    if count == 1:
         return weight, own
     if weight is not None:
-        (total,) = _replicas.sum_over_replicas([weight])
-        weight = tf.cast(total, tf.float64) / replicas
+        (total,) = replicas.sum_over_replicas([weight])
+        weight = tf.cast(total, tf.float64) / count
 
     def without_nan(value):
         # A replica without samples may have a mean over nothing.
@@ -530,7 +530,7 @@ def _as_keras(weight, own, samples):
         is_right = tf.math.is_finite(value) | (samples > 0)
         return tf.where(is_right, value, tf.zeros_like(value))
 
-    return weight, _arrays.map_present(without_nan, own, expand_composites=True)
+    return weight, arrays.map_present(without_nan, own, expand_composites=True)
 
 
 def _compute_loss(model, states, x, y, sample_weight, whole, training):
@@ -538,11 +538,11 @@ def _compute_loss(model, states, x, y, sample_weight, whole, training):
         tf.nest.flatten(whole.outputs), whole.masks, strict=True
     ):
         if mask is not None:
-            _keras.set_mask(output, mask)
+            private_names.set_mask(output, mask)
     for owner, loss in zip(states.owners, whole.losses, strict=True):
         # Not by the method of functional models, which refuses.
         keras.layers.Layer.add_loss(owner, loss)
-    return _micro_batch.call_compute_loss(
+    return outcome.call_compute_loss(
         model.compute_loss, x, y, whole.outputs, sample_weight, training
     )
 

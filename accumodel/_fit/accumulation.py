@@ -7,23 +7,23 @@ import typing
 
 import tensorflow as tf
 
-from accumodel import _checks
-from accumodel import _keras
-from accumodel._cycles import OWN
-from accumodel._cycles import Cycles
-from accumodel._cycles import build_accumulator
-from accumodel._cycles import split
-from accumodel._options import Options
-from accumodel._random import Draws
-from accumodel._replicas import across_replicas
-from accumodel._replicas import check_workers_agree
-from accumodel._replicas import make_sum
-from accumodel._replicas import scope_of
-from accumodel._retry import Retry
-from accumodel._sync_batch_norm import cut
-from accumodel._weighting import LossWeights
-from accumodel.batch_norm import trained_norms
-from accumodel.callbacks import with_end_of_cycle
+from accumodel._keras_and_tf import checks
+from accumodel._keras_and_tf import private_names
+from accumodel._update.accumulators import OWN
+from accumodel._update.accumulators import Cycles
+from accumodel._update.accumulators import build_accumulator
+from accumodel._update.accumulators import split
+from accumodel._fit.options import Options
+from accumodel._micro_batch.random_numbers import Draws
+from accumodel._keras_and_tf.replicas import across_replicas
+from accumodel._keras_and_tf.replicas import check_workers_agree
+from accumodel._keras_and_tf.replicas import make_sum
+from accumodel._keras_and_tf.replicas import scope_of
+from accumodel._fit.retry import Retry
+from accumodel._whole_batch.sync_batch_norm import cut
+from accumodel._micro_batch.weights import LossWeights
+from accumodel._keras_and_tf.batch_norms import trained_norms
+from accumodel._fit.end_of_cycle import with_end_of_cycle
 
 
 class Accumulation:
@@ -73,16 +73,16 @@ class Accumulation:
         model = self._model
         try:
             options = Options.take_from(kwargs)
-            _checks.check_whole_batch(model, options)
+            checks.check_whole_batch(model, options)
             if options.sync_batch_norm and trained_norms(model):
                 cut(model)  # says what cannot be cut
             accumulates = options.accumulates or self.overrides(
                 "process_gradients"
             )
             behind(*args, **kwargs)
-            _checks.check_optimizer(model.optimizer, options.skip_nonfinite)
+            checks.check_optimizer(model.optimizer, options.skip_nonfinite)
             if accumulates:
-                _checks.check_can_accumulate(model, options)
+                checks.check_can_accumulate(model, options)
             check_workers_agree(model, options)
         except BaseException:
             model.compiled = False
@@ -124,7 +124,7 @@ class Accumulation:
             if optimizer.iterations.numpy():
                 finalize(variables)
 
-        return _keras.replaced(
+        return private_names.replaced(
             optimizer, "finalize_variable_values", finalize_after_update
         )
 
@@ -143,7 +143,7 @@ class Accumulation:
 
         On the instance, or in a class that is not Keras's or accumodel's.
         """
-        return _checks.overrides(self._model, name)
+        return checks.overrides(self._model, name)
 
     def cuts_at_norms(self):
         """Whether normalizations wait for the statistics of the batch."""
@@ -154,8 +154,8 @@ class Accumulation:
         return self.options.gradient_cache or self.cuts_at_norms()
 
     def set_accum_steps(self, value):
-        value = _checks.check_accum_steps(value)
-        _checks.check_compiled(self._model, "accum_steps")
+        value = checks.check_accum_steps(value)
+        checks.check_compiled(self._model, "accum_steps")
         if value > 1:
             self.begin_to_accumulate(counts=True)
         self.options = dataclasses.replace(self.options, accum_steps=value)
@@ -163,12 +163,12 @@ class Accumulation:
 
     def set_micro_batch_size(self, value):
         model, before = self._model, self.options.micro_batch_size
-        value = _checks.check_micro_batch_size(value)
-        _checks.check_compiled(model, "micro_batch_size")
+        value = checks.check_micro_batch_size(value)
+        checks.check_compiled(model, "micro_batch_size")
         options = dataclasses.replace(self.options, micro_batch_size=value)
-        _checks.check_whole_batch(model, options)
+        checks.check_whole_batch(model, options)
         if value is not None:
-            _checks.check_can_accumulate(model, options)
+            checks.check_can_accumulate(model, options)
         self.options = options
         if value == before:
             return
@@ -195,7 +195,7 @@ class Accumulation:
         Those of several fed batches if it `counts` them.
         """
         if not self.accumulates or counts > self.counts:
-            _checks.check_can_accumulate(self._model, self.options)
+            checks.check_can_accumulate(self._model, self.options)
             self.accumulates = True
             self.counts |= counts
             self.make_functions_again()

@@ -20,13 +20,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel import _keras
-from accumodel._context import current_step
-from accumodel._means import is_no_mean
-from accumodel._means import is_sum
-from accumodel._parts import count_samples
-from accumodel._parts import first_leaf
-from accumodel._replicas import count_replicas
+from accumodel._keras_and_tf import private_names
+from accumodel._micro_batch.step import current_step
+from accumodel._micro_batch.scalar_losses import is_no_mean
+from accumodel._micro_batch.scalar_losses import is_sum
+from accumodel._micro_batch.split import count_samples
+from accumodel._micro_batch.split import first_leaf
+from accumodel._keras_and_tf.replicas import count_replicas
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 _SUMS = ("sum", "none", None)
@@ -75,7 +75,7 @@ class LossWeights:
     @contextlib.contextmanager
     def watch(self, scales):
         """While it is open, records what the losses that are called reduce."""
-        with _keras.recorded_reductions(scales) as reductions:
+        with private_names.recorded_reductions(scales) as reductions:
             yield
         step = current_step()
         if step is not None:
@@ -179,7 +179,7 @@ class LossWeights:
             Tuple `(reductions, unseen)`, where `unseen` is the number of losses
             that reduce in their own way.
         """
-        losses = _keras.compiled_losses(self._model)
+        losses = private_names.compiled_losses(self._model)
         self._warn_of_whole_batch([loss for loss, _ in losses])
         plain = [
             loss
@@ -301,7 +301,7 @@ class LossWeights:
         dtype = "float64" if values.dtype == "float64" else "float32"
         weighed = mask is not None or sample_weight is not None
         if kind == "mean_with_sample_weight" and weighed:
-            value = _keras.sum_of_weights(sample_weight, mask, dtype)
+            value = private_names.sum_of_weights(sample_weight, mask, dtype)
             # What `evaluate` was given is not known.
             step = current_step()
             is_shared = self.shares_sample_weight and step and step.fed_batch
@@ -313,7 +313,7 @@ class LossWeights:
         # A mask counts its own elements; each may be several of the values.
         size = tf.cast(tf.size(mask, out_type=tf.int64), dtype)
         each = tf.math.divide_no_nan(elements, size)  # a replica may get none
-        value = _keras.sum_of_weights(None, mask, dtype) * each
+        value = private_names.sum_of_weights(None, mask, dtype) * each
         return Divisor(value, ("mask", id(mask)))
 
     def _warn_of_custom_loss(self, reductions, data):

@@ -30,30 +30,30 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from accumodel import _sums
-from accumodel._checks import check_accum_steps
-from accumodel._checks import check_gradients
-from accumodel._checks import check_has_weights
-from accumodel._checks import check_optimizer
-from accumodel._checks import scales_loss
-from accumodel._checks import tf_variable
-from accumodel._checks import with_inner_optimizers
-from accumodel._context import current_step
-from accumodel._keras import without_own_reduction
-from accumodel._replicas import across_replicas
-from accumodel._replicas import check_cross_replica_context
-from accumodel._replicas import check_replica_context
-from accumodel._replicas import check_strategy
-from accumodel._replicas import count_replicas
-from accumodel._replicas import current_strategy
-from accumodel._replicas import local_results
-from accumodel._replicas import make_sum
-from accumodel._replicas import on_each_replica
-from accumodel._replicas import scope_of
-from accumodel._replicas import sum_over_replicas
-from accumodel._replicas import without_empty
-from accumodel._scopes import recorded
-from accumodel._xla import compile_update
+from accumodel._update import sums
+from accumodel._keras_and_tf.checks import check_accum_steps
+from accumodel._keras_and_tf.checks import check_gradients
+from accumodel._keras_and_tf.checks import check_has_weights
+from accumodel._keras_and_tf.checks import check_optimizer
+from accumodel._keras_and_tf.optimizers import scales_loss
+from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf.optimizers import with_inner_optimizers
+from accumodel._micro_batch.step import current_step
+from accumodel._keras_and_tf.private_names import without_own_reduction
+from accumodel._keras_and_tf.replicas import across_replicas
+from accumodel._keras_and_tf.replicas import check_cross_replica_context
+from accumodel._keras_and_tf.replicas import check_replica_context
+from accumodel._keras_and_tf.replicas import check_strategy
+from accumodel._keras_and_tf.replicas import count_replicas
+from accumodel._keras_and_tf.replicas import current_strategy
+from accumodel._keras_and_tf.replicas import local_results
+from accumodel._keras_and_tf.replicas import make_sum
+from accumodel._keras_and_tf.replicas import on_each_replica
+from accumodel._keras_and_tf.replicas import scope_of
+from accumodel._keras_and_tf.replicas import sum_over_replicas
+from accumodel._keras_and_tf.replicas import without_empty
+from accumodel._micro_batch.assignments import recorded
+from accumodel._keras_and_tf.xla import compile_update
 
 
 class _Untracked:
@@ -148,7 +148,7 @@ class GradientAccumulator(tf.Module):
         check_cross_replica_context(strategy)
         check_strategy(strategy)
         variables = list(variables)
-        _sums.check_variables(variables)
+        sums.check_variables(variables)
         super().__init__(name="gradient_accumulator")
         self.optimizer = optimizer
         self._process_gradients = process_gradients
@@ -166,20 +166,20 @@ class GradientAccumulator(tf.Module):
             # (ScheduleFreeAdamW) would copy nothing inside a trace.
             if not optimizer.built:
                 optimizer.build(variables)
-            self._sums = [_sums.make_accumulator(v) for v in variables]
+            self._sums = [sums.make_accumulator(v) for v in variables]
             # Of each replica: the sum of the weights, by which the sums are
             # divided; the sum of their sizes; and the micro-batches added.
             # float64: it adds up many weights.
             self._totals = make_sum((3,), tf.float64, "totals")
-            self._count = _sums.make_counter("pending_steps")
-            self._skipped = _sums.make_counter("skipped_steps")
-            self._accum_steps = _sums.make_counter("accum_steps")
+            self._count = sums.make_counter("pending_steps")
+            self._skipped = sums.make_counter("skipped_steps")
+            self._accum_steps = sums.make_counter("accum_steps")
             self._accum_steps.assign(accum_steps)
             # Which variables got a gradient in this cycle. The others get
             # `None` at the update, so that Keras skips them as usual.
             self._given = tf.Variable([False] * len(variables), trainable=False)
             # Updates for which the graph could not know that.
-            self._unsure = _sums.make_counter("unsure_updates")
+            self._unsure = sums.make_counter("unsure_updates")
             # Of each replica: this fed batch's micro-batches, and the skipped.
             self._parts = make_sum((2,), tf.float64, "parts")
             # Of each replica: positive while a micro-batch is added, negative
@@ -351,7 +351,7 @@ class GradientAccumulator(tf.Module):
         is_compiled = step is not None and step.is_compiled
         if is_compiled:
             is_used = tf.not_equal(weight, 0)
-            gradients = [_sums.or_zeros(is_used, each) for each in gradients]
+            gradients = [sums.or_zeros(is_used, each) for each in gradients]
         elif divides:
             gradients = without_empty(gradients, weight)
         accepted = accepts(gradients, weight)
@@ -368,7 +368,7 @@ class GradientAccumulator(tf.Module):
         if is_compiled and self._skip_nonfinite:
             # A condition in an XLA cluster would carry all sums through it.
             amount = tf.cast(accepted, tf.float64)
-            gradients = [_sums.or_zeros(accepted, each) for each in gradients]
+            gradients = [sums.or_zeros(accepted, each) for each in gradients]
             scale = tf.where(accepted, scale, tf.zeros_like(scale))
 
         @recorded()
@@ -380,9 +380,9 @@ class GradientAccumulator(tf.Module):
             how = triples, scale, is_first if may_begin else None
             if is_compiled:
                 cleared = step.fed_batch.cleared.setdefault(self, [])
-                cleared += _sums.select_each(*how)
+                cleared += sums.select_each(*how)
             else:
-                _sums.add_each(*how, self._phase)
+                sums.add_each(*how, self._phase)
             if may_begin:
                 each = tf.cast(weight, tf.float64) * float(divides) * share
                 new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
@@ -408,7 +408,7 @@ class GradientAccumulator(tf.Module):
             return step.waits()
         if tf.is_symbolic_tensor(weight):
             return []  # it waits for itself
-        return list(map(tf.identity, _sums.values_of(gradients)))
+        return list(map(tf.identity, sums.values_of(gradients)))
 
     def _begin(self, scale, in_fit):
         """Returns what to wait for until the sums may be changed."""
@@ -426,7 +426,7 @@ class GradientAccumulator(tf.Module):
         """Whether this replica would add the micro-batch, by what it knows."""
         with tf.control_dependencies([weight]):
             if self._skip_nonfinite:
-                return _sums.all_finite(gradients, weight)
+                return sums.all_finite(gradients, weight)
             return tf.identity(True)
 
     def _accepts(self, gradients, weight):
@@ -445,11 +445,11 @@ class GradientAccumulator(tf.Module):
         return tf.equal(self._totals[2], 0)
 
     def _clear_if_empty(self):
-        _sums.clear(self._sums, self._is_empty())
+        sums.clear(self._sums, self._is_empty())
 
     def _clear_first(self, sums):
         """Clears sums before the first micro-batch of a cycle."""
-        _sums.clear(sums, self._is_empty())
+        sums.clear(sums, self._is_empty())
 
     def _apply_gradients(self, present):
         """Passes the reduced and divided sums to the optimizer.
@@ -459,7 +459,7 @@ class GradientAccumulator(tf.Module):
             gradient, if they are wanted, and of whether there was an update.
             They are there when all variables are updated.
         """
-        sums = [
+        summed = [
             total if is_present else None
             for total, is_present in zip(self._sums, present, strict=True)
         ]
@@ -468,20 +468,20 @@ class GradientAccumulator(tf.Module):
         meter = self._untracked.meter
         measured = None if meter is None else tf.cast(meter.sums, widest)
         totals = tf.cast(self._totals, widest)
-        totals, measured, *sums = sum_over_replicas([totals, measured, *sums])
+        totals, measured, *summed = sum_over_replicas([totals, measured, *summed])
         if meter is not None:
             measured = meter.measure(
-                measured, totals, sums, self.variables, self._loss_scale()
+                measured, totals, summed, self.variables, self._loss_scale()
             )
         # Not a division of each sum: XLA would store all quotients at once.
-        factor = 1 / _sums.make_divisor(totals[0], totals[1])
+        factor = 1 / sums.make_divisor(totals[0], totals[1])
         norm = None
         if self._untracked.norms is not None:
-            norm = tf.sqrt(_sums.squared_norm(sums, self.variables))
+            norm = tf.sqrt(sums.squared_norm(summed, self.variables))
             norm *= tf.cast(factor, tf.float64) / self._loss_scale()
         gradients = (
-            _sums.multiply(total, factor, variable)
-            for total, variable in zip(sums, self.variables, strict=True)
+            sums.multiply(total, factor, variable)
+            for total, variable in zip(summed, self.variables, strict=True)
         )
         is_update = self._pass_on(gradients)
         if norm is not None and scales_loss(self.optimizer):
@@ -505,7 +505,7 @@ class GradientAccumulator(tf.Module):
         """
         keep = True
         if self._process_gradients is not None:
-            gradients, keep = _sums.process(
+            gradients, keep = sums.process(
                 self._process_gradients,
                 list(gradients),
                 self.variables,
@@ -618,7 +618,7 @@ class GradientAccumulator(tf.Module):
             measured, *norm = on_each_replica(self._apply_gradients, present)
         if self._untracked.norms is not None:
             norm, is_update = (local_results(each)[0] for each in norm)
-            _sums.add_norm(self._untracked.norms, norm, is_update)
+            sums.add_norm(self._untracked.norms, norm, is_update)
         if self._untracked.meter is not None:
             self._untracked.meter.average(local_results(measured)[0])
         # Not before all weights have moved: until then `phase` says so.

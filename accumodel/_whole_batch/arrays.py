@@ -3,10 +3,10 @@
 import keras
 import tensorflow as tf
 
-from accumodel._parts import on_host
-from accumodel._scopes import States
-from accumodel._scopes import random_state
-from accumodel._slices import loop
+from accumodel._micro_batch.split import on_host
+from accumodel._micro_batch.assignments import States
+from accumodel._micro_batch.assignments import random_state
+from accumodel._micro_batch.loop import loop
 
 
 def collect(run_part, parts, begin=None, is_apart=False):

@@ -9,9 +9,9 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from accumodel._replicas import count_replicas
-from accumodel._replicas import local_results
-from accumodel._replicas import scope_of
+from accumodel._keras_and_tf.replicas import count_replicas
+from accumodel._keras_and_tf.replicas import local_results
+from accumodel._keras_and_tf.replicas import scope_of
 
 # The names of what a batch is made of.
 _NAMES = ("x", "y", "sample_weight")

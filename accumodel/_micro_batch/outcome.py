@@ -6,17 +6,17 @@ import inspect
 import keras
 import tensorflow as tf
 
-from accumodel import _keras
-from accumodel._context import FedBatch
-from accumodel._context import current_step
-from accumodel._context import one_step
-from accumodel._parts import count_samples
-from accumodel._replicas import count_replicas
-from accumodel._replicas import scope_of
-from accumodel._replicas import sum_over_replicas
-from accumodel._scopes import random_state
-from accumodel._weighting import is_single
-from accumodel.batch_norm import trained_norms
+from accumodel._keras_and_tf import private_names
+from accumodel._micro_batch.step import FedBatch
+from accumodel._micro_batch.step import current_step
+from accumodel._micro_batch.step import one_step
+from accumodel._micro_batch.split import count_samples
+from accumodel._keras_and_tf.replicas import count_replicas
+from accumodel._keras_and_tf.replicas import scope_of
+from accumodel._keras_and_tf.replicas import sum_over_replicas
+from accumodel._micro_batch.assignments import random_state
+from accumodel._micro_batch.weights import is_single
+from accumodel._keras_and_tf.batch_norms import trained_norms
 
 
 def call_compute_loss(function, x, y, y_pred, sample_weight, training=True):
@@ -75,7 +75,7 @@ def log(model, x, y, y_pred, sample_weight, loss, weight):
     """Updates the trackers and the metrics, and returns the logs."""
     samples = count_samples((x, y))
     # Averaged as the losses of the micro-batches make up the whole.
-    tracker, *_ = _keras.loss_trackers(model)
+    tracker, *_ = private_names.loss_trackers(model)
     tracker.update_state(
         _loss_of_batch(loss, samples),
         sample_weight=samples if weight is None else weight,
@@ -110,56 +110,11 @@ def _loss_of_batch(loss, samples):
     )
 
 
-def make_variables(model, step, data):
-    """Makes the variables that a step uses, by a trace that is not run.
-
-    For steps that cannot make them: inside of a scope that records what is
-    assigned, or of a loop on a replica. The data may be the specs of a batch.
-    """
-    strategy = model.distribute_strategy
-    if strategy.num_replicas_in_sync > 1:
-        return  # Keras has done it
-    state, was_built = random_state(), _keras.is_built(model)
-
-    def trace(data):
-        data = _without_optionals(data)
-        with one_step(data, FedBatch(is_split=True)):
-            step(data)
-
-    with scope_of(strategy):
-        tf.function(trace, autograph=False).get_concrete_function(data)
-    if was_built:  # if not, it drew the initial weights
-        random_state(state)
 
 
-def all_of(model, trains):
-    """Returns a function that uses all variables of a step."""
-    names = ("train_step", "compute_gradients") if trains else ("test_step",)
-    for name in names:
-        if model._accumulation.overrides(name):
-            return getattr(model, name)
-    return functools.partial(call_all, model)
 
 
-def call(model, data):
-    """Calls a model in training."""
-    x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-    return model(x, training=True)
 
 
-def call_all(model, data):
-    """Calls all that a step of Keras calls."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = call(model, data)
-    call_compute_loss(model.compute_loss, x, y, y_pred, sample_weight)
-    model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
-def _without_optionals(data):
-    """Returns data of a generator with `None` where it is, as Keras does."""
-    return keras.tree.map_structure(
-        lambda leaf: (
-            None if isinstance(leaf, tf.experimental.Optional) else leaf
-        ),
-        data,
-    )

@@ -1,0 +1,30 @@
+"""What optimizers and the variables that they update are."""
+
+import keras
+
+
+def scales_loss(optimizer):
+    """Whether the optimizer looks for overflows, to find its loss scale."""
+    return any(
+        isinstance(each, keras.optimizers.LossScaleOptimizer)
+        for each in with_inner_optimizers(optimizer)
+    )
+
+
+def with_inner_optimizers(optimizer):
+    """Yields an optimizer and all optimizers that it wraps."""
+    yield optimizer
+    if hasattr(optimizer, "inner_optimizer"):
+        yield from with_inner_optimizers(optimizer.inner_optimizer)
+    for each in getattr(optimizer, "optimizers", []):
+        yield from with_inner_optimizers(each)
+
+
+def overwrites(variable):
+    """Whether the "gradient" of a variable is its new value, as in float8."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def tf_variable(variable):
+    """Returns the `tf.Variable` of a Keras variable, and any other as it is."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
