@@ -42,12 +42,24 @@ if sys.orig_argv[1:3] == ["-m", "accumodel"]:
 else:
     _check_backend()
 
-from accumodel._update.accumulator import GradientAccumulator  # noqa: E402
-from accumodel._measure.recalibration import recalibrate_batch_norm  # noqa: E402
-from accumodel.callbacks import AccumStepsScheduler  # noqa: E402
-from accumodel._measure.gradient_norm import GradientNorm  # noqa: E402
-from accumodel.model import AccumulatingModel  # noqa: E402
-from accumodel._measure.noise_scale import GradientNoiseScale  # noqa: E402
+# ruff: noqa: E402
+from accumodel._measure import gradient_norm, noise_scale, recalibration
+from accumodel._measure.gradient_norm import GradientNorm
+from accumodel._measure.noise_scale import GradientNoiseScale
+from accumodel._measure.recalibration import recalibrate_batch_norm
+from accumodel._update import accumulator
+from accumodel._update.accumulator import GradientAccumulator
+from accumodel.callbacks import AccumStepsScheduler
+from accumodel.model import AccumulatingModel
+
+# Where older pickles look for these.
+sys.modules |= {
+    "accumodel.accumulator": accumulator,
+    "accumodel.batch_norm": recalibration,
+    "accumodel.gradient_norm": gradient_norm,
+    "accumodel.noise_scale": noise_scale,
+}
+del accumulator, gradient_norm, noise_scale, recalibration
 
 __version__ = "0.1.0"
 __all__ = [

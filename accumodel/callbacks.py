@@ -1,20 +1,10 @@
 """`AccumStepsScheduler`: another `accum_steps` for other epochs."""
 
-import math
-import warnings
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import keras
-import numpy as np
 
-from accumodel._keras_and_tf.checks import check_accum_steps
-from accumodel._keras_and_tf.checks import check_accumulates
-from accumodel._keras_and_tf.private_names import flat_layers
-from accumodel._keras_and_tf.batch_norms import trained_norms
-
-
-
+from accumodel._keras_and_tf.checks import check_accum_steps, check_accumulates
 
 
 class AccumStepsScheduler(keras.callbacks.Callback):
@@ -97,11 +87,3 @@ class AccumStepsScheduler(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if logs is not None:
             logs["accum_steps"] = self.model.accum_steps
-
-
-
-
-
-
-
-

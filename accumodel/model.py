@@ -3,34 +3,28 @@
 import functools
 import typing
 import warnings
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import checks
-from accumodel._keras_and_tf import construction
-from accumodel._update import accumulators
-from accumodel._micro_batch import outcome
-from accumodel._micro_batch.outcome import split
-from accumodel._keras_and_tf import replicas
 from accumodel._fit import train_function
-from accumodel._micro_batch import weights
 from accumodel._fit.accumulation import Accumulation
-from accumodel._micro_batch.step import current_step
-from accumodel._micro_batch.step import this_step
+from accumodel._keras_and_tf import checks, construction, replicas
+from accumodel._micro_batch import outcome, split, weights
+from accumodel._micro_batch.step import current_step, this_step
+from accumodel._update import accumulators, files
 from accumodel._update.accumulator import GradientAccumulator
 
 
 def _compile(model, *args, **kwargs):
-    behind = super(AccumulatingModel, model).compile
-    model._accumulation.compile(behind, args, kwargs)
+    super_compile = super(AccumulatingModel, model).compile
+    model._accumulation.compile(super_compile, args, kwargs)
 
 
 def _fit(model, *args, **kwargs):
-    behind = super(AccumulatingModel, model).fit
-    return model._accumulation.fit(behind, args, kwargs)
+    super_fit = super(AccumulatingModel, model).fit
+    return model._accumulation.fit(super_fit, args, kwargs)
 
 
 class AccumulatingModel(keras.Model):
@@ -265,12 +259,12 @@ class AccumulatingModel(keras.Model):
     @property
     def pending_steps(self) -> int:
         """Int. Batches that `fit` fed since the last update."""
-        return self._accumulation.cycles.pending_steps
+        return self._accumulation.accumulators.pending_steps
 
     @property
     def skipped_steps(self) -> int:
         """Int. Micro-batches that `skip_nonfinite` left out, of all."""
-        return self._accumulation.cycles.skipped_steps
+        return self._accumulation.accumulators.skipped_steps
 
     def train_step(self, data: typing.Any) -> dict:
         """Trains on one micro-batch; the last one of a cycle updates.
@@ -288,7 +282,7 @@ class AccumulatingModel(keras.Model):
         state = self._accumulation
         if not state.accumulates and not state.overrides("compute_gradients"):
             return super().train_step(data)
-        with this_step(data):
+        with this_step(state.plan(), data):
             gradients, weight, logs = self.compute_gradients(data)
             self.accumulate_gradients(gradients, weight)
         return logs
@@ -296,7 +290,7 @@ class AccumulatingModel(keras.Model):
     def test_step(self, data: typing.Any) -> dict:
         if current_step() is None:  # the batch is not split
             return super().test_step(data)
-        return outcome.test(self, data)
+        return outcome.test(self._accumulation.plan(), data)
 
     def compute_gradients(
         self, data: typing.Any
@@ -318,15 +312,16 @@ class AccumulatingModel(keras.Model):
             the micro-batch, see `micro_batch_weight`; and a dict of scalars.
         """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        with this_step(data):
+        plan = self._accumulation.plan()
+        with this_step(plan, data):
             with tf.GradientTape() as tape:
                 y_pred = self(x, training=True)
                 loss = outcome.call_compute_loss(
                     self.compute_loss, x, y, y_pred, sample_weight
                 )
-                step = (self, x, y, y_pred, sample_weight, loss)
+                step = (plan, x, y, y_pred, sample_weight, loss)
                 own_weight = outcome.weigh(*step)
-                loss, weight = outcome.share(self, loss, own_weight)
+                loss, weight = outcome.share(plan, loss, own_weight)
                 accumulators.build_optimizer(self)
                 scaled_loss = self.optimizer.scale_loss(loss)
             gradients = tape.gradient(scaled_loss, self.trainable_variables)
@@ -385,7 +380,8 @@ class AccumulatingModel(keras.Model):
             ValueError: If one loss is a sum and another a mean, if the
                 reduction of a loss is unknown, or outside of a training step.
         """
-        return self._accumulation.loss_weights.weight((x, y))
+        state = self._accumulation
+        return state.loss_weights.weight(state.plan(), (x, y))
 
     def process_gradients(self, gradients: list) -> typing.Any:
         """Returns the gradient of an update for the optimizer.
@@ -496,11 +492,11 @@ class AccumulatingModel(keras.Model):
 
         Call it when the data of `train_on_batch` has ended.
         """
-        self._accumulation.cycles.apply()
+        self._accumulation.accumulators.apply()
 
     def reset_accumulated_gradients(self) -> None:
         """Forgets the pending cycle."""
-        self._accumulation.cycles.reset()
+        self._accumulation.accumulators.reset()
 
     @construction.runs(_fit)
     def fit(
@@ -531,24 +527,9 @@ class AccumulatingModel(keras.Model):
 
         Args:
             x: This and all others as in `keras.Model.fit`.
-            y: The targets.
             batch_size: Int. The samples in a batch, which `micro_batch_size`
                 splits, and `accum_steps` counts. Defaults to 32. A
                 `tf.data.Dataset` is batched already.
-            epochs: Int. Defaults to `1`.
-            verbose: `"auto"`, 0, 1 or 2.
-            callbacks: List of `keras.callbacks.Callback`.
-            validation_split: Float. Defaults to `0.0`.
-            validation_data: Data for validation.
-            shuffle: Bool. Defaults to `True`.
-            class_weight: Dict.
-            sample_weight: Array.
-            initial_epoch: Int. Defaults to `0`.
-            steps_per_epoch: Int.
-            validation_steps: Int.
-            validation_batch_size: Int.
-            validation_freq: Int. Defaults to `1`. Arguments of later versions
-                of Keras, or of a base class, are passed on, too.
 
         Returns:
             The `keras.callbacks.History`.
@@ -569,7 +550,7 @@ class AccumulatingModel(keras.Model):
             return self.test_function
         train_function.make_test_function(self, super().make_test_function)
 
-    # Private, see `_keras`: it builds a model before the first step.
+    # Private, see `private_names`: it builds a model before the first step.
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         strategy = self.distribute_strategy
         if strategy.num_replicas_in_sync > 1 and iterator is not None:
@@ -584,22 +565,22 @@ class AccumulatingModel(keras.Model):
 
         If it fails, no cycle is pending; the weights are as Keras left them.
         """
-        self._accumulation.cycles.reset()  # a legacy file holds no cycle
+        self._accumulation.accumulators.reset()  # a legacy file holds no cycle
         try:
             super().load_weights(filepath, skip_mismatch, **kwargs)
         except BaseException:
-            self._accumulation.cycles.reset()
+            self._accumulation.accumulators.reset()
             raise
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
-        self._accumulation.cycles.save(store)
+        files.save(self._accumulation.accumulators, store)
 
     def load_own_variables(self, store):
         super().load_own_variables(self._accumulation.load_cycles(store))
 
     def set_state_tree(self, state_tree):
-        self._accumulation.cycles.reset()  # a tree holds no pending cycle
+        self._accumulation.accumulators.reset()  # a tree holds no pending cycle
         super().set_state_tree(state_tree)
 
     def get_compile_config(self):
@@ -608,8 +589,8 @@ class AccumulatingModel(keras.Model):
         return config and config | self._accumulation.options.changed()
 
     def compile_from_config(self, config):
-        behind = super().compile_from_config
-        construction.compile_from_config(self, config, behind)
+        by_super = super().compile_from_config
+        construction.compile_from_config(self, config, by_super)
 
     @functools.cached_property
     def _accumulation(self):

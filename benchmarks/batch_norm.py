@@ -17,8 +17,7 @@ import rich.table
 import sklearn.datasets
 
 import accumodel
-from benchmarks.report import make_parser
-from benchmarks.report import report
+from benchmarks.report import make_parser, report
 
 BATCH = 64
 MICRO_BATCH = 4

@@ -21,8 +21,7 @@ import rich.table
 import tensorflow as tf
 
 import accumodel
-from benchmarks.report import make_parser
-from benchmarks.report import report
+from benchmarks.report import make_parser, report
 from benchmarks.workers import run_workers
 
 SAMPLES = 8  # in a worker's part of a micro-batch

@@ -25,8 +25,7 @@ import rich.table
 from sklearn.datasets import load_digits
 
 import accumodel
-from benchmarks.report import make_parser
-from benchmarks.report import report
+from benchmarks.report import make_parser, report
 
 STEPS = 4
 WAYS = ("reversed", "Keras's own", "accum_steps", "micro_batch_size")

@@ -13,10 +13,12 @@ import rich.table
 
 import accumodel
 from benchmarks.report import report
-from benchmarks.speed import lower_quartiles
-from benchmarks.speed import make_speed_parser
-from benchmarks.speed import make_step
-from benchmarks.speed import measure_models
+from benchmarks.speed import (
+    lower_quartiles,
+    make_speed_parser,
+    make_step,
+    measure_models,
+)
 
 BATCHES = 8
 

@@ -48,13 +48,8 @@ import tensorflow as tf
 
 import accumodel
 from accumodel.__main__ import peak_memory
-from benchmarks.report import GRAY
-from benchmarks.report import make_parser
-from benchmarks.report import report
-from benchmarks.report import run_each
-from benchmarks.speed import make_step
-from benchmarks.speed import mlp
-from benchmarks.speed import transformer
+from benchmarks.report import GRAY, make_parser, report, run_each
+from benchmarks.speed import make_step, mlp, transformer
 
 MICRO_BATCH = 16
 WAYS = ("large batch", "Keras", "accum_steps", "micro_batch_size")

@@ -15,9 +15,7 @@ import numpy as np
 import rich.table
 
 import accumodel
-from benchmarks.report import GRAY
-from benchmarks.report import make_parser
-from benchmarks.report import report
+from benchmarks.report import GRAY, make_parser, report
 
 BATCH = 512
 MICRO_BATCH = 64

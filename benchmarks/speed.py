@@ -27,10 +27,7 @@ import rich.table
 import tensorflow as tf
 
 import accumodel
-from benchmarks.report import GRAY
-from benchmarks.report import make_parser
-from benchmarks.report import report
-from benchmarks.report import run_each
+from benchmarks.report import GRAY, make_parser, report, run_each
 
 # -- workloads: a function that makes the model, and one micro-batch -----------
 

@@ -7,9 +7,7 @@ import pathlib
 import sys
 
 import ray
-from ray.train import FailureConfig
-from ray.train import RunConfig
-from ray.train import ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.tensorflow import TensorflowTrainer
 
 

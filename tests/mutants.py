@@ -56,14 +56,14 @@ MUTANTS = [
     Mutant(
         "replicas left out of the scale",
         "_update/accumulator.py",
-        "scale *= count_replicas()",
+        "scale *= replicas.count_replicas()",
         "scale *= 1",
         "test_distribution.py",
     ),
     Mutant(
         "reduced by accumodel and by the optimizer",
         "_update/accumulator.py",
-        "with without_own_reduction(with_inner_optimizers(self.optimizer)):",
+        "with without_own_reduction(own):",
         "if True:",
         "test_keras_names.py test_distribution.py",
     ),
@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         "no end of the cycle before validation",
-        "callbacks.py",
+        "_fit/end_of_cycle.py",
         "        # Validation comes before `on_epoch_end`.\n"
         "        self._end_cycle()",
         "        pass",
@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "no end of the cycle at the end of an epoch",
-        "callbacks.py",
+        "_fit/end_of_cycle.py",
         "            self._warn_of_short_epochs(self._batches)\n"
         "        self._end_cycle()",
         "            self._warn_of_short_epochs(self._batches)",
@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "no wait for the gradients of a nested function",
         "_update/accumulator.py",
-        "list(map(tf.identity, _sums.values_of(gradients)))",
-        "_sums.values_of(gradients)",
+        "list(map(tf.identity, sums.values_of(gradients)))",
+        "sums.values_of(gradients)",
         "test_refused_or_warned.py",
     ),
     Mutant(
@@ -156,14 +156,14 @@ MUTANTS = [
     Mutant(
         "each replica judges by itself what is finite",
         "_update/accumulator.py",
-        "(bad,) = sum_over_replicas([tf.cast(~is_good, tf.float32)])",
-        "bad = tf.cast(~is_good, tf.float32)",
+        "(bad,) = replicas.sum_over_replicas(",
+        "(bad,) = list(",
         "test_distribution.py",
     ),
     Mutant(
         "a replica without samples gives its gradients",
         "_update/accumulator.py",
-        "gradients = without_empty(gradients, weight)",
+        "gradients = replicas.without_empty(gradients, weight)",
         "",
         "test_distribution.py",
     ),
@@ -176,9 +176,9 @@ MUTANTS = [
     ),
     Mutant(
         "the remainder is applied although it is to be dropped",
-        "callbacks.py",
-        "self.model._accumulation.cycles.reset()",
-        "self.model._accumulation.cycles.apply()",
+        "_fit/end_of_cycle.py",
+        "self.model._accumulation.accumulators.reset()",
+        "self.model._accumulation.accumulators.apply()",
         "test_model.py",
     ),
     Mutant(
@@ -204,7 +204,7 @@ MUTANTS = [
     ),
     Mutant(
         "a file forgets the weights of its sums",
-        "_update/accumulators.py",
+        "_update/files.py",
         'accumulator._totals.assign(cycle["totals"])',
         'accumulator._totals.assign([0.0 * cycle["totals"][0], 0.0, 1.0])',
         "test_state.py",
@@ -234,7 +234,7 @@ MUTANTS = [
         "parts of the whole size, and a rest",
         "_micro_batch/split.py",
         "return i * n // count, (i + 1) * n // count",
-        "size = self._model._accumulation.size\n"
+        "size = -(-n // count)\n"
         "        return i * size, tf.minimum((i + 1) * size, n)",
         "test_slices.py",
     ),
@@ -278,7 +278,7 @@ MUTANTS = [
     Mutant(
         "a failure leaves parts behind",
         "_fit/train_function.py",
-        "state.cycles.forget_after(error)",
+        "state.accumulators.forget_after(error)",
         "pass",
         "test_slices.py",
     ),
@@ -327,7 +327,7 @@ MUTANTS = [
     Mutant(
         "masks do not reach the loss of the batch",
         "_whole_batch/stages.py",
-        "_keras.set_mask(output, mask)",
+        "private_names.set_mask(output, mask)",
         "pass",
         "test_gradient_cache.py",
     ),
@@ -355,7 +355,7 @@ MUTANTS = [
     Mutant(
         "a later stage replaces the gradient of another",
         "_whole_batch/stages.py",
-        "each + _arrays.read(i, old)",
+        "each + arrays.read(i, old)",
         "each",
         "test_sync_batch_norm.py",
     ),
@@ -375,7 +375,7 @@ MUTANTS = [
     ),
     Mutant(
         "the variance is that within batches",
-        "_measure/batch_norm.py",
+        "_measure/recalibration.py",
         "squares += difference**2 * old_count * share",
         "pass",
         "test_batch_norm.py",
@@ -404,7 +404,7 @@ MUTANTS = [
     Mutant(
         "what is fed again makes updates of its own",
         "_fit/retry.py",
-        "with self._model._accumulation.cycles.without_updates():",
+        "with self._state.accumulators.without_updates():",
         "if True:",
         "test_auto.py",
     ),
@@ -439,7 +439,7 @@ MUTANTS = [
     Mutant(
         "what was measured of an ended cycle stays",
         "_update/accumulator.py",
-        "self._untracked.meter.forget_cycle()",
+        "each.forget_cycle()",
         "pass",
         "test_noise_scale.py",
     ),
@@ -488,7 +488,7 @@ MUTANTS = [
     Mutant(
         "a fit with the noise scale measures for ever",
         "_fit/accumulation.py",
-        "            self.measures = self.logs_norm = False\n",
+        "            self.observing = ()\n",
         "            pass\n",
         "test_noise_scale.py",
     ),
@@ -515,7 +515,7 @@ MUTANTS = [
     ),
     Mutant(
         "a file may lack a sum",
-        "_update/accumulators.py",
+        "_update/files.py",
         "missing = (needed | sums) - {*cycle}",
         "missing = needed - {*cycle}",
         "test_state.py",
@@ -557,29 +557,29 @@ MUTANTS = [
     ),
     Mutant(
         "an overflow is in the mean of the norms",
-        "_update/accumulator.py",
-        "if norm is not None and scales_loss(self.optimizer):",
-        "if False:",
+        "_measure/gradient_norm.py",
+        "tf.math.is_finite(norm) | (not cycle.may_overflow)",
+        "tf.constant(True)",
         "test_gradient_norm.py",
     ),
     Mutant(
         "the norm of the sum is logged",
-        "_update/accumulator.py",
-        "norm *= tf.cast(factor, tf.float64)",
-        "pass",
+        "_measure/gradient_norm.py",
+        "norm *= tf.cast(cycle.factor, tf.float64) / cycle.loss_scale",
+        "norm /= cycle.loss_scale",
         "test_gradient_norm.py",
     ),
     Mutant(
         "what takes a resource is harmless",
         "_micro_batch/assignments.py",
-        "and _keras.takes_resource(node.op)",
+        "and private_names.takes_resource(node.op)",
         "and False",
         "test_where_features_meet.py",
     ),
     Mutant(
         "pairs of samples are joined",
         "_whole_batch/stages.py",
-        "    _arrays.check_no_pairs(model, parts, whole.outputs)\n",
+        "    arrays.check_no_pairs(plan, parts, whole.outputs)\n",
         "",
         "test_where_features_meet.py",
     ),
@@ -593,8 +593,8 @@ MUTANTS = [
     Mutant(
         "each fed batch ends a cycle, whatever accum_steps becomes",
         "_fit/accumulation.py",
-        "self.counts |= counts",
-        "self.counts |= False",
+        "self.spans_batches |= spans_batches",
+        "self.spans_batches |= False",
         "test_slices.py",
     ),
     Mutant(
@@ -628,7 +628,7 @@ MUTANTS = [
     Mutant(
         "a replica adds the sums of an earlier cycle",
         "_update/accumulator.py",
-        "if may_be_nothing and count_replicas() > 1:",
+        "if may_be_nothing and replicas.count_replicas() > 1:",
         "if False:",
         "test_distribution.py",
     ),
@@ -642,7 +642,7 @@ MUTANTS = [
     Mutant(
         "what is assigned is forgotten with the trace",
         "_whole_batch/stages.py",
-        "States(model._accumulation.assigned[number])",
+        "States(plan.assigned[number])",
         "States({})",
         "test_gradient_cache.py",
     ),
@@ -691,7 +691,7 @@ MUTANTS = [
     Mutant(
         "what weighs nothing may spoil a cycle",
         "_update/accumulator.py",
-        "gradients = without_empty(gradients, weight)",
+        "gradients = replicas.without_empty(gradients, weight)",
         "pass",
         "test_losses.py",
     ),

@@ -14,19 +14,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import CLASSES
-from cases import FEATURES
-from cases import classes
-from helpers import compiled
-from helpers import distance
-from helpers import mirrored
-from helpers import names
-from helpers import slow
-from helpers import updates
-from helpers import weekly
+from cases import CLASSES, FEATURES, classes
+from helpers import compiled, distance, mirrored, names, slow, updates, weekly
 
-from accumodel import AccumulatingModel
-from accumodel import GradientAccumulator
+from accumodel import AccumulatingModel, GradientAccumulator
 from accumodel._fit import retry
 
 # A sample that takes as much memory as several others.

@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import passing_masks
-from helpers import NO_COUNTS
-from helpers import Batches
-from helpers import mirrored
+from helpers import NO_COUNTS, Batches, mirrored
 
 import accumodel
 from accumodel import recalibrate_batch_norm

@@ -2,9 +2,7 @@
 
 import keras
 import pytest
-from helpers import distance
-from helpers import make_model
-from helpers import train
+from helpers import distance, make_model, train
 
 from accumodel import AccumStepsScheduler
 

@@ -8,19 +8,20 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import check_case
-from helpers import datasets
-from helpers import distance
-from helpers import make_model
-from helpers import mirrored
-from helpers import names
-from helpers import slow
-from helpers import train_case
-from helpers import updates
+from helpers import (
+    check_case,
+    datasets,
+    distance,
+    make_model,
+    mirrored,
+    names,
+    slow,
+    train_case,
+    updates,
+)
 
 import accumodel
-from accumodel import AccumulatingModel
-from accumodel import GradientAccumulator
+from accumodel import AccumulatingModel, GradientAccumulator
 
 # 80 updates; each of 4 epochs ends with a batch of a single sample, so that
 # only the first replica gets one.

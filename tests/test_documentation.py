@@ -19,21 +19,14 @@ import nbformat
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import slow
-from helpers import weekly
+from helpers import slow, weekly
 from markdown.extensions.toc import slugify
 
 import accumodel
 from accumodel import __main__ as demonstration
-from accumodel import accumulator
-from accumodel import batch_norm
-from accumodel import callbacks
-from accumodel import gradient_norm
-from accumodel import model
-from accumodel import noise_scale
-from benchmarks import exactness
-from benchmarks import memory
-from benchmarks import speed
+from accumodel import accumulator, batch_norm, callbacks, gradient_norm, model
+from accumodel._measure import noise_scale
+from benchmarks import exactness, memory, speed
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/**/*.md"))

@@ -10,12 +10,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance
-from helpers import make_functional
-from helpers import make_model
-from helpers import read_summaries
-from helpers import slow
-from helpers import train_both
+from helpers import (
+    distance,
+    make_functional,
+    make_model,
+    read_summaries,
+    slow,
+    train_both,
+)
 
 import accumodel
 from accumodel import AccumulatingModel

@@ -14,15 +14,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Batches
-from helpers import check_case
-from helpers import check_logs
-from helpers import datasets
-from helpers import distance
-from helpers import names
-from helpers import slow
-from helpers import train_case
-from helpers import weekly
+from helpers import (
+    Batches,
+    check_case,
+    check_logs,
+    datasets,
+    distance,
+    names,
+    slow,
+    train_case,
+    weekly,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,15 +12,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import check_logs
-from helpers import check_weights
-from helpers import datasets
-from helpers import distance
-from helpers import mirrored
-from helpers import names
-from helpers import slow
-from helpers import train_case
-from helpers import updates
+from helpers import (
+    check_logs,
+    check_weights,
+    datasets,
+    distance,
+    mirrored,
+    names,
+    slow,
+    train_case,
+    updates,
+)
 
 from accumodel import AccumulatingModel
 

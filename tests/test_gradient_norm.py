@@ -4,10 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance
-from helpers import names
-from helpers import slow
-from helpers import weekly
+from helpers import distance, names, slow, weekly
 
 import accumodel
 from accumodel import AccumulatingModel

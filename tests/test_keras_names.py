@@ -1,7 +1,7 @@
 """Each private name of Keras that accumodel uses exists, and does its part.
 
 Run these against a new version of Keras first: they take seconds, and say what
-has to be mended in `accumodel/_keras.py`.
+has to be mended in `accumodel/_keras_and_tf/private_names.py`.
 """
 
 import importlib
@@ -14,8 +14,9 @@ import tensorflow as tf
 from helpers import mirrored
 
 import accumodel
-from accumodel._keras_and_tf import construction
-from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf import construction, private_names
+from accumodel._micro_batch.assignments import Recorder
+from accumodel._micro_batch.weights import added_losses
 
 MODULE = importlib.import_module("keras.src.losses.loss")
 
@@ -289,3 +290,40 @@ def test_keras_draws_by_the_functions_that_are_replaced():
     assert len(seeds) == len(drawn)
     keras.random.uniform((2,), seed=seed)
     assert len(seeds) == len(drawn)
+
+
+def test_keras_asks_a_scope_for_the_variables_that_it_reads_and_writes():
+    read, written = keras.Variable(1.0), keras.Variable(2.0)
+    noted = []
+    with Recorder(noted.append) as scope:
+        scope.state_mapping[id(read)] = tf.constant(5.0)
+        written.assign(read + written)
+        assert float(written) == 7.0
+    assert noted == [written]
+    assert (float(read), float(written)) == (1.0, 7.0)
+
+
+def test_a_mean_is_a_total_and_a_count():
+    mean = keras.metrics.Mean()
+    mean.update_state([1.0, 3.0], sample_weight=[1.0, 3.0])
+    assert [each.path for each in mean.variables] == [
+        each.path for each in (mean.total, mean.count)
+    ]
+    assert (float(mean.total), float(mean.count)) == (10.0, 4.0)
+    mean.total.assign(6.0)
+    assert float(mean.result()) == 1.5
+
+
+def test_regularizers_are_the_last_losses_of_a_model():
+    class Adds(keras.layers.Layer):
+        def call(self, inputs):
+            self.add_loss(7.0)
+            return inputs
+
+    def dense():
+        return keras.layers.Dense(1, kernel_regularizer="l2")
+
+    model = keras.Sequential([dense(), Adds(), dense(), Adds()])
+    model(tf.ones((1, 2)))
+    assert len(model.losses) == 4
+    assert list(map(float, added_losses(model))) == [7.0, 7.0]

@@ -12,12 +12,14 @@ import h5py
 import keras
 import pytest
 import tensorflow as tf
-from helpers import make_functional
-from helpers import make_model
-from helpers import make_sequential
-from helpers import make_subclassed
-from helpers import read_summaries
-from helpers import slow
+from helpers import (
+    make_functional,
+    make_model,
+    make_sequential,
+    make_subclassed,
+    read_summaries,
+    slow,
+)
 
 from accumodel import AccumulatingModel
 

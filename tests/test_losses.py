@@ -8,11 +8,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance
-from helpers import slow
+from helpers import distance, slow
 
-from accumodel import AccumulatingModel
-from accumodel import GradientAccumulator
+from accumodel import AccumulatingModel, GradientAccumulator
 
 SAMPLES = 22
 WAYS = {  # the samples of a batch that is fed, and arguments of `compile`

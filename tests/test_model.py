@@ -9,15 +9,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import NO_COUNTS
-from helpers import distance
-from helpers import make_functional
-from helpers import make_model
-from helpers import make_sequential
-from helpers import make_subclassed
-from helpers import names
-from helpers import slow
-from helpers import train
+from helpers import (
+    NO_COUNTS,
+    distance,
+    make_functional,
+    make_model,
+    make_sequential,
+    make_subclassed,
+    names,
+    slow,
+    train,
+)
 
 import accumodel
 from accumodel import AccumulatingModel

@@ -6,12 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance
-from helpers import slow
+from helpers import distance, slow
 
 import accumodel
-from accumodel import AccumulatingModel
-from accumodel import GradientAccumulator
+from accumodel import AccumulatingModel, GradientAccumulator
 
 SGD = keras.optimizers.SGD
 

@@ -5,17 +5,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import dense
-from helpers import as_dataset
-from helpers import distance
-from helpers import make_model
-from helpers import mirrored
-from helpers import names
-from helpers import slow
+from helpers import as_dataset, distance, make_model, mirrored, names, slow
 
-from accumodel import AccumulatingModel
-from accumodel import GradientAccumulator
-from accumodel import GradientNoiseScale
-from accumodel import noise_scale
+from accumodel import AccumulatingModel, GradientAccumulator, GradientNoiseScale
+from accumodel._measure import noise_scale
+from accumodel._update.sums import Cycle
 
 FEATURES = 5
 
@@ -52,7 +46,7 @@ def by_sample(x, y):
 
 def measured(callback):
     """The averages of the variance and of the squared norm."""
-    weight, *sums = callback._meter._averages.numpy()
+    weight, *sums = callback._estimator._averages.numpy()
     return np.array(sums[:2]) / weight
 
 
@@ -87,7 +81,7 @@ def test_both_estimates_are_unbiased(sizes):
     model = linear(accum_steps=4, steps_per_execution=100)
     model.fit(data, shuffle=False, callbacks=[callback], verbose=0)
 
-    weight, s, g, ss, _, gg, *_ = callback._meter._averages.numpy()
+    weight, s, g, ss, _, gg, *_ = callback._estimator._averages.numpy()
     errors = np.sqrt(
         [(ss / weight - (s / weight) ** 2), (gg / weight - (g / weight) ** 2)]
     )
@@ -176,7 +170,7 @@ def test_an_interval_holds_the_truth_in_nine_of_ten_runs():
 
     @tf.function(autograph=False)
     def run(cycles):
-        meter._averages.assign(tf.zeros_like(meter._averages))
+        estimator._averages.assign(tf.zeros_like(estimator._averages))
         tf.map_fn(cycle, cycles)
 
     def cycle(gradients):
@@ -184,17 +178,17 @@ def test_an_interval_holds_the_truth_in_nine_of_ten_runs():
         sums = tf.stack([squares, 64.0, 8.0, 8.0])
         total = 8 * tf.reduce_sum(gradients, 0)
         totals = tf.constant([64.0, 64.0, 8.0], tf.float64)
-        measured = meter.measure(sums, totals, [total], [total], 1.0)
-        meter.average(measured)
+        cycle = Cycle(totals, [total], [total], 1 / 64, 1.0, False)
+        estimator.record(estimator.measure(cycle, sums), True)
         return squares
 
-    meter = noise_scale.Meter(None)
-    meter.begin(0.99)
+    estimator = noise_scale.Estimator(None)
+    estimator.begin(0.99)
     hits = 0
     for _ in range(100):
         noise = rng.normal(size=(300, 8, FEATURES)) / np.sqrt(8)
         run(mean + noise)
-        _, low, high, batch = meter.estimate()
+        _, low, high, batch = estimator.estimate()
         assert batch == 64
         hits += low <= truth <= high
     assert 85 <= hits <= 95
@@ -255,7 +249,7 @@ def test_overflows_are_left_out():
         verbose=0,
     )
     # Of 20 cycles, one was left out; the scale was halved after it.
-    assert np.isclose(callback._meter._averages.numpy()[0], 1 - 0.9**19)
+    assert np.isclose(callback._estimator._averages.numpy()[0], 1 - 0.9**19)
     cycles = [slice(i, i + 24) for i in range(0, 480, 24) if i != 240]
     averages = np.zeros(2)
     for cycle in cycles:
@@ -380,7 +374,7 @@ def test_it_ends_with_its_fit_and_does_not_trace_again():
 
     with pytest.raises(KeyboardInterrupt):
         fit([GradientNoiseScale(), Stops()])
-    assert not model._accumulation.measures
+    assert not model._accumulation.observing
     expected = len(traces)
     for _ in range(3):
         callback = GradientNoiseScale()

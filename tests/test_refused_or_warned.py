@@ -15,13 +15,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance
-from helpers import make_model
-from helpers import mirrored
-from helpers import train_both
+from helpers import distance, make_model, mirrored, train_both
 
-from accumodel import AccumulatingModel
-from accumodel import GradientAccumulator
+from accumodel import AccumulatingModel, GradientAccumulator
 
 SGD = keras.optimizers.SGD
 

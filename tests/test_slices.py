@@ -10,18 +10,19 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import NO_COUNTS
-from helpers import check_logs
-from helpers import compiled
-from helpers import datasets
-from helpers import distance
-from helpers import mirrored
-from helpers import slow
-from helpers import train_case
-from helpers import updates
+from helpers import (
+    NO_COUNTS,
+    check_logs,
+    compiled,
+    datasets,
+    distance,
+    mirrored,
+    slow,
+    train_case,
+    updates,
+)
 
-from accumodel import AccumulatingModel
-from accumodel import GradientAccumulator
+from accumodel import AccumulatingModel, GradientAccumulator
 
 
 class Sizes(keras.layers.Layer):

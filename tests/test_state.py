@@ -14,14 +14,10 @@ import numpy as np
 import pytest
 import resumed
 import tensorflow as tf
-from helpers import distance
-from helpers import make_functional
-from helpers import make_sequential
-from helpers import slow
+from helpers import distance, make_functional, make_sequential, slow
 
-from accumodel import AccumulatingModel
-from accumodel import GradientAccumulator
-from accumodel._update import accumulators
+from accumodel import AccumulatingModel, GradientAccumulator
+from accumodel._update import files
 
 
 @pytest.fixture(scope="module")
@@ -611,7 +607,7 @@ def edit(change):
 
     def damage(path):
         with h5py.File(path, "r+") as file:
-            ((attribute, cycle),) = accumulators.split(file["vars"])[0].items()
+            ((attribute, cycle),) = files.split(file["vars"])[0].items()
             change(cycle)
             for name in list(file["vars"]):
                 del file["vars"][name]

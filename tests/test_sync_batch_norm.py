@@ -10,15 +10,17 @@ import cases
 import keras
 import numpy as np
 import pytest
-from helpers import check_logs
-from helpers import check_weights
-from helpers import datasets
-from helpers import distance
-from helpers import mirrored
-from helpers import names
-from helpers import slow
-from helpers import train_case
-from helpers import weekly
+from helpers import (
+    check_logs,
+    check_weights,
+    datasets,
+    distance,
+    mirrored,
+    names,
+    slow,
+    train_case,
+    weekly,
+)
 
 import accumodel
 from accumodel import AccumulatingModel

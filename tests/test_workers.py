@@ -13,10 +13,7 @@ import worker
 from helpers import distance
 
 from accumodel import AccumulatingModel
-from benchmarks.workers import free_ports
-from benchmarks.workers import run_tasks
-from benchmarks.workers import run_workers
-from benchmarks.workers import tf_configs
+from benchmarks.workers import free_ports, run_tasks, run_workers, tf_configs
 from examples import training
 
 SECONDS = 240  # of which training takes ten

@@ -5,14 +5,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import passing_masks
-from helpers import distance
-from helpers import train_both
-from keras import layers
-from keras import ops
+from helpers import distance, train_both
+from keras import layers, ops
 from sklearn.datasets import load_digits
 
-from accumodel import AccumulatingModel
-from accumodel import GradientAccumulator
+from accumodel import AccumulatingModel, GradientAccumulator
 
 pytestmark = pytest.mark.weekly
 

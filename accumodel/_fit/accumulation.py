@@ -7,23 +7,34 @@ import typing
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import checks
-from accumodel._keras_and_tf import private_names
-from accumodel._update.accumulators import OWN
-from accumodel._update.accumulators import Cycles
-from accumodel._update.accumulators import build_accumulator
-from accumodel._update.accumulators import split
-from accumodel._fit.options import Options
-from accumodel._micro_batch.random_numbers import Draws
-from accumodel._keras_and_tf.replicas import across_replicas
-from accumodel._keras_and_tf.replicas import check_workers_agree
-from accumodel._keras_and_tf.replicas import make_sum
-from accumodel._keras_and_tf.replicas import scope_of
-from accumodel._fit.retry import Retry
-from accumodel._whole_batch.sync_batch_norm import cut
-from accumodel._micro_batch.weights import LossWeights
-from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._fit.end_of_cycle import with_end_of_cycle
+from accumodel._fit.options import Options
+from accumodel._fit.retry import Retry
+from accumodel._keras_and_tf import checks, private_names, xla
+from accumodel._keras_and_tf.batch_norms import trained_norms
+from accumodel._keras_and_tf.replicas import (
+    across_replicas,
+    check_workers_agree,
+    make_sum,
+    scope_of,
+)
+from accumodel._micro_batch.step import Plan, current_step
+from accumodel._micro_batch.weights import LossWeights
+from accumodel._update import files
+from accumodel._update.accumulators import Accumulators, build_accumulator
+from accumodel._whole_batch.sync_batch_norm import cut
+
+# What a step does otherwise if the user's model has its own.
+_OVERRIDABLE = (
+    "compute_gradients",
+    "compute_loss",
+    "compute_metrics",
+    "micro_batch_weight",
+    "process_gradients",
+    "slice_data",
+    "test_step",
+    "train_step",
+)
 
 
 class Accumulation:
@@ -33,9 +44,9 @@ class Accumulation:
         options: The `Options` of `compile`.
         accumulates: Bool. Whether gradients go through an accumulator. If not,
             the step is Keras's. It stays true when `accum_steps` becomes 1.
-        counts: Bool. Whether several fed batches may make one update. It stays
-            true, too.
-        cycles: The `Cycles`, all accumulators of the model.
+        spans_batches: Bool. Whether several fed batches may make one update.
+            It stays true, too.
+        accumulators: The `Accumulators` of the model.
         loss_weights: The `LossWeights`.
         assigned: Dict of what a step assigns: for each number of a stage, and
             for `"auto"`, the variables by their ids. For the model's life, see
@@ -43,33 +54,27 @@ class Accumulation:
         size: `tf.Variable`, the most samples of a micro-batch; `None` until
             `micro_batch_size` is set. Another size needs no retrace.
         retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
-        meter: What `GradientNoiseScale` measures with, or `None` before that.
-        measures: Bool. Whether it measures in this `fit`.
-        norms: What `GradientNorm` logs, or `None` before that.
-        logs_norm: Bool. Whether it does in this `fit`.
+        observers: Dict of what measures the gradients of cycles, by its class.
+            It is kept, since compiled updates use its variables.
+        observing: Tuple of the classes of those that do so in this `fit`.
     """
 
     def __init__(self, model):
         self._model = model
         self.options = Options()
-        self.accumulates = self.counts = False
-        self.cycles = Cycles(model)
+        self.accumulates = self.spans_batches = False
+        self.accumulators = Accumulators(model)
         self.loss_weights = LossWeights(model)
         self.assigned: dict = collections.defaultdict(dict)
         self.size: typing.Any = None
         self.retry: typing.Any = None
-        self.meter: typing.Any = None
-        self.measures = False
-        self.norms: typing.Any = None
-        self.logs_norm = False
+        self.observers: dict = {}
+        self.observing: tuple = ()
         self._rows: typing.Any = None
         self._traced_with: typing.Any = None
 
-    def compile(self, behind, args, kwargs):
-        """Compiles the model by `behind`, and begins anew.
-
-        It is the `compile` of Keras, or of another base class.
-        """
+    def compile(self, super_compile, args, kwargs):
+        """Compiles the model by Keras or another base class; begins anew."""
         model = self._model
         try:
             options = Options.take_from(kwargs)
@@ -79,7 +84,7 @@ class Accumulation:
             accumulates = options.accumulates or self.overrides(
                 "process_gradients"
             )
-            behind(*args, **kwargs)
+            super_compile(*args, **kwargs)
             checks.check_optimizer(model.optimizer, options.skip_nonfinite)
             if accumulates:
                 checks.check_can_accumulate(model, options)
@@ -90,24 +95,32 @@ class Accumulation:
         self.options = options
         self.loss_weights = LossWeights(model)  # which warns anew
         self.accumulates = accumulates
-        self.counts = options.accum_steps > 1
+        self.spans_batches = options.accum_steps > 1
         self._use_size(options.micro_batch_size)
-        self.cycles.begin_anew()
+        self.accumulators.begin_anew()
 
-    def fit(self, behind, args, kwargs):
-        """Trains the model as `behind` does, see `compile`."""
+    def fit(self, super_fit, args, kwargs):
+        """Trains the model by Keras or another base class."""
         given, args, kwargs = with_end_of_cycle(args, kwargs)
         self.loss_weights.share(given.get("y"), given.get("sample_weight"))
-        callbacks = given["callbacks"]
-        self.measures = any(hasattr(each, "_needs_meter") for each in callbacks)
-        self.logs_norm = any(hasattr(each, "_needs_norm") for each in callbacks)
-        if self.meter is not None and not self.measures:
-            self.meter.forget_cycle()
+        self._observe(given["callbacks"])
         try:
             with self._averages_of_updates():
-                return behind(*args, **kwargs)
+                return super_fit(*args, **kwargs)
         finally:
-            self.measures = self.logs_norm = False
+            self.observing = ()
+
+    def _observe(self, callbacks):
+        """Lets those of these callbacks that measure do so."""
+        found = [getattr(each, "_observer", None) for each in callbacks]
+        self.observing = tuple(filter(None, dict.fromkeys(found)))
+        for each in self.observing:
+            if each not in self.observers:
+                strategy = self._model.distribute_strategy
+                self.observers[each] = each(strategy)
+        for kind, each in self.observers.items():
+            if kind not in self.observing:
+                each.forget_cycle()
 
     def _averages_of_updates(self):
         """Returns a scope in which averages of no update replace no weights.
@@ -130,12 +143,14 @@ class Accumulation:
 
     def load_cycles(self, store):
         """Loads the pending cycles of a file, and returns the rest of it."""
-        cycles, store = split(store)
+        cycles, store = files.split(store)
         if self._model.compiled:  # else it is loaded for inference
-            if OWN in cycles:
-                self.begin_to_accumulate(counts=True)
-                build_accumulator(self._model)
-            self.cycles.load(cycles)
+            if files.OWN in cycles:
+                self.begin_to_accumulate(spans_batches=True)
+                build_accumulator(self._model, self.options)
+            files.load(self.accumulators, cycles)
+            if self.retry is not None:
+                self.retry.forget_fed()
         return store
 
     def overrides(self, name):
@@ -145,21 +160,37 @@ class Accumulation:
         """
         return checks.overrides(self._model, name)
 
-    def cuts_at_norms(self):
-        """Whether normalizations wait for the statistics of the batch."""
-        return self.options.sync_batch_norm and bool(trained_norms(self._model))
-
-    def joins_outputs(self):
-        """Whether the loss is computed once, from all outputs of a batch."""
-        return self.options.gradient_cache or self.cuts_at_norms()
+    def plan(self):
+        """Returns the `Plan` of the step that is traced, or of a new one."""
+        model, step = self._model, current_step()
+        if step is not None and step.plan.model is model:
+            return step.plan
+        return Plan(
+            model=model,
+            options=self.options,
+            overridden=frozenset(filter(self.overrides, _OVERRIDABLE)),
+            accumulates=self.accumulates,
+            splits_at_batch_norm=(
+                self.options.sync_batch_norm and bool(trained_norms(model))
+            ),
+            is_compiled=(
+                model.jit_compile and xla.can_compile(model.distribute_strategy)
+            ),
+            size=self.size,
+            rows=self._rows,
+            assigned=self.assigned,
+            loss_weights=self.loss_weights,
+            retry=self.retry,
+            ready_accumulator=self.ready_accumulator,
+        )
 
     def set_accum_steps(self, value):
         value = checks.check_accum_steps(value)
         checks.check_compiled(self._model, "accum_steps")
         if value > 1:
-            self.begin_to_accumulate(counts=True)
+            self.begin_to_accumulate(spans_batches=True)
         self.options = dataclasses.replace(self.options, accum_steps=value)
-        self.cycles.set_accum_steps(value)
+        self.accumulators.set_accum_steps(value)
 
     def set_micro_batch_size(self, value):
         model, before = self._model, self.options.micro_batch_size
@@ -178,7 +209,7 @@ class Accumulation:
             self.make_functions_again()
 
     def _use_size(self, value):
-        self.retry = Retry(self._model) if value == "auto" else None
+        self.retry = Retry(self._model, self) if value == "auto" else None
         if value not in (None, "auto"):
             self.assign_size(value)
 
@@ -189,15 +220,12 @@ class Accumulation:
                 self._rows = make_sum((2,), tf.int64, "rows")
         self.size.assign(value)
 
-    def begin_to_accumulate(self, counts=False):
-        """Lets gradients go through an accumulator from now on.
-
-        Those of several fed batches if it `counts` them.
-        """
-        if not self.accumulates or counts > self.counts:
+    def begin_to_accumulate(self, spans_batches=False):
+        """Lets gradients go through an accumulator from now on."""
+        if not self.accumulates or spans_batches > self.spans_batches:
             checks.check_can_accumulate(self._model, self.options)
             self.accumulates = True
-            self.counts |= counts
+            self.spans_batches |= spans_batches
             self.make_functions_again()
 
     def ready_accumulator(self):
@@ -205,20 +233,16 @@ class Accumulation:
         model = self._model
         # Only the first micro-batch may build the variables of the model.
         if model._gradient_accumulator is None:
-            across_replicas(build_accumulator, model)
+            across_replicas(build_accumulator, model, self.options)
         accumulator = model._gradient_accumulator
         assert accumulator is not None
-        self.cycles.check_trains_the_same(accumulator)
-        self.cycles.is_live = True
-        meter = self.meter if self.measures else None
-        accumulator._untracked.ends_each = not self.counts
-        accumulator._untracked.meter = meter
-        accumulator._untracked.norms = self.norms if self.logs_norm else None
+        self.accumulators.check_trains_the_same(accumulator)
+        self.accumulators.is_live = True
+        accumulator._untracked.updates_every_batch = not self.spans_batches
+        accumulator._untracked.observers = [
+            self.observers[each] for each in self.observing
+        ]
         return accumulator
-
-    def draws(self):
-        """Returns the `Draws` of a fed batch that is split."""
-        return Draws(self._rows, self.assigned["seeds"])
 
     def make_functions_again(self):
         """Makes the functions that are in use, in the middle of `fit` too."""
@@ -230,10 +254,6 @@ class Accumulation:
 
     def must_trace_again(self):
         """Whether the train function was traced for something else."""
-        now = (
-            self.measures,
-            self.logs_norm,
-            self.loss_weights.shares_sample_weight,
-        )
+        now = self.observing, self.loss_weights.shares_sample_weight
         before, self._traced_with = self._traced_with, now
         return self.accumulates and before is not None and before != now

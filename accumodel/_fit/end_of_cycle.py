@@ -49,7 +49,7 @@ class EndOfCycle(keras.callbacks.Callback):
             self._warn_of_layers()
             self._states = _read_states(self.model)
         state = self.model._accumulation
-        state.cycles.begin_fit(state.options.remainder)
+        state.accumulators.begin_fit(state.options.remainder)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._batches = 0
@@ -75,7 +75,7 @@ class EndOfCycle(keras.callbacks.Callback):
             # The length of the data was not known before.
             self._warn_of_short_epochs(self._batches)
         self._end_cycle()
-        self.model._accumulation.cycles.warn_of_unsure_updates()
+        self.model._accumulation.accumulators.warn_of_unsure_updates()
         if self.model.micro_batch_size == "auto":
             self._note_size(logs)
 
@@ -89,15 +89,15 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def _end_cycle(self):
         if self.model._accumulation.options.remainder == "apply":
-            self.model._accumulation.cycles.apply()
+            self.model._accumulation.accumulators.apply()
         elif self.model._accumulation.options.remainder == "drop":
-            self.model._accumulation.cycles.reset()
+            self.model._accumulation.accumulators.reset()
 
     def _warn_of_updates_without_accumulation(self):
         if (
             self.model.accum_steps > 1
             and self.model.trainable_variables
-            and not self.model._accumulation.cycles.accumulators()
+            and not self.model._accumulation.accumulators.by_name()
             and "updates" not in self._warned
         ):
             self._warned.add("updates")

@@ -3,9 +3,11 @@
 import dataclasses
 import typing
 
-from accumodel._keras_and_tf.checks import check_accum_steps
-from accumodel._keras_and_tf.checks import check_micro_batch_size
-from accumodel._keras_and_tf.checks import check_remainder
+from accumodel._keras_and_tf.checks import (
+    check_accum_steps,
+    check_micro_batch_size,
+    check_remainder,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,13 +28,11 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
-from accumodel._micro_batch import outcome
+from accumodel._fit import variables
 from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf.replicas import local_results, scope_of
+from accumodel._micro_batch.assignments import Recorder, check_assignments
 from accumodel._micro_batch.split import count_of_each_replica
-from accumodel._keras_and_tf.replicas import local_results
-from accumodel._keras_and_tf.replicas import scope_of
-from accumodel._micro_batch.assignments import Recorder
-from accumodel._micro_batch.assignments import check_assignments
 
 # More samples than any batch has.
 _ALL = 2**40
@@ -102,8 +100,8 @@ class _Fed(typing.NamedTuple):
 class Retry:
     """Runs the steps of a model again when memory runs out."""
 
-    def __init__(self, model):
-        self._model = model
+    def __init__(self, model, state):
+        self._model, self._state = model, state
         # The most samples that went through the model at once, or `None`.
         self.largest: int | None = None
         self._size = _ALL
@@ -113,11 +111,11 @@ class Retry:
         # The `pending_steps` of all accumulators after the last of them.
         self._left: list = []
         # The variables that steps assign, by their ids.
-        self._assigned = model._accumulation.assigned["auto"]
+        self._assigned = state.assigned["auto"]
         # Functions whose variables are made, and those that are traced.
         self._ready: weakref.WeakSet = weakref.WeakSet()
         self._traced: weakref.WeakSet = weakref.WeakSet()
-        model._accumulation.assign_size(_ALL)
+        state.assign_size(_ALL)
 
     # -- in Python, around the step --------------------------------------------
 
@@ -154,11 +152,12 @@ class Retry:
         # While a `Recorder` is open, none can be made.
         if function not in self._ready:
             self._ready.add(function)
-            step = outcome.all_of(self._model, trains)
-            outcome.make_variables(self._model, step, data)
+            plan = self._state.plan()
+            step = variables.all_of(plan, trains)
+            variables.make_variables(plan, step, data)
 
     def _run_one(self, function, trains, data):
-        cycles = self._model._accumulation.cycles
+        cycles = self._state.accumulators
         pending = [each.pending_steps for each in cycles] if trains else []
         if not any(pending) or pending != self._left:
             # What is pending, if anything, came in another way.
@@ -194,7 +193,7 @@ class Retry:
 
     def _feed_again(self, function):
         """Feeds the batches of this cycle before the last one."""
-        with self._model._accumulation.cycles.without_updates():
+        with self._state.accumulators.without_updates():
             for each, following in itertools.pairwise(self._fed):
                 function(iter([each.data]))
                 _assign_changes(each.after, following.before)
@@ -205,10 +204,10 @@ class Retry:
 
     def _values(self):
         """Reads all that steps assign."""
-        cycles = self._model._accumulation.cycles
+        cycles = self._state.accumulators
         skipped = {id(each): each._skipped for each in cycles}
-        variables = self._assigned | skipped
-        return {key: self._value(each) for key, each in variables.items()}
+        known = self._assigned | skipped
+        return {key: self._value(each) for key, each in known.items()}
 
     def _value(self, variable):
         with scope_of(self._model.distribute_strategy):
@@ -217,7 +216,7 @@ class Retry:
 
     def _put_back(self, trains):
         """Lets all be as it was when the cycle began."""
-        cycles = self._model._accumulation.cycles
+        cycles = self._state.accumulators
         saved: dict = {}
         for each in reversed(self._fed):
             saved |= each.before
@@ -235,7 +234,7 @@ class Retry:
             self.forget_fed()
             self.largest = None
             self._assign_size(_ALL)
-            is_joined = self._model._accumulation.joins_outputs()
+            is_joined = self._state.plan().needs_whole_batch
             _give_up(_ONE_SAMPLE + _WHOLE_LOSS * is_joined, error)
         self._assign_size(-(-failed // 2))
         # Python shows what a line warns of only once.
@@ -249,7 +248,7 @@ class Retry:
 
     def _assign_size(self, size):
         self._size = size
-        self._model._accumulation.assign_size(size)
+        self._state.assign_size(size)
         if self.largest is not None:
             self.largest = min(self.largest, size)
 
@@ -282,9 +281,8 @@ class Retry:
                     self._fed[-1].before[id(variable)] = self._value(variable)
 
 
-def recorded(model):
+def recorded(retry):
     """In it, a step assigns only what can be put back, with `"auto"`."""
-    retry = model._accumulation.retry
     if retry is None:
         return contextlib.nullcontext()
     return Recorder(retry._record)

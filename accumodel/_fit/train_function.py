@@ -26,27 +26,26 @@ import itertools
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
-from accumodel._micro_batch import outcome
-from accumodel._keras_and_tf import replicas
-from accumodel._fit import retry
-from accumodel._micro_batch.outcome import loop
-from accumodel._whole_batch import stages
+from accumodel._fit import retry, variables
+from accumodel._keras_and_tf import private_names, replicas
+from accumodel._micro_batch import loop
 from accumodel._micro_batch.step import FedBatch
-from accumodel._update.accumulators import build_accumulator
-from accumodel._update.accumulators import build_optimizer
+from accumodel._update.accumulators import build_accumulator, build_optimizer
+from accumodel._whole_batch import stages
 
 
 def make_train_function(model, make):
     """Makes `model.train_function`; `make` is Keras's method of this name."""
     state = model._accumulation
-    if state.accumulates or state.cycles.accumulators():
-        state.cycles.forget_traces()
+    if state.accumulates or state.accumulators.by_name():
+        state.accumulators.forget_traces()
         _make_accumulating(model, make)
     else:
         make(force=True)
     if replicas.is_multi_worker(model.distribute_strategy):
-        model.train_function = private_names.with_local_logs(model.train_function)
+        model.train_function = private_names.with_local_logs(
+            model.train_function
+        )
 
 
 def make_test_function(model, make):
@@ -70,25 +69,25 @@ def _make_accumulating(model, make):
     # before the loop, in which no replica can wait for the others.
     state = model._accumulation
     is_needed = not state.overrides("train_step") or (
-        model.micro_batch_size is not None and not state.cycles.accumulators()
+        model.micro_batch_size is not None and not state.accumulators.by_name()
     )
     if state.accumulates and model.built and is_needed:
         build_optimizer(model)
-        build_accumulator(model)
+        build_accumulator(model, state.options)
     step = functools.partial(_train, model, _undecorated(model.train_step))
     _make(model, "train", step, make)
     _wrap(model, "train_function")
     train_function = model.train_function
 
     def train(iterator):
-        state.cycles.is_live = True
+        state.accumulators.is_live = True
         batches = replicas.split_over_replicas(
             iterator, model.distribute_strategy
         )
         try:
             return train_function(batches)
         except BaseException as error:
-            state.cycles.forget_after(error)
+            state.accumulators.forget_after(error)
             raise
 
     model.train_function = train
@@ -116,7 +115,7 @@ def _wrap(model, name):
         return
     with replicas.scope_of(model.distribute_strategy):
         is_in_loop = tf.distribute.has_strategy() and model.micro_batch_size
-    if not is_in_loop and not state.joins_outputs():
+    if not is_in_loop and not state.plan().needs_whole_batch:
         return
 
     def build_and_call(batches):
@@ -133,26 +132,27 @@ def _build(model, batches):
     if data is None:
         data = next(batches)
         batches = itertools.chain([data], batches)
-    step = functools.partial(outcome.call, model)
-    outcome.make_variables(model, step, data)
+    step = functools.partial(variables.call, model)
+    variables.make_variables(model._accumulation.plan(), step, data)
     return batches
 
 
 def _train(model, train_step, data):
     """Runs a `train_step`, which may be custom, on one fed batch."""
     state = model._accumulation
+    plan = state.plan()
     data = replicas.hide_empty(data)
-    is_split = model.micro_batch_size is not None
-    fed_batch = FedBatch(is_split)
-    with retry.recorded(model):
-        if state.joins_outputs():
-            logs = stages.train(model, fed_batch, data)
+    fed_batch = FedBatch(plan.is_split)
+    with retry.recorded(plan.retry):
+        if plan.needs_whole_batch:
+            logs = stages.train(plan, fed_batch, data)
         else:
-            logs = loop.run(model, train_step, data, fed_batch)
-    is_added = fed_batch.end(state.cycles)
+            variables.make_trackers(plan, data, trains=True)
+            logs = loop.run(plan, train_step, data, fed_batch)
+    is_added = fed_batch.end(state.accumulators)
     if is_added or not model.trainable_variables:
         return logs
-    if state.cycles.adds_in_function:
+    if state.accumulators.adds_in_function:
         raise ValueError(
             "`accumulate_gradients` was called in a `tf.function` that was "
             "traced before `compile`, and is not traced again: its gradients "
@@ -160,7 +160,7 @@ def _train(model, train_step, data):
             "compiles the whole step. Received: the `train_step` of "
             f"{type(model).__name__}"
         )
-    if is_split:
+    if plan.is_split:
         raise ValueError(
             "With `micro_batch_size`, `train_step` is called with each "
             "micro-batch of a batch, and must add up its gradients. Call "
@@ -174,11 +174,12 @@ def _train(model, train_step, data):
 
 def _test(model, test_step, data):
     """Runs a `test_step`, which may be custom, on one fed batch."""
-    state = model._accumulation
-    with retry.recorded(model):
-        if state.joins_outputs() and not state.overrides("test_step"):
-            return stages.test(model, data)
-        return loop.run(model, test_step, data)
+    plan = model._accumulation.plan()
+    with retry.recorded(plan.retry):
+        if plan.needs_whole_batch and "test_step" not in plan.overridden:
+            return stages.test(plan, data)
+        variables.make_trackers(plan, data, trains=False)
+        return loop.run(plan, test_step, data)
 
 
 def _make(model, name, step, make):

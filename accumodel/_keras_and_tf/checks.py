@@ -5,12 +5,13 @@ import numbers
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf.optimizers import scales_loss
-from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._keras_and_tf.optimizers import with_inner_optimizers
+from accumodel._keras_and_tf.optimizers import (
+    scales_loss,
+    tf_variable,
+    with_inner_optimizers,
+)
 from accumodel._keras_and_tf.private_names import flat_layers
-from accumodel._keras_and_tf.replicas import check_strategy
-from accumodel._keras_and_tf.replicas import is_multi_worker
+from accumodel._keras_and_tf.replicas import check_strategy, is_multi_worker
 
 REMAINDERS = ("apply", "carry", "drop")
 
@@ -175,18 +176,6 @@ def check_accumulates(model, callback):
         )
 
 
-def check_model_accumulates(model, callback):
-    """Raises unless `model` accumulates, by its own accumulator alone."""
-    check_accumulates(model, callback)
-    accumulators = model._accumulation.cycles.accumulators().values()
-    if {*accumulators} - {model._gradient_accumulator}:
-        raise ValueError(
-            f"`{type(callback).__name__}` measures what a `train_step` passes "
-            "to `self.accumulate_gradients`, not what it passes to a custom "
-            f"`GradientAccumulator`. Received: model={model}"
-        )
-
-
 def check_compiled(model, name):
     """Raises unless `model` is compiled."""
     if not model.compiled:
@@ -242,14 +231,6 @@ def check_optimizer(optimizer, skip_nonfinite):
             "scale and already skips those updates. Remove `skip_nonfinite`. "
             f"Received: skip_nonfinite={skip_nonfinite}"
         )
-
-
-
-
-
-
-
-
 
 
 def check_gradients(gradients, variables):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import keras
 
-from accumodel._keras_and_tf.checks import other_order
+from accumodel._keras_and_tf.checks import other_order, overrides
 
 _F = typing.TypeVar("_F", bound=Callable)
 
@@ -272,15 +272,15 @@ def _derived_class(cls, theirs):
     return derived
 
 
-def compile_from_config(model, config, behind):
+def compile_from_config(model, config, by_super):
     """Compiles an accumulating model as a file says.
 
-    Or has `behind` do it, the method that follows in the order of its bases.
+    Or lets `by_super` do it, the method of the next class.
     """
-    is_keras = behind.__func__ is keras.Model.compile_from_config
-    if model._accumulation.overrides("compile") or not is_keras:
+    is_keras = by_super.__func__ is keras.Model.compile_from_config
+    if overrides(model, "compile") or not is_keras:
         # A custom `compile`, of which Keras warns, or another class's way.
-        behind(config)
+        by_super(config)
         return
     model.compile(**keras.saving.deserialize_keras_object(config))
     if model.optimizer is not None and model.built:

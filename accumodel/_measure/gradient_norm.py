@@ -2,14 +2,39 @@
 
 import math
 
-import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf.checks import check_model_accumulates
 from accumodel._keras_and_tf.replicas import scope_of
+from accumodel._measure.observer import Observer, ObservingCallback
+from accumodel._update.sums import squared_norm
 
 
-class GradientNorm(keras.callbacks.Callback):
+class _Norms(Observer):
+    """The norms of the gradients of the updates."""
+
+    def __init__(self, strategy):
+        with scope_of(strategy):
+            # The last one, the sum of all, and their number.
+            self.norms = tf.Variable(tf.zeros(3, tf.float64), trainable=False)
+
+    def measure(self, cycle, sums):
+        norm = tf.sqrt(squared_norm(cycle.sums, cycle.variables))
+        norm *= tf.cast(cycle.factor, tf.float64) / cycle.loss_scale
+        # One that overflowed makes no update.
+        is_update = tf.math.is_finite(norm) | (not cycle.may_overflow)
+        return tf.stack([norm, tf.cast(is_update, norm.dtype)])
+
+    def record(self, measured, is_update):
+        norm, is_finite = tf.unstack(measured)
+        is_update &= is_finite > 0
+        last, total, updates = tf.unstack(self.norms)
+        last = tf.where(is_update, norm, last)
+        total = tf.where(is_update, total + norm, total)
+        updates += tf.cast(is_update, updates.dtype)
+        self.norms.assign(tf.stack([last, total, updates]))
+
+
+class GradientNorm(ObservingCallback):
     """Logs the norm of the gradient of the effective batch.
 
     The logs of each batch that made an update gain `gradient_norm`, and those
@@ -38,36 +63,23 @@ class GradientNorm(keras.callbacks.Callback):
             `GradientAccumulator`.
     """
 
-    # It runs before callbacks that write the logs, and `fit` has the norms
-    # measured.
-    _adds_to_logs = True
-    _needs_norm = True
+    _observer = _Norms
 
-    def on_train_begin(self, logs=None):
-        check_model_accumulates(self.model, self)
-        state = self.model._accumulation
-        if state.norms is None:
-            with scope_of(self.model.distribute_strategy):
-                # The last norm, the sum of all, and their number.
-                state.norms = tf.Variable(
-                    tf.zeros(3, tf.float64), trainable=False
-                )
+    def _begin(self, state, observer):
         state.begin_to_accumulate()
-        self._at_batch = self._at_epoch = state.norms.numpy()
+        self._norms = observer.norms
+        self._at_batch = self._at_epoch = self._norms.numpy()
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._at_epoch = self.model._accumulation.norms.numpy()
+        self._at_epoch = self._norms.numpy()
 
     def on_train_batch_end(self, batch, logs=None):
-        before, self._at_batch = (
-            self._at_batch,
-            self.model._accumulation.norms.numpy(),
-        )
+        before, self._at_batch = self._at_batch, self._norms.numpy()
         if logs is not None and self._at_batch[2] > before[2]:
             logs["gradient_norm"] = float(self._at_batch[0])
 
     def on_epoch_end(self, epoch, logs=None):
-        _, total, updates = self.model._accumulation.norms - self._at_epoch
+        _, total, updates = self._norms - self._at_epoch
         if logs is not None:
             mean = float(total / updates) if updates else math.nan
             logs["gradient_norm"] = mean

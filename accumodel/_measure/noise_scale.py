@@ -17,190 +17,17 @@ import math
 import typing
 import warnings
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf.checks import check_model_accumulates
-from accumodel._micro_batch.step import current_step
+from accumodel._keras_and_tf.replicas import count_replicas, make_sum, scope_of
+from accumodel._measure.observer import Observer, ObservingCallback
 from accumodel._micro_batch.split import count_samples
-from accumodel._keras_and_tf.replicas import count_replicas
-from accumodel._keras_and_tf.replicas import make_sum
-from accumodel._keras_and_tf.replicas import scope_of
+from accumodel._micro_batch.step import current_step
 from accumodel._update.sums import squared_norm
 
 # A micro-batch in which nothing counts weighs less than this.
 _NOTHING = 1e-20
-
-
-class GradientNoiseScale(keras.callbacks.Callback):
-    """Measures how large a batch is worth its samples.
-
-    The gradient noise scale is the batch size up to which a larger batch saves
-    updates in proportion, and beyond which it mostly costs samples (McCandlish
-    et al. 2018, arXiv 1812.06162). It is measured from how much the gradients
-    of the micro-batches of a cycle differ, and does not change the training.
-
-    At the end of each epoch it adds three entries to the logs, in samples:
-    `noise_scale`, and the ends of an interval, `noise_scale_low` and
-    `noise_scale_high`. They are `nan` as long as the gradients may be nothing
-    but noise. If the weights do not move, the interval holds the noise scale in
-    9 of 10 runs. If it grows, as it does while a model learns, the averages
-    lag behind by about `1 / (1 - decay)` updates.
-
-    It is an order of magnitude, of the loss with its regularizers. It needs
-    shuffled data, and is less certain with optimizers such as Adam.
-
-    It may hold all gradients of a micro-batch at once, which takes up to one
-    more copy of the parameters while the model trains.
-
-    Examples:
-        >>> inputs = keras.Input((20,))
-        >>> outputs = keras.layers.Dense(3, activation="softmax")(inputs)
-        >>> model = accumodel.AccumulatingModel(inputs, outputs)
-        >>> loss = "sparse_categorical_crossentropy"
-        >>> model.compile("sgd", loss, micro_batch_size=8)
-        >>> x = np.random.rand(1000, 20)
-        >>> y = np.argmax(x[:, :3], axis=1)
-        >>> noise_scale = accumodel.GradientNoiseScale()
-        >>> history = model.fit(
-        ...     x, y, batch_size=64, callbacks=[noise_scale], verbose=0
-        ... )
-        >>> [name for name in history.history if "noise" in name]
-        ['noise_scale', 'noise_scale_low', 'noise_scale_high']
-
-    Args:
-        decay: Float, more than 1/3 and less than 1. Of the moving averages over
-            cycles: it remembers about `1 / (1 - decay)` of them. Defaults to
-            `0.99`.
-
-    Raises:
-        TypeError: When training begins, if the model does not accumulate.
-        ValueError: If `decay` is out of range; when training begins, if the
-            model uses `gradient_cache`, `sync_batch_norm` or a custom
-            `GradientAccumulator`.
-    """
-
-    def __init__(self, decay: float = 0.99) -> None:
-        super().__init__()
-        # Of less, the last cycle counts for more than half.
-        if not 1 / 3 < decay < 1:
-            raise ValueError(
-                "`decay` must be more than 1/3 and less than 1. "
-                f"Received: decay={decay}"
-            )
-        self.decay = decay
-        self._meter: Meter | None = None
-        # What was measured, when `fit` has ended.
-        self._measured: Estimate | None = Estimate()
-
-    # It runs before callbacks that write the logs, and `fit` has the gradients
-    # of micro-batches measured.
-    _adds_to_logs = True
-    _needs_meter = True
-
-    def on_train_begin(self, logs=None):
-        model = self.model
-        check_model_accumulates(model, self)
-        if model._accumulation.joins_outputs():
-            raise ValueError(
-                "`GradientNoiseScale` cannot be used with "
-                "`gradient_cache=True` or `sync_batch_norm=True`: the gradient "
-                "of a micro-batch depends on all others there, and is no "
-                "sample of the gradient. Remove one of them. "
-                f"Received: model={model}"
-            )
-        if model._accumulation.meter is None:
-            model._accumulation.meter = Meter(model.distribute_strategy)
-        self._meter = model._accumulation.meter
-        self._meter.begin(self.decay)
-        self._measured = None
-
-    def on_train_end(self, logs=None):
-        # The next `fit` measures anew, with the same meter.
-        self._measured = self._estimate()
-        if math.isnan(self._measured.batch):
-            warnings.warn(
-                "The noise scale cannot be measured: no update was made from "
-                "two micro-batches or more. Pass `compile` a "
-                "`micro_batch_size` that is less than the batch, or "
-                "`accum_steps`.",
-                stacklevel=2,
-            )
-
-    def on_epoch_end(self, epoch, logs=None):
-        estimate = self._estimate()
-        if logs is not None:
-            logs["noise_scale"] = estimate.value
-            logs["noise_scale_low"] = estimate.low
-            logs["noise_scale_high"] = estimate.high
-
-    def advise(self) -> None:
-        """Prints what other batch sizes would take, after `fit`.
-
-        For a quarter to four times the present effective batch: how many
-        updates and how many samples a training to the same loss takes, each
-        relative to the least possible (McCandlish et al. 2018, section 2.3).
-        With a batch of `B` samples and the noise scale `N` these are
-        `1 + N / B` and `1 + B / N`.
-        """
-        estimate = self._estimate()
-        if math.isnan(estimate.value):
-            print(
-                "The noise scale is not known: the gradients measured so far "
-                "may be nothing but noise. Train longer, or use larger "
-                "batches."
-            )
-            return
-        value, low, high, batch = estimate
-        _print_table(
-            f"Noise scale: {value:.0f} samples, probably {low:.0f} to "
-            f"{high:.0f}",
-            ("effective batch", "updates", "samples"),
-            [
-                (
-                    f"{size:.0f}" + (" (now)" if factor == 1 else ""),
-                    f"{1 + value / size:.2f} x the least",
-                    f"{1 + size / value:.2f} x the least",
-                )
-                for factor in (0.25, 0.5, 1, 2, 4)
-                for size in [batch * factor]
-            ],
-        )
-        print(f"Nearest to the noise scale: {self._nearest(value, batch)}.")
-
-    def _estimate(self):
-        if self._measured is None:
-            assert self._meter is not None
-            return self._meter.estimate()
-        return self._measured
-
-    def _nearest(self, value, batch):
-        steps = self.model.accum_steps
-        if steps == 1:
-            # It is not known to more than two digits.
-            return (
-                f"`batch_size={max(1, round(float(f'{value:.2g}')))}` in `fit`"
-            )
-        return f"`accum_steps={max(1, round(value * steps / batch))}`"
-
-
-def _print_table(title, columns, rows):
-    """Prints a table, by `rich` if it is installed."""
-    try:
-        import rich
-        import rich.table
-    except ImportError:
-        print(title)
-        for row in (columns, *rows):
-            print("".join(f"{cell:>22}" for cell in row))
-    else:
-        table = rich.table.Table(title=title)
-        for column in columns:
-            table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*row)
-        rich.print(table)
 
 
 class Estimate(typing.NamedTuple):
@@ -219,7 +46,7 @@ class Estimate(typing.NamedTuple):
     batch: float = math.nan
 
 
-class Meter:
+class Estimator(Observer):
     """Measures how much the micro-batches of each cycle differ."""
 
     def __init__(self, strategy):
@@ -227,7 +54,7 @@ class Meter:
             # Of each replica, and the cycle at hand: the weighted squares, the
             # samples, the micro-batches that weigh something, and all.
             self.sums = make_sum((4,), tf.float64, "noise")
-            # Moving averages over cycles, see `average`.
+            # Moving averages over cycles, see `record`.
             self._averages = tf.Variable(
                 tf.zeros(9, tf.float64), trainable=False
             )
@@ -243,15 +70,6 @@ class Meter:
         self._decay.assign(decay)
 
     def add(self, gradients, variables, weight, is_first, amount):
-        """Adds a micro-batch, on its replica.
-
-        Args:
-            gradients: List of tensors, `tf.IndexedSlices` or `None`.
-            weight: Scalar, or `None` if the loss is a sum.
-            is_first: Scalar bool tensor. Whether it is the first of its cycle.
-            amount: Scalar tensor. 0 if it is left out, with zeros as gradients,
-                otherwise 1.
-        """
         samples = tf.cast(count_samples(current_step().data), tf.float64)
         square = squared_norm(gradients, variables)
         if weight is None:  # the gradient of a sum, and not of a mean
@@ -266,31 +84,22 @@ class Meter:
         new = tf.where(amount > 0, new, tf.zeros_like(new))
         self.sums.assign(before + new)
 
-    def measure(self, sums, totals, gradients, variables, loss_scale):
-        """Returns what `average` takes, of a cycle that ends.
-
-        Args:
-            sums: Tensor, `self.sums` over all replicas.
-            totals: Tensor, those of the `GradientAccumulator`: the sum of the
-                weights, that of their sizes, and the number of micro-batches.
-            gradients: List of the sums of the gradients, or `None`.
-            loss_scale: Scalar, what the losses were scaled by.
-        """
+    def measure(self, cycle, sums):
         squares, samples, k, measured = tf.unstack(tf.cast(sums, tf.float64))
-        total, _, added = tf.unstack(tf.cast(totals, tf.float64))
+        total, _, added = tf.unstack(tf.cast(cycle.totals, tf.float64))
         n = tf.where(tf.equal(total, 0), samples, total)
-        of_mean = squared_norm(gradients, variables) / n**2
+        of_mean = squared_norm(cycle.sums, cycle.variables) / n**2
         variance = (squares - n * of_mean) / (k - 1)
         squared = of_mean - variance / n
-        scale = loss_scale**2
+        scale = cycle.loss_scale**2
         values = tf.stack([variance / scale, squared / scale, samples, n])
         # The first micro-batches of a cycle may be from a file.
         is_known = (k > 1) & tf.equal(measured, added)
         return tf.where(is_known, values, math.nan)
 
-    def average(self, values):
-        """Averages a cycle into those before, once for all replicas."""
-        variance, squared, samples, n = tf.unstack(values)
+    def record(self, measured, is_update):
+        """Averages a cycle into those before."""
+        variance, squared, samples, n = tf.unstack(measured)
         products = [variance**2, variance * squared, squared**2]
         one = tf.ones((), tf.float64)
         new = tf.stack([one, variance, squared, *products, samples, n])
@@ -344,3 +153,166 @@ def _quantile(freedom):
         + (z**3 + z) / (4 * freedom)
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
     )
+
+
+class GradientNoiseScale(ObservingCallback):
+    """Measures how large a batch is worth its samples.
+
+    The gradient noise scale is the batch size up to which a larger batch saves
+    updates in proportion, and beyond which it mostly costs samples (McCandlish
+    et al. 2018, arXiv 1812.06162). It is measured from how much the gradients
+    of the micro-batches of a cycle differ, and does not change the training.
+
+    At the end of each epoch it adds three entries to the logs, in samples:
+    `noise_scale`, and the ends of an interval, `noise_scale_low` and
+    `noise_scale_high`. They are `nan` as long as the gradients may be nothing
+    but noise. If the weights do not move, the interval holds the noise scale in
+    9 of 10 runs. If it grows, as it does while a model learns, the averages
+    lag behind by about `1 / (1 - decay)` updates.
+
+    It is an order of magnitude, of the loss with its regularizers. It needs
+    shuffled data, and is less certain with optimizers such as Adam.
+
+    It may hold all gradients of a micro-batch at once, which takes up to one
+    more copy of the parameters while the model trains.
+
+    Examples:
+        >>> inputs = keras.Input((20,))
+        >>> outputs = keras.layers.Dense(3, activation="softmax")(inputs)
+        >>> model = accumodel.AccumulatingModel(inputs, outputs)
+        >>> loss = "sparse_categorical_crossentropy"
+        >>> model.compile("sgd", loss, micro_batch_size=8)
+        >>> x = np.random.rand(1000, 20)
+        >>> y = np.argmax(x[:, :3], axis=1)
+        >>> noise_scale = accumodel.GradientNoiseScale()
+        >>> history = model.fit(
+        ...     x, y, batch_size=64, callbacks=[noise_scale], verbose=0
+        ... )
+        >>> [name for name in history.history if "noise" in name]
+        ['noise_scale', 'noise_scale_low', 'noise_scale_high']
+
+    Args:
+        decay: Float, more than 1/3 and less than 1. Of the moving averages over
+            cycles: it remembers about `1 / (1 - decay)` of them. Defaults to
+            `0.99`.
+
+    Raises:
+        TypeError: When training begins, if the model does not accumulate.
+        ValueError: If `decay` is out of range; when training begins, if the
+            model uses `gradient_cache`, `sync_batch_norm` or a custom
+            `GradientAccumulator`.
+    """
+
+    _observer = Estimator
+
+    def __init__(self, decay: float = 0.99) -> None:
+        super().__init__()
+        # Of less, the last cycle counts for more than half.
+        if not 1 / 3 < decay < 1:
+            raise ValueError(
+                "`decay` must be more than 1/3 and less than 1. "
+                f"Received: decay={decay}"
+            )
+        self.decay = decay
+        self._estimator: Estimator | None = None
+        # What was measured, when `fit` has ended.
+        self._measured: Estimate | None = Estimate()
+
+    def _begin(self, state, observer):
+        if state.plan().needs_whole_batch:
+            raise ValueError(
+                "`GradientNoiseScale` cannot be used with "
+                "`gradient_cache=True` or `sync_batch_norm=True`: the gradient "
+                "of a micro-batch depends on all others there, and is no "
+                "sample of the gradient. Remove one of them. "
+                f"Received: model={self.model}"
+            )
+        self._estimator = observer
+        self._estimator.begin(self.decay)
+        self._measured = None
+
+    def on_train_end(self, logs=None):
+        # The next `fit` measures anew, with the same estimator.
+        self._measured = self._estimate()
+        if math.isnan(self._measured.batch):
+            warnings.warn(
+                "The noise scale cannot be measured: no update was made from "
+                "two micro-batches or more. Pass `compile` a "
+                "`micro_batch_size` that is less than the batch, or "
+                "`accum_steps`.",
+                stacklevel=2,
+            )
+
+    def on_epoch_end(self, epoch, logs=None):
+        estimate = self._estimate()
+        if logs is not None:
+            logs["noise_scale"] = estimate.value
+            logs["noise_scale_low"] = estimate.low
+            logs["noise_scale_high"] = estimate.high
+
+    def advise(self) -> None:
+        """Prints what other batch sizes would take, after `fit`.
+
+        For a quarter to four times the present effective batch: how many
+        updates and how many samples a training to the same loss takes, each
+        relative to the least possible (McCandlish et al. 2018, section 2.3).
+        With a batch of `B` samples and the noise scale `N` these are
+        `1 + N / B` and `1 + B / N`.
+        """
+        estimate = self._estimate()
+        if math.isnan(estimate.value):
+            print(
+                "The noise scale is not known: the gradients measured so far "
+                "may be nothing but noise. Train longer, or use larger "
+                "batches."
+            )
+            return
+        value, low, high, batch = estimate
+        _print_table(
+            f"Noise scale: {value:.0f} samples, probably {low:.0f} to "
+            f"{high:.0f}",
+            ("effective batch", "updates", "samples"),
+            [
+                (
+                    f"{size:.0f}" + (" (now)" if factor == 1 else ""),
+                    f"{1 + value / size:.2f} x the least",
+                    f"{1 + size / value:.2f} x the least",
+                )
+                for factor in (0.25, 0.5, 1, 2, 4)
+                for size in [batch * factor]
+            ],
+        )
+        print(f"Nearest to the noise scale: {self._nearest(value, batch)}.")
+
+    def _estimate(self):
+        if self._measured is None:
+            assert self._estimator is not None
+            return self._estimator.estimate()
+        return self._measured
+
+    def _nearest(self, value, batch):
+        steps = self.model.accum_steps
+        if steps == 1:
+            # It is not known to more than two digits.
+            return (
+                f"`batch_size={max(1, round(float(f'{value:.2g}')))}` in `fit`"
+            )
+        return f"`accum_steps={max(1, round(value * steps / batch))}`"
+
+
+def _print_table(title, columns, rows):
+    """Prints a table, by `rich` if it is installed."""
+    try:
+        import rich
+        import rich.table
+    except ImportError:
+        print(title)
+        for row in (columns, *rows):
+            print("".join(f"{cell:>22}" for cell in row))
+    else:
+        table = rich.table.Table(title=title)
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        rich.print(table)

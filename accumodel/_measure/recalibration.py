@@ -7,11 +7,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from accumodel._keras_and_tf.batch_norms import compute_moments, trained_norms
 from accumodel._keras_and_tf.checks import check_steps
-from accumodel._keras_and_tf.batch_norms import compute_moments
-from accumodel._keras_and_tf.batch_norms import trained_norms
-from accumodel._keras_and_tf.private_names import flat_layers
-from accumodel._keras_and_tf.private_names import replaced
+from accumodel._keras_and_tf.private_names import flat_layers, replaced
 
 
 def recalibrate_batch_norm(model, data, steps=None, verbose="auto"):
@@ -143,8 +141,6 @@ def _find_layers(model):
             f"Received: model={model}"
         )
     return layers
-
-
 
 
 def _check_data(data, steps):
@@ -319,5 +315,3 @@ class _Population:
             self._layer.moving_stddev.assign(
                 keras.ops.sqrt(variance + self._layer.epsilon)
             )
-
-

@@ -8,31 +8,26 @@ would keep the activations of all micro-batches. Each replica loops over its own
 part of the fed batch. The loop is not compiled by XLA, only what is in it.
 """
 
-import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
-from accumodel._micro_batch import outcome
-from accumodel._keras_and_tf import xla
-from accumodel._micro_batch.step import one_step
 from accumodel._micro_batch.loss_logs import LossLogs
-from accumodel._micro_batch.split import Parts
+from accumodel._micro_batch.random_numbers import Draws
+from accumodel._micro_batch.split import MicroBatches
+from accumodel._micro_batch.step import one_step
 
 
-def make_step(model, function, fed_batch=None, losses=None):
+def make_step(plan, function, fed_batch=None, losses=None):
     """Returns a function that runs `function` as a step of a micro-batch.
 
     See `Step` for the other arguments.
     """
-    is_compiled = model.jit_compile and xla.can_compile(
-        model.distribute_strategy
-    )
 
     def step(data):
-        with one_step(data, fed_batch, losses, is_compiled):
+        with one_step(plan, data, fed_batch, losses, plan.is_compiled):
             return function(data)
 
-    if not is_compiled:
+    if not plan.is_compiled:
         return step
     # A new one for each trace around it: the function may use its tensors.
     compiled = tf.function(
@@ -46,7 +41,7 @@ def make_step(model, function, fed_batch=None, losses=None):
         concrete = compiled.get_concrete_function(data)
         if fed_batch is not None:
             fed_batch.clear_first()
-        if model._accumulation.retry is None:
+        if plan.retry is None:
             return compiled(data)[0]
         # If memory runs out in an XLA cluster, TensorFlow frees what it was to
         # assign to in place, and again later, which ends the process. It does
@@ -59,24 +54,21 @@ def make_step(model, function, fed_batch=None, losses=None):
     return call
 
 
-def run(model, function, data, fed_batch=None):
+def run(plan, function, data, fed_batch=None):
     """Calls a `train_step` or `test_step` with each micro-batch of a fed batch.
 
     Returns its logs. If nothing trains, `fed_batch` is `None`.
     """
-    if model.micro_batch_size is None:
-        return make_step(model, function, fed_batch)(data)
-    parts = Parts(model, data)
-    _make_trackers(model, data, trains=fed_batch is not None)
+    if not plan.is_split:
+        return make_step(plan, function, fed_batch)(data)
+    parts = MicroBatches(plan, data)
     # A data set of unknown length ends with a run without data, in which
     # nothing may change.
     with tf.control_dependencies([parts.samples]):
-        of_batch = LossLogs(model)
-    step = make_step(model, function, fed_batch, of_batch)
-    retry = model._accumulation.retry
+        of_batch = LossLogs(plan)
+    step = make_step(plan, function, fed_batch, of_batch)
+    draws = Draws(plan)
     specs = None
-
-    draws = model._accumulation.draws()
 
     def body(i, _, losses):
         nonlocal specs
@@ -85,8 +77,8 @@ def run(model, function, data, fed_batch=None):
         losses += of_batch.take()
         if tf.executing_eagerly():
             return logs, losses
-        if retry is not None:
-            retry.check(tf.compat.v1.get_default_graph())
+        if plan.retry is not None:
+            plan.retry.check(tf.compat.v1.get_default_graph())
         logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, logs)
         # `[i]`: there may be no logs.
@@ -95,7 +87,7 @@ def run(model, function, data, fed_batch=None):
 
     # What is in the logs is known when the body is traced, and not before.
     logs = None if tf.executing_eagerly() else tf.raw_ops.OptionalNone()
-    logs, losses = loop(body, parts.count, (logs, of_batch.nothing()))
+    logs, losses = for_each(body, parts.count, (logs, of_batch.nothing()))
     if specs is not None:
         logs = _value_of(logs, specs)
     return of_batch.end(logs, losses, data, parts.samples)
@@ -111,22 +103,7 @@ def _value_of(optional, specs):
     return tf.nest.pack_sequence_as(specs, values)
 
 
-def _make_trackers(model, data, trains):
-    """Makes the trackers of the losses of several outputs before the loop."""
-    _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-    if len(tf.nest.flatten(y)) == 1 or private_names.has_loss_trackers(model):
-        return
-    if not tf.executing_eagerly():
-        step = outcome.all_of(model, trains)
-        zero = tf.zeros((), tf.int64)
-        outcome.make_variables(
-            model,
-            lambda data: step(model.slice_data(data, zero, zero + 1)),
-            data,
-        )
-
-
-def loop(body, parts, state, is_apart=False):
+def for_each(body, parts, state, is_apart=False):
     """Runs all micro-batches, each when the one before is done.
 
     Returns the last state.

@@ -5,7 +5,7 @@ batch run, the trackers are registers: each holds `weight * loss` and `weight`
 of one micro-batch, or a sum and 0. In the end they get the loss of the fed
 batch, as plain Keras gives it to them:
 
-    of_batch = LossLogs(model)
+    of_batch = LossLogs(plan)
     for each micro-batch:
         of_batch.report(loss, weight, (x, y))   # in its step
         losses += of_batch.take()
@@ -18,15 +18,16 @@ they get what was in them before.
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
-from accumodel._micro_batch.split import first_leaf
 from accumodel._keras_and_tf.replicas import count_replicas
+from accumodel._micro_batch.split import first_leaf
 
 
 class LossLogs:
     """The logged losses of one fed batch. It empties the trackers."""
 
-    def __init__(self, model):
-        self._model = model
+    def __init__(self, plan):
+        self._plan = plan
+        self._model = plan.model
         self._is_reported = False
         self._before = {
             tracker: list(map(tf.identity, tracker.variables))
@@ -55,8 +56,9 @@ class LossLogs:
         trackers = self._trackers()
         if loss.shape.rank:  # without a reduction, and logged as a mean
             weight = tf.size(loss)
-        loss_weights = self._model._accumulation.loss_weights
-        weights = loss_weights.of_outputs(data, len(trackers) - 1, weight)
+        weights = self._plan.loss_weights.of_outputs(
+            data, len(trackers) - 1, weight
+        )
         for each, divisor in zip(trackers, [weight, *weights], strict=True):
             loss = each.result()
             if divisor is not None:
@@ -109,7 +111,7 @@ class LossLogs:
             # unknown, batches count equally.
             weight = first_leaf(data).shape[0]
         results = self._model.get_metrics_result()
-        if self._model._accumulation.overrides("compute_metrics"):
+        if "compute_metrics" in self._plan.overridden:
             # Its other logs may have names of metrics, too.
             names = {tracker.name for tracker in self._trackers()}
             results = {name: results[name] for name in names & results.keys()}

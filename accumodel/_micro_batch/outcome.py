@@ -1,22 +1,16 @@
 """One micro-batch after its forward pass: its loss, weight and logs."""
 
-import functools
 import inspect
 
 import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
-from accumodel._micro_batch.step import FedBatch
-from accumodel._micro_batch.step import current_step
-from accumodel._micro_batch.step import one_step
-from accumodel._micro_batch.split import count_samples
-from accumodel._keras_and_tf.replicas import count_replicas
-from accumodel._keras_and_tf.replicas import scope_of
-from accumodel._keras_and_tf.replicas import sum_over_replicas
-from accumodel._micro_batch.assignments import random_state
-from accumodel._micro_batch.weights import is_single
 from accumodel._keras_and_tf.batch_norms import trained_norms
+from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
+from accumodel._micro_batch.split import count_samples
+from accumodel._micro_batch.step import current_step
+from accumodel._micro_batch.weights import is_single
 
 
 def call_compute_loss(function, x, y, y_pred, sample_weight, training=True):
@@ -26,16 +20,15 @@ def call_compute_loss(function, x, y, y_pred, sample_weight, training=True):
     return function(x, y, y_pred, sample_weight, **arguments)
 
 
-def weigh(model, x, y, y_pred, sample_weight, loss):
+def weigh(plan, x, y, y_pred, sample_weight, loss):
     """Returns the weight of a micro-batch, of which `loss` is the loss."""
-    state = model._accumulation
-    is_known = state.overrides("micro_batch_weight")
-    is_custom = state.overrides("compute_loss") and not is_known
+    is_known = "micro_batch_weight" in plan.overridden
+    is_custom = "compute_loss" in plan.overridden and not is_known
     # Keras sums one loss per sample.
     is_sum = is_custom and not is_single(loss, (x, y))
-    weight = model.micro_batch_weight(x, y, y_pred, sample_weight)
+    weight = plan.model.micro_batch_weight(x, y, y_pred, sample_weight)
     if is_custom:
-        state.loss_weights.warn_of_result(loss)
+        plan.loss_weights.warn_of_result(loss)
     if is_sum or weight is None:
         return None
     # Tied to the data: see `GradientAccumulator._waits`.
@@ -43,7 +36,7 @@ def weigh(model, x, y, y_pred, sample_weight, loss):
         return tf.identity(weight)
 
 
-def share(model, loss, weight):
+def share(plan, loss, weight):
     """Weighs the losses of replicas that normalize together.
 
     Their gradients flow through the shared statistics to all replicas, where
@@ -59,8 +52,8 @@ def share(model, loss, weight):
     if (
         replicas == 1
         or weight is None
-        or model._accumulation.overrides("compute_loss")
-        or not any(norm.synchronized for norm in trained_norms(model))
+        or "compute_loss" in plan.overridden
+        or not any(norm.synchronized for norm in trained_norms(plan.model))
     ):
         return loss, weight
     own = tf.cast(weight, tf.float64)
@@ -71,8 +64,9 @@ def share(model, loss, weight):
     return loss, total / replicas
 
 
-def log(model, x, y, y_pred, sample_weight, loss, weight):
+def log(plan, x, y, y_pred, sample_weight, loss, weight):
     """Updates the trackers and the metrics, and returns the logs."""
+    model = plan.model
     samples = count_samples((x, y))
     # Averaged as the losses of the micro-batches make up the whole.
     tracker, *_ = private_names.loss_trackers(model)
@@ -86,15 +80,16 @@ def log(model, x, y, y_pred, sample_weight, loss, weight):
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
-def test(model, data):
+def test(plan, data):
     """Does what Keras's `test_step` does, with a micro-batch."""
+    model = plan.model
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred = model(x, training=False)
     loss = call_compute_loss(
         model.compute_loss, x, y, y_pred, sample_weight, training=False
     )
-    weight = weigh(model, x, y, y_pred, sample_weight, loss)
-    return log(model, x, y, y_pred, sample_weight, loss, weight)
+    weight = weigh(plan, x, y, y_pred, sample_weight, loss)
+    return log(plan, x, y, y_pred, sample_weight, loss, weight)
 
 
 def _loss_of_batch(loss, samples):
@@ -108,13 +103,3 @@ def _loss_of_batch(loss, samples):
     return tf.where(
         samples > 0, loss * tf.cast(count_replicas(), loss.dtype), 0
     )
-
-
-
-
-
-
-
-
-
-

@@ -25,9 +25,8 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
-from accumodel._micro_batch.step import current_graph
-from accumodel._micro_batch.step import current_step
 from accumodel._micro_batch.assignments import recorded
+from accumodel._micro_batch.step import current_graph, current_step
 
 # Philox, on CPUs and GPUs. To name it would let XLA compile it into all that
 # uses it, which takes three times as long.
@@ -37,21 +36,19 @@ _ALGORITHM = tf.random.Algorithm.AUTO_SELECT.value
 class Draws:
     """The draws of the micro-batches of one fed batch.
 
-    Args:
-        rows: Variable of two int64s: the first sample of the micro-batch, and
-            their number. A variable, since a `tf.function` in the model may be
-            traced already.
-        seeds: Dict of the states of seed generators that are known, by their
-            ids. It grows, and outlives this, see `States`.
+    The variable `plan.rows` holds two int64s: the first sample of the
+    micro-batch, and their number. A variable, since a `tf.function` in the
+    model may be traced already. The dict `plan.assigned["seeds"]` holds the
+    states of seed generators that are known, see `States`.
     """
 
-    def __init__(self, rows, seeds):
-        self._rows = rows
-        self._seeds = seeds
+    def __init__(self, plan):
+        self._rows = plan.rows
+        self._seeds = plan.assigned["seeds"]
         self._graph = current_graph()
         self._is_exact = False
         self._before: dict = {}
-        for state in list(seeds.values()):
+        for state in list(self._seeds.values()):
             self._note(state)
 
     @contextlib.contextmanager

@@ -9,9 +9,11 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf.replicas import count_replicas
-from accumodel._keras_and_tf.replicas import local_results
-from accumodel._keras_and_tf.replicas import scope_of
+from accumodel._keras_and_tf.replicas import (
+    count_replicas,
+    local_results,
+    scope_of,
+)
 
 # The names of what a batch is made of.
 _NAMES = ("x", "y", "sample_weight")
@@ -32,17 +34,15 @@ _NO_TARGETS = (
 )
 
 
-class Parts:
+class MicroBatches:
     """The micro-batches of one fed batch."""
 
-    def __init__(self, model, data):
-        self._model = model
+    def __init__(self, plan, data):
+        self._model = plan.model
         self.data = data
-        self.samples = _count_samples(
-            data, may_differ=model._accumulation.overrides("slice_data")
-        )
-        size = model._accumulation.size
-        self.count = tf.maximum(-(-self.samples // size), 1)
+        may_differ = "slice_data" in plan.overridden
+        self.samples = _count_samples(data, may_differ)
+        self.count = tf.maximum(-(-self.samples // plan.size), 1)
 
     def bounds(self, i):
         """Returns the first sample of the i-th, and the first after it."""

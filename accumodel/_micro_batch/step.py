@@ -1,4 +1,4 @@
-"""The step that is being traced: its data, its fed batch, its losses.
+"""The step that is being traced: its plan, its data, its losses.
 
 A `train_step` may be custom and call several accumulators. It runs once for
 each micro-batch of the fed batch, and all of these end the fed batch together
@@ -7,11 +7,57 @@ after the last one.
 
 import contextlib
 import contextvars
+import dataclasses
 import typing
 
 import tensorflow as tf
 
 _step: contextvars.ContextVar = contextvars.ContextVar("step", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step has to know, decided once for each trace.
+
+    Args:
+        model: The model.
+        options: The `Options` of `compile`.
+        overridden: Frozenset of the names of the methods that are the user's.
+        accumulates: Bool. Whether gradients go through an accumulator.
+        splits_at_batch_norm: Bool. Whether normalizations wait for the
+            statistics of the fed batch.
+        is_compiled: Bool. Whether XLA compiles what runs for a micro-batch.
+        size: `tf.Variable`, the most samples of a micro-batch, or `None`.
+        rows: `tf.Variable`, the samples of the present one, see `Draws`.
+        assigned: Dict of what steps are known to assign, see `States`.
+        loss_weights: The `LossWeights`.
+        retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
+        ready_accumulator: Function that returns the `GradientAccumulator` of
+            the trainable variables, which it makes the first time.
+    """
+
+    model: typing.Any
+    options: typing.Any
+    overridden: frozenset
+    accumulates: bool
+    splits_at_batch_norm: bool
+    is_compiled: bool
+    size: typing.Any
+    rows: typing.Any
+    assigned: dict
+    loss_weights: typing.Any
+    retry: typing.Any
+    ready_accumulator: typing.Any
+
+    @property
+    def is_split(self):
+        """Whether fed batches are split into micro-batches."""
+        return self.options.micro_batch_size is not None
+
+    @property
+    def needs_whole_batch(self):
+        """Whether the loss is computed once, from all outputs of a batch."""
+        return self.options.gradient_cache or self.splits_at_batch_norm
 
 
 class FedBatch:
@@ -43,7 +89,7 @@ class FedBatch:
         """
         for accumulator, sums in self.cleared.items():
             if sums:
-                accumulator._clear_first(sums)
+                accumulator._clear_if_empty(sums)
 
     def end(self, accumulators):
         """Ends the fed batch in each accumulator that it was added to.
@@ -66,13 +112,15 @@ class Step:
     """One call of a `train_step` or `test_step` with one micro-batch.
 
     Args:
+        plan: The `Plan`.
         data: The micro-batch.
         fed_batch: The `FedBatch` that it is part of. `None` if nothing trains.
         losses: The `LossLogs` to report the logged losses to, or `None`.
         is_compiled: Bool. Whether the step is compiled by XLA.
     """
 
-    def __init__(self, data, fed_batch, losses, is_compiled):
+    def __init__(self, plan, data, fed_batch, losses, is_compiled):
+        self.plan = plan
         self.data = data
         self.fed_batch = fed_batch
         self.losses = losses
@@ -108,21 +156,23 @@ class Step:
 
 
 @contextlib.contextmanager
-def one_step(data, fed_batch=None, losses=None, is_compiled=False):
+def one_step(plan, data, fed_batch=None, losses=None, is_compiled=False):
     """In it, each accumulator may be called once; see `Step`.
 
     Nothing is counted, and no weight moves, before the fed batch ends.
     """
-    token = _step.set(Step(data, fed_batch, losses, is_compiled))
+    token = _step.set(Step(plan, data, fed_batch, losses, is_compiled))
     try:
         yield
     finally:
         _step.reset(token)
 
 
-def this_step(data):
+def this_step(plan, data):
     """Returns the scope of a step if none is open, as in a custom loop."""
-    return one_step(data) if _step.get() is None else contextlib.nullcontext()
+    if _step.get() is None:
+        return one_step(plan, data)
+    return contextlib.nullcontext()
 
 
 def current_step() -> typing.Any:

@@ -21,12 +21,10 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
-from accumodel._micro_batch.step import current_step
-from accumodel._micro_batch.scalar_losses import is_no_mean
-from accumodel._micro_batch.scalar_losses import is_sum
-from accumodel._micro_batch.split import count_samples
-from accumodel._micro_batch.split import first_leaf
 from accumodel._keras_and_tf.replicas import count_replicas
+from accumodel._micro_batch.scalar_losses import is_no_mean, is_sum
+from accumodel._micro_batch.split import count_samples, first_leaf
+from accumodel._micro_batch.step import current_step
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 _SUMS = ("sum", "none", None)
@@ -81,21 +79,22 @@ class LossWeights:
         if step is not None:
             step.reductions = reductions
 
-    def weight(self, data):
+    def weight(self, plan, data):
         """Returns the weight of the micro-batch that was last computed.
 
         `None` if the loss is a sum. Raises if no weight can be right.
 
         Args:
+            plan: The `Plan`.
             data: Tuple `(x, y)` of the micro-batch.
         """
         step = current_step()
         reductions = None if step is None else step.reductions
         samples = count_samples(data)
-        if self._model._accumulation.overrides("compute_loss"):
+        if "compute_loss" in plan.overridden:
             self._warn_of_custom_loss(reductions or [], data)
             return samples
-        if not self._model._accumulation.accumulates:
+        if not plan.accumulates:
             return samples  # the caller ignores it
         if reductions is None:
             raise ValueError(
@@ -114,7 +113,7 @@ class LossWeights:
         vectors = summed_losses(self._model, data)
         if vectors:
             sources.add(None)
-        if len(sources) > 1 and self._model._accumulation.joins_outputs():
+        if len(sources) > 1 and plan.needs_whole_batch:
             return samples  # each fed batch has its own loss
         if sources == {None}:
             self._warn_of_scalars_next_to_sums(len(vectors))
@@ -154,7 +153,7 @@ class LossWeights:
         reductions = current_step().reductions or []
         if len(reductions) != outputs:  # some reduce in their own way
             return [samples] * outputs
-        is_custom = self._model._accumulation.overrides("compute_loss")
+        is_custom = "compute_loss" in current_step().plan.overridden
         weights = []
         for each in reductions:
             known = each.reduction in (*_MEANS, *_SUMS)
@@ -348,11 +347,9 @@ class LossWeights:
                 )
 
     def _warn(self, topic, message):
-        # If outputs are joined, the loss is that of the whole fed batch.
-        if (
-            topic not in self._warned
-            and not self._model._accumulation.joins_outputs()
-        ):
+        # The loss may be that of the whole fed batch, which is exact.
+        is_told = current_step().plan.needs_whole_batch or topic in self._warned
+        if not is_told:
             self._warned.add(topic)
             warnings.warn(message, stacklevel=2)
 

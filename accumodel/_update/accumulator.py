@@ -23,6 +23,7 @@ them half-added: `phase` tells, and the pending cycle is forgotten.
 """
 
 import functools
+import itertools
 import typing
 import warnings
 from collections.abc import Iterable
@@ -30,30 +31,12 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from accumodel._update import sums
-from accumodel._keras_and_tf.checks import check_accum_steps
-from accumodel._keras_and_tf.checks import check_gradients
-from accumodel._keras_and_tf.checks import check_has_weights
-from accumodel._keras_and_tf.checks import check_optimizer
-from accumodel._keras_and_tf.optimizers import scales_loss
-from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._keras_and_tf.optimizers import with_inner_optimizers
-from accumodel._micro_batch.step import current_step
+from accumodel._keras_and_tf import checks, optimizers, replicas
 from accumodel._keras_and_tf.private_names import without_own_reduction
-from accumodel._keras_and_tf.replicas import across_replicas
-from accumodel._keras_and_tf.replicas import check_cross_replica_context
-from accumodel._keras_and_tf.replicas import check_replica_context
-from accumodel._keras_and_tf.replicas import check_strategy
-from accumodel._keras_and_tf.replicas import count_replicas
-from accumodel._keras_and_tf.replicas import current_strategy
-from accumodel._keras_and_tf.replicas import local_results
-from accumodel._keras_and_tf.replicas import make_sum
-from accumodel._keras_and_tf.replicas import on_each_replica
-from accumodel._keras_and_tf.replicas import scope_of
-from accumodel._keras_and_tf.replicas import sum_over_replicas
-from accumodel._keras_and_tf.replicas import without_empty
-from accumodel._micro_batch.assignments import recorded
 from accumodel._keras_and_tf.xla import compile_update
+from accumodel._micro_batch.assignments import recorded
+from accumodel._micro_batch.step import current_step
+from accumodel._update import sums
 
 
 class _Untracked:
@@ -68,15 +51,14 @@ class _Untracked:
         self.strategy = strategy
         self.variables = variables
         self.updates: dict = {}  # compiled, by what they update and measure
-        self.meter: typing.Any = None  # see `noise_scale`
-        self.norms: typing.Any = None  # see `gradient_norm`
-        self.ends_each = False  # whether each fed batch is a cycle
+        self.observers: list = []  # see `_measure.observer`
+        self.updates_every_batch = False  # whether each fed batch is a cycle
         # What a fed batch last registered, see `FedBatch.add`.
         self.added: typing.Any = None
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
-        return {**vars(self), "updates": {}, "meter": None, "norms": None}
+        return {**vars(self), "updates": {}, "observers": []}
 
 
 class GradientAccumulator(tf.Module):
@@ -142,11 +124,11 @@ class GradientAccumulator(tf.Module):
         skip_nonfinite: bool = False,
         jit_compile: bool | typing.Literal["auto"] = False,
     ) -> None:
-        accum_steps = check_accum_steps(accum_steps)
-        check_optimizer(optimizer, skip_nonfinite)
-        strategy = current_strategy()
-        check_cross_replica_context(strategy)
-        check_strategy(strategy)
+        accum_steps = checks.check_accum_steps(accum_steps)
+        checks.check_optimizer(optimizer, skip_nonfinite)
+        strategy = replicas.current_strategy()
+        replicas.check_cross_replica_context(strategy)
+        replicas.check_strategy(strategy)
         variables = list(variables)
         sums.check_variables(variables)
         super().__init__(name="gradient_accumulator")
@@ -161,7 +143,7 @@ class GradientAccumulator(tf.Module):
         # Whether micro-batches have weights, or losses that are sums.
         self._has_weights: bool | None = None
         self._untracked = _Untracked(strategy, variables)
-        with tf.init_scope(), scope_of(strategy):
+        with tf.init_scope(), replicas.scope_of(strategy):
             # Built now: an optimizer that copies the weights into its slots
             # (ScheduleFreeAdamW) would copy nothing inside a trace.
             if not optimizer.built:
@@ -170,7 +152,7 @@ class GradientAccumulator(tf.Module):
             # Of each replica: the sum of the weights, by which the sums are
             # divided; the sum of their sizes; and the micro-batches added.
             # float64: it adds up many weights.
-            self._totals = make_sum((3,), tf.float64, "totals")
+            self._totals = replicas.make_sum((3,), tf.float64, "totals")
             self._count = sums.make_counter("pending_steps")
             self._skipped = sums.make_counter("skipped_steps")
             self._accum_steps = sums.make_counter("accum_steps")
@@ -181,10 +163,10 @@ class GradientAccumulator(tf.Module):
             # Updates for which the graph could not know that.
             self._unsure = sums.make_counter("unsure_updates")
             # Of each replica: this fed batch's micro-batches, and the skipped.
-            self._parts = make_sum((2,), tf.float64, "parts")
+            self._parts = replicas.make_sum((2,), tf.float64, "parts")
             # Of each replica: positive while a micro-batch is added, negative
             # while an update is made, otherwise 0.
-            self._phase = make_sum((), tf.float64, "phase")
+            self._phase = replicas.make_sum((), tf.float64, "phase")
         self._has_warned = False
 
     @property
@@ -204,7 +186,7 @@ class GradientAccumulator(tf.Module):
 
     @accum_steps.setter
     def accum_steps(self, value: int) -> None:
-        self._accum_steps.assign(check_accum_steps(value))
+        self._accum_steps.assign(checks.check_accum_steps(value))
 
     @property
     def pending_steps(self) -> int:
@@ -247,10 +229,12 @@ class GradientAccumulator(tf.Module):
                 gradients are `None`, if only some micro-batches have a weight,
                 or if it is called twice in one `train_step` of a model.
         """
-        gradients = check_gradients(gradients, self.variables)
-        check_replica_context(self._untracked.strategy)
+        gradients = checks.check_gradients(gradients, self.variables)
+        replicas.check_replica_context(self._untracked.strategy)
         has_weight = weight is not None
-        self._has_weights = check_has_weights(self._has_weights, has_weight)
+        self._has_weights = checks.check_has_weights(
+            self._has_weights, has_weight
+        )
         step = current_step()
         if step is not None:
             step.check_called_once(self)
@@ -261,7 +245,7 @@ class GradientAccumulator(tf.Module):
             return
         accepted = self._add(gradients, weight, self._accepts)
         end = functools.partial(self._end_step, present, self._skip_nonfinite)
-        across_replicas(end, accepted, 1 - tf.cast(accepted, tf.int64))
+        replicas.across_replicas(end, accepted, 1 - tf.cast(accepted, tf.int64))
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.
@@ -269,8 +253,8 @@ class GradientAccumulator(tf.Module):
         The sums are divided by the summed weights and passed to the optimizer,
         once.
         """
-        with scope_of(self._untracked.strategy):
-            across_replicas(self._end_cycle)
+        with replicas.scope_of(self._untracked.strategy):
+            replicas.across_replicas(self._end_cycle)
         self._warn_of_unsure_updates()
 
     def reset(self) -> None:
@@ -279,18 +263,18 @@ class GradientAccumulator(tf.Module):
         self._totals.assign(tf.zeros(3, tf.float64))
         self._count.assign(0)
         self._phase.assign(0.0)
-        if self._untracked.meter is not None:
-            self._untracked.meter.forget_cycle()
+        for each in self._untracked.observers:
+            each.forget_cycle()
 
     def _phases(self):
         """Returns what a step that failed left in `phase`, on each replica."""
-        with scope_of(self._untracked.strategy):
+        with replicas.scope_of(self._untracked.strategy):
             # Those of this worker: the others may not be here to reduce.
-            return [float(each) for each in local_results(self._phase)]
+            return [float(each) for each in replicas.local_results(self._phase)]
 
     def _forget(self):
         """Forgets the pending cycle after a step that failed."""
-        with scope_of(self._untracked.strategy):
+        with replicas.scope_of(self._untracked.strategy):
             self.reset()
             self._parts.assign(tf.zeros(2, tf.float64))
             # XLA may have freed what it was to add to.
@@ -306,7 +290,7 @@ class GradientAccumulator(tf.Module):
         accepted = self._add(gradients, weight, accepts, **kwargs)
         # One that all replicas accept together counts once. What is not
         # counted is added here, too: the end of the batch waits for it.
-        size = 1.0 if fed_batch.is_split else 1 / count_replicas()
+        size = 1.0 if fed_batch.is_split else 1 / replicas.count_replicas()
         size *= kwargs.get("may_begin", True)
         accepted = tf.cast(accepted, tf.float64)
         self._parts.assign_add([accepted * size, (1 - accepted) * size])
@@ -317,28 +301,24 @@ class GradientAccumulator(tf.Module):
         may_be_nothing = self._skip_nonfinite or is_conditional
         parts = tf.identity(self._parts)
         if may_be_nothing:
-            (parts,) = sum_over_replicas([parts])
+            (parts,) = replicas.sum_over_replicas([parts])
         self._parts.assign(tf.zeros_like(parts))
         added, skipped = tf.unstack(parts)
         end = functools.partial(
             self._end_step,
             present,
             may_be_nothing,
-            is_last=self._untracked.ends_each,
+            is_last=self._untracked.updates_every_batch,
         )
         skipped = tf.cast(tf.round(skipped), tf.int64)
-        across_replicas(end, added > 0, skipped)
+        replicas.across_replicas(end, added > 0, skipped)
 
     def _add(self, gradients, weight, accepts, share=1.0, may_begin=True):
         """Adds a micro-batch to this replica's sums, without the others.
 
-        Args:
-            gradients: List, see `accumulate`.
-            weight: Scalar or `None`, see `accumulate`.
-            accepts: Function. Whether to add it, given both.
-            share: How much of the weight to add to the total. Less than 1 if
-                several gradients, each with the whole weight, add up to one.
-            may_begin: Bool. Whether it is no more of one that was added.
+        If several gradients, each with the whole weight, add up to one of a
+        micro-batch, `share` is how much of the weight each adds to the total,
+        and only the first ones may begin a cycle.
 
         Returns:
             Scalar bool tensor. Whether it was added, after all of it was.
@@ -353,17 +333,16 @@ class GradientAccumulator(tf.Module):
             is_used = tf.not_equal(weight, 0)
             gradients = [sums.or_zeros(is_used, each) for each in gradients]
         elif divides:
-            gradients = without_empty(gradients, weight)
+            gradients = replicas.without_empty(gradients, weight)
         accepted = accepts(gradients, weight)
         # Keras divides the loss of each replica by their number, unless it is
         # a sum. The sums are those of one device.
         scale = tf.cast(weight, tf.float64)
         if divides:
-            scale *= count_replicas()
+            scale *= replicas.count_replicas()
         in_fit = step is not None and step.fed_batch is not None
         with tf.control_dependencies([self._begin(scale, in_fit)]):
             is_first = self._is_empty()
-        meter = self._untracked.meter
         amount = tf.ones((), tf.float64)
         if is_compiled and self._skip_nonfinite:
             # A condition in an XLA cluster would carry all sums through it.
@@ -373,9 +352,9 @@ class GradientAccumulator(tf.Module):
 
         @recorded()
         def add():
-            if meter is not None:
-                measured = weight if divides else None
-                meter.add(gradients, self.variables, measured, is_first, amount)
+            for each in self._untracked.observers:
+                given = weight if divides else None
+                each.add(gradients, self.variables, given, is_first, amount)
             triples = [*zip(self._sums, gradients, self.variables, strict=True)]
             how = triples, scale, is_first if may_begin else None
             if is_compiled:
@@ -434,7 +413,7 @@ class GradientAccumulator(tf.Module):
         is_good = self._is_good(gradients, weight)
         if not self._skip_nonfinite:
             return is_good
-        (bad,) = sum_over_replicas([tf.cast(~is_good, tf.float32)])
+        (bad,) = replicas.sum_over_replicas([tf.cast(~is_good, tf.float32)])
         return tf.equal(bad, 0)
 
     def _is_empty(self):
@@ -444,56 +423,56 @@ class GradientAccumulator(tf.Module):
         """
         return tf.equal(self._totals[2], 0)
 
-    def _clear_if_empty(self):
-        sums.clear(self._sums, self._is_empty())
+    def _clear_if_empty(self, these):
+        """Clears some of the sums if they are those of an earlier cycle."""
+        sums.clear(these, self._is_empty())
 
-    def _clear_first(self, sums):
-        """Clears sums before the first micro-batch of a cycle."""
-        sums.clear(sums, self._is_empty())
+    def _reduce(self, present):
+        """Returns the `Cycle` of all replicas, and what observers added."""
+        observers = self._untracked.observers
+        # In the widest dtype of the sums, so as to travel with them.
+        widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
+        values = [self._totals, *(each.sums for each in observers)]
+        values = [v if v is None else tf.cast(v, widest) for v in values]
+        values += [
+            total if is_present else None
+            for total, is_present in zip(self._sums, present, strict=True)
+        ]
+        totals, *values = replicas.sum_over_replicas(values)
+        cycle = sums.Cycle(
+            totals,
+            values[len(observers) :],
+            self.variables,
+            # Not a division of each sum: XLA would store all quotients at once.
+            1 / sums.make_divisor(totals[0], totals[1]),
+            self._loss_scale(),
+            optimizers.scales_loss(self.optimizer),
+        )
+        return cycle, values[: len(observers)]
 
     def _apply_gradients(self, present):
         """Passes the reduced and divided sums to the optimizer.
 
         Returns:
-            Tuple of what the meter measured of this cycle, of the norm of its
-            gradient, if they are wanted, and of whether there was an update.
-            They are there when all variables are updated.
+            Tuple of whether there was an update, and a list of what each
+            observer measured. They are there when all variables are updated.
         """
-        summed = [
-            total if is_present else None
-            for total, is_present in zip(self._sums, present, strict=True)
-        ]
-        # In the widest dtype of the sums, so as to travel with them.
-        widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
-        meter = self._untracked.meter
-        measured = None if meter is None else tf.cast(meter.sums, widest)
-        totals = tf.cast(self._totals, widest)
-        totals, measured, *summed = sum_over_replicas([totals, measured, *summed])
-        if meter is not None:
-            measured = meter.measure(
-                measured, totals, summed, self.variables, self._loss_scale()
+        cycle, observed = self._reduce(present)
+        measured = [
+            each.measure(cycle, own)
+            for each, own in zip(
+                self._untracked.observers, observed, strict=True
             )
-        # Not a division of each sum: XLA would store all quotients at once.
-        factor = 1 / sums.make_divisor(totals[0], totals[1])
-        norm = None
-        if self._untracked.norms is not None:
-            norm = tf.sqrt(sums.squared_norm(summed, self.variables))
-            norm *= tf.cast(factor, tf.float64) / self._loss_scale()
+        ]
         gradients = (
-            sums.multiply(total, factor, variable)
-            for total, variable in zip(summed, self.variables, strict=True)
+            sums.multiply(total, cycle.factor, variable)
+            for total, variable in zip(cycle.sums, self.variables, strict=True)
         )
         is_update = self._pass_on(gradients)
-        if norm is not None and scales_loss(self.optimizer):
-            is_update &= tf.math.is_finite(norm)  # else it overflowed
         # What reads a variable waits for what assigns to it.
-        with tf.control_dependencies(
-            [tf_variable(each).read_value() for each in self.variables]
-        ):
-            return tuple(
-                tf.identity(0.0 if each is None else each)
-                for each in (measured, norm, is_update)
-            )
+        waits = map(optimizers.tf_variable, self.variables)
+        with tf.control_dependencies([each.read_value() for each in waits]):
+            return tf.identity(is_update), list(map(tf.identity, measured))
 
     def _loss_scale(self):
         return tf.cast(self.optimizer.scale_loss(tf.ones(())), tf.float64)
@@ -510,7 +489,7 @@ class GradientAccumulator(tf.Module):
                 list(gradients),
                 self.variables,
                 self._loss_scale(),
-                scales_loss(self.optimizer),
+                optimizers.scales_loss(self.optimizer),
             )
 
         def apply():
@@ -530,21 +509,16 @@ class GradientAccumulator(tf.Module):
     ):
         """Counts the fed batch, and updates if it is the cycle's last.
 
-        Args:
-            present: Tuple of bools, which variables got a gradient.
-            may_be_nothing: Bool. Whether `accepted` may be false.
-            accepted: Bool of each replica, all alike. Whether it was added.
-            skipped: Int of each replica, all alike. The micro-batches of it
-                that were not.
-            is_last: Bool. Whether it is known to be the last of its cycle.
+        `accepted`, whether it was added, and `skipped`, how many micro-batches
+        of it were not, are of each replica, and all alike.
         """
         # All of them: another replica may still fail, and then no weight moves.
-        waits = local_results(accepted)
-        accepted, skipped = waits[0], local_results(skipped)[0]
+        waits = replicas.local_results(accepted)
+        accepted, skipped = waits[0], replicas.local_results(skipped)[0]
 
         def count():
-            if may_be_nothing and count_replicas() > 1:
-                on_each_replica(self._clear_if_empty)
+            if may_be_nothing and replicas.count_replicas() > 1:
+                replicas.on_each_replica(self._clear_if_empty, self._sums)
             is_begun = self._count > 0
             self._given.assign((self._given & is_begun) | present)
             self._count.assign_add(1)
@@ -583,7 +557,9 @@ class GradientAccumulator(tf.Module):
             self._unsure.assign_add(tf.cast(is_unsure, tf.int64))
             self._update_variables(everything)
 
-        begun = [each.read_value() for each in local_results(self._phase)]
+        begun = [
+            each.read_value() for each in replicas.local_results(self._phase)
+        ]
         with tf.control_dependencies(begun):
             if expected == everything:
                 update_all()
@@ -603,8 +579,7 @@ class GradientAccumulator(tf.Module):
             self._reduce_and_apply(present)
             return
         updates = self._untracked.updates
-        measured = self._untracked.meter, self._untracked.norms
-        key = (present, *(each is None for each in measured))
+        key = present, *self._untracked.observers
         if key not in updates:
             updates[key] = compile_update(
                 functools.partial(self._reduce_and_apply, present),
@@ -614,15 +589,16 @@ class GradientAccumulator(tf.Module):
         updates[key]()
 
     def _reduce_and_apply(self, present):
-        with without_own_reduction(with_inner_optimizers(self.optimizer)):
-            measured, *norm = on_each_replica(self._apply_gradients, present)
-        if self._untracked.norms is not None:
-            norm, is_update = (local_results(each)[0] for each in norm)
-            sums.add_norm(self._untracked.norms, norm, is_update)
-        if self._untracked.meter is not None:
-            self._untracked.meter.average(local_results(measured)[0])
+        own = optimizers.with_inner_optimizers(self.optimizer)
+        with without_own_reduction(own):
+            results = replicas.on_each_replica(self._apply_gradients, present)
+        results = list(map(replicas.local_results, tf.nest.flatten(results)))
+        (is_update, *_), *measured = results
+        observers = self._untracked.observers
+        for each, (value, *_) in zip(observers, measured, strict=True):
+            each.record(value, is_update)
         # Not before all weights have moved: until then `phase` says so.
-        with tf.control_dependencies(local_results(measured)):
+        with tf.control_dependencies([*itertools.chain(*results)]):
             self.reset()
 
     def _warn_of_unsure_updates(self):

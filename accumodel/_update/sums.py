@@ -1,17 +1,37 @@
 """The sums of the gradients: make, add, divide, measure and process them."""
 
 import math
+import typing
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf.optimizers import overwrites
-from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._keras_and_tf.replicas import count_replicas
-from accumodel._keras_and_tf.replicas import make_sum
+from accumodel._keras_and_tf.optimizers import overwrites, tf_variable
+from accumodel._keras_and_tf.replicas import count_replicas, make_sum
 from accumodel._micro_batch.assignments import recorded
 
 # Weights that cancel leave a total that is rounding, next to their sizes.
 _CANCELLED = 1e-9
+
+
+class Cycle(typing.NamedTuple):
+    """What observers are told of a cycle that ends.
+
+    Args:
+        totals: Tensor over all replicas: the sum of the weights, that of their
+            sizes, and the number of micro-batches.
+        sums: List of the sums of the gradients over all replicas, or `None`.
+        variables: List of the variables.
+        factor: Scalar, by which the sums are multiplied.
+        loss_scale: Scalar, what the losses were scaled by.
+        may_overflow: Bool. Whether a cycle that overflowed makes no update.
+    """
+
+    totals: typing.Any
+    sums: list
+    variables: list
+    factor: typing.Any
+    loss_scale: typing.Any
+    may_overflow: bool
 
 
 def check_variables(variables):
@@ -225,15 +245,6 @@ def _squared_norm(gradient):
     if gradient.dtype in (tf.float16, tf.bfloat16):
         gradient = tf.cast(gradient, tf.float32)
     return tf.cast(2 * tf.nn.l2_loss(gradient), tf.float64)
-
-
-def add_norm(norms, norm, is_update):
-    """Adds the norm of a gradient, once for all replicas, if it is applied."""
-    last, total, updates = tf.unstack(norms)
-    last = tf.where(is_update, norm, last)
-    total = tf.where(is_update, total + norm, total)
-    updates += tf.cast(is_update, updates.dtype)
-    norms.assign(tf.stack([last, total, updates]))
 
 
 def process(function, gradients, variables, scale, may_overflow):

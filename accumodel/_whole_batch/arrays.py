@@ -3,10 +3,9 @@
 import keras
 import tensorflow as tf
 
+from accumodel._micro_batch.assignments import States, random_state
+from accumodel._micro_batch.loop import for_each
 from accumodel._micro_batch.split import on_host
-from accumodel._micro_batch.assignments import States
-from accumodel._micro_batch.assignments import random_state
-from accumodel._micro_batch.loop import loop
 
 
 def collect(run_part, parts, begin=None, is_apart=False):
@@ -36,7 +35,7 @@ def collect(run_part, parts, begin=None, is_apart=False):
             ]
         return (written,)
 
-    (arrays,) = loop(body, parts.count, (arrays,), is_apart)
+    (arrays,) = for_each(body, parts.count, (arrays,), is_apart)
     if tf.executing_eagerly():
         for array in arrays:  # else TensorFlow warns of those that are not
             array.mark_used()
@@ -96,7 +95,7 @@ def _tensors(nested):
     return [leaf for leaf in tf.nest.flatten(nested) if leaf is not None]
 
 
-def check_no_pairs(model, parts, outputs):
+def check_no_pairs(plan, parts, outputs):
     """Raises if another axis of an output grows with the samples.
 
     Such as the similarities of all pairs of samples: those of two parts would
@@ -115,12 +114,14 @@ def check_no_pairs(model, parts, outputs):
     )
     if (
         not is_suspect
-        or model._accumulation.overrides("slice_data")
+        or "slice_data" in plan.overridden
         or not all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(x))
     ):
         return
     for two, three in zip(
-        _shapes_of(model, x, 2), _shapes_of(model, x, 3), strict=True
+        _shapes_of(plan.model, x, 2),
+        _shapes_of(plan.model, x, 3),
+        strict=True,
     ):
         if None not in (two.rank, three.rank) and any(
             a is not None and b is not None and a != b

@@ -27,21 +27,18 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._whole_batch import arrays
-from accumodel._keras_and_tf import private_names
-from accumodel._micro_batch import outcome
-from accumodel._keras_and_tf import replicas
-from accumodel._micro_batch.outcome import loop
-from accumodel._whole_batch import sync_batch_norm
-from accumodel._micro_batch import weights
+from accumodel._keras_and_tf import private_names, replicas
+from accumodel._micro_batch import loop, outcome, weights
+from accumodel._micro_batch.assignments import (
+    States,
+    check_assignments,
+    nodes_of,
+)
+from accumodel._micro_batch.random_numbers import Draws
+from accumodel._micro_batch.split import MicroBatches, count_samples, first_leaf
 from accumodel._micro_batch.step import one_step
 from accumodel._update.accumulators import build_optimizer
-from accumodel._micro_batch.split import Parts
-from accumodel._micro_batch.split import count_samples
-from accumodel._micro_batch.split import first_leaf
-from accumodel._micro_batch.assignments import States
-from accumodel._micro_batch.assignments import check_assignments
-from accumodel._micro_batch.assignments import nodes_of
+from accumodel._whole_batch import arrays, sync_batch_norm
 
 # What begins the names of operations that a second pass would not repeat.
 _RANDOM = (
@@ -99,45 +96,46 @@ class WholeModel:
         return self._model(x, training=self.is_training), [], []
 
 
-def train(model, fed_batch, data):
+def train(plan, fed_batch, data):
     """Trains on one fed batch, which the caller ends. Returns the logs."""
+    model = plan.model
     stages = [WholeModel(model)]
-    if model._accumulation.cuts_at_norms():
+    if plan.splits_at_batch_norm:
         stages = sync_batch_norm.cut(model)
-    parts = Parts(model, data)
-    whole, passes = _forward(model, stages, parts)
-    arrays.check_no_pairs(model, parts, whole.outputs)
+    parts = MicroBatches(plan, data)
+    whole, passes = _forward(plan, stages, parts)
+    arrays.check_no_pairs(plan, parts, whole.outputs)
     states = passes[-1].states
-    with one_step(data, fed_batch):
-        own, cache, weight, log = _differentiate(model, states, data, whole)
+    with one_step(plan, data, fed_batch):
+        own, cache, weight, log = _differentiate(plan, states, data, whole)
         if not model.trainable_variables:
             model.accumulate_gradients([])  # says so
             return log()
         is_cached = any(each is not None for each in cache)
         if not is_cached and all(each is None for each in own):
             model.accumulate_gradients(own)  # says what is wrong
-    adder = _Adder(model, fed_batch, weight)
+    adder = _Adder(plan, fed_batch, weight)
     if is_cached:
         _backward(passes, cache, adder)
     # Nothing else adds to the total if the loss does not use the outputs.
-    with one_step(data, fed_batch):
+    with one_step(plan, data, fed_batch):
         adder.add(own, 1.0)
-    with one_step(data):
+    with one_step(plan, data):
         return log()
 
 
-def test(model, data):
+def test(plan, data):
     """Evaluates one fed batch, see `train`."""
-    stages = [WholeModel(model, is_training=False)]
-    whole, passes = _forward(model, stages, Parts(model, data))
+    stages = [WholeModel(plan.model, is_training=False)]
+    whole, passes = _forward(plan, stages, MicroBatches(plan, data))
     states = passes[-1].states
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    with one_step(data), states.recorded():
+    with one_step(plan, data), states.recorded():
         loss = _compute_loss(
-            model, states, x, y, sample_weight, whole, training=False
+            plan.model, states, x, y, sample_weight, whole, training=False
         )
     samples = count_samples((x, y))
-    step = (model, x, y, whole.outputs, sample_weight, loss, samples)
+    step = (plan, x, y, whole.outputs, sample_weight, loss, samples)
     return outcome.log(*step)
 
 
@@ -155,11 +153,12 @@ class _Pass:
         made: What it `Made` of all parts.
     """
 
-    def __init__(self, model, number, stage, parts, kept, statistics):
-        self._model, self.stage, self._parts = model, stage, parts
+    def __init__(self, plan, number, stage, parts, kept, statistics):
+        self._plan, self.stage, self._parts = plan, stage, parts
+        self._model = plan.model
         self._kept, self._statistics = kept, statistics
         self._tape: typing.Any = None
-        self.states = States(model._accumulation.assigned[number])
+        self.states = States(plan.assigned[number])
         self.made: typing.Any = None
 
     def _arguments(self, i):
@@ -186,33 +185,32 @@ class _Pass:
 
     def forward(self):
         """Runs the stage on all parts."""
-        parts, model = self._parts, self._model
+        parts, plan = self._parts, self._plan
 
         def run(arguments):
             arguments, i = arguments
             made = self._run(*arguments)
-            _check_outputs(model, made.outputs, made.losses, arguments[0])
+            _check_outputs(plan, made.outputs, made.losses, arguments[0])
             losses = [
                 each if each.shape.rank else _scale(each, parts.share(i))
                 for each in made.losses
             ]
             return made._replace(losses=losses)
 
-        run = loop.make_step(model, run)
-
-        draws = model._accumulation.draws()
+        run = loop.make_step(plan, run)
+        draws = Draws(plan)
 
         def run_part(i):
             with parts.draws_of(draws, i):
                 *rows, kept, moments = run((self._arguments(i), i))
             rows = arrays.map_present(
-                functools.partial(_with_length, model, parts, i), rows
+                functools.partial(_with_length, plan, parts, i), rows
             )
             return Made._make([*rows, kept, moments])
 
         def begin(graph):
             if self.stage.is_training:
-                _check_can_repeat(model, graph)
+                _check_can_repeat(plan, graph)
             # Nothing may change in a run without data, see `_slices`.
             with tf.control_dependencies([parts.samples]):
                 self.states.save()
@@ -223,9 +221,7 @@ class _Pass:
             run_part, parts, begin, self.stage.is_apart
         )
         samples = first_leaf(parts.data).shape[0]
-        rows = arrays.map_present(
-            functools.partial(arrays.join, samples), rows
-        )
+        rows = arrays.map_present(functools.partial(arrays.join, samples), rows)
         moments = [array.stack() for array in moments]
         self.made = Made._make([*rows, kept, moments])
         self._kept.update(zip(self.stage.keeps, kept, strict=True))
@@ -273,7 +269,7 @@ class _Pass:
             adder.add(own, share)
             return arrays.map_present(tf.convert_to_tensor, rest)
 
-        replay = loop.make_step(self._model, replay, adder.fed_batch)
+        replay = loop.make_step(self._plan, replay, adder.fed_batch)
         before = [by_kept.get(place) for place in stage.takes]
 
         def run_part(draws, i):
@@ -290,9 +286,8 @@ class _Pass:
             return by_taken, rest
 
         with self.states.rolled_back():
-            draws = self._model._accumulation.draws()
             by_taken, rest = arrays.collect(
-                functools.partial(run_part, draws),
+                functools.partial(run_part, Draws(self._plan)),
                 self._parts,
                 # The condition to begin the sums would hold all gradients.
                 is_apart=stage.is_apart and adder.has_begun,
@@ -321,9 +316,9 @@ class _Adder:
         has_begun: Bool. Whether a stage has added some.
     """
 
-    def __init__(self, model, fed_batch, weight):
+    def __init__(self, plan, fed_batch, weight):
         self.fed_batch = fed_batch
-        self._accumulator = model._accumulation.ready_accumulator()
+        self._accumulator = plan.ready_accumulator()
         self._weight = weight
         self.has_begun = self._has_added = False
 
@@ -344,13 +339,13 @@ class _Adder:
         self.fed_batch.cleared.clear()
 
 
-def _forward(model, stages, parts):
+def _forward(plan, stages, parts):
     """Runs all stages. Returns what they make of the batch, and the passes."""
     kept: dict = {}
     statistics: dict = {}
     passes: list = []
     for number, stage in enumerate(stages):
-        passes.append(_Pass(model, number, stage, parts, kept, statistics))
+        passes.append(_Pass(plan, number, stage, parts, kept, statistics))
         passes[-1].forward()
     for call in stages[-1].moves:
         sync_batch_norm.move_averages(call, statistics[id(call)])
@@ -417,14 +412,14 @@ def _has_gradient(tensor):
     )
 
 
-def _with_length(model, parts, i, leaf):
+def _with_length(plan, parts, i, leaf):
     """Returns a tensor whose rows are seen to be the samples of the part."""
     if not leaf.shape.rank:
         return leaf
     begin, end = parts.bounds(i)
     samples = end - begin
     length = tf.shape(leaf, tf.int64)[0]
-    message = _OTHER_AXIS.format(_option(model))
+    message = _OTHER_AXIS.format(_option(plan))
     check = tf.raw_ops.Assert(
         condition=tf.equal(length, samples),
         data=[message, "length", length, "of samples", samples],
@@ -433,9 +428,9 @@ def _with_length(model, parts, i, leaf):
         return tf.identity(leaf)
 
 
-def _option(model):
+def _option(plan):
     """Returns the argument of `compile` that the whole batch is joined for."""
-    is_cache = model._accumulation.options.gradient_cache
+    is_cache = plan.options.gradient_cache
     return "gradient_cache" if is_cache else "sync_batch_norm"
 
 
@@ -469,7 +464,7 @@ def _scale(value, share):
 # -- 2. The loss of the batch --------------------------------------------------
 
 
-def _differentiate(model, states, data, whole):
+def _differentiate(plan, states, data, whole):
     """Computes the loss of the batch, and its gradients.
 
     Returns:
@@ -478,6 +473,7 @@ def _differentiate(model, states, data, whole):
         losses; the weight of the fed batch; and a function that updates the
         metrics and returns the logs.
     """
+    model = plan.model
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     sources = tf.nest.flatten([whole.outputs, whole.losses])
     places = [i for i, each in enumerate(sources) if _has_gradient(each)]
@@ -488,9 +484,9 @@ def _differentiate(model, states, data, whole):
             loss = _compute_loss(
                 model, states, x, y, sample_weight, whole, training=True
             )
-        step = (model, x, y, whole.outputs, sample_weight, loss)
+        step = (plan, x, y, whole.outputs, sample_weight, loss)
         own_weight = outcome.weigh(*step)
-        shared_loss, weight = outcome.share(model, loss, own_weight)
+        shared_loss, weight = outcome.share(plan, loss, own_weight)
         build_optimizer(model)
         scaled_loss = model.optimizer.scale_loss(shared_loss)
     own, gradients = tape.gradient(
@@ -502,7 +498,7 @@ def _differentiate(model, states, data, whole):
             cache[i] = tf.convert_to_tensor(gradient)
     samples = count_samples((x, y))
     log = functools.partial(outcome.log, *step, samples)
-    if model._accumulation.overrides("compute_loss"):
+    if "compute_loss" in plan.overridden:
         weight, own = _as_keras(weight, own, samples)
     # Regularizers do not depend on the data: see `GradientAccumulator._waits`.
     with tf.control_dependencies([loss]):
@@ -550,7 +546,7 @@ def _compute_loss(model, states, x, y, sample_weight, whole, training):
 # -- checks --------------------------------------------------------------------
 
 
-def _check_outputs(model, outputs, losses, part):
+def _check_outputs(plan, outputs, losses, part):
     """Raises unless the outputs and added losses can be joined and cut."""
     samples = tf.TensorShape([None])
     if part is not None:
@@ -565,7 +561,7 @@ def _check_outputs(model, outputs, losses, part):
     for name, output in named:
         if not isinstance(output, tf.Tensor):
             raise ValueError(
-                f"With `{_option(model)}=True`, the outputs of the model must "
+                f"With `{_option(plan)}=True`, the outputs of the model must "
                 "be dense tensors. Convert ragged and sparse ones by "
                 f"`to_tensor()` or `tf.sparse.to_dense`. Received: {name} of "
                 f"type {type(output).__name__}"
@@ -574,22 +570,22 @@ def _check_outputs(model, outputs, losses, part):
         if output.shape.rank is None or (
             output.shape[:1].as_list() != samples.as_list()
         ):
-            message = _OTHER_AXIS.format(_option(model))
+            message = _OTHER_AXIS.format(_option(plan))
             raise ValueError(
                 f"{message} Received: {name} of shape {output.shape}"
             )
 
 
-def _check_can_repeat(model, graph):
+def _check_can_repeat(plan, graph):
     """Raises if a forward pass would not be the same a second time."""
     for node in nodes_of(graph):
         if node.op.startswith(_RANDOM) or node.op.endswith("CandidateSampler"):
             raise ValueError(
-                f"With `{_option(model)}=True`, the model is called twice and "
+                f"With `{_option(plan)}=True`, the model is called twice and "
                 "must draw the same random numbers, which `tf.random` does "
                 "not. Use `keras.random` or a layer of Keras. "
                 f"Received: the operation {node.op} ('{node.name}')"
             )
     check_assignments(
-        graph, f"With `{_option(model)}=True`, the model is called twice"
+        graph, f"With `{_option(plan)}=True`, the model is called twice"
     )

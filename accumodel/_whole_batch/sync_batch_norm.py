@@ -18,10 +18,9 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.batch_norms import compute_moments, trained_norms
 from accumodel._keras_and_tf.construction import KerasFunctional
 from accumodel._keras_and_tf.replicas import sum_over_replicas
-from accumodel._keras_and_tf.batch_norms import compute_moments
-from accumodel._keras_and_tf.batch_norms import trained_norms
 
 
 class _Call(typing.NamedTuple):
