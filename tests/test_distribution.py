@@ -697,8 +697,8 @@ SYNC = {"sync_batch_norm": True, "micro_batch_size": 3}
     "kwargs",
     [
         SYNC,
-        {**SYNC, "micro_batch_size": "auto"},
-        {**SYNC, "gradient_cache": True},
+        slow({**SYNC, "micro_batch_size": "auto"}),
+        slow({**SYNC, "gradient_cache": True}),
         {"accum_steps": 2},
     ],
     ids=str,

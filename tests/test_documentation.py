@@ -48,7 +48,7 @@ def find_programs():
             yield pytest.param("\n".join(snippets), id=name, marks=marks)
 
 
-OFTEN = ("exactness", "quickstart")  # the other notebooks run once a week
+OFTEN = ("quickstart",)  # the other notebooks run once a week
 
 
 @pytest.mark.parametrize(
@@ -134,20 +134,25 @@ def test_the_site_builds_without_a_warning(tmp_path):
         assert f'id="accumodel.{member.id}"' in reference
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        (slow if path.stem in OFTEN else weekly)(path)
-        for path in sorted(ROOT.glob("notebooks/*.ipynb"))
-    ],
-    ids=lambda path: path.name,
-)
-def test_notebooks_run_and_hold_their_outputs(path):
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_hold_the_outputs_of_one_run(path):
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == [
         i + 1 for i in range(len(code))
     ]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [(slow if path.stem in OFTEN else weekly)(path) for path in NOTEBOOKS],
+    ids=lambda path: path.name,
+)
+def test_notebooks_run(path):
+    notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=300).execute()
 
 
@@ -230,7 +235,7 @@ def figures_of(command, tmp_path):
             "speed --models embedding --steps 2 --jit on --rounds=1 --calls=2",
             1,
         ),
-        slow("memory --sizes 16", 4),
+        weekly("memory --sizes 16", 4),
         weekly("noise_scale --epochs=4", 4),
         weekly("batch_norm --epochs=1 --seeds=1", 3),
     ],
@@ -262,7 +267,7 @@ def test_the_benchmark_of_memory_lets_it_run_out(size, arguments, tmp_path):
     assert auto["difference"] < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.skipif(sys.platform != "linux", reason="resets a peak")
 def test_the_benchmark_of_memory_counts_copies(tmp_path, monkeypatch):
     # Neither a process each nor a large model: the figures mean nothing.
@@ -291,7 +296,7 @@ def test_benchmarks_measure_what_a_callback_adds():
     callback.on_epoch_end(0)  # warns if it has measured nothing
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_benchmark_of_features_compares_them_with_slices(tmp_path):
     command = "features --models tiny --jit off --rounds=1 --calls=8"
     (row,) = figures_of(command, tmp_path)
@@ -308,7 +313,7 @@ def test_the_benchmark_of_workers_counts_one_reduction_in_a_cycle(tmp_path):
     assert row["one a micro-batch"]["reductions"] == 1.5
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_comparison_with_keras_finds_accumodel_exact(tmp_path, monkeypatch):
     *_, long = exactness.ROUNDING
     short = dataclasses.replace(long, samples=320)

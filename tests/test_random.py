@@ -353,7 +353,7 @@ def test_what_cannot_begin_in_the_middle_differs_in_each_micro_batch(draw):
 
 
 @pytest.mark.parametrize(
-    "name", [slow("EfficientNetB0"), weekly("NASNetMobile")]
+    "name", [weekly("EfficientNetB0"), weekly("NASNetMobile")]
 )
 def test_applications_with_their_dropout_on(name):
     rng = np.random.default_rng(0)

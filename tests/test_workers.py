@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import worker
-from helpers import distance
+from helpers import distance, weekly
 
 from accumodel import AccumulatingModel
 from benchmarks.workers import free_ports, run_tasks, run_workers, tf_configs
@@ -85,7 +85,7 @@ def test_steps_per_execution_is_refused_on_several_workers(monkeypatch):
         model.compile("sgd", "mse", accum_steps=2, steps_per_execution=2)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_dead_worker_stops_the_others_and_a_restart_goes_on(
     expected, tmp_path
 ):
@@ -145,7 +145,7 @@ def check_saved(path):
 @pytest.mark.parametrize(
     ("program", "make_environments"),
     [
-        ("slurm.py", slurm_job),
+        weekly("slurm.py", slurm_job),
         ("vertex_ai.py", lambda: tf_configs([("chief", 0), ("worker", 0)])),
     ],
 )
