@@ -38,7 +38,7 @@ def test_sdist_holds_what_the_tests_need(sdist):
         ".ci/*",
         "CITATION.cff",
         "LICENSE",
-        "accumodel/*.py",
+        "accumodel/**/*.py",
         "benchmarks/*.py",
         "docs/**/*.*",
         "examples/*.py",

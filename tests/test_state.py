@@ -707,3 +707,19 @@ def test_a_keras_file_whose_cycle_is_damaged_is_refused(tmp_path):
             archive.writestr(name, data)
     with pytest.raises(ValueError, match="is damaged"):
         keras.models.load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("accumulator", "GradientAccumulator"),
+        ("batch_norm", "recalibrate_batch_norm"),
+        ("callbacks", "AccumStepsScheduler"),
+        ("gradient_norm", "GradientNorm"),
+        ("model", "Functional"),
+        ("noise_scale", "GradientNoiseScale"),
+    ],
+)
+def test_pickles_find_what_has_moved_since(module, name):
+    found = pickle.loads(f"caccumodel.{module}\n{name}\n.".encode())
+    assert found.__name__ == name
