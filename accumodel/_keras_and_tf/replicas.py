@@ -124,7 +124,7 @@ def local_results(value):
 
 
 def scope_of(strategy):
-    """Returns what makes `strategy` the current one, if it is one at all."""
+    """Returns a context that enters `strategy`, unless it is `None`."""
     if strategy is None or tf.distribute.get_strategy() is strategy:
         return contextlib.nullcontext()
     return strategy.scope()

@@ -10,7 +10,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.step import current_graph
 
-# What begins the names of operations that take a variable, a table or the like,
+# Prefixes of the types of operations that take a variable, a table or the like,
 # and leave it as it is. Of random numbers, `_stages` says more.
 _HARMLESS = (
     "Collective",

@@ -40,7 +40,7 @@ from accumodel._micro_batch.step import one_step
 from accumodel._update.accumulators import build_optimizer
 from accumodel._whole_batch import arrays, sync_batch_norm
 
-# What begins the names of operations that a second pass would not repeat.
+# Prefixes of the types of operations that a second pass would not repeat.
 _RANDOM = (
     "Multinomial",
     "ParameterizedTruncatedNormal",
@@ -60,7 +60,7 @@ _OTHER_AXIS = (
 )
 
 
-class Made(typing.NamedTuple):
+class StageOutputs(typing.NamedTuple):
     """What a stage makes of one part of a batch, or of all parts.
 
     Args:
@@ -114,7 +114,7 @@ def train(plan, fed_batch, data):
         is_cached = any(each is not None for each in cache)
         if not is_cached and all(each is None for each in own):
             model.accumulate_gradients(own)  # says what is wrong
-    adder = _Adder(plan, fed_batch, weight)
+    adder = _GradientSink(plan, fed_batch, weight)
     if is_cached:
         _backward(passes, cache, adder)
     # Nothing else adds to the total if the loss does not use the outputs.
@@ -139,7 +139,7 @@ def test(plan, data):
     return outcome.log(*step)
 
 
-class _Pass:
+class _StageRun:
     """One stage in one step.
 
     Args:
@@ -150,7 +150,7 @@ class _Pass:
 
     Attributes:
         states: The `States`, which begin with this stage.
-        made: What it `Made` of all parts.
+        made: `StageOutputs` of all parts.
     """
 
     def __init__(self, plan, number, stage, parts, kept, statistics):
@@ -172,14 +172,16 @@ class _Pass:
         return part, taken, statistics
 
     def _run(self, part, taken, statistics):
-        """Runs the stage on a part. Returns what it `Made`."""
+        """Runs the stage on a part. Returns its `StageOutputs`."""
         x, *_ = keras.utils.unpack_x_y_sample_weight(part)
         with self.states.recorded() as scope:
             outputs, kept, moments = self.stage.run(scope, x, taken, statistics)
             losses = weights.added_losses(self._model)
             self.states.owners = _owners(self._model, losses)
         masks = list(map(private_names.mask_of, tf.nest.flatten(outputs)))
-        return Made(outputs, masks, _reduced(losses, part), kept, moments)
+        return StageOutputs(
+            outputs, masks, _reduced(losses, part), kept, moments
+        )
 
     # -- 1. Forward, one micro-batch at a time ---------------------------------
 
@@ -206,7 +208,7 @@ class _Pass:
             rows = arrays.map_present(
                 functools.partial(_with_length, plan, parts, i), rows
             )
-            return Made._make([*rows, kept, moments])
+            return StageOutputs._make([*rows, kept, moments])
 
         def begin(graph):
             if self.stage.is_training:
@@ -223,7 +225,7 @@ class _Pass:
         samples = first_leaf(parts.data).shape[0]
         rows = arrays.map_present(functools.partial(arrays.join, samples), rows)
         moments = [array.stack() for array in moments]
-        self.made = Made._make([*rows, kept, moments])
+        self.made = StageOutputs._make([*rows, kept, moments])
         self._kept.update(zip(self.stage.keeps, kept, strict=True))
         with tf.GradientTape() as self._tape:
             self._tape.watch(moments)
@@ -309,7 +311,7 @@ class _Pass:
         return _gradient(self._tape, joined, self.made.moments, cached)
 
 
-class _Adder:
+class _GradientSink:
     """Adds gradients of the variables to the sums, times a fed batch's weight.
 
     Attributes:
@@ -345,7 +347,7 @@ def _forward(plan, stages, parts):
     statistics: dict = {}
     passes: list = []
     for number, stage in enumerate(stages):
-        passes.append(_Pass(plan, number, stage, parts, kept, statistics))
+        passes.append(_StageRun(plan, number, stage, parts, kept, statistics))
         passes[-1].forward()
     for call in stages[-1].moves:
         sync_batch_norm.move_averages(call, statistics[id(call)])
@@ -359,7 +361,7 @@ def _backward(passes, cache, adder):
     """Runs all stages backward.
 
     Args:
-        passes: List of each `_Pass`. It is emptied, to free what they hold.
+        passes: List of each `_StageRun`. It is emptied, to free what they hold.
         cache: List of the gradients by the flat outputs and by all losses.
     """
     parts = passes[-1]._parts

@@ -23,7 +23,7 @@ from accumodel._keras_and_tf.construction import KerasFunctional
 from accumodel._keras_and_tf.replicas import sum_over_replicas
 
 
-class _Call(typing.NamedTuple):
+class _NodeCall(typing.NamedTuple):
     """One call of an operation.
 
     Args:
@@ -51,7 +51,7 @@ class Stage:
     """What lies between two cuts.
 
     Attributes:
-        calls: List of the `_Call`s, in Keras's order.
+        calls: List of the `_NodeCall`s, in Keras's order.
         takes: List of the places of values that it takes from earlier stages.
         keeps: List of the places of values that later stages take.
         measures: List of the normalizations whose inputs are complete.
@@ -154,7 +154,7 @@ def cut(model):
     opened = _opened(model)
     if opened is None:
         _refuse(model, _where(model))
-    walk = _Walk(model)
+    walk = _GraphSplitter(model)
     outputs = walk.open(opened, [walk.place(-1) for _ in opened.inputs])
     walk.use(outputs, len(walk.stages) - 1)
     last = walk.stages[-1]
@@ -165,7 +165,7 @@ def cut(model):
     return walk.stages
 
 
-class _Walk:
+class _GraphSplitter:
     """Gives each call of a functional model a stage, and each value a place."""
 
     def __init__(self, model):
@@ -211,9 +211,9 @@ class _Walk:
         if opened is not None:
             inputs = [self.place(stage) for _ in opened.inputs]
             enter = _Enter(opened)
-            self._append(stage, _Call(enter, node.arguments, taken, inputs))
+            self._append(stage, _NodeCall(enter, node.arguments, taken, inputs))
             return self.open(opened, inputs)
-        call = _Call(operation, node.arguments, taken, [])
+        call = _NodeCall(operation, node.arguments, taken, [])
         if norms:
             _check(operation)
             call = call._replace(is_norm=True)
