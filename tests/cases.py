@@ -11,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 from helpers import make_functional
 
+from accumodel import AccumulatingModel
+
 # Micro-batches in their cycles, by their numbers of samples.
 WHOLE = [[8] * 4] * 3
 SHORT_LAST_CYCLE = [[8] * 4] * 3 + [[8]]
@@ -474,3 +476,84 @@ def _optimizer_map():
         "bias": keras.optimizers.SGD(0.3),
     }
     return lambda variable: optimizers[variable.path.rsplit("/", 1)[-1]]
+
+
+def features(samples=24):
+    return np.random.default_rng(0).normal(size=(samples, FEATURES))
+
+
+def linear(model_class, units=CLASSES):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((FEATURES,))
+    return model_class(inputs, keras.layers.Dense(units)(inputs))
+
+
+WAYS = {
+    "int": (8, {"micro_batch_size": 3}),
+    "auto": (8, {"micro_batch_size": "auto"}),
+    "steps": (4, {"accum_steps": 2}),
+    "both": (4, {"accum_steps": 2, "micro_batch_size": 3}),
+    "cache": (8, {"micro_batch_size": 3, "gradient_cache": True}),
+}
+
+
+def sequences(outputs=1, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(16, 5, 4)).astype("float32")
+    x[::3, 3:] = 0  # masked
+    y = rng.normal(size=(outputs, 16, 2)).astype("float32")
+    return x, (list(y) if outputs > 1 else y[0])
+
+
+def train_on_sequences(
+    make, base, batch_size=8, outputs=1, callbacks=(), **kwargs
+):
+    keras.utils.set_random_seed(0)
+    model = make(base)
+    kwargs = {"loss": "mse", "jit_compile": False} | kwargs
+    model.compile(keras.optimizers.SGD(0.1), **kwargs)
+    x, y = sequences(outputs)
+    history = model.fit(
+        x,
+        y,
+        batch_size=batch_size,
+        epochs=2,
+        shuffle=False,
+        callbacks=list(callbacks),
+        verbose=0,
+    )
+    return model, history.history
+
+
+def flat(base, *layers, **kwargs):
+    inputs = keras.Input((5, 4))
+    outputs = keras.layers.Flatten()(inputs)
+    for layer in layers:
+        outputs = layer(outputs)
+    outputs = keras.layers.Dense(2, **kwargs)(outputs)
+    return base(inputs, outputs)
+
+
+class PassesPairs(AccumulatingModel):
+    """Passes pairs of gradients and variables, in another order."""
+
+    def __init__(self, calls=1):
+        super().__init__()
+        self.dense = keras.layers.Dense(FEATURES)
+        self.other = keras.layers.Dense(FEATURES)
+        self.calls = calls
+
+    def call(self, inputs):
+        return self.other(self.dense(inputs))
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        for _ in range(self.calls):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            variables = self.trainable_variables[::-1]
+            gradients = tape.gradient(loss, variables)
+            self.accumulate_gradients(
+                zip(gradients, variables, strict=True), tf.shape(x)[0]
+            )
+        return {"batch_loss": loss}

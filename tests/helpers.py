@@ -6,6 +6,7 @@ The cases to which `train_case` and `check_case` are applied are in `cases.py`.
 
 import contextlib
 import itertools
+import warnings
 
 import keras
 import numpy as np
@@ -283,3 +284,19 @@ def read_summaries(folder):
         for event in tf.compat.v1.train.summary_iterator(str(path)):
             for value in event.summary.value:
                 yield event.step, value
+
+
+def messages_of(function):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [
+        str(each.message)
+        for each in caught
+        if issubclass(each.category, UserWarning)
+    ]
+
+
+def sgd(loss="mse"):
+    """For `train_both`: the arguments of `compile`, with one loss for both."""
+    return lambda: {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}

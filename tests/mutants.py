@@ -116,7 +116,7 @@ MUTANTS = [
         "_update/accumulator.py",
         "list(map(tf.identity, sums.values_of(gradients)))",
         "sums.values_of(gradients)",
-        "test_refused_or_warned.py",
+        "test_cycles.py",
     ),
     Mutant(
         "no wait before the count",
@@ -144,14 +144,14 @@ MUTANTS = [
         "_update/sums.py",
         "    if overwrites(variable):  # what",
         "    if False:  # what",
-        "test_refused_or_warned.py",
+        "test_cycles.py",
     ),
     Mutant(
         "gradients of an earlier cycle count",
         "_update/accumulator.py",
         "(self._given & is_begun) | present",
         "self._given | present",
-        "test_refused_or_warned.py",
+        "test_cycles.py",
     ),
     Mutant(
         "each replica judges by itself what is finite",
@@ -172,7 +172,7 @@ MUTANTS = [
         "_update/sums.py",
         "_CANCELLED = 1e-9",
         "_CANCELLED = -1.0",
-        "test_refused_or_warned.py",
+        "test_cycles.py",
     ),
     Mutant(
         "the remainder is applied although it is to be dropped",
@@ -200,7 +200,7 @@ MUTANTS = [
         "_keras_and_tf/checks.py",
         "gradients = _match(gradients, variables)",
         "gradients = [gradient for gradient, _ in gradients]",
-        "test_refused_or_warned.py",
+        "test_cycles.py",
     ),
     Mutant(
         "a file forgets the weights of its sums",
@@ -228,7 +228,7 @@ MUTANTS = [
         "_update/sums.py",
         "with extended.colocate_vars_with(variable):",
         "if True:",
-        "test_refused_or_warned.py",
+        "test_distribution.py",
     ),
     Mutant(
         "parts of the whole size, and a rest",
@@ -504,14 +504,14 @@ MUTANTS = [
         "_micro_batch/outcome.py",
         "is_sum = is_custom and not is_single(loss, (x, y))",
         "is_sum = is_custom and is_single(loss, (x, y))",
-        "test_where_features_meet.py",
+        "test_losses.py",
     ),
     Mutant(
         "a root is taken for a mean",
         "_micro_batch/scalar_losses.py",
         "return _kind_of_number(loss) in (_SUM, _OTHER)",
         "return _kind_of_number(loss) in (_SUM,)",
-        "test_where_features_meet.py",
+        "test_refused_or_warned.py",
     ),
     Mutant(
         "a file may lack a sum",
@@ -525,7 +525,7 @@ MUTANTS = [
         "_micro_batch/split.py",
         "    if may_differ:\n        targets",
         "    if False:\n        targets",
-        "test_where_features_meet.py",
+        "test_refused_or_warned.py",
     ),
     Mutant(
         "layers after a normalization do not train",
@@ -574,14 +574,14 @@ MUTANTS = [
         "_micro_batch/assignments.py",
         "and private_names.takes_resource(node.op)",
         "and False",
-        "test_where_features_meet.py",
+        "test_refused_or_warned.py",
     ),
     Mutant(
         "pairs of samples are joined",
         "_whole_batch/stages.py",
         "    arrays.check_no_pairs(plan, parts, whole.outputs)\n",
         "",
-        "test_where_features_meet.py",
+        "test_refused_or_warned.py",
     ),
     Mutant(
         "an overflow is added inside of XLA",
@@ -637,7 +637,7 @@ MUTANTS = [
         "_micro_batch/step.py",
         "if each not in self._added and each._untracked.added is not None:",
         "if False:",
-        "test_where_features_meet.py",
+        "test_traces.py",
     ),
     Mutant(
         "what is assigned is forgotten with the trace",

@@ -1,5 +1,6 @@
 """`recalibrate_batch_norm`: the statistics are NumPy's, over all inputs."""
 
+import cases
 import keras
 import numpy as np
 import pytest
@@ -490,3 +491,32 @@ def test_an_error_in_the_second_pass_leaves_all_as_it_was():
         recalibrate_batch_norm(model, CountsPasses(fails_in_pass=2), verbose=0)
     np.testing.assert_equal(statistics(model), before)
     assert not any("call" in vars(layer) for layer in find(model))
+
+
+class NormalizingCell(keras.layers.SimpleRNNCell):
+    def __init__(self, units):
+        super().__init__(units)
+        self.normalization = keras.layers.BatchNormalization()
+
+    def build(self, shape):
+        super().build(shape)
+        self.normalization.build(shape)
+
+    def call(self, x, states, training=False):
+        x = self.normalization(x, training=training)
+        return super().call(x, states, training)
+
+
+def test_recalibration_refuses_the_cell_of_a_loop_and_takes_an_unrolled_one():
+    x, _ = cases.sequences()
+    for unroll in (True, False):
+        inputs = keras.Input((5, 4))
+        layer = keras.layers.RNN(NormalizingCell(2), unroll=unroll)
+        model = keras.Model(inputs, layer(inputs))
+        if unroll:
+            accumodel.recalibrate_batch_norm(model, x, verbose=0)
+            mean = layer.cell.normalization.moving_mean
+            np.testing.assert_allclose(mean, x.mean((0, 1)), atol=1e-6)
+        else:
+            with pytest.raises(ValueError, match=r"`unroll=True`.*Received"):
+                accumodel.recalibrate_batch_norm(model, x, verbose=0)

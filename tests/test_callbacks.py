@@ -1,10 +1,15 @@
 """`AccumStepsScheduler`."""
 
+import functools
+
+import cases
 import keras
+import numpy as np
 import pytest
 from helpers import distance, make_model, train
 
-from accumodel import AccumStepsScheduler
+import accumodel
+from accumodel import AccumStepsScheduler, AccumulatingModel
 
 
 def test_the_schedule_sets_the_steps_of_each_epoch(data):
@@ -97,3 +102,38 @@ def test_a_model_that_does_not_accumulate_is_refused(data):
         TypeError, match=r"`AccumulatingModel`|Received: model="
     ):
         model.fit(*data, callbacks=[scheduler], verbose=0)
+
+
+def test_a_number_that_the_model_has_already_reaches_all_accumulators():
+    model = cases.flat(AccumulatingModel)
+    model.compile("sgd", "mse", accum_steps=4)
+    model.other = accumodel.GradientAccumulator(
+        keras.optimizers.SGD(), model.trainable_variables, 2
+    )
+    model.accum_steps = 4
+    assert model.other.accum_steps == 4
+
+
+def test_callbacks_may_be_passed_by_keyword_as_tools_do():
+    """As mlflow's autolog wraps `fit`."""
+    seen = []
+    fit = keras.Model.fit
+
+    @functools.wraps(fit)
+    def wrapped(self, *args, **kwargs):
+        callback = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: seen.append(epoch)
+        )
+        kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), callback]
+        return fit(self, *args, **kwargs)
+
+    model = cases.linear(AccumulatingModel)
+    model.compile("sgd", "mse", accum_steps=2)
+    x, y = cases.features(), np.ones((24, cases.CLASSES))
+    keras.Model.fit = wrapped
+    try:
+        model.fit(x, y, 4, 2, 0)
+    finally:
+        keras.Model.fit = fit
+    assert seen == [0, 1]
+    assert int(model.optimizer.iterations) == 6

@@ -728,3 +728,23 @@ def test_replicas_that_normalize_together_weigh_as_one_device(kwargs, what):
             x, y, batch_size=8, epochs=2, sample_weight=weights, verbose=0
         )
     assert distance(*models) < 1e-6
+
+
+def test_sums_are_on_the_devices_of_their_variables():
+    with tf.device("CPU:1"):
+        layer = keras.layers.Dense(4)
+        layer.build((None, cases.FEATURES))
+    inputs = keras.Input((cases.FEATURES,))
+    model = AccumulatingModel(inputs, keras.layers.Dense(1)(layer(inputs)))
+    model.compile("adam", "mse", accum_steps=2)
+    model.fit(cases.features(), np.ones((24, 1)), batch_size=4, verbose=0)
+    for variable, total in zip(
+        model.trainable_variables,
+        model._gradient_accumulator._sums,
+        strict=True,
+    ):
+        assert total.device == variable.value.device
+    assert {each.device[-5:] for each in model._gradient_accumulator._sums} == {
+        "CPU:0",
+        "CPU:1",
+    }

@@ -914,3 +914,26 @@ def test_a_function_that_is_not_traced_again_draws_the_same_twice(run_eagerly):
         model.fit(x, y, batch_size=8, verbose=0)
         first, second = model.drawn[-2:]
         assert first == second
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_an_axis_that_does_not_grow_with_the_samples_is_exact(run_eagerly):
+    def make(base):
+        inputs = keras.Input((None, 4))
+        return base(inputs, keras.layers.Dense(4)(inputs))
+
+    models = []
+    for base, kwargs in (
+        (keras.Model, {}),
+        (
+            AccumulatingModel,
+            {"micro_batch_size": 4, "gradient_cache": True},
+        ),
+    ):
+        keras.utils.set_random_seed(0)
+        model = make(base)
+        model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
+        x = np.random.default_rng(0).normal(size=(8, 4, 4))
+        model.fit(x, x + 1, batch_size=8, verbose=0)
+        models.append(model)
+    assert distance(*models) < 1e-6

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import mirrored
+from helpers import make_model, mirrored
 
 import accumodel
 from accumodel._keras_and_tf import construction, private_names
@@ -327,3 +327,26 @@ def test_regularizers_are_the_last_losses_of_a_model():
     model(tf.ones((1, 2)))
     assert len(model.losses) == 4
     assert list(map(float, added_losses(model))) == [7.0, 7.0]
+
+
+def test_nothing_of_keras_is_replaced_until_a_model_accumulates():
+    x, y = np.ones((4, 20)), np.ones(4)
+    module = importlib.import_module("keras.src.losses.loss")
+    before = module.reduce_weighted_values
+    seen = []
+
+    class Watching(keras.losses.SparseCategoricalCrossentropy):
+        def call(self, y_true, y_pred):
+            seen.append(module.reduce_weighted_values is before)
+            return super().call(y_true, y_pred)
+
+    model = make_model()
+    for accum_steps, is_kerass in ((1, True), (2, False)):
+        model.compile(
+            "sgd", Watching(), accum_steps=accum_steps, run_eagerly=True
+        )
+        model.train_on_batch(x, y)
+        model.evaluate(x, y, verbose=0)
+        assert seen == [is_kerass, is_kerass]
+        seen.clear()
+    assert module.reduce_weighted_values is before

@@ -4,11 +4,14 @@ Losses that are one number, `compute_loss` of any signature, inputs without one
 row for each sample, tiny weights: the weights are those of plain Keras.
 """
 
+import threading
+
+import cases
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, slow
+from helpers import distance, sgd, slow, train_both
 
 from accumodel import AccumulatingModel, GradientAccumulator
 
@@ -354,3 +357,150 @@ def test_an_accumulator_leaves_out_what_weighs_nothing():
     accumulator.accumulate([tf.constant([np.nan])], tf.constant(0.0))
     accumulator.accumulate([tf.constant([0.5])], tf.constant(1.0))
     np.testing.assert_allclose(variable.numpy(), [0.5])
+
+
+def one_loss_per_sample(base):
+    class PerSample(base):
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            return 0.1 * keras.losses.mean_squared_error(y, y_pred)
+
+    return cases.flat(PerSample)
+
+
+@pytest.mark.parametrize("way", ["int", "steps", "both", "cache"])
+def test_a_custom_compute_loss_of_one_loss_per_sample_is_a_sum(way):
+    reference, expected = cases.train_on_sequences(
+        one_loss_per_sample, keras.Model
+    )
+    batch_size, kwargs = cases.WAYS[way]
+    model, logs = cases.train_on_sequences(
+        one_loss_per_sample, AccumulatingModel, batch_size, **kwargs
+    )
+    assert distance(model, reference) < 1e-6
+    assert logs["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_all_losses_none_next_to_add_loss():
+    def make(model_class):
+        inputs = keras.Input((cases.FEATURES,))
+        hidden = cases.AddsLoss()(keras.layers.Dense(3)(inputs))
+        heads = [keras.layers.Dense(3)(hidden) for _ in range(2)]
+        return model_class(inputs, heads)
+
+    x, y = cases.features(), np.zeros((24, 3))
+
+    def fit(model, size):
+        model.fit(x, (y, y), batch_size=size, shuffle=False, verbose=0)
+
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        models = train_both(make, fit, sgd([None, None]), big=8, steps=2)
+    assert distance(*models) < 1e-6
+
+
+def test_one_array_of_sample_weights_for_several_outputs_is_exact():
+    def make(model_class):
+        inputs = keras.Input((cases.FEATURES,))
+        return model_class(
+            inputs, [keras.layers.Dense(2)(inputs) for _ in range(2)]
+        )
+
+    x, y = cases.features(), cases.features()[:, :2]
+    weights = np.linspace(0.1, 3.0, 24)
+
+    def fit(model, size):
+        model.fit(
+            x,
+            (y, -y),
+            sample_weight=weights,
+            batch_size=size,
+            shuffle=False,
+            verbose=0,
+        )
+        # Weights for each output are another case, and another trace.
+        assert len(model.metrics) == 3
+
+    def loss():
+        return keras.losses.MeanSquaredError(
+            reduction="mean_with_sample_weight"
+        )
+
+    plain, ours = train_both(make, fit, sgd([loss(), loss()]), big=8, steps=2)
+    assert distance(ours, plain) < 1e-6
+    with pytest.warns(UserWarning, match="different masks or sample weights"):
+        ours.fit(
+            x,
+            (y, -y),
+            sample_weight=(weights, weights[::-1].copy()),
+            batch_size=4,
+            verbose=0,
+        )
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_a_users_loss_is_left_as_it_is(accum_steps):
+    loss = keras.losses.MeanSquaredError()
+    call = loss.call
+    loss.call = lambda y_true, y_pred: 3.0 * call(y_true, y_pred)
+    before = dict(vars(loss))
+    x, y = cases.features(), np.zeros((24, cases.CLASSES))
+
+    def fit(model, size):
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+
+    models = train_both(cases.linear, fit, sgd(loss), big=8, steps=accum_steps)
+    assert distance(*models) < 1e-6
+    assert vars(loss) == before
+
+
+@pytest.mark.slow
+def test_one_loss_object_serves_models_in_several_threads():
+    loss = keras.losses.MeanSquaredError()
+    x, y = cases.features(16), np.zeros((16, 1))
+    models, errors = [], []
+    for _ in range(3):
+        model = cases.linear(AccumulatingModel, units=1)
+        model.compile(
+            keras.optimizers.SGD(0.1), loss, run_eagerly=True, accum_steps=2
+        )
+        models.append(model)
+
+    def fit(model):
+        try:
+            model.fit(x, y, batch_size=1, epochs=3, shuffle=False, verbose=0)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=fit, args=(each,)) for each in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for model in models[1:]:
+        assert distance(model, models[0]) < 1e-6
+
+
+class Monitors(keras.layers.Layer):
+    """Calls a loss in the forward pass, which is no compiled loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss = keras.losses.MeanSquaredError(reduction="sum")
+
+    def call(self, inputs):
+        self.loss(keras.ops.zeros_like(inputs), inputs)
+        return inputs
+
+
+def test_a_loss_that_a_layer_calls_is_not_a_compiled_one():
+    def make(model_class):
+        inputs = keras.Input((cases.FEATURES,))
+        return model_class(inputs, Monitors()(keras.layers.Dense(2)(inputs)))
+
+    x, y = cases.features(), cases.features()[:, :2]
+
+    def fit(model, size):
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+
+    models = train_both(make, fit, sgd(), big=8, steps=2)
+    assert distance(*models) < 1e-6

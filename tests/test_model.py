@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 
+import cases
 import keras
 import numpy as np
 import pytest
@@ -814,3 +815,22 @@ def test_a_model_without_trainable_weights_is_warned_of_as_by_keras(data):
     model.trainable = False
     with pytest.warns(UserWarning, match="does not have any trainable"):
         train(model, data, batch_size=8, accum_steps=4, epochs=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"loss_weights": {1}},
+        {"skip_nonfinite": True},  # with the optimizer below
+    ],
+)
+def test_a_compile_that_fails_leaves_the_model_uncompiled(arguments):
+    model = cases.linear(AccumulatingModel)
+    x, y = cases.features(), np.ones((24, cases.CLASSES))
+    model.compile("sgd", "mse", accum_steps=2)
+    model.train_on_batch(x, y)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0))
+    with pytest.raises(ValueError, match="Received"):
+        model.compile(optimizer, "mse", **arguments)
+    with pytest.raises(ValueError, match=r"must call `compile\(\)` before"):
+        model.train_on_batch(x, y)

@@ -1,5 +1,8 @@
 """The gradient noise scale: the same number from all ways to train."""
 
+import warnings
+
+import cases
 import keras
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ import tensorflow as tf
 from cases import dense
 from helpers import as_dataset, distance, make_model, mirrored, names, slow
 
+import accumodel
 from accumodel import AccumulatingModel, GradientAccumulator, GradientNoiseScale
 from accumodel._measure import noise_scale
 from accumodel._update.sums import Cycle
@@ -383,3 +387,15 @@ def test_it_ends_with_its_fit_and_does_not_trace_again():
     assert len(traces) == expected
     fit([])
     assert len(traces) == expected + 1
+
+
+def test_the_noise_scale_does_not_warn_of_a_schedule_that_begins_at_one():
+    callbacks = [
+        accumodel.AccumStepsScheduler({0: 1, 1: 2}),
+        accumodel.GradientNoiseScale(),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cases.train_on_sequences(
+            cases.flat, AccumulatingModel, 4, accum_steps=2, callbacks=callbacks
+        )

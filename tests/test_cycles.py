@@ -1,0 +1,338 @@
+"""What a cycle adds up, and which variables its update trains."""
+
+import time
+
+import cases
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import distance, messages_of, sgd, train_both
+
+from accumodel import AccumulatingModel, GradientAccumulator
+
+
+class HeadByKey:
+    """A model whose batch says which of its heads it is for."""
+
+    def __new__(cls, model_class):
+        class Model(model_class):
+            def __init__(self):
+                super().__init__()
+                self.a = keras.layers.Dense(1)
+                self.b = keras.layers.Dense(1)
+
+            def build(self, shape):
+                self.a.build((None, cases.FEATURES))
+                self.b.build((None, cases.FEATURES))
+                self.unused = self.add_weight(shape=(2,), initializer="ones")
+
+            def call(self, data):
+                return self.a(data["a"]) if "a" in data else self.b(data["b"])
+
+        keras.utils.set_random_seed(0)
+        model = Model()
+        model.build(None)
+        model.built = True
+        return model
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1),
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
+def test_a_variable_without_a_gradient_in_a_cycle_is_left_alone(
+    optimizer, run_eagerly
+):
+    x, y = cases.features(8), np.ones((8, 1))
+    models = []
+    for model_class, parts, kwargs in (
+        (keras.Model, 1, {}),
+        (AccumulatingModel, 2, {"accum_steps": 2}),
+    ):
+        model = HeadByKey(model_class)
+        model.compile(optimizer(), "mse", run_eagerly=run_eagerly, **kwargs)
+        model.optimizer.build(model.trainable_variables)
+        for head in "abaaa":
+            for part in np.split(np.arange(8), parts):
+                model.train_on_batch({head: x[part]}, y[part])
+        # And a remainder, which no graph of a step ends.
+        model.train_on_batch({"b": x}, y)
+        if model_class is AccumulatingModel:
+            model.apply_accumulated_gradients()
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
+def test_an_accumulator_by_itself_leaves_it_alone_too(accum_steps, traced):
+    def train(steps, optimizer, accumulate):
+        for first, second in [(1.0, 0.5)] * 2 + [(1.0, None)] * 3:
+            for _ in range(steps):
+                accumulate(
+                    [
+                        None if each is None else tf.fill((1,), each)
+                        for each in (first, second)
+                    ]
+                )
+
+    variables = [keras.Variable([1.0]), keras.Variable([1.0])]
+    optimizer = keras.optimizers.Adam(0.1)
+    train(
+        1,
+        optimizer,
+        lambda g: optimizer.apply(g, trainable_variables=variables),
+    )
+    ours = [keras.Variable([1.0]), keras.Variable([1.0])]
+    accumulator = GradientAccumulator(
+        keras.optimizers.Adam(0.1), ours, accum_steps
+    )
+    accumulate = accumulator.accumulate
+    train(accum_steps, None, tf.function(accumulate) if traced else accumulate)
+    for a, b in zip(ours, variables, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def mixed_cycle(sets, traced):
+    """Trains a cycle whose micro-batches train these sets of 3 variables."""
+    variables = [keras.Variable([1.0]) for _ in range(3)]
+    accumulator = GradientAccumulator(
+        keras.optimizers.SGD(0.1, momentum=0.9), variables, len(sets)
+    )
+    accumulate = accumulator.accumulate
+    if traced:
+        accumulate = tf.function(accumulate)
+    # Momentum for all, then the cycle.
+    for trained in [(0, 1, 2)] * len(sets) + sets:
+        accumulate([tf.ones(1) if i in trained else None for i in range(3)])
+    return accumulator, [float(each[0]) for each in variables]
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
+def test_a_cycle_that_mixes_sets_of_variables_trains_their_union():
+    _, expected = mixed_cycle([(0,), (0, 1)], traced=False)
+    assert expected[2] == pytest.approx(0.9)  # left alone
+    assert expected[1] == pytest.approx(0.9 - 0.1 * (0.9 + 0.5))
+    accumulator, found = mixed_cycle([(0,), (0, 1)], traced=True)
+    # The graph that ends this cycle knows its own two variables.
+    assert found == pytest.approx(expected)
+    accumulator.apply()  # without a warning
+    # This one cannot know that the third got nothing.
+    accumulator, found = mixed_cycle([(0, 1), (0,)], traced=True)
+    assert found[:2] == pytest.approx(expected[:2])
+    with pytest.warns(UserWarning, match="different sets of variables"):
+        accumulator.apply()
+    accumulator.apply()  # once
+
+
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
+def test_float8_keeps_the_maximum_over_the_cycle():
+    x = np.random.default_rng(0).random((16, 3))
+    x[8:] *= 10
+    y = np.random.default_rng(1).random((16, 1))
+
+    def make(model_class):
+        inputs = keras.Input((3,))
+        hidden = keras.layers.Dense(16)(inputs)
+        model = model_class(inputs, keras.layers.Dense(1)(hidden))
+        model.quantize("float8")
+        return model
+
+    plain, ours = train_both(
+        make,
+        lambda model, size: model.fit(
+            x, y, batch_size=size, epochs=2, shuffle=False, verbose=0
+        ),
+        sgd(),
+        big=16,
+        steps=4,
+    )
+    names = [
+        "inputs_amax_history",
+        "kernel_amax_history",
+        "inputs_scale",
+        "kernel_scale",
+    ]
+    compared = 0
+    for a, b in zip(ours.weights, plain.weights, strict=True):
+        if a.path.split("/")[-1] in names:
+            np.testing.assert_allclose(a, b, rtol=1e-2)
+            compared += 1
+    assert compared >= 4
+
+
+def test_variables_that_are_overwritten_take_the_maximum_of_the_cycle():
+    scale, kernel = keras.Variable([1.0, 1.0]), keras.Variable([0.0])
+    scale.overwrite_with_gradient = True
+    accumulator = GradientAccumulator(
+        keras.optimizers.SGD(1.0), [scale, kernel], 2
+    )
+    step = tf.function(accumulator.accumulate)
+    for values in ([5.0, 2.0], [3.0, 4.0], [1.0, 1.0], [0.5, 2.0]):
+        step([tf.constant(values), tf.ones(1)], weight=tf.constant(3.0))
+    np.testing.assert_array_equal(scale, [1.0, 2.0])
+    np.testing.assert_array_equal(kernel, [-2.0])
+
+
+class TwoPasses(AccumulatingModel):
+    """Two forward passes for one gradient."""
+
+    def compute_gradients(self, data):
+        first, weight, logs = super().compute_gradients(data)
+        second, weight, logs = super().compute_gradients(data)
+        gradients = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+        return gradients, weight, logs
+
+
+def test_compute_gradients_may_be_called_twice_under_a_mask():
+    x, y = cases.tokens(16, np.random.default_rng(0))
+
+    def fit(model, size):
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+
+    models = train_both(
+        lambda cls: cases.masked_without_lstm(
+            TwoPasses if cls is AccumulatingModel else cls
+        ),
+        fit,
+        sgd("sparse_categorical_crossentropy"),
+        big=8,
+        steps=2,
+    )
+    assert distance(*models) < 1e-6
+
+
+def test_weights_that_cancel_move_nothing():
+    x, y = cases.features(), np.ones((24, cases.CLASSES))
+    weights = np.repeat([0.0, -1.0, 1.0, 0.0], 6)
+
+    def fit(model, size):
+        model.fit(
+            x,
+            y,
+            sample_weight=weights,
+            batch_size=size,
+            shuffle=False,
+            verbose=0,
+        )
+
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    models = train_both(cases.linear, fit, sgd(loss), big=24, steps=4)
+    assert distance(*models) < 1e-6
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_pairs_are_matched_by_variable(accum_steps):
+    x, y = cases.features(), np.ones((24, cases.FEATURES))
+
+    def fit(model, size):
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+
+    class Plain(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(cases.FEATURES)
+            self.other = keras.layers.Dense(cases.FEATURES)
+
+        def call(self, inputs):
+            return self.other(self.dense(inputs))
+
+    plain, ours = train_both(
+        lambda cls: Plain() if cls is keras.Model else cases.PassesPairs(),
+        fit,
+        sgd(),
+        big=8,
+        steps=accum_steps,
+    )
+    assert distance(ours, plain) < 1e-6
+
+
+def test_branches_of_a_condition_may_each_accumulate(recwarn):
+    class Branches(cases.PassesPairs):
+        def train_step(self, data):
+            x, y = data
+            step = super().train_step
+            return tf.cond(
+                tf.reduce_sum(x) > 0, lambda: step((x, y)), lambda: step((x, y))
+            )
+
+    model = Branches()
+    model.build((None, cases.FEATURES))
+    model.compile("sgd", accum_steps=2)
+    model.fit(
+        cases.features(), np.ones((24, cases.FEATURES)), batch_size=4, verbose=0
+    )
+    assert int(model.optimizer.iterations) == 3
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_short_epoch_is_counted_and_not_guessed(stop):
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = cases.linear(AccumulatingModel)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model.compile(keras.optimizers.SGD(0.01), "mse", accum_steps=4)
+    x, y = cases.features(20), np.ones((20, cases.CLASSES))
+    x[0] = 6e4  # an overflow in the first cycle: no update is counted
+
+    def batches():
+        for begin in range(0, 20, 4):
+            yield x[begin : begin + 4], y[begin : begin + 4]
+
+    callbacks = []
+    if stop:
+
+        def stop_training(batch, logs):
+            model.stop_training = batch == 1
+
+        callbacks = [
+            keras.callbacks.LambdaCallback(on_train_batch_end=stop_training)
+        ]
+    found = messages_of(
+        lambda: model.fit(batches(), callbacks=callbacks, verbose=0)
+    )
+    assert not any("micro-batches" in each for each in found)
+
+
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+def test_a_failing_gradient_of_a_nested_function_adds_nothing(skip_nonfinite):
+    variables = [keras.Variable([0.0]), keras.Variable([0.0])]
+    accumulator = GradientAccumulator(
+        keras.optimizers.SGD(1.0), variables, 3, skip_nonfinite=skip_nonfinite
+    )
+
+    fails = []
+
+    def maybe_fail(value):
+        if fails:
+            time.sleep(0.3)  # so that nothing else is late by chance
+            raise RuntimeError("in a gradient")
+        return value
+
+    @tf.function(autograph=False)
+    def gradients(value):
+        # Without a side effect: nothing waits for it unless it is told to.
+        late = tf.numpy_function(
+            maybe_fail, [value], tf.float32, stateful=False
+        )
+        return value, tf.ensure_shape(late, (1,))
+
+    step = tf.function(
+        lambda value: accumulator.accumulate(gradients(value), 2.0)
+    )
+    step(tf.ones(1))
+    fails.append(True)
+    with pytest.raises(Exception, match="in a gradient"):
+        step(1000.0 * tf.ones(1))
+    assert accumulator.pending_steps == 1
+    np.testing.assert_array_equal(accumulator._totals, [2.0, 2.0, 1.0])
+    for total in accumulator._sums:
+        np.testing.assert_array_equal(total, [2.0])

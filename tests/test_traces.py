@@ -1,0 +1,118 @@
+"""What is traced again, and what is not."""
+
+import collections
+import contextlib
+
+import cases
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import distance
+
+import accumodel
+from accumodel import AccumulatingModel
+
+
+class DecoratedStep(AccumulatingModel):
+    @tf.function
+    def train_step(self, data):
+        return add(self, *data)
+
+
+class DecoratedHelper(AccumulatingModel):
+    def train_step(self, data):
+        return self.help(*data)
+
+    @tf.function
+    def help(self, x, y):
+        return add(self, x, y)
+
+
+def add(model, x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    model.accumulate_gradients(gradients, tf.shape(x)[0])
+    return {"mean": loss}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("made", [DecoratedStep, DecoratedHelper])
+def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
+    made, run_eagerly
+):
+    def fit(made, **kwargs):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        model = made(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(0.1), **kwargs)
+        for callbacks in ([], [accumodel.GradientNorm()]):
+            model.fit(
+                *(x, y), batch_size=4, shuffle=False, verbose=0,
+                callbacks=callbacks if kwargs else [],
+            )  # fmt: skip
+        return model
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(16, 4)), rng.normal(size=(16, 1))
+    model = fit(made, accum_steps=2, run_eagerly=run_eagerly)
+    assert int(model.optimizer.iterations) == 4
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    plain = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    plain.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert distance(model, plain) < 1e-6
+
+
+@pytest.mark.parametrize("made", [DecoratedStep, DecoratedHelper])
+def test_after_compile_a_function_in_a_step_trains_or_is_refused(made):
+    inputs = keras.Input((4,))
+    model = made(inputs, keras.layers.Dense(1)(inputs))
+    x, y = np.ones((16, 4)), np.ones((16, 1))
+    model.compile("sgd", accum_steps=2)
+    model.fit(x, y, batch_size=4, verbose=0)
+    model.compile("sgd", accum_steps=2)
+    is_refused = made is DecoratedHelper
+    with (
+        pytest.raises(ValueError, match=r"`tf.function` that was traced before")
+        if is_refused
+        else contextlib.nullcontext()
+    ):
+        model.fit(x, y, batch_size=4, verbose=0)
+    assert int(model.optimizer.iterations) == (0 if is_refused else 2)
+
+
+def test_a_new_train_function_updates_as_the_optimizer_says_now():
+    x, y = np.ones((8, 4)), 9 * np.ones((8, 1))
+    models = []
+    for base, kwargs in ((keras.Model, {}), (AccumulatingModel, {})):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        model = base(inputs, keras.layers.Dense(1)(inputs))
+        if base is AccumulatingModel:
+            kwargs = {"micro_batch_size": 4}
+        model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
+        model.fit(x, y, verbose=0)
+        model.optimizer.clipnorm = 1e-3
+        model.make_train_function(force=True)
+        model.fit(x, y, verbose=0)
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
+def test_the_remainders_update_is_traced_once_and_not_run_op_by_op():
+    calls = collections.Counter()
+
+    class Counting(keras.optimizers.SGD):
+        def apply(self, *args, **kwargs):
+            calls["eager" if tf.executing_eagerly() else "traced"] += 1
+            return super().apply(*args, **kwargs)
+
+    model = cases.linear(AccumulatingModel)
+    model.compile(Counting(0.1), "mse", accum_steps=4)
+    x, y = cases.features(20), np.ones((20, cases.CLASSES))
+    model.fit(x, y, batch_size=4, epochs=3, verbose=0)  # 5 micro-batches
+    assert int(model.optimizer.iterations) == 6
+    assert calls == {"traced": 1}
