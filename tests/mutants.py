@@ -162,9 +162,9 @@ MUTANTS = [
     ),
     Mutant(
         "a replica without samples gives its gradients",
-        "_update/accumulator.py",
-        "gradients = replicas.without_empty(gradients, weight)",
-        "",
+        "_update/sums.py",
+        "return tf.math.multiply_no_nan(gradient, scale)",
+        "return gradient * scale",
         "test_distribution.py",
     ),
     Mutant(
@@ -690,10 +690,24 @@ MUTANTS = [
     ),
     Mutant(
         "what weighs nothing may spoil a cycle",
-        "_update/accumulator.py",
-        "gradients = replicas.without_empty(gradients, weight)",
-        "pass",
+        "_update/sums.py",
+        "tf.cond(tf.not_equal(scale, 0), ",
+        "tf.cond(tf.equal(0, 0), ",
         "test_losses.py",
+    ),
+    Mutant(
+        "what weighs nothing is left out as not finite",
+        "_update/accumulator.py",
+        "return is_finite | tf.equal(weight, 0)",
+        "return is_finite",
+        "test_losses.py",
+    ),
+    Mutant(
+        "what weighs nothing is of no noise scale",
+        "_measure/noise_scale.py",
+        "square = tf.math.multiply_no_nan(square, factor)",
+        "square *= factor",
+        "test_noise_scale.py",
     ),
     Mutant(
         "seeds move on in each micro-batch",

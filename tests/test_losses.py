@@ -336,27 +336,40 @@ class KnownOnly(AccumulatingModel):
         return tf.reduce_sum(tf.cast(x[:, 0] > 0, tf.float32))
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_a_micro_batch_that_weighs_nothing_may_be_not_a_number(jit_compile):
+@pytest.mark.parametrize(
+    ("place", "kwargs"),
+    [(0, {}), (4, {}), (4, {"jit_compile": True})],
+    ids=str,
+)
+def test_a_micro_batch_that_weighs_nothing_may_be_not_a_number(place, kwargs):
     x, y = data()
-    x[:4, 0] = -1  # the first micro-batch, in which 0 / 0 is the loss
+    x[place : place + 4, 0] = -1  # a micro-batch of which 0 / 0 is the loss
     models = []
-    for kwargs in ({}, {"micro_batch_size": 4, "jit_compile": jit_compile}):
+    for arguments in ({}, {"micro_batch_size": 4, **kwargs}):
         keras.utils.set_random_seed(0)
         inputs = keras.Input((3,))
         model = KnownOnly(inputs, keras.layers.Dense(1)(inputs))
-        model.compile(keras.optimizers.SGD(0.1), **kwargs)
+        model.compile(keras.optimizers.SGD(0.1), **arguments)
         model.train_on_batch(x, y)
         models.append(model)
     assert distance(*models) < 1e-6
 
 
-def test_an_accumulator_leaves_out_what_weighs_nothing():
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_accumulator_leaves_out_what_weighs_nothing(skip_nonfinite, place):
     variable = keras.Variable([1.0])
-    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [variable], 2)
-    accumulator.accumulate([tf.constant([np.nan])], tf.constant(0.0))
-    accumulator.accumulate([tf.constant([0.5])], tf.constant(1.0))
+    accumulator = GradientAccumulator(
+        keras.optimizers.SGD(1.0),
+        [variable],
+        accum_steps=2,
+        skip_nonfinite=skip_nonfinite,
+    )
+    for i in range(2):
+        value, weight = (np.nan, 0.0) if i == place else (0.5, 1.0)
+        accumulator.accumulate([tf.constant([value])], tf.constant(weight))
     np.testing.assert_allclose(variable.numpy(), [0.5])
+    assert accumulator.skipped_steps == 0
 
 
 def one_loss_per_sample(base):

@@ -148,6 +148,31 @@ def test_every_way_measures_the_same(name):
     assert np.isnan(history.history["noise_scale"][0])
 
 
+class KnownOnly(AccumulatingModel):
+    """A mean over known targets; not a number if there are none."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        known = tf.cast(y < 100, y.dtype)
+        return tf.reduce_sum(known * (y - y_pred) ** 2) / tf.reduce_sum(known)
+
+    def micro_batch_weight(self, x, y, y_pred, sample_weight):
+        return tf.reduce_sum(tf.cast(y < 100, y.dtype))
+
+
+def test_what_weighs_nothing_is_not_measured():
+    x, y = population(24)
+    y[18:] = 100.0
+    model = linear()
+    model = KnownOnly(model.input, model.output)
+    model.compile(keras.optimizers.SGD(0.0), micro_batch_size=6)
+    callback = GradientNoiseScale()
+    model.fit(
+        as_dataset((x, y), [24]), shuffle=False, callbacks=[callback], verbose=0
+    )
+    expected = reference(x[:18], y[:18], [6] * 3)
+    np.testing.assert_allclose(measured(callback), expected, rtol=1e-10)
+
+
 def test_rows_that_are_repeated_are_added_first():
     ids = np.array([[0, 0, 1], [2, 0, 1], [1, 1, 1], [0, 2, 2]])
     y = np.arange(4.0)[:, None]

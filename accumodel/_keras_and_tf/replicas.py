@@ -163,30 +163,6 @@ def sum_over_replicas(values):
     return sums
 
 
-def without_empty(gradients, weight):
-    """Returns `gradients`, or zeros if the micro-batch weighs nothing.
-
-    A mean over nothing is not a number, and would stay none times zero.
-    """
-    return tf.cond(
-        tf.equal(weight, 0),
-        lambda: [_zeros_like(gradient) for gradient in gradients],
-        lambda: gradients,
-    )
-
-
-def _zeros_like(gradient):
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.zeros_like(gradient.values),
-            gradient.indices,
-            gradient.dense_shape,
-        )
-    return tf.zeros_like(gradient)
-
-
 def is_multi_worker(strategy):
     """Whether several processes train together under `strategy`."""
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)

@@ -77,7 +77,9 @@ class Estimator(Observer):
         else:
             # Keras divides a mean by the number of replicas.
             weight = tf.cast(weight, tf.float64)
-            square *= weight * count_replicas() ** 2
+            factor = weight * count_replicas() ** 2
+            # A mean over nothing is not a number.
+            square = tf.math.multiply_no_nan(square, factor)
         counts = tf.cast(weight > _NOTHING, tf.float64)
         before = tf.where(is_first, tf.zeros_like(self.sums), self.sums)
         new = tf.stack([square, samples, counts, tf.ones_like(counts)])

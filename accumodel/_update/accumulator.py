@@ -332,8 +332,6 @@ class GradientAccumulator(tf.Module):
         if is_compiled:
             is_used = tf.not_equal(weight, 0)
             gradients = [sums.or_zeros(is_used, each) for each in gradients]
-        elif divides:
-            gradients = replicas.without_empty(gradients, weight)
         accepted = accepts(gradients, weight)
         # Keras divides the loss of each replica by their number, unless it is
         # a sum. The sums are those of one device.
@@ -405,7 +403,8 @@ class GradientAccumulator(tf.Module):
         """Whether this replica would add the micro-batch, by what it knows."""
         with tf.control_dependencies([weight]):
             if self._skip_nonfinite:
-                return sums.all_finite(gradients, weight)
+                is_finite = sums.all_finite(gradients, weight)
+                return is_finite | tf.equal(weight, 0)
             return tf.identity(True)
 
     def _accepts(self, gradients, weight):

@@ -73,6 +73,7 @@ def add(total, gradient, variable, scale, is_first):
         total: The sum, a variable.
         gradient: Tensor, `tf.IndexedSlices` or `None`.
         variable: The variable that it is the gradient of.
+        scale: Scalar. 0 only if it is the first.
         is_first: Bool. Whether it begins the sum.
     """
     dtype = total.dtype
@@ -86,7 +87,7 @@ def add(total, gradient, variable, scale, is_first):
         tf.raw_ops.ResourceScatterAdd(
             resource=total.handle,
             indices=gradient.indices,
-            updates=scale * tf.cast(gradient.values, dtype),
+            updates=_times(tf.cast(gradient.values, dtype), scale),
         )
         return
     gradient = tf.cast(gradient, dtype)
@@ -94,13 +95,18 @@ def add(total, gradient, variable, scale, is_first):
         total.assign(gradient if is_first else tf.maximum(total, gradient))
     elif is_first:
         # The product takes the gradient's buffer, and the variable takes that.
-        total.assign(scale * gradient)
+        total.assign(_times(gradient, scale))
     else:
         # `total -= (-scale) * gradient`: the one public op that multiplies and
         # adds in place, with no product to store.
         tf.raw_ops.ResourceApplyGradientDescent(
             var=total.handle, alpha=-scale, delta=gradient
         )
+
+
+def _times(gradient, scale):
+    """Multiplies; the gradient of a mean over nothing is not a number."""
+    return tf.math.multiply_no_nan(gradient, scale)
 
 
 def select(total, gradient, variable, scale, is_first):
@@ -133,11 +139,15 @@ def add_each(triples, scale, is_first, phase):
         for total, gradient, variable in triples:
             add(total, gradient, variable, scale, is_first)
 
+    def add_to_sums():
+        # The product in place would add zero times what is not a number.
+        tf.cond(tf.not_equal(scale, 0), lambda: add_all(False), lambda: None)
+
     if is_first is None:
-        add_all(False)
+        add_to_sums()
         return
     with tf.control_dependencies([is_first]):
-        tf.cond(is_first, lambda: add_all(True), lambda: add_all(False))
+        tf.cond(is_first, lambda: add_all(True), add_to_sums)
 
 
 def select_each(triples, scale, is_first):
