@@ -362,8 +362,8 @@ MUTANTS = [
     Mutant(
         "the noise of all micro-batches weighs the same",
         "_measure/noise_scale.py",
-        "square *= weight * count_replicas() ** 2",
-        "square *= count_replicas() ** 2",
+        "factor = weight * count_replicas() ** 2",
+        "factor = tf.sign(weight) * count_replicas() ** 2",
         "test_noise_scale.py",
     ),
     Mutant(

@@ -156,7 +156,7 @@ def test_notebooks_run(path):
     nbclient.NotebookClient(notebook, timeout=300).execute()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_demonstration_trains_where_plain_keras_runs_out_of_memory(
     tmp_path,
 ):
