@@ -720,7 +720,7 @@ for a, b in zip(*found, strict=True):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_replicas_with_the_reduction_that_users_get():
     """In a process of its own: its collectives collide with other tests'."""
     folder = str(pathlib.Path(__file__).parent)

@@ -10,7 +10,7 @@ from benchmarks.workers import run_workers
 from examples import multi_worker
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_multi_worker_resumes_and_ends_with_the_weights_of_the_large_batch(
     tmp_path,
 ):

@@ -20,6 +20,7 @@ from helpers import (
     slow,
     train_case,
     updates,
+    weekly,
 )
 
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -449,7 +450,7 @@ def test_with_accum_steps_fed_batches_make_a_cycle(samples, tmp_path):
         assert distance(each, reference) < 1e-6
 
 
-@pytest.mark.parametrize("jit_compile", [False, slow(True)])
+@pytest.mark.parametrize("jit_compile", [False, weekly(True)])
 def test_batches_that_need_no_cut(jit_compile):
     x, targets = cases.two_targets(40, np.random.default_rng(0))
 

@@ -242,7 +242,7 @@ def test_a_legacy_file_holds_no_cycle_and_clears_it(tmp_path):
 
 
 # Micro-batches of a cycle, which begins with 5: 0 to 4 are pending.
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("steps", [(5, 6, 7, 8, 9)])
 def test_each_micro_batch_goes_on_bit_for_bit_in_a_new_process(
     steps, processes, tmp_path
