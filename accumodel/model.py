@@ -11,7 +11,7 @@ import tensorflow as tf
 from accumodel._fit import train_function
 from accumodel._fit.accumulation import Accumulation
 from accumodel._keras_and_tf import checks, construction, replicas
-from accumodel._micro_batch import outcome, split, weights
+from accumodel._micro_batch import outcome, split, trimming, weights
 from accumodel._micro_batch.step import current_step, this_step
 from accumodel._update import accumulators, files
 from accumodel._update.accumulator import GradientAccumulator
@@ -146,6 +146,7 @@ class AccumulatingModel(keras.Model):
         micro_batch_size: int | typing.Literal["auto"] | None = None,
         gradient_cache: bool = False,
         sync_batch_norm: bool = False,
+        trim_padding: str | int | None = None,
         remainder: typing.Literal["apply", "carry", "drop"] = "apply",
         skip_nonfinite: bool = False,
         **kwargs: typing.Any,
@@ -185,6 +186,13 @@ class AccumulatingModel(keras.Model):
                 by a second forward pass. For functional and sequential models.
                 The loss is computed as with `gradient_cache`. Defaults to
                 `False`: by those of the micro-batch.
+            trim_padding: String, int or `None`. With `micro_batch_size`, put
+                the samples of a batch in the order of their lengths, and cut
+                the padding off each micro-batch. The name of the input that is
+                0 where there is padding, of shape `(samples, length)`, such as
+                `"padding_mask"`; or the int that the only integer input is
+                padded with. The weights and logs stay the same. Dropout draws
+                other random numbers for each micro-batch. Defaults to `None`.
             remainder: What becomes of the batches that are left when an
                 epoch ends before the cycle is full. `"apply"` makes an update
                 of them, divided by their own weight, as Keras does with a short
@@ -339,7 +347,7 @@ class AccumulatingModel(keras.Model):
         if not state.accumulates:
             return compute()
         is_default = not state.overrides("compute_loss")
-        with state.loss_weights.watch(scales=is_default):
+        with state.loss_weights.watch(scales=is_default), trimming.marked(y):
             loss = compute()
         if is_default:
             loss += weights.missing_sums(self, (x, y))

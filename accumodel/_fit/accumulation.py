@@ -19,6 +19,7 @@ from accumodel._keras_and_tf.replicas import (
     scope_of,
 )
 from accumodel._micro_batch.step import Plan, current_step
+from accumodel._micro_batch.trimming import find
 from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import files
 from accumodel._update.accumulators import Accumulators, build_accumulator
@@ -71,6 +72,7 @@ class Accumulation:
         self.observers: dict = {}
         self.observing: tuple = ()
         self._rows: typing.Any = None
+        self._trimming: typing.Any = None
         self._traced_with: typing.Any = None
 
     def compile(self, super_compile, args, kwargs):
@@ -79,6 +81,7 @@ class Accumulation:
         try:
             options = Options.take_from(kwargs)
             checks.check_whole_batch(model, options)
+            checks.check_trim_padding(model, options)
             if options.sync_batch_norm and trained_norms(model):
                 cut(model)  # says what cannot be cut
             accumulates = options.accumulates or self.overrides(
@@ -96,6 +99,7 @@ class Accumulation:
         self.loss_weights = LossWeights(model)  # which warns anew
         self.accumulates = accumulates
         self.spans_batches = options.accum_steps > 1
+        self._trimming = None
         self._use_size(options.micro_batch_size)
         self.accumulators.begin_anew()
 
@@ -181,8 +185,15 @@ class Accumulation:
             assigned=self.assigned,
             loss_weights=self.loss_weights,
             retry=self.retry,
+            trim=None if self.options.trim_padding is None else self._trim,
             ready_accumulator=self.ready_accumulator,
         )
+
+    def _trim(self, plan, data):
+        """Returns the `Trimming` of the model, found for its first batch."""
+        if self._trimming is None:
+            self._trimming = find(plan, data)
+        return self._trimming
 
     def set_accum_steps(self, value):
         value = checks.check_accum_steps(value)
@@ -198,6 +209,7 @@ class Accumulation:
         checks.check_compiled(model, "micro_batch_size")
         options = dataclasses.replace(self.options, micro_batch_size=value)
         checks.check_whole_batch(model, options)
+        checks.check_trim_padding(model, options)
         if value is not None:
             checks.check_can_accumulate(model, options)
         self.options = options

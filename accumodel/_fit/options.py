@@ -23,6 +23,7 @@ class Options:
     micro_batch_size: int | typing.Literal["auto"] | None = None
     gradient_cache: bool = False
     sync_batch_norm: bool = False
+    trim_padding: str | int | None = None
     remainder: str = "apply"
     skip_nonfinite: bool = False
 

@@ -115,7 +115,8 @@ def _wrap(model, name):
         return
     with replicas.scope_of(model.distribute_strategy):
         is_in_loop = tf.distribute.has_strategy() and model.micro_batch_size
-    if not is_in_loop and not state.plan().needs_whole_batch:
+    plan = state.plan()
+    if not (is_in_loop or plan.needs_whole_batch or plan.trim):
         return
 
     def build_and_call(batches):

@@ -12,6 +12,9 @@ use a model that does not accumulate on one device.
 | `Trainer._loss_tracker`                     | an error at the first step     |
 | `Optimizer._all_reduce_sum_gradients`       | an error at the first update,  |
 |                                             | on several replicas            |
+| `MetricsList.update_state`,                 | an error at the first step,    |
+| `keras.src.metrics.reduction_metrics       | with `trim_padding`            |
+| .reduce_to_samplewise_values`               |                                |
 | `Tensor._keras_mask`                        | an error at the first step,    |
 |                                             | with the gradient cache        |
 | `keras.src.backend.tensorflow.random`, its  | an error when a step is traced |
@@ -148,7 +151,10 @@ def _reduce(
     reductions = getattr(_recorded, "reductions", None)
     if reductions is not None:
         # As Keras does first: a function may return a Python number.
-        values = keras.ops.convert_to_tensor(values, dtype=dtype)
+        values = _padded(keras.ops.convert_to_tensor(values, dtype=dtype))
+        sample_weight, mask = _padded(sample_weight), _padded(mask)
+        if getattr(_padding, "mark", None) is not None:
+            _padding.mark.is_used = len(values.shape) > 1
         reductions.append(Reduction(values, sample_weight, mask, reduction))
     return _losses.originals["reduce_weighted_values"](
         values,
@@ -167,9 +173,10 @@ def _call(self, y_true, y_pred, sample_weight=None):
         )
     _recorded.reductions = []
     try:
-        loss = _losses.originals["__call__"](
-            self, y_true, y_pred, sample_weight
-        )
+        with _cut_as(y_true, y_pred, sample_weight):
+            loss = _losses.originals["__call__"](
+                self, y_true, y_pred, sample_weight
+            )
         *inner, own = _recorded.reductions or [None]
     finally:
         _recorded.reductions = outer
@@ -264,6 +271,100 @@ def _check_masks():
             "version of Keras that accumodel was tested with, or no "
             f"`gradient_cache`. Received: Keras {keras.__version__}"
         )
+
+
+# -- padding that is cut off ---------------------------------------------------
+
+# Each thread has its own, as of reductions.
+_padding = threading.local()
+
+
+class Mark:
+    """What was cut off targets.
+
+    Attributes:
+        width: Scalar, the positions that there were.
+        is_used: Bool. Whether a loss has one value for each position.
+    """
+
+    def __init__(self, width):
+        self.width = width
+        self.is_used = False
+
+
+def mark(target, width):
+    """Lets losses and metrics know what was cut off a target."""
+    target._cut_by_accumodel = Mark(width)
+    return target._cut_by_accumodel
+
+
+@contextlib.contextmanager
+def _cut_as(y_true, y_pred, sample_weight, takes_mask=True):
+    """In it, what is reduced is padded if the targets were cut."""
+    before = getattr(_padding, "mark", None)
+    mark = getattr(y_true, "_cut_by_accumodel", None)
+    if mark is not None:
+        is_wide = getattr(sample_weight, "shape", ())[1:2] not in ((), (1,))
+        if not is_wide and (not takes_mask or mask_of(y_pred) is None):
+            raise ValueError(
+                "With `trim_padding`, the losses and metrics of an output for "
+                "each position need weights that are 0 at padding: Keras "
+                "counts it otherwise. Feed a `sample_weight` of shape "
+                "`(samples, length)`, and compile `weighted_metrics` instead "
+                "of `metrics`. Or let the layers pass on a mask. Received: "
+                f"sample_weight={sample_weight} and no mask"
+            )
+    _padding.mark = mark
+    try:
+        yield
+    finally:
+        _padding.mark = before
+
+
+def _padded(values):
+    """Returns values with zeros at the positions that were cut off."""
+    mark = getattr(_padding, "mark", None)
+    if mark is None or values is None or len(values.shape) < 2:
+        return values
+    if values.shape[1] == 1:  # the same at all positions
+        return values
+    # The same tensor again: losses are told apart by their masks and weights.
+    if not hasattr(values, "_padded_by_accumodel"):
+        missing = mark.width - tf.shape(values)[1]
+        rest = [[0, 0]] * (len(values.shape) - 2)
+        paddings = [[0, 0], [0, missing], *rest]
+        values._padded_by_accumodel = tf.pad(values, paddings)
+    return values._padded_by_accumodel
+
+
+def _update_metrics(self, y_true, y_pred, sample_weight=None):
+    # Only these look at masks.
+    means = keras.metrics.MeanMetricWrapper
+    takes_mask = all(isinstance(each, means) for each in self.metrics)
+    with _cut_as(y_true, y_pred, sample_weight, takes_mask):
+        padded_metrics.originals["update_state"](
+            self, y_true, y_pred, sample_weight
+        )
+
+
+def _reduce_to_samples(values, sample_weight, *args, **kwargs):
+    return padded_metrics.originals["reduce_to_samplewise_values"](
+        _padded(values), _padded(sample_weight), *args, **kwargs
+    )
+
+
+def _find_metrics():
+    compiled = importlib.import_module("keras.src.trainers.compile_utils")
+    reductions = importlib.import_module("keras.src.metrics.reduction_metrics")
+    return {
+        (compiled.MetricsList, "update_state"): _update_metrics,
+        (reductions, "reduce_to_samplewise_values"): _reduce_to_samples,
+    }
+
+
+# While it is open, metrics are those of targets that were not cut: Keras's
+# means average over positions first.
+padded_metrics = _Replaced(_find_metrics)
 
 
 # -- random numbers ------------------------------------------------------------

@@ -229,6 +229,13 @@ class GradientNoiseScale(ObservingCallback):
                 "sample of the gradient. Remove one of them. "
                 f"Received: model={self.model}"
             )
+        if state.options.trim_padding is not None:
+            raise ValueError(
+                "`GradientNoiseScale` cannot be used with `trim_padding`, "
+                "which puts samples of equal lengths together: a micro-batch "
+                "is no random sample of the gradient. Remove one of them. "
+                f"Received: trim_padding={state.options.trim_padding!r}"
+            )
         self._estimator = observer
         self._estimator.begin(self.decay)
         self._measured = None

@@ -17,14 +17,15 @@ from accumodel._micro_batch.split import MicroBatches
 from accumodel._micro_batch.step import one_step
 
 
-def make_step(plan, function, fed_batch=None, losses=None):
+def make_step(plan, function, fed_batch=None, losses=None, widths=()):
     """Returns a function that runs `function` as a step of a micro-batch.
 
     See `Step` for the other arguments.
     """
 
     def step(data):
-        with one_step(plan, data, fed_batch, losses, plan.is_compiled):
+        how = plan.is_compiled, widths
+        with one_step(plan, data, fed_batch, losses, *how):
             return function(data)
 
     if not plan.is_compiled:
@@ -66,7 +67,7 @@ def run(plan, function, data, fed_batch=None):
     # nothing may change.
     with tf.control_dependencies([parts.samples]):
         of_batch = LossLogs(plan)
-    step = make_step(plan, function, fed_batch, of_batch)
+    step = make_step(plan, function, fed_batch, of_batch, parts.widths)
     draws = Draws(plan)
     specs = None
 

@@ -14,7 +14,8 @@ for bit the same, and nothing is drawn in vain.
 
 Draws without an axis of samples are the same for all micro-batches. In a graph
 the size of that axis is not known, and that of any other first axis is. What
-cannot be drawn from the middle takes another seed for each micro-batch.
+cannot be drawn from the middle takes another seed for each micro-batch, and so
+does all of it if the samples are put in another order, see `trimming`.
 """
 
 import contextlib
@@ -44,6 +45,7 @@ class Draws:
 
     def __init__(self, plan):
         self._rows = plan.rows
+        self._are_in_order = plan.trim is None
         self._seeds = plan.assigned["seeds"]
         self._graph = current_graph()
         self._is_exact = False
@@ -92,8 +94,10 @@ class Draws:
         """Calls a function of `keras.random`, see `_keras.replaced_draws`."""
         shape = _shape_of(name, arguments)
         has_rows = self._has_rows(shape)
-        can_offset = name in _OFFSETS and not (
-            name == "normal" and current_step().is_compiled
+        can_offset = (
+            self._are_in_order
+            and name in _OFFSETS
+            and not (name == "normal" and current_step().is_compiled)
         )
         before, self._is_exact = self._is_exact, can_offset or not has_rows
         try:

@@ -14,6 +14,7 @@ from accumodel._keras_and_tf.replicas import (
     local_results,
     scope_of,
 )
+from accumodel._micro_batch.trimming import Ordered
 
 # The names of what a batch is made of.
 _NAMES = ("x", "y", "sample_weight")
@@ -35,7 +36,13 @@ _NO_TARGETS = (
 
 
 class MicroBatches:
-    """The micro-batches of one fed batch."""
+    """The micro-batches of one fed batch.
+
+    Attributes:
+        samples: Scalar int64 tensor, the number of samples of the fed batch.
+        count: Scalar int64 tensor, the number of micro-batches.
+        widths: See `Ordered`. Empty if nothing is cut.
+    """
 
     def __init__(self, plan, data):
         self._model = plan.model
@@ -43,6 +50,12 @@ class MicroBatches:
         may_differ = "slice_data" in plan.overridden
         self.samples = _count_samples(data, may_differ)
         self.count = tf.maximum(-(-self.samples // plan.size), 1)
+        self.widths: list = []
+        self._ordered = None
+        if plan.trim is not None:
+            with on_host():
+                self._ordered = Ordered(plan, data)
+            self.data, self.widths = self._ordered.data, self._ordered.widths
 
     def bounds(self, i):
         """Returns the first sample of the i-th, and the first after it."""
@@ -63,7 +76,10 @@ class MicroBatches:
     def data_of(self, i):
         """Returns the data of the i-th."""
         with on_host():
-            return self._model.slice_data(self.data, *self.bounds(i))
+            data = self._model.slice_data(self.data, *self.bounds(i))
+            if self._ordered is None:
+                return data
+            return self._ordered.cut(data, *self.bounds(i))
 
 
 def slice_data(data, begin, end):

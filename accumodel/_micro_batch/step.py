@@ -32,6 +32,8 @@ class Plan:
         assigned: Dict of what steps are known to assign, see `States`.
         loss_weights: The `LossWeights`.
         retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
+        trim: Function of the plan and a fed batch that returns its `Trimming`,
+            or `None`.
         ready_accumulator: Function that returns the `GradientAccumulator` of
             the trainable variables, which it makes the first time.
     """
@@ -47,6 +49,7 @@ class Plan:
     assigned: dict
     loss_weights: typing.Any
     retry: typing.Any
+    trim: typing.Any
     ready_accumulator: typing.Any
 
     @property
@@ -117,14 +120,16 @@ class Step:
         fed_batch: The `FedBatch` that it is part of. `None` if nothing trains.
         losses: The `LossLogs` to report the logged losses to, or `None`.
         is_compiled: Bool. Whether the step is compiled by XLA.
+        widths: See `Ordered`.
     """
 
-    def __init__(self, plan, data, fed_batch, losses, is_compiled):
+    def __init__(self, plan, data, fed_batch, losses, is_compiled, widths):
         self.plan = plan
         self.data = data
         self.fed_batch = fed_batch
         self.losses = losses
         self.is_compiled = is_compiled
+        self.widths = widths
         # What the losses reduced, see `LossWeights`. `None` before that.
         self.reductions: list | None = None
         self._graph = current_graph()
@@ -156,12 +161,15 @@ class Step:
 
 
 @contextlib.contextmanager
-def one_step(plan, data, fed_batch=None, losses=None, is_compiled=False):
+def one_step(
+    plan, data, fed_batch=None, losses=None, is_compiled=False, widths=()
+):
     """In it, each accumulator may be called once; see `Step`.
 
     Nothing is counted, and no weight moves, before the fed batch ends.
     """
-    token = _step.set(Step(plan, data, fed_batch, losses, is_compiled))
+    step = Step(plan, data, fed_batch, losses, is_compiled, widths)
+    token = _step.set(step)
     try:
         yield
     finally:

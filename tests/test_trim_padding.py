@@ -1,0 +1,648 @@
+"""`trim_padding`: padding is cut off, and nothing else changes.
+
+The reference is plain Keras with the whole batch and all its padding.
+"""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import as_dataset, distance, mirrored, names, slow, weekly
+
+from accumodel import AccumulatingModel, GradientNoiseScale, GradientNorm
+
+SAMPLES, LENGTH, WORDS = 20, 60, 12
+
+
+def lengths():
+    """Most are short, and one has no padding."""
+    rng = np.random.default_rng(0)
+    result = rng.integers(1, 30, size=SAMPLES)
+    result[7] = LENGTH
+    return result
+
+
+def used():
+    return np.arange(LENGTH) < lengths()[:, None]
+
+
+def words(padding=0):
+    rng = np.random.default_rng(1)
+    drawn = rng.integers(1, WORDS, size=(SAMPLES, LENGTH))
+    return np.where(used(), drawn, padding)
+
+
+def of_samples():
+    return np.random.default_rng(2).integers(2, size=SAMPLES)
+
+
+def of_words():
+    return words() % 3
+
+
+# -- models ----------------------------------------------------------------
+
+
+def embedded(inputs):
+    return keras.layers.Embedding(WORDS, 6, mask_zero=True)(inputs)
+
+
+def ids(width=None):
+    return keras.Input((width,), dtype="int32", name="ids")
+
+
+def lstm(model_class):
+    inputs = ids()
+    x = keras.layers.LSTM(5)(embedded(inputs))
+    return model_class(inputs, keras.layers.Dense(2)(x))
+
+
+def bidirectional(model_class):
+    inputs = ids()
+    x = keras.layers.Bidirectional(keras.layers.LSTM(5))(embedded(inputs))
+    return model_class(inputs, keras.layers.Dense(2)(x))
+
+
+def masked_mean(model_class):
+    inputs = ids()
+    x = keras.layers.GlobalAveragePooling1D()(embedded(inputs))
+    return model_class(inputs, keras.layers.Dense(2)(x))
+
+
+def tagger(model_class):
+    inputs = ids()
+    x = keras.layers.GRU(5, return_sequences=True)(embedded(inputs))
+    return model_class(inputs, keras.layers.Dense(3)(x))
+
+
+def two_outputs(model_class):
+    inputs = ids()
+    x = keras.layers.GRU(5, return_sequences=True)(embedded(inputs))
+    outputs = {
+        "words": keras.layers.Dense(3, name="words")(x),
+        "samples": keras.layers.Dense(2, name="samples")(
+            keras.layers.GlobalAveragePooling1D()(x)
+        ),
+    }
+    return model_class(inputs, outputs)
+
+
+def with_a_mask(model_class):
+    """Attention, whose mask is an input; no output has one."""
+    inputs = {
+        "padding_mask": keras.Input((None,), dtype="bool", name="padding_mask"),
+        "ids": ids(),
+    }
+    x = keras.layers.Embedding(WORDS, 6)(inputs["ids"])
+    mask = keras.ops.expand_dims(inputs["padding_mask"], 1)
+    x += keras.layers.MultiHeadAttention(2, 3)(x, x, attention_mask=mask)
+    return model_class(inputs, keras.layers.Dense(3)(x))
+
+
+def subclassed(model_class):
+    class Subclassed(model_class):
+        def __init__(self):
+            super().__init__()
+            self.layer = keras.layers.Embedding(WORDS, 6, mask_zero=True)
+            self.rnn = keras.layers.LSTM(5)
+            self.head = keras.layers.Dense(2)
+
+        def call(self, inputs):
+            return self.head(self.rnn(self.layer(inputs)))
+
+    return Subclassed()
+
+
+# -- training --------------------------------------------------------------
+
+
+def cross_entropy():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def train(make, model_class, data, batches=(20,), strategy=None, **kwargs):
+    """Returns the model, and the logs of `fit` and of `evaluate`."""
+    keras.utils.set_random_seed(0)
+    fit = kwargs.pop("fit", {})
+    kwargs.setdefault("loss", cross_entropy())
+    rate = kwargs.pop("learning_rate", 0.5)
+    kwargs["optimizer"] = keras.optimizers.SGD(rate)
+    if strategy is None:
+        model = make(model_class)
+        model.compile(**kwargs)
+    else:
+        with strategy.scope():
+            model = make(model_class)
+            model.compile(**kwargs)
+    given = as_dataset(data, batches)
+    history = model.fit(given, epochs=2, shuffle=False, verbose=0, **fit)
+    logs = {**history.history}
+    for name, value in model.evaluate(
+        given, verbose=0, return_dict=True
+    ).items():
+        logs[f"val_{name}"] = value
+    return model, logs
+
+
+def check(make, data, trim_padding=0, ours=None, tolerance=1e-6, **kwargs):
+    """Compares plain Keras with `trim_padding`.
+
+    `ours` are arguments of ours alone, and `kwargs` those of both.
+    """
+    ours = {"micro_batch_size": 6, **(ours or {})}
+    reference, expected = train(make, keras.Model, data, **kwargs)
+    model, logs = train(
+        make,
+        AccumulatingModel,
+        data,
+        trim_padding=trim_padding,
+        **kwargs | ours,
+    )
+    assert distance(model, reference) < tolerance
+    for name, values in expected.items():
+        # Fed batches of a cycle are averaged by their samples, as in Keras.
+        if "accum_steps" not in ours:
+            rtol = max(1e-5, tolerance)
+            np.testing.assert_allclose(logs[name], values, rtol=rtol)
+
+
+# The model, and its data.
+CASES = {
+    "LSTM": (lstm, lambda: (words(), of_samples())),
+    "bidirectional": (bidirectional, lambda: (words(), of_samples())),
+    "a masked mean": (masked_mean, lambda: (words(), of_samples())),
+    "an output for each word": (tagger, lambda: (words(), of_words())),
+    "weights": (
+        tagger,
+        lambda: (words(), of_words(), np.where(used(), 0.5, 0.0)),
+    ),
+    "weights after the mask": (
+        with_a_mask,
+        lambda: (
+            {"ids": words(), "padding_mask": used()},
+            of_words(),
+            np.roll(used(), 4, 1).astype("float32"),
+        ),
+    ),
+    "several outputs": (
+        two_outputs,
+        lambda: (words(), {"words": of_words(), "samples": of_samples()}),
+    ),
+    "not built": (subclassed, lambda: (words(), of_samples())),
+}
+MASKED = ("weights after the mask",)
+XLA = ("an output for each word",)
+
+
+@pytest.mark.parametrize(
+    ("name", "jit_compile"),
+    [
+        *((name, False) for name in CASES),
+        slow("an output for each word", True),
+        *(weekly(name, True) for name in CASES if name not in XLA),
+    ],
+)
+def test_the_weights_and_logs_are_those_of_the_padded_batch(name, jit_compile):
+    make, data = CASES[name]
+    metrics = {"weighted_metrics": ["accuracy"]}
+    if make is two_outputs:  # whose masks differ, so that only sums are exact
+        metrics = {"metrics": {"words": "accuracy", "samples": "accuracy"}}
+        metrics |= other_reduction("sum")
+    check(
+        make,
+        data(),
+        "padding_mask" if name in MASKED else 0,
+        jit_compile=jit_compile,
+        **metrics,
+    )
+
+
+def other_reduction(kind):
+    return {
+        "loss": keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction=kind
+        ),
+        "learning_rate": 1e-3,
+    }
+
+
+# Further arguments: of both; of ours.
+FEATURES = {
+    "auto": ({}, {"micro_batch_size": "auto"}),
+    "accum_steps": ({}, {"accum_steps": 2, "batches": (10, 10)}),
+    "eager": ({"run_eagerly": True}, {}),
+    "mean_with_sample_weight": (other_reduction("mean_with_sample_weight"), {}),
+    "sum": (other_reduction("sum"), {}),
+    "skip_nonfinite": ({}, {"skip_nonfinite": True}),
+    "steps_per_execution": (
+        {"batches": (10, 10), "steps_per_execution": 2},
+        {},
+    ),
+    "replicas": ({"batches": (20,)}, {"strategy": 2}),
+    "GradientNorm": ({}, {"fit": {"callbacks": 1}}),
+    "class weights": ({"fit": {"class_weight": {0: 1.0, 1: 3.0}}}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", names(FEATURES, ("sum", "eager", "steps_per_execution"))
+)
+def test_it_goes_with_other_features(name):
+    both, ours = ({**each} for each in FEATURES[name])
+    if "strategy" in ours:
+        ours["strategy"] = mirrored(ours["strategy"])
+    if "fit" in ours:
+        ours["fit"] = {"callbacks": [GradientNorm()]}
+    make, y = tagger, of_words()
+    if name == "class weights":
+        make, y = lstm, of_samples()
+    check(make, (words(), y), ours=ours, **both)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tolerance"), [("mixed_bfloat16", 0.1), ("mixed_float16", 0.02)]
+)
+def test_half_precision(policy, tolerance):
+    keras.config.set_dtype_policy(policy)
+    try:
+        check(tagger, (words(), of_words()), tolerance=tolerance)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_widths_that_differ_from_batch_to_batch():
+    data = words(), of_words()
+    models = []
+    for model_class, kwargs in (
+        (keras.Model, {}),
+        (AccumulatingModel, {"micro_batch_size": 3, "trim_padding": 0}),
+    ):
+        keras.utils.set_random_seed(0)
+        model = tagger(model_class)
+        model.compile(keras.optimizers.SGD(0.5), cross_entropy(), **kwargs)
+        spec = tf.TensorSpec((None, None), tf.int64)
+        batches = tf.data.Dataset.from_generator(
+            lambda: (
+                tuple(each[:10, :width].copy() for each in data)
+                for width in (60, 40, 50)
+            ),
+            output_signature=(spec, spec),
+        ).apply(tf.data.experimental.assert_cardinality(3))
+        model.fit(batches, shuffle=False, verbose=0)
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
+def test_dropout_draws_other_numbers_for_each_micro_batch():
+    """Drawn as for samples in order, they would overlap: rows are shorter."""
+    seen = []
+
+    class Noise(keras.layers.Layer):
+        supports_masking = True
+        draw = keras.random.SeedGenerator(3)
+
+        def call(self, inputs, training=False):
+            if training:
+                seen.append(
+                    keras.random.uniform(tf.shape(inputs), seed=self.draw)
+                )
+            return inputs
+
+    inputs = ids()
+    x = keras.layers.LSTM(5)(Noise()(embedded(inputs)))
+    model = AccumulatingModel(inputs, keras.layers.Dense(2)(x))
+    model.compile(
+        "sgd",
+        cross_entropy(),
+        micro_batch_size=5,
+        trim_padding=0,
+        run_eagerly=True,
+    )
+    model.train_on_batch(words(), of_samples())
+    drawn = np.concatenate([np.ravel(each) for each in seen[-4:]])
+    # By chance two of these numbers of 23 bits are equal now and then.
+    assert len(np.unique(drawn)) > 0.99 * len(drawn)
+
+
+# -- what is cut -----------------------------------------------------------
+
+
+class Widths(keras.layers.Layer):
+    """Notes the widths of its inputs."""
+
+    supports_masking = True
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def call(self, inputs):
+        if inputs.shape[0] is not None:
+            self.seen.append(tuple(inputs.shape[:2]))
+        return inputs
+
+
+def widths_of(x, trim_padding, micro_batch_size=5):
+    layer = Widths()
+    inputs = ids()
+    x_in = keras.layers.Embedding(WORDS, 6, mask_zero=True)(inputs)
+    hidden = keras.layers.LSTM(3)(layer(x_in))
+    model = AccumulatingModel(inputs, keras.layers.Dense(2)(hidden))
+    model.compile(
+        "sgd",
+        cross_entropy(),
+        micro_batch_size=micro_batch_size,
+        trim_padding=trim_padding,
+        run_eagerly=True,
+    )
+    model.train_on_batch(x, of_samples())
+    return layer.seen[-(SAMPLES // micro_batch_size) :]
+
+
+def test_each_micro_batch_is_as_wide_as_its_longest_on_the_ladder():
+    ordered = np.sort(lengths())[::-1][::5]
+    ladder = np.array([16, 24, 32, 48, 60])
+    expected = [(5, ladder[ladder >= longest][0]) for longest in ordered]
+    assert widths_of(words(), 0) == expected
+    assert len(set(expected)) > 2
+
+
+def test_padding_on_the_left_is_not_cut():
+    assert widths_of(words()[:, ::-1], 0) == [(5, LENGTH)] * 4
+
+
+# -- refusals --------------------------------------------------------------
+
+
+def two_sequences(model_class):
+    inputs = {
+        name: keras.Input((None,), dtype="bool", name=name)
+        for name in ("encoder_mask", "decoder_mask")
+    }
+    x = keras.layers.Lambda(lambda x: tf.cast(x, "float32")[..., None])
+    parts = [keras.layers.LSTM(2)(x(each)) for each in inputs.values()]
+    return model_class(inputs, keras.layers.Dense(2)(sum(parts)))
+
+
+def a_mean_of_all(model_class):
+    inputs = ids()
+    x = keras.layers.Embedding(WORDS, 6)(inputs)
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    head = keras.layers.Dense(2, kernel_initializer="zeros")
+    return model_class(inputs, head(x))
+
+
+def convolution(model_class):
+    inputs = ids()
+    x = keras.layers.Embedding(WORDS, 6)(inputs)
+    x = keras.layers.Conv1D(4, 3, padding="same")(x)
+    x = keras.layers.GlobalMaxPooling1D()(x)
+    return model_class(inputs, keras.layers.Dense(2)(x))
+
+
+def half_as_wide(model_class):
+    inputs = ids()
+    x = keras.layers.Embedding(WORDS, 6)(inputs)
+    return model_class(inputs, keras.layers.MaxPooling1D(2)(x))
+
+
+def fixed_width(model_class):
+    inputs = ids(LENGTH)
+    x = keras.layers.Flatten()(keras.layers.Embedding(WORDS, 6)(inputs))
+    return model_class(inputs, keras.layers.Dense(2)(x))
+
+
+def activity(model_class):
+    inputs = ids()
+    layer = keras.layers.Embedding(
+        WORDS, 6, mask_zero=True, activity_regularizer="l2"
+    )
+    return model_class(inputs, keras.layers.LSTM(2)(layer(inputs)))
+
+
+def unmasked_tagger(model_class):
+    inputs = ids()
+    x = keras.layers.Embedding(WORDS, 6)(inputs)
+    return model_class(inputs, keras.layers.Dense(3)(x))
+
+
+def custom(name):
+    def make(model_class):
+        def method(self, *args, **kwargs):
+            return getattr(super(Custom, self), name)(*args, **kwargs)
+
+        Custom = type("Custom", (model_class,), {name: method})  # noqa: N806
+        return tagger(Custom)
+
+    return make
+
+
+class Composite(keras.losses.Loss):
+    """Passes other tensors on to a loss."""
+
+    def call(self, y_true, y_pred):
+        return cross_entropy()(y_true + 0, y_pred)
+
+
+def mean_of_words(y_true, y_pred):
+    losses = keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
+    return tf.reduce_mean(losses, axis=1)
+
+
+def sparse(x):
+    return tf.sparse.from_dense(tf.constant(x))
+
+
+A_MASK = {"encoder_mask": used(), "decoder_mask": used()}
+UNWEIGHTED = {"metrics": ["accuracy"]}
+
+# The model, its data, other arguments of `compile`, and the message.
+REFUSED = {
+    "no micro-batches": (lstm, {"micro_batch_size": None}, "pass `micro_batch"),
+    "True": (lstm, {"trim_padding": True}, "must be the name of the input"),
+    "a float": (lstm, {"trim_padding": 0.5}, "must be the name of the input"),
+    "no such input": (lstm, {"trim_padding": "mask"}, r"for inputs \['ids'\]"),
+    "gradient_cache": (lstm, {"gradient_cache": True}, "`gradient_cache=True`"),
+    "sync_batch_norm": (lstm, {"sync_batch_norm": True}, "`sync_batch_norm="),
+    "slice_data": (custom("slice_data"), {}, "custom `slice_data`"),
+    "two sequences": (
+        two_sequences,
+        {"x": A_MASK, "trim_padding": "encoder_mask"},
+        "an encoder and of a decoder",
+    ),
+    "ragged": (
+        lstm,
+        {"x": tf.RaggedTensor.from_tensor(words(), padding=0)},
+        "convert them by `to_tensor`",
+    ),
+    "a mean without a mask": (a_mean_of_all, {}, "sees its padding"),
+    "a convolution": (convolution, {}, "sees its padding"),
+    "half as wide": (half_as_wide, {}, "sees its padding"),
+    "an activity regularizer": (activity, {}, "sees its padding"),
+    "a fixed width": (fixed_width, {}, r"with `keras.Input\(\(None,\)\)`"),
+    "targets without weights": (
+        unmasked_tagger,
+        {"y": of_words()},
+        "Feed a `sample_weight` of shape",
+    ),
+    "weights of samples": (
+        unmasked_tagger,
+        {"y": of_words(), "sample_weight": np.ones(SAMPLES)},
+        "Feed a `sample_weight` of shape",
+    ),
+    "metrics without weights": (
+        unmasked_tagger,
+        {"y": of_words(), "sample_weight": used() * 1.0, **UNWEIGHTED},
+        "`weighted_metrics` instead",
+    ),
+    "a composite loss": (
+        tagger,
+        {"y": of_words(), "loss": Composite()},
+        "A loss that calls others",
+    ),
+    "a loss of whole sequences": (
+        tagger,
+        {"y": of_words(), "loss": mean_of_words},
+        "one loss for each position",
+    ),
+    **{
+        f"a custom {name}": (custom(name), {"y": of_words()}, f"custom `{name}")
+        for name in (
+            "compute_gradients",
+            "compute_loss",
+            "compute_metrics",
+            "train_step",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused(name):
+    make, arguments, message = REFUSED[name]
+    arguments = {
+        "micro_batch_size": 5,
+        "trim_padding": 0,
+        "loss": cross_entropy(),
+        **arguments,
+    }
+    names = ("x", "y", "sample_weight")
+    given = {name: arguments.pop(name, None) for name in names}
+    x = words() if given["x"] is None else given["x"]
+    y = of_samples() if given["y"] is None else given["y"]
+    model = make(AccumulatingModel)
+    before = model.get_weights()
+
+    def compile_and_fit():
+        model.compile("sgd", **arguments)
+        model.fit(x, y, SAMPLES, sample_weight=given["sample_weight"])
+
+    with pytest.raises((ValueError, TypeError), match=message):
+        compile_and_fit()
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_a_noise_scale_is_refused():
+    model = lstm(AccumulatingModel)
+    model.compile("sgd", cross_entropy(), micro_batch_size=5, trim_padding=0)
+    with pytest.raises(ValueError, match="no random sample"):
+        model.fit(words(), of_samples(), callbacks=[GradientNoiseScale()])
+
+
+def test_without_a_size_it_is_refused_later_too():
+    model = lstm(AccumulatingModel)
+    model.compile("sgd", cross_entropy(), micro_batch_size=5, trim_padding=0)
+    with pytest.raises(ValueError, match="pass `micro_batch_size`"):
+        model.micro_batch_size = None
+    assert model.micro_batch_size == 5
+
+
+def test_it_is_saved(tmp_path):
+    model = lstm(AccumulatingModel)
+    model.compile("sgd", cross_entropy(), micro_batch_size=5, trim_padding=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.get_compile_config()["trim_padding"] == 0
+
+
+# -- keras-hub -------------------------------------------------------------
+
+
+def backbone(keras_hub, kind):
+    return getattr(keras_hub.models, f"{kind}Backbone")(
+        vocabulary_size=WORDS,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=8,
+        intermediate_dim=16,
+        dropout=0.0,
+        max_sequence_length=LENGTH,
+    )
+
+
+def bert_inputs():
+    zeros = np.zeros((SAMPLES, LENGTH), int)
+    mask = used()
+    return {"token_ids": words(), "segment_ids": zeros, "padding_mask": mask}
+
+
+def classifier(keras_hub):
+    model = keras_hub.models.BertTextClassifier(
+        backbone(keras_hub, "Bert"), num_classes=2, dropout=0.0
+    )
+    return model, (bert_inputs(), of_samples())
+
+
+def masked_words(keras_hub):
+    places = np.arange(5) * (lengths()[:, None] // 5)
+    x = {**bert_inputs(), "mask_positions": places}
+    y = np.take_along_axis(words(), places, 1)
+    weights = (np.arange(5) < lengths()[:, None] // 5).astype("float32")
+    model = keras_hub.models.BertMaskedLM(backbone(keras_hub, "Bert"))
+    return model, (x, y, weights)
+
+
+def next_words(keras_hub):
+    x = {"token_ids": words(), "padding_mask": used()}
+    y = np.roll(words(), -1, 1)
+    weights = (np.arange(LENGTH) < lengths()[:, None] - 1).astype("float32")
+    model = keras_hub.models.GPT2CausalLM(backbone(keras_hub, "GPT2"))
+    return model, (x, y, weights)
+
+
+@pytest.mark.parametrize(
+    ("task", "jit_compile"),
+    [
+        slow(classifier, False),
+        slow(masked_words, False),
+        slow(next_words, True),
+        weekly(classifier, True),
+        weekly(masked_words, True),
+        weekly(next_words, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # a pooler
+def test_keras_hub(task, jit_compile):
+    keras_hub = pytest.importorskip(
+        "keras_hub", reason="its newest release needs the newest TensorFlow"
+    )
+    models, logs = [], []
+    for kwargs in ({}, {"micro_batch_size": 6, "trim_padding": "padding_mask"}):
+        keras.utils.set_random_seed(0)
+        model, data = task(keras_hub)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`model` is compiled")
+            if kwargs:
+                model = AccumulatingModel.from_model(model)
+        optimizer = keras.optimizers.SGD(0.1)
+        model.compile(optimizer, jit_compile=jit_compile, **kwargs)
+        given = as_dataset(data, [SAMPLES])
+        history = model.fit(given, epochs=2, shuffle=False, verbose=0)
+        tested = model.evaluate(given, verbose=0)
+        models.append(model)
+        logs.append([*np.ravel([*history.history.values()]), *tested])
+    assert distance(*models) < 1e-6
+    np.testing.assert_allclose(*logs, rtol=1e-5)
