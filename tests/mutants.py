@@ -751,6 +751,48 @@ MUTANTS = [
         "return seed",
         "test_random.py",
     ),
+    Mutant(
+        "samples stay in the order in which they are fed",
+        "_micro_batch/trimming.py",
+        'order = tf.argsort(lengths, direction="DESCENDING", stable=True)',
+        "order = tf.range(tf.size(lengths))",
+        "test_trim_padding.py",
+    ),
+    Mutant(
+        "weights are cut off",
+        "_micro_batch/trimming.py",
+        "if is_cut:  # no weight is cut off",
+        "if False:",
+        "test_trim_padding.py",
+    ),
+    Mutant(
+        "what was cut off counts in no loss",
+        "_keras_and_tf/private_names.py",
+        "values = _padded(keras.ops.convert_to_tensor(values, dtype=dtype))",
+        "values = keras.ops.convert_to_tensor(values, dtype=dtype)",
+        "test_trim_padding.py",
+    ),
+    Mutant(
+        "what was cut off counts in no metric",
+        "_keras_and_tf/private_names.py",
+        "_padded(values), _padded(sample_weight), *args, **kwargs",
+        "values, sample_weight, *args, **kwargs",
+        "test_trim_padding.py",
+    ),
+    Mutant(
+        "a weight of zero hides that padding is seen",
+        "_micro_batch/trimming.py",
+        "zeros = _instead_of_zeros(model)",
+        "zeros = []",
+        "test_trim_padding.py",
+    ),
+    Mutant(
+        "rows of another order are drawn as if they were in order",
+        "_micro_batch/random_numbers.py",
+        "self._are_in_order = plan.trim is None",
+        "self._are_in_order = True",
+        "test_trim_padding.py",
+    ),
 ]
 
 

@@ -93,6 +93,7 @@ def test_public_names_have_a_docstring(member):
 
 @pytest.mark.filterwarnings("ignore:Out of memory")  # which a page shows
 @pytest.mark.filterwarnings("ignore:.shuffle=True. was passed")  # Keras's
+@pytest.mark.filterwarnings("ignore:`model` is compiled")  # by keras-hub
 @pytest.mark.parametrize("program", list(find_programs()))
 def test_snippets_run_as_they_stand(program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some save files
@@ -303,6 +304,14 @@ def test_the_benchmark_of_features_compares_them_with_slices(tmp_path):
     for name in ("cache", "norm", "noise", "auto"):
         ratio = row[name] / row["alone"]
         assert row[f"{name} / alone"] == pytest.approx(ratio)
+
+
+@pytest.mark.weekly
+def test_the_benchmark_of_padding_compares_them_with_buckets(tmp_path):
+    figures = figures_of("padding --samples 32 --rounds 1 --units 8", tmp_path)
+    assert list(figures) == ["log-normal", "no padding"]
+    ways = ["plain", "micro_batch_size", "trim_padding", "buckets"]
+    assert all(list(row) == ways for row in figures.values())
 
 
 @pytest.mark.weekly

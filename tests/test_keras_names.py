@@ -261,6 +261,19 @@ def test_the_calls_of_a_functional_model_are_in_the_order_of_keras():
         assert len(node.outputs) == 1
 
 
+def test_means_reduce_to_samples_in_the_function_that_is_replaced():
+    """Where targets were cut, with zeros in the places that were cut off."""
+    y, weights = tf.zeros((1, 2)), tf.constant([[1.0, 0.0]])
+    metric = keras.metrics.MeanMetricWrapper(lambda y, y_pred: y_pred[..., 0])
+    model = make_model(keras.Model)
+    model.compile(weighted_metrics=[metric])
+    private_names.mark(y, 4)
+    with private_names.padded_metrics():
+        model.compute_metrics(None, y, tf.constant([[[8.0], [9.0]]]), weights)
+    # The sum of the products, and that of the weights, over 4 positions.
+    assert (float(metric.total), float(metric.count)) == (2.0, 0.25)
+
+
 def test_keras_draws_by_the_functions_that_are_replaced():
     """In micro-batches they draw the rows of the large batch."""
     drawn, seeds = [], []

@@ -507,6 +507,11 @@ REFUSED = {
         {"y": of_words(), "loss": mean_of_words},
         "one loss for each position",
     ),
+    "a metric of whole sequences": (
+        tagger,
+        {"y": of_words(), "weighted_metrics": [mean_of_words]},
+        "must have a value for each",
+    ),
     **{
         f"a custom {name}": (custom(name), {"y": of_words()}, f"custom `{name}")
         for name in (

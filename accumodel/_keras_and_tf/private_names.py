@@ -37,6 +37,7 @@ import functools
 import importlib
 import inspect
 import threading
+import types
 import typing
 
 import keras
@@ -279,22 +280,13 @@ def _check_masks():
 _padding = threading.local()
 
 
-class Mark:
-    """What was cut off targets.
-
-    Attributes:
-        width: Scalar, the positions that there were.
-        is_used: Bool. Whether a loss has one value for each position.
-    """
-
-    def __init__(self, width):
-        self.width = width
-        self.is_used = False
-
-
 def mark(target, width):
-    """Lets losses and metrics know what was cut off a target."""
-    target._cut_by_accumodel = Mark(width)
+    """Lets losses and metrics know how wide a target was before it was cut.
+
+    The mark that it returns says in `is_used` whether a loss had a value for
+    each position.
+    """
+    target._cut_by_accumodel = types.SimpleNamespace(width=width, is_used=False)
     return target._cut_by_accumodel
 
 
@@ -348,6 +340,11 @@ def _update_metrics(self, y_true, y_pred, sample_weight=None):
 
 
 def _reduce_to_samples(values, sample_weight, *args, **kwargs):
+    if getattr(_padding, "mark", None) and len(values.shape) < 2:
+        raise ValueError(
+            "With `trim_padding`, a metric of an output for each position must "
+            f"have a value for each. Received: values of shape {values.shape}"
+        )
     return padded_metrics.originals["reduce_to_samplewise_values"](
         _padded(values), _padded(sample_weight), *args, **kwargs
     )
@@ -362,8 +359,8 @@ def _find_metrics():
     }
 
 
-# While it is open, metrics are those of targets that were not cut: Keras's
-# means average over positions first.
+# In it, metrics are those of targets that were not cut: Keras's means average
+# over positions first.
 padded_metrics = _Replaced(_find_metrics)
 
 
