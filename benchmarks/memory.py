@@ -47,7 +47,7 @@ import rich.table
 import tensorflow as tf
 
 import accumodel
-from accumodel.__main__ import peak_memory
+from accumodel._demonstration import peak_memory
 from benchmarks.report import GRAY, make_parser, report, run_each
 from benchmarks.speed import make_step, mlp, transformer
 

@@ -23,7 +23,7 @@ from helpers import slow, weekly
 from markdown.extensions.toc import slugify
 
 import accumodel
-from accumodel import __main__ as demonstration
+from accumodel import _demonstration as demonstration
 from accumodel import accumulator, batch_norm, callbacks, gradient_norm, model
 from accumodel._measure import noise_scale
 from benchmarks import exactness, memory, speed

@@ -1,0 +1,228 @@
+"""`python -m accumodel --check` says what is wrong, and only that."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import psutil
+import pytest
+import tensorflow as tf
+
+import accumodel
+from accumodel import _check
+from accumodel._fit import accumulation
+from accumodel._micro_batch.weights import LossWeights
+
+OWN, CACHE, NORMALIZED = _check.PROBLEMS
+
+
+def mean_of_means(monkeypatch):
+    """Each micro-batch weighs the same."""
+    monkeypatch.setattr(
+        LossWeights, "weight", lambda *_: tf.ones((), tf.float32)
+    )
+
+
+def dropped_cycle(monkeypatch):
+    """The short last cycle is forgotten."""
+    monkeypatch.setattr(
+        accumodel.GradientAccumulator,
+        "apply",
+        accumodel.GradientAccumulator.reset,
+    )
+
+
+def own_statistics(monkeypatch):
+    """Micro-batches normalize by themselves."""
+    monkeypatch.setattr(accumulation, "trained_norms", lambda model: [])
+
+
+def nothing(monkeypatch):
+    pass
+
+
+# What is broken, what is trained, and the rows that fail.
+FAULTS = {
+    "nothing": (nothing, OWN, []),
+    "a mean of means": (
+        mean_of_means,
+        OWN,
+        ["accum_steps", "micro_batch_size"],
+    ),
+    "a dropped cycle": (dropped_cycle, OWN, ["accum_steps"]),
+    "own statistics": (own_statistics, NORMALIZED, ["sync_batch_norm"]),
+}
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_a_fault_fails_in_its_rows(name, monkeypatch, capsys, tmp_path):
+    plant, problem, expected = FAULTS[name]
+    plant(monkeypatch)
+    monkeypatch.setattr(
+        _check, "make_rows", lambda: _check.compare(problem, "float32", False)
+    )
+    path = tmp_path / "rows.json"
+    status = _check.main(["--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["way"] for row in rows] == list(problem.ways)
+    assert [row["way"] for row in rows if not row["passed"]] == expected
+    assert status == (1 if expected else 0)
+    assert all(row["moved"] > 1e-3 for row in rows)
+    output = capsys.readouterr().out
+    assert output.count("FAILED expected weights within") == len(expected)
+    assert ("please report it" in output) == bool(expected)
+
+
+def test_what_measured_nothing_does_not_pass():
+    row = _check.Row("accum_steps", "float32", False)
+    weights = [np.ones(2)]
+    training = _check.Training(weights, weights, moved=0.0)
+    _check.judge(row, training, training)
+    assert row.passed is False
+    assert "expected that training moves the weights" in row.why
+    training.moved = float("nan")
+    assert _check.judge(row, training, training).passed is False
+
+
+def test_a_way_that_raises_fails(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ValueError("broken")
+
+    monkeypatch.setattr(accumodel.AccumulatingModel, "compile", refuse)
+    rows = list(_check.compare(CACHE, "float32", False))
+    assert [row.passed for row in rows] == [False]
+    assert rows[0].why == "expected no error; got ValueError: broken"
+    monkeypatch.setattr(keras.Model, "compile", refuse)
+    rows = list(_check.compare(CACHE, "float32", False))
+    assert [row.passed for row in rows] == [None]
+    assert rows[0].why.startswith("cannot run: plain Keras ends with")
+
+
+def test_several_devices_are_compared_with_one(monkeypatch):
+    (row,) = _check.check_replicas()
+    assert (row.way, row.passed) == ("replicas", True)
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [])
+    (row,) = _check.check_replicas()
+    assert (row.passed, row.why) == (None, "cannot run: one device")
+
+
+class Gpu:
+    """Stands in for TensorFlow's functions of a GPU."""
+
+    def __init__(self, monkeypatch, capability):
+        self.peaks = {"GPU:0": 0, "GPU:1": 0}
+        config = tf.config.experimental
+        for name, function in {
+            "reset_memory_stats": lambda name: self.peaks.update({name: 10**6}),
+            "get_memory_info": lambda name: {
+                "current": 10**6,
+                "peak": self.peaks[name],
+            },
+            "get_device_details": lambda gpu: {
+                "compute_capability": (capability, 0),
+                "device_name": "A GPU",
+            },
+        }.items():
+            monkeypatch.setattr(config, name, function)
+        for name in ("list_logical_devices", "list_physical_devices"):
+            monkeypatch.setattr(tf.config, name, lambda kind: ["a", "b"])
+
+
+def test_the_memory_of_a_gpu_is_that_of_its_allocator(monkeypatch):
+    gpu = Gpu(monkeypatch, 7)
+    memory = _check.Memory()
+    gpu.peaks["GPU:1"] = 43 * 10**6
+    assert memory.used() == 42
+
+
+def test_a_gpu_is_checked_in_the_precisions_that_it_has(monkeypatch):
+    Gpu(monkeypatch, 7)
+    cases, (row,) = _check.find_cases()
+    assert {precision for precision, _ in cases} == {"float32", "mixed_float16"}
+    assert {jit for _, jit in cases} == {False, True}
+    assert row.precision == "mixed_bfloat16"
+    assert row.why == "cannot run: compute capability 7"
+    assert _check.describe()["devices"] == ["A GPU", "A GPU"]
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_fit_is_trained(monkeypatch):
+    row = _check.check_recovery()
+    assert row.passed is True, row.why
+    monkeypatch.setattr(_check, "_LIMIT", 4000)
+    row = _check.check_recovery()
+    assert row.passed is False
+    assert "all of them did" in row.why
+
+
+@pytest.mark.weekly
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_the_whole_check_needs_no_extra_and_can_be_interrupted(tmp_path):
+    blocked = ("matplotlib", "sklearn")  # the others come with Keras
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nsys.modules |= dict.fromkeys({blocked})\n"
+    )
+    root = str(_check.pathlib.Path(accumodel.__file__).parents[1])
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), root]),
+    }
+    command = [sys.executable, "-m", "accumodel", "--check"]
+    options = {"cwd": tmp_path, "env": environment, "text": True}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("accum_steps"):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert output.rstrip().endswith("Interrupted.")
+    done = subprocess.run(
+        [*command, "--json", "rows.json"],
+        capture_output=True,
+        timeout=900,
+        check=False,
+        **options,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert sum(row["passed"] is True for row in rows) == 16
+    assert {row["why"] for row in rows if row["passed"] is None} != {""}
+
+
+@pytest.mark.weekly
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_an_interrupted_recovery_leaves_no_process_and_no_file(tmp_path):
+    program = (
+        "from accumodel import _check\n"
+        "_check.make_rows = lambda: iter([_check.check_recovery()])\n"
+        "import sys; sys.exit(_check.main([]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 120
+    children: list = []
+    while not children and time.monotonic() < end:
+        children = [
+            each
+            for each in psutil.Process(process.pid).children()
+            if "_check.recover" in " ".join(each.cmdline())
+        ]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert children
+    for each in children:
+        # Nobody may be there to ask what a process ended with.
+        ended = not each.is_running() or each.status() == psutil.STATUS_ZOMBIE
+        assert ended
+    assert not list(tmp_path.iterdir())
