@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 
 import cases
 import keras
@@ -66,14 +67,19 @@ def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
     assert distance(model, plain) < 1e-6
 
 
+@pytest.mark.parametrize("collects", [False, True])
 @pytest.mark.parametrize("made", [DecoratedStep, DecoratedHelper])
-def test_after_compile_a_function_in_a_step_trains_or_is_refused(made):
+def test_after_compile_a_function_in_a_step_trains_or_is_refused(
+    made, collects
+):
     inputs = keras.Input((4,))
     model = made(inputs, keras.layers.Dense(1)(inputs))
     x, y = np.ones((16, 4)), np.ones((16, 1))
     model.compile("sgd", accum_steps=2)
     model.fit(x, y, batch_size=4, verbose=0)
     model.compile("sgd", accum_steps=2)
+    if collects:  # the variables of the accumulator that is gone
+        gc.collect()
     is_refused = made is DecoratedHelper
     with (
         pytest.raises(ValueError, match=r"`tf.function` that was traced before")

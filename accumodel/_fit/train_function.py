@@ -149,18 +149,17 @@ def _train(model, train_step, data):
             logs = stages.train(plan, fed_batch, data)
         else:
             variables.make_trackers(plan, data, trains=True)
-            logs = loop.run(plan, train_step, data, fed_batch)
+            try:
+                logs = loop.run(plan, train_step, data, fed_batch)
+            except AssertionError as error:
+                if "variables which have been deleted" in str(error):
+                    _refuse_function(model, error)
+                raise
     is_added = fed_batch.end(state.accumulators)
     if is_added or not model.trainable_variables:
         return logs
     if state.accumulators.adds_in_function:
-        raise ValueError(
-            "`accumulate_gradients` was called in a `tf.function` that was "
-            "traced before `compile`, and is not traced again: its gradients "
-            "would be lost. Remove the decorator `@tf.function`: `fit` "
-            "compiles the whole step. Received: the `train_step` of "
-            f"{type(model).__name__}"
-        )
+        _refuse_function(model)
     if plan.is_split:
         raise ValueError(
             "With `micro_batch_size`, `train_step` is called with each "
@@ -171,6 +170,19 @@ def _train(model, train_step, data):
             "nothing"
         )
     return logs
+
+
+def _refuse_function(model, error=None):
+    """Raises for a function that adds to an accumulator that is gone.
+
+    If its variables are gone too, TensorFlow has raised the `error`.
+    """
+    raise ValueError(
+        "`accumulate_gradients` was called in a `tf.function` that was traced "
+        "before `compile`, and is not traced again: its gradients would be "
+        "lost. Remove the decorator `@tf.function`: `fit` compiles the whole "
+        f"step. Received: the `train_step` of {type(model).__name__}"
+    ) from error
 
 
 def _test(model, test_step, data):
