@@ -18,6 +18,7 @@ from helpers import (
     slow,
     train_case,
     updates,
+    weekly,
 )
 
 import accumodel
@@ -433,7 +434,7 @@ def test_a_cycle_from_a_file_weighs_what_the_micro_batches_after_it_do(
 # -- the reductions --------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [slow("sgd"), "adam"])
+@pytest.mark.parametrize("optimizer", [weekly("sgd"), slow("adam")])
 def test_a_cycle_makes_one_reduction_and_at_its_end(optimizer):
     reduction = CountingReduction()
     with mirrored(2, reduction).scope():

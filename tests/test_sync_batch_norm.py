@@ -178,15 +178,22 @@ SLOW = (
     "frozen",
     "masked inside",
     "on the inputs",
-    "residual",
-    "nested",
     "sample weights",
     "two outputs",
 )
+WEEKLY = ("residual", "nested")
 
 
 @pytest.mark.filterwarnings("ignore:.*does not support masking")
-@pytest.mark.parametrize("name", names(CASES, SLOW))
+@pytest.mark.parametrize(
+    "name",
+    [
+        weekly(name) if name in WEEKLY else name
+        for name in CASES
+        if name not in SLOW
+    ]
+    + [slow(name) for name in SLOW],
+)
 def test_as_the_whole_batch(name):
     case = in_float64(CASES[name])
     model, reference = check_sync(case)
@@ -236,7 +243,7 @@ def test_every_way_to_run(way):
 @pytest.mark.parametrize(
     ("policy", "tolerance"),
     # bfloat16 has three bits less, and how they are lost depends on the CPU.
-    [("mixed_float16", 2e-2), slow("mixed_bfloat16", 2e-1)],
+    [slow("mixed_float16", 2e-2), weekly("mixed_bfloat16", 2e-1)],
 )
 def test_mixed_precision(policy, tolerance):
     """To its rounding; statistics are computed in float32."""
@@ -309,7 +316,7 @@ def shared_over_replicas(model_class):
 # Of the second normalization, each replica has its own.
 @pytest.mark.parametrize(
     ("make", "sizes"),
-    [(chain, [[24], [8]]), slow(shared_over_replicas, [[24], [8]])],
+    [slow(chain, [[24], [8]]), weekly(shared_over_replicas, [[24], [8]])],
 )
 def test_replicas(make, sizes):
     case = in_float64(cases.Case(make=make, sizes=sizes))

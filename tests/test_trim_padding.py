@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import as_dataset, distance, mirrored, names, slow, weekly
+from helpers import as_dataset, distance, mirrored, slow, weekly
 
 from accumodel import AccumulatingModel, GradientNoiseScale, GradientNorm
 
@@ -194,12 +194,14 @@ CASES = {
 }
 MASKED = ("weights after the mask",)
 XLA = ("an output for each word",)
+OFTEN = ("LSTM", "an output for each word", "weights after the mask")
 
 
 @pytest.mark.parametrize(
     ("name", "jit_compile"),
     [
-        *((name, False) for name in CASES),
+        *((name, False) for name in OFTEN),
+        *(slow(name, False) for name in CASES if name not in OFTEN),
         slow("an output for each word", True),
         *(weekly(name, True) for name in CASES if name not in XLA),
     ],
@@ -246,8 +248,11 @@ FEATURES = {
 }
 
 
+EVERY_DAY = ("auto", "accum_steps", "mean_with_sample_weight", "replicas")
+
+
 @pytest.mark.parametrize(
-    "name", names(FEATURES, ("sum", "eager", "steps_per_execution"))
+    "name", [*EVERY_DAY, *(slow(n) for n in FEATURES if n not in EVERY_DAY)]
 )
 def test_it_goes_with_other_features(name):
     both, ours = ({**each} for each in FEATURES[name])
@@ -262,7 +267,8 @@ def test_it_goes_with_other_features(name):
 
 
 @pytest.mark.parametrize(
-    ("policy", "tolerance"), [("mixed_bfloat16", 0.1), ("mixed_float16", 0.02)]
+    ("policy", "tolerance"),
+    [slow("mixed_bfloat16", 0.1), slow("mixed_float16", 0.02)],
 )
 def test_half_precision(policy, tolerance):
     keras.config.set_dtype_policy(policy)
