@@ -28,9 +28,9 @@ def weekly(*values):
     return pytest.param(*values, marks=pytest.mark.weekly)
 
 
-def names(table, slow_ones):
-    """Returns the names of a table, of which some are slow."""
-    return [slow(name) if name in slow_ones else name for name in table]
+def names(table, rare):
+    """Returns the names of a table, of which some are tested once a week."""
+    return [weekly(name) if name in rare else name for name in table]
 
 
 # What is no positive integer, and the error that says so.

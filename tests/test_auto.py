@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import CLASSES, FEATURES, classes
-from helpers import compiled, distance, mirrored, names, slow, updates, weekly
+from helpers import (
+    compiled,
+    distance,
+    mirrored,
+    names,
+    updates,
+    weekly,
+)
 
 from accumodel import AccumulatingModel, GradientAccumulator
 from accumodel._fit import retry
@@ -148,9 +155,9 @@ def samples():
     ("backward", "kwargs"),
     [
         (False, {}),
-        slow(False, {"run_eagerly": True}),
+        weekly(False, {"run_eagerly": True}),
         weekly(True, {"accum_steps": 2, "steps_per_execution": 2}),
-        slow(True, {"gradient_cache": True, "accum_steps": 2}),
+        weekly(True, {"gradient_cache": True, "accum_steps": 2}),
         (True, {"sync_batch_norm": True}),
     ],
     ids=str,
@@ -206,7 +213,9 @@ def fit(model, x, y):
     ).history
 
 
-@pytest.mark.parametrize(("accum_steps", "cache"), [(4, False), slow(1, True)])
+@pytest.mark.parametrize(
+    ("accum_steps", "cache"), [(4, False), weekly(1, True)]
+)
 def test_the_batches_of_the_cycle_are_fed_again(accum_steps, cache):
     """A large sample at the end of a batch, in the middle of a cycle."""
     x, y = classes(96, np.random.default_rng(0))
@@ -320,7 +329,9 @@ def test_the_size_does_not_grow_until_it_is_told_to(samples):
     assert limit.sizes[5:] == [8, 8, 8, 24]
 
 
-@pytest.mark.parametrize(("accum_steps", "cache"), [(2, False), slow(1, True)])
+@pytest.mark.parametrize(
+    ("accum_steps", "cache"), [(2, False), weekly(1, True)]
+)
 def test_one_of_two_replicas_runs_out(samples, accum_steps, cache):
     x, y = samples
     x[40] = LARGE  # in the second half of the second batch of 24
@@ -631,12 +642,12 @@ LAYERS = {
         keras.layers.Dense(FEATURES)
     ),
 }
-SLOW = ("a trained weight that is assigned", "dropout in the cell of an RNN")
+RARE = ("a trained weight that is assigned", "dropout in the cell of an RNN")
 
 
 @pytest.mark.filterwarnings("ignore:.* changes its state in the forward")
 @pytest.mark.parametrize("cache", [False, weekly(True)])
-@pytest.mark.parametrize("name", names(LAYERS, SLOW))
+@pytest.mark.parametrize("name", names(LAYERS, RARE))
 def test_what_a_step_assigns_is_put_back(samples, name, cache):
     """Weights and states of an int, where a micro-batch failed before."""
     models = []

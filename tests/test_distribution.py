@@ -15,7 +15,6 @@ from helpers import (
     make_model,
     mirrored,
     names,
-    slow,
     train_case,
     updates,
     weekly,
@@ -114,7 +113,7 @@ def with_l2(model_class):
 # What is fed is divided by the replicas as what is cut.
 FED_TOO = ("add_loss of one loss per sample", "logs of several outputs")
 # On one device they differ from others by little, and on replicas by less.
-SLOW = (
+RARE = (
     "MultiOptimizer",
     "float64",
     "function that returns a scalar, not a number of no samples",
@@ -128,7 +127,7 @@ SLOW = (
 )
 
 
-@pytest.mark.parametrize("name", names(MORE_CASES, SLOW))
+@pytest.mark.parametrize("name", names(MORE_CASES, RARE))
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_every_case_on_two_replicas_is_that_of_one_device(name):
     ways = ["cut", *["fed"] * (name in FED_TOO)]
@@ -247,7 +246,7 @@ FEATURES_OF_ONE_DEVICE = {
     "name",
     names(
         FEATURES_OF_ONE_DEVICE,
-        slow_ones=FEATURES_OF_ONE_DEVICE.keys() - {"skip_nonfinite"},
+        rare=FEATURES_OF_ONE_DEVICE.keys() - {"skip_nonfinite"},
     ),
 )
 def test_two_replicas_do_as_one_device_does(name):
@@ -312,7 +311,10 @@ def test_the_remainder_of_train_on_batch_is_applied_on_all_replicas():
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"accum_steps": 2}, slow({"micro_batch_size": 1, "gradient_cache": True})],
+    [
+        {"accum_steps": 2},
+        weekly({"micro_batch_size": 1, "gradient_cache": True}),
+    ],
     ids=str,
 )
 def test_a_batch_with_fewer_samples_than_replicas(kwargs):
@@ -372,7 +374,7 @@ def test_a_data_set_of_the_strategys_own_is_taken():
     assert updates(model) == 2
 
 
-@pytest.mark.parametrize(("writer", "reader"), [(1, 2), (3, 1), slow(2, 3)])
+@pytest.mark.parametrize(("writer", "reader"), [(1, 2), (3, 1), weekly(2, 3)])
 def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
     x, y = cases.classes(20, np.random.default_rng(0))
 
@@ -401,7 +403,7 @@ def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
 
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [(2, 1), slow(3, 2)],
+    [(2, 1), weekly(3, 2)],
 )
 def test_a_cycle_from_a_file_weighs_what_the_micro_batches_after_it_do(
     writer, reader, tmp_path
@@ -434,7 +436,7 @@ def test_a_cycle_from_a_file_weighs_what_the_micro_batches_after_it_do(
 # -- the reductions --------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [weekly("sgd"), slow("adam")])
+@pytest.mark.parametrize("optimizer", [weekly("sgd"), weekly("adam")])
 def test_a_cycle_makes_one_reduction_and_at_its_end(optimizer):
     reduction = CountingReduction()
     with mirrored(2, reduction).scope():
@@ -605,17 +607,17 @@ def test_an_accumulator_belongs_to_the_strategy_of_its_scope():
         )
 
 
-@pytest.mark.parametrize("built", [slow(True), False])
+@pytest.mark.parametrize("built", [weekly(True), False])
 @pytest.mark.parametrize(
     "kwargs",
     [
         {"micro_batch_size": 3},
         {"micro_batch_size": "auto"},
         {"micro_batch_size": 3, "accum_steps": 2, "steps_per_execution": 2},
-        slow({"accum_steps": 2}),
-        slow({"micro_batch_size": 3, "gradient_cache": True}),
-        slow({"micro_batch_size": 3, "skip_nonfinite": True}),
-        slow({"micro_batch_size": 3, "run_eagerly": True}),
+        weekly({"accum_steps": 2}),
+        weekly({"micro_batch_size": 3, "gradient_cache": True}),
+        weekly({"micro_batch_size": 3, "skip_nonfinite": True}),
+        weekly({"micro_batch_size": 3, "run_eagerly": True}),
     ],
     ids=str,
 )
@@ -698,8 +700,8 @@ SYNC = {"sync_batch_norm": True, "micro_batch_size": 3}
     "kwargs",
     [
         SYNC,
-        slow({**SYNC, "micro_batch_size": "auto"}),
-        slow({**SYNC, "gradient_cache": True}),
+        weekly({**SYNC, "micro_batch_size": "auto"}),
+        weekly({**SYNC, "gradient_cache": True}),
         {"accum_steps": 2},
     ],
     ids=str,

@@ -15,8 +15,8 @@ from helpers import (
     make_functional,
     make_model,
     read_summaries,
-    slow,
     train_both,
+    weekly,
 )
 
 import accumodel
@@ -117,7 +117,7 @@ def test_early_stopping_restores_the_best_weights(data, unseen):
         lambda: keras.callbacks.ReduceLROnPlateau(
             monitor="val_loss", factor=0.5, patience=1, min_delta=0.01
         ),
-        slow(
+        weekly(
             lambda: keras.callbacks.LearningRateScheduler(
                 lambda epoch, rate: 0.1 / (1 + epoch)
             )
@@ -136,7 +136,7 @@ def test_callbacks_that_set_the_learning_rate(data, make_callback):
     assert distance(model, reference) < 1e-6
 
 
-@pytest.mark.parametrize("swap_on_epoch", [True, slow(False)])
+@pytest.mark.parametrize("swap_on_epoch", [True, weekly(False)])
 def test_swap_ema_weights(data, swap_on_epoch):
     ema = {"use_ema": True, "ema_momentum": 0.8}
     (reference, plain, _), (model, history, _) = in_both_ways(

@@ -21,7 +21,6 @@ from helpers import (
     datasets,
     distance,
     names,
-    slow,
     train_case,
     weekly,
 )
@@ -60,11 +59,11 @@ def test_cycles_of_every_size(sizes):
 @pytest.mark.parametrize(
     "arguments",
     [
-        slow({"clipnorm": 0.01}),
+        weekly({"clipnorm": 0.01}),
         {"global_clipnorm": 0.01},
-        slow({"clipvalue": 0.001}),
+        weekly({"clipvalue": 0.001}),
         {"weight_decay": 0.1},
-        slow({"use_ema": True, "ema_momentum": 0.9}),
+        weekly({"use_ema": True, "ema_momentum": 0.9}),
         {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 2},
         {"loss_scale_factor": 1024.0},
     ],
@@ -87,7 +86,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize(
-    "name", names(SCHEDULES, slow_ones=("exponential", "piecewise"))
+    "name", names(SCHEDULES, rare=("exponential", "piecewise"))
 )
 def test_schedules_count_updates(name):
     case = cases.Case(optimizer=lambda: keras.optimizers.SGD(SCHEDULES[name]()))
@@ -283,7 +282,7 @@ CASES = {
     **cases.LOG_CASES,
 }
 # Each is much like another, or takes long.
-SLOW = (
+RARE = (
     "sum_over_batch_size, weighted_classes",
     "mean, weighted_tokens",
     "mean_with_sample_weight, classes",
@@ -326,7 +325,7 @@ FED_TOO = (
 )
 
 
-@pytest.mark.parametrize("name", names(CASES, SLOW))
+@pytest.mark.parametrize("name", names(CASES, RARE))
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_every_case_that_users_meet(name):
     check_case(CASES[name], ways=["cut", *["fed"] * (name in FED_TOO)])
@@ -360,7 +359,7 @@ def test_float64_agrees_to_its_own_rounding(name, make, data):
 
 @pytest.mark.parametrize(
     "policy",
-    ["mixed_float16", slow("mixed_bfloat16"), "bfloat16", slow("float16")],
+    ["mixed_float16", weekly("mixed_bfloat16"), "bfloat16", weekly("float16")],
 )
 def test_half_types_differ_as_keras_does_between_two_summation_orders(policy):
     momentum = cases.OPTIMIZERS["momentum"]
@@ -466,13 +465,13 @@ def validation_data(x, y, batch_size):
     ("feed", "steps_per_execution"),
     [
         (unknown_length, 1),
-        slow(unknown_length, 5),
+        weekly(unknown_length, 5),
         (py_dataset, 1),
-        slow(validation_split, 1),
-        slow(validation_data, 5),
+        weekly(validation_split, 1),
+        weekly(validation_data, 5),
         # Keras runs no part of an execution, and goes past `steps_per_epoch`.
-        slow(endless, 1),
-        slow(generator, 1),
+        weekly(endless, 1),
+        weekly(generator, 1),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -19,9 +19,9 @@ from helpers import (
     distance,
     mirrored,
     names,
-    slow,
     train_case,
     updates,
+    weekly,
 )
 
 from accumodel import AccumulatingModel
@@ -225,7 +225,7 @@ CASES = {
         loss=lambda: None,
     ),
 }
-SLOW = (
+RARE = (
     "Barlow Twins",
     "a mask and weights",
     "a tower in the loss",
@@ -261,7 +261,7 @@ def check_cache(case, micro_batch_size=5, **kwargs):
 
 @pytest.mark.filterwarnings("ignore:.*averaged over different masks")
 @pytest.mark.filterwarnings("ignore:.*loss of the whole batch")
-@pytest.mark.parametrize("name", names(CASES, SLOW))
+@pytest.mark.parametrize("name", names(CASES, RARE))
 def test_the_loss_of_the_whole_batch(name):
     case = in_float64(CASES[name])
     cached, reference = check_cache(case)
@@ -275,7 +275,7 @@ def test_the_loss_of_the_whole_batch(name):
         assert distance(cut, reference) > 1e-3
 
 
-@pytest.mark.parametrize("size", [1, slow(24)])
+@pytest.mark.parametrize("size", [1, weekly(24)])
 def test_any_size(size):
     check_cache(in_float64(IN_BATCH), size)
 
@@ -405,14 +405,14 @@ class OwnTestStep(WholeBatchLoss):
 @pytest.mark.parametrize(
     ("base", "size"),
     [
-        slow(LossWithoutOutputs, 5),
-        slow(LossThatCallsAgain, 100),
-        slow(MomentumEncoder, 5),
-        slow(Regularized, 5),
-        slow(HeadInTheLoss, 5),
+        weekly(LossWithoutOutputs, 5),
+        weekly(LossThatCallsAgain, 100),
+        weekly(MomentumEncoder, 5),
+        weekly(Regularized, 5),
+        weekly(HeadInTheLoss, 5),
         (ChoosesByPython, 5),
         (DrawsInALoop, 100),
-        slow(OwnTestStep, 5),
+        weekly(OwnTestStep, 5),
     ],
 )
 def test_custom_models(base, size):
@@ -493,7 +493,7 @@ WAYS = {
 
 
 # With XLA and in a plain graph, the second pass is looked at below.
-@pytest.mark.parametrize("way", [slow("eager"), slow("two in a call")])
+@pytest.mark.parametrize("way", [weekly("eager"), weekly("two in a call")])
 def test_every_way_to_run(way):
     case = dataclasses.replace(in_float64(IN_BATCH), compile=WAYS[way])
     check_cache(case)
@@ -551,9 +551,11 @@ def replicated(make):
     ("case", "strategy", "sizes"),
     [
         (replicated(made(Divided)), lambda: mirrored(2), [[24], [7], [24]]),
-        slow(replicated(made(Gathered)), lambda: None, [[24], [7], [1], [24]]),
-        slow(replicated(behind(Gathered)), lambda: None, [[24], [7]]),
-        slow(cases.Case(), lambda: None, [[24], [7], [1], [24]]),
+        weekly(
+            replicated(made(Gathered)), lambda: None, [[24], [7], [1], [24]]
+        ),
+        weekly(replicated(behind(Gathered)), lambda: None, [[24], [7]]),
+        weekly(cases.Case(), lambda: None, [[24], [7], [1], [24]]),
     ],
     ids=["of each replica", "of all replicas", "of another base", "a mean"],
 )
@@ -597,7 +599,7 @@ def call_in_parts(model, x):
     return x
 
 
-@pytest.mark.parametrize("way", names(WAYS, slow_ones=("XLA", "two in a call")))
+@pytest.mark.parametrize("way", names(WAYS, rare=("XLA", "two in a call")))
 def test_the_second_pass_repeats_the_first(way):
     """All is as after one pass with one tape over the same parts."""
     arguments = WAYS[way]
@@ -659,7 +661,7 @@ class Remember(keras.layers.Layer):
         return inputs
 
 
-@pytest.mark.parametrize("jit_compile", [False, slow(True)])
+@pytest.mark.parametrize("jit_compile", [False, weekly(True)])
 def test_both_passes_give_the_same_bits(jit_compile):
     outputs = []
 
@@ -899,7 +901,7 @@ class KeepsItsFunction(AccumulatingModel):
         return self.head(dropped)
 
 
-@pytest.mark.parametrize("run_eagerly", [False, slow(True)])
+@pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_a_function_that_is_not_traced_again_draws_the_same_twice(run_eagerly):
     model, rng = KeepsItsFunction(), np.random.default_rng(0)
     x, y = rng.random((8, 4), "float32"), np.ones((8, 1))

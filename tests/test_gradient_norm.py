@@ -4,7 +4,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, names, slow, weekly
+from helpers import (
+    distance,
+    names,
+    weekly,
+)
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -81,7 +85,7 @@ def replicas():
     )
 
 
-@pytest.mark.parametrize("way", [slow("steps"), "size", weekly("cache")])
+@pytest.mark.parametrize("way", [weekly("steps"), "size", weekly("cache")])
 def test_every_replica_gets_the_gradient_of_all(way):
     optimizer = clipped(keras.optimizers.Adam)
     reference, _ = train(keras.Model, clipped(Halving))
@@ -129,7 +133,7 @@ class LeavesOut(AccumulatingModel):
         return gradients, self.optimizer.iterations < 3
 
 
-@pytest.mark.parametrize("way", ["size", "steps", "eager", slow("xla")])
+@pytest.mark.parametrize("way", ["size", "steps", "eager", weekly("xla")])
 def test_an_update_that_is_left_out_changes_nothing(way):
     batch_size, kwargs = WAYS[way]
     model, _ = train(LeavesOut, keras.optimizers.Adam, batch_size, **kwargs)

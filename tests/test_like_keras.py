@@ -18,7 +18,7 @@ from helpers import (
     make_sequential,
     make_subclassed,
     read_summaries,
-    slow,
+    weekly,
 )
 
 from accumodel import AccumulatingModel
@@ -49,9 +49,9 @@ def normalize(text):
     "compile_args",
     [
         {"metrics": ["accuracy"]},
-        slow({"run_eagerly": True}),
-        slow({"jit_compile": True}),
-        slow({"steps_per_execution": 3}),
+        weekly({"run_eagerly": True}),
+        weekly({"jit_compile": True}),
+        weekly({"steps_per_execution": 3}),
     ],
     ids=lambda args: next(iter(args)),
 )
@@ -93,7 +93,7 @@ def test_logs_output_and_warnings_are_the_same(compile_args, data):
 
 
 @pytest.mark.parametrize(
-    "make", [slow(make_functional), make_subclassed, slow(make_sequential)]
+    "make", [weekly(make_functional), make_subclassed, weekly(make_sequential)]
 )
 def test_a_model_is_traced_as_often(make, data):
     counts = []

@@ -18,8 +18,8 @@ from helpers import (
     make_sequential,
     make_subclassed,
     names,
-    slow,
     train,
+    weekly,
 )
 
 import accumodel
@@ -45,7 +45,7 @@ HOW_KERAS_RUNS = {
     ("kind", "how"),
     [
         ("functional", "steps_per_execution"),
-        slow("subclassed", "xla"),  # which is built in the first step
+        weekly("subclassed", "xla"),  # which is built in the first step
         ("sequential", "eager"),
     ],
 )
@@ -88,7 +88,7 @@ def test_progress_bar_has_a_step_for_each_micro_batch(data, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", names(KINDS, slow_ones=("functional", "sequential"))
+    "name", names(KINDS, rare=("functional", "sequential"))
 )
 def test_evaluate_and_predict_are_those_of_keras(name, data):
     kind = KINDS[name]
@@ -131,7 +131,7 @@ def test_train_on_batch_updates_on_the_nth_call(data):
 
 
 @pytest.mark.parametrize(
-    "order", [list(KINDS), slow([*KINDS][::-1])], ids="-".join
+    "order", [list(KINDS), weekly([*KINDS][::-1])], ids="-".join
 )
 def test_kinds_of_models_train_and_save_in_any_order(order, data, tmp_path):
     bases = AccumulatingModel.__bases__
@@ -247,7 +247,7 @@ def make_registered(model_class):
 
 
 @pytest.mark.parametrize(
-    "make", [make_functional, slow(make_sequential), make_registered]
+    "make", [make_functional, weekly(make_sequential), make_registered]
 )
 def test_a_keras_file_comes_back_compiled_as_it_was(make, data, tmp_path):
     model = make_model(make=make)
@@ -616,8 +616,8 @@ def test_custom_train_step_accumulates_for_every_n(accum_steps, data):
     [
         ("graph", np.nan, 1),
         ("eager", np.inf, 2),
-        slow("xla", np.nan, 2),
-        slow("steps_per_execution", np.nan, 2),
+        weekly("xla", np.nan, 2),
+        weekly("steps_per_execution", np.nan, 2),
     ],
 )
 def test_a_nonfinite_micro_batch_is_as_if_it_had_not_been_fed(

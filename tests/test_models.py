@@ -6,7 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, slow
+from helpers import (
+    distance,
+    weekly,
+)
 
 import accumodel
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -648,7 +651,11 @@ class TwoPlayers(AccumulatingModel):
 
 @pytest.mark.parametrize(
     "hold",
-    [slow(list), slow(tuple), lambda each: dict(zip("ab", each, strict=True))],
+    [
+        weekly(list),
+        weekly(tuple),
+        lambda each: dict(zip("ab", each, strict=True)),
+    ],
     ids=["list", "tuple", "dict"],
 )
 def test_accumulators_in_a_container(hold, noise_and_real, tmp_path):

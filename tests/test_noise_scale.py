@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import dense
-from helpers import as_dataset, distance, make_model, mirrored, names, slow
+from helpers import (
+    as_dataset,
+    distance,
+    make_model,
+    mirrored,
+    names,
+    weekly,
+)
 
 import accumodel
 from accumodel import AccumulatingModel, GradientAccumulator, GradientNoiseScale
@@ -71,7 +78,7 @@ def reference(x, y, sizes):
     return np.array([variance, mean - variance / n])
 
 
-@pytest.mark.parametrize("sizes", [slow([8] * 4), [8, 8, 8, 3]])
+@pytest.mark.parametrize("sizes", [weekly([8] * 4), [8, 8, 8, 3]])
 def test_both_estimates_are_unbiased(sizes):
     cycles = 1000
     x, y = population(500)
@@ -130,7 +137,7 @@ SAME = {
 
 
 @pytest.mark.parametrize(
-    "name", names(SAME, slow_ones=("XLA", "both", "eager", "replicas, fed"))
+    "name", names(SAME, rare=("XLA", "both", "eager", "replicas, fed"))
 )
 def test_every_way_measures_the_same(name):
     make, arguments, fed = SAME[name]

@@ -7,7 +7,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, mirrored, slow, weekly
+from helpers import (
+    distance,
+    mirrored,
+    weekly,
+)
 from keras import layers
 
 from accumodel import AccumulatingModel
@@ -146,7 +150,7 @@ def test_another_seed_is_seen():
     [
         {"steps_per_execution": 2},
         {"accum_steps": 2, "batch_size": 5, "remainder": "carry"},
-        slow({"skip_nonfinite": True}),
+        weekly({"skip_nonfinite": True}),
     ],
     ids=str,
 )
@@ -161,7 +165,11 @@ def test_in_every_way_to_feed(kwargs):
 
 @pytest.mark.parametrize(
     ("policy", "tolerance"),
-    [("float64", 1e-12), ("mixed_float16", 2e-3), slow("mixed_bfloat16", 1e-2)],
+    [
+        ("float64", 1e-12),
+        ("mixed_float16", 2e-3),
+        weekly("mixed_bfloat16", 1e-2),
+    ],
 )
 def test_other_precisions(policy, tolerance):
     keras.config.set_dtype_policy(policy)
@@ -323,7 +331,7 @@ def test_draws_that_pair_samples_are_warned_of():
     [
         lambda shape, seed: keras.random.truncated_normal(shape, seed=seed),
         lambda shape, seed: keras.random.gamma(shape, 2.0, seed=seed),
-        slow(
+        weekly(
             lambda shape, seed: tf.random.stateless_normal(
                 shape, tf.cast(seed.next(), tf.int32)
             )

@@ -17,7 +17,6 @@ from helpers import (
     datasets,
     distance,
     mirrored,
-    slow,
     train_case,
     updates,
     weekly,
@@ -172,7 +171,7 @@ def string_data():
         (string_model, string_data),
     ],
 )
-@pytest.mark.parametrize("run_eagerly", [False, slow(True)])
+@pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_what_a_batch_may_be_made_of(make, data, run_eagerly):
     y = np.random.default_rng(2).normal(size=(20, 1)).astype("float32")
     dataset = tf.data.Dataset.from_tensor_slices((data(), y)).batch(8)
@@ -280,7 +279,7 @@ def test_scalars_and_none_are_left_as_they_are(run_eagerly):
     [
         {},
         {"run_eagerly": True},
-        slow({"jit_compile": True}),
+        weekly({"jit_compile": True}),
     ],
     ids=str,
 )
@@ -316,7 +315,7 @@ class OwnMetrics(AccumulatingModel):
         return {"error": 1 - logs["accuracy"], **logs, "accuracy": percent}
 
 
-@pytest.mark.parametrize("run_eagerly", [False, slow(True)])
+@pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_custom_metrics_are_over_all_parts(samples, run_eagerly):
     results = []
     for size in (None, 7):
@@ -366,7 +365,7 @@ def calls_super(name):
     "name", ["compute_gradients", "train_step", "test_step"]
 )
 @pytest.mark.parametrize(
-    "run_eagerly", [False, slow(True)], ids=["graph", "eager"]
+    "run_eagerly", [False, weekly(True)], ids=["graph", "eager"]
 )
 def test_the_logs_of_a_method_that_calls_super(name, run_eagerly):
     """Two outputs, of which one is a sum."""
@@ -490,7 +489,7 @@ def test_batches_that_need_no_cut(jit_compile):
     assert updates(model) == updates(reference) == 8
 
 
-@pytest.mark.parametrize("run_eagerly", [False, slow(True)])
+@pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_skip_nonfinite_leaves_micro_batches_out(samples, run_eagerly):
     x, y = samples
     x[9] = np.nan
@@ -552,7 +551,7 @@ class FailsAt(keras.layers.Layer):
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
-@pytest.mark.parametrize("accum_steps", [1, slow(2)])
+@pytest.mark.parametrize("accum_steps", [1, weekly(2)])
 def test_a_failure_in_the_middle_leaves_no_part_behind(
     samples, accum_steps, run_eagerly
 ):
@@ -639,7 +638,7 @@ class StepWithoutAccumulation(LogsTheSize):
         )
 
 
-@pytest.mark.parametrize("run_eagerly", [False, slow(True)])
+@pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
     reference = compiled(cases.dense(keras.Model))
     reference.fit(*samples, batch_size=32, shuffle=False, verbose=0)
@@ -705,7 +704,7 @@ class Players(AccumulatingModel):
     "make_strategy",
     [
         lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
-        slow(lambda: mirrored(2)),
+        weekly(lambda: mirrored(2)),
     ],
     ids=["one device", "two replicas"],
 )
@@ -738,7 +737,7 @@ def test_two_accumulators_of_which_one_is_called_in_turns(
 # -- several replicas ------------------------------------------------------
 
 
-@pytest.mark.parametrize("run_eagerly", [False, slow(True)])
+@pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_replicas_with_different_numbers_of_parts(run_eagerly):
     # On two replicas: 2 and 1, 1 and none, 2 and 2.
     sizes = [[5], [1], [8]]
@@ -823,7 +822,7 @@ class WeighsNothing(AccumulatingModel):
         return tf.constant(0.0)
 
 
-@pytest.mark.parametrize("size", [4, 8, slow("auto")])
+@pytest.mark.parametrize("size", [4, 8, weekly("auto")])
 @pytest.mark.parametrize("model_class", [AddsNothing, WeighsNothing])
 def test_overrides_are_called_for_batches_that_need_no_cut(
     samples, model_class, size
@@ -880,10 +879,10 @@ def test_a_subclass_may_use_any_private_name(samples):
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"micro_batch_size": 4}, slow({"accum_steps": 2})],
+    [{"micro_batch_size": 4}, weekly({"accum_steps": 2})],
     ids=str,
 )
-@pytest.mark.parametrize("jit_compile", [False, slow(True)])
+@pytest.mark.parametrize("jit_compile", [False, weekly(True)])
 @pytest.mark.parametrize("built", [False, True])
 def test_a_train_step_leaves_a_tensor_for_the_loss(
     samples, built, jit_compile, kwargs

@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 import resumed
 import tensorflow as tf
-from helpers import distance, make_functional, make_sequential, slow
+from helpers import (
+    distance,
+    make_functional,
+    make_sequential,
+    weekly,
+)
 
 from accumodel import AccumulatingModel, GradientAccumulator
 from accumodel._update import files
@@ -508,8 +513,10 @@ def test_a_backup_in_mid_cycle_brings_its_cycle_back(tmp_path):
     assert distance(fit(resumed.make_model(), []), expected) == 0
 
 
-@pytest.mark.parametrize("kwargs", [{}, slow({"micro_batch_size": 5})], ids=str)
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", slow("sum")])
+@pytest.mark.parametrize(
+    "kwargs", [{}, weekly({"micro_batch_size": 5})], ids=str
+)
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", weekly("sum")])
 @pytest.mark.parametrize("where", ["data", "layer", "layer's gradient"])
 def test_a_failure_in_a_step_forgets_the_pending_cycle(
     where, reduction, kwargs

@@ -17,7 +17,6 @@ from helpers import (
     distance,
     mirrored,
     names,
-    slow,
     train_case,
     weekly,
 )
@@ -173,27 +172,20 @@ def check_sync(case, **kwargs):
     return model, reference
 
 
-SLOW = (
+RARE = (
     "contrastive",
     "frozen",
     "masked inside",
     "on the inputs",
+    "residual",
+    "nested",
     "sample weights",
     "two outputs",
 )
-WEEKLY = ("residual", "nested")
 
 
 @pytest.mark.filterwarnings("ignore:.*does not support masking")
-@pytest.mark.parametrize(
-    "name",
-    [
-        weekly(name) if name in WEEKLY else name
-        for name in CASES
-        if name not in SLOW
-    ]
-    + [slow(name) for name in SLOW],
-)
+@pytest.mark.parametrize("name", names(CASES, RARE))
 def test_as_the_whole_batch(name):
     case = in_float64(CASES[name])
     model, reference = check_sync(case)
@@ -243,7 +235,7 @@ def test_every_way_to_run(way):
 @pytest.mark.parametrize(
     ("policy", "tolerance"),
     # bfloat16 has three bits less, and how they are lost depends on the CPU.
-    [slow("mixed_float16", 2e-2), weekly("mixed_bfloat16", 2e-1)],
+    [weekly("mixed_float16", 2e-2), weekly("mixed_bfloat16", 2e-1)],
 )
 def test_mixed_precision(policy, tolerance):
     """To its rounding; statistics are computed in float32."""
@@ -316,7 +308,7 @@ def shared_over_replicas(model_class):
 # Of the second normalization, each replica has its own.
 @pytest.mark.parametrize(
     ("make", "sizes"),
-    [slow(chain, [[24], [8]]), weekly(shared_over_replicas, [[24], [8]])],
+    [weekly(chain, [[24], [8]]), weekly(shared_over_replicas, [[24], [8]])],
 )
 def test_replicas(make, sizes):
     case = in_float64(cases.Case(make=make, sizes=sizes))

@@ -193,7 +193,6 @@ CASES = {
     "not built": (subclassed, lambda: (words(), of_samples())),
 }
 MASKED = ("weights after the mask",)
-XLA = ("an output for each word",)
 OFTEN = ("LSTM", "an output for each word", "weights after the mask")
 
 
@@ -201,9 +200,8 @@ OFTEN = ("LSTM", "an output for each word", "weights after the mask")
     ("name", "jit_compile"),
     [
         *((name, False) for name in OFTEN),
-        *(slow(name, False) for name in CASES if name not in OFTEN),
-        slow("an output for each word", True),
-        *(weekly(name, True) for name in CASES if name not in XLA),
+        *(weekly(name, False) for name in CASES if name not in OFTEN),
+        *(weekly(name, True) for name in CASES),
     ],
 )
 def test_the_weights_and_logs_are_those_of_the_padded_batch(name, jit_compile):
@@ -252,7 +250,7 @@ EVERY_DAY = ("auto", "accum_steps", "mean_with_sample_weight", "replicas")
 
 
 @pytest.mark.parametrize(
-    "name", [*EVERY_DAY, *(slow(n) for n in FEATURES if n not in EVERY_DAY)]
+    "name", [*EVERY_DAY, *(weekly(n) for n in FEATURES if n not in EVERY_DAY)]
 )
 def test_it_goes_with_other_features(name):
     both, ours = ({**each} for each in FEATURES[name])
@@ -268,7 +266,7 @@ def test_it_goes_with_other_features(name):
 
 @pytest.mark.parametrize(
     ("policy", "tolerance"),
-    [slow("mixed_bfloat16", 0.1), slow("mixed_float16", 0.02)],
+    [weekly("mixed_bfloat16", 0.1), ("mixed_float16", 0.02)],
 )
 def test_half_precision(policy, tolerance):
     keras.config.set_dtype_policy(policy)
@@ -627,7 +625,7 @@ def next_words(keras_hub):
 @pytest.mark.parametrize(
     ("task", "jit_compile"),
     [
-        slow(classifier, False),
+        weekly(classifier, False),
         slow(masked_words, False),
         slow(next_words, True),
         weekly(classifier, True),
