@@ -11,9 +11,7 @@ are compared. Each way runs in a separate process.
 import argparse
 import multiprocessing
 import os
-import pathlib
 import statistics
-import sys
 import tempfile
 import time
 
@@ -22,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import accumodel
+from accumodel._memory import peak_memory
 
 try:
     import matplotlib
@@ -179,21 +178,6 @@ def train(way, arguments, connection):
             "weights": recorder.weights,
         }
     )
-
-
-def peak_memory():
-    """Returns the peak memory of this process so far, in bytes."""
-    if sys.platform == "linux":
-        # `ru_maxrss` begins with the peak of the process that started this one.
-        status = pathlib.Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("VmHWM:")[1].split()[0])
-    if sys.platform == "win32":
-        import psutil
-
-        return psutil.Process().memory_info().peak_wset
-    import resource  # not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS
 
 
 def run(way, arguments, progress):

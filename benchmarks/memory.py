@@ -31,12 +31,10 @@ higher. Memory that is not live must not count:
 """
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import multiprocessing
 import os
-import pathlib
 import sys
 
 import keras
@@ -47,7 +45,7 @@ import rich.table
 import tensorflow as tf
 
 import accumodel
-from accumodel._demonstration import peak_memory
+from accumodel._memory import live_memory, peak_memory
 from benchmarks.report import GRAY, make_parser, report, run_each
 from benchmarks.speed import make_step, mlp, transformer
 
@@ -229,13 +227,6 @@ def measure_copies(make, jit, way):
             live_memory()
         step()
     return (peak_memory() - built) / (4 * model.count_params())
-
-
-def live_memory():
-    """Returns what this process holds, and forgets its peak."""
-    ctypes.CDLL(None).malloc_trim(0)
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    return peak_memory()
 
 
 def compare_copies():

@@ -103,6 +103,13 @@ def test_a_way_that_raises_fails(monkeypatch):
     assert rows[0].why.startswith("cannot run: plain Keras ends with")
 
 
+def test_a_report_in_which_nothing_was_measured_fails(monkeypatch, capsys):
+    row = _check.Row("replicas", why="cannot run: one device")
+    monkeypatch.setattr(_check, "make_rows", lambda: iter([row]))
+    assert _check.main([]) == 1
+    assert "No row was measured" in capsys.readouterr().out
+
+
 def test_several_devices_are_compared_with_one(monkeypatch):
     (row,) = _check.check_replicas()
     assert (row.way, row.passed) == ("replicas", True)

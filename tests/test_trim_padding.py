@@ -264,6 +264,24 @@ def test_it_goes_with_other_features(name):
     check(make, (words(), y), ours=ours, **both)
 
 
+def test_process_gradients_gets_the_gradient_of_the_padded_batch():
+    class Doubled(AccumulatingModel):
+        def process_gradients(self, gradients):
+            return [2 * each for each in gradients]
+
+    models = []
+    for model_class, kwargs in (
+        (keras.Model, {"learning_rate": 0.5}),
+        (
+            Doubled,
+            {"learning_rate": 0.25, "micro_batch_size": 6, "trim_padding": 0},
+        ),
+    ):
+        model, _ = train(tagger, model_class, (words(), of_words()), **kwargs)
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("policy", "tolerance"),
     [weekly("mixed_bfloat16", 0.1), ("mixed_float16", 0.02)],
@@ -455,8 +473,19 @@ def mean_of_words(y_true, y_pred):
     return tf.reduce_mean(losses, axis=1)
 
 
-def sparse(x):
-    return tf.sparse.from_dense(tf.constant(x))
+class Fourier(keras.layers.Layer):
+    """What FNet computes instead of attention."""
+
+    def call(self, inputs):
+        transformed = tf.signal.fft2d(tf.cast(inputs, tf.complex64))
+        return tf.math.real(transformed)
+
+
+def fourier(model_class):
+    inputs = ids()
+    x = Fourier()(keras.layers.Embedding(WORDS, 6)(inputs))
+    x = keras.layers.GlobalAveragePooling1D()(x, mask=inputs != 0)
+    return model_class(inputs, keras.layers.Dense(2)(x))
 
 
 A_MASK = {"encoder_mask": used(), "decoder_mask": used()}
@@ -481,6 +510,12 @@ REFUSED = {
         {"x": tf.RaggedTensor.from_tensor(words(), padding=0)},
         "convert them by `to_tensor`",
     ),
+    "sparse": (
+        lstm,
+        {"x": tf.sparse.from_dense(words())},
+        "`tf.sparse.to_dense`",
+    ),
+    "Fourier transforms": (fourier, {}, "sees its padding"),
     "a mean without a mask": (a_mean_of_all, {}, "sees its padding"),
     "a convolution": (convolution, {}, "sees its padding"),
     "half as wide": (half_as_wide, {}, "sees its padding"),
@@ -522,6 +557,7 @@ REFUSED = {
             "compute_gradients",
             "compute_loss",
             "compute_metrics",
+            "test_step",
             "train_step",
         )
     },

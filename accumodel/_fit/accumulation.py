@@ -19,7 +19,7 @@ from accumodel._keras_and_tf.replicas import (
     scope_of,
 )
 from accumodel._micro_batch.step import Plan, current_step
-from accumodel._micro_batch.trimming import find
+from accumodel._micro_batch.trimming import find_trimming
 from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import files
 from accumodel._update.accumulators import Accumulators, build_accumulator
@@ -189,10 +189,10 @@ class Accumulation:
             ready_accumulator=self.ready_accumulator,
         )
 
-    def _trim(self, plan, data):
+    def _trim(self, data):
         """Returns the `Trimming` of the model, found for its first batch."""
         if self._trimming is None:
-            self._trimming = find(plan, data)
+            self._trimming = find_trimming(self.plan(), data)
         return self._trimming
 
     def set_accum_steps(self, value):

@@ -115,7 +115,7 @@ def for_each(body, parts, state, is_apart=False):
         parts: Scalar int64 tensor, the number of micro-batches.
         state: Tuple of nested tensors or `tf.TensorArray`s.
         is_apart: Bool. Whether it is prepared by itself, see
-            `_keras.set_apart`.
+            `private_names.set_apart`.
     """
     if tf.executing_eagerly():
         for i in range(int(parts)):

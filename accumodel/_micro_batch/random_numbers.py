@@ -91,7 +91,7 @@ class Draws:
         return seed + tf.cast(tf.stack([self._rows[0], 0]), seed.dtype)
 
     def _draw(self, name, original, arguments):
-        """Calls a function of `keras.random`, see `_keras.replaced_draws`."""
+        """Calls a function of `keras.random`, see `replaced_draws`."""
         shape = _shape_of(name, arguments)
         has_rows = self._has_rows(shape)
         can_offset = (

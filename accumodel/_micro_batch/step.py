@@ -32,8 +32,7 @@ class Plan:
         assigned: Dict of what steps are known to assign, see `States`.
         loss_weights: The `LossWeights`.
         retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
-        trim: Function of the plan and a fed batch that returns its `Trimming`,
-            or `None`.
+        trim: Function of a fed batch that returns its `Trimming`, or `None`.
         ready_accumulator: Function that returns the `GradientAccumulator` of
             the trainable variables, which it makes the first time.
     """

@@ -8,7 +8,7 @@ put in the order of their lengths, and each micro-batch is cut to its longest:
         step(data[begin:end, :longest])
 
 Where Keras reduces what is computed for each position, zeros take the places
-that were cut off (`private_names.padded`): so it divides as it would have.
+that were cut off (see `private_names`): so it divides as it would have.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ class Ordered:
 
     def __init__(self, plan, data):
         data = _map(keras.ops.convert_to_tensor, data)  # if it is eager
-        trimming = plan.trim(plan, data)
+        trimming = plan.trim(data)
         x, *others = keras.utils.unpack_x_y_sample_weight(data)
         inputs = keras.tree.flatten(x)
         first = inputs[trimming.place]
@@ -153,7 +153,7 @@ def marked(y):
         )
 
 
-def find(plan, data):
+def find_trimming(plan, data):
     """Returns the `Trimming` of a model.
 
     Raises:
