@@ -23,7 +23,6 @@ from accumodel._micro_batch.trimming import find_trimming
 from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import files
 from accumodel._update.accumulators import Accumulators, build_accumulator
-from accumodel._whole_batch.sync_batch_norm import cut
 
 # What a step does otherwise if the user's model has its own.
 _OVERRIDABLE = (
@@ -82,8 +81,6 @@ class Accumulation:
             options = Options.take_from(kwargs)
             checks.check_whole_batch(model, options)
             checks.check_trim_padding(model, options)
-            if options.sync_batch_norm and trained_norms(model):
-                cut(model)  # says what cannot be cut
             accumulates = options.accumulates or self.overrides(
                 "process_gradients"
             )

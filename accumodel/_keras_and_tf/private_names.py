@@ -446,6 +446,44 @@ def draw_seed(seed):
     return module._cast_seed(module.draw_seed(seed))
 
 
+# -- batch normalization -------------------------------------------------------
+
+# Each thread has its own, as of reductions.
+_norming = threading.local()
+
+
+def _measure(self, inputs, mask):
+    measure = getattr(_norming, "measure", None)
+    if measure is None:
+        return _moments.originals["_moments"](self, inputs, mask)
+    return measure(self, inputs, mask)
+
+
+_moments = _Replaced(
+    lambda: {(keras.layers.BatchNormalization, "_moments"): _measure}
+)
+
+
+@contextlib.contextmanager
+def replaced_moments(measure):
+    """While it is open, normalizations get their statistics in another way.
+
+    Each `BatchNormalization` that trains takes the mean and the variance of its
+    inputs from one method, and gives no other way to replace them.
+
+    Args:
+        measure: Function of the layer, its inputs, cast to at least float32,
+            and their mask or `None`. Returns the mean and the variance.
+    """
+    before = getattr(_norming, "measure", None)
+    with _moments():
+        _norming.measure = measure
+        try:
+            yield
+        finally:
+            _norming.measure = before
+
+
 # -- layers --------------------------------------------------------------------
 
 
@@ -455,24 +493,6 @@ def flat_layers(model):
     `model.layers` does not reach inside composite layers.
     """
     return list(model._flatten_layers(include_self=False))
-
-
-def nodes_of(functional):
-    """Returns the calls of a functional model, in the order of Keras.
-
-    Each has an `operation`, its `arguments`, and the symbolic tensors
-    `input_tensors` and `outputs`.
-    """
-    by_depth = functional._nodes_by_depth
-    nodes = [
-        node for depth in sorted(by_depth)[::-1] for node in by_depth[depth]
-    ]
-    return [node for node in nodes if not node.is_input]
-
-
-def standardize_inputs(functional, inputs):
-    """Returns the inputs of a functional model as a list, cast by Keras."""
-    return functional._standardize_inputs(inputs)
 
 
 def is_built(model):
@@ -552,20 +572,61 @@ def _refuse_reduction(optimizer):
     )
 
 
+def _definition_of(op):
+    registry: typing.Any = importlib.import_module(
+        "tensorflow.python.framework.op_def_registry"
+    )
+    return registry.get(op)
+
+
 def takes_resource(op):
     """Whether operations of a type take a variable, or the like, to change it.
 
     Args:
         op: String, the type. That of a function takes none.
     """
-    registry: typing.Any = importlib.import_module(
-        "tensorflow.python.framework.op_def_registry"
-    )
-    definition = registry.get(op)
+    definition = _definition_of(op)
     resource = tf.resource.as_datatype_enum
     return definition is not None and any(
         each.type == resource for each in definition.input_arg
     )
+
+
+@functools.cache
+def is_stateful(op):
+    """Whether operations of a type may do more than to return tensors.
+
+    Args:
+        op: String, the type. That of a function may.
+    """
+    definition = _definition_of(op)
+    return definition is None or definition.is_stateful
+
+
+def control_flow_context():
+    """Returns what TensorFlow knows of XLA while it traces, or `None`."""
+    return tf.compat.v1.get_default_graph()._get_control_flow_context()
+
+
+@contextlib.contextmanager
+def entered(context):
+    """While it is open, gradients of loops are made as `context` says."""
+    if context is None:
+        yield
+        return
+    context.Enter()
+    try:
+        yield
+    finally:
+        context.Exit()
+
+
+def capture(tensor):
+    """Returns a tensor from outside of the function that is being traced.
+
+    As TensorFlow does for each operation that takes one.
+    """
+    return tf.compat.v1.get_default_graph().capture(tensor)
 
 
 def set_apart(end):

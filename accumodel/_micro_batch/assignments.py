@@ -39,62 +39,46 @@ def recorded():
 
 
 class States:
-    """What the model assigns in one step, for it to be assigned once.
-
-    These are variables of Keras, and Python's and NumPy's random numbers, by
-    which a layer may choose what is traced.
+    """What is assigned in one step, for it to be as it was for a while.
 
     Args:
-        assigned: Dict of the variables that are known to be assigned, by their
-            ids. It grows, and outlives this: a `tf.function` that is traced
-            already assigns what it did, but Python does not see it again.
+        assigned: Dict of the variables of Keras that are known to be assigned,
+            by their ids. It grows, and outlives this: a `tf.function` that is
+            traced already assigns what it did, but Python does not see it.
     """
 
     def __init__(self, assigned):
         self._graph = current_graph()
         self._variables = assigned
-        self._before = {}
-        self._random = random_state()
-        self._scope = None
-        # The layers that gave the losses of a stage to `add_loss`.
-        self.owners: list = []
-
-    def recorded(self):
-        """Returns a scope in which assignments are recorded."""
-        # The last one is kept: Keras knows losses by the ids that they have.
-        self._scope = Recorder(self._record)
-        return self._scope
-
-    def _record(self, variable):
-        self._variables.setdefault(id(variable), variable)
-        if current_graph() is self._graph:
-            self.save()
-        elif self._graph is None:  # a function that is traced, and not run yet
-            with tf.init_scope():
-                self.save()
+        self._before: dict = {}
 
     def save(self):
         """Reads the variables that are known and were not read yet."""
-        for key, variable in self._variables.items():
-            if key not in self._before:
+        for variable in [*self._variables.values()]:
+            self.record(variable)
+
+    def record(self, variable):
+        """Reads a variable that is about to be assigned."""
+        key, graph = id(variable), self._graph
+        self._variables[key] = variable
+        if key not in self._before:
+            with tf.init_scope() if graph is None else graph.as_default():
                 self._before[key] = tf.identity(variable.value)
 
     @contextlib.contextmanager
     def rolled_back(self):
-        """While it is open, all is as before the step began.
+        """While it is open, the variables are as they were saved.
 
-        In the end all is as it was when it was opened.
+        In the end they are as they were when it was opened.
         """
         after = {
             key: tf.identity(self._variables[key].value) for key in self._before
         }
-        numbers = random_state(self._random)
         self._assign(self._before)
         try:
             yield
         finally:
             self._assign(after)
-            random_state(numbers)
 
     def _assign(self, values):
         for key, value in values.items():

@@ -41,17 +41,23 @@ class Draws:
     micro-batch, and their number. A variable, since a `tf.function` in the
     model may be traced already. The dict `plan.assigned["seeds"]` holds the
     states of seed generators that are known, see `States`.
+
+    Args:
+        plan: The `Plan`.
+        assigned: Dict of the variables that the micro-batches assign, by their
+            ids, or `None` if that is not known.
     """
 
-    def __init__(self, plan):
+    def __init__(self, plan, assigned=None):
         self._rows = plan.rows
         self._are_in_order = plan.trim is None
         self._seeds = plan.assigned["seeds"]
         self._graph = current_graph()
         self._is_exact = False
         self._before: dict = {}
-        for state in list(self._seeds.values()):
-            self._note(state)
+        for key, state in [*self._seeds.items()]:
+            if assigned is None or key in assigned:
+                self._note(state)
 
     @contextlib.contextmanager
     def of(self, begin, end, is_last):
@@ -64,7 +70,7 @@ class Draws:
         """
         with recorded():
             self._rows.assign([begin, end - begin])
-        with private_names.replaced_draws(self._draw, self._next):
+        with self.replaced():
             yield
         with recorded():
             for key, before in self._before.items():
@@ -72,6 +78,10 @@ class Draws:
                 state.assign(tf.where(is_last, state.value, before))
             # What is traced here may be called without micro-batches.
             self._rows.assign(tf.zeros(2, tf.int64))
+
+    def replaced(self):
+        """Returns a scope in which what is traced draws so when it runs."""
+        return private_names.replaced_draws(self._draw, self._next)
 
     def _note(self, state):
         """Reads the state of a seed generator before the first micro-batch."""

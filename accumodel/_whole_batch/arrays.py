@@ -3,16 +3,15 @@
 import keras
 import tensorflow as tf
 
-from accumodel._micro_batch.assignments import States, random_state
+from accumodel._micro_batch.assignments import Recorder, random_state
 from accumodel._micro_batch.loop import for_each
 from accumodel._micro_batch.split import on_host
 
 
-def collect(run_part, parts, begin=None, is_apart=False):
+def collect(run_part, parts, is_apart=False):
     """Runs all parts. Returns what they make, an array for each tensor.
 
-    If there is a graph of a part, `begin` is called with it before that. For
-    `is_apart` see `loop`.
+    For `is_apart` see `loop`.
     """
     made = arrays = None
     if not tf.executing_eagerly():
@@ -21,8 +20,6 @@ def collect(run_part, parts, begin=None, is_apart=False):
         run_part = function.get_concrete_function(tf.TensorSpec((), tf.int64))
         made = run_part.structured_outputs
         arrays = _make_arrays(made, parts.count)
-        if begin is not None:
-            begin(run_part.graph)
 
     def body(i, arrays):
         nonlocal made
@@ -101,13 +98,9 @@ def check_no_pairs(plan, parts, outputs):
     Such as the similarities of all pairs of samples: those of two parts would
     be missing.
     """
-    sizes: set = {None}
-    if tf.executing_eagerly():
-        samples, count = int(parts.samples), int(parts.count)
-        sizes = {samples // count, -(-samples // count)}
     x, *_ = keras.utils.unpack_x_y_sample_weight(parts.data)
     is_suspect = any(
-        size in sizes
+        size is None
         for output in tf.nest.flatten(outputs)
         if output is not None
         for size in output.shape[1:]
@@ -140,7 +133,7 @@ def _shapes_of(model, x, samples):
     """Returns the shapes of the outputs for a number of samples."""
 
     def call(x):
-        with States({}).recorded():
+        with Recorder(lambda variable: None):
             outputs = model(x, training=False)
         return [each for each in tf.nest.flatten(outputs) if each is not None]
 

@@ -5,31 +5,33 @@ once, but not all activations: the gradient cache (Gao et al. 2021, arXiv
 2101.06983). A normalization needs the mean and the variance of all samples. So
 a model is run in stages, one if it is only the loss:
 
-    for each stage:                             # without a tape
+    for each stage:
         for each micro-batch i:
             made[i] = stage(x[i], what earlier stages made of it)
         statistics of the next stage = join(moments of all made)
     loss = compute_loss(x, y, outputs)          # of the whole fed batch
     for each stage, the last first:
         for each micro-batch i:
-            again = stage(...)
-            sums += gradient of again, times that of the loss by made[i]
+            sums += gradient of the stage, times that of the loss by made[i]
         gradients by what earlier stages made, for those
 
-What the forward pass writes, such as the states of random numbers, is put back
-before the second time. So both draw the same numbers, and all is as after one
-pass. The moving averages of the normalizations move once.
+`ModelGraph` is where the stages, and their gradients, come from. What the
+forward pass writes, such as the states of random numbers, is put back before
+the second time. So both draw the same numbers, and all is as after one pass.
+The moving averages of the normalizations move once.
 """
 
 import functools
 import typing
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names, replicas
-from accumodel._micro_batch import loop, outcome, weights
+from accumodel._micro_batch import loop, outcome
 from accumodel._micro_batch.assignments import (
+    Recorder,
     States,
     check_assignments,
     nodes_of,
@@ -39,6 +41,7 @@ from accumodel._micro_batch.split import MicroBatches, count_samples, first_leaf
 from accumodel._micro_batch.step import one_step
 from accumodel._update.accumulators import build_optimizer
 from accumodel._whole_batch import arrays, sync_batch_norm
+from accumodel._whole_batch.graph import ModelGraph
 
 # Prefixes of the types of operations that a second pass would not repeat.
 _RANDOM = (
@@ -60,52 +63,32 @@ _OTHER_AXIS = (
 )
 
 
-class StageOutputs(typing.NamedTuple):
-    """What a stage makes of one part of a batch, or of all parts.
+class Whole(typing.NamedTuple):
+    """What a model makes of a whole batch.
 
     Args:
         outputs: Nested tensors of shapes `(samples, ...)`, or `None`.
         masks: List of the Keras masks of the flat outputs, or `None`.
         losses: List of what `add_loss` was given: tensors of shape
             `(samples, ...)`, or scalars, which count as means over samples.
-        kept: List of pairs of a tensor for later stages, and its mask or
-            `None`. Of all parts: each is a `tf.TensorArray`.
-        moments: List of tensors, see `_sync_batch_norm.join`. Of all parts:
-            stacked.
+        owners: List of the layers that these losses belong to.
     """
 
     outputs: typing.Any
     masks: list
     losses: list
-    kept: list
-    moments: list
-
-
-class WholeModel:
-    """The one stage of a model that is not cut."""
-
-    takes = keeps = measures = norms = moves = ()
-    takes_inputs = has_variables = True
-    is_apart = False
-
-    def __init__(self, model, is_training=True):
-        self._model = model
-        self.is_training = is_training
-
-    def run(self, scope, x, taken, statistics):
-        return self._model(x, training=self.is_training), [], []
+    owners: list
 
 
 def train(plan, fed_batch, data):
     """Trains on one fed batch, which the caller ends. Returns the logs."""
     model = plan.model
-    stages = [WholeModel(model)]
-    if plan.splits_at_batch_norm:
-        stages = sync_batch_norm.cut(model)
+    data = _as_tensors(data)
     parts = MicroBatches(plan, data)
-    whole, passes = _forward(plan, stages, parts)
-    arrays.check_no_pairs(plan, parts, whole.outputs)
-    states = passes[-1].states
+    run = _Run(plan, parts, _trace(plan, parts, is_training=True))
+    # What is assigned between the two passes, which the second does not see.
+    states = States(plan.assigned["loss"])
+    whole = run.forward(states)
     with one_step(plan, data, fed_batch):
         own, cache, weight, log = _differentiate(plan, states, data, whole)
         if not model.trainable_variables:
@@ -116,7 +99,8 @@ def train(plan, fed_batch, data):
             model.accumulate_gradients(own)  # says what is wrong
     adder = _GradientSink(plan, fed_batch, weight)
     if is_cached:
-        _backward(passes, cache, adder)
+        with states.rolled_back():
+            run.backward(cache, adder)
     # Nothing else adds to the total if the loss does not use the outputs.
     with one_step(plan, data, fed_batch):
         adder.add(own, 1.0)
@@ -126,11 +110,13 @@ def train(plan, fed_batch, data):
 
 def test(plan, data):
     """Evaluates one fed batch, see `train`."""
-    stages = [WholeModel(plan.model, is_training=False)]
-    whole, passes = _forward(plan, stages, MicroBatches(plan, data))
-    states = passes[-1].states
+    data = _as_tensors(data)
+    parts = MicroBatches(plan, data)
+    states = States({})
+    run = _Run(plan, parts, _trace(plan, parts, is_training=False))
+    whole = run.forward(states)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    with one_step(plan, data), states.recorded():
+    with one_step(plan, data):
         loss = _compute_loss(
             plan.model, states, x, y, sample_weight, whole, training=False
         )
@@ -139,176 +125,197 @@ def test(plan, data):
     return outcome.log(*step)
 
 
-class _StageRun:
-    """One stage in one step.
+def _as_tensors(data):
+    """Returns a batch without NumPy arrays, which eager code may get."""
+    return keras.tree.map_structure(
+        lambda leaf: (
+            tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+        ),
+        data,
+    )
 
-    Args:
-        number: Int, the number of the stage.
-        kept: Dict of what stages keep, by its place.
-        statistics: Dict of what normalizations need, by the id of their call.
-            This stage adds to both dicts.
 
-    Attributes:
-        states: The `States`, which begin with this stage.
-        made: `StageOutputs` of all parts.
-    """
+def _trace(plan, parts, is_training):
+    """Returns the `ModelGraph` of a micro-batch."""
+    x: typing.Any = None
 
-    def __init__(self, plan, number, stage, parts, kept, statistics):
-        self._plan, self.stage, self._parts = plan, stage, parts
-        self._model = plan.model
-        self._kept, self._statistics = kept, statistics
-        self._tape: typing.Any = None
-        self.states = States(plan.assigned[number])
-        self.made: typing.Any = None
+    def slice_one(i):
+        nonlocal x
+        x, *_ = keras.utils.unpack_x_y_sample_weight(parts.data_of(i))
 
-    def _arguments(self, i):
-        """Returns the arguments of `_run` for the i-th part."""
-        taken = [self._kept[place] for place in self.stage.takes]
-        taken = arrays.map_present(functools.partial(arrays.read, i), taken)
-        statistics = [self._statistics[id(call)] for call in self.stage.norms]
-        # In a graph nothing else is known of the data that would be needed.
-        is_needed = self.stage.takes_inputs or tf.executing_eagerly()
-        part = self._parts.data_of(i) if is_needed else None
-        return part, taken, statistics
+    # In a function, where the number of samples is not known.
+    function = tf.function(slice_one, autograph=False)
+    function.get_concrete_function(tf.TensorSpec((), tf.int64))
+    specs = tf.nest.map_structure(
+        lambda leaf: (
+            tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
+        ),
+        x,
+    )
+    draws = Draws(plan)
+    with (
+        one_step(plan, specs, is_compiled=plan.is_compiled),
+        draws.replaced(),
+    ):
+        graph = ModelGraph(plan, specs, is_training)
+    _check_outputs(plan, graph)
+    if is_training:
+        _check_can_repeat(plan, graph.graph)
+    graph.cut()
+    arrays.check_no_pairs(plan, parts, graph.outputs)
+    return graph
 
-    def _run(self, part, taken, statistics):
-        """Runs the stage on a part. Returns its `StageOutputs`."""
-        x, *_ = keras.utils.unpack_x_y_sample_weight(part)
-        with self.states.recorded() as scope:
-            outputs, kept, moments = self.stage.run(scope, x, taken, statistics)
-            losses = weights.added_losses(self._model)
-            self.states.owners = _owners(self._model, losses)
-        masks = list(map(private_names.mask_of, tf.nest.flatten(outputs)))
-        return StageOutputs(
-            outputs, masks, _reduced(losses, part), kept, moments
-        )
+
+class _Run:
+    """The parts of a `ModelGraph` in one step, each for all micro-batches."""
+
+    def __init__(self, plan, parts, graph):
+        self._plan, self._parts, self._graph = plan, parts, graph
+        # By the name of a tensor of the graph, a function of the number of a
+        # micro-batch.
+        self._values: dict = {}
+        # Of each stage: what it assigns, and how its moments are joined.
+        self._states: list = []
+        self._joined: list = []
+
+    def _values_of(self, part, i):
+        """Returns what a part is called with for the i-th micro-batch."""
+        values = []
+        if part.takes_inputs:
+            x, *_ = keras.utils.unpack_x_y_sample_weight(self._parts.data_of(i))
+            leaves = tf.nest.flatten(x, expand_composites=True)
+            values = [leaf for leaf in leaves if tf.is_tensor(leaf)]
+        rest = part.feeds[len(values) :]
+        return values + [self._values[each.name](i) for each in rest]
+
+    def _collect(self, part, run_part, is_apart=True):
+        """Calls a function, which runs a part, for each micro-batch.
+
+        Returns what it makes, each in an array.
+        """
+        draws = Draws(self._plan, part.assigned)
+
+        def draw_and_run(i):
+            with self._parts.draws_of(draws, i):
+                return run_part(i)
+
+        # A model with many loops takes long to prepare.
+        is_apart = is_apart and len(self._graph.forward) > 1
+        return arrays.collect(draw_and_run, self._parts, is_apart)
+
+    def _keep(self, part, arrays_of_kept):
+        for each, array in zip(
+            part.makes["keeps"], arrays_of_kept, strict=True
+        ):
+            self._values[each.name] = functools.partial(
+                arrays.read, array=array
+            )
 
     # -- 1. Forward, one micro-batch at a time ---------------------------------
 
-    def forward(self):
-        """Runs the stage on all parts."""
-        parts, plan = self._parts, self._plan
+    def forward(self, states):
+        """Runs all stages. Returns the `Whole` of the batch.
 
-        def run(arguments):
-            arguments, i = arguments
-            made = self._run(*arguments)
-            _check_outputs(plan, made.outputs, made.losses, arguments[0])
-            losses = [
-                each if each.shape.rank else _scale(each, parts.share(i))
-                for each in made.losses
-            ]
-            return made._replace(losses=losses)
+        `states` records the variables of normalizations, which it moves.
+        """
+        for part in self._graph.forward:
+            made = self._run_stage(part)
+        self._move_averages(states)
+        join = functools.partial(
+            arrays.join, first_leaf(self._parts.data).shape[0]
+        )
+        ends = arrays.map_present(join, made["ends"])
+        masks = arrays.map_present(join, made["masks"])
+        outputs, losses = ends[: len(masks)], ends[len(masks) :]
+        outputs = tf.nest.pack_sequence_as(self._graph.outputs, outputs)
+        return Whole(outputs, masks, losses, self._graph.owners)
 
-        run = loop.make_step(plan, run)
-        draws = Draws(plan)
+    def _run_stage(self, part):
+        plan, parts = self._plan, self._parts
+        states = States(part.assigned)
+        # Nothing may change in a run without data, see `loop`.
+        with tf.control_dependencies([parts.samples]):
+            states.save()
+        self._states.append(states)
+        step = loop.make_step(plan, part)
 
         def run_part(i):
-            with parts.draws_of(draws, i):
-                *rows, kept, moments = run((self._arguments(i), i))
-            rows = arrays.map_present(
-                functools.partial(_with_length, plan, parts, i), rows
+            made = step(self._values_of(part, i))
+            check = functools.partial(_with_length, plan, parts, i)
+            rows = {key: made[key] for key in ("ends", "masks")}
+            return made | arrays.map_present(check, rows)
+
+        made = self._collect(part, run_part)
+        self._keep(part, made["keeps"])
+        moments = [array.stack() for array in made["moments"]]
+        with tf.GradientTape() as tape:
+            tape.watch(moments)
+            joined = [*map(sync_batch_norm.join, part.norms, moments)]
+        self._joined.append((tape, joined, moments))
+        for norm, value in zip(part.norms, joined, strict=True):
+            self._values[norm.statistics.name] = functools.partial(
+                lambda value, i: value, value
             )
-            return StageOutputs._make([*rows, kept, moments])
+        return made
 
-        def begin(graph):
-            if self.stage.is_training:
-                _check_can_repeat(plan, graph)
-            # Nothing may change in a run without data, see `_slices`.
-            with tf.control_dependencies([parts.samples]):
-                self.states.save()
-
-        if tf.executing_eagerly():
-            self.states.save()
-        *rows, kept, moments = arrays.collect(
-            run_part, parts, begin, self.stage.is_apart
-        )
-        samples = first_leaf(parts.data).shape[0]
-        rows = arrays.map_present(functools.partial(arrays.join, samples), rows)
-        moments = [array.stack() for array in moments]
-        self.made = StageOutputs._make([*rows, kept, moments])
-        self._kept.update(zip(self.stage.keeps, kept, strict=True))
-        with tf.GradientTape() as self._tape:
-            self._tape.watch(moments)
-            for call, each in zip(self.stage.measures, moments, strict=True):
-                joined = sync_batch_norm.join(call, each)
-                self._statistics[id(call)] = joined
+    def _move_averages(self, states):
+        graph = self._graph
+        values = graph.moves(self._values_of(graph.moves, None))
+        for variable, value in zip(graph.moved, values, strict=True):
+            states.record(variable)
+            variable.assign(value)
 
     # -- 3. Forward again, and backward ----------------------------------------
 
-    def backward(self, cached, by_kept, by_statistics, adder):
-        """Runs all parts again, and adds the gradients of the variables.
+    def backward(self, cache, adder):
+        """Runs all stages backward, and adds the gradients of the variables.
 
         Args:
-            cached: List of functions of the number of a part, which return the
-                gradient of the loss by one of the outputs and losses each, or
-                of `None` where there is none.
-            by_kept: Dict of arrays, the gradients by what stages keep.
-            by_statistics: Dict of the gradients by the statistics. This stage
-                takes from both dicts, and adds to them.
+            cache: List of the gradients by the flat outputs and by all losses.
+            adder: `_GradientSink`.
         """
-        stage = self.stage
-        kept = [by_kept.pop(place, None) for place in stage.keeps]
-        cached = [
-            *cached,
-            *arrays.map_present(
-                lambda array: functools.partial(arrays.read, array=array), kept
-            ),
-            *arrays.map_present(
-                lambda rows: rows.__getitem__, self._by_moments(by_statistics)
-            ),
-        ]
-
-        def replay(arguments):
-            (part, taken, statistics), cached, share = arguments
-            sources = [[value for value, _ in taken], statistics]
-            with tf.GradientTape() as tape:
-                tape.watch(
-                    list(filter(_has_gradient, tf.nest.flatten(sources)))
-                )
-                made = self._run(part, taken, statistics)
-            sources = [self._model.trainable_variables, *sources]
-            own, *rest = _gradient(tape, _targets(made), sources, cached)
-            adder.add(own, share)
-            return arrays.map_present(tf.convert_to_tensor, rest)
-
-        replay = loop.make_step(self._plan, replay, adder.fed_batch)
-        before = [by_kept.get(place) for place in stage.takes]
-
-        def run_part(draws, i):
-            share = 0.0 if adder.has_begun else self._parts.share(i)
-            gradients = [each and each(i) for each in cached]
-            with self._parts.draws_of(draws, i):
-                by_taken, rest = replay((self._arguments(i), gradients, share))
-            by_taken = [
-                each
-                if each is None or old is None
-                else each + arrays.read(i, old)
-                for each, old in zip(by_taken, before, strict=True)
-            ]
-            return by_taken, rest
-
-        with self.states.rolled_back():
-            by_taken, rest = arrays.collect(
-                functools.partial(run_part, Draws(self._plan)),
-                self._parts,
-                # The condition to begin the sums would hold all gradients.
-                is_apart=stage.is_apart and adder.has_begun,
-            )
-        adder.end_stage()
-        for place, array in zip(stage.takes, by_taken, strict=True):
-            if array is not None:
-                by_kept[place] = array
-        rest = arrays.map_present(
-            lambda array: tf.reduce_sum(array.stack(), 0), rest
+        given = [each for each in cache if each is not None]
+        of_ends, parts = self._graph.differentiate(
+            [each is not None for each in cache]
         )
-        by_statistics.update(zip(map(id, stage.norms), rest, strict=True))
+        for each, gradient in zip(of_ends, given, strict=True):
+            self._values[each.name] = _part_of(self._parts, gradient)
+        by_statistics: dict = {}
+        for part in parts:
+            self._join_backward(part, by_statistics)
+            with self._states.pop().rolled_back():
+                made = self._run_backward(part, adder)
+            adder.end_stage()
+            self._keep(part, made["keeps"])
+            for name, array in made["by_statistics"].items():
+                by_statistics[name] = tf.reduce_sum(array.stack(), 0)
 
-    def _by_moments(self, by_statistics):
-        """Returns the gradients by the moments of all parts."""
-        calls = [id(call) for call in self.stage.measures]
-        joined = [self._statistics[call] for call in calls]
-        cached = [by_statistics.pop(call, None) for call in calls]
-        return _gradient(self._tape, joined, self.made.moments, cached)
+    def _join_backward(self, part, by_statistics):
+        """Computes the gradients by the moments of a stage, of all parts."""
+        tape, joined, moments = self._joined.pop()
+        given = [
+            by_statistics.get(norm.statistics.name, tf.zeros_like(value))
+            for norm, value in zip(part.norms, joined, strict=True)
+        ]
+        gradients = tape.gradient(joined, moments, given) if joined else []
+        for norm, rows in zip(part.norms, gradients, strict=True):
+            self._values[norm.given.name] = rows.__getitem__
+
+    def _run_backward(self, part, adder):
+        def replay(arguments):
+            values, share = arguments
+            made = part(values)
+            adder.add([*map(_total, made.pop("own"))], share)
+            return made
+
+        step = loop.make_step(self._plan, replay, adder.fed_batch)
+
+        def run_part(i):
+            share = 0.0 if adder.has_begun else self._parts.share(i)
+            return step((self._values_of(part, i), share))
+
+        # The condition to begin the sums would hold all gradients.
+        return self._collect(part, run_part, is_apart=adder.has_begun)
 
 
 class _GradientSink:
@@ -341,42 +348,12 @@ class _GradientSink:
         self.fed_batch.cleared.clear()
 
 
-def _forward(plan, stages, parts):
-    """Runs all stages. Returns what they make of the batch, and the passes."""
-    kept: dict = {}
-    statistics: dict = {}
-    passes: list = []
-    for number, stage in enumerate(stages):
-        passes.append(_StageRun(plan, number, stage, parts, kept, statistics))
-        passes[-1].forward()
-    for call in stages[-1].moves:
-        sync_batch_norm.move_averages(call, statistics[id(call)])
-    last = passes[-1]
-    losses = [loss for each in passes for loss in each.made.losses]
-    last.states.owners = [who for each in passes for who in each.states.owners]
-    return last.made._replace(losses=losses), passes
-
-
-def _backward(passes, cache, adder):
-    """Runs all stages backward.
-
-    Args:
-        passes: List of each `_StageRun`. It is emptied, to free what they hold.
-        cache: List of the gradients by the flat outputs and by all losses.
-    """
-    parts = passes[-1]._parts
-    readers = arrays.map_present(functools.partial(_part_of, parts), cache)
-    count = len(tf.nest.flatten(passes[-1].made.outputs))
-    of_outputs, of_losses = readers[:count], readers[count:]
-    by_kept: dict = {}
-    by_statistics: dict = {}
-    while passes and passes[-1].stage.has_variables:
-        last = passes.pop()
-        begin = len(of_losses) - len(last.made.losses)
-        cached = of_outputs + of_losses[begin:]
-        last.backward(cached, by_kept, by_statistics, adder)
-        # Each stage has its own losses, and only the last one has outputs.
-        of_outputs, of_losses = [None], of_losses[:begin]
+def _total(gradients):
+    """Returns the sum of the gradients by what is one variable, or `None`."""
+    gradients = [each for each in gradients if each is not None]
+    if len(gradients) > 1:
+        return tf.add_n([*map(tf.convert_to_tensor, gradients)])
+    return gradients[0] if gradients else None
 
 
 def _part_of(parts, gradient):
@@ -386,28 +363,6 @@ def _part_of(parts, gradient):
     return lambda i: _scale(gradient, parts.share(i))
 
 
-def _targets(made):
-    """Returns what a gradient comes from, in a flat list."""
-    values = [value for value, _ in made.kept]
-    return tf.nest.flatten([made.outputs, made.losses, values, made.moments])
-
-
-def _gradient(tape, targets, sources, cached):
-    """Returns gradients by the sources, given those by flat targets.
-
-    Those that are not `None`.
-    """
-    pairs = [
-        pair
-        for pair in zip(targets, cached, strict=True)
-        if pair[1] is not None
-    ]
-    if not pairs:
-        return tf.nest.map_structure(lambda each: None, sources)
-    targets, cached = zip(*pairs, strict=True)
-    return tape.gradient(list(targets), sources, output_gradients=list(cached))
-
-
 def _has_gradient(tensor):
     return tensor is not None and (
         tensor.dtype.is_floating or tensor.dtype.is_complex
@@ -415,9 +370,12 @@ def _has_gradient(tensor):
 
 
 def _with_length(plan, parts, i, leaf):
-    """Returns a tensor whose rows are seen to be the samples of the part."""
+    """Returns a tensor whose rows are seen to be the samples of the part.
+
+    Scalars are means over samples: they are weighed by their number.
+    """
     if not leaf.shape.rank:
-        return leaf
+        return _scale(leaf, parts.share(i))
     begin, end = parts.bounds(i)
     samples = end - begin
     length = tf.shape(leaf, tf.int64)[0]
@@ -434,29 +392,6 @@ def _option(plan):
     """Returns the argument of `compile` that the whole batch is joined for."""
     is_cache = plan.options.gradient_cache
     return "gradient_cache" if is_cache else "sync_batch_norm"
-
-
-def _owners(model, losses):
-    """Returns the innermost layer that has each of the losses as its own."""
-    if not losses:
-        return []
-    layers = [model, *private_names.flat_layers(model)]
-    # Regularizers are computed each time that a layer is asked.
-    held = {id(layer): [*map(id, layer.losses)] for layer in layers}
-    layers.sort(key=lambda layer: len(private_names.flat_layers(layer)))
-    return [
-        next(layer for layer in layers if id(loss) in held[id(layer)])
-        for loss in losses
-    ]
-
-
-def _reduced(losses, part):
-    """Returns those that count as means over samples as scalars."""
-    losses = map(tf.convert_to_tensor, losses)
-    return [
-        tf.reshape(each, ()) if weights.is_single(each, part) else each
-        for each in losses
-    ]
 
 
 def _scale(value, share):
@@ -482,10 +417,9 @@ def _differentiate(plan, states, data, whole):
     watched = [sources[i] for i in places]
     with tf.GradientTape() as tape:
         tape.watch(watched)
-        with states.recorded():
-            loss = _compute_loss(
-                model, states, x, y, sample_weight, whole, training=True
-            )
+        loss = _compute_loss(
+            model, states, x, y, sample_weight, whole, training=True
+        )
         step = (plan, x, y, whole.outputs, sample_weight, loss)
         own_weight = outcome.weigh(*step)
         shared_loss, weight = outcome.share(plan, loss, own_weight)
@@ -537,28 +471,28 @@ def _compute_loss(model, states, x, y, sample_weight, whole, training):
     ):
         if mask is not None:
             private_names.set_mask(output, mask)
-    for owner, loss in zip(states.owners, whole.losses, strict=True):
-        # Not by the method of functional models, which refuses.
-        keras.layers.Layer.add_loss(owner, loss)
-    return outcome.call_compute_loss(
-        model.compute_loss, x, y, whole.outputs, sample_weight, training
-    )
+    # Keras knows losses by their ids, and keeps them in the scope of a call.
+    states.save()
+    with Recorder(states.record):
+        for owner, loss in zip(whole.owners, whole.losses, strict=True):
+            # Not by the method of functional models, which refuses.
+            keras.layers.Layer.add_loss(owner, loss)
+        return outcome.call_compute_loss(
+            model.compute_loss, x, y, whole.outputs, sample_weight, training
+        )
 
 
 # -- checks --------------------------------------------------------------------
 
 
-def _check_outputs(plan, outputs, losses, part):
+def _check_outputs(plan, graph):
     """Raises unless the outputs and added losses can be joined and cut."""
-    samples = tf.TensorShape([None])
-    if part is not None:
-        samples = tf.TensorShape(first_leaf(part).shape)[:1]
     named = [
         ("output" + "".join(f"[{key!r}]" for key in path), output)
-        for path, output in keras.tree.flatten_with_path(outputs)
+        for path, output in keras.tree.flatten_with_path(graph.outputs)
         if output is not None
     ]
-    vectors = [each for each in losses if each.shape.rank]
+    vectors = [each for each in graph.losses if each.shape.rank]
     named += [("a loss of `add_loss`", each) for each in vectors]
     for name, output in named:
         if not isinstance(output, tf.Tensor):
@@ -568,10 +502,8 @@ def _check_outputs(plan, outputs, losses, part):
                 f"`to_tensor()` or `tf.sparse.to_dense`. Received: {name} of "
                 f"type {type(output).__name__}"
             )
-        # In a graph, the number of samples in a part is not known.
-        if output.shape.rank is None or (
-            output.shape[:1].as_list() != samples.as_list()
-        ):
+        # The number of samples in a part is not known.
+        if output.shape.rank is None or output.shape[:1].as_list() != [None]:
             message = _OTHER_AXIS.format(_option(plan))
             raise ValueError(
                 f"{message} Received: {name} of shape {output.shape}"
