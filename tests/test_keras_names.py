@@ -235,30 +235,56 @@ def test_the_functional_class_is_that_of_keras():
     assert type(make_one_layer()) is construction.KerasFunctional
 
 
-def test_the_calls_of_a_functional_model_are_in_the_order_of_keras():
+def test_a_normalization_that_trains_takes_its_moments_from_one_method():
     called = []
 
-    class Noted(keras.layers.Layer):
-        def call(self, inputs, training=None):
-            called.append(self.name)
-            return inputs + 1
+    def measure(layer, inputs, mask):
+        called.append((layer, inputs.dtype, mask))
+        return tf.constant([3.0, 3.0]), tf.constant([4.0, 4.0])
 
-    inputs = keras.Input((3,), name="x", dtype="float32")
-    first, second, third = (Noted(name=name) for name in "abc")
-    x = second(inputs, training=False)
-    x = keras.layers.Add(name="sum")([first(x), first(third(inputs))])
-    model = keras.Model({"x": inputs}, x)
-    called.clear()
-    model({"x": np.ones((2, 3))})
-    nodes = private_names.nodes_of(model)
-    names = [node.operation.name for node in nodes]
-    assert [name for name in names if name != "sum"] == called
-    (values,) = private_names.standardize_inputs(model, {"x": np.ones((2, 3))})
-    assert values.dtype == tf.float32
-    for node in nodes:
-        args, _ = node.arguments.fill_in({id(t): t for t in node.input_tensors})
-        assert keras.tree.flatten(args) == node.input_tensors
-        assert len(node.outputs) == 1
+    norm = keras.layers.BatchNormalization(dtype="float16", epsilon=0.0)
+    norm.build((None, 2))
+    ones = np.ones((5, 2), "float16")
+    with private_names.replaced_moments(measure):
+        for training in (False, True):
+            made = norm(ones, training=training)
+    assert called == [(norm, tf.float32, None)]
+    np.testing.assert_allclose(made, -1.0)  # (1 - 3) / sqrt(4)
+    np.testing.assert_allclose(norm.moving_mean, 0.03, rtol=1e-3)
+
+
+def test_a_function_takes_tensors_from_outside():
+    outside = tf.constant(2.0)
+
+    @tf.function
+    def take():
+        assert private_names.capture(outside) is not outside
+        return private_names.capture(outside) * 2
+
+    assert take() == 4
+    assert len(take.get_concrete_function().captured_inputs) == 1
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_tensorflow_knows_of_xla_while_it_traces(jit_compile):
+    """Gradients of loops are others in XLA; what they need is in no option."""
+    known = []
+
+    @tf.function(jit_compile=jit_compile)
+    def trace():
+        known.append(private_names.control_flow_context())
+        with tf.Graph().as_default(), private_names.entered(known[0]):
+            known.append(private_names.control_flow_context())
+
+    trace.get_concrete_function()
+    assert known[1] is known[0]
+    assert ("XLA" in type(known[0]).__name__) is jit_compile
+
+
+def test_types_of_operations_are_known_to_have_a_state():
+    stateful = ["AssignVariableOp", "ReadVariableOp", "Assert", "of_a_function"]
+    assert all(map(private_names.is_stateful, stateful))
+    assert not any(map(private_names.is_stateful, ["AddV2", "StatelessWhile"]))
 
 
 def test_means_reduce_to_samples_in_the_function_that_is_replaced():

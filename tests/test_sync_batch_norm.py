@@ -10,6 +10,7 @@ import cases
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers import (
     check_logs,
     check_weights,
@@ -121,6 +122,120 @@ def two_outputs(model_class):
     return model_class(inputs, {"size": size, "kind": kind})
 
 
+class Block(layers.Layer):
+    """As people write them, with a gradient of its own (`silu`)."""
+
+    def __init__(self, adds_loss=False):
+        super().__init__()
+        self.adds_loss = adds_loss
+        self.first, self.second = layers.Dense(6), layers.Dense(6)
+        self.norms = [Norm(momentum=0.6), Norm(center=False)]
+        self.drop = layers.Dropout(0.3)
+
+    def call(self, x, training=None):
+        y = self.norms[0](self.first(x), training=training)
+        y = self.drop(keras.activations.silu(y), training=training)
+        if self.adds_loss:
+            self.add_loss(0.1 * ops.mean(y**2))
+        return x + self.norms[1](self.second(y), training=training)
+
+
+def in_layers(model_class):
+    """A block that is called twice, and a model in a layer in a model."""
+    inputs = keras.Input((6,))
+    inner = keras.Model(inputs, Block()(Norm()(inputs)))
+
+    class Holds(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def call(self, x):
+            return self.inner(2.0 * x)
+
+    inputs = keras.Input((cases.FEATURES,))
+    block = Block(adds_loss=True)
+    x = block(block(layers.Dense(6)(inputs)))
+    return classifier(model_class, inputs, Holds()(x))
+
+
+def subclassed(model_class):
+    """With what is no layer between normalizations, and no output of them."""
+
+    class Network(model_class):
+        def __init__(self):
+            super().__init__()
+            self.enter = layers.Dense(6)
+            self.blocks = [Block(), Block(adds_loss=True)]
+            self.unused = Norm(center=False, scale=False)
+            self.head = layers.Dense(cases.CLASSES, "softmax")
+
+        def call(self, x, training=None):
+            x = self.enter(x)
+            for block in self.blocks:
+                x = block(x, training=training)
+            self.unused(x, training=training)
+            norm = self.blocks[0].norms[0]
+            # Between the two calls the moving averages have moved.
+            x = norm(x, training=training)
+            x = x + norm(x, training=False)
+            weights = tf.convert_to_tensor(self.blocks[0].first.kernel)
+            return self.head(tf.map_fn(tf.tanh, x @ weights))
+
+    model = Network()
+    model(np.zeros((1, cases.FEATURES)))
+    return model
+
+
+def unusual(model_class):
+    """Normalizations that do more, but by the statistics of Keras's."""
+    inputs = keras.Input((cases.FEATURES,))
+    x = layers.Dense(6, "tanh")(inputs)
+    for norm in (Shifted(), Wide(), Norm(renorm=True), Scaled([Norm()])):
+        x = norm(x)
+    x = layers.RNN(Cell(4), unroll=True)(layers.Reshape((3, 2))(x))
+    return classifier(model_class, inputs, x)
+
+
+class Shifted(Norm):
+    def call(self, inputs, training=None, mask=None):
+        return super().call(inputs, training=training, mask=mask) + 1.0
+
+
+class Wide(Norm):
+    def _moments(self, inputs, mask):
+        mean, variance = super()._moments(inputs, mask)
+        return mean, variance + 1.0
+
+
+class Scaled(keras.Sequential):
+    def call(self, inputs, training=None, mask=None):
+        return 2.0 * super().call(inputs, training=training, mask=mask)
+
+
+class Cell(layers.SimpleRNNCell):
+    def __init__(self, units):
+        super().__init__(units)
+        self.norm = Norm(name="hidden_norm")
+
+    def build(self, shape):
+        super().build(shape)
+        self.norm.build((None, self.units))
+
+    def call(self, inputs, states, training=False):
+        outputs, _ = super().call(inputs, states, training=training)
+        outputs = self.norm(outputs, training=training)
+        return outputs, [outputs]
+
+
+def recurrent(model_class):
+    """Loops, and their gradients, on both sides."""
+    inputs = keras.Input((cases.FEATURES,))
+    x = layers.Reshape((-1, 2))(inputs)
+    x = Norm()(layers.LSTM(4, return_sequences=True)(x))
+    return classifier(model_class, inputs, Norm()(layers.GRU(4)(x)))
+
+
 def contrastive(y_true, y_pred):
     z = ops.normalize(y_pred)
     same = ops.cast(ops.equal(y_true[:, None], y_true[None]), z.dtype)
@@ -149,6 +264,10 @@ CASES = {
         loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
     ),
     "contrastive": cases.Case(make=chain, loss=lambda: contrastive),
+    "in layers": cases.Case(make=in_layers),
+    "subclassed": cases.Case(make=subclassed),
+    "unusual": cases.Case(make=unusual),
+    "recurrent": cases.Case(make=recurrent),
 }
 SYNC = {"micro_batch_size": 5, "sync_batch_norm": True}
 
@@ -163,7 +282,8 @@ def run(case, model_class=AccumulatingModel, strategy=None, **kwargs):
 
 
 def check_sync(case, **kwargs):
-    reference, expected = run(case, keras.Model)
+    jit = {k: v for k, v in kwargs.items() if k == "jit_compile"}
+    reference, expected = run(case, keras.Model, **jit)
     model, logs = run(case, **{**SYNC, **kwargs})
     check_weights(model, reference, case)
     check_logs(logs["epochs"], expected["epochs"])
@@ -206,25 +326,30 @@ WAYS = {
 }
 
 
+EVERY_DAY = [
+    ("two outputs", "eager"),
+    ("in layers", "XLA"),
+    ("subclassed", "a size that is found"),
+    ("recurrent", "XLA"),
+]
+
+
 @pytest.mark.parametrize(
-    "way",
-    names(
-        WAYS,
-        (
-            "XLA",
-            "one sample at a time",
-            "two in a call",
-            "no cut",
-            "a size that is found",
-        ),
-    ),
+    ("name", "way"),
+    [
+        (name, way) if (name, way) in EVERY_DAY else weekly(name, way)
+        for name in ("two outputs", "in layers", "subclassed", "recurrent")
+        for way in WAYS
+    ],
 )
-def test_every_way_to_run(way):
-    case = in_float64(CASES["two outputs"], sizes=[[11], [7]], epochs=1)
+def test_every_way_to_run(name, way):
+    case = in_float64(CASES[name], sizes=[[11], [7]], epochs=1)
     arguments = WAYS[way]
-    # Alone, Keras logs the losses of outputs in another way.
-    eager = {k: v for k, v in arguments.items() if k == "run_eagerly"}
-    reference, expected = run(case, keras.Model, **eager)
+    # Alone, Keras logs the losses of outputs in another way, and XLA draws
+    # other numbers.
+    same = ("run_eagerly", "jit_compile")
+    plain = {key: arguments[key] for key in same if key in arguments}
+    reference, expected = run(case, keras.Model, **plain)
     model, logs = run(case, **SYNC | arguments)
     check_weights(model, reference, case)
     logs["epochs"].pop("micro_batch_size", None)  # of "auto"
@@ -308,7 +433,11 @@ def shared_over_replicas(model_class):
 # Of the second normalization, each replica has its own.
 @pytest.mark.parametrize(
     ("make", "sizes"),
-    [weekly(chain, [[24], [8]]), weekly(shared_over_replicas, [[24], [8]])],
+    [
+        weekly(chain, [[24], [8]]),
+        weekly(shared_over_replicas, [[24], [8]]),
+        weekly(in_layers, [[24], [8]]),
+    ],
 )
 def test_replicas(make, sizes):
     case = in_float64(cases.Case(make=make, sizes=sizes))
@@ -393,62 +522,62 @@ def test_applications(name, size):
 # -- what is refused -----------------------------------------------------------
 
 
-class Custom(layers.Layer):
-    def __init__(self):
-        super().__init__(name="custom")
-        self.norm = Norm(name="hidden_norm")
-
-    def call(self, inputs, training=None):
-        return self.norm(inputs, training=training)
+class OwnMoments(Norm):
+    def _moments(self, inputs, mask):
+        return ops.moments(inputs, axes=[0, 1])
 
 
-class CustomNorm(Norm):
+class OwnCall(Norm):
     def call(self, inputs, training=None, mask=None):
-        return super().call(inputs, training=training, mask=mask) + 1.0
+        return inputs - ops.mean(inputs, axis=0)
 
 
-class Cell(layers.SimpleRNNCell):
-    def __init__(self, units):
-        super().__init__(units)
-        self.norm = Norm(name="hidden_norm")
+class In(layers.Layer):
+    """Calls a normalization in one of TensorFlow's functions."""
 
-
-def with_layer(layer):
-    inputs = keras.Input((cases.FEATURES, 1))
-    return AccumulatingModel(inputs, layers.Dense(1)(layer(inputs)))
-
-
-class Subclassed(AccumulatingModel):
-    def __init__(self):
+    def __init__(self, enter):
         super().__init__()
         self.norm = Norm(name="hidden_norm")
+        self.enter = enter
 
-    def call(self, inputs, training=None):
-        return self.norm(inputs, training=training)
+    def build(self, shape):
+        self.norm.build(shape)
+
+    def call(self, x):
+        return self.enter(lambda: self.norm(x, training=True), x)
+
+
+class InFunction(In):
+    """It is not traced again."""
+
+    def __init__(self):
+        super().__init__(None)
+        norm = self.norm
+        self.enter = tf.function(
+            lambda _, x: norm(x, training=True), autograph=False
+        )
+
+    def call(self, x):
+        return self.enter(None, x)
+
+
+def in_condition(call, x):
+    return tf.cond(tf.reduce_all(tf.math.is_finite(x)), call, lambda: x)
+
+
+def in_loop(call, x):
+    return tf.while_loop(
+        lambda i, y: i < 2, lambda i, y: (i + 1, call()), (0, x)
+    )[1]
+
+
+def rematerialized(call, x):
+    return tf.recompute_grad(lambda x: call())(x)
 
 
 class CustomTrainStep(AccumulatingModel):
     def train_step(self, data):
         return {}
-
-
-class Scaled(keras.Sequential):
-    def call(self, inputs, training=None, mask=None):
-        return 2.0 * super().call(inputs, training=training, mask=mask)
-
-
-class Wide(Norm):
-    def _moments(self, inputs, mask):
-        mean, variance = super()._moments(inputs, mask)
-        return mean, variance + 1.0
-
-
-def regularized():
-    inner = keras.Sequential(
-        [keras.Input((cases.FEATURES, 1)), Norm()], name="inner"
-    )
-    inner.activity_regularizer = keras.regularizers.L2(0.1)
-    return inner
 
 
 def with_custom_step():
@@ -457,34 +586,41 @@ def with_custom_step():
 
 
 @pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (OwnMoments, "own_moments.* of its own in a custom `_moments`"),
+        (OwnCall, "own_call.* of its own in a custom `call`"),
+        (lambda: layers.RNN(Cell(2)), "hidden_norm.*called in a loop"),
+        (lambda: In(in_condition), "hidden_norm.* a condition"),
+        (lambda: In(in_loop), "hidden_norm.* a loop"),
+        (lambda: In(rematerialized), "hidden_norm.* rematerialized"),
+        (InFunction, "hidden_norm.*`tf.function`"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Layer 'in")
+def test_what_cannot_be_split_is_refused_by_name(make, message):
+    """In the first step, before a weight moves. Frozen, it is no obstacle."""
+    x, y = np.random.default_rng(0).normal(size=(2, 8, 3, 2))
+    y = y[:, 0, :1]
+    layer = make()
+    inputs = keras.Input((3, 2))
+    outputs = layers.Dense(1)(layers.Flatten()(layer(inputs)))
+    model = AccumulatingModel(inputs, outputs)
+    before = model.get_weights()
+    model.compile("sgd", "mse", **SYNC)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"(?s)Received: .*{message}"):
+            model.train_on_batch(x, y)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    model.trainable = False
+    model.layers[-1].trainable = True
+    model.compile("sgd", "mse", **SYNC)
+
+
+@pytest.mark.parametrize(
     ("make", "message", "arguments"),
     [
-        (lambda: with_layer(Custom()), "hidden_norm.* in custom, a Custom", {}),
-        (Subclassed, "hidden_norm.* in subclassed, a Subclassed", {}),
-        (lambda: with_layer(CustomNorm()), "a custom `call`", {}),
-        (lambda: with_layer(Wide()), "a custom `_moments`", {}),
-        (
-            lambda: with_layer(
-                Scaled([keras.Input((cases.FEATURES, 1)), Norm()])
-            ),
-            "a Scaled with a custom `call`",
-            {},
-        ),
-        (
-            lambda: with_layer(regularized()),
-            "in inner, a Sequential with an `activity_regularizer`",
-            {},
-        ),
-        (
-            lambda: with_layer(layers.RNN(Cell(2), name="rnn")),
-            "hidden_norm.* in rnn, a RNN",
-            {},
-        ),
-        (
-            lambda: with_layer(Norm(renorm=True, name="renormed")),
-            "renormed.*, with `renorm=True`",
-            {},
-        ),
         (
             lambda: chain(AccumulatingModel),
             "`sync_batch_norm=True` is for .* pass `micro_batch_size`",
@@ -498,14 +634,10 @@ def with_custom_step():
         (with_custom_step, "custom `train_step`", {}),
     ],
 )
-def test_what_cannot_be_exact(make, message, arguments):
+def test_what_cannot_be_combined(make, message, arguments):
     model = make()
     with pytest.raises(ValueError, match=message):
         model.compile("sgd", "mse", **SYNC | arguments)
-    # Frozen, it is no obstacle.
-    if not arguments and not isinstance(model, CustomTrainStep):
-        model.trainable = False
-        model.compile("sgd", "mse", **SYNC)
 
 
 def test_the_noise_scale_is_refused():

@@ -48,9 +48,9 @@ class Accumulation:
             It stays true, too.
         accumulators: The `Accumulators` of the model.
         loss_weights: The `LossWeights`.
-        assigned: Dict of what a step assigns: for each number of a stage, and
-            for `"auto"`, the variables by their ids. For the model's life, see
-            `States`.
+        assigned: Dict of what a step assigns: in the model, in the loss, seeds,
+            and with `"auto"`, the variables by their ids. For the model's life,
+            see `States`.
         size: `tf.Variable`, the most samples of a micro-batch; `None` until
             `micro_batch_size` is set. Another size needs no retrace.
         retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.

@@ -20,14 +20,15 @@ use a model that does not accumulate on one device.
 | `keras.src.backend.tensorflow.random`, its  | an error when a step is traced |
 | functions, `._cast_seed`, `.draw_seed`      | with `micro_batch_size`        |
 | `Layer._flatten_layers`                     | an error when `fit` begins     |
-| `Function._nodes_by_depth`, `Node.arguments`, | an error when `fit` begins,  |
-| `.outputs`, `Functional._standardize_inputs` | with `sync_batch_norm`        |
+| `BatchNormalization._moments`               | an error at the first step,    |
+|                                             | with `sync_batch_norm`         |
 | `keras.src.backend.tensorflow.trainer       | an error at the first step, on |
 | .reduce_per_replica`                        | several workers                |
 | `tensorflow.python.framework               | an error when a step is traced |
 | .op_def_registry.get`                       | with the cache or `"auto"`     |
-| `tf.Operation._set_attr`                    | an error when a step is traced |
-|                                             | with `sync_batch_norm`         |
+| `tf.Operation._set_attr`,                   | an error when a step is traced |
+| `FuncGraph.capture`,                        | with the cache or with         |
+| `tf.Graph._get_control_flow_context`        | `sync_batch_norm`              |
 | `Trainer._maybe_symbolic_build`, overridden | Keras's own error, if replicas |
 | in `model.py`                               | get batches of unequal sizes   |
 """

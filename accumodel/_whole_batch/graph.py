@@ -24,6 +24,7 @@ the gradient computes again what it needs of its stage.
 """
 
 import functools
+import typing
 
 import tensorflow as tf
 
@@ -67,6 +68,7 @@ class ModelGraph:
         forward: List of the parts of the forward pass, the stages.
         moves: `Part` that makes the new values of the variables `moved`.
         moved: List of variables of normalizations.
+        assigned: Dict of the variables that it assigns, by their ids.
         captured: Dict of what the graph takes from outside, by the name of its
             placeholder.
     """
@@ -78,7 +80,17 @@ class ModelGraph:
             layers = trained_norms(self.model)
         self._norms = Norms(layers)
         self.norms = self._norms.calls
-        self._assigned = plan.assigned["model"]
+        self.assigned = plan.assigned["model"]
+        # By the names of operations: their stage, and from the first one of
+        # the gradient on, their position in the order of all parts.
+        self._stage_of: dict = {}
+        # Those that depend on the samples of a micro-batch.
+        self._of_samples: set = set()
+        # Those of the gradient that depend on the forward pass alone, with the
+        # tensors that they are made of. They are computed where they are used.
+        self._again: dict = {}
+        # Those that have an effect, in a list for each stage.
+        self._effects: dict = {}
         function = tf.function(
             functools.partial(self._trace, is_training),
             jit_compile=plan.is_compiled,
@@ -93,8 +105,10 @@ class ModelGraph:
         self._hold(function)
 
     def _trace(self, is_training, x):
-        self._context = private_names.control_flow_context()
-        self.inputs = tf.nest.flatten(x, expand_composites=True)
+        self._context: typing.Any = private_names.control_flow_context()
+        self.inputs = list(
+            filter(tf.is_tensor, tf.nest.flatten(x, expand_composites=True))
+        )
         with self._norms.noted(), _Scope(self._record, self._norms) as scope:
             self.outputs = self.model(x, training=is_training)
             losses = weights.added_losses(self.model)
@@ -109,7 +123,7 @@ class ModelGraph:
         }
 
     def _record(self, variable):
-        self._assigned[id(variable)] = variable
+        self.assigned[id(variable)] = variable
 
     def _hold(self, function):
         """Keeps TensorFlow from forgetting functions that are called."""
@@ -133,62 +147,40 @@ class ModelGraph:
             ValueError: If a normalization cannot have the statistics of the
                 batch.
         """
-        self._stage_of: dict = {}
-        self._of_samples: set = set()
-        # Of the gradient, what depends on the forward pass alone.
-        self._again: dict = {}
-        effects = self._find_stages()
-        self._norms.check(
-            self._new,
-            lambda tensor: tensor.op.name not in self._of_samples,
-            self.handle,
-        )
+        self._find_stages()
+        self._norms.check(self._new, self.is_of_batch, self.handle)
         self.ends = [*tf.nest.flatten(self.outputs), *self.losses]
-        last = [each.op.name for each in self.ends if each is not None]
-        last += [each.moments.op.name for each in self.norms]
-        last = max([*effects, *map(self._stage_of.get, last)], default=0)
-        # The position of the first part of the gradient.
-        self._turn = last + 1
-        self.effects = [effects.get(stage, []) for stage in range(last + 1)]
-        self.forward = []
-        takes: list = []
-        for stage in reversed(range(last + 1)):
-            is_last = stage == last
-            norms = [
-                norm
-                for norm in self.norms
-                if self._stage_of[norm.moments.op.name] == stage
-            ]
-            makes = {
+        needed = [each for each in self.ends if each is not None]
+        needed += [norm.moments for norm in self.norms]
+        stages = [self._stage_of[each.op.name] for each in needed]
+        # Of the last stage, after which the gradient begins.
+        self._last = max([0, *self._effects, *stages])
+
+        def make(stage):
+            is_last = stage == self._last
+            return {
                 "ends": self.ends if is_last else [],
                 "masks": self.masks if is_last else [],
-                "keeps": _made_in(self._stage_of, stage, takes),
-                "moments": [norm.moments for norm in norms],
+                "moments": [norm.moments for norm in self.norms_of(stage)],
             }
-            part = Part(self, stage, makes, norms, self.effects[stage])
-            self.forward.insert(0, part)
-            takes += part.takes
+
+        self.forward = self._make_parts(range(self._last + 1), make)
         self._takes = [
             {each.name for each in part.takes} for part in self.forward
         ]
         self.moved = [self._norms.variables[key] for key in self._new]
-        self.moves = Part(self, self._turn, [*self._new.values()])
+        self.moves = Part(self, self._last, [*self._new.values()])
 
     def _find_stages(self):
-        """Finds the stage of each operation, and which depend on samples.
-
-        Returns:
-            Dict of those that have an effect, in a list for each stage.
-        """
+        """Finds the stage of each operation, and which depend on samples."""
         inputs = {each.op.name for each in self.inputs}
         noted = {each.statistics.op.name: each.moments for each in self.norms}
-        handles = map(self.handle, self._assigned.values())
+        handles = map(self.handle, self.assigned.values())
         assigned = {each.name for each in handles if each is not None}
-        effects: dict = {}
         for op in self.graph.get_operations():
             before = [each.op.name for each in op.inputs]
             before += [each.name for each in op.control_inputs]
-            stage = max(map(self._stage_of.get, before), default=0)
+            stage = max((self._stage_of[each] for each in before), default=0)
             if op.name in noted:
                 stage = self._stage_of[noted[op.name].op.name] + 1
             self._stage_of[op.name] = stage
@@ -197,22 +189,52 @@ class ModelGraph:
                 is_read = op.type.startswith(_READS)
                 is_pinned = not is_read or op.inputs[0].name in assigned
                 if not is_read:
-                    effects.setdefault(stage, []).append(op)
+                    self._effects.setdefault(stage, []).append(op)
             if is_pinned or not self._of_samples.isdisjoint(before):
                 self._of_samples.add(op.name)
-        return effects
+
+    def _make_parts(self, positions, make):
+        """Returns the parts at some positions.
+
+        `make` returns what one of them makes, besides what later ones take.
+        """
+        parts: list = []
+        takes: dict = {}
+        for position in reversed(positions):
+            keeps = [
+                each
+                for each in takes.values()
+                if self._stage_of[each.op.name] == position
+            ]
+            makes = make(position) | {"keeps": keeps}
+            effects = self._effects.get(self.stage_at(position), [])
+            parts.insert(0, Part(self, position, makes, effects))
+            takes |= {each.name: each for each in parts[0].takes}
+        return parts
+
+    def norms_of(self, stage):
+        """Returns the normalizations whose moments a stage makes."""
+        return [
+            norm
+            for norm in self.norms
+            if self._stage_of[norm.moments.op.name] == stage
+        ]
 
     def stage_at(self, position):
         """Returns the stage of a part, by its place in the order of all."""
-        return min(position, 2 * self._turn - 1 - position)
+        return min(position, 2 * self._last + 1 - position)
+
+    def is_of_batch(self, tensor):
+        """Whether a tensor is the same for all micro-batches."""
+        return tensor.op.name not in self._of_samples
 
     def is_taken(self, tensor, position):
         """Whether a part takes a tensor from an earlier one."""
         op = tensor.op
-        if op.name not in self._of_samples or op.name in self._again:
+        if self.is_of_batch(tensor) or op.name in self._again:
             return False
         made = self._stage_of[op.name]
-        if made >= self._turn:
+        if made > self._last:
             return made < position
         return made < self.stage_at(position) and not _is_cast(op)
 
@@ -230,11 +252,9 @@ class ModelGraph:
             parts of the gradient, in which they run.
         """
         pairs = zip(self.ends, is_given, strict=True)
-        ends = [each for each, given in pairs if given]
-        moments = [norm.moments for norm in self.norms]
-        statistics = [norm.statistics for norm in self.norms]
-        variables = [*map(self._sources, self.model.trainable_variables)]
-        sources = [each for of_one in variables for each in of_one]
+        ends = [each for each, is_one in pairs if is_one]
+        variables = [*map(self._reads, self.model.trainable_variables)]
+        reads = [each for of_one in variables for each in of_one]
         with (
             self.graph.as_default(),
             self._norms.refused(),
@@ -245,20 +265,40 @@ class ModelGraph:
                 for each in ends
             ]
             found = tf.gradients(
-                [*ends, *moments],
-                [*sources, *statistics],
+                [*ends, *(norm.moments for norm in self.norms)],
+                [*reads, *(norm.statistics for norm in self.norms)],
                 [*given, *(norm.given for norm in self.norms)],
                 # Else all gradients of a variable would be added up here, and
                 # kept from one part to another.
-                stop_gradients=[x for x in sources if x.dtype != tf.resource],
+                stop_gradients=[x for x in reads if x.dtype != tf.resource],
             )
         self._find_positions(given)
         found = iter(found)
         own = [[next(found) for _ in of_one] for of_one in variables]
-        names = [each.name for each in statistics]
-        return given, self._backward(own, dict(zip(names, found, strict=True)))
+        names = [norm.statistics.name for norm in self.norms]
+        by_statistics = dict(zip(names, found, strict=True))
+        for norm, each in zip(self.norms, by_statistics.values(), strict=True):
+            if (self._made_at(each) or 0) >= self._stage_of[norm.given.op.name]:
+                _give_up(norm.layer)
 
-    def _sources(self, variable):
+        def make(position):
+            def pick(each):
+                return each if self._made_at(each) == position else None
+
+            picked = {name: pick(each) for name, each in by_statistics.items()}
+            return {
+                "own": [[*map(pick, of_one)] for of_one in own],
+                "by_statistics": {
+                    name: each
+                    for name, each in picked.items()
+                    if each is not None
+                },
+            }
+
+        positions = range(self._last + 1, 2 * self._last + 2)
+        return given, self._make_parts(positions, make)
+
+    def _reads(self, variable):
         """Returns the tensors that are a variable, each time it is read."""
         handle = self.handle(variable)
         if handle is None:
@@ -267,94 +307,66 @@ class ModelGraph:
         reads = [op.outputs[0] for op in uses if op.type == "ReadVariableOp"]
         return reads if len(reads) == len(uses) else [*reads, handle]
 
+    def _made_at(self, gradient):
+        """Returns the position of the part that makes a gradient, or `None`."""
+        if gradient is None:
+            return None
+        flat = tf.nest.flatten(gradient, expand_composites=True)
+        positions = [self._stage_of[each.op.name] for each in flat]
+        return max(self._last + 1, *positions)
+
     def _find_positions(self, given):
         """Finds the part in which each operation of the gradient runs.
 
         It is the first one that has what it needs.
         """
-        last = self._turn - 1
-        self._of_samples.update(each.op.name for each in given)
-        self._stage_of.update((each.op.name, self._turn) for each in given)
+        first, end = self._last + 1, 2 * self._last + 1
+        for each in given:
+            self._of_samples.add(each.op.name)
+            self._stage_of[each.op.name] = first
         for norm in self.norms:
             stage = self._stage_of[norm.moments.op.name]
-            self._stage_of[norm.given.op.name] = self._turn + last - stage
+            self._stage_of[norm.given.op.name] = end - stage
         for op in self.graph.get_operations():
             if op.name in self._stage_of:
                 continue
-            waits = [
-                each.outputs[0] for each in op.control_inputs if each.outputs
-            ]
+            waits = [each for c in op.control_inputs for each in c.outputs[:1]]
             before = [*op.inputs, *waits]
             needed = {e.name: e for each in before for e in self._bases(each)}
-            gradients = [
+            positions = [
                 self._stage_of[each.op.name]
                 for each in before
                 if each.op.name not in self._again
-                and self._stage_of[each.op.name] > last
             ]
-            if any(each.op.name in self._of_samples for each in before):
-                self._of_samples.add(op.name)
-            stage = self._turn + last - max(gradients, default=self._turn)
-            if gradients:
-                while not all(self._has(stage, e) for e in needed.values()):
-                    stage -= 1
-            else:  # such as the shape of something
+            position = max([first, *positions])
+            if max([0, *positions]) < first:  # such as the shape of a tensor
                 self._again[op.name] = [*needed.values()]
-            self._stage_of[op.name] = self._turn + last - stage
+            else:
+                while not self._has(end - position, needed):
+                    position += 1
+            self._stage_of[op.name] = position
+            if not all(map(self.is_of_batch, before)):
+                self._of_samples.add(op.name)
 
     def _bases(self, tensor):
-        """Returns the tensors of stages that one is computed from again."""
+        """Returns what one is made of that is not computed again."""
         op = tensor.op
-        if op.name not in self._of_samples or _is_placeholder(tensor):
+        if self.is_of_batch(tensor) or _is_placeholder(tensor):
             return []
         if op.name in self._again:
             return self._again[op.name]
-        if self._stage_of[op.name] >= self._turn:
+        if self._stage_of[op.name] > self._last:
             return []
         return self._bases(op.inputs[0]) if _is_cast(op) else [tensor]
 
-    def _has(self, stage, tensor):
-        """Whether a stage makes a tensor, or takes it."""
+    def _has(self, stage, tensors):
+        """Whether a stage makes or takes all of these."""
         if stage < 0:
-            raise RuntimeError(
-                "accumodel cannot split the gradient of the model at its "
-                f"normalizations. Received: {tensor}"
-            )
-        made = self._stage_of[tensor.op.name]
-        return made == stage or tensor.name in self._takes[stage]
-
-    def _backward(self, own, by_statistics):
-        """Returns the parts of the gradient, in which they run."""
-        parts: list = []
-        takes: list = []
-        turn = self._turn
-
-        def is_made(gradient):
-            if gradient is None:
-                return False
-            flat = tf.nest.flatten(gradient, expand_composites=True)
-            made = max(self._stage_of[each.op.name] for each in flat)
-            return max(made, turn) == position
-
-        for position in reversed(range(turn, 2 * turn)):
-            stage = self.stage_at(position)
-            makes = {
-                "own": [
-                    [each if is_made(each) else None for each in of_one]
-                    for of_one in own
-                ],
-                "keeps": _made_in(self._stage_of, position, takes),
-                "by_statistics": {
-                    name: each
-                    for name, each in by_statistics.items()
-                    if is_made(each)
-                },
-            }
-            norms = self.forward[stage].norms
-            part = Part(self, position, makes, norms, self.effects[stage])
-            parts.insert(0, part)
-            takes += part.takes
-        return parts
+            _give_up([*tensors])
+        return all(
+            self._stage_of[each.op.name] == stage or name in self._takes[stage]
+            for name, each in tensors.items()
+        )
 
 
 class Part:
@@ -364,45 +376,38 @@ class Part:
         graph: The `ModelGraph`.
         position: Int, its place in the order of all parts.
         makes: Nested tensors to make, or `None`.
-        norms: List of the normalizations whose moments the stage makes.
         effects: List of the operations that have an effect, and run, too.
 
     Attributes:
         takes: List of the tensors that it takes from earlier parts.
-        feeds: List of the tensors that it is called with: these, and the
-            placeholders of the graph.
-        takes_inputs: Bool. Whether the inputs of the model are the first.
+        takes_inputs: Bool. Whether it takes the inputs of the model.
+        feeds: List of the tensors that it is called with: the inputs, if it
+            takes them, what it takes, and other placeholders.
+        norms: List of the normalizations whose moments its stage makes.
         assigned: Dict of the variables that it assigns, by their ids.
     """
 
-    def __init__(self, graph, position, makes, norms=(), effects=()):
-        self._graph, self.makes, self.norms = graph, makes, norms
+    def __init__(self, graph, position, makes, effects=()):
+        self._graph, self.makes = graph, makes
         flat = tf.nest.flatten(makes, expand_composites=True)
         self._flat = [each for each in flat if each is not None]
         self._operations, found = self._find(position, effects)
-        inputs = {each.name: each for each in graph.inputs}
-        placed = [each for each in found.values() if _is_placeholder(each)]
-        self.takes = [
-            each for each in found.values() if not _is_placeholder(each)
-        ]
-        self.takes_inputs = any(each.name in inputs for each in placed)
-        rest = inputs.keys() | graph.captured.keys()
+        self.takes = [e for e in found.values() if not _is_placeholder(e)]
+        inputs = [each.name for each in graph.inputs]
+        self.takes_inputs = not found.keys().isdisjoint(inputs)
         self.feeds = graph.inputs * self.takes_inputs + self.takes
-        self.feeds += [each for each in placed if each.name not in rest]
-        written = {
-            each.name
-            for op in effects
-            for each in op.inputs
-            if each.dtype == tf.resource
-        }
+        others = found.keys() - graph.captured.keys()
+        others -= {each.name for each in self.feeds}
+        self.feeds += [found[name] for name in sorted(others)]
+        self.norms = graph.norms_of(graph.stage_at(position))
+        written = {each.name for op in effects for each in op.inputs}
         self.assigned = {
             key: variable
-            for key, variable in graph._assigned.items()
+            for key, variable in graph.assigned.items()
             if getattr(graph.handle(variable), "name", None) in written
         }
-        self._fed = found.keys() & {
-            each.name for op in self._operations.values() for each in op.inputs
-        }
+        used = {e.name for op in self._operations.values() for e in op.inputs}
+        self._fed = found.keys() & used
         self._run_eagerly = tf.function(
             self._run, autograph=False, reduce_retracing=True
         )
@@ -523,10 +528,12 @@ def _is_cast(op):
     return op.type == "Cast" and op.inputs[0].dtype.size < 4
 
 
-def _made_in(stage_of, stage, tensors):
-    """Returns the tensors that are made in a stage, each once."""
-    found = {each.name: each for each in tensors}
-    return [e for e in found.values() if stage_of[e.op.name] == stage]
+def _give_up(received):
+    raise RuntimeError(
+        "accumodel cannot split the gradient of the model at its "
+        "normalizations: the order in which it runs is not known. Please "
+        f"report this. Received: {received}"
+    )
 
 
 def _owners(model, losses):

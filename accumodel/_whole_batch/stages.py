@@ -184,7 +184,7 @@ class _Run:
         if part.takes_inputs:
             x, *_ = keras.utils.unpack_x_y_sample_weight(self._parts.data_of(i))
             leaves = tf.nest.flatten(x, expand_composites=True)
-            values = [leaf for leaf in leaves if tf.is_tensor(leaf)]
+            values = [*filter(tf.is_tensor, leaves)]
         rest = part.feeds[len(values) :]
         return values + [self._values[each.name](i) for each in rest]
 

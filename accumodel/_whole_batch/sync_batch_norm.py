@@ -122,25 +122,21 @@ class Norms:
                 if getattr(type(layer), name)
                 is not getattr(keras.layers.BatchNormalization, name)
             ]
-            if not own.isdisjoint(map(id, variables)) or (
-                custom and id(layer) not in called
-            ):
-                _refuse(
-                    layer,
-                    "whose class computes statistics of its own"
-                    + f" in a custom `{custom[0]}`" * bool(custom),
-                )
-            handles = [
-                each for each in map(handle, variables) if each is not None
+            is_own = custom and id(layer) not in called
+            if is_own or not own.isdisjoint(map(id, variables)):
+                where = f" in a custom `{custom[0]}`" if custom else ""
+                _refuse(layer, f"which computes statistics of its own{where}")
+            tensors = [*map(handle, variables)]
+            uses = [
+                op.type
+                for tensor in tensors
+                if tensor is not None
+                for op in tensor.consumers()
             ]
-            for tensor in handles:
-                if any(
-                    op.type != "ReadVariableOp" for op in tensor.consumers()
-                ):
-                    _refuse(
-                        layer,
-                        "called in a `tf.function` that was traced before",
-                    )
+            if any(use != "ReadVariableOp" for use in uses):
+                _refuse(
+                    layer, "called in a `tf.function` that is traced already"
+                )
 
 
 def join(norm, moments):
