@@ -183,9 +183,10 @@ class AccumulatingModel(keras.Model):
             sync_batch_norm: Bool. With `micro_batch_size`, let each
                 `BatchNormalization` that trains normalize by the mean and the
                 variance of the whole batch, as it would without micro-batches,
-                by a second forward pass. For functional and sequential models.
-                The loss is computed as with `gradient_cache`. Defaults to
-                `False`: by those of the micro-batch.
+                by a second forward pass. A layer that is called in a loop, such
+                as in the cell of an RNN, is refused in the first step. The loss
+                is computed as with `gradient_cache`. Defaults to `False`: by
+                those of the micro-batch.
             trim_padding: String, int or `None`. With `micro_batch_size`, put
                 the samples of a batch in the order of their lengths, and cut
                 the padding off each micro-batch. The name of the input that is

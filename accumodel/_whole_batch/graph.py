@@ -212,6 +212,11 @@ class ModelGraph:
             takes |= {each.name: each for each in parts[0].takes}
         return parts
 
+    def reads(self, variable):
+        """Whether the stages read a variable, besides to move it."""
+        name = self.handle(variable).name
+        return any(name in part.fed for part in self.forward)
+
     def norms_of(self, stage):
         """Returns the normalizations whose moments a stage makes."""
         return [
@@ -385,6 +390,7 @@ class Part:
             takes them, what it takes, and other placeholders.
         norms: List of the normalizations whose moments its stage makes.
         assigned: Dict of the variables that it assigns, by their ids.
+        fed: Set of the names of all tensors that come from outside.
     """
 
     def __init__(self, graph, position, makes, effects=()):
@@ -407,7 +413,7 @@ class Part:
             if getattr(graph.handle(variable), "name", None) in written
         }
         used = {e.name for op in self._operations.values() for e in op.inputs}
-        self._fed = found.keys() & used
+        self.fed = found.keys() & used
         self._run_eagerly = tf.function(
             self._run, autograph=False, reduce_retracing=True
         )
@@ -492,7 +498,7 @@ class Part:
         ]
         tensors = tf.graph_util.import_graph_def(
             self._definition(),
-            {name: private_names.capture(values[name]) for name in self._fed},
+            {name: private_names.capture(values[name]) for name in self.fed},
             made,
             name="part",
         )

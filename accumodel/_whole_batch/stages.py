@@ -22,6 +22,7 @@ The moving averages of the normalizations move once.
 """
 
 import functools
+import gc
 import typing
 
 import keras
@@ -101,6 +102,11 @@ def train(plan, fed_batch, data):
     if is_cached:
         with states.rolled_back():
             run.backward(cache, adder)
+    if plan.splits_at_batch_norm and not tf.executing_eagerly():
+        # The graph of a large model, which TensorFlow does not need any more,
+        # takes 50 MB and is in circles.
+        del run
+        gc.collect()
     # Nothing else adds to the total if the loss does not use the outputs.
     with one_step(plan, data, fed_batch):
         adder.add(own, 1.0)
@@ -262,7 +268,8 @@ class _Run:
         graph = self._graph
         values = graph.moves(self._values_of(graph.moves, None))
         for variable, value in zip(graph.moved, values, strict=True):
-            states.record(variable)
+            if graph.reads(variable):
+                states.record(variable)
             variable.assign(value)
 
     # -- 3. Forward again, and backward ----------------------------------------
