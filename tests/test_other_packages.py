@@ -1,6 +1,6 @@
 """Models of packages that are not ours, against plain Keras.
 
-Once a week: `pip install keras-rs medicai` and the extra `test`.
+Once a week: `pip install keras-rs keras-tcn medicai` and the extra `test`.
 """
 
 import keras
@@ -17,13 +17,16 @@ pytestmark = [
 ]
 
 
-def compare(make, data, batch_size, compile_args, moved=1e-4, **kwargs):
+def compare(
+    make, data, batch_size, compile_args, moved=1e-4, tolerance=1e-6, **kwargs
+):
     """Checks that two updates end at the weights of plain Keras.
 
     Args:
         make: Function that makes the model, of Keras or of the package.
         compile_args: Function that returns the arguments of `compile`.
         moved: Float. How far at least the weights must move.
+        tolerance: Float. How far they may be from those of plain Keras.
         **kwargs: Those of `compile` for ours.
     """
     models = []
@@ -42,7 +45,7 @@ def compare(make, data, batch_size, compile_args, moved=1e-4, **kwargs):
         models.append(model)
     changes = zip(before, model.get_weights(), strict=True)
     assert max(np.abs(a - b).max() for a, b in changes) > moved
-    assert distance(*models) < 1e-6
+    assert distance(*models) < tolerance
 
 
 def test_keras_rs_retrieval_with_in_batch_negatives():
@@ -201,3 +204,116 @@ def test_medicai_losses_of_volumes(name):
         },
         micro_batch_size=3,
     )
+
+
+def make_res_net(models, strides=(1, 2), size=3, **kwargs):
+    blocks = len(strides)
+    return models.ResNetBackbone(
+        input_conv_filters=[64],
+        input_conv_kernel_sizes=[size],
+        stackwise_num_filters=[64] * blocks,
+        stackwise_num_blocks=[1] * blocks,
+        stackwise_num_strides=strides,
+        image_shape=(64, 64, 3),
+        **kwargs,
+    )
+
+
+def make_basic_res_net(models):
+    return make_res_net(
+        models, block_type="basic_block", use_pre_activation=False
+    )
+
+
+def make_mobile_net(models):
+    """With squeeze-and-excite blocks, which are layers of keras-hub."""
+    return models.MobileNetBackbone(
+        stackwise_expansion=[[40, 56], [64, 144]],
+        stackwise_num_blocks=[2, 2],
+        stackwise_num_filters=[[16, 16], [24, 24]],
+        stackwise_kernel_size=[[3, 3], [5, 5]],
+        stackwise_num_strides=[[2, 1], [1, 1]],
+        stackwise_se_ratio=[[None, None], [0.25, 0.25]],
+        stackwise_activation=[["relu", "relu"], ["hard_swish", "hard_swish"]],
+        stackwise_padding=[[1, 1], [2, 2]],
+        output_num_filters=64,
+        input_num_filters=16,
+        input_activation="hard_swish",
+        output_activation="hard_swish",
+        depthwise_filters=8,
+        depthwise_stride=2,
+        depthwise_residual=False,
+        squeeze_and_excite=0.5,
+        last_layer_filter=64,
+        image_shape=(64, 64, 3),
+    )
+
+
+def make_deep_lab(models):
+    encoder = make_res_net(
+        models,
+        (1, 2),
+        7,
+        block_type="bottleneck_block",
+        use_pre_activation=True,
+    )
+    return models.DeepLabV3Backbone(
+        image_encoder=encoder,
+        low_level_feature_key="P2",
+        spatial_pyramid_pooling_key="P3",
+        dilation_rates=[2, 4],
+        upsampling_size=2,
+        image_shape=(64, 64, 3),
+        projection_filters=8,
+    )
+
+
+def normalize_together(make, x):
+    """Compares batch normalization in float64 with that of plain Keras."""
+    x, y = np.random.default_rng(0).normal(size=(10, *x)), np.ones((10, 3))
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        compare(
+            make,
+            (x, y),
+            6,
+            lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"},
+            tolerance=1e-8,
+            micro_batch_size=4,
+            sync_batch_norm=True,
+        )
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+
+
+# The last layer of the encoder of DeepLab is not used.
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize(
+    "make_backbone", [make_basic_res_net, make_mobile_net, make_deep_lab]
+)
+def test_keras_hub_backbones_with_batch_normalization(make_backbone):
+    keras_hub = pytest.importorskip("keras_hub", reason="see the docstring")
+
+    def make():
+        inputs = keras.Input((64, 64, 3))
+        x = make_backbone(keras_hub.models)(inputs)
+        x = keras.layers.GlobalAveragePooling2D()(x)
+        return keras.Model(inputs, keras.layers.Dense(3)(x))
+
+    normalize_together(make, (64, 64, 3))
+
+
+def test_keras_tcn_with_batch_normalization():
+    """Its blocks are layers in a layer, with dropout."""
+    tcn = pytest.importorskip("tcn", reason="see the docstring")
+
+    def make():
+        inputs = keras.Input((20, 3))
+        x = tcn.TCN(
+            6, use_batch_norm=True, dilations=(1, 2, 4), dropout_rate=0.1
+        )(inputs)
+        return keras.Model(inputs, keras.layers.Dense(3)(x))
+
+    normalize_together(make, (20, 3))

@@ -343,13 +343,19 @@ class ModelGraph:
                 for each in before
                 if each.op.name not in self._again
             ]
-            position = max([first, *positions])
+            position = next(
+                (
+                    each
+                    for each in range(max([first, *positions]), end + 1)
+                    if self._has(end - each, needed)
+                ),
+                None,
+            )
             if max([0, *positions]) < first:  # such as the shape of a tensor
                 self._again[op.name] = [*needed.values()]
-            else:
-                while not self._has(end - position, needed):
-                    position += 1
-            self._stage_of[op.name] = position
+            elif position is None:
+                _give_up(op)
+            self._stage_of[op.name] = end if position is None else position
             if not all(map(self.is_of_batch, before)):
                 self._of_samples.add(op.name)
 
@@ -366,8 +372,6 @@ class ModelGraph:
 
     def _has(self, stage, tensors):
         """Whether a stage makes or takes all of these."""
-        if stage < 0:
-            _give_up([*tensors])
         return all(
             self._stage_of[each.op.name] == stage or name in self._takes[stage]
             for name, each in tensors.items()
@@ -391,12 +395,14 @@ class Part:
         norms: List of the normalizations whose moments its stage makes.
         assigned: Dict of the variables that it assigns, by their ids.
         fed: Set of the names of all tensors that come from outside.
+        is_empty: Bool. Whether there is nothing to make.
     """
 
     def __init__(self, graph, position, makes, effects=()):
         self._graph, self.makes = graph, makes
         flat = tf.nest.flatten(makes, expand_composites=True)
         self._flat = [each for each in flat if each is not None]
+        self.is_empty = not self._flat
         self._operations, found = self._find(position, effects)
         self.takes = [e for e in found.values() if not _is_placeholder(e)]
         inputs = [each.name for each in graph.inputs]

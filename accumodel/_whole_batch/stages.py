@@ -290,7 +290,10 @@ class _Run:
         by_statistics: dict = {}
         for part in parts:
             self._join_backward(part, by_statistics)
-            with self._states.pop().rolled_back():
+            states = self._states.pop()
+            if part.is_empty:  # such as of layers that are frozen
+                continue
+            with states.rolled_back():
                 made = self._run_backward(part, adder)
             adder.end_stage()
             self._keep(part, made["keeps"])
