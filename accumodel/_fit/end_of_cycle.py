@@ -184,17 +184,18 @@ def _read_states(model):
     Returns:
         Dict of tuples of a layer and a value, by the ids of the variables.
     """
+    norm = keras.layers.BatchNormalization
+    layers = flat_layers(model)  # the inner ones come last, unless two hold one
+    layers += [layer for layer in layers if isinstance(layer, norm)]
     owners = {
-        id(each): (layer, each)
-        for layer in flat_layers(model)  # the inner ones come last
-        for each in layer.weights
+        id(each): (layer, each) for layer in layers for each in layer.weights
     }
     return {
         key: (layer, keras.ops.convert_to_numpy(variable))
         for key, (layer, variable) in owners.items()
         if layer.trainable
         and not variable.trainable
-        and not isinstance(layer, keras.layers.BatchNormalization)
+        and not isinstance(layer, norm)
         and math.prod(variable.shape) < _MANY
     }
 
