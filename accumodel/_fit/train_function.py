@@ -11,7 +11,7 @@ Every fed batch goes one way:
                         accumulate_gradients -> GradientAccumulator: the sums
                 FedBatch.end                counts it; updates if the cycle ends
 
-With the gradient cache or `sync_batch_norm`, `_stages.train` has two such loops
+With the gradient cache or `sync_batch_norm`, `stages.train` has two such loops
 for each stage instead. The test function goes the same way, without gradients.
 
 Keras compiles the whole step as one XLA cluster. A condition inside a cluster

@@ -11,7 +11,7 @@ from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.step import current_graph
 
 # Prefixes of the types of operations that take a variable, a table or the like,
-# and leave it as it is. Of random numbers, `_stages` says more.
+# and leave it as it is. Of random numbers, `stages` says more.
 _HARMLESS = (
     "Collective",
     "IteratorGetNext",
