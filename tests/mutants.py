@@ -369,8 +369,8 @@ MUTANTS = [
     Mutant(
         "a gradient runs before what it needs is there",
         "_whole_batch/graph.py",
-        "if self._has(end - each, needed)",
-        "if True",
+        "if self._has(end - position, needed):",
+        "if True:",
         "test_sync_batch_norm.py",
     ),
     Mutant(

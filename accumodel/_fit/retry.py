@@ -267,7 +267,7 @@ class Retry:
     def check(self, graph):
         """Raises if a step assigns what cannot be put back."""
         check_assignments(
-            graph,
+            graph.as_graph_def(),
             'With `micro_batch_size="auto"`, a cycle is fed again if memory '
             "runs out",
         )

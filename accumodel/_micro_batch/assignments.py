@@ -97,21 +97,20 @@ def random_state(new=None):
     return state
 
 
-def nodes_of(graph):
-    """Returns the operations of a graph and of all functions in it."""
-    definition = graph.as_graph_def()
+def nodes_of(definition):
+    """Returns the operations of a `GraphDef` and of all functions in it."""
     nodes = list(definition.node)
     for function in definition.library.function:
         nodes += function.node_def
     return nodes
 
 
-def check_assignments(graph, why):
-    """Raises if a graph assigns a variable behind Keras's back.
+def check_assignments(definition, why):
+    """Raises if a `GraphDef` assigns a variable behind Keras's back.
 
     The error begins with `why` that would be wrong.
     """
-    for node in nodes_of(graph):
+    for node in nodes_of(definition):
         if (
             _RECORDED not in node.name
             and not node.op.startswith(_HARMLESS)

@@ -33,6 +33,7 @@ from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._micro_batch import weights
 from accumodel._micro_batch.assignments import Recorder
+from accumodel._whole_batch.parts import Part, is_placeholder
 from accumodel._whole_batch.sync_batch_norm import Norms
 
 # Prefixes of the types of operations that read a variable or a table, and do
@@ -58,6 +59,7 @@ class ModelGraph:
 
     Attributes:
         graph: The graph.
+        definition: The `GraphDef` of the forward pass.
         inputs: List of the placeholders of the inputs.
         norms: List of the `Norm`s, in the order in which they are called.
         outputs: Nested tensors, what the model returns.
@@ -81,9 +83,8 @@ class ModelGraph:
         self._norms = Norms(layers)
         self.norms = self._norms.calls
         self.assigned = plan.assigned["model"]
-        # By the names of operations: their stage, and from the first one of
-        # the gradient on, their position in the order of all parts.
-        self._stage_of: dict = {}
+        # By the names of operations.
+        self._positions: dict = {}
         # Those that depend on the samples of a micro-batch.
         self._of_samples: set = set()
         # Those of the gradient that depend on the forward pass alone, with the
@@ -102,7 +103,11 @@ class ModelGraph:
         names = [each.name for each in placeholders]
         self.captured = dict(zip(names, captured, strict=True))
         self._handles = dict(zip(map(id, captured), placeholders, strict=True))
-        self._hold(function)
+        self.definition = self.graph.as_graph_def()
+        if self.definition.library.function and not tf.executing_eagerly():
+            # Else TensorFlow may forget functions that a part calls.
+            graph = tf.compat.v1.get_default_graph()
+            graph.add_to_collection("accumodel", function)
 
     def _trace(self, is_training, x):
         self._context: typing.Any = private_names.control_flow_context()
@@ -125,15 +130,6 @@ class ModelGraph:
     def _record(self, variable):
         self.assigned[id(variable)] = variable
 
-    def _hold(self, function):
-        """Keeps TensorFlow from forgetting functions that are called."""
-        if self.library().function and not tf.executing_eagerly():
-            graph = tf.compat.v1.get_default_graph()
-            graph.add_to_collection("accumodel", function)
-
-    def library(self):
-        return self.graph.as_graph_def().library
-
     def handle(self, variable):
         """Returns the placeholder of a variable, or `None`."""
         return self._handles.get(id(tf_variable(variable).handle))
@@ -152,7 +148,7 @@ class ModelGraph:
         self.ends = [*tf.nest.flatten(self.outputs), *self.losses]
         needed = [each for each in self.ends if each is not None]
         needed += [norm.moments for norm in self.norms]
-        stages = [self._stage_of[each.op.name] for each in needed]
+        stages = [self.position(each.op) for each in needed]
         # Of the last stage, after which the gradient begins.
         self._last = max([0, *self._effects, *stages])
 
@@ -180,10 +176,10 @@ class ModelGraph:
         for op in self.graph.get_operations():
             before = [each.op.name for each in op.inputs]
             before += [each.name for each in op.control_inputs]
-            stage = max((self._stage_of[each] for each in before), default=0)
+            stage = max((self._positions[each] for each in before), default=0)
             if op.name in noted:
-                stage = self._stage_of[noted[op.name].op.name] + 1
-            self._stage_of[op.name] = stage
+                stage = self.position(noted[op.name].op) + 1
+            self._positions[op.name] = stage
             is_pinned = op.name in inputs
             if private_names.is_stateful(op.type):
                 is_read = op.type.startswith(_READS)
@@ -204,7 +200,7 @@ class ModelGraph:
             keeps = [
                 each
                 for each in takes.values()
-                if self._stage_of[each.op.name] == position
+                if self.position(each.op) == position
             ]
             makes = make(position) | {"keeps": keeps}
             effects = self._effects.get(self.stage_at(position), [])
@@ -222,8 +218,15 @@ class ModelGraph:
         return [
             norm
             for norm in self.norms
-            if self._stage_of[norm.moments.op.name] == stage
+            if self.position(norm.moments.op) == stage
         ]
+
+    def position(self, op):
+        """Returns the place of an operation's part in the order of all parts.
+
+        In the forward pass it is its stage.
+        """
+        return self._positions[op.name]
 
     def stage_at(self, position):
         """Returns the stage of a part, by its place in the order of all."""
@@ -238,7 +241,7 @@ class ModelGraph:
         op = tensor.op
         if self.is_of_batch(tensor) or op.name in self._again:
             return False
-        made = self._stage_of[op.name]
+        made = self.position(op)
         if made > self._last:
             return made < position
         return made < self.stage_at(position) and not _is_cast(op)
@@ -283,7 +286,7 @@ class ModelGraph:
         names = [norm.statistics.name for norm in self.norms]
         by_statistics = dict(zip(names, found, strict=True))
         for norm, each in zip(self.norms, by_statistics.values(), strict=True):
-            if (self._made_at(each) or 0) >= self._stage_of[norm.given.op.name]:
+            if (self._made_at(each) or 0) >= self.position(norm.given.op):
                 _give_up(norm.layer)
 
         def make(position):
@@ -317,202 +320,62 @@ class ModelGraph:
         if gradient is None:
             return None
         flat = tf.nest.flatten(gradient, expand_composites=True)
-        positions = [self._stage_of[each.op.name] for each in flat]
+        positions = [self.position(each.op) for each in flat]
         return max(self._last + 1, *positions)
 
     def _find_positions(self, given):
-        """Finds the part in which each operation of the gradient runs.
-
-        It is the first one that has what it needs.
-        """
-        first, end = self._last + 1, 2 * self._last + 1
+        """Finds the part in which each operation of the gradient runs."""
+        end = 2 * self._last + 1
         for each in given:
             self._of_samples.add(each.op.name)
-            self._stage_of[each.op.name] = first
+            self._positions[each.op.name] = self._last + 1
         for norm in self.norms:
-            stage = self._stage_of[norm.moments.op.name]
-            self._stage_of[norm.given.op.name] = end - stage
+            stage = self.position(norm.moments.op)
+            self._positions[norm.given.op.name] = end - stage
         for op in self.graph.get_operations():
-            if op.name in self._stage_of:
-                continue
-            waits = [each for c in op.control_inputs for each in c.outputs[:1]]
-            before = [*op.inputs, *waits]
-            needed = {e.name: e for each in before for e in self._bases(each)}
-            positions = [
-                self._stage_of[each.op.name]
-                for each in before
-                if each.op.name not in self._again
-            ]
-            position = next(
-                (
-                    each
-                    for each in range(max([first, *positions]), end + 1)
-                    if self._has(end - each, needed)
-                ),
-                None,
-            )
-            if max([0, *positions]) < first:  # such as the shape of a tensor
-                self._again[op.name] = [*needed.values()]
-            elif position is None:
-                _give_up(op)
-            self._stage_of[op.name] = end if position is None else position
-            if not all(map(self.is_of_batch, before)):
-                self._of_samples.add(op.name)
+            if op.name not in self._positions:
+                self._positions[op.name] = self._find_position(op)
+
+    def _find_position(self, op):
+        """Returns the first part that has what an operation needs."""
+        first, end = self._last + 1, 2 * self._last + 1
+        waits = [each for c in op.control_inputs for each in c.outputs[:1]]
+        before = [*op.inputs, *waits]
+        if not all(map(self.is_of_batch, before)):
+            self._of_samples.add(op.name)
+        needed = {e.name: e for each in before for e in self._bases(each)}
+        positions = [
+            self.position(each.op)
+            for each in before
+            if each.op.name not in self._again
+        ]
+        is_again = max([0, *positions]) < first  # such as the shape of a tensor
+        if is_again:
+            self._again[op.name] = [*needed.values()]
+        for position in range(max([first, *positions]), end + 1):
+            if self._has(end - position, needed):
+                return position
+        if not is_again:
+            _give_up(op)
+        return end
 
     def _bases(self, tensor):
         """Returns what one is made of that is not computed again."""
         op = tensor.op
-        if self.is_of_batch(tensor) or _is_placeholder(tensor):
+        if self.is_of_batch(tensor) or is_placeholder(tensor):
             return []
         if op.name in self._again:
             return self._again[op.name]
-        if self._stage_of[op.name] > self._last:
+        if self.position(op) > self._last:
             return []
         return self._bases(op.inputs[0]) if _is_cast(op) else [tensor]
 
     def _has(self, stage, tensors):
         """Whether a stage makes or takes all of these."""
         return all(
-            self._stage_of[each.op.name] == stage or name in self._takes[stage]
+            self.position(each.op) == stage or name in self._takes[stage]
             for name, each in tensors.items()
         )
-
-
-class Part:
-    """Some operations of a graph, which run by themselves.
-
-    Args:
-        graph: The `ModelGraph`.
-        position: Int, its place in the order of all parts.
-        makes: Nested tensors to make, or `None`.
-        effects: List of the operations that have an effect, and run, too.
-
-    Attributes:
-        takes: List of the tensors that it takes from earlier parts.
-        takes_inputs: Bool. Whether it takes the inputs of the model.
-        feeds: List of the tensors that it is called with: the inputs, if it
-            takes them, what it takes, and other placeholders.
-        norms: List of the normalizations whose moments its stage makes.
-        assigned: Dict of the variables that it assigns, by their ids.
-        fed: Set of the names of all tensors that come from outside.
-        is_empty: Bool. Whether there is nothing to make.
-    """
-
-    def __init__(self, graph, position, makes, effects=()):
-        self._graph, self.makes = graph, makes
-        flat = tf.nest.flatten(makes, expand_composites=True)
-        self._flat = [each for each in flat if each is not None]
-        self.is_empty = not self._flat
-        self._operations, found = self._find(position, effects)
-        self.takes = [e for e in found.values() if not _is_placeholder(e)]
-        inputs = [each.name for each in graph.inputs]
-        self.takes_inputs = not found.keys().isdisjoint(inputs)
-        self.feeds = graph.inputs * self.takes_inputs + self.takes
-        others = found.keys() - graph.captured.keys()
-        others -= {each.name for each in self.feeds}
-        self.feeds += [found[name] for name in sorted(others)]
-        self.norms = graph.norms_of(graph.stage_at(position))
-        written = {each.name for op in effects for each in op.inputs}
-        self.assigned = {
-            key: variable
-            for key, variable in graph.assigned.items()
-            if getattr(graph.handle(variable), "name", None) in written
-        }
-        used = {e.name for op in self._operations.values() for e in op.inputs}
-        self.fed = found.keys() & used
-        self._run_eagerly = tf.function(
-            self._run, autograph=False, reduce_retracing=True
-        )
-
-    def _find(self, position, effects):
-        """Finds what it needs.
-
-        Returns:
-            Tuple of two dicts, by their names: the operations, and the tensors
-            that come from earlier parts or from placeholders.
-        """
-        graph = self._graph
-        stage = graph.stage_at(position)
-        operations: dict = {}
-        found: dict = {}
-        tensors, pending = [*self._flat], [*effects]
-        while tensors or pending:
-            while tensors:
-                tensor = tensors.pop()
-                if _is_placeholder(tensor) or graph.is_taken(tensor, position):
-                    found[tensor.name] = tensor
-                else:
-                    pending.append(tensor.op)
-            op = pending.pop() if pending else None
-            if op is not None and op.name not in operations:
-                operations[op.name] = op
-                tensors += op.inputs
-                pending += [
-                    each
-                    for each in op.control_inputs
-                    if graph._stage_of[each.name] in (stage, position)
-                    and each.type != "Placeholder"
-                ]
-        return operations, found
-
-    def __call__(self, values):
-        """Runs it, and returns what it makes.
-
-        Args:
-            values: List of the values of the `feeds`.
-        """
-        run = self._run_eagerly if tf.executing_eagerly() else self._run
-        made = iter(run(values))
-        flat = tf.nest.flatten(self.makes, expand_composites=True)
-        return tf.nest.pack_sequence_as(
-            self.makes,
-            [None if each is None else next(made) for each in flat],
-            expand_composites=True,
-        )
-
-    def _definition(self):
-        definition = tf.compat.v1.GraphDef()
-        definition.versions.producer = tf.version.GRAPH_DEF_VERSION
-        has_functions = False
-        for op in self._operations.values():
-            node = definition.node.add()
-            node.CopyFrom(op.node_def)
-            inputs = [
-                each
-                for each in node.input
-                if each[0] != "^" or each[1:] in self._operations
-            ]
-            del node.input[:]
-            # Gradients of loops add inputs behind the operations to wait for.
-            node.input.extend(sorted(inputs, key=lambda each: each[0] == "^"))
-            node.attr.pop("_class", None)  # where other operations are
-            has_functions |= any(
-                value.HasField("func") or value.list.func
-                for value in node.attr.values()
-            )
-        if has_functions:
-            definition.library.CopyFrom(self._graph.library())
-        return definition
-
-    def _run(self, values):
-        names = [each.name for each in self.feeds]
-        values = self._graph.captured | dict(zip(names, values, strict=True))
-        made = [
-            each.name
-            for each in self._flat
-            if each.op.name in self._operations and each.name not in values
-        ]
-        tensors = tf.graph_util.import_graph_def(
-            self._definition(),
-            {name: private_names.capture(values[name]) for name in self.fed},
-            made,
-            name="part",
-        )
-        values.update(zip(made, tensors, strict=True))
-        for each in self._flat:
-            # TensorFlow may know less of it here.
-            values[each.name].set_shape(each.shape)
-        return [values[each.name] for each in self._flat]
 
 
 class _Scope(Recorder):
@@ -529,10 +392,6 @@ class _Scope(Recorder):
             self.state_mapping[id(variable)] = tf.stop_gradient(value)
         else:
             super().add_update(update)
-
-
-def _is_placeholder(tensor):
-    return tensor.op.type == "Placeholder"
 
 
 def _is_cast(op):

@@ -166,7 +166,7 @@ def _trace(plan, parts, is_training):
         graph = ModelGraph(plan, specs, is_training)
     _check_outputs(plan, graph)
     if is_training:
-        _check_can_repeat(plan, graph.graph)
+        _check_can_repeat(plan, graph.definition)
     graph.cut()
     arrays.check_no_pairs(plan, parts, graph.outputs)
     return graph
@@ -520,9 +520,9 @@ def _check_outputs(plan, graph):
             )
 
 
-def _check_can_repeat(plan, graph):
+def _check_can_repeat(plan, definition):
     """Raises if a forward pass would not be the same a second time."""
-    for node in nodes_of(graph):
+    for node in nodes_of(definition):
         if node.op.startswith(_RANDOM) or node.op.endswith("CandidateSampler"):
             raise ValueError(
                 f"With `{_option(plan)}=True`, the model is called twice and "
@@ -531,5 +531,5 @@ def _check_can_repeat(plan, graph):
                 f"Received: the operation {node.op} ('{node.name}')"
             )
     check_assignments(
-        graph, f"With `{_option(plan)}=True`, the model is called twice"
+        definition, f"With `{_option(plan)}=True`, the model is called twice"
     )
