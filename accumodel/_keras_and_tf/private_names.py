@@ -100,8 +100,9 @@ class _Replaced:
                         setattr(owner, name, self.originals[name])
 
 
-# Each thread records its own reductions: replicas are threads.
-_recorded = threading.local()
+# What the functions that replace others look up. Replicas are threads, and each
+# has its own.
+_thread = threading.local()
 
 
 def _loss_module():
@@ -133,14 +134,13 @@ def recorded_reductions(scales):
         List of `Reduction`, which grows as losses are called in this thread. A
         composite loss is not listed; the losses that it combines are.
     """
-    before = vars(_recorded).copy()
-    with _losses():
-        _recorded.reductions, _recorded.scales = [], scales
-        try:
-            yield _recorded.reductions
-        finally:
-            vars(_recorded).clear()
-            vars(_recorded).update(before)
+    reductions: list = []
+    with (
+        _losses(),
+        replaced(_thread, "reductions", reductions),
+        replaced(_thread, "scales", scales),
+    ):
+        yield reductions
 
 
 def _reduce(
@@ -150,13 +150,13 @@ def _reduce(
     reduction="sum_over_batch_size",
     dtype=None,
 ):
-    reductions = getattr(_recorded, "reductions", None)
+    reductions = getattr(_thread, "reductions", None)
     if reductions is not None:
         # As Keras does first: a function may return a Python number.
         values = _padded(keras.ops.convert_to_tensor(values, dtype=dtype))
         sample_weight, mask = _padded(sample_weight), _padded(mask)
-        if getattr(_padding, "mark", None) is not None:
-            _padding.mark.is_used = len(values.shape) > 1
+        if getattr(_thread, "mark", None) is not None:
+            _thread.mark.is_used = len(values.shape) > 1
         reductions.append(Reduction(values, sample_weight, mask, reduction))
     return _losses.originals["reduce_weighted_values"](
         values,
@@ -168,27 +168,26 @@ def _reduce(
 
 
 def _call(self, y_true, y_pred, sample_weight=None):
-    outer = getattr(_recorded, "reductions", None)
+    outer = getattr(_thread, "reductions", None)
     if outer is None:  # a model that does not accumulate
         return _losses.originals["__call__"](
             self, y_true, y_pred, sample_weight
         )
-    _recorded.reductions = []
-    try:
-        with _cut_as(y_true, y_pred, sample_weight):
-            loss = _losses.originals["__call__"](
-                self, y_true, y_pred, sample_weight
-            )
-        *inner, own = _recorded.reductions or [None]
-    finally:
-        _recorded.reductions = outer
+    with (
+        replaced(_thread, "reductions", []),
+        _cut_as(y_true, y_pred, sample_weight),
+    ):
+        loss = _losses.originals["__call__"](
+            self, y_true, y_pred, sample_weight
+        )
+        *inner, own = _thread.reductions or [None]
     if own is None:  # Keras has changed: `LossWeights` raises
         return loss
     is_scalar = own.values.shape.rank == 0
     outer += inner if inner and is_scalar else [own]
     if (
         is_scalar
-        and _recorded.scales
+        and _thread.scales
         and own.reduction not in ("sum", "none", None)
     ):
         # Keras divides a mean by the number of replicas once. It does not
@@ -277,9 +276,6 @@ def _check_masks():
 
 # -- padding that is cut off ---------------------------------------------------
 
-# Each thread has its own, as of reductions.
-_padding = threading.local()
-
 
 def mark(target, width):
     """Lets losses and metrics know how wide a target was before it was cut.
@@ -294,7 +290,6 @@ def mark(target, width):
 @contextlib.contextmanager
 def _cut_as(y_true, y_pred, sample_weight, takes_mask=True):
     """In it, what is reduced is padded if the targets were cut."""
-    before = getattr(_padding, "mark", None)
     mark = getattr(y_true, "_cut_by_accumodel", None)
     if mark is not None:
         is_wide = getattr(sample_weight, "shape", ())[1:2] not in ((), (1,))
@@ -307,16 +302,13 @@ def _cut_as(y_true, y_pred, sample_weight, takes_mask=True):
                 "of `metrics`. Or let the layers pass on a mask. Received: "
                 f"sample_weight={sample_weight} and no mask"
             )
-    _padding.mark = mark
-    try:
+    with replaced(_thread, "mark", mark):
         yield
-    finally:
-        _padding.mark = before
 
 
 def _padded(values):
     """Returns values with zeros at the positions that were cut off."""
-    mark = getattr(_padding, "mark", None)
+    mark = getattr(_thread, "mark", None)
     if mark is None or values is None or len(values.shape) < 2:
         return values
     if values.shape[1] == 1:  # the same at all positions
@@ -341,7 +333,7 @@ def _update_metrics(self, y_true, y_pred, sample_weight=None):
 
 
 def _reduce_to_samples(values, sample_weight, *args, **kwargs):
-    if getattr(_padding, "mark", None) and len(values.shape) < 2:
+    if getattr(_thread, "mark", None) and len(values.shape) < 2:
         raise ValueError(
             "With `trim_padding`, a metric of an output for each position must "
             f"have a value for each. Received: values of shape {values.shape}"
@@ -380,8 +372,6 @@ _DRAWS = (
     "truncated_normal",
     "uniform",
 )
-# Each thread has its own, as of reductions.
-_drawing = threading.local()
 
 
 def _random_module():
@@ -394,7 +384,7 @@ def _make_draw(name):
 
     @functools.wraps(original)
     def draw(*args, **kwargs):
-        draw = getattr(_drawing, "draw", None)
+        draw = getattr(_thread, "draw", None)
         if draw is None:  # a model that is not split
             return original(*args, **kwargs)
         return draw(name, original, signature.bind(*args, **kwargs).arguments)
@@ -404,7 +394,7 @@ def _make_draw(name):
 
 def _next(self, ordered=True):
     original = _draws.originals["next"]
-    after = getattr(_drawing, "next", None)
+    after = getattr(_thread, "next_seed", None)
     if after is None:
         return original(self, ordered)
     return after(original, self, ordered)
@@ -431,14 +421,12 @@ def replaced_draws(draw, next_seed):
         next_seed: Function of Keras's `SeedGenerator.next` and of its
             arguments. Returns the seed.
     """
-    before = vars(_drawing).copy()
-    with _draws():
-        _drawing.draw, _drawing.next = draw, next_seed
-        try:
-            yield
-        finally:
-            vars(_drawing).clear()
-            vars(_drawing).update(before)
+    with (
+        _draws(),
+        replaced(_thread, "draw", draw),
+        replaced(_thread, "next_seed", next_seed),
+    ):
+        yield
 
 
 def draw_seed(seed):
@@ -449,12 +437,9 @@ def draw_seed(seed):
 
 # -- batch normalization -------------------------------------------------------
 
-# Each thread has its own, as of reductions.
-_norming = threading.local()
-
 
 def _measure(self, inputs, mask):
-    measure = getattr(_norming, "measure", None)
+    measure = getattr(_thread, "measure", None)
     if measure is None:
         return _moments.originals["_moments"](self, inputs, mask)
     return measure(self, inputs, mask)
@@ -476,13 +461,8 @@ def replaced_moments(measure):
         measure: Function of the layer, its inputs, cast to at least float32,
             and their mask or `None`. Returns the mean and the variance.
     """
-    before = getattr(_norming, "measure", None)
-    with _moments():
-        _norming.measure = measure
-        try:
-            yield
-        finally:
-            _norming.measure = before
+    with _moments(), replaced(_thread, "measure", measure):
+        yield
 
 
 # -- layers --------------------------------------------------------------------
@@ -513,7 +493,10 @@ def nests_functions():
 
 @contextlib.contextmanager
 def replaced(instance, name, value):
-    """While it is open, an attribute of an instance or module is replaced."""
+    """While it is open, an attribute of an instance or module is replaced.
+
+    One of a `threading.local` is replaced in this thread.
+    """
     attributes = vars(instance)
     before = {key: attributes[key] for key in (name,) if key in attributes}
     attributes[name] = value
