@@ -49,7 +49,8 @@ def compute_moments(inputs, mask, axis):
     def total(values):
         if mask is not None:
             values = tf.where(mask, values, tf.zeros_like(values))
-        return tf.reduce_sum(values, axes)
+        # The gradient of a sum that keeps its axes needs fewer operations.
+        return tf.reshape(tf.reduce_sum(values, axes, keepdims=True), [-1])
 
     mean = tf.math.divide_no_nan(total(inputs), count)
     # The sum of the deviations is zero, and so is the gradient by the mean.

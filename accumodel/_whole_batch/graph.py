@@ -208,11 +208,6 @@ class ModelGraph:
             takes |= {each.name: each for each in parts[0].takes}
         return parts
 
-    def reads(self, variable):
-        """Whether the stages read a variable, besides to move it."""
-        name = self.handle(variable).name
-        return any(name in part.fed for part in self.forward)
-
     def norms_of(self, stage):
         """Returns the normalizations whose moments a stage makes."""
         return [

@@ -21,7 +21,6 @@ class Part:
             takes them, what it takes, and other placeholders.
         norms: List of the normalizations whose moments its stage makes.
         assigned: Dict of the variables that it assigns, by their ids.
-        fed: Set of the names of all tensors that come from outside.
         is_empty: Bool. Whether there is nothing to make.
     """
 
@@ -46,7 +45,7 @@ class Part:
             if getattr(graph.handle(variable), "name", None) in written
         }
         used = {e.name for op in self._operations.values() for e in op.inputs}
-        self.fed = found.keys() & used
+        self._fed = found.keys() & used
         self._run_eagerly = tf.function(
             self._run, autograph=False, reduce_retracing=True
         )
@@ -81,6 +80,11 @@ class Part:
                     and each.type != "Placeholder"
                 ]
         return operations, found
+
+    def reads(self, variable):
+        """Whether it reads a variable."""
+        handle = self._graph.handle(variable)
+        return handle is not None and handle.name in self._fed
 
     def __call__(self, values):
         """Runs it, and returns what it makes.
@@ -132,7 +136,7 @@ class Part:
         ]
         tensors = tf.graph_util.import_graph_def(
             self._definition(),
-            {name: private_names.capture(values[name]) for name in self.fed},
+            {name: private_names.capture(values[name]) for name in self._fed},
             made,
             name="part",
         )

@@ -205,9 +205,12 @@ class _Run:
             with self._parts.draws_of(draws, i):
                 return run_part(i)
 
+        may_draw = part.assigned or part.reads(self._plan.rows)
         # A model with many loops takes long to prepare.
         is_apart = is_apart and len(self._graph.forward) > 1
-        return arrays.collect(draw_and_run, self._parts, is_apart)
+        return arrays.collect(
+            draw_and_run if may_draw else run_part, self._parts, is_apart
+        )
 
     def _keep(self, part, arrays_of_kept):
         for each, array in zip(
@@ -268,7 +271,8 @@ class _Run:
         graph = self._graph
         values = graph.moves(self._values_of(graph.moves, None))
         for variable, value in zip(graph.moved, values, strict=True):
-            if graph.reads(variable):
+            # If a stage reads it, then as it was.
+            if any(part.reads(variable) for part in graph.forward):
                 states.record(variable)
             variable.assign(value)
 
