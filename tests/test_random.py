@@ -48,8 +48,8 @@ EVERY_DAY = [
     ("augmentation", "size"),
     ("samples and time in one axis", "size"),
 ]
-# See the limits. XLA makes a normal number of two that lie far apart. Eager code
-# knows only an axis as long as the micro-batch.
+# See the limits. XLA makes a normal number of two that lie far apart, and eager
+# code knows only an axis as long as the micro-batch.
 NOT_EXACT = [
     ("Gaussian dropout", "xla"),
     ("samples and time in one axis", "eager"),
