@@ -388,6 +388,13 @@ MUTANTS = [
         "test_sync_batch_norm.py",
     ),
     Mutant(
+        "a part that draws without a seed of its own draws the first rows",
+        "_whole_batch/stages.py",
+        "may_draw = part.assigned or part.reads(self._plan.rows)",
+        "may_draw = part.assigned",
+        "test_sync_batch_norm.py",
+    ),
+    Mutant(
         "statistics of a layer's own are not seen",
         "_whole_batch/sync_batch_norm.py",
         "own = {key for key, value in new.items() if not is_of_batch(value)}",

@@ -532,6 +532,12 @@ class OwnCall(Norm):
         return inputs - ops.mean(inputs, axis=0)
 
 
+class OwnAverages(Norm):
+    def call(self, inputs, training=None, mask=None):
+        self.moving_mean.assign(ops.mean(inputs, axis=[0, 1]))
+        return super().call(inputs, training=training, mask=mask)
+
+
 class In(layers.Layer):
     """Calls a normalization in one of TensorFlow's functions."""
 
@@ -590,6 +596,7 @@ def with_custom_step():
     [
         (OwnMoments, "own_moments.* of its own in a custom `_moments`"),
         (OwnCall, "own_call.* of its own in a custom `call`"),
+        (OwnAverages, "own_averages.* of its own in a custom `call`"),
         (lambda: layers.RNN(Cell(2)), "hidden_norm.*called in a loop"),
         (lambda: In(in_condition), "hidden_norm.* a condition"),
         (lambda: In(in_loop), "hidden_norm.* a loop"),
