@@ -59,7 +59,7 @@ class ModelGraph:
 
     Attributes:
         graph: The graph.
-        definition: The `GraphDef` of the forward pass.
+        definition: The `GraphDef` of the graph, as far as it is made.
         inputs: List of the placeholders of the inputs.
         norms: List of the `Norm`s, in the order in which they are called.
         outputs: Nested tensors, what the model returns.
@@ -275,6 +275,7 @@ class ModelGraph:
                 # kept from one part to another.
                 stop_gradients=[x for x in reads if x.dtype != tf.resource],
             )
+        self.definition = self.graph.as_graph_def()
         self._find_positions(given)
         found = iter(found)
         own = [[next(found) for _ in of_one] for of_one in variables]

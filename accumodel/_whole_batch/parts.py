@@ -122,8 +122,7 @@ class Part:
                 for value in node.attr.values()
             )
         if has_functions:
-            whole = self._graph.graph.as_graph_def()
-            definition.library.CopyFrom(whole.library)
+            definition.library.CopyFrom(self._graph.definition.library)
         return definition
 
     def _run(self, values):
