@@ -23,7 +23,6 @@ makes of the statistics, is computed in each part that needs it. And a part of
 the gradient computes again what it needs of its stage.
 """
 
-import functools
 import typing
 
 import tensorflow as tf
@@ -77,11 +76,7 @@ class ModelGraph:
 
     def __init__(self, plan, x, is_training):
         self.model = plan.model
-        layers = []
-        if is_training and plan.splits_at_batch_norm:
-            layers = trained_norms(self.model)
-        self._norms = Norms(layers)
-        self.norms = self._norms.calls
+        self._plan, self._is_training = plan, is_training
         self.assigned = plan.assigned["model"]
         # By the names of operations.
         self._positions: dict = {}
@@ -93,7 +88,7 @@ class ModelGraph:
         # Those that have an effect, in a list for each stage.
         self._effects: dict = {}
         function = tf.function(
-            functools.partial(self._trace, is_training),
+            self._trace,
             jit_compile=plan.is_compiled,
             autograph=False,
         ).get_concrete_function(x)
@@ -109,13 +104,16 @@ class ModelGraph:
             graph = tf.compat.v1.get_default_graph()
             graph.add_to_collection("accumodel", function)
 
-    def _trace(self, is_training, x):
+    def _trace(self, x):
+        # Here, since TensorFlow traces again if a variable was made.
+        splits = self._plan.splits_at_batch_norm
+        self._norms = Norms(trained_norms(self.model) if splits else [])
         self._context: typing.Any = private_names.control_flow_context()
         self.inputs = list(
             filter(tf.is_tensor, tf.nest.flatten(x, expand_composites=True))
         )
         with self._norms.noted(), _Scope(self._record, self._norms) as scope:
-            self.outputs = self.model(x, training=is_training)
+            self.outputs = self.model(x, training=self._is_training)
             losses = weights.added_losses(self.model)
             self.owners = _owners(self.model, losses)
         flat = tf.nest.flatten(self.outputs)
@@ -126,6 +124,10 @@ class ModelGraph:
             for key in self._norms.variables
             if key in scope.state_mapping
         }
+
+    @property
+    def norms(self):
+        return self._norms.calls
 
     def _record(self, variable):
         self.assigned[id(variable)] = variable
@@ -144,7 +146,9 @@ class ModelGraph:
                 batch.
         """
         self._find_stages()
-        self._norms.check(self._new, self.is_of_batch, self.handle)
+        self._norms.check(
+            self._new, self.is_of_batch, self.handle, self._is_training
+        )
         self.ends = [*tf.nest.flatten(self.outputs), *self.losses]
         needed = [each for each in self.ends if each is not None]
         needed += [norm.moments for norm in self.norms]

@@ -92,7 +92,10 @@ class Part:
         Args:
             values: List of the values of the `feeds`.
         """
-        run = self._run_eagerly if tf.executing_eagerly() else self._run
+        run = self._run
+        if tf.executing_eagerly():
+            # A graph, also under `tf.config.run_functions_eagerly(True)`.
+            run = self._run_eagerly.get_concrete_function(values)
         made = iter(run(values))
         flat = tf.nest.flatten(self.makes, expand_composites=True)
         return tf.nest.pack_sequence_as(

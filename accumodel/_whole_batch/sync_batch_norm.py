@@ -104,13 +104,15 @@ class Norms:
             return contextlib.nullcontext()
         return private_names.replaced_moments(refuse)
 
-    def check(self, new, is_of_batch, handle):
+    def check(self, new, is_of_batch, handle, is_training):
         """Raises unless all normalize by the statistics of the batch.
 
         Args:
             new: Dict of what variables become, by their ids.
             is_of_batch: Function of a tensor. Whether all samples share it.
             handle: Function of a variable. Returns its tensor in the graph.
+            is_training: Bool. Whether the model trains. If not, most of them
+                normalize by their moving averages.
         """
         own = {key for key, value in new.items() if not is_of_batch(value)}
         called = {id(norm.layer) for norm in self.calls}
@@ -122,7 +124,7 @@ class Norms:
                 if getattr(type(layer), name)
                 is not getattr(keras.layers.BatchNormalization, name)
             ]
-            is_own = custom and id(layer) not in called
+            is_own = is_training and custom and id(layer) not in called
             if is_own or not own.isdisjoint(map(id, variables)):
                 where = f" in a custom `{custom[0]}`" if custom else ""
                 _refuse(layer, f"which computes statistics of its own{where}")
