@@ -28,14 +28,13 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
-from accumodel._fit import variables
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._keras_and_tf.replicas import local_results, scope_of
 from accumodel._micro_batch.assignments import Recorder, check_assignments
 from accumodel._micro_batch.split import count_of_each_replica
 
 # More samples than any batch has.
-_ALL = 2**40
+ALL = 2**40
 
 _WHILE_UPDATING = (
     "Out of memory while the optimizer made an update. Some weights may be "
@@ -104,7 +103,7 @@ class Retry:
         self._model, self._state = model, state
         # The most samples that went through the model at once, or `None`.
         self.largest: int | None = None
-        self._size = _ALL
+        self._size = ALL
         # The fed batches of this cycle, and what was pending before them.
         self._fed: list[_Fed] = []
         self._pending: typing.Any = None
@@ -112,10 +111,9 @@ class Retry:
         self._left: list = []
         # The variables that steps assign, by their ids.
         self._assigned = state.assigned["auto"]
-        # Functions whose variables are made, and those that are traced.
-        self._ready: weakref.WeakSet = weakref.WeakSet()
+        # Functions that are traced.
         self._traced: weakref.WeakSet = weakref.WeakSet()
-        state.assign_size(_ALL)
+        state.assign_size(ALL)
 
     # -- in Python, around the step --------------------------------------------
 
@@ -124,18 +122,17 @@ class Retry:
 
         Returns the logs of the last batch. What `batches` raise is not retried.
         """
-        self._trace(function, trains, batches)
+        self._trace(function, batches)
         logs = None
         for _ in range(self._model.steps_per_execution):
             data = next(batches, None)
             if data is not None:
-                self._make_variables(function, trains, data)
                 logs = self._run_one(function, trains, data)
         if logs is None:
             raise StopIteration
         return logs
 
-    def _trace(self, function, trains, batches):
+    def _trace(self, function, batches):
         """Traces a function for what is known of the shapes of all batches.
 
         As Keras does, which gives the function the iterator.
@@ -144,17 +141,8 @@ class Retry:
         if spec is None or function in self._traced or self._model.run_eagerly:
             return
         self._traced.add(function)
-        self._make_variables(function, trains, spec)
         step = tf.function(lambda data: function(iter([data])), autograph=False)
         step.get_concrete_function(spec)
-
-    def _make_variables(self, function, trains, data):
-        # While a `Recorder` is open, none can be made.
-        if function not in self._ready:
-            self._ready.add(function)
-            plan = self._state.plan()
-            step = variables.all_of(plan, trains)
-            variables.make_variables(plan, step, data)
 
     def _run_one(self, function, trains, data):
         cycles = self._state.accumulators
@@ -233,7 +221,7 @@ class Retry:
         if failed <= 1:
             self.forget_fed()
             self.largest = None
-            self._assign_size(_ALL)
+            self._assign_size(ALL)
             is_joined = self._state.plan().needs_whole_batch
             _give_up(_ONE_SAMPLE + _WHOLE_LOSS * is_joined, error)
         self._assign_size(-(-failed // 2))

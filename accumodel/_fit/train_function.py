@@ -22,7 +22,6 @@ micro-batch is compiled, and the update, each by itself.
 """
 
 import functools
-import itertools
 
 import tensorflow as tf
 
@@ -104,38 +103,23 @@ def _undecorated(step):
 def _wrap(model, name):
     """Lets the function of this name try again when memory runs out.
 
-    Or make variables first.
+    And make its variables before the first batch.
     """
     function = getattr(model, name)
     state = model._accumulation
+    trains = name == "train_function"
     if state.retry is not None:
-        trains = name == "train_function"
-        wrapped = functools.partial(state.retry.run, function, trains)
-        setattr(model, name, wrapped)
-        return
-    with replicas.scope_of(model.distribute_strategy):
-        is_in_loop = tf.distribute.has_strategy() and model.micro_batch_size
-    plan = state.plan()
-    if not (is_in_loop or plan.needs_whole_batch or plan.trim):
-        return
+        function = functools.partial(state.retry.run, function, trains)
+    is_ready = False  # a layer that is never called is never built
 
-    def build_and_call(batches):
-        if not private_names.is_built(model):
-            batches = _build(model, batches)
+    def make_and_call(batches):
+        nonlocal is_ready
+        if not is_ready:
+            batches = variables.make_first(state.plan(), trains, batches)
+            is_ready = True
         return function(batches)
 
-    setattr(model, name, build_and_call)
-
-
-def _build(model, batches):
-    """Makes the variables for the first batch, and returns all batches."""
-    data = getattr(batches, "element_spec", None)
-    if data is None:
-        data = next(batches)
-        batches = itertools.chain([data], batches)
-    step = functools.partial(variables.call, model)
-    variables.make_variables(model._accumulation.plan(), step, data)
-    return batches
+    setattr(model, name, make_and_call)
 
 
 def _train(model, train_step, data):
@@ -148,7 +132,6 @@ def _train(model, train_step, data):
         if plan.needs_whole_batch:
             logs = stages.train(plan, fed_batch, data)
         else:
-            variables.make_trackers(plan, data, trains=True)
             try:
                 logs = loop.run(plan, train_step, data, fed_batch)
             except AssertionError as error:
@@ -191,7 +174,6 @@ def _test(model, test_step, data):
     with retry.recorded(plan.retry):
         if plan.needs_whole_batch and "test_step" not in plan.overridden:
             return stages.test(plan, data)
-        variables.make_trackers(plan, data, trains=False)
         return loop.run(plan, test_step, data)
 
 

@@ -1,6 +1,7 @@
 """Makes the variables of a step by a trace of it that is not run."""
 
 import functools
+import itertools
 
 import keras
 import tensorflow as tf
@@ -9,51 +10,94 @@ from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._micro_batch.assignments import random_state
 from accumodel._micro_batch.outcome import call_compute_loss
+from accumodel._micro_batch.split import count_samples
 from accumodel._micro_batch.step import FedBatch, one_step
 
 
-def make_variables(plan, step, data):
-    """Makes the variables that a step uses, by a trace that is not run.
+def make_first(plan, trains, batches):
+    """Makes the variables that the first step of a function cannot make.
 
-    For steps that cannot make them: inside of a scope that records what is
-    assigned, or of a loop on a replica. The data may be the specs of a batch.
+    Inside of a scope that records what is assigned, or of a loop on a replica,
+    none can be made. So the step is traced before, and not run.
+
+    Args:
+        plan: The `Plan`.
+        trains: Bool. Whether the function trains.
+        batches: Iterator of the batches that the function is called with.
+
+    Returns:
+        Iterator of the same batches.
     """
+    if plan.model.distribute_strategy.num_replicas_in_sync > 1:
+        return batches  # Keras has done it
+    if not plan.is_split:
+        return batches
+    data = getattr(batches, "element_spec", None)
+    if data is None:
+        data = next(batches)
+        batches = itertools.chain([data], batches)
+    if _are_missing(plan, data):
+        _trace(plan, _all_of(plan, trains), data)
+    return batches
+
+
+def _are_missing(plan, data):
+    """Whether a step may need variables that it cannot make."""
     model = plan.model
-    strategy = model.distribute_strategy
-    if strategy.num_replicas_in_sync > 1:
-        return  # Keras has done it
+    if plan.retry is not None:
+        return True
+    if not (
+        plan.needs_whole_batch
+        or private_names.has_loss_trackers(model)
+        or model.run_eagerly
+    ):
+        # The loop reports to the trackers of several outputs.
+        _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        if len(tf.nest.flatten(y)) > 1:
+            return True
+    with scope_of(model.distribute_strategy):
+        is_on_replica = tf.distribute.has_strategy()
+    is_in_scope = is_on_replica or plan.needs_whole_batch or plan.trim
+    return is_in_scope and not private_names.is_built(model)
+
+
+def _trace(plan, step, data):
+    """Traces a step for a micro-batch of a batch, or of the specs of one."""
+    model = plan.model
     state, was_built = random_state(), private_names.is_built(model)
 
-    def trace(data):
+    def run(data):
         data = _without_optionals(data)
+        end = tf.minimum(count_samples(data), plan.size)
         with one_step(plan, data, FedBatch(is_split=True)):
-            step(data)
+            step(model.slice_data(data, tf.zeros_like(end), end))
 
-    with scope_of(strategy):
-        tf.function(trace, autograph=False).get_concrete_function(data)
+    with scope_of(model.distribute_strategy):
+        tf.function(run, autograph=False).get_concrete_function(data)
     if was_built:  # if not, it drew the initial weights
         random_state(state)
 
 
-def all_of(plan, trains):
+def _all_of(plan, trains):
     """Returns a function that uses all variables of a step."""
+    if plan.needs_whole_batch:  # its loss sees all outputs, in no loop
+        return functools.partial(_call_model, plan.model)
     names = ("train_step", "compute_gradients") if trains else ("test_step",)
     for name in names:
         if name in plan.overridden:
             return getattr(plan.model, name)
-    return functools.partial(call_all, plan.model)
+    return functools.partial(_call, plan.model)
 
 
-def call(model, data):
-    """Calls a model in training."""
+def _call_model(model, data):
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
     return model(x, training=True)
 
 
-def call_all(model, data):
+def _call(model, data):
     """Calls all that a step of Keras calls."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = call(model, data)
+    y_pred = _call_model(model, data)
     call_compute_loss(model.compute_loss, x, y, y_pred, sample_weight)
     model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
@@ -66,21 +110,3 @@ def _without_optionals(data):
         ),
         data,
     )
-
-
-def make_trackers(plan, data, trains):
-    """Makes the trackers of the losses of several outputs before the loop."""
-    model = plan.model
-    if not plan.is_split:
-        return
-    _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-    if len(tf.nest.flatten(y)) == 1 or private_names.has_loss_trackers(model):
-        return
-    if not tf.executing_eagerly():
-        step = all_of(plan, trains)
-        zero = tf.zeros((), tf.int64)
-        make_variables(
-            plan,
-            lambda data: step(model.slice_data(data, zero, zero + 1)),
-            data,
-        )
