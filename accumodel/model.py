@@ -64,6 +64,7 @@ class AccumulatingModel(keras.Model):
     - `compute_gradients`: for another tape, or several losses.
     - `slice_data`: if a batch holds something that its samples share.
     - `process_gradients`: to see or change the gradient of an update.
+    - `after_update`: for what follows an update, such as averages of weights.
     - `train_step`: for everything else; call `self.accumulate_gradients(...)`
       instead of `self.optimizer.apply_gradients(...)`.
     """
@@ -417,6 +418,29 @@ class AccumulatingModel(keras.Model):
             under a `tf.distribute` strategy.
         """
         return gradients
+
+    def after_update(self) -> None:
+        """Does what follows an update. By default, nothing.
+
+        It is called once after each update, with the new weights in place, and
+        with a `tf.distribute` strategy once for all replicas. Override it to
+        move averages of weights, target networks or codebooks, or to normalize
+        weights: what a `train_step` does after the update runs for each
+        micro-batch, and before the update. It is part of the graph of the
+        update and may be compiled by XLA, so it must not create variables.
+
+        An update that `process_gradients` leaves out is none. One that a
+        `LossScaleOptimizer` skips is followed all the same, as a line after
+        `optimizer.apply_gradients(...)` would be.
+
+        Examples:
+            >>> class Averaged(accumodel.AccumulatingModel):
+            ...     def after_update(self):
+            ...         averages = self.teacher.trainable_variables
+            ...         weights = self.student.trainable_variables
+            ...         for average, weight in zip(averages, weights):
+            ...             average.assign(0.99 * average + 0.01 * weight)
+        """
 
     def slice_data(
         self, data: typing.Any, begin: typing.Any, end: typing.Any

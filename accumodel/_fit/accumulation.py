@@ -22,7 +22,11 @@ from accumodel._micro_batch.step import Plan, current_step
 from accumodel._micro_batch.trimming import find_trimming
 from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import files
-from accumodel._update.accumulators import Accumulators, build_accumulator
+from accumodel._update.accumulators import (
+    HOOKS,
+    Accumulators,
+    build_accumulator,
+)
 
 # What a step does otherwise if the user's model has its own.
 _OVERRIDABLE = (
@@ -57,6 +61,7 @@ class Accumulation:
         observers: Dict of what measures the gradients of cycles, by its class.
             It is kept, since compiled updates use its variables.
         observing: Tuple of the classes of those that do so in this `fit`.
+        batch_size: Int, the samples in a batch of `fit`; `None` if not known.
     """
 
     def __init__(self, model):
@@ -70,6 +75,7 @@ class Accumulation:
         self.retry: typing.Any = None
         self.observers: dict = {}
         self.observing: tuple = ()
+        self.batch_size: typing.Any = None
         self._rows: typing.Any = None
         self._trimming: typing.Any = None
         self._traced_with: typing.Any = None
@@ -81,9 +87,7 @@ class Accumulation:
             options = Options.take_from(kwargs)
             checks.check_whole_batch(model, options)
             checks.check_trim_padding(model, options)
-            accumulates = options.accumulates or self.overrides(
-                "process_gradients"
-            )
+            accumulates = options.accumulates or any(map(self.overrides, HOOKS))
             super_compile(*args, **kwargs)
             checks.check_optimizer(model.optimizer, options.skip_nonfinite)
             if accumulates:
@@ -104,6 +108,7 @@ class Accumulation:
         """Trains the model by Keras or another base class."""
         given, args, kwargs = with_end_of_cycle(args, kwargs)
         self.loss_weights.share(given.get("y"), given.get("sample_weight"))
+        self.batch_size = given["batch_size"]
         self._observe(given["callbacks"])
         try:
             with self._averages_of_updates():

@@ -8,6 +8,7 @@ import numpy as np
 
 from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.private_names import flat_layers
+from accumodel._update.accumulators import HOOKS
 
 # Batch normalization loses accuracy in smaller batches: Wu and He 2018, "Group
 # Normalization", arXiv 1803.08494, figure 1.
@@ -68,6 +69,7 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self._warn_of_updates_without_accumulation()
+        self._warn_of_hooks()
         if (
             self.model.accum_steps > self._batches > 0
             and not self.model.stop_training
@@ -108,6 +110,26 @@ class EndOfCycle(keras.callbacks.Callback):
                 "`self.accumulate_gradients(gradients, weight)`. Call it "
                 "instead of `self.optimizer.apply_gradients(...)` or "
                 "`self.optimizer.apply(...)`.",
+                stacklevel=2,
+            )
+
+    def _warn_of_hooks(self):
+        """Warns of overridden methods that no accumulator called."""
+        state = self.model._accumulation
+        hooks = [name for name in HOOKS if state.overrides(name)]
+        if (
+            hooks
+            and "hooks" not in self._warned
+            and self.model.trainable_variables
+            and self.model._gradient_accumulator is None
+        ):
+            self._warned.add("hooks")
+            warnings.warn(
+                f"`{hooks[0]}` was not called: the `train_step` of "
+                f"{type(self.model).__name__} does not call "
+                "`self.accumulate_gradients(gradients, weight)`. Call it "
+                "instead of `self.optimizer.apply_gradients(...)`. Or pass "
+                f"the method to a `GradientAccumulator({hooks[0]}=...)`.",
                 stacklevel=2,
             )
 
@@ -207,7 +229,8 @@ _FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks")
 def with_end_of_cycle(args, kwargs):
     """Puts `EndOfCycle` in front of the callbacks of a call to `fit`.
 
-    Returns a dict of its arguments by name, and the new `args` and `kwargs`.
+    Returns a dict of its arguments by name, with the `batch_size` of a data set
+    if it is known, and the new `args` and `kwargs`.
     """
     given = dict(zip(_FIT, args, strict=False)) | kwargs
     callbacks = given.get("callbacks")
@@ -230,4 +253,5 @@ def with_end_of_cycle(args, kwargs):
         args = (*args[:place], callbacks, *args[place + 1 :])
     else:
         kwargs = {**kwargs, "callbacks": callbacks}
-    return {**given, "callbacks": callbacks}, args, kwargs
+    given |= {"batch_size": batch_size, "callbacks": callbacks}
+    return given, args, kwargs

@@ -15,6 +15,7 @@ The algorithm, in which `sums`, `total` and `count` are variables:
     update():
         reduce sums and total over the replicas
         optimizer.apply_gradients(sums / total)
+        after_update()                  # the user's
         total = count = 0
 
 A gradient is freed when it was added, so the sums are the only copy of the
@@ -101,6 +102,8 @@ class GradientAccumulator(tf.Module):
         accum_steps: Positive int. Micro-batches in a cycle. Defaults to `1`.
         process_gradients: Function of a list of gradients, once per update,
             see `AccumulatingModel.process_gradients`. Defaults to `None`.
+        after_update: Function without arguments, once after each update, see
+            `AccumulatingModel.after_update`. Defaults to `None`.
         skip_nonfinite: Bool. Leave micro-batches with a NaN or infinite
             gradient out. Defaults to `False`.
         jit_compile: Bool or `"auto"`. Compile the update by XLA; `"auto"` does
@@ -121,6 +124,7 @@ class GradientAccumulator(tf.Module):
         accum_steps: int = 1,
         *,
         process_gradients: typing.Callable | None = None,
+        after_update: typing.Callable | None = None,
         skip_nonfinite: bool = False,
         jit_compile: bool | typing.Literal["auto"] = False,
     ) -> None:
@@ -134,6 +138,7 @@ class GradientAccumulator(tf.Module):
         super().__init__(name="gradient_accumulator")
         self.optimizer = optimizer
         self._process_gradients = process_gradients
+        self._after_update = after_update
         self._skip_nonfinite = skip_nonfinite
         self._jit_compile = jit_compile
         # Whether `accumulate` was traced: the update is then compiled as well.
@@ -598,7 +603,22 @@ class GradientAccumulator(tf.Module):
             each.record(value, is_update)
         # Not before all weights have moved: until then `phase` says so.
         with tf.control_dependencies([*itertools.chain(*results)]):
+            self._follow(is_update)
             self.reset()
+
+    def _follow(self, is_update):
+        """Calls `after_update`, unless `process_gradients` left it out."""
+        after_update = self._after_update
+        if after_update is None:
+            return
+
+        def follow():
+            after_update()  # what it returns is nobody's
+
+        if self._process_gradients is None:
+            follow()
+        else:
+            tf.cond(is_update, follow, lambda: None)
 
     def _warn_of_unsure_updates(self):
         if not tf.executing_eagerly() or not self._unsure.numpy():

@@ -14,6 +14,9 @@ from accumodel._update.accumulator import GradientAccumulator
 # More batches than a cycle has.
 _NEVER = 2**60
 
+# The methods of a model that its accumulator calls.
+HOOKS = ("process_gradients", "after_update")
+
 # The attribute that holds the model's own accumulator.
 _ATTRIBUTE = "_gradient_accumulator"
 
@@ -208,11 +211,11 @@ def build_accumulator(model, options):
             model.optimizer,
             model.trainable_variables,
             options.accum_steps,
-            process_gradients=(
-                model.process_gradients
-                if overrides(model, "process_gradients")
-                else None
-            ),
             skip_nonfinite=options.skip_nonfinite,
             jit_compile=jit_compile,
+            **{
+                name: getattr(model, name)
+                for name in HOOKS
+                if overrides(model, name)
+            },
         )
