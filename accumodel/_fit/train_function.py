@@ -76,6 +76,7 @@ def _make_accumulating(model, make):
     step = functools.partial(_train, model, _undecorated(model.train_step))
     _make(model, "train", step, make)
     _wrap(model, "train_function")
+    private_names.watch_weights(state.accumulators)
     train_function = model.train_function
 
     def train(iterator):

@@ -40,6 +40,7 @@ import inspect
 import threading
 import types
 import typing
+import weakref
 
 import keras
 import tensorflow as tf
@@ -505,6 +506,35 @@ def replaced(instance, name, value):
     finally:
         del attributes[name]
         attributes.update(before)
+
+
+# -- weights that are set ------------------------------------------------------
+
+_watchers: weakref.WeakSet = weakref.WeakSet()
+
+
+def _set_weights(self, weights):
+    _weights.originals["set_weights"](self, weights)
+    for each in list(_watchers):
+        each.weights_were_set(self)
+
+
+_weights = _Replaced(
+    lambda: {(keras.layers.Layer, "set_weights"): _set_weights}
+)
+
+
+def watch_weights(watcher):
+    """Lets `watcher.weights_were_set(layer)` follow `layer.set_weights(...)`.
+
+    Of any layer or model, as long as `watcher` lives. Keras has no callback
+    for it, and an override would see the model's own method only.
+    """
+    if watcher not in _watchers:
+        _watchers.add(watcher)
+        scope = _weights()
+        scope.__enter__()
+        weakref.finalize(watcher, scope.__exit__, None, None, None)
 
 
 # -- several replicas ----------------------------------------------------------

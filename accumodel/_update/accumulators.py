@@ -141,6 +141,16 @@ class Accumulators:
         for accumulator, cycle in cycles.items():
             files.write(accumulator, cycle)
 
+    def weights_were_set(self, layer):
+        """Forgets the pending cycle if it is of other weights than these."""
+        pending = self.pending_steps if tf.executing_eagerly() else 0
+        given = {*map(id, layer.weights)}
+        if pending and any(
+            not given.isdisjoint(map(id, each.variables)) for each in self
+        ):
+            self.reset()
+            _warn_of_dropped(pending, "set_weights")
+
     def begin_fit(self, remainder):
         """Forgets what was pending, unless it is carried or from a file."""
         pending = self.pending_steps
@@ -179,9 +189,12 @@ class Accumulators:
 
 
 def _warn_of_dropped(pending, name, otherwise=""):
+    why = f"`{name}` begins with an empty cycle"
+    if name == "set_weights":
+        why = "their gradients are of other weights"
     warnings.warn(
         f"Batches that were accumulated before `{name}` made no update. They "
-        f"are dropped, since `{name}` begins with an empty cycle. Call "
+        f"are dropped, since {why}. Call "
         f"`apply_accumulated_gradients()` before `{name}`{otherwise}. "
         f"Received: pending_steps={pending}",
         stacklevel=4,
