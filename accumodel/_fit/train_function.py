@@ -26,7 +26,7 @@ import functools
 import tensorflow as tf
 
 from accumodel._fit import retry, variables
-from accumodel._keras_and_tf import private_names, replicas
+from accumodel._keras_and_tf import checks, private_names, replicas
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.step import FedBatch
 from accumodel._update.accumulators import build_accumulator, build_optimizer
@@ -67,6 +67,8 @@ def _make_accumulating(model, make):
     # may have accumulators of its own. If not, it needs this one at the latest
     # before the loop, in which no replica can wait for the others.
     state = model._accumulation
+    if state.accumulates:  # layers may have been built since `compile`
+        checks.check_can_accumulate(model, state.options)
     is_needed = not state.overrides("train_step") or (
         model.micro_batch_size is not None and not state.accumulators.by_name()
     )
@@ -118,9 +120,33 @@ def _wrap(model, name):
         if not is_ready:
             batches = variables.make_first(state.plan(), trains, batches)
             is_ready = True
-        return function(batches)
+        try:
+            return function(batches)
+        except tf.errors.OpError as error:
+            _say_that_it_was_split(model, error)
+            raise
 
     setattr(model, name, make_and_call)
+
+
+def _say_that_it_was_split(model, error):
+    """Adds a note to an error of TensorFlow in a batch that was split."""
+    if model.micro_batch_size is None or isinstance(
+        error, tf.errors.OutOfRangeError | tf.errors.ResourceExhaustedError
+    ):
+        return
+    state = model._accumulation
+    size, samples = int(state.size), state.batch_size
+    is_split = size < retry.ALL and (samples is None or size < samples)
+    if is_split and "micro_batch_size" not in str(error):
+        batch = "The batch" if samples is None else f"A batch of {samples}"
+        error.add_note(
+            f"accumodel: {batch} was split into micro-batches of at most "
+            f"{size} samples (`micro_batch_size`). A model that needs all "
+            "samples of a batch at once, such as the nodes of one graph, "
+            "cannot be split: use `accum_steps` instead. If a batch holds "
+            "arrays without an axis of samples, override `slice_data`."
+        )
 
 
 def _train(model, train_step, data):

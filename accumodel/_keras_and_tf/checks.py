@@ -180,6 +180,16 @@ def _check_can_slice(model, options):
                 "`accum_steps`. "
                 f"Received: layer={layer}"
             )
+        for variable in layer.non_trainable_variables * (replicas > 1):
+            if variable.aggregation != "none":
+                raise ValueError(
+                    "`micro_batch_size` cannot be used on several replicas "
+                    "with a layer whose replicas meet each time that it "
+                    "assigns its state: their numbers of micro-batches may "
+                    "differ. Use `accum_steps`. "
+                    f"Received: layer={layer}, with a weight of "
+                    f'aggregation="{variable.aggregation}": {variable.path}'
+                )
     for tensor in getattr(model, "inputs", None) or []:
         if tensor.shape[0] is not None:
             raise ValueError(
