@@ -227,13 +227,12 @@ def updates(model):
 
 
 def distance(model, reference):
-    """The largest difference of any weight of two models."""
-    return max(
-        np.abs(a - b).max()
-        for a, b in zip(
-            model.get_weights(), reference.get_weights(), strict=True
-        )
-    )
+    """The largest difference of any weight of two models, or lists of them."""
+    weights = [
+        each if isinstance(each, list) else each.get_weights()
+        for each in (model, reference)
+    ]
+    return max(np.abs(a - b).max() for a, b in zip(*weights, strict=True))
 
 
 def check_weights(model, reference, case):
