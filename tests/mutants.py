@@ -842,6 +842,62 @@ MUTANTS = [
         "self._are_in_order = True",
         "test_trim_padding.py",
     ),
+    Mutant(
+        "variables are made for each batch",
+        "_fit/train_function.py",
+        "        if not is_ready:",
+        "        if True:",
+        "test_where_features_meet.py",
+    ),
+    Mutant(
+        "layers train in a model that is not told to",
+        "_micro_batch/outcome.py",
+        'if "training" in model.call_signature_parameters:',
+        "if True:",
+        "test_where_features_meet.py",
+    ),
+    Mutant(
+        "nothing follows an update",
+        "_update/accumulator.py",
+        "            self._follow(is_update)\n",
+        "",
+        "test_after_update.py",
+    ),
+    Mutant(
+        "what follows an update comes before it",
+        "_update/accumulator.py",
+        "        with without_own_reduction(own):",
+        "        self._follow(True)\n        with without_own_reduction(own):",
+        "test_after_update.py",
+    ),
+    Mutant(
+        "an update that is left out is followed",
+        "_update/accumulator.py",
+        "if self._process_gradients is None:\n            follow()",
+        "if True:\n            follow()",
+        "test_after_update.py",
+    ),
+    Mutant(
+        "weights that are set keep the cycle",
+        "_update/accumulators.py",
+        "if pending:\n            self.reset()\n",
+        "if pending:\n",
+        "test_state.py",
+    ),
+    Mutant(
+        "a normalization that trains in evaluate is not seen",
+        "_whole_batch/graph.py",
+        "trained_norms(self.model) if splits else []",
+        "trained_norms(self.model) if splits and self._is_training else []",
+        "test_sync_batch_norm.py",
+    ),
+    Mutant(
+        "normalizations of two traces are taken for those of one",
+        "_whole_batch/graph.py",
+        "self._norms = Norms(",
+        "self._norms = vars(self).get('_norms') or Norms(",
+        "test_sync_batch_norm.py",
+    ),
 ]
 
 

@@ -809,6 +809,78 @@ def test_layers_that_cannot_be_right_in_parts():
         model.compile("sgd", "mse", micro_batch_size=1)
 
 
+class Mean(keras.layers.Layer):
+    def build(self, shape):
+        self.mean = self.add_weight(
+            (), "zeros", trainable=False, aggregation="mean"
+        )
+
+    def call(self, x):
+        self.mean.assign(keras.ops.mean(x))
+        return x
+
+
+def test_a_state_that_replicas_reduce_is_refused_when_it_is_there():
+    with mirrored(2).scope():
+        model = AccumulatingModel.from_model(
+            keras.Sequential([keras.Input((6,)), Mean(), keras.layers.Dense(1)])
+        )
+        with pytest.raises(ValueError, match='aggregation="mean"'):
+            model.compile("sgd", "mse", micro_batch_size=1)
+
+        class Model(AccumulatingModel):  # which is built in `fit`
+            def __init__(self):
+                super().__init__()
+                self.all = [Mean(), keras.layers.Dense(1)]
+
+            def call(self, x):
+                return self.all[1](self.all[0](x))
+
+        model = Model()
+        model.compile("sgd", "mse", micro_batch_size=1)
+        with pytest.raises(ValueError, match='aggregation="mean"'):
+            model.fit(np.ones((8, 6)), np.ones((8, 1)), verbose=0)
+
+
+def one_graph():
+    """Its samples are the nodes of one graph, with all of its edges."""
+    features, edges = keras.Input((6,)), keras.Input((None,))
+    hidden = keras.ops.matmul(edges, keras.layers.Dense(4)(features))
+    model = AccumulatingModel([features, edges], hidden)
+    rng = np.random.default_rng(0)
+    return (
+        model,
+        [rng.random((40, 6)), rng.random((40, 40))],
+        rng.random((40, 4)),
+    )
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"gradient_cache": True}, weekly({"run_eagerly": True})],
+    ids=str,
+)
+def test_an_error_says_that_the_batch_was_split(method, kwargs):
+    model, x, y = one_graph()
+    model.compile("sgd", "mse", micro_batch_size=10, **kwargs)
+    further = {} if method == "train_on_batch" else {"batch_size": 40}
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        getattr(model, method)(x, y, **further)
+    (note,) = caught.value.__notes__
+    assert "split into micro-batches of at most 10 samples" in note
+    assert ("A batch of 40" in note) == (method == "fit")
+    assert "use `accum_steps` instead" in note
+
+
+def test_an_error_of_a_batch_that_is_not_split_does_not_say_so():
+    model, (x, edges), y = one_graph()
+    model.compile("sgd", "mse", micro_batch_size="auto")
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        model.fit([x, edges[:, :30]], y, batch_size=40, verbose=0)
+    assert not getattr(caught.value, "__notes__", None)
+
+
 # -- what users override ---------------------------------------------------
 
 

@@ -356,6 +356,69 @@ def test_every_way_to_run(name, way):
     check_logs(logs["epochs"], expected["epochs"])
 
 
+class Always(layers.Layer):
+    """Normalizes by the batch, in `evaluate` too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = Norm()
+
+    def call(self, x):
+        return self.norm(x, training=True)
+
+
+class Custom(Norm):
+    """Normalizes in training only."""
+
+    def call(self, inputs, training=None, mask=None):
+        if not training:
+            return inputs
+        return super().call(inputs, training=training, mask=mask)
+
+
+@pytest.mark.parametrize("kwargs", [{}, weekly({"run_eagerly": True})], ids=str)
+@pytest.mark.parametrize("layer", [Always, Custom])
+def test_evaluate_normalizes_as_the_layer_says(layer, kwargs):
+    def make(model_class):
+        inputs = keras.Input((cases.FEATURES,))
+        return classifier(model_class, inputs, layer()(layers.Dense(5)(inputs)))
+
+    case = in_float64(cases.Case(make=make))
+    model, reference = check_sync(case, **kwargs)
+    big, _ = datasets(case)
+    ours, theirs = (
+        each.evaluate(big, verbose=0) for each in (model, reference)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+    assert distance(model, reference) < 1e-9  # moving averages, moved again
+
+
+class Draws(layers.Layer):
+    """By the global generator, which is made when it is traced."""
+
+    def call(self, x, training=None):
+        return x + keras.random.normal(ops.shape(x)) if training else x
+
+
+def test_a_variable_that_is_made_in_the_trace():
+    def make(model_class):
+        inputs = keras.Input((cases.FEATURES,))
+        block = keras.Sequential([Draws(), Norm()])
+        return classifier(model_class, inputs, block(layers.Dense(5)(inputs)))
+
+    check_sync(in_float64(cases.Case(make=make)))
+
+
+@pytest.mark.filterwarnings("ignore:Even though the `tf.config")
+def test_functions_that_run_eagerly():
+    case = in_float64(CASES["a chain"])
+    tf.config.run_functions_eagerly(True)
+    try:
+        check_sync(case)
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
 @pytest.mark.filterwarnings("ignore:Batch normalization")
 @pytest.mark.parametrize(
     ("policy", "tolerance"),

@@ -143,11 +143,13 @@ class Accumulators:
 
     def weights_were_set(self, layer):
         """Forgets the pending cycle if it is of other weights than these."""
-        pending = self.pending_steps if tf.executing_eagerly() else 0
         given = {*map(id, layer.weights)}
-        if pending and any(
-            not given.isdisjoint(map(id, each.variables)) for each in self
+        if not tf.executing_eagerly() or all(
+            given.isdisjoint(map(id, each.variables)) for each in self
         ):
+            return
+        pending = self.pending_steps
+        if pending:
             self.reset()
             _warn_of_dropped(pending, "set_weights")
 

@@ -1,0 +1,264 @@
+"""`after_update`: what a plain `train_step` does after the update."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import distance, mirrored, updates, weekly
+
+import accumodel
+from accumodel import AccumulatingModel
+
+WAYS = {
+    "plain": (12, {}),
+    "size": (12, {"micro_batch_size": 5}),
+    "auto": (12, {"micro_batch_size": "auto"}),
+    "steps": (4, {"accum_steps": 3}),
+    "both": (6, {"accum_steps": 2, "micro_batch_size": 4}),
+    "cache": (12, {"micro_batch_size": 5, "gradient_cache": True}),
+    "xla": (12, {"micro_batch_size": 5, "jit_compile": True}),
+    "eager": (12, {"micro_batch_size": 5, "run_eagerly": True}),
+}
+
+
+# -- what a script moves after each update -------------------------------------
+
+
+def average(model):
+    """As of diffusion models: an average of the weights."""
+    for mean, value in zip(
+        model.other.variables, model.net.variables, strict=True
+    ):
+        mean.assign(0.8 * mean + 0.2 * value)
+
+
+def copy_at_times(model):
+    """As of DQN: a copy of the weights, made at every second update."""
+
+    def copy():
+        for target, value in zip(
+            model.other.variables, model.net.variables, strict=True
+        ):
+            target.assign(value)
+
+    tf.cond(model.optimizer.iterations % 2 == 0, copy, lambda: None)
+
+
+def normalize(model):
+    """As of sparse autoencoders: rows of length 1."""
+    kernel = model.net.kernel
+    kernel.assign(tf.math.l2_normalize(kernel, axis=0))
+
+
+def move_codes(model):
+    """As of VQ-VAE: each code moves to the mean of what is nearest to it."""
+    codes = model.codes
+    counts = keras.ops.expand_dims(codes.counts, 1)
+    means = codes.sums / keras.ops.maximum(counts, 1)
+    codes.book.assign(
+        keras.ops.where(counts > 0, (codes.book + means) / 2, codes.book)
+    )
+    codes.sums.assign(keras.ops.zeros_like(codes.sums))
+    codes.counts.assign(keras.ops.zeros_like(codes.counts))
+
+
+class Codes(keras.layers.Layer):
+    """Adds up what is nearest to each code, for `move_codes`."""
+
+    def build(self, shape):
+        self.book = self.add_weight((3, 4), "normal", trainable=False)
+        self.sums = self.add_weight((3, 4), "zeros", trainable=False)
+        self.counts = self.add_weight((3,), "zeros", trainable=False)
+
+    def call(self, x, training=None):
+        far = keras.ops.sum((x[:, None] - self.book[None]) ** 2, -1)
+        nearest = keras.ops.one_hot(keras.ops.argmin(far, -1), 3)
+        if training:
+            self.counts.assign_add(keras.ops.sum(nearest, 0))
+            rows = keras.ops.matmul(keras.ops.transpose(nearest), x)
+            self.sums.assign_add(keras.ops.stop_gradient(rows))
+        codes = keras.ops.matmul(nearest, self.book)
+        return x + keras.ops.stop_gradient(codes - x)
+
+
+# What moves, and how much of the other network is in the outputs.
+SCRIPTS = {
+    "average": (average, 0.0),
+    "target": (average, 0.5),  # of BYOL: the loss depends on the average
+    "copies": (copy_at_times, 0.5),
+    "normalized": (normalize, 0.0),
+    "codebook": (move_codes, 0.0),
+}
+
+
+def make(base, move, share):
+    class Model(base):
+        def __init__(self):
+            super().__init__()
+            self.net = keras.layers.Dense(4)
+            self.other = keras.layers.Dense(4, trainable=False)
+            self.codes = Codes() if move is move_codes else None
+            self.followed = self.add_weight((), "zeros", trainable=False)
+
+        def call(self, x, training=None):
+            own = self.net(x)
+            if self.codes is not None:
+                own = self.codes(own, training=training)
+            return own + share * keras.ops.stop_gradient(self.other(x))
+
+        def follow(self):
+            move(self)
+            self.followed.assign_add(1.0)
+
+        if base is keras.Model:
+
+            def train_step(self, data):
+                logs = super().train_step(data)
+                self.follow()
+                return logs
+
+        else:
+
+            def after_update(self):
+                self.follow()
+
+    model = Model()
+    model(np.zeros((1, 6), "float32"))
+    model.other.set_weights(model.net.get_weights())
+    return model
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 6)).astype("float32")  # a short last batch
+    return x, rng.normal(size=(40, 4)).astype("float32")
+
+
+def train(base, script, batch_size=12, strategy=None, optimizer=None, **kwargs):
+    keras.utils.set_random_seed(0)
+    strategy = strategy or tf.distribute.get_strategy()
+    with strategy.scope():
+        model = make(base, *SCRIPTS[script])
+        sgd = keras.optimizers.SGD(0.3)
+        model.compile(
+            optimizer or sgd, "mse", **{"jit_compile": False} | kwargs
+        )
+    x, y = data()
+    if optimizer is not None:
+        y[0] = np.inf
+    model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+    return model
+
+
+ignore_states = pytest.mark.filterwarnings(
+    "ignore:The layer 'codes"  # which only adds up
+)
+
+
+@ignore_states
+@pytest.mark.parametrize(
+    ("script", "way"),
+    [
+        pair if pair[1] in ("size", "steps") or pair[0] == "target"
+        else weekly(*pair)
+        for pair in ((script, way) for script in SCRIPTS for way in WAYS)
+    ],
+)  # fmt: skip
+def test_it_moves_what_a_plain_step_moves(script, way):
+    batch_size, kwargs = WAYS[way]
+    plain = {k: v for k, v in kwargs.items() if k == "jit_compile"}
+    reference = train(keras.Model, script, **plain)
+    model = train(AccumulatingModel, script, batch_size, **kwargs)
+    assert distance(model, reference) < 1e-6
+    assert float(model.followed) == updates(model) == 8
+
+
+@pytest.mark.parametrize("way", ["size", "steps"])
+def test_it_is_called_once_for_all_replicas(way):
+    batch_size, kwargs = WAYS[way]
+    reference = train(keras.Model, "target")
+    model = train(
+        AccumulatingModel, "target", batch_size, mirrored(2), **kwargs
+    )
+    assert distance(model, reference) < 1e-6
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_no_update_is_followed_by_nothing(run_eagerly):
+    class Model(AccumulatingModel):
+        followed = 0
+
+        def process_gradients(self, gradients):
+            return gradients, self.optimizer.iterations < 2
+
+        def after_update(self):
+            self.count.assign_add(1.0)
+
+    inputs = keras.Input((6,))
+    model = Model(inputs, keras.layers.Dense(4)(inputs))
+    model.count = keras.Variable(0.0, trainable=False)
+    for kwargs in ({"micro_batch_size": 5}, {"accum_steps": 2}):
+        model.count.assign(0.0)
+        model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
+        model.fit(*data(), batch_size=10, verbose=0)
+        assert float(model.count) == 2
+
+
+def test_an_overflow_is_followed_as_in_a_plain_step():
+    def optimizer():
+        return keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.3), initial_scale=64.0
+        )
+
+    reference = train(keras.Model, "average", optimizer=optimizer())
+    model = train(
+        AccumulatingModel, "average", optimizer=optimizer(), micro_batch_size=5
+    )
+    assert updates(model) < float(model.followed) == 8
+    assert distance(model, reference) < 1e-6
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_custom_loop_has_it_too(traced):
+    variable, mean = keras.Variable([1.0]), keras.Variable([0.0])
+    accumulator = accumodel.GradientAccumulator(
+        keras.optimizers.SGD(1.0),
+        [variable],
+        accum_steps=2,
+        after_update=lambda: mean.assign((mean + variable) / 2),
+    )
+
+    def step(gradient):
+        accumulator.accumulate([gradient])
+
+    step = tf.function(step) if traced else step
+    means = []
+    for _ in range(5):
+        step(tf.constant([0.5]))
+        means.append(float(mean[0]))
+    assert means == [0.0, 0.25, 0.25, 0.125, 0.125]
+    accumulator.apply()
+    assert float(mean[0]) == (0.125 - 0.5) / 2
+
+
+def test_it_is_told_if_nothing_calls_it():
+    class Model(AccumulatingModel):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            variables = self.trainable_variables
+            gradients = tape.gradient(loss, variables)
+            self.optimizer.apply_gradients(
+                zip(gradients, variables, strict=True)
+            )
+            return {"mean": loss}
+
+        def after_update(self):
+            pass
+
+    inputs = keras.Input((6,))
+    model = Model(inputs, keras.layers.Dense(4)(inputs))
+    model.compile("sgd")
+    with pytest.warns(UserWarning, match="`after_update` was not called"):
+        model.fit(*data(), verbose=0)
