@@ -18,6 +18,7 @@ from accumodel._keras_and_tf.replicas import (
     make_sum,
     scope_of,
 )
+from accumodel._micro_batch.split import on_host
 from accumodel._micro_batch.step import Plan, current_step
 from accumodel._micro_batch.trimming import find_trimming
 from accumodel._micro_batch.weights import LossWeights
@@ -230,8 +231,12 @@ class Accumulation:
     def assign_size(self, value):
         if self.size is None:
             with tf.init_scope(), scope_of(self._model.distribute_strategy):
-                self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
-                self._rows = make_sum((2,), tf.int64, "rows")
+                with on_host():
+                    self.size = tf.Variable(
+                        value, trainable=False, dtype=tf.int64
+                    )
+                # XLA reads it on the device.
+                self._rows = make_sum((3,), tf.int64, "rows")
         self.size.assign(value)
 
     def begin_to_accumulate(self, spans_batches=False):

@@ -10,6 +10,7 @@ from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._micro_batch.assignments import random_state
 from accumodel._micro_batch.outcome import call_compute_loss, call_model
+from accumodel._micro_batch.random_numbers import Draws
 from accumodel._micro_batch.split import count_samples
 from accumodel._micro_batch.step import FedBatch, one_step
 
@@ -69,7 +70,11 @@ def _trace(plan, step, data):
     def run(data):
         data = _without_optionals(data)
         end = tf.minimum(count_samples(data), plan.size)
-        with one_step(plan, data, FedBatch(is_split=True)):
+        # A `tf.function` in the model may not be traced again.
+        with (
+            one_step(plan, data, FedBatch(is_split=True)),
+            Draws(plan).replaced(),
+        ):
             step(model.slice_data(data, tf.zeros_like(end), end))
 
     with scope_of(model.distribute_strategy):

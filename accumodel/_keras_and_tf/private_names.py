@@ -26,6 +26,11 @@ use a model that does not accumulate on one device.
 | .reduce_per_replica`                        | several workers                |
 | `tensorflow.python.framework               | an error when a step is traced |
 | .op_def_registry.get`                       | with the cache or `"auto"`     |
+| `FuncGraph._watched_variables`, the name of | an error at the first step, if |
+| a seed's variable                           | it draws random numbers; a     |
+|                                             | function that was traced       |
+|                                             | before is not refused          |
+| `WhileBodyFuncGraph`                        | seeds in loops end elsewhere   |
 | `tf.Operation._set_attr`,                   | an error when a step is traced |
 | `FuncGraph.capture`,                        | with the cache or with         |
 | `tf.Graph._get_control_flow_context`        | `sync_batch_norm`              |
@@ -401,9 +406,15 @@ def _next(self, ordered=True):
     return after(original, self, ordered)
 
 
+def _draw_seed(seed):
+    # One that is a tensor is drawn already.
+    return seed if tf.is_tensor(seed) else _draws.originals["draw_seed"](seed)
+
+
 _draws = _Replaced(
     lambda: {
         **{(_random_module(), name): _make_draw(name) for name in _DRAWS},
+        (_random_module(), "draw_seed"): _draw_seed,
         (keras.random.SeedGenerator, "next"): _next,
     }
 )
@@ -420,7 +431,8 @@ def replaced_draws(draw, next_seed):
         draw: Function of the name of such a function, of the function, and of
             its arguments in a dict. Returns what is drawn.
         next_seed: Function of Keras's `SeedGenerator.next` and of its
-            arguments. Returns the seed.
+            arguments. Returns the seed. A seed that is a tensor is taken as it
+            is.
     """
     with (
         _draws(),
@@ -434,6 +446,33 @@ def draw_seed(seed):
     """Returns what `tf.random.stateless_*` takes for a seed of Keras."""
     module = _random_module()
     return module._cast_seed(module.draw_seed(seed))
+
+
+def is_seed(variable):
+    """Whether a `tf.Variable` is the state of a `SeedGenerator`."""
+    return "seed_generator_state" in variable.name
+
+
+def used_variables(graph):
+    """Returns the variables that a graph uses, as far as it is traced.
+
+    Those of the functions that it calls, too.
+    """
+    return [*graph._watched_variables]
+
+
+def is_in_loop(outside):
+    """Whether what is traced now is the body of a loop.
+
+    Args:
+        outside: The graph around it to look up to, or `None`.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph not in (None, outside):
+        if type(graph).__name__ == "WhileBodyFuncGraph":
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 # -- batch normalization -------------------------------------------------------

@@ -13,7 +13,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.loss_logs import LossLogs
 from accumodel._micro_batch.random_numbers import Draws
-from accumodel._micro_batch.split import MicroBatches
+from accumodel._micro_batch.split import MicroBatches, on_host
 from accumodel._micro_batch.step import one_step
 
 
@@ -121,11 +121,20 @@ def for_each(body, parts, state, is_apart=False):
         for i in range(int(parts)):
             state = body(tf.constant(i, tf.int64), *state)
         return state
+
+    def is_left(i, *_):
+        with on_host():
+            return i < parts
+
+    def run_next(i, *state):
+        with on_host():
+            after = i + 1
+        return (after, *body(i, *state))
+
+    with on_host():
+        first = tf.constant(0, tf.int64)
     end, *state = tf.while_loop(
-        lambda i, *_: i < parts,
-        lambda i, *state: (i + 1, *body(i, *state)),
-        (tf.constant(0, tf.int64), *state),
-        parallel_iterations=1,
+        is_left, run_next, (first, *state), parallel_iterations=1
     )
     if is_apart:
         private_names.set_apart(end)

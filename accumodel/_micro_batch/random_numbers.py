@@ -13,12 +13,18 @@ numbers: as easy as 1, 2, 3"). So rows are a draw that begins further on, bit
 for bit the same, and nothing is drawn in vain.
 
 Draws without an axis of samples are the same for all micro-batches. In a graph
-the size of that axis is not known, and that of any other first axis is. What
+the size of that axis is not known, and that of the others mostly is. What
 cannot be drawn from the middle takes another seed for each micro-batch, and so
-does all of it if the samples are put in another order, see `trimming`.
+does what has several axes that may be the one, and all of it if the samples are
+put in another order, see `trimming`.
+
+In a loop, a draw without an axis of samples is taken for one of a single
+sample: its seed goes on from micro-batch to micro-batch.
 """
 
+import collections
 import contextlib
+import functools
 import math
 import typing
 
@@ -26,21 +32,29 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf.replicas import local_results
 from accumodel._micro_batch.assignments import recorded
+from accumodel._micro_batch.split import on_host
 from accumodel._micro_batch.step import current_graph, current_step
 
 # Philox, on CPUs and GPUs. To name it would let XLA compile it into all that
 # uses it, which takes three times as long.
 _ALGORITHM = tf.random.Algorithm.AUTO_SELECT.value
 
+# Between the seeds of two samples: layers may have seeds like 1, 2 and 3.
+_FAR = 1_000_003
+
 
 class Draws:
     """The draws of the micro-batches of one fed batch.
 
-    The variable `plan.rows` holds two int64s: the first sample of the
-    micro-batch, and their number. A variable, since a `tf.function` in the
-    model may be traced already. The dict `plan.assigned["seeds"]` holds the
-    states of seed generators that are known, see `States`.
+    The variable `plan.rows` holds three int64s: the first sample of the
+    micro-batch, their number, and that of the fed batch. A variable, since a
+    `tf.function` in the model may be traced already. The dict
+    `plan.assigned["seeds"]` holds the states of seed generators that are known,
+    see `States`, and `plan.assigned["seeds in loops"]`, for those that draw in
+    one, how often a micro-batch draws from them outside of it.
 
     Args:
         plan: The `Plan`.
@@ -52,36 +66,90 @@ class Draws:
         self._rows = plan.rows
         self._are_in_order = plan.trim is None
         self._seeds = plan.assigned["seeds"]
-        self._graph = current_graph()
-        self._is_exact = False
+        self._in_loops = plan.assigned["seeds in loops"]
+        # Of each seed that is drawn in this scope, how often, and whether in a
+        # loop.
+        self._drawn: collections.Counter = collections.Counter()
+        self._graph = self._around = current_graph()
+        self._is_known = assigned is not None
+        # The samples of the micro-batch, in an eager step.
+        self._samples: int | None = None
+        # Of the draw that takes a seed: `None` if it is taken by hand.
+        self._has_rows: bool | None = None
         self._before: dict = {}
         for key, state in [*self._seeds.items()]:
             if assigned is None or key in assigned:
                 self._note(state)
 
     @contextlib.contextmanager
-    def of(self, begin, end, is_last):
+    def of(self, begin, end, samples, is_last):
         """In it, a micro-batch draws what the fed batch draws for it.
 
         Args:
             begin: Scalar int64 tensor, its first sample.
             end: Scalar int64 tensor, the first sample after it.
+            samples: Scalar int64 tensor, the samples of the fed batch.
             is_last: Scalar bool tensor. Whether the seeds are to stay.
         """
+        self._samples = int(end - begin) if tf.executing_eagerly() else None
+        with on_host():
+            rows = tf.stack([begin, end - begin, samples])
         with recorded():
-            self._rows.assign([begin, end - begin])
-        with self.replaced():
-            yield
-        with recorded():
-            for key, before in self._before.items():
-                state = self._seeds[key]
-                state.assign(tf.where(is_last, state.value, before))
+            self._rows.assign(rows)
+        try:
+            with self.replaced():
+                yield
+            for key in self._used():
+                state, before = self._seeds[key], self._before[key]
+                if key in self._in_loops:
+                    before = state.value - [0, self._in_loops[key]]
+                with recorded():
+                    state.assign(tf.where(is_last, state.value, before))
+        finally:
             # What is traced here may be called without micro-batches.
-            self._rows.assign(tf.zeros(2, tf.int64))
+            with recorded():
+                self._rows.assign(tf.zeros(3, tf.int64))
 
+    @contextlib.contextmanager
     def replaced(self):
-        """Returns a scope in which what is traced draws so when it runs."""
-        return private_names.replaced_draws(self._draw, self._next)
+        """In it, what is traced draws so when it runs."""
+        self._around = current_graph()
+        self._drawn.clear()
+        with private_names.replaced_draws(self._draw, self._next):
+            yield
+        for key, is_in_loop in [*self._drawn]:
+            if is_in_loop:
+                self._in_loops[key] = self._drawn[key, False]
+
+    def check(self, graph):
+        """Raises if a graph draws numbers that are not drawn so."""
+        known = {id(each) for key in self._before for each in self._parts(key)}
+        for variable in private_names.used_variables(graph):
+            if private_names.is_seed(variable) and id(variable) not in known:
+                raise ValueError(
+                    "With `micro_batch_size`, a `tf.function` in the model "
+                    "that was traced before would draw the same random "
+                    "numbers for each micro-batch. Remove its decorator "
+                    "`@tf.function`: `fit` compiles the whole step. Received: "
+                    f"a function that uses the seed '{variable.name}'"
+                )
+
+    def _used(self):
+        """Returns the keys of the seeds that this micro-batch draws from."""
+        graph = current_graph()
+        if self._is_known or graph is None:
+            return [*self._before]
+        self.check(graph)
+        used = set(map(id, private_names.used_variables(graph)))
+        return [
+            key
+            for key in self._before
+            if not used.isdisjoint(map(id, self._parts(key)))
+        ]
+
+    def _parts(self, key):
+        """Returns the variables of a seed, one for each replica."""
+        return local_results(tf_variable(self._seeds[key]))
 
     def _note(self, state):
         """Reads the state of a seed generator before the first micro-batch."""
@@ -92,116 +160,196 @@ class Draws:
                 self._before[id(state)] = tf.identity(state.value)
 
     def _next(self, original, generator, ordered):
-        """Draws a seed."""
+        """Draws a seed, see `replaced_draws`."""
+        is_in_loop = private_names.is_in_loop(self._around)
+        is_of_one = is_in_loop and not self._has_rows
         self._note(generator.state)
+        self._drawn[id(generator.state), is_of_one] += 1
         seed = original(generator, ordered)
-        if self._is_exact:
+        if is_of_one or self._has_rows is not None:
             return seed
         # It is not known what for.
-        return seed + tf.cast(tf.stack([self._rows[0], 0]), seed.dtype)
+        return _apart(seed, self._rows[0])
 
     def _draw(self, name, original, arguments):
         """Calls a function of `keras.random`, see `replaced_draws`."""
+        if name == "dropout" and arguments["rate"] in (0.0, 1.0):
+            return original(**arguments)  # which draws nothing
         shape = _shape_of(name, arguments)
-        has_rows = self._has_rows(shape)
-        can_offset = (
-            self._are_in_order
-            and name in _OFFSETS
-            and not (name == "normal" and current_step().is_compiled)
-        )
-        before, self._is_exact = self._is_exact, can_offset or not has_rows
-        try:
-            if has_rows and can_offset:
-                arguments = arguments | {"shape": shape}
-                return _OFFSETS[name](self._numbers, **arguments)
-            return original(**arguments)
-        finally:
-            self._is_exact = before
+        axes = self._axes(shape)
+        with private_names.replaced(self, "_has_rows", bool(axes)):
+            seed = private_names.draw_seed(arguments.pop("seed", None))
+        if not axes:
+            return original(**arguments, seed=seed)
+        is_hidden = name == "normal" and _is_compiled()
+        if (
+            len(axes) > 1
+            or is_hidden
+            or name not in _OFFSETS
+            or not self._are_in_order
+        ):
+            return original(**arguments, seed=_apart(seed, self._rows[0]))
+        numbers = functools.partial(self._numbers, axes[0], seed)
+        return _OFFSETS[name](numbers, **arguments | {"shape": shape})
 
-    def _has_rows(self, shape):
-        """Whether the first axis of a draw is one of samples."""
-        if tf.executing_eagerly():
-            return len(shape) > 0 and int(shape[0]) == int(self._rows[1])
-        known = _static(shape)
-        return known is None or (len(known) > 0 and known[0] is None)
+    def _axes(self, shape):
+        """Returns the axes of a draw that may be that of the samples.
 
-    def _numbers(self, operation, shape, drawn, seed, **kwargs):
+        The first one is it, if it is as long as the samples may be. In an eager
+        step all lengths are known: there it is one as long as the samples.
+        """
+        samples = self._samples
+        sizes = _sizes(shape)
+        if sizes[:1] in ([None], [samples]):
+            return [0]
+        axes = [i for i, size in enumerate(sizes) if size in (None, samples)]
+        if samples is not None and samples > 1 and sizes:
+            first = sizes[0]
+            if first is not None and first % samples == 0:
+                axes.insert(0, 0)
+        return axes
+
+    def _numbers(self, axis, seed, operation, shape, drawn, **kwargs):
         """Returns the rows of this micro-batch of a draw.
 
+        They begin at `(j * all_rows + begin) * inner` numbers for each `j` of
+        the axes before them. Their number may be a multiple of the samples; if
+        it is not, they are not known, and get another seed.
+
         Args:
+            axis: Int, the axis of the samples.
+            seed: Tensor, what `tf.random.stateless_*` takes.
             operation: Function that draws, of TensorFlow's raw operations.
-            shape: Of the rows, the first axis of which may be a multiple of the
-                samples.
+            shape: Of the rows.
             drawn: The dtype of the numbers.
-            seed: As `keras.random` takes it.
             **kwargs: Further arguments of the operation.
         """
-        begin, samples = tf.unstack(self._rows)
-        known = _static(shape)
-        shape = tf.cast(shape, tf.int64)
-        inner = tf.reduce_prod(shape[1:])
-        multiple = shape[0] // tf.maximum(samples, 1)
+        sizes = _sizes(shape)
         # How many of them come from one value of the counter.
         block = 4 if tf.as_dtype(drawn).size <= 4 else 2
-        first = begin * multiple * inner
-        key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(
-            seed=private_names.draw_seed(seed)
-        )
-        step = tf.stack([first // block, tf.zeros_like(first)])
-        counter = tf.bitcast(tf.bitcast(counter, tf.int64) + step, tf.uint64)
-        kwargs |= {"key": key, "counter": counter, "alg": _ALGORITHM}
-        is_known = known is not None and None not in known[1:]
-        if is_known and math.prod(known[1:]) % block == 0:
-            return operation(shape=shape, **kwargs)
-        count = shape[0] * inner
-        numbers = operation(shape=[count + block - 1], **kwargs)
-        numbers = tf.slice(numbers, [first % block], [count])
+        rest = sizes[axis + 1 :]
+        is_aligned = None not in rest and math.prod(rest) % block == 0
+        rows = tf.convert_to_tensor(self._rows)
+        with _host():
+            begin, samples, of_batch = tf.unstack(rows)
+            shape = tf.cast(shape, tf.int64)
+            own, inner = shape[axis], tf.reduce_prod(shape[axis + 1 :])
+            count = own * inner
+            samples = tf.maximum(samples, 1)
+            multiple = own // samples
+            # Nothing if the rows are so many for each sample.
+            apart = begin * tf.cast(own % samples > 0, tf.int64)
+            begin = (begin - apart) * multiple
+            all_rows = tf.maximum(of_batch * multiple, own)
+            key, start = tf.raw_ops.StatelessRandomGetKeyCounter(
+                seed=_apart(seed, apart)
+            )
+            start = tf.bitcast(start, tf.int64)
+
+        def draw(j):
+            with _host():
+                first = (j * all_rows + begin) * inner
+                counter = start + tf.stack([first // block, 0])
+                counter = tf.bitcast(counter, tf.uint64)
+            arguments = {"key": key, "counter": counter, "alg": _ALGORITHM}
+            if is_aligned:
+                return operation(shape=shape[axis:], **arguments, **kwargs)
+            numbers = operation(
+                shape=[count + block - 1], **arguments, **kwargs
+            )
+            numbers = tf.slice(numbers, [first % block], [count])
+            return tf.reshape(numbers, shape[axis:])
+
+        if axis == 0:
+            return draw(0)
+        before = tf.range(math.prod(sizes[:axis]), dtype=tf.int64)
+        numbers = tf.map_fn(draw, before, fn_output_signature=drawn)
         return tf.reshape(numbers, shape)
 
 
-def _static(shape):
-    """Returns a list of what is known of a shape in a graph, or `None`."""
-    known = tf.get_static_value(tf.convert_to_tensor(shape), partial=True)
-    return None if known is None else list(known)
+def _apart(seed, begin):
+    """Returns another seed for each micro-batch but the first."""
+    with _host():
+        other = tf.cast(tf.stack([begin * _FAR, 0]), seed.dtype)
+        return seed + other
+
+
+def _host():
+    """Returns where shapes and counters are computed.
+
+    On a GPU, a draw would wait for them. XLA compiles them with the draw.
+    """
+    return contextlib.nullcontext() if _is_compiled() else on_host()
+
+
+def _is_compiled():
+    step = current_step()  # `None` in a custom `slice_data`
+    return step is not None and step.is_compiled
+
+
+def _sizes(shape):
+    """Returns a list of the sizes of a shape, or `None` as far as unknown.
+
+    It begins with `None` if nothing is known.
+    """
+    if tf.executing_eagerly():
+        return [*map(int, shape)]
+    filled = tf.fill(tf.convert_to_tensor(shape, tf.int32), False).shape
+    return [None] if filled.rank is None else filled.as_list()
 
 
 def _shape_of(name, arguments):
     """Returns the shape of a draw."""
     if name == "dropout":
-        inputs = tf.convert_to_tensor(arguments["inputs"])
-        shape = _shape(inputs)
-        noise = arguments.get("noise_shape") or [None] * len(shape)
-        pairs = zip(shape, noise, strict=True)
-        return [size if known is None else known for size, known in pairs]
-    for argument in ("x", "logits"):  # of `shuffle`, and of `categorical`
-        if argument in arguments:
-            return _shape(tf.convert_to_tensor(arguments[argument]))
+        return _noise_shape(**arguments)
+    if name == "shuffle":
+        return [_shape(arguments["x"])[arguments.get("axis", 0)]]
+    if name == "categorical":
+        return _shape(arguments["logits"])
     return arguments["shape"]
 
 
+def _noise_shape(inputs, noise_shape=None, **_):
+    """Returns the shape of the numbers of dropout, as in Keras."""
+    shape = _shape(inputs)
+    if noise_shape is None:
+        return shape
+    # A number of samples is that of the fed batch.
+    is_full = len(noise_shape) == len(shape)
+    return [
+        shape[i]
+        if size is None or (is_full and isinstance(size, int) and size > 1)
+        else size
+        for i, size in enumerate(noise_shape)
+    ]
+
+
 def _shape(tensor):
-    return keras.ops.shape(tensor)
+    return keras.ops.shape(tf.convert_to_tensor(tensor))
 
 
 # -- as in `keras.src.backend.tensorflow.random` and `tf.random.stateless_*` ---
 
 
-def _uniform(numbers, shape, minval=0.0, maxval=1.0, dtype=None, seed=None):
+def _uniform(numbers, shape, minval=0.0, maxval=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     operation = tf.raw_ops.StatelessRandomUniformV2
-    values = numbers(operation, shape, dtype, seed, dtype=dtype)
+    values = numbers(operation, shape, dtype, dtype=dtype)
     minval, maxval = tf.cast(minval, dtype), tf.cast(maxval, dtype)
     return values * (maxval - minval) + minval
 
 
-def _normal(numbers, shape, mean=0.0, stddev=1.0, dtype=None, seed=None):
+def _normal(numbers, shape, mean=0.0, stddev=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     operation = tf.raw_ops.StatelessRandomNormalV2
-    values = numbers(operation, shape, dtype, seed, dtype=dtype)
-    return values * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
+    values = numbers(operation, shape, dtype, dtype=dtype)
+    mean, stddev = (
+        tf.convert_to_tensor(each, dtype) for each in (mean, stddev)
+    )
+    return values * stddev + mean
 
 
-def _randint(numbers, shape, minval, maxval, dtype="int32", seed=None):
+def _randint(numbers, shape, minval, maxval, dtype="int32"):
     drawn = tf.as_dtype(dtype)
     if drawn not in (tf.int32, tf.int64):
         drawn = tf.int64
@@ -209,17 +357,16 @@ def _randint(numbers, shape, minval, maxval, dtype="int32", seed=None):
         tf.raw_ops.StatelessRandomUniformIntV2,
         shape,
         drawn,
-        seed,
         minval=tf.cast(minval, drawn),
         maxval=tf.cast(maxval, drawn),
     )
     return tf.cast(values, dtype)
 
 
-def _dropout(numbers, shape, inputs, rate, noise_shape=None, seed=None):
+def _dropout(numbers, shape, inputs, rate, noise_shape=None):
     def sample(shape, dtype):
         operation = tf.raw_ops.StatelessRandomUniformV2
-        return numbers(operation, shape, dtype, seed, dtype=dtype)
+        return numbers(operation, shape, dtype, dtype=dtype)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample, shape)
 

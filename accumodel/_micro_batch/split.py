@@ -49,7 +49,8 @@ class MicroBatches:
         self.data = data
         may_differ = "slice_data" in plan.overridden
         self.samples = _count_samples(data, may_differ)
-        self.count = tf.maximum(-(-self.samples // plan.size), 1)
+        with on_host():
+            self.count = tf.maximum(-(-self.samples // plan.size), 1)
         self.widths: list = []
         self._ordered = None
         if plan.trim is not None:
@@ -60,7 +61,8 @@ class MicroBatches:
     def bounds(self, i):
         """Returns the first sample of the i-th, and the first after it."""
         n, count = self.samples, self.count
-        return i * n // count, (i + 1) * n // count
+        with on_host():
+            return i * n // count, (i + 1) * n // count
 
     def share(self, i):
         """Returns how much of the samples are in the i-th."""
@@ -71,7 +73,9 @@ class MicroBatches:
 
     def draws_of(self, draws, i):
         """Returns the scope in which the i-th draws its random numbers."""
-        return draws.of(*self.bounds(i), tf.equal(i + 1, self.count))
+        with on_host():
+            is_last = tf.equal(i + 1, self.count)
+        return draws.of(*self.bounds(i), self.samples, is_last)
 
     def data_of(self, i):
         """Returns the data of the i-th."""
@@ -233,6 +237,8 @@ def _name(path):
 
 def on_host():
     """Returns where a batch is cut, so that only a part is copied to a GPU.
+
+    And where samples are counted: a GPU would have to be waited for.
 
     Several replicas get their batches on their devices.
     """

@@ -151,7 +151,9 @@ def _trace(plan, parts, is_training):
 
     # In a function, where the number of samples is not known.
     function = tf.function(slice_one, autograph=False)
-    function.get_concrete_function(tf.TensorSpec((), tf.int64))
+    sliced = function.get_concrete_function(tf.TensorSpec((), tf.int64))
+    if is_training:
+        _check_slices_repeat(plan, sliced.graph)
     specs = tf.nest.map_structure(
         lambda leaf: (
             tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
@@ -164,6 +166,7 @@ def _trace(plan, parts, is_training):
         draws.replaced(),
     ):
         graph = ModelGraph(plan, specs, is_training)
+    draws.check(graph.graph)
     _check_outputs(plan, graph)
     if is_training:
         _check_can_repeat(plan, graph.definition)
@@ -522,6 +525,23 @@ def _check_outputs(plan, graph):
             raise ValueError(
                 f"{message} Received: {name} of shape {output.shape}"
             )
+
+
+def _check_slices_repeat(plan, graph):
+    """Raises if `slice_data` would not return the same a second time."""
+    seeds = filter(private_names.is_seed, private_names.used_variables(graph))
+    nodes = nodes_of(graph.as_graph_def())
+    received = [f"the seed '{seed.name}'" for seed in seeds] + [
+        f"the operation {node.op} ('{node.name}')"
+        for node in nodes
+        if node.op.startswith(_RANDOM)
+    ]
+    if received:
+        raise ValueError(
+            f"With `{_option(plan)}=True`, `slice_data` is called twice and "
+            "must return the same, without random numbers. Draw them in the "
+            f"model or in the data set. Received: {received[0]}"
+        )
 
 
 def _check_can_repeat(plan, definition):
