@@ -7,11 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import (
-    distance,
-    mirrored,
-    weekly,
-)
+from helpers import distance, mirrored, names, weekly
 from keras import layers
 
 from accumodel import AccumulatingModel
@@ -31,6 +27,16 @@ LAYERS = {
     "augmentation": lambda: Flips(),
     "samples and time in one axis": lambda: DropsSteps(),
     "weights": lambda: DropsWeights(),
+    "time first": lambda: Draws(drop_time_first),
+    "latents first": lambda: Draws(draw_latents),
+    "integers": lambda: Draws(draw_integers),
+    "one sample at a time": lambda: Draws(map_samples),
+    "one sample at a time, by Keras": lambda: Draws(map_samples_by_keras),
+    "steps of time in a loop": lambda: Draws(map_time),
+    "all rates": lambda: Draws(drop_at_all_rates),
+    "all shapes of noise": lambda: Draws(drop_in_all_shapes),
+    "a shape of one number": lambda: Draws(add_shared_noise),
+    "features shuffled": lambda: Draws(shuffle_features),
 }
 WAYS = {
     "size": {"micro_batch_size": 4},
@@ -44,15 +50,21 @@ EVERY_DAY = [
     *(("dropout", way) for way in WAYS if way != "one sample"),
     ("weights", "size"),
     ("in an LSTM", "size"),
-    ("in attention", "xla"),
     ("augmentation", "size"),
-    ("samples and time in one axis", "size"),
+    ("samples and time in one axis", "eager"),
+    ("latents first", "size"),
+    ("one sample at a time, by Keras", "size"),
+    ("all rates", "size"),
+    ("all shapes of noise", "size"),
+    ("a shape of one number", "one sample"),
 ]
-# See the limits. XLA makes a normal number of two that lie far apart, and eager
-# code knows only an axis as long as the micro-batch.
+# See the limits. XLA makes a normal number of two that lie far apart, and
+# nobody sees a loop in eager code.
 NOT_EXACT = [
     ("Gaussian dropout", "xla"),
-    ("samples and time in one axis", "eager"),
+    ("latents first", "xla"),
+    ("one sample at a time", "eager"),
+    ("one sample at a time, by Keras", "eager"),
 ]
 
 
@@ -96,6 +108,81 @@ class DropsWeights(layers.Dense):
         seed = self.generator
         kernel = keras.random.dropout(self.kernel, 0.4, seed=seed)
         return keras.ops.matmul(inputs, kernel) + self.bias
+
+
+class Draws(layers.Layer):
+    """Calls a function of its inputs and of a seed."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.seed = keras.random.SeedGenerator(7)
+
+    def call(self, inputs, training=None):
+        return self.function(inputs, self.seed) if training else inputs
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def drop_time_first(x, seed):
+    x = keras.ops.transpose(x, (1, 0, 2))
+    dropped = keras.random.dropout(x, 0.4, seed=seed)
+    return keras.ops.transpose(dropped, (1, 0, 2))
+
+
+def draw_latents(x, seed):
+    noise = keras.random.normal((3, keras.ops.shape(x)[0], 4, 5), seed=seed)
+    return keras.ops.mean(keras.ops.tanh(x + noise), axis=0)
+
+
+def draw_integers(x, seed):
+    shape = 2, keras.ops.shape(x)[0], 1, 3
+    drawn = keras.random.randint(shape, 0, 5, seed=seed)
+    return x * keras.ops.cast(drawn, x.dtype)[1, ..., 1:2]
+
+
+def map_samples(x, seed):
+    # Twice: each sample draws so many seeds.
+    def drop(row):
+        noise = keras.random.truncated_normal((5,), seed=seed)
+        return keras.random.dropout(row, 0.4, seed=seed) + noise
+
+    return tf.map_fn(drop, x)
+
+
+def map_samples_by_keras(x, seed):
+    # It also calls the function once outside of its loop.
+    return keras.ops.map(
+        lambda row: keras.random.dropout(row, 0.4, seed=seed), x
+    )
+
+
+def map_time(x, seed):
+    x = keras.ops.transpose(x, (1, 0, 2))
+    dropped = map_samples_by_keras(x, seed)
+    return keras.ops.transpose(dropped, (1, 0, 2))
+
+
+def drop_at_all_rates(x, seed):
+    for rate in (0, 0.0, 0.3, 1, 1.0):
+        x = x + 0.1 * keras.random.dropout(x, rate, seed=seed)
+    return x
+
+
+def drop_in_all_shapes(x, seed):
+    for shape in ((4, 5), (1, 5), (5,), (None, 1, 5), (1, None, None)):
+        x = keras.random.dropout(x, 0.2, noise_shape=shape, seed=seed)
+    return x
+
+
+def add_shared_noise(x, seed):
+    shape = tf.concat([[1], tf.shape(x)[1:]], axis=0)
+    return x + keras.random.uniform(shape, seed=seed)
+
+
+def shuffle_features(x, seed):
+    return keras.random.shuffle(x, axis=-1, seed=seed)
 
 
 def data(dtype="float32"):
@@ -176,12 +263,16 @@ def test_in_every_way_to_feed(kwargs):
     ],
 )
 def test_other_precisions(policy, tolerance):
+    def noises():
+        noise = layers.GaussianNoise(0.1)
+        return keras.Sequential([layers.Dropout(0.4), noise])
+
     keras.config.set_dtype_policy(policy)
     keras.config.set_floatx("float64" if policy == "float64" else "float32")
     try:
-        plain = train(keras.Model, LAYERS["dropout"])
-        ours = train(AccumulatingModel, LAYERS["dropout"], micro_batch_size=2)
-        other = train(keras.Model, LAYERS["dropout"], 1)
+        plain = train(keras.Model, noises)
+        ours = train(AccumulatingModel, noises, micro_batch_size=2)
+        other = train(keras.Model, noises, 1)
     finally:
         keras.config.set_dtype_policy("float32")
         keras.config.set_floatx("float32")
@@ -288,6 +379,139 @@ def test_a_function_in_the_model_that_is_traced_before():
         assert distance(model, models[0]) < 1e-6
 
 
+class InFunction(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.drop = layers.Dropout(0.5, name="of_function")
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def call(self, x):
+        return self.drop(x, training=True)
+
+
+class CallsFunction(AccumulatingModel):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.drops = layers.Dense(5), InFunction()
+
+    def call(self, x):
+        return self.drops(self.dense(x))
+
+
+def called_before():
+    model = CallsFunction()
+    for samples in (1, 2, 3):
+        model(np.ones((samples, 4, 5)))
+    return model
+
+
+def made_by_keras():
+    inputs = keras.Input((4, 5))
+    return AccumulatingModel(inputs, InFunction()(layers.Dense(5)(inputs)))
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs"),
+    [
+        (called_before, {}),
+        (made_by_keras, {"gradient_cache": True}),
+        weekly(made_by_keras, {}),
+        weekly(called_before, {"jit_compile": True}),
+        weekly(called_before, {"micro_batch_size": "auto"}),
+    ],
+)
+def test_a_function_that_was_traced_without_these_draws_is_refused(
+    make, kwargs
+):
+    model = make()
+    model.compile("sgd", "mse", **{"micro_batch_size": 4} | kwargs)
+    for run in (model.fit, model.evaluate):
+        with pytest.raises(ValueError, match=r"traced before.*'of_function'"):
+            run(*data(), batch_size=9, verbose=0)
+
+
+class AddsNoise(keras.Model):
+    """The reference: plain Keras, with noise in its step."""
+
+    def train_step(self, batch):
+        return super().train_step(add_noise(self, batch))
+
+
+class SlicesNoise(AccumulatingModel):
+    def slice_data(self, data, begin, end):
+        return add_noise(self, super().slice_data(data, begin, end))
+
+
+def add_noise(model, batch):
+    x, y = batch
+    shape = keras.ops.shape(x)
+    return x + keras.random.normal(shape, seed=model.seed), y
+
+
+def train_with_noise(base, **kwargs):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4, 5))
+    model = base(inputs, layers.Dense(5)(inputs))
+    model.seed = keras.random.SeedGenerator(3)
+    model.compile("sgd", "mse", **{"jit_compile": False} | kwargs)
+    model.fit(*data(), batch_size=9, shuffle=False, verbose=0)
+    return model
+
+
+def test_draws_in_slice_data():
+    plain = train_with_noise(AddsNoise)
+    check(train_with_noise(SlicesNoise, micro_batch_size=4), plain)
+    with pytest.raises(ValueError, match="`slice_data` is called twice"):
+        train_with_noise(SlicesNoise, micro_batch_size=4, gradient_cache=True)
+
+
+def test_a_noise_shape_may_hold_the_samples_of_the_fed_batch():
+    def drop():
+        return layers.Dropout(0.4, noise_shape=(9, 1, 5))
+
+    plain = train(keras.Model, drop, samples=18)
+    check(train(AccumulatingModel, drop, samples=18, micro_batch_size=2), plain)
+
+
+def test_seeds_that_a_step_does_not_use_are_left_alone():
+    """As of a data set that is augmented meanwhile."""
+    draws = OwnSeed()
+    generator = draws.seed
+
+    def does_not(y_true, y_pred):
+        drawn = tf.numpy_function(
+            lambda: np.array(generator.next()), [], tf.int64
+        )
+        with tf.control_dependencies([drawn]):
+            return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+
+    inputs = keras.Input((4, 5))
+    model = AccumulatingModel(inputs, layers.Dense(5)(inputs))
+    for loss in (draws, does_not):
+        before = np.array(generator.state)
+        model.compile("sgd", loss, micro_batch_size=3, jit_compile=False)
+        model.fit(*data(), batch_size=9, verbose=0)
+    assert np.array(generator.state)[1] == before[1] + 7
+
+
+def test_after_an_error_no_rows_are_left():
+    class Raises(layers.Layer):
+        calls = 0
+
+        def call(self, inputs):
+            self.calls += 1
+            if self.calls == 3:
+                raise MemoryError
+            return inputs
+
+    inputs = keras.Input((4, 5))
+    model = AccumulatingModel(inputs, Raises()(layers.Dense(5)(inputs)))
+    model.compile("sgd", "mse", micro_batch_size=4, run_eagerly=True)
+    with pytest.raises(MemoryError):
+        model.fit(*data(), batch_size=9, verbose=0)
+    assert not np.any(model._accumulation.plan().rows)
+
+
 class Fails(layers.Layer):
     """Memory runs out with more than so many samples at once."""
 
@@ -330,38 +554,57 @@ def test_draws_that_pair_samples_are_warned_of():
         model.fit(x, np.ones((4, 1)), verbose=0)
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda shape, seed: keras.random.truncated_normal(shape, seed=seed),
-        lambda shape, seed: keras.random.gamma(shape, 2.0, seed=seed),
-        weekly(
-            lambda shape, seed: tf.random.stateless_normal(
-                shape, tf.cast(seed.next(), tf.int32)
-            )
+def halve(shape, seed):
+    return keras.random.uniform((shape[0] // 2, 5), seed=seed)
+
+
+def by_hand(shape, seed):
+    return tf.random.stateless_normal(shape, tf.cast(seed.next(), tf.int32))
+
+
+NOT_KNOWN = {
+    "truncated normal": (keras.random.truncated_normal, {}),
+    "gamma": (lambda *args, **kw: keras.random.gamma(*args, 2.0, **kw), {}),
+    "by hand": (by_hand, {}),
+    "an int as seed": (
+        lambda shape, seed: keras.random.truncated_normal(shape, seed=7),
+        {},
+    ),
+    "half as many as samples": (halve, {}),
+    "eager": (keras.random.truncated_normal, {"run_eagerly": True}),
+    "two axes": (
+        lambda shape, seed: keras.random.uniform(
+            (3, shape[0] + 1, shape[0]), seed=seed
         ),
-    ],
-)
-def test_what_cannot_begin_in_the_middle_differs_in_each_micro_batch(draw):
-    class Draws(layers.Layer):
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", names(NOT_KNOWN, ["gamma", "by hand"]))
+def test_what_is_not_known_differs_in_each_micro_batch(name):
+    draw, kwargs = NOT_KNOWN[name]
+
+    drawn = []
+
+    class Notes(layers.Layer):
         def __init__(self):
             super().__init__()
             self.seed = keras.random.SeedGenerator(3)
-            self.drawn = []
 
         def call(self, inputs, training=None):
             if training:
-                drawn = draw(keras.ops.shape(inputs), self.seed)
-                self.drawn.append(np.array(drawn))
+                values = draw(keras.ops.shape(inputs), seed=self.seed)
+                tf.numpy_function(drawn.append, [values], [])
             return inputs
 
     inputs = keras.Input((5,))
-    layer = Draws()
-    model = AccumulatingModel(inputs, layers.Dense(1)(layer(inputs)))
-    model.compile("sgd", "mse", micro_batch_size=4, run_eagerly=True)
-    model.fit(np.ones((8, 5)), np.ones((8, 1)), verbose=0)
-    first, second = layer.drawn
-    assert not np.array_equal(first, second)
+    model = AccumulatingModel(inputs, layers.Dense(1)(Notes()(inputs)))
+    model.compile("sgd", "mse", micro_batch_size=4, **kwargs)
+    model.fit(np.ones((8, 5)), np.ones((8, 1)), batch_size=8, verbose=0)
+    first, second = drawn
+    assert first.shape == second.shape
+    assert not np.isclose(first, second).any()
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ class Draws:
     """
 
     def __init__(self, plan, assigned=None):
+        self._model = plan.model
         self._rows = plan.rows
         self._are_in_order = plan.trim is None
         self._seeds = plan.assigned["seeds"]
@@ -124,14 +125,24 @@ class Draws:
     def check(self, graph):
         """Raises if a graph draws numbers that are not drawn so."""
         known = {id(each) for key in self._before for each in self._parts(key)}
-        for variable in private_names.used_variables(graph):
-            if private_names.is_seed(variable) and id(variable) not in known:
+        for seed in filter(
+            private_names.is_seed, private_names.used_variables(graph)
+        ):
+            if id(seed) not in known:
+                owners = [
+                    f"the layer '{layer.name}'"
+                    for layer in private_names.flat_layers(self._model)
+                    if any(
+                        tf_variable(each) is seed for each in layer.variables
+                    )
+                ]
+                *_, owner = [f"the seed '{seed.name}'", *owners]
                 raise ValueError(
                     "With `micro_batch_size`, a `tf.function` in the model "
                     "that was traced before would draw the same random "
                     "numbers for each micro-batch. Remove its decorator "
                     "`@tf.function`: `fit` compiles the whole step. Received: "
-                    f"a function that uses the seed '{variable.name}'"
+                    f"a function that draws the random numbers of {owner}"
                 )
 
     def _used(self):
