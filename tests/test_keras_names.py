@@ -331,6 +331,64 @@ def test_keras_draws_by_the_functions_that_are_replaced():
     assert len(seeds) == len(drawn)
 
 
+def test_keras_takes_a_seed_that_is_drawn_already():
+    seed = private_names.draw_seed(7)
+    expected = keras.random.normal((2,), seed=7)
+    module = private_names._random_module()
+    with private_names.replaced_draws(None, None):
+        originals = private_names._draws.originals
+        drawn = originals["normal"]((2,), seed=seed)
+    np.testing.assert_array_equal(drawn, expected)
+    assert module.draw_seed is originals["draw_seed"]
+
+
+def test_a_graph_knows_the_seeds_that_its_functions_use():
+    drop = keras.layers.Dropout(0.5)
+    seed = drop.seed_generator.state.value
+
+    @tf.function(autograph=False)
+    def function(x):
+        return drop(x, training=True)
+
+    function(tf.ones((2,)))
+    used = []
+
+    @tf.function(autograph=False)
+    def step(x):
+        outputs = function(x)
+        used.extend(
+            private_names.used_variables(tf.compat.v1.get_default_graph())
+        )
+        return outputs
+
+    step(tf.ones((2,)))
+    (found,) = used
+    assert found is seed
+    assert private_names.is_seed(found)
+    assert not private_names.is_seed(tf.Variable(1.0))
+
+
+def test_the_body_of_a_loop_is_known():
+    found = []
+
+    def note(x):
+        found.append(private_names.is_in_loop(around))
+        return x
+
+    @tf.function(autograph=False)
+    def step(x):
+        nonlocal around
+        around = tf.compat.v1.get_default_graph()
+        note(x)
+        tf.cond(x[0] > 0, lambda: note(x), lambda: x)
+        return tf.map_fn(tf.function(note, autograph=False), x)
+
+    around = None
+    step(tf.ones((2,)))
+    assert found == [False, False, True]
+    assert not private_names.is_in_loop(None)
+
+
 def test_keras_asks_a_scope_for_the_variables_that_it_reads_and_writes():
     read, written = keras.Variable(1.0), keras.Variable(2.0)
     noted = []
