@@ -815,13 +815,6 @@ MUTANTS = [
         "test_random.py",
     ),
     Mutant(
-        "one of several axes is taken for that of the samples",
-        "_micro_batch/random_numbers.py",
-        "len(axes) > 1",
-        "len(axes) > 9",
-        "test_random.py",
-    ),
-    Mutant(
         "rows that are no multiple of the samples are drawn again",
         "_micro_batch/random_numbers.py",
         "apart = begin * tf.cast(own % samples > 0, tf.int64)",

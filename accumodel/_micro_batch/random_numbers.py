@@ -305,7 +305,7 @@ def _sizes(shape):
     """
     if tf.executing_eagerly():
         return [*map(int, shape)]
-    filled = tf.fill(tf.convert_to_tensor(shape, tf.int32), False).shape
+    filled = tf.fill(tf.cast(shape, tf.int32), False).shape
     return [None] if filled.rank is None else filled.as_list()
 
 
