@@ -10,7 +10,12 @@ import tensorflow as tf
 
 from accumodel._fit import train_function
 from accumodel._fit.accumulation import Accumulation
-from accumodel._keras_and_tf import checks, construction, replicas
+from accumodel._keras_and_tf import (
+    checks,
+    construction,
+    private_names,
+    replicas,
+)
 from accumodel._micro_batch import outcome, split, trimming, weights
 from accumodel._micro_batch.step import current_step, this_step
 from accumodel._update import accumulators, files
@@ -111,13 +116,14 @@ class AccumulatingModel(keras.Model):
 
         Args:
             model: A `keras.Model`: functional, sequential and built, or a
-                subclass. If its class overrides `fit`, `compile` or another
-                method of the training, as the tasks of keras-hub do, the class
-                of the new model derives from it too. Any other subclass is
-                held in the attribute `model` of the new one.
+                subclass, such as a task of keras-hub.
 
         Returns:
-            A model of this class.
+            A model of this class, with the attributes that were set on
+            `model`. If `model` is a subclass, its class derives from that of
+            `model`, too: methods are kept, and files are those of that class,
+            so what `load_model` returns has to be passed to `from_model`
+            again.
 
         Raises:
             TypeError: If `model` is not a `keras.Model`, if its class has a
@@ -126,9 +132,7 @@ class AccumulatingModel(keras.Model):
             ValueError: If `model` is a sequential model that is not built.
         """
         construction.check_model(model, AccumulatingModel)
-        return construction.from_model(
-            cls, model, AccumulatingModel, WrappingAccumulatingModel
-        )
+        return construction.from_model(cls, model, AccumulatingModel)
 
     @construction.runs(_compile)
     def compile(
@@ -292,6 +296,7 @@ class AccumulatingModel(keras.Model):
         state = self._accumulation
         if not state.accumulates and not state.overrides("compute_gradients"):
             return super().train_step(data)
+        state.check_is_split("train_step")
         with this_step(state.plan(), data):
             gradients, weight, logs = self.compute_gradients(data)
             self.accumulate_gradients(gradients, weight)
@@ -300,7 +305,10 @@ class AccumulatingModel(keras.Model):
     def test_step(self, data: typing.Any) -> dict:
         if current_step() is None:  # the batch is not split
             return super().test_step(data)
-        return outcome.test(self._accumulation.plan(), data)
+        test = functools.partial(outcome.test, self._accumulation.plan())
+        # It may be another base class's, which may call that of Keras.
+        with private_names.replaced_test_step(self, test):
+            return super().test_step(data)
 
     def compute_gradients(
         self, data: typing.Any
@@ -507,6 +515,7 @@ class AccumulatingModel(keras.Model):
                 is called twice in one `train_step`.
         """
         checks.check_compiled(self, "accumulate_gradients")
+        self._accumulation.check_is_split("accumulate_gradients")
         if not self.trainable_variables:
             warnings.warn(
                 "The model does not have any trainable weights.", stacklevel=2
@@ -516,9 +525,9 @@ class AccumulatingModel(keras.Model):
             accumulator.accumulate(gradients, weight)
         else:
             variables = self.trainable_variables
-            gradients = checks.check_gradients(gradients, variables)
-            pairs = zip(gradients, variables, strict=True)
-            self.optimizer.apply_gradients(pairs)
+            gradients, named = checks.check_gradients(gradients, variables)
+            triples = zip(gradients, variables, named, strict=True)
+            self.optimizer.apply_gradients([(g, v) for g, v, n in triples if n])
 
     def apply_accumulated_gradients(self) -> None:
         """Ends the cycle now, as `fit` does at the end of an epoch.
@@ -599,8 +608,10 @@ class AccumulatingModel(keras.Model):
         If it fails, no cycle is pending; the weights are as Keras left them.
         """
         self._accumulation.accumulators.reset()  # a legacy file holds no cycle
+        if skip_mismatch:  # another base class may not have it
+            kwargs["skip_mismatch"] = True
         try:
-            super().load_weights(filepath, skip_mismatch, **kwargs)
+            super().load_weights(filepath, **kwargs)
         except BaseException:
             self._accumulation.accumulators.reset()
             raise
@@ -636,8 +647,3 @@ class Functional(AccumulatingModel, construction.KerasFunctional):
 
     Keras names models after its name, and TensorBoard knows it by it.
     """
-
-
-@keras.saving.register_keras_serializable("accumodel")
-class WrappingAccumulatingModel(construction.Wrapping, AccumulatingModel):
-    """What `from_model` makes of a model that is a subclass."""

@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "pairs are taken apart",
         "_keras_and_tf/checks.py",
-        "gradients = _match(gradients, variables)",
+        "gradients, named = _match(gradients, variables)",
         "gradients = [gradient for gradient, _ in gradients]",
         "test_cycles.py",
     ),
@@ -561,6 +561,20 @@ MUTANTS = [
         "            self.observing = ()\n",
         "            pass\n",
         "test_noise_scale.py",
+    ),
+    Mutant(
+        "weights of a subclass in another order",
+        "_keras_and_tf/private_names.py",
+        "made._tracker.add_to_store(name, each)",
+        "pass",
+        "test_models.py",
+    ),
+    Mutant(
+        "Keras's test step in micro-batches",
+        "_keras_and_tf/private_names.py",
+        "    return test(data)",
+        '    return _test_steps.originals["test_step"](self, data)',
+        "test_models.py",
     ),
     Mutant(
         "a step of the instance is forgotten",

@@ -209,6 +209,25 @@ def test_keras_takes_its_train_step_from_the_attribute():
     assert seen
 
 
+def test_keras_tracks_a_model_in_an_order_that_can_be_given():
+    model, made = make_one_layer(), keras.Model()
+    model.supports_masking = True
+    private_names.track_alike(model, made)
+    assert list(map(id, made.weights)) == list(map(id, model.weights))
+    assert made.supports_masking
+    # All of these are there, though a functional model need not have them.
+    assert vars(keras.Sequential()).keys() >= private_names._STATE
+
+
+def test_the_test_step_of_keras_can_be_replaced():
+    model, other = make_one_layer(), make_one_layer()
+    other.compile("sgd", "mse")
+    data = np.ones((4, 3)), np.ones((4, 2))
+    with private_names.replaced_test_step(model, lambda data: "replaced"):
+        assert model.test_step(data) == "replaced"
+        assert "loss" in other.test_step(data)
+
+
 def test_a_plain_model_refuses_names_that_it_does_not_know():
     model = make_one_layer()
     with pytest.raises(ValueError, match="expected 0 variables"):

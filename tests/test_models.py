@@ -1,6 +1,10 @@
 """Models as people build them: adopted with a line or two, and still exact."""
 
+import copy
 import inspect
+import pickle
+import types
+import weakref
 
 import keras
 import numpy as np
@@ -76,11 +80,17 @@ def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
     assert (accumulating(x, training=True) != model(x)).numpy().any()
     accumulating.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert (type(loaded), loaded.accum_steps) == (type(accumulating), 4)
+    assert type(loaded) is Encoder
     np.testing.assert_array_equal(loaded(x), model(x))
+    for copied in (
+        copy.deepcopy(accumulating),
+        pickle.loads(pickle.dumps(accumulating)),
+    ):
+        assert (type(copied), copied.accum_steps) == (type(accumulating), 4)
+        np.testing.assert_array_equal(copied(x), model(x))
 
 
-def test_a_wrapped_model_ends_with_the_weights_of_the_big_batch(points):
+def test_an_adopted_model_ends_with_the_weights_of_the_big_batch(points):
     reference, model = Linear(), Linear()
     for each in (reference, model):
         each(points[0])
@@ -91,6 +101,130 @@ def test_a_wrapped_model_ends_with_the_weights_of_the_big_batch(points):
     accumulating.compile(SGD(0.1, momentum=0.9), "mse", accum_steps=4)
     fit(accumulating, *points, 8)
     assert distance(model, reference) < 1e-6
+
+
+@keras.saving.register_keras_serializable("test_models")
+class Reordered(keras.Model):
+    """Keras's order of its weights is not that of its attributes."""
+
+    def __init__(self, units=3, trainable=True, dtype=None):
+        super().__init__(trainable=trainable, dtype=dtype)
+        self.last = None
+        self.blocks = [keras.layers.Dense(units), keras.layers.Dense(units)]
+        self.last = keras.layers.Dense(2)
+        self.scale = self.add_weight(shape=(2,), initializer="ones")
+        self.add_weight(shape=(), trainable=False)  # no attribute holds it
+        self.supports_masking = True
+
+    def call(self, inputs):
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.last(inputs) * self.scale
+
+    def decode(self, inputs):
+        return self.last(inputs)
+
+
+class OwnStack(keras.Sequential):
+    def decode(self, inputs):
+        return self.layers[-1](inputs)
+
+
+class OwnGraph(keras.Model):
+    def decode(self, inputs):
+        return self.layers[-1](inputs)
+
+
+def make_stack():
+    layers = [keras.layers.Dense(3), keras.layers.Dense(2)]
+    return OwnStack([keras.Input((5,)), *layers])
+
+
+def make_graph():
+    inputs = keras.Input((5,))
+    hidden = keras.layers.Dense(3)(inputs)
+    model = OwnGraph(inputs, keras.layers.Dense(2)(hidden))
+    model.unused = keras.layers.Dense(1)
+    model.unused.build((None, 5))
+    return model
+
+
+@pytest.mark.parametrize("make", [Reordered, make_stack, make_graph])
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
+def test_from_model_keeps_the_class_and_its_files(make, points, tmp_path):
+    x, y = points
+    models = []
+    for _ in range(3):
+        keras.utils.set_random_seed(0)
+        models.append(make())
+        models[-1](x)
+        models[-1].compile(keras.optimizers.Adam(), "mse")
+    plain, model, other = models
+    model.name_of_data = "points"
+    model.fit(x, y, epochs=0)
+    with pytest.warns(UserWarning, match="is not: call its `compile`"):
+        ours = AccumulatingModel.from_model(model)
+    assert isinstance(ours, type(model))
+    assert ours.name_of_data == "points"
+    assert list(map(id, ours.weights)) == list(map(id, model.weights))
+    assert list(map(id, ours.layers)) == list(map(id, model.layers))
+    assert ours.get_config() == model.get_config()
+    np.testing.assert_array_equal(ours.decode(x[:, :3]), model.decode(x[:, :3]))
+    ours.compile(keras.optimizers.Adam(), "mse", micro_batch_size=8)
+    assert [each.name for each in ours.metrics] == ["loss"]
+    logs = [fit(each, x, y, 32).history.history for each in (plain, ours)]
+    assert list(logs[0]) == list(logs[1])
+    assert distance(ours, plain) < 1e-6
+    for written, read in ((ours, other), (plain, ours)):
+        written.save_weights(tmp_path / "of.weights.h5")
+        read.optimizer.build(read.trainable_variables)
+        read.load_weights(tmp_path / "of.weights.h5")
+        assert distance(read, written) == 0
+        for a, b in zip(
+            read.optimizer.variables, written.optimizer.variables, strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("sequential", [True, weekly(False)])
+def test_from_model_keeps_what_was_set_on_a_model(sequential):
+    layers = [keras.Input((3,)), keras.layers.Dense(2)]
+    model = keras.Sequential(layers)
+    if not sequential:
+        model = keras.Model(model.inputs, model.outputs)
+    model.tokenizer = str.split
+    model.describe = types.MethodType(lambda self: self.name, model)
+    for _ in range(2):
+        model = AccumulatingModel.from_model(model)
+        assert model.tokenizer("a b") == ["a", "b"]
+        assert model.describe.__self__ is model
+    assert not model.compiled
+
+
+HIDDEN: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+class HidesWeights(Linear):
+    @property
+    def weights(self):
+        return super().weights + HIDDEN.get(self, [])
+
+
+def test_from_model_refuses_a_class_whose_weights_it_does_not_find():
+    model = HidesWeights()
+    HIDDEN[model] = [keras.Variable([1.0])]
+    match = r"does not find the weights of HidesWeights.*`class Model"
+    with pytest.raises(TypeError, match=match):
+        AccumulatingModel.from_model(model)
+
+
+def test_from_model_tells_of_weights_that_only_the_new_model_has():
+    class Builds(Linear):
+        def build(self, shape):
+            self.head.build(shape)
+
+    with pytest.warns(UserWarning, match="has a custom `build`"):
+        AccumulatingModel.from_model(Builds())
 
 
 def test_from_model_says_that_a_compiled_model_has_to_be_compiled(points):
@@ -362,23 +496,93 @@ def test_a_train_step_that_prepares_data_goes_first(points):
     assert distance(*models) < 1e-6
 
 
-def test_a_model_that_wraps_an_unregistered_class_is_cloned():
-    class Net(keras.Model):
-        def __init__(self, units=2, **kwargs):
-            super().__init__(**kwargs)
-            self.units = units
-            self.head = keras.layers.Dense(units)
+class OwnTestStep(Linear):
+    """Its `test_step` logs something else."""
 
-        def call(self, inputs):
-            return self.head(inputs)
+    def test_step(self, data):
+        x, y = data
+        return {"mae": keras.ops.mean(keras.ops.abs(self(x) - y))}
 
-        def get_config(self):
-            return {"units": self.units}
 
-    model = AccumulatingModel.from_model(Net(3))
-    copy = keras.models.clone_model(model)
-    assert type(copy.model) is Net
-    assert copy.model.units == 3
+class DoublesInputs(Linear):
+    """Its `test_step` prepares the data and calls Keras's."""
+
+    def test_step(self, data):
+        x, y = data
+        return super().test_step((2 * x, y))
+
+
+def derived_from(theirs):
+    return type("Derived", (AccumulatingModel, theirs), {})()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "make", "kwargs"),
+    [
+        (OwnTestStep, lambda each: AccumulatingModel.from_model(each()), {}),
+        weekly(OwnTestStep, derived_from, {}),
+        weekly(OwnTestStep, derived_from, {"gradient_cache": True}),
+        (DoublesInputs, derived_from, {}),
+        weekly(DoublesInputs, derived_from, {"gradient_cache": True}),
+    ],
+)
+def test_a_test_step_behind_ours_is_called(theirs, make, kwargs, points):
+    x, y = points
+    logs = []
+    for micro_batch_size in (None, 3):
+        keras.utils.set_random_seed(0)
+        model = make(theirs) if micro_batch_size else theirs()
+        split = {"micro_batch_size": 3, **kwargs} if micro_batch_size else {}
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        model.compile(SGD(1e-3), loss, **split)
+        model.fit(x, y, validation_data=(x[:4], y[:4]), verbose=0)
+        found = model.evaluate(x[:4], y[:4], verbose=0, return_dict=True)
+        last = {
+            name: values[-1] for name, values in model.history.history.items()
+        }
+        logs.append(last | found)
+    plain, ours = logs
+    assert list(ours) == list(plain)
+    if theirs is OwnTestStep:  # its log is that of the last micro-batch
+        return
+    for name, value in plain.items():
+        np.testing.assert_allclose(ours[name], value, rtol=1e-5)
+
+
+def test_arguments_that_another_base_class_does_not_take(points, tmp_path):
+    class Theirs(Linear):
+        def load_weights(self, filepath, **kwargs):
+            assert not kwargs
+            super().load_weights(filepath)
+
+    model = derived_from(Theirs)
+    model(points[0])
+    model.save_weights(tmp_path / "of.weights.h5")
+    before = model.get_weights()
+    model.set_weights([0 * each for each in before])
+    model.load_weights(tmp_path / "of.weights.h5")
+    np.testing.assert_array_equal(model.get_weights()[0], before[0])
+
+
+def test_in_the_place_of_keras_model(points, monkeypatch):
+    """To reach a library that calls `keras.Model`."""
+    plain = make_own(keras.Model)
+    monkeypatch.setattr(keras, "Model", AccumulatingModel)
+    model = make_own(keras.Model)
+    model.compile("sgd", "mse", micro_batch_size=4)
+    fit(model, points[0][:, :3], points[1][:, :1], 32)
+
+    class Subclass(keras.Model):
+        call = Linear.call
+
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(2)
+
+    model = Subclass()
+    model.compile("sgd", "mse", micro_batch_size=4)
+    fit(model, *points, 32)
+    assert isinstance(AccumulatingModel.from_model(plain), AccumulatingModel)
 
 
 def test_fit_shows_the_arguments_of_keras():

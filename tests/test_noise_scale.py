@@ -57,7 +57,7 @@ def by_sample(x, y):
 
 def measured(callback):
     """The averages of the variance and of the squared norm."""
-    weight, *sums = callback._estimator._averages.numpy()
+    weight, *sums = callback._observed._averages.numpy()
     return np.array(sums[:2]) / weight
 
 
@@ -92,7 +92,7 @@ def test_both_estimates_are_unbiased(sizes):
     model = linear(accum_steps=4, steps_per_execution=100)
     model.fit(data, shuffle=False, callbacks=[callback], verbose=0)
 
-    weight, s, g, ss, _, gg, *_ = callback._estimator._averages.numpy()
+    weight, s, g, ss, _, gg, *_ = callback._observed._averages.numpy()
     errors = np.sqrt(
         [(ss / weight - (s / weight) ** 2), (gg / weight - (g / weight) ** 2)]
     )
@@ -285,7 +285,7 @@ def test_overflows_are_left_out():
         verbose=0,
     )
     # Of 20 cycles, one was left out; the scale was halved after it.
-    assert np.isclose(callback._estimator._averages.numpy()[0], 1 - 0.9**19)
+    assert np.isclose(callback._observed._averages.numpy()[0], 1 - 0.9**19)
     cycles = [slice(i, i + 24) for i in range(0, 480, 24) if i != 240]
     averages = np.zeros(2)
     for cycle in cycles:

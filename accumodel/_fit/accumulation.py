@@ -18,6 +18,7 @@ from accumodel._keras_and_tf.replicas import (
     make_sum,
     scope_of,
 )
+from accumodel._measure.observer import ObservingCallback
 from accumodel._micro_batch.split import on_host
 from accumodel._micro_batch.step import Plan, current_step
 from accumodel._micro_batch.trimming import find_trimming
@@ -59,10 +60,11 @@ class Accumulation:
         size: `tf.Variable`, the most samples of a micro-batch; `None` until
             `micro_batch_size` is set. Another size needs no retrace.
         retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
-        observers: Dict of what measures the gradients of cycles, by its class.
-            It is kept, since compiled updates use its variables.
-        observing: Tuple of the classes of those that do so in this `fit`.
         batch_size: Int, the samples in a batch of `fit`; `None` if not known.
+        observers: Dict of what measures the gradients of cycles, by its class
+            and its place among those of this class. It is kept, since compiled
+            updates use its variables.
+        observing: Tuple of the keys of those that do so in this `fit`.
     """
 
     def __init__(self, model):
@@ -93,6 +95,7 @@ class Accumulation:
             checks.check_optimizer(model.optimizer, options.skip_nonfinite)
             if accumulates:
                 checks.check_can_accumulate(model, options)
+                xla.warn_of_replicas(model)
             check_workers_agree(model, options)
         except BaseException:
             model.compiled = False
@@ -119,14 +122,21 @@ class Accumulation:
 
     def _observe(self, callbacks):
         """Lets those of these callbacks that measure do so."""
-        found = [getattr(each, "_observer", None) for each in callbacks]
-        self.observing = tuple(filter(None, dict.fromkeys(found)))
-        for each in self.observing:
-            if each not in self.observers:
-                strategy = self._model.distribute_strategy
-                self.observers[each] = each(strategy)
-        for kind, each in self.observers.items():
-            if kind not in self.observing:
+        found = [
+            each for each in callbacks if isinstance(each, ObservingCallback)
+        ]
+        kinds = [each._kind for each in found]
+        # Each has its own, also if there are several of a kind.
+        self.observing = tuple(
+            (kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)
+        )
+        for callback, key in zip(found, self.observing, strict=True):
+            if key not in self.observers:
+                make, _ = key
+                self.observers[key] = make(self._model.distribute_strategy)
+            callback._observed = self.observers[key]
+        for key, each in self.observers.items():
+            if key not in self.observing:
                 each.forget_cycle()
 
     def _averages_of_updates(self):
@@ -166,6 +176,18 @@ class Accumulation:
         On the instance, or in a class that is not Keras's or accumodel's.
         """
         return checks.overrides(self._model, name)
+
+    def check_is_split(self, name):
+        """Raises if a step gets a batch that should be split, and is not."""
+        size = self.options.micro_batch_size
+        if size is not None and current_step() is None:
+            raise ValueError(
+                f"`{name}` was called outside of the `fit` and "
+                "`train_on_batch` of accumodel, which split batches for "
+                "`micro_batch_size`: nothing would be split. In a loop of your "
+                "own, feed micro-batches and use `accum_steps` instead. "
+                f"Received: micro_batch_size={size!r}"
+            )
 
     def plan(self):
         """Returns the `Plan` of the step that is traced, or of a new one."""
@@ -218,6 +240,8 @@ class Accumulation:
         self.options = options
         if value == before:
             return
+        if not self.accumulates:
+            xla.warn_of_replicas(model)
         self._use_size(value)
         if {before, value} & {None, "auto"}:
             self.accumulates = True
@@ -243,6 +267,8 @@ class Accumulation:
         """Lets gradients go through an accumulator from now on."""
         if not self.accumulates or spans_batches > self.spans_batches:
             checks.check_can_accumulate(self._model, self.options)
+            if not self.accumulates:
+                xla.warn_of_replicas(self._model)
             self.accumulates = True
             self.spans_batches |= spans_batches
             self.make_functions_again()

@@ -32,9 +32,6 @@ class EndOfCycle(keras.callbacks.Callback):
         batch_size: Int, the samples in a batch of `fit`; `None` if not known.
     """
 
-    # Keras need not wait for this one at the end of a batch.
-    async_safe = True
-
     def __init__(self, batch_size):
         super().__init__()
         self._batch_size = batch_size

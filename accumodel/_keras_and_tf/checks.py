@@ -2,7 +2,6 @@
 
 import numbers
 
-import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf.optimizers import (
@@ -10,7 +9,7 @@ from accumodel._keras_and_tf.optimizers import (
     tf_variable,
     with_inner_optimizers,
 )
-from accumodel._keras_and_tf.private_names import flat_layers
+from accumodel._keras_and_tf.private_names import KerasModel, flat_layers
 from accumodel._keras_and_tf.replicas import check_strategy, is_multi_worker
 
 REMAINDERS = ("apply", "carry", "drop")
@@ -132,11 +131,11 @@ def overrides(model, name):
     """
     if name in vars(model):
         return True
-    mro = (each for each in type(model).__mro__ if not _is_ours(each))
+    mro = (each for each in type(model).__mro__ if not is_ours(each))
     return any(name in vars(each) for each in mro)
 
 
-def _is_ours(each):
+def is_ours(each):
     """Whether a class or function is one of Keras or of accumodel."""
     return (each.__module__ or "").split(".")[0] in ("accumodel", "keras")
 
@@ -158,6 +157,14 @@ def check_can_accumulate(model, options):
 
 def _check_can_slice(model, options):
     """Refuses models that a batch in micro-batches would make wrong."""
+    for name in ("make_train_function", "make_test_function"):
+        if overrides(model, name):
+            raise ValueError(
+                f"`micro_batch_size` cannot be used with a custom `{name}`: "
+                "batches are split in the function that accumodel's own makes. "
+                "Remove it, or feed micro-batches and use `accum_steps`. "
+                f"Received: a model of {type(model).__name__}"
+            )
     replicas = model.distribute_strategy.num_replicas_in_sync
     for layer in flat_layers(model):
         if getattr(layer, "stateful", False):
@@ -236,7 +243,7 @@ def check_train_step(cls):
     classes = [each for each in cls.__mro__ if "train_step" in vars(each)]
     # Keras's own is not the first: `cls` derives from `AccumulatingModel`.
     ours, theirs, *_ = classes
-    if _is_ours(ours) and theirs.train_step is not keras.Model.train_step:
+    if is_ours(ours) and theirs.train_step is not KerasModel.train_step:
         raise TypeError(
             f"`{theirs.train_step.__qualname__}` would not be called: "
             f"{cls.__name__} derives from `AccumulatingModel` first, which has "
@@ -282,10 +289,14 @@ def check_gradients(gradients, variables):
     Args:
         gradients: Iterable of gradients in the order of `variables`, or of
             `(gradient, variable)` pairs, as `optimizer.apply_gradients` takes.
+
+    Returns:
+        Tuple of the list, and of a list of bools: which variables were named.
     """
     gradients = list(gradients)
+    named = [True] * len(variables)
     if gradients and all(isinstance(each, tuple) for each in gradients):
-        gradients = _match(gradients, variables)
+        gradients, named = _match(gradients, variables)
     if len(gradients) != len(variables):
         raise ValueError(
             "`gradients` must hold one entry for each of the "
@@ -310,7 +321,7 @@ def check_gradients(gradients, variables):
                 f"{tuple(variable.shape)} for '{variable.name}'. "
                 f"Received: a gradient of shape {tuple(gradient.shape)}"
             )
-    return gradients
+    return gradients, named
 
 
 def check_has_weights(before, now):
@@ -332,11 +343,12 @@ def check_has_weights(before, now):
 
 
 def _match(pairs, variables):
-    """Returns the gradients of pairs in the order of `variables`."""
+    """Returns what `check_gradients` does, of pairs."""
     places = {
         id(tf_variable(variable)): i for i, variable in enumerate(variables)
     }
     gradients = [None] * len(variables)
+    named = [False] * len(variables)
     for gradient, variable in pairs:
         place = places.get(id(tf_variable(variable)))
         if place is None:
@@ -346,10 +358,10 @@ def _match(pairs, variables):
                 "or unfrozen, call `compile()` again. "
                 f"Received: variable={variable}"
             )
-        if gradients[place] is not None:
+        if named[place]:
             raise ValueError(
                 "`gradients` holds two pairs of the same variable. Add their "
                 f"gradients up. Received: variable={variable}"
             )
-        gradients[place] = gradient
-    return gradients
+        gradients[place], named[place] = gradient, True
+    return gradients, named

@@ -7,13 +7,24 @@ exists.
 
 import contextlib
 import functools
+import inspect
+import types
 import typing
 import warnings
 from collections.abc import Callable
 
 import keras
 
-from accumodel._keras_and_tf.checks import other_order, overrides
+from accumodel._keras_and_tf.checks import (
+    is_ours,
+    other_order,
+    overrides,
+)
+from accumodel._keras_and_tf.private_names import (
+    KerasModel,
+    replaced,
+    track_alike,
+)
 
 _F = typing.TypeVar("_F", bound=Callable)
 
@@ -22,20 +33,8 @@ _F = typing.TypeVar("_F", bound=Callable)
 _input = keras.Input((1,), name="input")
 KerasFunctional = type(keras.Model(_input, _input, name="model"))
 
-# The classes of models that were wrapped in this process, by Keras's names.
-_wrapped: dict = {}
-
-# Methods that `from_model` must keep if the model's class overrides them.
-_TRAINING = (
-    "compile",
-    "compute_loss",
-    "compute_metrics",
-    "evaluate",
-    "fit",
-    "predict",
-    "predict_step",
-    "test_step",
-)
+# What accumulates by itself in each model.
+_OWN = ("_accumulation", "_gradient_accumulator")
 
 
 def runs(function: Callable) -> Callable[[_F], _F]:
@@ -50,39 +49,6 @@ def runs(function: Callable) -> Callable[[_F], _F]:
         return typing.cast(_F, functools.wraps(method)(function))
 
     return decorate
-
-
-class Wrapping:
-    """A model that calls another one."""
-
-    def __init__(self, model, **kwargs):
-        super().__init__(**kwargs)
-        self.model = model
-        self.built = model.built
-        name = keras.saving.get_registered_name(type(model))
-        _wrapped[name] = type(model)
-
-    def call(self, inputs, training=None):
-        # Keras passes `training` on, to models whose `call` takes it.
-        return self.model(inputs)
-
-    def get_config(self):
-        model = keras.saving.serialize_keras_object(self.model)
-        config = super().get_config()  # type: ignore[misc]
-        return {**config, "model": model}
-
-    @classmethod
-    def from_config(cls, config):
-        # `keras.models.clone_model` says what class the model has, but not
-        # what class it wraps. Whoever loads a file may say it.
-        unknown = {
-            name: each
-            for name, each in _wrapped.items()
-            if keras.saving.get_registered_object(name) is None
-        }
-        with keras.saving.custom_object_scope(unknown):
-            model = keras.saving.deserialize_keras_object(config.pop("model"))
-        return cls(model, **config)
 
 
 def is_functional(args, kwargs):
@@ -109,7 +75,7 @@ def in_place_of_keras(cls, args, kwargs, accumulating, functional):
     bases = accumulating.__bases__
     # Whether no other model class takes the arguments of the constructor.
     after = cls.__mro__[cls.__mro__.index(accumulating) + 1]
-    is_next_to_keras = after in (keras.Model, KerasFunctional)
+    is_next_to_keras = after in (KerasModel, KerasFunctional)
     if is_next_to_keras and is_functional(args, kwargs):
         _make_functional(cls, accumulating, functional)
     try:
@@ -141,22 +107,18 @@ def _make_functional(cls, accumulating, functional):
 
 def check_model(model, accumulating):
     """Raises unless `from_model` can keep how `model` trains."""
-    if not isinstance(model, keras.Model):
+    if not isinstance(model, KerasModel):
         raise TypeError(
             "`model` must be a `keras.Model`. "
             f"Received: model={model} (of type {type(model).__name__})"
         )
-    is_layered = isinstance(model, KerasFunctional | keras.Sequential)
-    if isinstance(model, accumulating) and (
-        not is_layered
-        or _overrides(model, accumulating)
-        or _trains(model, accumulating)
-    ):
+    is_plain = _is_layered(model) and is_ours(type(model))
+    if isinstance(model, accumulating) and not is_plain:
         raise TypeError(
             "`model` accumulates already, in its own way: compile it itself. "
             f"Received: model={model}"
         )
-    if not isinstance(model, accumulating) and _trains(model, keras.Model):
+    if overrides(model, "train_step"):
         raise TypeError(
             f"{type(model).__name__} has a custom `train_step`, which calls "
             "the optimizer for each batch. Derive from both classes and "
@@ -172,6 +134,14 @@ def check_model(model, accumulating):
             "with `keras.Input(shape)`, or call `model.build(shape)`. "
             f"Received: model={model}"
         )
+    classes = [each for each in type(model).__mro__ if not is_ours(each)]
+    if not model.built and any("build" in vars(each) for each in classes):
+        warnings.warn(
+            "`model` is not built, and its class has a custom `build`: weights "
+            "that it makes will be those of the model that `from_model` "
+            "returns alone. Call `model` on a batch first if you use both.",
+            stacklevel=3,
+        )
     if model.compiled:
         warnings.warn(
             "`model` is compiled, and the model that `from_model` returns is "
@@ -181,42 +151,41 @@ def check_model(model, accumulating):
         )
 
 
-def from_model(cls, model, accumulating, wrapping):
+def from_model(cls, model, accumulating):
     """Returns an accumulating model of class `cls` with the layers of `model`.
 
     Args:
         cls: `AccumulatingModel` or a subclass.
         model: A `keras.Model` that `check_model` let pass.
         accumulating: The class `AccumulatingModel`.
-        wrapping: Class of the model that calls a subclass of `keras.Model`.
     """
-    base = accumulating if isinstance(model, accumulating) else keras.Model
-    is_layered = isinstance(model, KerasFunctional | keras.Sequential)
-    if _overrides(model, base) or (cls is not accumulating and not is_layered):
-        made = _derive(cls, model)
-    elif isinstance(model, KerasFunctional):
+    if not (_is_layered(model) and is_ours(type(model))):
+        return _derive(cls, model)
+    if isinstance(model, KerasFunctional):
         made = cls(model.input, model.output, name=model.name)
-    elif is_layered:
+    else:
         # Bare if there is but one, as the layers of the model take it.
         outputs = model.outputs[0] if len(model.outputs) == 1 else model.outputs
         made = cls(model.inputs[0], outputs, name=model.name)
-    else:
-        made = wrapping(model, name=model.name)
     # It says whether losses are scaled.
     made.dtype_policy = model.dtype_policy
+    _keep_attributes(model, made, {"_functional", *_OWN})
     return made
 
 
-def _overrides(model, base):
-    """Whether the class of a model has its own way of training."""
-    return any(
-        getattr(type(model), name) is not getattr(base, name)
-        for name in _TRAINING
-    )
+def _is_layered(model):
+    return isinstance(model, KerasFunctional | keras.Sequential)
 
 
-def _trains(model, base):
-    return type(model).train_step is not base.train_step
+def _keep_attributes(model, made, but):
+    """Sets on `made` what was set on `model`, if Keras did not."""
+    for name, value in vars(model).items():
+        # What begins so belongs to TensorFlow's checkpoints.
+        if name in vars(made) or name in but or name.startswith("_self_"):
+            continue
+        if getattr(value, "__self__", None) is model:
+            value = types.MethodType(value.__func__, made)
+        setattr(made, name, value)
 
 
 def _derive(cls, model):
@@ -226,25 +195,21 @@ def _derive(cls, model):
     made of its arguments.
     """
     derived = _derived_class(cls, type(model))  # type: ignore[arg-type]
-    made = keras.Model.__new__(derived)
+    made = KerasModel.__new__(derived)
     if isinstance(model, KerasFunctional):
         KerasFunctional.__init__(
             made, model.input, model.output, name=model.name
         )
     else:
-        keras.Model.__init__(made, name=model.name)
-    for name, value in vars(model).items():
-        if name not in vars(made):
-            setattr(made, name, value)
-    made.built = model.built
-    if not model.trainable:
-        made.trainable = False
-    if len(made.weights) != len(model.weights):
+        KerasModel.__init__(made, name=model.name)
+    track_alike(model, made)
+    _keep_attributes(model, made, _OWN)
+    if list(map(id, made.weights)) != list(map(id, model.weights)):
         raise TypeError(
-            "`from_model` finds the weights of a model by its attributes, and "
-            f"{type(model).__name__} holds some in another way. Derive from "
-            f"both classes: `class Model({cls.__name__}, "
-            f"{type(model).__name__})`. Received: model={model}"
+            f"`from_model` does not find the weights of {type(model).__name__} "
+            "where Keras tracks them. Derive from both classes: "
+            f"`class Model({cls.__name__}, {type(model).__name__})`. "
+            f"Received: model={model}"
         )
     return made
 
@@ -255,13 +220,22 @@ def _derived_class(cls, theirs):
 
     So any process that knows `theirs` can load them.
     """
+
+    def init(self, *args, **kwargs):
+        super(derived, self).__init__(*args, **kwargs)
+
+    # By it Keras decides how to save and to clone a model.
+    signature = inspect.signature(theirs.__init__)
+    init.__signature__ = signature  # type: ignore[attr-defined]
     derived: typing.Any = type(
         theirs.__name__,
         (cls, theirs),
         {
             "__module__": theirs.__module__,
             "__doc__": theirs.__doc__,
+            "__init__": init,
             "get_compile_config": theirs.get_compile_config,
+            "__reduce__": functools.partialmethod(_reduce, cls, theirs),
         },
     )
     package, _, name = keras.saving.get_registered_name(theirs).rpartition(">")
@@ -272,12 +246,28 @@ def _derived_class(cls, theirs):
     return derived
 
 
+def _reduce(model, cls, theirs):
+    """Tells `pickle` and `copy` how to make a model of `_derived_class`."""
+    config = functools.partial(cls.get_compile_config, model)
+    with replaced(model, "get_compile_config", config):
+        derived = _derived_class(cls, theirs)
+        _, arguments = super(derived, model).__reduce__()
+    return _restore, (cls, theirs, *arguments)
+
+
+def _restore(cls, theirs, file):
+    derived = _derived_class(cls, theirs)
+    name = keras.saving.get_registered_name(derived)
+    with keras.saving.custom_object_scope({name: derived}):
+        return derived._unpickle_model(file)
+
+
 def compile_from_config(model, config, by_super):
     """Compiles an accumulating model as a file says.
 
     Or lets `by_super` do it, the method of the next class.
     """
-    is_keras = by_super.__func__ is keras.Model.compile_from_config
+    is_keras = by_super.__func__ is KerasModel.compile_from_config
     if overrides(model, "compile") or not is_keras:
         # A custom `compile`, of which Keras warns, or another class's way.
         by_super(config)

@@ -19,6 +19,10 @@ use a model that does not accumulate on one device.
 |                                             | with the gradient cache        |
 | `keras.src.backend.tensorflow.random`, its  | an error when a step is traced |
 | functions, `._cast_seed`, `.draw_seed`      | with `micro_batch_size`        |
+| `Trainer.test_step` in the first base class | Keras's losses in `evaluate`   |
+| that has it                                 | with a custom `test_step`      |
+| `Layer._tracker`, `_layers` of a            | an error in `from_model` of a  |
+| `keras.Sequential`, and `_STATE`            | subclass                       |
 | `Layer._flatten_layers`                     | an error when `fit` begins     |
 | `BatchNormalization._moments`               | an error at the first step,    |
 |                                             | with `sync_batch_norm`         |
@@ -49,6 +53,9 @@ import weakref
 
 import keras
 import tensorflow as tf
+
+# A script may put `AccumulatingModel` in its place later.
+KerasModel = keras.Model
 
 # -- losses --------------------------------------------------------------------
 
@@ -235,8 +242,9 @@ def compiled_losses(model):
     if model._compile_loss is None:
         return []
     return [
-        (each.loss, each.loss_weights)
-        for each in model._compile_loss._flat_losses or []
+        # Callbacks put plain tuples in the place of named ones.
+        (loss, weight)
+        for _, loss, weight, *_ in model._compile_loss._flat_losses or []
     ]
 
 
@@ -475,6 +483,32 @@ def is_in_loop(outside):
     return False
 
 
+# -- steps ---------------------------------------------------------------------
+
+
+def _test_step(self, data):
+    test = getattr(_thread, "tests", {}).get(id(self))
+    if test is None:
+        return _test_steps.originals["test_step"](self, data)
+    return test(data)
+
+
+def _trainer():
+    """Returns the class in which Keras has the steps of a model."""
+    bases = KerasModel.__mro__
+    return next(each for each in bases if "test_step" in vars(each))
+
+
+_test_steps = _Replaced(lambda: {(_trainer(), "test_step"): _test_step})
+
+
+@contextlib.contextmanager
+def replaced_test_step(model, test):
+    """While it is open, Keras's own `test_step` of a model is another one."""
+    with _test_steps(), replaced(_thread, "tests", {id(model): test}):
+        yield
+
+
 # -- batch normalization -------------------------------------------------------
 
 
@@ -514,6 +548,39 @@ def flat_layers(model):
     `model.layers` does not reach inside composite layers.
     """
     return list(model._flatten_layers(include_self=False))
+
+
+# What Keras keeps of a layer besides its variables and layers.
+_STATE = {
+    "_allow_non_tensor_positional_args",
+    "_auto_config",
+    "_build_shapes_dict",
+    "_convert_input_args",
+    "_dtype_policy",
+    "_input_spec",
+    "_path",
+    "_supports_masking",
+    "_trainable",
+    "activity_regularizer",
+    "autocast",
+    "built",
+    "supports_jit",
+}
+
+
+def track_alike(model, made):
+    """Gives `made`, a new model, what Keras keeps of `model`.
+
+    In the same order, in which `get_weights` returns it and files hold it.
+    """
+    for name, (_, values) in model._tracker.config.items():
+        for each in values:
+            if not made._tracker.is_in_store(name, each):
+                made._tracker.add_to_store(name, each)
+    if isinstance(model, keras.Sequential):  # has a list of its own
+        made._layers = list(model._layers)
+    for name in _STATE & vars(model).keys():
+        setattr(made, name, getattr(model, name))
 
 
 def is_built(model):

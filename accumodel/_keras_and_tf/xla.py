@@ -17,15 +17,19 @@ def can_compile(strategy):
     Layers with statistics, such as batch normalization, reduce them over the
     replicas, which cannot be done in a function inside a replica's step.
     """
-    if strategy.num_replicas_in_sync == 1:
-        return True
-    warnings.warn(
-        "`jit_compile=True` has no effect on several replicas: XLA would have "
-        "to compile their reductions, too. "
-        f"Received: strategy={type(strategy).__name__}",
-        stacklevel=2,
-    )
-    return False
+    return strategy.num_replicas_in_sync == 1
+
+
+def warn_of_replicas(model):
+    """Warns if a `jit_compile=True` has no effect, see `can_compile`."""
+    strategy = model.distribute_strategy
+    if model.jit_compile and not can_compile(strategy):
+        warnings.warn(
+            "`jit_compile=True` has no effect on several replicas: XLA would "
+            "have to compile their reductions, too. "
+            f"Received: strategy={type(strategy).__name__}",
+            stacklevel=2,
+        )
 
 
 def compile_update(update, sums, jit_compile):

@@ -63,11 +63,11 @@ class GradientNorm(ObservingCallback):
             `GradientAccumulator`.
     """
 
-    _observer = _Norms
+    _kind = _Norms
 
-    def _begin(self, state, observer):
+    def _begin(self, state):
         state.begin_to_accumulate()
-        self._norms = observer.norms
+        self._norms = self._observed.norms
         self._at_batch = self._at_epoch = self._norms.numpy()
 
     def on_epoch_begin(self, epoch, logs=None):

@@ -205,7 +205,7 @@ class GradientNoiseScale(ObservingCallback):
             `GradientAccumulator`.
     """
 
-    _observer = Estimator
+    _kind = Estimator
 
     def __init__(self, decay: float = 0.99) -> None:
         super().__init__()
@@ -216,11 +216,10 @@ class GradientNoiseScale(ObservingCallback):
                 f"Received: decay={decay}"
             )
         self.decay = decay
-        self._estimator: Estimator | None = None
         # What was measured, when `fit` has ended.
         self._measured: Estimate | None = Estimate()
 
-    def _begin(self, state, observer):
+    def _begin(self, state):
         if state.plan().needs_whole_batch:
             raise ValueError(
                 "`GradientNoiseScale` cannot be used with "
@@ -236,8 +235,7 @@ class GradientNoiseScale(ObservingCallback):
                 "is no random sample of the gradient. Remove one of them. "
                 f"Received: trim_padding={state.options.trim_padding!r}"
             )
-        self._estimator = observer
-        self._estimator.begin(self.decay)
+        self._observed.begin(self.decay)
         self._measured = None
 
     def on_train_end(self, logs=None):
@@ -295,8 +293,7 @@ class GradientNoiseScale(ObservingCallback):
 
     def _estimate(self):
         if self._measured is None:
-            assert self._estimator is not None
-            return self._estimator.estimate()
+            return self._observed.estimate()
         return self._measured
 
     def _nearest(self, value, batch):

@@ -51,10 +51,13 @@ class Observer:
 class ObservingCallback(keras.callbacks.Callback):
     """A callback that logs what an `Observer` measures.
 
-    `fit` makes the observer, of the class `_observer`.
+    Attributes:
+        _kind: The class of the observer.
+        _observed: The observer. `fit` makes it.
     """
 
-    _observer: type[Observer] | None = None
+    _kind: type[Observer]
+    _observed: typing.Any = None
     # It runs before callbacks that write the logs.
     _adds_to_logs = True
 
@@ -69,8 +72,8 @@ class ObservingCallback(keras.callbacks.Callback):
                 "custom `GradientAccumulator`. "
                 f"Received: model={self.model}"
             )
-        self._begin(state, state.observers[self._observer])
+        self._begin(state)
 
-    def _begin(self, state, observer):
+    def _begin(self, state):
         """Begins to observe a `fit`."""
         raise NotImplementedError

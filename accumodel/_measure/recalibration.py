@@ -9,7 +9,11 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf.batch_norms import compute_moments, trained_norms
 from accumodel._keras_and_tf.checks import check_steps
-from accumodel._keras_and_tf.private_names import flat_layers, replaced
+from accumodel._keras_and_tf.private_names import (
+    KerasModel,
+    flat_layers,
+    replaced,
+)
 
 
 def recalibrate_batch_norm(model, data, steps=None, verbose="auto"):
@@ -114,7 +118,7 @@ def recalibrate_batch_norm(model, data, steps=None, verbose="auto"):
 
 def _find_layers(model):
     """Returns the batch normalization layers that training would update."""
-    if not isinstance(model, keras.Model):
+    if not isinstance(model, KerasModel):
         raise TypeError(
             "`model` must be a `keras.Model`. "
             f"Received: model={model} (of type {type(model).__name__})"
@@ -193,7 +197,7 @@ def _make_reader(model, populations):
             copy.assign(scope.get_current_value(seed))
         return {"": 0.0}  # Keras needs a log
 
-    reader = keras.Model(name="reader")
+    reader = KerasModel(name="reader")
     reader.test_step = test_step
     reader.compile(
         optimizer=None, run_eagerly=model.run_eagerly, jit_compile=False

@@ -25,6 +25,7 @@ them half-added: `phase` tells, and the pending cycle is forgotten.
 
 import functools
 import itertools
+import operator
 import typing
 import warnings
 from collections.abc import Iterable
@@ -53,6 +54,8 @@ class _Untracked:
         self.variables = variables
         self.updates: dict = {}  # compiled, by what they update and measure
         self.observers: list = []  # see `_measure.observer`
+        # Which variables steps passed, maybe without a gradient; empty if all.
+        self.named: list = []
         self.updates_every_batch = False  # whether each fed batch is a cycle
         # What a fed batch last registered, see `FedBatch.add`.
         self.added: typing.Any = None
@@ -234,9 +237,13 @@ class GradientAccumulator(tf.Module):
                 gradients are `None`, if only some micro-batches have a weight,
                 or if it is called twice in one `train_step` of a model.
         """
-        gradients = checks.check_gradients(gradients, self.variables)
+        gradients, named = checks.check_gradients(gradients, self.variables)
         replicas.check_replica_context(self._untracked.strategy)
         has_weight = weight is not None
+        # What was traced does not look at it again, so it must stay the same.
+        is_eager = tf.executing_eagerly() and not self._is_traced
+        if is_eager and not self._untracked.strategy and not self.pending_steps:
+            self._has_weights = None
         self._has_weights = checks.check_has_weights(
             self._has_weights, has_weight
         )
@@ -245,6 +252,8 @@ class GradientAccumulator(tf.Module):
             step.check_called_once(self)
         present = tuple(gradient is not None for gradient in gradients)
         self._expected = present
+        before = self._untracked.named or named
+        self._untracked.named = list(map(operator.or_, named, before))
         if step is not None and step.fed_batch is not None:
             self._add_to_fed_batch(gradients, weight, step.fed_batch)
             return
@@ -497,8 +506,12 @@ class GradientAccumulator(tf.Module):
             )
 
         def apply():
-            pairs = zip(gradients, self.variables, strict=True)
-            self.optimizer.apply_gradients(pairs)
+            named = self._untracked.named or itertools.repeat(True)
+            triples = zip(gradients, self.variables, named, strict=False)
+            # Keras warns of those without a gradient.
+            self.optimizer.apply_gradients(
+                (g, v) for g, v, n in triples if n or g is not None
+            )
 
         if keep is True:
             apply()
