@@ -577,6 +577,20 @@ MUTANTS = [
         "test_models.py",
     ),
     Mutant(
+        "noise scales share an estimator",
+        "_fit/accumulation.py",
+        "(kind, kinds[:i].count(kind))",
+        "(kind, 0)",
+        "test_noise_scale.py",
+    ),
+    Mutant(
+        "a loop that does not split is let pass",
+        "_fit/accumulation.py",
+        "size is not None and current_step() is None",
+        "False",
+        "test_refused_or_warned.py",
+    ),
+    Mutant(
         "a step of the instance is forgotten",
         "_keras_and_tf/private_names.py",
         "        attributes.update(before)\n",

@@ -9,7 +9,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import messages_of
 
+import accumodel
 from accumodel import GradientAccumulator
 from accumodel._keras_and_tf.xla import pays_to_compile
 
@@ -301,3 +303,51 @@ def test_an_error_in_a_custom_loop_begins_a_new_cycle():
         step(tf.constant([value]), tf.constant(1.0))
     assert accumulator.pending_steps == 0
     assert [float(each[0]) for each in variables] == [-2.0, -2.0]
+
+
+def test_sums_may_follow_means_when_nothing_is_pending():
+    variable = keras.Variable([0.0])
+    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [variable], 2)
+    for weight, expected in ((4, -1.0), (None, -3.0), (4, -4.0)):
+        accumulator.accumulate([tf.ones(1)], weight)
+        with pytest.raises(ValueError, match="cannot be averaged with means"):
+            accumulator.accumulate([tf.ones(1)], 1 if weight is None else None)
+        accumulator.accumulate([tf.ones(1)], weight)
+        assert float(variable[0]) == expected
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_keras_does_not_warn_of_variables_that_no_pair_names(accum_steps):
+    class TrainsOne(accumodel.AccumulatingModel):
+        def __init__(self):
+            super().__init__()
+            self.net, self.copy = [keras.layers.Dense(1) for _ in range(2)]
+            for each in (self.net, self.copy):
+                each.build((None, 3))
+            self.built = True
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self.net(data) ** 2)
+            variables = self.net.trainable_variables
+            gradients = tape.gradient(loss, variables)
+            if self.names_all:
+                variables = self.trainable_variables
+                gradients += [None, None]
+            pairs = zip(gradients, variables, strict=True)
+            self.accumulate_gradients(pairs, tf.shape(data)[0])
+            return {"mine": loss}
+
+    for names_all in (False, True):
+        model = TrainsOne()
+        model.names_all = names_all
+        model.compile("sgd", accum_steps=accum_steps)
+        before = model.net.get_weights()
+        messages = messages_of(
+            lambda model=model: model.fit(
+                np.ones((8, 3)), batch_size=2, verbose=0
+            )
+        )
+        assert (model.net.get_weights()[0] != before[0]).all()
+        found = any("Gradients do not exist" in each for each in messages)
+        assert found == names_all

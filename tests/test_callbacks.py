@@ -137,3 +137,44 @@ def test_callbacks_may_be_passed_by_keyword_as_tools_do():
         keras.Model.fit = fit
     assert seen == [0, 1]
     assert int(model.optimizer.iterations) == 6
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"micro_batch_size": 8}])
+def test_a_callback_may_have_an_observer_of_its_own(kwargs, data):
+    class Watches(keras.callbacks.Callback):
+        _observer = _kind = object()
+
+    model = make_model(AccumulatingModel)
+    model.compile("sgd", "sparse_categorical_crossentropy", **kwargs)
+    model.fit(*data, verbose=0, callbacks=[Watches()])
+
+
+def test_a_callback_may_change_the_weights_of_losses():
+    """By plain tuples in Keras's list, which Keras unpacks."""
+
+    class Adapts(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            compiled = self.model._compile_loss
+            if compiled._flat_losses:
+                compiled._flat_losses = [
+                    (path, loss, 0.5, name)
+                    for path, loss, _, name in compiled._flat_losses
+                ]
+
+    logs = []
+    for base, kwargs in (
+        (keras.Model, {}),
+        (AccumulatingModel, {"micro_batch_size": 4}),
+    ):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((3,))
+        outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
+        model = base(inputs, outputs)
+        model.compile("sgd", ["mse", "mse"], run_eagerly=True, **kwargs)
+        x, y = np.ones((8, 3)), [np.ones((8, 1)), np.zeros((8, 1))]
+        history = model.fit(
+            x, y, epochs=2, batch_size=8, verbose=0, callbacks=[Adapts()]
+        )
+        found = model.evaluate(x, y, verbose=0, return_dict=True)
+        logs.append([*history.history["loss"], *found.values()])
+    np.testing.assert_allclose(logs[1], logs[0], rtol=1e-5)

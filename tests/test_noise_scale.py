@@ -431,3 +431,20 @@ def test_the_noise_scale_does_not_warn_of_a_schedule_that_begins_at_one():
         cases.train_on_sequences(
             cases.flat, AccumulatingModel, 4, accum_steps=2, callbacks=callbacks
         )
+
+
+def test_each_of_two_measures_by_itself():
+    def measure(*decays):
+        keras.utils.set_random_seed(0)
+        model = linear(micro_batch_size=6)
+        callbacks = [GradientNoiseScale(each) for each in decays]
+        model.fit(
+            *population(96),
+            batch_size=24,
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
+        )
+        return [each._measured for each in callbacks]
+
+    assert measure(0.5, 0.99) == measure(0.5) + measure(0.99)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, messages_of, mirrored
+from helpers import distance, messages_of, mirrored, weekly
 
 from accumodel import AccumulatingModel, GradientAccumulator
 
@@ -590,3 +590,66 @@ def test_mixed_sets_of_variables_are_warned_of_with_carry_too():
             callbacks=[NextHead()],
             verbose=0,
         )
+
+
+class MakesTrainFunction(AccumulatingModel):
+    def make_train_function(self, force=False):
+        self.train_function = tf.function(
+            lambda batches: self.train_step(next(batches))
+        )
+
+
+class MakesTestFunction(AccumulatingModel):
+    def make_test_function(self, force=False):
+        self.test_function = lambda batches: self.test_step(next(batches))
+
+
+@pytest.mark.parametrize(
+    ("model_class", "name"),
+    [
+        (MakesTrainFunction, "make_train_function"),
+        (MakesTestFunction, "make_test_function"),
+    ],
+)
+def test_a_function_that_would_not_split_is_refused(model_class, name):
+    model = cases.linear(model_class)
+    match = f"`micro_batch_size` cannot be used with a custom `{name}`"
+    for kwargs in ({}, {"gradient_cache": True}):
+        with pytest.raises(ValueError, match=match):
+            model.compile("sgd", "mse", micro_batch_size=4, **kwargs)
+    model.compile("sgd", "mse", accum_steps=2)
+    x, y = np.ones((8, *model.input.shape[1:])), np.ones((8, 1))
+    model.fit(x, y, batch_size=2, verbose=0)
+    assert int(model.optimizer.iterations) == 2
+    with pytest.raises(ValueError, match=match):
+        model.micro_batch_size = 4
+
+
+def by_train_step(model, data):
+    return model.train_step(data)
+
+
+def by_accumulate_gradients(model, data):
+    gradients, weight, logs = model.compute_gradients(data)
+    model.accumulate_gradients(gradients, weight)
+    return logs
+
+
+@pytest.mark.parametrize("step", [by_train_step, by_accumulate_gradients])
+@pytest.mark.parametrize("cache", [True, weekly(False)])
+def test_a_loop_that_would_not_split_is_refused(step, cache):
+    class OwnLoop(AccumulatingModel):
+        def fit(self, x, y):
+            return tf.function(step)(self, (x, y))
+
+    model = cases.linear(OwnLoop)
+    model.compile("sgd", "mse", micro_batch_size=4, gradient_cache=cache)
+    data = tf.ones((8, *model.input.shape[1:])), tf.ones((8, 1))
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="nothing would be split"):
+        model.fit(*data)
+    np.testing.assert_array_equal(model.get_weights()[0], before[0])
+    model.compile("sgd", "mse", accum_steps=2)
+    for _ in range(2):
+        model.fit(*data)
+    assert int(model.optimizer.iterations) == 1
