@@ -357,7 +357,9 @@ class AccumulatingModel(keras.Model):
         if not state.accumulates:
             return compute()
         is_default = not state.overrides("compute_loss")
-        with state.loss_weights.watch(scales=is_default), trimming.marked(y):
+        data = (x, y, y_pred, sample_weight)
+        watch = state.loss_weights.watch(data, scales=is_default)
+        with watch, trimming.marked(y):
             loss = compute()
         if is_default:
             loss += weights.missing_sums(self, (x, y))

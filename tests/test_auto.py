@@ -645,7 +645,7 @@ LAYERS = {
 RARE = ("a trained weight that is assigned", "dropout in the cell of an RNN")
 
 
-@pytest.mark.filterwarnings("ignore:.* changes its state in the forward")
+@pytest.mark.filterwarnings("ignore:.* changes its state in the step")
 @pytest.mark.parametrize("cache", [False, weekly(True)])
 @pytest.mark.parametrize("name", names(LAYERS, RARE))
 def test_what_a_step_assigns_is_put_back(samples, name, cache):

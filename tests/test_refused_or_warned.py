@@ -88,6 +88,44 @@ def test_a_loss_without_init_trains(accum_steps):
     )
 
 
+class Adds(keras.layers.Layer):
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+    def call(self, inputs):
+        self.add_loss(self.loss(inputs))
+        return inputs
+
+
+ADDED = {
+    "a product of means": (
+        lambda h: keras.ops.sum(
+            keras.ops.mean(h, 0) * keras.ops.mean(h > 0, 0)
+        ),
+        True,
+    ),
+    "a sum": (lambda h: keras.ops.sum(h**2), True),
+    "a mean": (lambda h: keras.ops.mean(h**2), False),
+    "a divergence": (
+        lambda h: -0.5 * keras.ops.mean(1 + h - h**2 - keras.ops.exp(h)),
+        False,
+    ),
+    "a constant": (lambda h: keras.ops.sum(keras.ops.ones(3)), False),
+}
+
+
+@pytest.mark.parametrize(("loss", "warns"), ADDED.values(), ids=ADDED)
+def test_add_loss_of_what_is_no_mean_is_warned_of(loss, warns):
+    inputs = keras.Input((cases.FEATURES,))
+    hidden = Adds(loss)(keras.layers.Dense(2)(inputs))
+    model = AccumulatingModel(inputs, keras.layers.Dense(2)(hidden))
+    model.compile(SGD(0.001), "mse", micro_batch_size=3)
+    x, y = cases.features(), np.zeros((24, 2))
+    found = messages_of(lambda: model.fit(x, y, batch_size=8, verbose=0))
+    assert ["`add_loss` was given" in each for each in found] == [True] * warns
+
+
 class Ctc(keras.layers.Layer):
     """Adds one loss per sample, as the CTC layer of keras.io does."""
 
@@ -273,12 +311,44 @@ def test_layers_that_change_their_state_are_warned_of(layer, kwargs):
     model = AccumulatingModel(inputs, outputs)
     model.compile("sgd", "mse", **kwargs)
     y = np.zeros((24, cases.CLASSES))
-    with pytest.warns(UserWarning, match="'moves' changes its state in the"):
+    with pytest.warns(UserWarning, match="'moves' changes its state in"):
         model.fit(cases.features(), y, batch_size=4, verbose=0)
-    layer.trainable = False
-    model.compile("sgd", "mse", **kwargs)
-    if not isinstance(layer, Standardizes):
-        model.fit(cases.features(), y, batch_size=4, verbose=0)
+
+
+class Moves(AccumulatingModel):
+    """Counts in a variable of its own, or moves a copy of a layer."""
+
+    def __init__(self, place):
+        super().__init__(name="moves")
+        self.head = keras.layers.Dense(cases.CLASSES)
+        self.copy = keras.layers.Dense(cases.CLASSES, trainable=False)
+        self.raw = tf.Variable(0.0, trainable=False)
+        shape = (2**19, 3) if place == "large" else (1,)
+        self.own = self.add_weight(shape, "zeros", trainable=False)
+        self.place = place
+
+    def call(self, inputs):
+        outputs = self.head(inputs) + self.copy(inputs)
+        if self.place == "frozen":
+            self.copy.bias.assign(self.copy.bias + 1.0)
+        elif self.place == "raw":
+            self.raw.assign_add(1.0)
+        elif self.place != "nothing":
+            self.own.assign(self.own + 1.0)
+        return outputs
+
+
+@pytest.mark.parametrize("place", ["nothing", "own", "large", "raw", "frozen"])
+def test_states_anywhere_in_a_model_are_warned_of(place):
+    model = Moves(place)
+    model.compile("sgd", "mse", accum_steps=2)
+    model(cases.features())
+    y = np.zeros((24, cases.CLASSES))
+    found = messages_of(
+        lambda: model.fit(cases.features(), y, batch_size=4, verbose=0)
+    )
+    told = ["changes its state in the step" in each for each in found]
+    assert told == [True] * (place != "nothing")
 
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
@@ -351,23 +421,98 @@ def weighted(y, y_pred):
     return keras.ops.sum(losses * is_known) / keras.ops.sum(is_known)
 
 
+def rows(table):
+    """Returns the rows of a table with their names, some of them weekly."""
+    return [
+        pytest.param(row.values[0], marks=row.marks, id=name)
+        if hasattr(row, "marks")
+        else pytest.param(row, id=name)
+        for name, row in table.items()
+    ]
+
+
 NO_MEANS = {
     "a quotient of sums": weighted,
     "a root": lambda y, p: keras.ops.sqrt(keras.ops.mean((y - p) ** 2)),
-    "a sum": lambda y, p: keras.ops.sum((y - p) ** 2),
-    "a sum over a constant": lambda y, p: tf.nn.compute_average_loss(
-        tf.reduce_mean((y - p) ** 2, -1), global_batch_size=8
-    ),
     "elements that are chosen": lambda y, p: tf.reduce_mean(
         tf.boolean_mask((y - p) ** 2, y > 0)
     ),
-    "the largest": lambda y, p: keras.ops.max((y - p) ** 2),
+    "the largest": weekly(lambda y, p: keras.ops.max((y - p) ** 2)),
+    "a ratio for each output": lambda y, p: (
+        keras.ops.sum((y - p) ** 2, axis=0) / keras.ops.sum(y**2 + p**2, axis=0)
+    ),
+    "the largest of each output": weekly(
+        lambda y, p: keras.ops.max(keras.ops.abs(y - p), axis=0)
+    ),
+    "a root for each output": weekly(
+        lambda y, p: keras.ops.sqrt(keras.ops.mean((y - p) ** 2, axis=0))
+    ),
+    "correlations of outputs": weekly(
+        lambda y, p: keras.ops.matmul(keras.ops.transpose(p), y) ** 2
+    ),
+    "all pairs": lambda y, p: keras.ops.matmul(p, keras.ops.transpose(p)) ** 2,
+    "differences of pairs": weekly(lambda y, p: (p[:, None] - p[None, :]) ** 2),
+    "the next sample": weekly(lambda y, p: (p - keras.ops.roll(p, 1, 0)) ** 2),
+    "sums up to a sample": weekly(lambda y, p: keras.ops.cumsum(p**2, axis=0)),
+    "one per sample, over a statistic": lambda y, p: (
+        keras.ops.mean((y - p) ** 2, axis=-1) / keras.ops.mean(y**2)
+    ),
+    "the hardest half": weekly(
+        lambda y, p: (
+            (y - p) ** 2 * keras.ops.cast(y > keras.ops.median(y), p.dtype)
+        )
+    ),
+    "a sum over the known": lambda y, p: (
+        summed(y, p) / keras.ops.sum(keras.ops.cast(y > 0, "float32"))
+    ),
+    "a product of means": weekly(
+        lambda y, p: keras.losses.MeanSquaredError()(y, p) * keras.ops.mean(p)
+    ),
     "less the mean": lambda y, p: keras.ops.mean(
         (y - p - keras.ops.mean(p, axis=0)) ** 2
     ),
 }
 
+
+def summed(y, p):
+    return keras.losses.MeanSquaredError(reduction="sum")(y, p)
+
+
+class SumOfMeans(keras.losses.Loss):
+    def call(self, y, p):
+        return keras.ops.mean((y - p) ** 2, axis=0)
+
+
+def samples(p):
+    return keras.ops.cast(keras.ops.shape(p)[0], "float32")
+
+
 MEANS = {
+    "a sum": lambda y, p: keras.ops.sum((y - p) ** 2) / 100,
+    "a sum over a constant": weekly(
+        lambda y, p: tf.nn.compute_average_loss(
+            tf.reduce_mean((y - p) ** 2, -1), global_batch_size=100
+        )
+    ),
+    "a sum for each output": lambda y, p: 0.01 * keras.ops.sum((y - p) ** 2, 0),
+    "a mean for each output": lambda y, p: keras.ops.mean((y - p) ** 2, 0),
+    "means for each output, summed": SumOfMeans(reduction="sum"),
+    "a sum that is divided": lambda y, p: summed(y, p) / samples(p),
+    "parts of a mean": weekly(
+        lambda y, p: keras.ops.sum((y - p) ** 2) / samples(p)
+    ),
+    "a sum of two": weekly(
+        lambda y, p: 0.01 * (summed(y, p) + summed(2 * y, p))
+    ),
+    "one per sample, and a mean": lambda y, p: (
+        keras.ops.mean((y - p) ** 2, axis=-1) + keras.ops.mean(p**2)
+    ),
+    "a stack": weekly(
+        lambda y, p: keras.ops.sum(keras.ops.stack([y - p, y + p]) ** 2, axis=0)
+    ),
+    "weights of classes": weekly(
+        lambda y, p: (y - p) ** 2 * tf.constant([2.0])
+    ),
     "a mean": lambda y, p: keras.ops.mean((y - p) ** 2),
     "multiples of means": lambda y, p: (
         0.5 * keras.ops.mean((y - p) ** 2)
@@ -384,13 +529,14 @@ MEANS = {
 }
 
 
-@pytest.mark.parametrize("name", NO_MEANS)
-def test_a_compiled_loss_of_one_number_that_is_no_mean_is_warned_of(name):
-    with pytest.warns(UserWarning, match="not a mean.*`gradient_cache=True`"):
+@pytest.mark.parametrize("loss", rows(NO_MEANS))
+def test_a_compiled_loss_that_is_no_mean_is_warned_of(loss):
+    match = "(not a mean|nor means).*`gradient_cache=True`"
+    with pytest.warns(UserWarning, match=match):
         cases.train_on_sequences(
             cases.flat,
             AccumulatingModel,
-            loss=NO_MEANS[name],
+            loss=loss,
             micro_batch_size=3,
         )
 
@@ -404,9 +550,8 @@ def test_no_mean_is_not_warned_of_if_it_is_right(kwargs):
         )
 
 
-@pytest.mark.parametrize("name", MEANS)
-def test_a_compiled_loss_that_is_a_mean_is_exact_and_not_warned_of(name):
-    loss = MEANS[name]
+@pytest.mark.parametrize("loss", rows(MEANS))
+def test_a_compiled_loss_that_is_a_mean_or_a_sum_is_exact(loss):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         models = [

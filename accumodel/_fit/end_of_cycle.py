@@ -5,6 +5,7 @@ import warnings
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.private_names import flat_layers
@@ -17,8 +18,8 @@ _FEW_SAMPLES = 8
 # What draws which samples to mix.
 _MIXING = (keras.layers.CutMix, keras.layers.MixUp)
 
-# States of layers have fewer elements than this.
-_MANY = 2**20
+# Of states with more elements, such as codebooks, only the norm is compared.
+_MANY = 2**14
 
 
 class EndOfCycle(keras.callbacks.Callback):
@@ -165,12 +166,14 @@ class EndOfCycle(keras.callbacks.Callback):
             return  # the model was built in between
         for key, (layer, value) in self._states.items():
             if not np.array_equal(before[key][1], value):
+                kind = "model" if layer is self.model else "layer"
                 warnings.warn(
-                    f"The layer '{layer.name}' changes its state in the "
-                    "forward pass of each micro-batch, and the next one sees "
-                    "it, so the weights are not those of the effective batch. "
-                    "Use it without accumulation, or freeze it "
-                    f"(`trainable=False`). Received: layer={layer}",
+                    f"The {kind} '{layer.name}' changes its state in the step "
+                    "of each micro-batch. If the next one reads it, the "
+                    "weights are not those of the effective batch. Move in "
+                    "`after_update` what should move once for each update, or "
+                    "call the layer with `training=False`, or use it without "
+                    f"accumulation. Received: layer={layer}",
                     stacklevel=2,
                 )
                 break
@@ -195,28 +198,42 @@ class EndOfCycle(keras.callbacks.Callback):
 
 
 def _read_states(model):
-    """Returns what layers may change in the forward pass.
+    """Returns what a step may change beside the optimizer.
 
-    Without batch normalization, of which other warnings tell, and without what
-    is as large as frozen parameters.
+    Without batch normalization, of which other warnings tell.
 
     Returns:
         Dict of tuples of a layer and a value, by the ids of the variables.
     """
     norm = keras.layers.BatchNormalization
-    layers = flat_layers(model)  # the inner ones come last, unless two hold one
+    # The inner ones come last, unless two hold one.
+    layers = [model, *flat_layers(model)]
     layers += [layer for layer in layers if isinstance(layer, norm)]
     owners = {
-        id(each): (layer, each) for layer in layers for each in layer.weights
+        id(each): (layer, each)
+        for layer in layers
+        for each in [*layer.weights, *_raw_variables(layer)]
     }
+    trained = {id(each) for each in model.trainable_variables}
     return {
-        key: (layer, keras.ops.convert_to_numpy(variable))
+        key: (layer, _read(variable))
         for key, (layer, variable) in owners.items()
-        if layer.trainable
-        and not variable.trainable
-        and not isinstance(layer, norm)
-        and math.prod(variable.shape) < _MANY
+        if key not in trained and not isinstance(layer, norm)
     }
+
+
+def _raw_variables(layer):
+    """Returns the variables of TensorFlow in the attributes of a layer."""
+    return [
+        each for each in vars(layer).values() if isinstance(each, tf.Variable)
+    ]
+
+
+def _read(variable):
+    value = tf.convert_to_tensor(variable)
+    if math.prod(variable.shape) > _MANY and value.dtype.is_floating:
+        value = tf.norm(value)
+    return keras.ops.convert_to_numpy(value)
 
 
 # The first parameters of `fit`.

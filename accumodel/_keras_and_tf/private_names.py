@@ -68,12 +68,16 @@ class Reduction(typing.NamedTuple):
         sample_weight: Tensor or `None`.
         mask: Tensor or `None`.
         reduction: String or `None`, as the `reduction` of a `keras.Loss`.
+        result: Tensor, the reduced loss.
+        inner: Tuple of `Reduction`, those of the losses that it combines.
     """
 
     values: typing.Any
     sample_weight: typing.Any
     mask: typing.Any
     reduction: str | None
+    result: typing.Any
+    inner: tuple = ()
 
 
 _lock = threading.Lock()
@@ -144,8 +148,7 @@ def recorded_reductions(scales):
             replicas are divided by it.
 
     Yields:
-        List of `Reduction`, which grows as losses are called in this thread. A
-        composite loss is not listed; the losses that it combines are.
+        List of `Reduction`, which grows as losses are called in this thread.
     """
     reductions: list = []
     with (
@@ -170,14 +173,18 @@ def _reduce(
         sample_weight, mask = _padded(sample_weight), _padded(mask)
         if getattr(_thread, "mark", None) is not None:
             _thread.mark.is_used = len(values.shape) > 1
-        reductions.append(Reduction(values, sample_weight, mask, reduction))
-    return _losses.originals["reduce_weighted_values"](
+    loss = _losses.originals["reduce_weighted_values"](
         values,
         sample_weight=sample_weight,
         mask=mask,
         reduction=reduction,
         dtype=dtype,
     )
+    if reductions is not None:
+        reductions.append(
+            Reduction(values, sample_weight, mask, reduction, loss)
+        )
+    return loss
 
 
 def _call(self, y_true, y_pred, sample_weight=None):
@@ -197,7 +204,7 @@ def _call(self, y_true, y_pred, sample_weight=None):
     if own is None:  # Keras has changed: `LossWeights` raises
         return loss
     is_scalar = own.values.shape.rank == 0
-    outer += inner if inner and is_scalar else [own]
+    outer.append(own._replace(inner=tuple(inner) if is_scalar else ()))
     if (
         is_scalar
         and _thread.scales

@@ -11,7 +11,6 @@ from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch.split import count_samples
 from accumodel._micro_batch.step import current_step
-from accumodel._micro_batch.weights import is_single
 
 
 def call_model(model, x, training):
@@ -35,11 +34,9 @@ def weigh(plan, x, y, y_pred, sample_weight, loss):
     """Returns the weight of a micro-batch, of which `loss` is the loss."""
     is_known = "micro_batch_weight" in plan.overridden
     is_custom = "compute_loss" in plan.overridden and not is_known
-    # Keras sums one loss per sample.
-    is_sum = is_custom and not is_single(loss, (x, y))
     weight = plan.model.micro_batch_weight(x, y, y_pred, sample_weight)
-    if is_custom:
-        plan.loss_weights.warn_of_result(loss)
+    data = (x, y, y_pred, sample_weight)
+    is_sum = is_custom and plan.loss_weights.is_sum(loss, data)
     if is_sum or weight is None:
         return None
     # Tied to the data: see `GradientAccumulator._waits`.

@@ -1,121 +1,356 @@
-"""Whether a loss that is one number is a mean over samples.
+"""Whether the values of a loss have samples, or are a mean or a sum over them.
 
-In a graph, the operations that made the number tell. A mean over the first axis
-is one, and so are sums, differences and multiples of means. A quotient of two
-sums, as for a mask that the loss function makes itself, is none, and neither is
-the root of a mean.
+In a graph, the operations that made the values tell. A mean over the axis of
+the samples is one, and so are sums, differences and multiples of means. A
+quotient of two sums, as for a mask that the loss function makes itself, is
+none, and neither is the root of a mean, nor anything that compares samples.
 """
 
 import tensorflow as tf
 
-# What a number is made of: of no data; of the shape of data; of data with their
-# axis of samples; of a mean over samples; of a sum over samples; of anything
-# else; of what cannot be told.
-_CONSTANT, _SIZE, _DATA, _MEAN, _SUM, _OTHER, _UNKNOWN = range(7)
+# What a tensor is made of: of no data; of the shape of data; of anything else;
+# of what cannot be told. Of data, it is the axis of the samples, an integer.
+_CONSTANT, _SIZE, OTHER, UNKNOWN = "constant", "size", "other", "unknown"
+# Of data whose axis of samples was averaged or summed.
+MEAN, SUM = "mean", "sum"
+# Of data, to which means were added, or which were divided by their number, or
+# by a constant that may be their number. A mean of the first is a mean over
+# samples, and so are a sum of the second and a mean of the third.
+SHIFTED, PARTS, UNSURE = "shifted", "parts", "unsure"
+# What `kind_of` returns for data, whichever their axis is.
+SAMPLES = "samples"
 
 _FETCHES = {"IteratorGetNext", "OptionalGetValue"}
 _SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
-_LINEAR = {
-    "Add",
-    "AddN",
-    "AddV2",
+_SUMS = {"Add", "AddV2", "Sub"}
+# Of their inputs, only the first is more than a place or a shape.
+_MOVES = {
+    "BroadcastTo",
     "Cast",
+    "CheckNumerics",
+    "EnsureShape",
+    "ExpandDims",
+    "GatherV2",
     "Identity",
     "Neg",
-    "Pack",
     "Reshape",
     "Squeeze",
     "StopGradient",
-    "Sub",
+    "StridedSlice",
+    "Tile",
+    "Transpose",
 }
+_LINEAR = {*_SUMS, *_MOVES, "AddN", "Pack"}
 _QUOTIENTS = {"Div", "DivNoNan", "RealDiv"}
+_BROADCASTS = {
+    *_SUMS,
+    *_QUOTIENTS,
+    "BroadcastTo",
+    "Equal",
+    "Greater",
+    "GreaterEqual",
+    "Less",
+    "LessEqual",
+    "LogicalAnd",
+    "LogicalOr",
+    "Maximum",
+    "Minimum",
+    "Mul",
+    "MulNoNan",
+    "NotEqual",
+    "Pow",
+    "SelectV2",
+    "SquaredDifference",
+}
+_PRODUCTS = {"BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"}
+_ARGUMENTS = {"ArgMax", "ArgMin"}
+_REDUCTIONS = {*_ARGUMENTS, "All", "Any", "EuclideanNorm", "Max", "Mean"}
+_REDUCTIONS |= {"Min", "Prod", "Sum"}
+# Along the last axis, and along one that an input names.
+_ALONG_LAST = {"LogSoftmax", "Softmax", "TopKV2"}
+_ALONG = {"Cumsum": 1, "GatherV2": 2, "ReverseV2": 1, "Roll": 2}
+_OF_SAMPLES = {
+    ("Mean", SHIFTED): MEAN,
+    ("Sum", SHIFTED): SUM,
+    ("Sum", PARTS): MEAN,
+    ("Mean", UNSURE): MEAN,
+}
+_ACTIVATIONS = ("Sigmoid", "Softmax")
+_BATCH = "uvwxyz"
 # Functions, whose operations are not looked at.
 _CALLS = ("Case", "If", "PartitionedCall", "Stateful", "Stateless", "While")
+_AXES = {*range(32)}
 
 
-def is_no_mean(loss):
-    """Whether a single number is known not to be a mean over samples."""
-    return _kind_of_number(loss) in (_SUM, _OTHER)
+def kind_of(loss, data=None, reduced=()):
+    """Returns what a loss is made of.
 
+    Args:
+        loss: Tensor of any shape.
+        data: Nested tensors whose first axis is that of the samples, such as
+            the outputs of the model. What made them is not looked at.
+        reduced: List of pairs of a tensor and what it is made of.
 
-def is_sum(loss):
-    """Whether a single number is known to be a sum over samples."""
-    return _kind_of_number(loss) == _SUM
-
-
-def _kind_of_number(loss):
-    if tf.executing_eagerly() or loss.shape.num_elements() != 1:
-        return _UNKNOWN
-    return _kind(loss, {})
-
-
-def _kind(tensor, known):
-    """Returns what a tensor is made of; `known` is what was found, by names.
-
-    A model may be thousands of operations deep: no recursion.
+    Returns:
+        `SAMPLES`, `SHIFTED`, `PARTS`, `UNSURE`, `MEAN`, `SUM`, `OTHER`, or
+        `UNKNOWN`.
     """
-    waiting = [tensor.op]
-    while waiting:
-        op = waiting[-1]
-        if op.name not in known:
-            known[op.name] = _UNKNOWN  # a loop
-            waiting += [
-                each.op for each in op.inputs if each.op.name not in known
-            ]
-        else:
-            known[op.name] = _kind_of(op, known)
-            waiting.pop()
-    return known[tensor.op.name]
+    if tf.executing_eagerly() or not tf.is_tensor(loss):
+        return UNKNOWN
+    kind = _Walk(loss.graph, data, reduced).kind_of(loss)
+    if isinstance(kind, int):
+        return SAMPLES
+    return UNKNOWN if kind in (_CONSTANT, _SIZE) else kind
 
 
-def _kind_of(op, known):
-    kinds = [known[each.op.name] for each in op.inputs]
-    found = set(kinds)
-    if op.type == "Placeholder":  # a scalar is a number of a loop
-        return _DATA if op.outputs[0].shape.rank != 0 else _SIZE
-    if op.type in _FETCHES:
-        return _DATA
-    if op.type in _SHAPES:
-        return _SIZE if found - {_CONSTANT} else _CONSTANT
-    if op.type == "ReadVariableOp" or found <= {_CONSTANT}:
-        return _CONSTANT
-    if op.type == "Where":  # which elements are chosen depends on the data
-        return _OTHER
-    if _UNKNOWN in found or op.type.startswith(_CALLS):
-        return _UNKNOWN
-    if _OTHER in found:
-        return _OTHER
-    if found <= {_CONSTANT, _SIZE}:
-        return _SIZE
-    if op.type in ("Mean", "Sum") and kinds[0] == _DATA:
-        if not _reduces_samples(op):
-            return _DATA
-        if op.inputs[0].shape[0] is not None:
-            known[_CONSTANT] = True  # the number of samples is one
-        return _MEAN if op.type == "Mean" else _SUM
-    numbers = found & {_MEAN, _SUM}
-    if not numbers:
-        is_scalar = op.outputs and op.outputs[0].shape.rank == 0
-        return _OTHER if is_scalar else _DATA
-    sizes = {_SIZE, _CONSTANT} if _CONSTANT in known else {_SIZE}
-    if op.type in _QUOTIENTS and kinds[0] == _SUM and kinds[1] in sizes:
-        return _MEAN
-    if found <= {_CONSTANT, _MEAN} or found <= {_CONSTANT, _SUM}:
-        (number,) = numbers
-        if op.type in _LINEAR or op.type in ("Mean", "Sum"):
-            return number
-        is_multiple = op.type == "Mul" and _CONSTANT in kinds
-        if is_multiple or (op.type in _QUOTIENTS and kinds[1] == _CONSTANT):
-            return number
-    return _OTHER
+class _Walk:
+    """A walk from a loss to what it was made of."""
+
+    def __init__(self, graph, data, reduced):
+        leaves = tf.nest.flatten(data, expand_composites=True)
+        leaves = [
+            leaf
+            for leaf in leaves
+            if getattr(leaf, "graph", None) is graph and leaf.shape.rank
+        ]
+        # What operations return, by their names.
+        self._known: dict = {leaf.op.name: 0 for leaf in leaves}
+        # Keras's losses look behind an activation, for the logits.
+        self._known |= {
+            leaf.op.inputs[0].op.name: 0
+            for leaf in leaves
+            if leaf.op.type in _ACTIVATIONS
+        }
+        self._knows_data = bool(self._known)
+        self._known |= {tensor.op.name: kind for tensor, kind in reduced}
+        # What a mean may divide by, if the number of samples is a constant.
+        self._sizes = {leaf.shape[0] for leaf in leaves} - {None}
+
+    def kind_of(self, tensor):
+        # A model may be thousands of operations deep: no recursion.
+        known = self._known
+        waiting = [] if tensor.op.name in known else [tensor.op]
+        while waiting:
+            op = waiting[-1]
+            if op.name not in known:
+                known[op.name] = UNKNOWN  # a loop
+                waiting += [
+                    each.op for each in op.inputs if each.op.name not in known
+                ]
+            else:
+                known[op.name] = self._kind_of(op)
+                waiting.pop()
+        return known[tensor.op.name]
+
+    def _kind_of(self, op):
+        kinds = [self._known[each.op.name] for each in op.inputs]
+        found = set(kinds)
+        if op.type == "Placeholder":
+            return self._kind_of_placeholder(op.outputs[0].shape)
+        if op.type in _FETCHES:
+            return 0
+        if op.type in _SHAPES:
+            return _SIZE if found - {_CONSTANT} else _CONSTANT
+        if op.type == "ReadVariableOp" or found <= {_CONSTANT}:
+            return _CONSTANT
+        if op.type == "Where":  # which elements are chosen depends on the data
+            return OTHER
+        if UNKNOWN in found or op.type.startswith(_CALLS):
+            return UNKNOWN
+        if OTHER in found:
+            return OTHER
+        if found <= {_CONSTANT, _SIZE}:
+            return _CONSTANT if _is_other_size(op) else _SIZE
+        if found & {MEAN, SUM, SHIFTED, PARTS, UNSURE}:
+            return self._kind_of_reduced(op, kinds)
+        if op.type in _REDUCTIONS:
+            return self._kind_of_reduction(op, kinds[0])
+        if op.type in _PRODUCTS:
+            return _kind_of_product(op, kinds)
+        if op.type in _BROADCASTS:
+            return _kind_of_broadcast(op, kinds)
+        return _kind_of_data(op, kinds)
+
+    def _kind_of_placeholder(self, shape):
+        if shape.rank == 0:  # a number of a loop
+            return _CONSTANT if self._knows_data else _SIZE
+        is_fixed = shape.rank is not None and shape[0] is not None
+        # What is fixed next to the data comes from outside of the function.
+        return _CONSTANT if self._knows_data and is_fixed else 0
+
+    def _kind_of_reduction(self, op, axis):
+        source, result = op.inputs[0].shape, op.outputs[0].shape
+        axes = _axes(op.inputs[1], source.rank)
+        if axes is None and result.rank != 0:
+            return UNKNOWN
+        if result.rank == 0 or axis in axes:
+            if source.rank and source[axis] is not None:
+                self._sizes |= {source[axis], source.num_elements()}
+            return {"Mean": MEAN, "Sum": SUM}.get(op.type, OTHER)
+        if op.type not in _ARGUMENTS and op.get_attr("keep_dims"):
+            return axis
+        return axis - sum(0 <= each < axis for each in axes)
+
+    def _kind_of_reduced(self, op, kinds):
+        """Of an operation on what was averaged or summed, and on others."""
+        if op.type in _MOVES:
+            kinds = [kind for kind in kinds if kind != _SIZE]
+        found = {*kinds} - {_CONSTANT}
+        if op.type in _SUMS and found <= {0, MEAN, SHIFTED} and len(found) > 1:
+            return SHIFTED
+        if op.type in _QUOTIENTS and kinds == [SUM, _SIZE]:
+            return MEAN
+        if len(found) > 1:
+            return OTHER
+        (kind,) = found
+        if op.type in ("Mean", "Sum"):
+            if kind in (MEAN, SUM) or not _reduces_first(op):
+                return kind
+            return _OF_SAMPLES.get((op.type, kind), OTHER)
+        if kind == SUM and op.type in _SUMS and _CONSTANT in kinds:
+            return OTHER  # a penalty, which is no sum
+        if op.type in _LINEAR or (op.type == "Mul" and _CONSTANT in kinds):
+            return kind
+        if op.type in _QUOTIENTS and kinds[1] == _CONSTANT:
+            # A product of sizes is not known as a number.
+            sizes = self._sizes and {None, *self._sizes}
+            is_mean = kind == SUM and _number(op.inputs[1]) in sizes
+            return MEAN if is_mean else kind
+        return OTHER
 
 
-def _reduces_samples(op):
-    """Whether a reduction leaves no axis of samples."""
-    if op.outputs[0].shape.rank == 0:
-        return True
-    axes = tf.get_static_value(op.inputs[1])
-    rank = op.inputs[0].shape.rank
-    return axes is not None and (
-        0 in axes or (rank is not None and -rank in axes)
+def _is_other_size(op):
+    """Whether it takes from a shape another size than that of the samples."""
+    if op.type != "StridedSlice" or op.inputs[0].op.type not in _SHAPES:
+        return False
+    begin = tf.get_static_value(op.inputs[1])
+    return begin is not None and begin[0] != 0
+
+
+def _number(tensor):
+    """Returns the constant that a tensor is, or `None`."""
+    while tensor.op.type == "Cast":
+        tensor = tensor.op.inputs[0]
+    value = tf.get_static_value(tensor)
+    if value is None and tensor.op.type == "StridedSlice":  # of a shape
+        source, begin, *_ = map(tf.get_static_value, tensor.op.inputs)
+        is_item = source is not None and begin is not None and begin.size == 1
+        value = source[begin] if is_item else None
+    return None if value is None or value.size != 1 else value.item()
+
+
+def _reduces_first(op):
+    axes = _axes(op.inputs[1], op.inputs[0].shape.rank)
+    return op.outputs[0].shape.rank == 0 or axes is None or 0 in axes
+
+
+def _axes(tensor, rank):
+    """Returns the axes that a tensor holds, from the left, or `None`."""
+    axes = tf.get_static_value(tensor)
+    if axes is None:
+        return None
+    axes = axes.flatten().tolist()
+    return {each + (rank or 0) * (each < 0) for each in axes}
+
+
+# -- operations on data, sizes and constants -----------------------------------
+
+
+def _kind_of_broadcast(op, kinds):
+    """Data that meet along other axes than that of the samples are pairs."""
+    inputs = [*zip(op.inputs, kinds, strict=True)]
+    data = [(each.shape.rank, kind) for each, kind in inputs if kind in _AXES]
+    rank = op.outputs[0].shape.rank
+    if rank is None or None in dict(data):
+        return UNKNOWN if any(axis for _, axis in data) else 0
+    places = {rank - axis for rank, axis in data}  # from the right
+    if len(places) > 1:
+        return OTHER
+    axis = rank - places.pop()
+    if op.type not in ("Mul", *_QUOTIENTS):
+        return axis
+    if any(kind == _SIZE and each.shape.rank == 0 for each, kind in inputs):
+        is_quotient = op.type != "Mul" and kinds[1] == _SIZE
+        return PARTS if is_quotient else UNKNOWN
+    shape = op.outputs[0].shape
+    sizes = {shape[axis], shape.num_elements()} - {None, 1}
+    is_size = op.type != "Mul" and _number(op.inputs[1]) in sizes
+    return UNSURE if is_size else axis
+
+
+def _kind_of_product(op, kinds):
+    equation = _equation(op)
+    if equation is None or "." in equation:
+        return UNKNOWN if {*kinds} - {0, _CONSTANT} else 0
+    inputs, output = equation.split("->")
+    inputs = inputs.split(",")
+    letters = {
+        each[kind]
+        for each, kind in zip(inputs, kinds, strict=True)
+        if kind in _AXES
+    }
+    if len(letters) > 1:  # pairs
+        return OTHER
+    (letter,) = letters
+    if letter in output:
+        return output.index(letter)
+    # Next to constants, each sample has a weight of its own.
+    return SUM if {*kinds} <= _AXES or len(inputs) == 1 else OTHER
+
+
+def _equation(op):
+    """Returns a product in the notation of `einsum`, or `None`."""
+    if op.type == "Einsum":
+        return op.get_attr("equation").decode()
+    ranks = [each.shape.rank for each in op.inputs]
+    if None in ranks:
+        return None
+    is_single = op.type == "MatMul"
+    names = ("transpose_a", "transpose_b") if is_single else ("adj_x", "adj_y")
+    left, right = (
+        _BATCH[8 - rank :] + (pair[::-1] if op.get_attr(name) else pair)
+        for rank, name, pair in zip(ranks, names, ("ij", "jk"), strict=True)
     )
+    return f"{left},{right}->{_BATCH[8 - max(ranks) :]}ik"
+
+
+def _kind_of_data(op, kinds):
+    axes = {kind for kind in kinds if kind in _AXES}
+    if len(axes) > 1:
+        return UNKNOWN
+    (axis,) = axes
+    source, result = op.inputs[kinds.index(axis)].shape, op.outputs[0].shape
+    if _goes_along(op, kinds, axis, source.rank):
+        return OTHER
+    if op.type == "Transpose":
+        order = tf.get_static_value(op.inputs[1])
+        return UNKNOWN if order is None else [*order].index(axis)
+    if op.type in ("ExpandDims", "Pack") and result.rank is not None:
+        is_pack = op.type == "Pack"
+        place = op.get_attr("axis") if is_pack else op.inputs[1]
+        axes = _axes(tf.constant(place) if is_pack else place, result.rank)
+        return UNKNOWN if axes is None else axis + (min(axes) <= axis)
+    if axis == 0 and op.type == "StridedSlice":
+        if op.get_attr("shrink_axis_mask") & 1:  # one sample
+            return OTHER
+        return op.get_attr("new_axis_mask") & 1
+    is_new = result.rank and result[0] not in (None, source[0])
+    if op.type == "Reshape" and axis == 0 and is_new and result[0] == 1:
+        return 1 if result.rank > 1 else UNKNOWN
+    if result.rank == 0:
+        return OTHER
+    if axis == 0:
+        return UNKNOWN if is_new else 0
+    return axis if source.rank == result.rank else UNKNOWN
+
+
+def _goes_along(op, kinds, axis, rank):
+    """Whether it compares, chooses or moves samples, along their axis."""
+    if op.type in _ALONG_LAST:
+        return rank is not None and axis == rank - 1
+    if op.type not in _ALONG or kinds[0] != axis:
+        return False
+    if op.type == "GatherV2" and op.get_attr("batch_dims"):
+        return False
+    axes = _axes(op.inputs[_ALONG[op.type]], rank)
+    return axes is not None and axis in axes

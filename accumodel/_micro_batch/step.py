@@ -131,6 +131,8 @@ class Step:
         self.widths = widths
         # What the losses reduced, see `LossWeights`. `None` before that.
         self.reductions: list | None = None
+        # Their inputs, outputs, targets and sample weights.
+        self.loss_data: typing.Any = None
         self._graph = current_graph()
         self._called: set = set()
 

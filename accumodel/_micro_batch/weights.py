@@ -21,13 +21,28 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas
-from accumodel._micro_batch.scalar_losses import is_no_mean, is_sum
+from accumodel._micro_batch import scalar_losses
 from accumodel._micro_batch.split import count_samples, first_leaf
 from accumodel._micro_batch.step import current_step
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 _SUMS = ("sum", "none", None)
+
+# What a sum and a mean make of what a loss is made of.
+_SUM_OF = {
+    scalar_losses.SAMPLES: scalar_losses.SUM,
+    scalar_losses.PARTS: scalar_losses.MEAN,
+    scalar_losses.UNSURE: scalar_losses.OTHER,
+}
+_MEAN_OF = {
+    scalar_losses.SAMPLES: scalar_losses.MEAN,
+    scalar_losses.PARTS: scalar_losses.OTHER,
+    scalar_losses.UNSURE: scalar_losses.MEAN,
+}
+# What is a sum over samples, if it is added up.
+_SUMMABLE = (scalar_losses.SAMPLES, scalar_losses.SHIFTED, scalar_losses.SUM)
 
 # The weight of a micro-batch in which nothing counts. It changes nothing next
 # to other weights, and a cycle of nothing else still divides by something.
@@ -71,13 +86,18 @@ class LossWeights:
         )
 
     @contextlib.contextmanager
-    def watch(self, scales):
-        """While it is open, records what the losses that are called reduce."""
+    def watch(self, data, scales):
+        """While it is open, records what the losses that are called reduce.
+
+        Args:
+            data: Tuple `(x, y, y_pred, sample_weight)` of the micro-batch.
+            scales: See `recorded_reductions`.
+        """
         with private_names.recorded_reductions(scales) as reductions:
             yield
         step = current_step()
         if step is not None:
-            step.reductions = reductions
+            step.reductions, step.loss_data = reductions, data
 
     def weight(self, plan, data):
         """Returns the weight of the micro-batch that was last computed.
@@ -105,10 +125,15 @@ class LossWeights:
             )
         reductions, unseen = self._that_count(reductions)
         for each in reductions:
-            self._warn_of_single(each, data)
-        divisors = [self._divisor(each, data) for each in reductions]
+            self._warn_of_values(each, data)
+        divisors = [
+            divisor
+            for each in reductions
+            for divisor in self._divisors(each, data)
+        ]
         divisors += [Divisor(None, _SAMPLES)] * unseen
         sources = {divisor.source for divisor in divisors}
+        self._warn_of_added(is_sum=sources == {None})
         # A vector that `add_loss` was given is summed up by Keras.
         vectors = summed_losses(self._model, data)
         if vectors:
@@ -157,8 +182,10 @@ class LossWeights:
         weights = []
         for each in reductions:
             known = each.reduction in (*_MEANS, *_SUMS)
-            divisor = self._divisor(each, data) if known else None
-            if divisor is None or divisor.source == _SAMPLES:
+            divisors = self._divisors(each, data) if known else []
+            divisor = divisors[0] if divisors else Divisor(None, _SAMPLES)
+            sources = {other.source for other in divisors} | {divisor.source}
+            if len(sources) > 1 or divisor.source == _SAMPLES:
                 weights.append(samples)
             elif divisor.source is not None:
                 weights.append(_nonzero(divisor.value, samples))
@@ -225,6 +252,27 @@ class LossWeights:
             f"`micro_batch_weight`. Received: loss={losses}",
         )
 
+    def _warn_of_added(self, is_sum):
+        """Warns if `add_loss` was given what is no mean over samples."""
+        if trained_norms(self._model):
+            return  # after these, nothing is known to be a mean
+        wrong = {scalar_losses.OTHER} | (
+            set() if is_sum else {scalar_losses.SUM}
+        )
+        for each in added_losses(self._model):
+            data = current_step().loss_data
+            kind = scalar_losses.kind_of(each, data)
+            if kind in wrong:
+                self._warn(
+                    "added",
+                    "`add_loss` was given something that is not a mean over "
+                    "samples, such as a sum, or a product of means, and "
+                    "micro-batches average it over samples. Divide a sum by "
+                    "the number of samples. Compute anything else in "
+                    "`compute_loss`, from what the model returns, with "
+                    f"`gradient_cache=True`. Received: {each}",
+                )
+
     def _warn_of_scalars_next_to_sums(self, vectors):
         scalars = len(self._model.losses) - vectors
         if scalars:
@@ -241,7 +289,7 @@ class LossWeights:
         added = added_losses(self._model)
         if any(is_single(tf.convert_to_tensor(each), data) for each in added):
             self._warn(
-                "added",
+                "added means",
                 "The compiled loss is averaged over a mask or sample weights, "
                 "and a scalar of `add_loss`, such as an activity regularizer, "
                 "is a mean over samples: no single weight is exact for both. "
@@ -249,11 +297,10 @@ class LossWeights:
                 "Override `micro_batch_weight` if the samples matter more.",
             )
 
-    def _warn_of_single(self, reduction, data):
-        """Warns if a loss that is one number is no mean over samples."""
-        values, sample_weight, _, kind = reduction
-        if not is_single(values, data):
-            return
+    def _warn_of_values(self, reduction, data):
+        """Warns if a loss is neither one per sample nor a mean of these."""
+        values, sample_weight = reduction.values, reduction.sample_weight
+        kind = self._kind(reduction, data)
         if values.shape.rank == 0 and sample_weight is not None:
             self._warn(
                 "scalar",
@@ -262,44 +309,107 @@ class LossWeights:
                 "and of the weights, which micro-batches cannot reproduce. "
                 "Return one loss per sample instead.",
             )
-        is_right = kind in _SUMS and is_sum(values)
-        if "whole batch" not in self._warned and not is_right:
-            self._warn_unless_mean(values, "A compiled loss")
+        made = _made_by(reduction.reduction).get(kind, kind)
+        if made == scalar_losses.OTHER and "whole batch" not in self._warned:
+            self._warn_of_no_mean(values, "A compiled loss")
 
-    def warn_of_result(self, loss):
-        """Warns if the result of a custom `compute_loss` is no mean."""
-        if "custom" not in self._warned:
-            self._warn_unless_mean(loss, "The custom `compute_loss`")
+    def is_sum(self, loss, data):
+        """Whether the result of a custom `compute_loss` is a sum over samples.
 
-    def _warn_unless_mean(self, value, what):
-        if is_no_mean(value):
-            self._warn(
-                "no mean",
-                f"{what} returns one number that is not a mean over samples, "
-                "such as a sum, a quotient of sums or a root, and "
-                "micro-batches average it over samples. Return one loss per "
-                "sample. Or use `gradient_cache=True`, or override "
-                "`micro_batch_weight` to return what the loss is divided by "
-                f"(`None` for a sum). Received: {value.op.name} of type "
-                f"{value.op.type}",
-            )
+        Keras sums one loss per sample. Warns if it is no mean either.
+
+        Args:
+            loss: Tensor.
+            data: Tuple `(x, y, y_pred, sample_weight)` of the micro-batch.
+        """
+        kind = scalar_losses.kind_of(loss, data)
+        if kind == scalar_losses.UNKNOWN:
+            kind = _guess(loss, data)
+        if kind == scalar_losses.OTHER and "custom" not in self._warned:
+            self._warn_of_no_mean(loss, "The custom `compute_loss`")
+        return kind in _SUMMABLE
+
+    def _warn_of_no_mean(self, value, what):
+        number = (
+            "one number that is not a mean over samples"
+            if value.shape.num_elements() == 1
+            else "values that are neither one loss per sample nor means over "
+            "samples"
+        )
+        self._warn(
+            "no mean",
+            f"{what} returns {number}, such as a quotient of sums, a root, or "
+            "a loss that is divided by a statistic of the batch or compares "
+            "samples, and micro-batches average it over samples. Return one "
+            "loss per sample, which depends on no other sample. Or use "
+            "`gradient_cache=True`, or override `micro_batch_weight` to return "
+            "what the loss is divided by (`None` for a sum). Received: a loss "
+            f"of shape {value.shape}",
+        )
+
+    def _kind(self, reduction, data):
+        """Returns what the values of a loss are, see `scalar_losses`.
+
+        `UNKNOWN` only if it is one number.
+        """
+        values, step = reduction.values, current_step()
+        leaves = data if step is None else step.loss_data
+        inner = [
+            (each.result, self._kind_of_result(each, data))
+            for each in reduction.inner
+            if each.reduction not in ("none", None)
+        ]
+        kind = scalar_losses.kind_of(values, leaves, inner)
+        if kind == scalar_losses.UNKNOWN and not is_single(values, data):
+            kind = _guess(values, leaves)
+        if kind != scalar_losses.SHIFTED:
+            return kind
+        is_weighed = (reduction.sample_weight, reduction.mask) != (None, None)
+        return scalar_losses.OTHER if is_weighed else scalar_losses.SAMPLES
+
+    def _kind_of_result(self, reduction, data):
+        kind = self._kind(reduction, data)
+        return _made_by(reduction.reduction).get(kind, kind)
+
+    def _divisors(self, reduction, data):
+        """Returns the divisors of a loss, several if it combines others."""
+        kind = self._kind(reduction, data)
+        if reduction.inner and kind == scalar_losses.UNKNOWN:
+            return [
+                divisor
+                for each in reduction.inner
+                for divisor in self._divisors(each, data)
+            ]
+        if reduction.inner and kind == scalar_losses.MEAN:
+            # A sum in it was divided by hand.
+            return [
+                Divisor(None, _SAMPLES) if divisor.source is None else divisor
+                for each in reduction.inner
+                for divisor in self._divisors(each, data)
+            ]
+        return [self._divisor(reduction, data)]
 
     def _divisor(self, reduction, data):
-        values, sample_weight, mask, kind = reduction
-        if kind not in (*_MEANS, *_SUMS):
+        values, sample_weight, mask, name, *_ = reduction
+        if name not in (*_MEANS, *_SUMS):
             raise ValueError(
                 "accumodel does not know what a loss with this reduction is "
                 "divided by. Override `micro_batch_weight` to say so. "
-                f"Received: reduction={kind!r}"
+                f"Received: reduction={name!r}"
             )
-        # One number stays as it is, whatever the reduction.
-        if is_single(values, data) and not (kind in _SUMS and is_sum(values)):
+        kind = self._kind(reduction, data)
+        if kind == scalar_losses.SUM:
+            return Divisor(None, None)
+        is_data = kind in (scalar_losses.SAMPLES, scalar_losses.UNSURE)
+        if not is_data or is_single(values, data):
             return Divisor(None, _SAMPLES)
-        if kind in _SUMS:
+        if name in _SUMS and kind == scalar_losses.UNSURE:
+            return Divisor(None, _SAMPLES)
+        if name in _SUMS:
             return Divisor(None, None)
         dtype = "float64" if values.dtype == "float64" else "float32"
         weighed = mask is not None or sample_weight is not None
-        if kind == "mean_with_sample_weight" and weighed:
+        if name == "mean_with_sample_weight" and weighed:
             value = private_names.sum_of_weights(sample_weight, mask, dtype)
             # What `evaluate` was given is not known.
             step = current_step()
@@ -320,7 +430,7 @@ class LossWeights:
             each
             for each in reductions
             if each.reduction in _MEANS
-            and self._divisor(each, data).source != _SAMPLES
+            and {d.source for d in self._divisors(each, data)} - {_SAMPLES}
         ]
         if self._model.loss is not None:
             unseen += [each for each in reductions if each.reduction == "sum"]
@@ -374,6 +484,27 @@ def is_single(values, data):
     return values.shape.rank == 0 or (
         values.shape.num_elements() == 1 and not is_one_sample
     )
+
+
+def _made_by(reduction):
+    return _SUM_OF if reduction in _SUMS else _MEAN_OF
+
+
+def _guess(loss, data):
+    """Returns what a loss seems to be made of, if its shape is all there is.
+
+    An axis of samples is as long as that of the data, or as all steps of all
+    samples.
+    """
+    shape = loss.shape
+    if shape.rank == 0 or shape.num_elements() == 1:
+        return scalar_losses.UNKNOWN
+    leaves = filter(tf.is_tensor, tf.nest.flatten(data, expand_composites=True))
+    sizes = {leaf.shape[0] for leaf in leaves if leaf.shape.rank}
+    fits = any(size and shape[0] % size == 0 for size in sizes if shape[0])
+    if shape[0] is None or not sizes or fits:
+        return scalar_losses.SAMPLES
+    return scalar_losses.OTHER
 
 
 def added_losses(model):
