@@ -16,7 +16,11 @@ from accumodel._update.accumulators import HOOKS
 _FEW_SAMPLES = 8
 
 # What draws which samples to mix.
-_MIXING = (keras.layers.CutMix, keras.layers.MixUp)
+_MIXING = tuple(
+    getattr(keras.layers, name)
+    for name in ("CutMix", "MixUp", "Mosaic")  # the last from Keras 3.16 on
+    if hasattr(keras.layers, name)
+)
 
 # Of states with more elements, such as codebooks, only the norm is compared.
 _MANY = 2**14
