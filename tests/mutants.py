@@ -957,8 +957,8 @@ MUTANTS = [
     Mutant(
         "weights are cut off",
         "_micro_batch/trimming.py",
-        "if is_cut:  # no weight is cut off",
-        "if False:",
+        "ends += [_ends(leaf, 0) for leaf, is_cut in weights if is_cut]",
+        "ends += []",
         "test_trim_padding.py",
     ),
     Mutant(
@@ -976,10 +976,38 @@ MUTANTS = [
         "test_trim_padding.py",
     ),
     Mutant(
-        "a weight of zero hides that padding is seen",
+        "a small weight hides that padding is seen",
         "_micro_batch/trimming.py",
-        "zeros = _instead_of_zeros(model)",
-        "zeros = []",
+        "self._weights = _ordinary_weights(model)",
+        "self._weights = []",
+        "test_trim_padding.py",
+    ),
+    Mutant(
+        "padding is looked for in predictions only",
+        "_micro_batch/trimming.py",
+        "for training in (True, False):",
+        "for training in (False,):",
+        "test_trim_padding.py",
+    ),
+    Mutant(
+        "another input is cut whatever it holds",
+        "_micro_batch/trimming.py",
+        "if check.change(padded)[0]:",
+        "if False:",
+        "test_trim_padding.py",
+    ),
+    Mutant(
+        "all words that the check feeds are the same",
+        "_micro_batch/trimming.py",
+        "else 4 for name in names]",
+        "else 2 for name in names]",
+        "test_trim_padding.py",
+    ),
+    Mutant(
+        "targets are cut off that are not ignored",
+        "_micro_batch/trimming.py",
+        "ends += [_ends(leaf, each) for each in ignored if is_cut]",
+        "ends += []",
         "test_trim_padding.py",
     ),
     Mutant(

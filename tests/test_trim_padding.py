@@ -101,6 +101,31 @@ def with_a_mask(model_class):
     return model_class(inputs, keras.layers.Dense(3)(x))
 
 
+def unmasked_tagger(model_class):
+    inputs = ids()
+    x = keras.layers.Embedding(WORDS, 6)(inputs)
+    return model_class(inputs, keras.layers.Dense(3)(x))
+
+
+class Positions(keras.layers.Layer):
+    """Adds one of 60 vectors to each position."""
+
+    supports_masking = True
+
+    def build(self, shape):
+        self.vectors = self.add_weight((LENGTH, shape[-1]))
+
+    def call(self, inputs):
+        places = tf.range(tf.shape(inputs)[1])
+        return inputs + tf.gather(self.vectors, places)
+
+
+def positions(model_class):
+    inputs = ids()
+    x = Positions()(embedded(inputs))
+    return model_class(inputs, keras.layers.Dense(3)(x))
+
+
 def subclassed(model_class):
     class Subclassed(model_class):
         def __init__(self):
@@ -302,7 +327,7 @@ def test_widths_that_differ_from_batch_to_batch():
         (AccumulatingModel, {"micro_batch_size": 3, "trim_padding": 0}),
     ):
         keras.utils.set_random_seed(0)
-        model = tagger(model_class)
+        model = positions(model_class)
         model.compile(keras.optimizers.SGD(0.5), cross_entropy(), **kwargs)
         spec = tf.TensorSpec((None, None), tf.int64)
         batches = tf.data.Dataset.from_generator(
@@ -313,6 +338,139 @@ def test_widths_that_differ_from_batch_to_batch():
             output_signature=(spec, spec),
         ).apply(tf.data.experimental.assert_cardinality(3))
         model.fit(batches, shuffle=False, verbose=0)
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
+def words_on():
+    """Of a second sequence: real words up to the end."""
+    return np.where(np.arange(LENGTH) < 20, words(), 7)
+
+
+def two_towers(model_class):
+    inputs = {"ids": ids(), "other": keras.Input((None,), name="other")}
+    towers = [
+        keras.layers.GlobalAveragePooling1D()(embedded(each))
+        for each in inputs.values()
+    ]
+    x = keras.layers.concatenate(towers)
+    return model_class(inputs, keras.layers.Dense(2)(x))
+
+
+def a_sum_of_features(model_class):
+    inputs = {"ids": ids(), "features": keras.Input((None, 3), name="features")}
+    x = keras.layers.GlobalAveragePooling1D()(embedded(inputs["ids"]))
+    features = keras.ops.sum(inputs["features"], 1) / LENGTH
+    x = keras.layers.concatenate([x, features])
+    return model_class(inputs, keras.layers.Dense(2)(x))
+
+
+def encoder_and_decoder(model_class):
+    inputs = {"ids": ids(), "other": keras.Input((None,), name="other")}
+    x, y = map(embedded, inputs.values())
+    y = keras.layers.MultiHeadAttention(2, 3)(y, x, use_causal_mask=True)
+    y = keras.layers.GlobalAveragePooling1D()(y, mask=inputs["other"] != 0)
+    return model_class(inputs, keras.layers.Dense(2)(y))
+
+
+def last_word(model_class):
+    """Padded with the last word of the vocabulary, as GPT-2 may be."""
+    inputs = ids()
+    x = keras.layers.Embedding(WORDS, 6)(inputs)
+    x = keras.layers.GlobalAveragePooling1D()(x, mask=inputs != WORDS - 1)
+    return model_class(inputs, keras.layers.Dense(2)(x))
+
+
+def with_a_scalar(model_class):
+    class Scaled(model_class):
+        def __init__(self):
+            super().__init__()
+            self.layer = keras.layers.Embedding(WORDS, 2, mask_zero=True)
+            self.pool = keras.layers.GlobalAveragePooling1D()
+
+        def call(self, inputs):
+            return inputs["scale"] * self.pool(self.layer(inputs["ids"]))
+
+    return Scaled()
+
+
+def normalized_samples(model_class):
+    inputs = ids()
+    x = keras.layers.GlobalAveragePooling1D()(embedded(inputs))
+    x = keras.layers.BatchNormalization()(x)
+    return model_class(inputs, keras.layers.Dense(2)(x))
+
+
+def ignoring(padding):
+    """Targets with a class to ignore; one that counts is where ids are 0."""
+    targets = np.where(used(), of_words(), padding)
+    targets[3, LENGTH - 2] = 2
+    return targets
+
+
+# The model, its inputs, and other arguments.
+EXACT = {
+    "two towers": (two_towers, {"ids": words(), "other": words_on()}, {}),
+    "two towers that are padded": (
+        two_towers,
+        {"ids": words(), "other": np.roll(words(), 3, 0)},
+        {},
+    ),
+    "a sum of features": (
+        a_sum_of_features,
+        {"ids": words(), "features": np.repeat(words_on()[..., None], 3, 2)},
+        {},
+    ),
+    "an encoder and a decoder": (
+        encoder_and_decoder,
+        {"ids": words(), "other": np.roll(words(), 3, 0)},
+        {},
+    ),
+    "padding by the last word": (
+        last_word,
+        words(WORDS - 1),
+        {"trim_padding": WORDS - 1},
+    ),
+    "a scalar": (
+        with_a_scalar,
+        {"ids": words(), "scale": np.array(2.0, "float32")},
+        {},
+    ),
+    "samples that are normalized": (
+        normalized_samples,
+        words(),
+        {"micro_batch_size": SAMPLES},
+    ),
+    "a class to ignore": (
+        unmasked_tagger,
+        words(),
+        {
+            "y": ignoring(-1),
+            "loss": keras.losses.SparseCategoricalCrossentropy(
+                from_logits=True, ignore_class=-1
+            ),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(EXACT))
+def test_nothing_is_cut_off_that_counts(name):
+    make, x, arguments = EXACT[name]
+    arguments = {"loss": cross_entropy(), **arguments}
+    y = arguments.pop("y", of_samples())
+    ours = {"micro_batch_size": 5, "trim_padding": "ids"}
+    if not isinstance(x, dict):
+        ours["trim_padding"] = 0
+    ours |= {key: arguments.pop(key) for key in [*ours] if key in arguments}
+    models = []
+    for model_class, kwargs in ((keras.Model, {}), (AccumulatingModel, ours)):
+        keras.utils.set_random_seed(0)
+        model = make(model_class)
+        optimizer = keras.optimizers.SGD(0.5)
+        model.compile(optimizer, run_eagerly=True, **arguments, **kwargs)
+        for _ in range(2):
+            model.train_on_batch(x, y)
         models.append(model)
     assert distance(*models) < 1e-6
 
@@ -398,16 +556,6 @@ def test_padding_on_the_left_is_not_cut():
 # -- refusals --------------------------------------------------------------
 
 
-def two_sequences(model_class):
-    inputs = {
-        name: keras.Input((None,), dtype="bool", name=name)
-        for name in ("encoder_mask", "decoder_mask")
-    }
-    x = keras.layers.Lambda(lambda x: tf.cast(x, "float32")[..., None])
-    parts = [keras.layers.LSTM(2)(x(each)) for each in inputs.values()]
-    return model_class(inputs, keras.layers.Dense(2)(sum(parts)))
-
-
 def a_mean_of_all(model_class):
     inputs = ids()
     x = keras.layers.Embedding(WORDS, 6)(inputs)
@@ -430,6 +578,74 @@ def half_as_wide(model_class):
     return model_class(inputs, keras.layers.MaxPooling1D(2)(x))
 
 
+def one_less(model_class):
+    inputs = ids()
+    x = keras.layers.Dense(3)(keras.layers.Embedding(WORDS, 6)(inputs))
+    return model_class(inputs, x[:, :-1])
+
+
+class Sees(keras.layers.Layer):
+    """Adds what is nearly nothing before training, or in one mode."""
+
+    supports_masking = True
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.norm = keras.layers.BatchNormalization()
+        self.dense = keras.layers.Dense(6)
+        small = keras.initializers.Constant(1e-6)
+        self.scale = self.add_weight((6,), small, name="scale")
+        self.mean = self.add_weight((), "zeros", trainable=False, name="mean")
+
+    def build(self, shape):
+        self.norm.build(shape)
+        self.dense.build(shape)
+
+    def call(self, inputs, training=False, mask=None):
+        x = inputs + 0  # which has no mask
+        ops = keras.ops
+        if self.kind == "a small scale":
+            x += self.scale * ops.mean(x, 1, keepdims=True)
+        if self.kind == "a soft mask":
+            scores = ops.matmul(self.dense(x), ops.transpose(x, (0, 2, 1)))
+            scores -= 9.0 * ops.cast(~mask, "float32")[:, None]
+            x = ops.matmul(ops.softmax(scores), x)
+        if self.kind == "batch normalization":
+            x = self.norm(x, training=training)
+        if self.kind == "a loss" and training:
+            self.add_loss(ops.mean(x**2))
+        if self.kind == "a state" and training:
+            self.mean.assign(ops.mean(x))
+        if self.kind == "prediction" and not training:
+            x += ops.mean(x, 1, keepdims=True)
+        return x
+
+
+def seeing(kind):
+    def make(model_class):
+        inputs = ids()
+        x = keras.layers.Dropout(0.5)(Sees(kind)(embedded(inputs)))
+        x = keras.layers.GlobalAveragePooling1D()(x)
+        return model_class(inputs, keras.layers.Dense(2)(x))
+
+    return make
+
+
+# And whether it sees it in training.
+SEES = {
+    kind: (seeing(kind), kind != "prediction")
+    for kind in (
+        "a small scale",
+        "a soft mask",
+        "batch normalization",
+        "a loss",
+        "a state",
+        "prediction",
+    )
+}
+
+
 def fixed_width(model_class):
     inputs = ids(LENGTH)
     x = keras.layers.Flatten()(keras.layers.Embedding(WORDS, 6)(inputs))
@@ -442,12 +658,6 @@ def activity(model_class):
         WORDS, 6, mask_zero=True, activity_regularizer="l2"
     )
     return model_class(inputs, keras.layers.LSTM(2)(layer(inputs)))
-
-
-def unmasked_tagger(model_class):
-    inputs = ids()
-    x = keras.layers.Embedding(WORDS, 6)(inputs)
-    return model_class(inputs, keras.layers.Dense(3)(x))
 
 
 def custom(name):
@@ -488,7 +698,6 @@ def fourier(model_class):
     return model_class(inputs, keras.layers.Dense(2)(x))
 
 
-A_MASK = {"encoder_mask": used(), "decoder_mask": used()}
 UNWEIGHTED = {"metrics": ["accuracy"]}
 
 # The model, its data, other arguments of `compile`, and the message.
@@ -500,11 +709,6 @@ REFUSED = {
     "gradient_cache": (lstm, {"gradient_cache": True}, "`gradient_cache=True`"),
     "sync_batch_norm": (lstm, {"sync_batch_norm": True}, "`sync_batch_norm="),
     "slice_data": (custom("slice_data"), {}, "custom `slice_data`"),
-    "two sequences": (
-        two_sequences,
-        {"x": A_MASK, "trim_padding": "encoder_mask"},
-        "an encoder and of a decoder",
-    ),
     "ragged": (
         lstm,
         {"x": tf.RaggedTensor.from_tensor(words(), padding=0)},
@@ -518,7 +722,16 @@ REFUSED = {
     "Fourier transforms": (fourier, {}, "sees its padding"),
     "a mean without a mask": (a_mean_of_all, {}, "sees its padding"),
     "a convolution": (convolution, {}, "sees its padding"),
-    "half as wide": (half_as_wide, {}, "sees its padding"),
+    "half as wide": (half_as_wide, {}, "as wide as the inputs"),
+    "one position less": (one_less, {}, "no last position"),
+    **{
+        f"{name} that sees padding": (
+            make,
+            {"micro_batch_size": 10},
+            f"training={training}",
+        )
+        for name, (make, training) in SEES.items()
+    },
     "an activity regularizer": (activity, {}, "sees its padding"),
     "a fixed width": (fixed_width, {}, r"with `keras.Input\(\(None,\)\)`"),
     "targets without weights": (
@@ -530,6 +743,11 @@ REFUSED = {
         unmasked_tagger,
         {"y": of_words(), "sample_weight": np.ones(SAMPLES)},
         "Feed a `sample_weight` of shape",
+    ),
+    "metrics that ignore masks": (
+        tagger,
+        {"y": of_words(), "metrics": [keras.metrics.MeanIoU(3)]},
+        r"metrics that ignore masks, \['mean_io_u",
     ),
     "metrics without weights": (
         unmasked_tagger,

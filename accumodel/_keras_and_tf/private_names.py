@@ -193,9 +193,12 @@ def _call(self, y_true, y_pred, sample_weight=None):
         return _losses.originals["__call__"](
             self, y_true, y_pred, sample_weight
         )
+    # Targets that a loss ignores are masked, see `Ordered`.
+    ignores = getattr(self, "ignore_class", None) is not None
+    is_masked = ignores or mask_of(y_pred) is not None
     with (
         replaced(_thread, "reductions", []),
-        _cut_as(y_true, y_pred, sample_weight),
+        _cut_as(y_true, sample_weight, is_masked),
     ):
         loss = _losses.originals["__call__"](
             self, y_true, y_pred, sample_weight
@@ -309,19 +312,19 @@ def mark(target, width):
 
 
 @contextlib.contextmanager
-def _cut_as(y_true, y_pred, sample_weight, takes_mask=True):
+def _cut_as(y_true, sample_weight, is_masked, why="no mask"):
     """In it, what is reduced is padded if the targets were cut."""
     mark = getattr(y_true, "_cut_by_accumodel", None)
     if mark is not None:
         is_wide = getattr(sample_weight, "shape", ())[1:2] not in ((), (1,))
-        if not is_wide and (not takes_mask or mask_of(y_pred) is None):
+        if not is_wide and not is_masked:
             raise ValueError(
                 "With `trim_padding`, the losses and metrics of an output for "
                 "each position need weights that are 0 at padding: Keras "
                 "counts it otherwise. Feed a `sample_weight` of shape "
                 "`(samples, length)`, and compile `weighted_metrics` instead "
-                "of `metrics`. Or let the layers pass on a mask. Received: "
-                f"sample_weight={sample_weight} and no mask"
+                "of `metrics`. Or, for losses and means, let the layers pass "
+                f"on a mask. Received: sample_weight={sample_weight} and {why}"
             )
     with replaced(_thread, "mark", mark):
         yield
@@ -344,10 +347,16 @@ def _padded(values):
 
 
 def _update_metrics(self, y_true, y_pred, sample_weight=None):
-    # Only these look at masks.
-    means = keras.metrics.MeanMetricWrapper
-    takes_mask = all(isinstance(each, means) for each in self.metrics)
-    with _cut_as(y_true, y_pred, sample_weight, takes_mask):
+    # Only means look at masks.
+    others = [
+        each.name
+        for each in self.metrics
+        if not isinstance(each, keras.metrics.MeanMetricWrapper)
+    ]
+    is_masked = mask_of(y_pred) is not None
+    why = f"metrics that ignore masks, {others}" if is_masked else "no mask"
+    is_masked = is_masked and not others
+    with _cut_as(y_true, sample_weight, is_masked, why):
         padded_metrics.originals["update_state"](
             self, y_true, y_pred, sample_weight
         )

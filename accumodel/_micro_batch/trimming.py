@@ -16,6 +16,7 @@ import math
 import typing
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
@@ -24,8 +25,19 @@ from accumodel._micro_batch.step import current_step
 # Few widths, 16, 24, 32, 48 and so on: XLA compiles each.
 _WIDTHS = (*(n * 2**i for i in range(3, 10) for n in (2, 3)), 2**31 - 1)
 
-# Of the samples that the check feeds. Odd, so that no stride divides it.
-_LONGEST, _LONGEST_OF_ANY = 101, 65
+# Of the samples that the check feeds. Odd, so that no stride divides it, and
+# below 16, to which nothing is cut, if batches may be of any width.
+_LONGEST, _LONGEST_OF_ANY = 33, 15
+
+# What outputs may change by, in units of their standard deviation: they are
+# rounded otherwise. Or so much more than if all weights are.
+_ROUNDING = {
+    "bfloat16": 2e-2,
+    "float16": 5e-3,
+    "float32": 5e-6,
+    "float64": 1e-13,
+}
+_FACTOR = 8
 
 _CUSTOM = {
     "compute_gradients",
@@ -41,13 +53,16 @@ class Trimming(typing.NamedTuple):
 
     Args:
         place: Int. Which of the flat inputs says what is padding.
-        padding: What it holds there.
+        cut: List of bools. Whether each flat input is cut.
+        paddings: Dict. What a flat input holds where it is cut, by its place.
+            Where others are cut, they may hold anything: they are ignored.
         follows: Dict. Whether an output is as wide as that input, by the first
             key of the paths that its targets may have.
     """
 
     place: int
-    padding: typing.Any
+    cut: list
+    paddings: dict
     follows: dict
 
 
@@ -65,15 +80,12 @@ class Ordered:
         trimming = plan.trim(data)
         x, *others = keras.utils.unpack_x_y_sample_weight(data)
         inputs = keras.tree.flatten(x)
-        first = inputs[trimming.place]
-        width, follows = first.shape[1], trimming.follows
-        self._cut = [_is_wide(leaf, width) for leaf in inputs]
-        lengths = _ends(first, tf.cast(trimming.padding, first.dtype))
-        # Another sequence may be longer: nothing else is cut off but what is
-        # the same up to the end.
-        for leaf, is_cut in zip(inputs, self._cut, strict=True):
-            if is_cut and leaf is not first:
-                lengths = tf.maximum(lengths, _ends(leaf, leaf[:, -1:]))
+        width, follows = inputs[trimming.place].shape[1], trimming.follows
+        self._cut = [
+            is_cut and _is_wide(leaf, width)
+            for leaf, is_cut in zip(inputs, trimming.cut, strict=True)
+        ]
+        ends = [_ends(inputs[i], each) for i, each in trimming.paddings.items()]
         targets, weights = [
             [
                 (leaf, _is_wide(leaf, width) and follows.get(path[:1], False))
@@ -81,10 +93,12 @@ class Ordered:
             ]
             for each in others
         ]
-        for leaf, is_cut in weights:
-            if is_cut:  # no weight is cut off
-                zero = tf.zeros((), leaf.dtype)
-                lengths = tf.maximum(lengths, _ends(leaf, zero))
+        # No weight is cut off, and no target that counts.
+        ends += [_ends(leaf, 0) for leaf, is_cut in weights if is_cut]
+        ignored = _ignored_classes(plan.model)
+        for leaf, is_cut in targets:
+            ends += [_ends(leaf, each) for each in ignored if is_cut]
+        lengths = tf.reduce_max(ends, 0)
         self._cut += [is_cut for _, is_cut in targets + weights]
         self.widths = [
             (leaf.shape[1] or tf.shape(leaf)[1]) if is_cut else None
@@ -92,7 +106,10 @@ class Ordered:
         ]
         order = tf.argsort(lengths, direction="DESCENDING", stable=True)
         self._lengths = tf.gather(lengths, order)
-        self.data = _map(lambda leaf: tf.gather(leaf, order), data)
+        self.data = _map(
+            lambda leaf: tf.gather(leaf, order) if leaf.shape.rank else leaf,
+            data,
+        )
 
     def cut(self, part, begin, end):
         """Returns a micro-batch without the padding that all samples share."""
@@ -122,10 +139,16 @@ def _is_wide(leaf, width):
 
 def _ends(leaf, padding):
     """Returns the last position of each sample that is not padding, plus 1."""
-    used = tf.not_equal(leaf, padding)
+    used = tf.not_equal(leaf, tf.cast(padding, leaf.dtype))
     used = tf.reduce_any(used, list(range(2, leaf.shape.rank)))
     places = tf.range(1, tf.shape(used)[1] + 1)
     return tf.reduce_max(tf.where(used, places, 0), 1)
+
+
+def _ignored_classes(model):
+    """Returns the set of the classes of targets that losses ignore."""
+    losses = keras.tree.flatten(model.loss)
+    return {getattr(each, "ignore_class", None) for each in losses} - {None}
 
 
 @contextlib.contextmanager
@@ -170,11 +193,12 @@ def find_trimming(plan, data):
                 f"{path}"
             )
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-    place = _find_place(model, key, x)
+    place, names = _find_place(model, key, x)
+    padding = 0 if isinstance(key, str) else key
     with tf.init_scope():
-        follows = _check(model, x, place, key)
+        trimming = _check(model, x, place, padding, names)
     custom = sorted(plan.overridden.intersection(_CUSTOM))
-    if custom and any(follows.values()):
+    if custom and any(trimming.follows.values()):
         raise ValueError(
             "`trim_padding` does not know what a custom method does with the "
             "positions of an output that are cut off. Use compiled losses and "
@@ -182,11 +206,11 @@ def find_trimming(plan, data):
             f"`{custom[0]}` of {type(model).__name__}, with an output for "
             "each position"
         )
-    return Trimming(place, 0 if isinstance(key, str) else key, follows)
+    return trimming
 
 
 def _find_place(model, key, x):
-    """Returns which of the flat inputs says what is padding."""
+    """Returns which flat input says what is padding, and all names."""
     pairs = keras.tree.flatten_with_path(x)
     names = [path[-1] if path else 0 for path, _ in pairs]
     inputs = getattr(model, "inputs", None) or []
@@ -204,109 +228,259 @@ def _find_place(model, key, x):
             "that the only integer input is padded with. Received: "
             f"trim_padding={key!r} for inputs {names}"
         )
-    masks = [name for name in names if str(name).endswith("mask")]
-    if isinstance(key, str) and set(masks) - {key}:
-        raise ValueError(
-            "`trim_padding` cuts one sequence, and the inputs hold several "
-            "masks, such as those of an encoder and of a decoder. Remove "
-            f"`trim_padding`. Received: inputs {masks}"
-        )
-    return places[0]
+    return places[0], names
 
 
-def _check(model, x, place, key):
+class _Check:
     """Runs a model on two samples, with and without their padding.
 
-    Returns:
-        Dict for `Trimming.follows`.
+    Args:
+        model: The model.
+        x: The inputs of a batch.
+        place: Int. Which of the flat inputs says what is padding.
+        padding: Int. What it holds there.
+        names: List of the names of the flat inputs.
     """
-    leaves = keras.tree.flatten(x)
-    width = leaves[place].shape[1]
-    cut = [_is_wide(leaf, width) for leaf in leaves]
-    full = min(width or _LONGEST_OF_ANY, _LONGEST)
-    end = max(1, min(64, full // 2))
-    ends = end, max(1, end // 2)
-    used = tf.range(full) < [[each] for each in ends]
 
-    def feed(i, leaf):
-        rest = [size or 1 for size in leaf.shape[2:]]
-        if not cut[i]:
-            first = leaf.shape[1:2].as_list()
-            return tf.zeros([2, *(n or 1 for n in first), *rest], leaf.dtype)
-        values = tf.where(used, tf.range(full) % 2, 0)
-        if i == place:
-            is_mask = isinstance(key, str)
-            values = tf.where(used, 1 + values * (not is_mask), 0)
-            values += 0 if is_mask else key
-        values = tf.reshape(values, [2, full, *[1] * len(rest)])
-        values = tf.broadcast_to(values, [2, full, *rest])
+    def __init__(self, model, x, place, padding, names):
+        self._model, self._x, self.place = model, x, place
+        self._leaves = keras.tree.flatten(x)
+        width = self._leaves[place].shape[1]
+        self.cut = [_is_wide(leaf, width) for leaf in self._leaves]
+        self.paddings = {i: 0 for i, is_cut in enumerate(self.cut) if is_cut}
+        self.paddings[place] = padding
+        self.full = min(width or _LONGEST_OF_ANY, _LONGEST)
+        self.end = max(1, self.full // 2)
+        ends = [[self.end], [max(1, self.end // 2)]]
+        self._used = tf.range(self.full) < ends
+        layers = [model, *private_names.flat_layers(model)]
+        dtypes = {each.compute_dtype for each in layers}
+        self._rounding = max(_ROUNDING.get(each, 0) for each in dtypes)
+        self._weights = _ordinary_weights(model)
+        self._results: dict = {}
+        self._words = [2 if str(name).endswith("mask") else 4 for name in names]
+        if not self._runs():
+            self._find_words()
+
+    def _find_words(self):
+        """Finds how many words each input takes, at most, with 0."""
+        most, self._words = self._words, [2] * len(self._words)
+        for i, each in enumerate(most):
+            for self._words[i] in range(each, 1, -1):
+                if self._runs():
+                    break
+
+    def _runs(self):
+        try:
+            self.run(self.full, (self.place,), True)
+        except ValueError:
+            return False
+        return True
+
+    def change(self, padded):
+        """Returns what changes if padding is cut off, and 0 if it is rounding.
+
+        Args:
+            padded: Tuple of ints. Which inputs hold `paddings`. The others hold
+                anything there.
+
+        Returns:
+            Float, and whether it changes in training.
+        """
+        padding = tuple(self.paddings)
+        for training in (True, False):
+            short = self.run(self.end, padding, training)
+            long = self.run(self.full, padded, training)
+            change = self._difference(long, short)
+            if not change <= self._rounding:  # not a number, too
+                weights = _ordinary_weights(self._model, self._rounding / 20)
+                rounded = self._call(weights, self.end, padding, training)
+                if not change <= _FACTOR * self._difference(rounded, short):
+                    return change, training
+        return 0.0, None
+
+    def run(self, width, padded, training):
+        """Runs the model; see `_call`."""
+        key = width, padded, training, *self._words
+        if key not in self._results:
+            self._results[key] = self._call(
+                self._weights, width, padded, training
+            )
+        return self._results[key]
+
+    def _call(self, weights, width, padded, training):
+        """Calls the model; what it assigns is dropped.
+
+        Returns:
+            List of pairs of a path and an output. And of those of `"mask"` and
+            a mask, and of `None` and an added loss or what was assigned.
+        """
+        x = self._feed(width, padded)
+        scope = keras.StatelessScope(weights, collect_losses=True)
+        before = {**scope.state_mapping}
+        try:
+            with private_names.replaced_draws(_draw_same, _next_seed), scope:
+                outputs = self._model(x, training=training)
+        except (ValueError, tf.errors.InvalidArgumentError) as error:
+            raise ValueError(
+                "`trim_padding` needs a model that takes sequences of any "
+                "length, as with `keras.Input((None,))`, and inputs in which "
+                f"only the second axis is the sequence. Received: {self._model}"
+                f", which cannot be called with {width} of {self.full} "
+                f"positions: {error}"
+            ) from error
+        results = keras.tree.flatten_with_path(outputs)
+        masks = [private_names.mask_of(output) for _, output in results]
+        results += [("mask", each) for each in masks if each is not None]
+        results += [(None, loss) for loss in scope.losses]
+        values = scope.state_mapping.items()
+        results += [(None, a) for key, a in values if before.get(key) is not a]
+        return results
+
+    def _difference(self, long, short):
+        """Returns how many standard deviations results are apart."""
+        if len(long) != len(short):
+            return math.inf
+        errors = [0.0]
+        for (path, a), (_, b) in zip(long, short, strict=True):
+            if path is not None and a.shape != b.shape:
+                if path == "mask":  # nothing counts where there is padding
+                    missing = a.shape[1] - b.shape[1]
+                    b = tf.pad(b, [[0, 0], [0, missing]])
+                else:
+                    a = tf.boolean_mask(a, self._used[:, : a.shape[1]])
+                    b = tf.boolean_mask(b, self._used[:, : b.shape[1]])
+            if a.shape != b.shape:
+                return math.inf
+            a, b = tf.cast(a, tf.float64), tf.cast(b, tf.float64)
+            size = (
+                tf.math.reduce_std(b) if b.shape.num_elements() > 1 else abs(b)
+            )
+            error = float(tf.reduce_max(tf.abs(a - b)))
+            errors.append(error and error / max(float(size), 1e-30))
+        return np.max(errors)  # not a number, if one is none
+
+    def _feed(self, width, padded):
+        fed = []
+        for i, leaf in enumerate(self._leaves):
+            values = self._draw(i, leaf, seed=0)
+            if self.cut[i]:
+                rest = self._draw(i, leaf, seed=1)
+                if i in padded:
+                    rest = tf.cast(self.paddings[i], leaf.dtype)
+                ones = [1] * (leaf.shape.rank - 2)
+                used = tf.reshape(self._used, [2, self.full, *ones])
+                values = tf.where(used, values, rest)[:, :width]
+            fed.append(values)
+        return keras.tree.pack_sequence_as(self._x, fed)
+
+    def _draw(self, i, leaf, seed):
+        """Returns random values for an input that are not padding."""
+        shape = [2, *(size or 1 for size in leaf.shape[1:])]
+        if self.cut[i]:
+            shape[1] = self.full
+        shape, seed = shape[: leaf.shape.rank], [i, seed]
+        if leaf.dtype.is_floating:
+            return tf.random.stateless_normal(shape, seed, dtype=leaf.dtype)
+        # Words that are in the vocabulary: below its padding, if it is not 0.
+        padding, words = self.paddings.get(i, 0), self._words[i]
+        low = max(padding + 1, 0)
+        high = low + words - 1
+        if padding > 0:
+            low, high = max(padding - words + 1, 0), padding
+        values = tf.random.stateless_uniform(shape, seed, low, high, tf.int64)
+        if leaf.dtype == tf.string:
+            return tf.as_string(values)
         return tf.cast(values, leaf.dtype)
 
-    fed = [feed(i, leaf) for i, leaf in enumerate(leaves)]
-    zeros = _instead_of_zeros(model)
-    results = []
-    for n in (full, end):
-        parts = [
-            each[:, :n] if is_cut else each
-            for each, is_cut in zip(fed, cut, strict=True)
-        ]
-        # What is assigned is dropped.
-        with keras.StatelessScope(zeros, collect_losses=True) as scope:
-            try:
-                given = keras.tree.pack_sequence_as(x, parts)
-                outputs = model(given, training=False)
-            except (ValueError, tf.errors.InvalidArgumentError) as error:
-                raise ValueError(
-                    "`trim_padding` needs a model that takes sequences of any "
-                    "length, as with `keras.Input((None,))`, and inputs in "
-                    "which only the second axis is the sequence. Received: "
-                    f"{model}, which cannot be called with {n} of {full} "
-                    f"positions: {error}"
-                ) from error
-        pairs = keras.tree.flatten_with_path(outputs)
-        results.append([*pairs, *((None, loss) for loss in scope.losses)])
-    names = dict(enumerate(getattr(model, "output_names", None) or []))
-    follows = {(): False}
-    for i, ((path, a), (_, b)) in enumerate(zip(*results, strict=True)):
-        is_wide = path is not None and a.shape != b.shape
-        if is_wide:
-            a, b = (
-                tf.boolean_mask(each, used[:, : each.shape[1]])
-                for each in (a, b)
+
+def _check(model, x, place, padding, names):
+    """Returns the `Trimming` of a model, or raises."""
+    check = _Check(model, x, place, padding, names)
+    follows = _find_wide(model, check)
+    padded: tuple = (place,)
+    if check.change(padded)[0]:  # not all others are ignored
+        padded = tuple(check.paddings)
+        change, training = check.change(padded)
+        if change:
+            raise ValueError(
+                "`trim_padding` cannot be used with a model that sees its "
+                f"padding: its outputs change by {change:.2g} times their "
+                "standard deviation if padding is cut off, with "
+                f"training={training}. Let its layers mask padding, as "
+                "attention, RNNs and `GlobalAveragePooling1D` do if they get a "
+                f"mask, or remove `trim_padding`. Received: {model}, of which "
+                f"the inputs {[names[i] for i in padded]} would be cut"
             )
-        _check_same(model, a, b)
-        if path is not None:
-            follows[()] |= is_wide
-            keys = path[:1], (i,), (names.get(i),)
-            follows |= dict.fromkeys(filter(None, keys), is_wide)
+        for i in sorted(check.paddings.keys() - {place}):
+            fewer = tuple(j for j in padded if j != i)
+            if not check.change(fewer)[0]:
+                padded = fewer
+    paddings = {i: check.paddings[i] for i in padded}
+    return Trimming(place, check.cut, paddings, follows)
+
+
+def _draw_same(name, original, arguments):
+    """Draws the same at each position, and drops nothing."""
+    for inputs in ("inputs", "x"):  # of `dropout`, and of `shuffle`
+        if inputs in arguments:
+            return arguments[inputs]
+    drawn = original(**arguments)
+    same = 0.5 if drawn.dtype.is_floating else tf.reshape(drawn, [-1])[0]
+    return tf.fill(tf.shape(drawn), tf.cast(same, drawn.dtype))
+
+
+def _next_seed(original, generator, ordered):
+    return original(generator, ordered)
+
+
+def _ordinary_weights(model, rounding=0.0):
+    """Returns pairs of a weight and random values, which hide nothing.
+
+    Before training, weights may be 0, or so small that nobody sees what they
+    multiply. With `rounding`, the values are as much apart.
+    """
+    pairs = []
+    for i, each in enumerate(model.weights):
+        dtype = tf.as_dtype(each.dtype)
+        if dtype.is_floating:
+            value, step = tf.random.stateless_uniform(
+                [2, *each.shape], [i, 0], -1, 1, dtype
+            )
+            if tf.reduce_all(tf.greater_equal(each, 0)):  # as a variance is
+                value = tf.abs(value)
+            inputs = math.prod(each.shape[:-1])
+            value *= min(1.0, (3 / max(inputs, 1)) ** 0.5)
+            pairs.append((each, value * (1 + rounding * step)))
+    return pairs
+
+
+def _find_wide(model, check):
+    """Returns a dict for `Trimming.follows`.
+
+    Raises:
+        ValueError: If the width of an output is another one that depends on
+            that of the inputs.
+    """
+    names = dict(enumerate(getattr(model, "output_names", None) or []))
+    follows: dict = {(): False}
+    long = check.run(check.full, (check.place,), True)
+    short = check.run(check.end, tuple(check.paddings), True)
+    pairs = zip(long, short, strict=False)
+    shapes = [(path, a.shape, b.shape) for (path, a), (_, b) in pairs]
+    outputs = [each for each in shapes if isinstance(each[0], tuple)]
+    widths = [check.full], [check.end]
+    for i, (path, a, b) in enumerate(outputs):
+        is_wide = a != b
+        if is_wide and (a[2:] != b[2:] or (a[1:2], b[1:2]) != widths):
+            raise ValueError(
+                "`trim_padding` needs outputs that are as wide as the inputs, "
+                "or have the same shape for all widths. If an output has no "
+                "last position, as to predict the next word, return that one "
+                "too, and let it weigh 0. Received: an output of shape "
+                f"{tuple(a)} for {check.full} positions"
+            )
+        follows[()] |= is_wide
+        keys = path[:1], (i,), (names.get(i),)
+        follows |= dict.fromkeys(filter(None, keys), is_wide)
     return follows
-
-
-def _instead_of_zeros(model):
-    """Returns values for weights of zero, which hide what they multiply."""
-    return [
-        (each, 0.1 * tf.random.stateless_normal(each.shape, [i, 0]))
-        for i, each in enumerate(model.trainable_variables)
-        if not tf.reduce_any(tf.not_equal(each, tf.zeros((), each.dtype)))
-    ]
-
-
-def _check_same(model, a, b):
-    """Raises unless an output is the same with its padding and without."""
-    error = math.inf
-    if a.shape == b.shape:
-        a, b = tf.cast(a, tf.float64), tf.cast(b, tf.float64)
-        size = tf.math.reduce_std(a) if a.shape.num_elements() > 1 else abs(a)
-        error = float(tf.reduce_max(tf.abs(a - b)))
-        error = error and error / max(float(size), 1e-30)
-    layers = private_names.flat_layers(model)
-    halves = {"float16", "bfloat16"}
-    is_half = not halves.isdisjoint(layer.compute_dtype for layer in layers)
-    if not error <= (2e-2 if is_half else 1e-3):  # not a number, too
-        raise ValueError(
-            "`trim_padding` cannot be used with a model that sees its padding: "
-            f"its outputs change by {error:.2g} times their standard deviation "
-            "if padding is cut off. Let its layers mask padding, as attention, "
-            "RNNs and `GlobalAveragePooling1D` do if they get a mask, or "
-            f"remove `trim_padding`. Received: {model}"
-        )
