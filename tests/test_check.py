@@ -16,9 +16,10 @@ import tensorflow as tf
 import accumodel
 from accumodel import _check
 from accumodel._fit import accumulation
+from accumodel._micro_batch import random_numbers
 from accumodel._micro_batch.weights import LossWeights
 
-OWN, CACHE, NORMALIZED = _check.PROBLEMS
+OWN, CACHE, NORMALIZED, DROPOUT, _ = _check.PROBLEMS
 
 
 def mean_of_means(monkeypatch):
@@ -42,6 +43,11 @@ def own_statistics(monkeypatch):
     monkeypatch.setattr(accumulation, "trained_norms", lambda model: [])
 
 
+def other_rows(monkeypatch):
+    """Each micro-batch draws by itself."""
+    monkeypatch.setattr(random_numbers, "_OFFSETS", {})
+
+
 def nothing(monkeypatch):
     pass
 
@@ -55,6 +61,7 @@ FAULTS = {
         ["accum_steps", "micro_batch_size"],
     ),
     "a dropped cycle": (dropped_cycle, OWN, ["accum_steps"]),
+    "other rows": (other_rows, DROPOUT, ["dropout"]),
     "own statistics": (own_statistics, NORMALIZED, ["sync_batch_norm"]),
 }
 
@@ -76,6 +83,12 @@ def test_a_fault_fails_in_its_rows(name, monkeypatch, capsys, tmp_path):
     output = capsys.readouterr().out
     assert output.count("FAILED expected weights within") == len(expected)
     assert ("please report it" in output) == bool(expected)
+
+
+def test_a_file_that_cannot_be_written_ends_it_at_once(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        _check.main(["--json", str(tmp_path / "no folder" / "rows.json")])
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 def test_what_measured_nothing_does_not_pass():
@@ -199,7 +212,7 @@ def test_the_whole_check_needs_no_extra_and_can_be_interrupted(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert sum(row["passed"] is True for row in rows) == 16
+    assert sum(row["passed"] is True for row in rows) == 22
     assert {row["why"] for row in rows if row["passed"] is None} != {""}
 
 
