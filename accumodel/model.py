@@ -333,7 +333,7 @@ class AccumulatingModel(keras.Model):
         plan = self._accumulation.plan()
         with this_step(plan, data):
             with tf.GradientTape() as tape:
-                y_pred = outcome.call_model(self, x, training=True)
+                y_pred = private_names.call_model(self, x, training=True)
                 loss = outcome.call_compute_loss(
                     self.compute_loss, x, y, y_pred, sample_weight
                 )

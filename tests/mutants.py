@@ -1026,7 +1026,7 @@ MUTANTS = [
     ),
     Mutant(
         "layers train in a model that is not told to",
-        "_micro_batch/outcome.py",
+        "_keras_and_tf/private_names.py",
         'if "training" in model.call_signature_parameters:',
         "if True:",
         "test_where_features_meet.py",

@@ -150,12 +150,6 @@ def train(base, script, batch_size=12, strategy=None, optimizer=None, **kwargs):
     return model
 
 
-ignore_states = pytest.mark.filterwarnings(
-    "ignore:The layer 'codes"  # which only adds up
-)
-
-
-@ignore_states
 @pytest.mark.parametrize(
     ("script", "way"),
     [

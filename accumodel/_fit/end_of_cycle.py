@@ -168,7 +168,11 @@ class EndOfCycle(keras.callbacks.Callback):
         before, self._states = self._states, _read_states(self.model)
         if before.keys() != self._states.keys():
             return  # the model was built in between
+        accumulators = self.model._accumulation.accumulators
+        moved = [each._untracked.moved for each in accumulators]
         for key, (layer, value) in self._states.items():
+            if any(key in each for each in moved):
+                continue  # once for each update
             if not np.array_equal(before[key][1], value):
                 kind = "model" if layer is self.model else "layer"
                 warnings.warn(
@@ -216,7 +220,7 @@ def _read_states(model):
     owners = {
         id(each): (layer, each)
         for layer in layers
-        for each in [*layer.weights, *_raw_variables(layer)]
+        for each in [*layer.weights, *_raw_variables(layer, model)]
     }
     trained = {id(each) for each in model.trainable_variables}
     return {
@@ -226,8 +230,13 @@ def _read_states(model):
     }
 
 
-def _raw_variables(layer):
-    """Returns the variables of TensorFlow in the attributes of a layer."""
+def _raw_variables(layer, model):
+    """Returns the variables of TensorFlow in the attributes of a layer.
+
+    Or none, if it cannot be seen whether they move in `after_update`.
+    """
+    if model._accumulation.overrides("after_update"):
+        return []
     return [
         each for each in vars(layer).values() if isinstance(each, tf.Variable)
     ]

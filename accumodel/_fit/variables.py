@@ -9,7 +9,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._micro_batch.assignments import random_state
-from accumodel._micro_batch.outcome import call_compute_loss, call_model
+from accumodel._micro_batch.outcome import call_compute_loss
 from accumodel._micro_batch.random_numbers import Draws
 from accumodel._micro_batch.split import count_samples
 from accumodel._micro_batch.step import FedBatch, one_step
@@ -96,7 +96,7 @@ def _all_of(plan, trains):
 
 def _call_model(model, data):
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-    return call_model(model, x, training=True)
+    return private_names.call_model(model, x, training=True)
 
 
 def _call(model, data):

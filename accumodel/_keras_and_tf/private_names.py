@@ -502,6 +502,16 @@ def is_in_loop(outside):
 # -- steps ---------------------------------------------------------------------
 
 
+def call_model(model, x, training):
+    """Calls a model as the steps of Keras do.
+
+    If its `call` has no argument `training`, its layers do not train either.
+    """
+    if "training" in model.call_signature_parameters:
+        return model(x, training=training)
+    return model(x)
+
+
 def _test_step(self, data):
     test = getattr(_thread, "tests", {}).get(id(self))
     if test is None:

@@ -13,16 +13,6 @@ from accumodel._micro_batch.split import count_samples
 from accumodel._micro_batch.step import current_step
 
 
-def call_model(model, x, training):
-    """Calls a model as the steps of Keras do.
-
-    If its `call` has no argument `training`, its layers do not train either.
-    """
-    if "training" in model.call_signature_parameters:
-        return model(x, training=training)
-    return model(x)
-
-
 def call_compute_loss(function, x, y, y_pred, sample_weight, training=True):
     """Calls a `compute_loss` with what its signature takes, as Keras does."""
     takes_training = "training" in inspect.signature(function).parameters
@@ -94,7 +84,7 @@ def test(plan, data):
     """Does what Keras's `test_step` does, with a micro-batch."""
     model = plan.model
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = call_model(model, x, training=False)
+    y_pred = private_names.call_model(model, x, training=False)
     loss = call_compute_loss(
         model.compute_loss, x, y, y_pred, sample_weight, training=False
     )

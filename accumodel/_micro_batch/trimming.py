@@ -320,7 +320,7 @@ class _Check:
         before = {**scope.state_mapping}
         try:
             with private_names.replaced_draws(_draw_same, _next_seed), scope:
-                outputs = self._model(x, training=training)
+                outputs = private_names.call_model(self._model, x, training)
         except (ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
                 "`trim_padding` needs a model that takes sequences of any "

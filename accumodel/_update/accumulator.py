@@ -36,7 +36,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import checks, optimizers, replicas
 from accumodel._keras_and_tf.private_names import without_own_reduction
 from accumodel._keras_and_tf.xla import compile_update
-from accumodel._micro_batch.assignments import recorded
+from accumodel._micro_batch.assignments import Recorder, recorded
 from accumodel._micro_batch.step import current_step
 from accumodel._update import sums
 
@@ -57,12 +57,13 @@ class _Untracked:
         # Which variables steps passed, maybe without a gradient; empty if all.
         self.named: list = []
         self.updates_every_batch = False  # whether each fed batch is a cycle
+        self.moved: dict = {}  # what `after_update` assigns, by the ids
         # What a fed batch last registered, see `FedBatch.add`.
         self.added: typing.Any = None
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
-        return {**vars(self), "updates": {}, "observers": []}
+        return {**vars(self), "updates": {}, "observers": [], "moved": {}}
 
 
 class GradientAccumulator(tf.Module):
@@ -621,12 +622,13 @@ class GradientAccumulator(tf.Module):
 
     def _follow(self, is_update):
         """Calls `after_update`, unless `process_gradients` left it out."""
-        after_update = self._after_update
+        after_update, moved = self._after_update, self._untracked.moved
         if after_update is None:
             return
 
         def follow():
-            after_update()  # what it returns is nobody's
+            with Recorder(lambda each: moved.update({id(each): each})):
+                after_update()
 
         if self._process_gradients is None:
             follow()

@@ -3,9 +3,9 @@
 import keras
 import tensorflow as tf
 
+from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.assignments import Recorder, random_state
 from accumodel._micro_batch.loop import for_each
-from accumodel._micro_batch.outcome import call_model
 from accumodel._micro_batch.split import on_host
 
 
@@ -135,7 +135,7 @@ def _shapes_of(model, x, samples):
 
     def call(x):
         with Recorder(lambda variable: None):
-            outputs = call_model(model, x, training=False)
+            outputs = private_names.call_model(model, x, training=False)
         return [each for each in tf.nest.flatten(outputs) if each is not None]
 
     specs = tf.nest.map_structure(

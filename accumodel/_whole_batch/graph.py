@@ -32,7 +32,6 @@ from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._micro_batch import weights
 from accumodel._micro_batch.assignments import Recorder
-from accumodel._micro_batch.outcome import call_model
 from accumodel._whole_batch.parts import Part, is_placeholder
 from accumodel._whole_batch.sync_batch_norm import Norms
 
@@ -114,7 +113,9 @@ class ModelGraph:
             filter(tf.is_tensor, tf.nest.flatten(x, expand_composites=True))
         )
         with self._norms.noted(), _Scope(self._record, self._norms) as scope:
-            self.outputs = call_model(self.model, x, self._is_training)
+            self.outputs = private_names.call_model(
+                self.model, x, self._is_training
+            )
             losses = weights.added_losses(self.model)
             self.owners = _owners(self.model, losses)
         flat = tf.nest.flatten(self.outputs)
