@@ -20,6 +20,7 @@ from helpers import (
     distance,
     mirrored,
     names,
+    slow,
     updates,
     weekly,
 )
@@ -158,7 +159,7 @@ def samples():
         weekly(False, {"run_eagerly": True}),
         weekly(True, {"accum_steps": 2, "steps_per_execution": 2}),
         weekly(True, {"gradient_cache": True, "accum_steps": 2}),
-        (True, {"sync_batch_norm": True}),
+        slow(True, {"sync_batch_norm": True}),
     ],
     ids=str,
 )
@@ -330,7 +331,7 @@ def test_the_size_does_not_grow_until_it_is_told_to(samples):
 
 
 @pytest.mark.parametrize(
-    ("accum_steps", "cache"), [(2, False), weekly(1, True)]
+    ("accum_steps", "cache"), [slow(2, False), weekly(1, True)]
 )
 def test_one_of_two_replicas_runs_out(samples, accum_steps, cache):
     x, y = samples

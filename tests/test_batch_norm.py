@@ -11,6 +11,9 @@ from helpers import NO_COUNTS, Batches, mirrored
 import accumodel
 from accumodel import recalibrate_batch_norm
 
+# By itself: what other changes rarely break.
+pytestmark = pytest.mark.slow
+
 layers = keras.layers
 RNG = np.random.default_rng(0)
 FLAT = RNG.normal(3.0, 2.0, (100, 4)).astype("float32")

@@ -66,6 +66,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_a_fault_fails_in_its_rows(name, monkeypatch, capsys, tmp_path):
     plant, problem, expected = FAULTS[name]
@@ -123,6 +124,7 @@ def test_a_report_in_which_nothing_was_measured_fails(monkeypatch, capsys):
     assert "No row was measured" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_several_devices_are_compared_with_one(monkeypatch):
     (row,) = _check.check_replicas()
     assert (row.way, row.passed) == ("replicas", True)

@@ -695,8 +695,9 @@ def test_a_replica_that_leaves_all_out_adds_nothing_of_the_cycle_before():
 SYNC = {"sync_batch_norm": True, "micro_batch_size": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`accum_steps` is 2, but an epoch has")
-@pytest.mark.parametrize("what", ["weights", "samples"])
+@pytest.mark.parametrize("what", [weekly("weights"), "samples"])
 @pytest.mark.parametrize(
     "kwargs",
     [

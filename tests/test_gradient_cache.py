@@ -261,6 +261,7 @@ def check_cache(case, micro_batch_size=5, **kwargs):
 
 @pytest.mark.filterwarnings("ignore:.*averaged over different masks")
 @pytest.mark.filterwarnings("ignore:.*loss of the whole batch")
+@pytest.mark.filterwarnings("ignore:.*such as a quotient of sums")
 @pytest.mark.parametrize("name", names(CASES, RARE))
 def test_the_loss_of_the_whole_batch(name):
     case = in_float64(CASES[name])

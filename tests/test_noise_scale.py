@@ -22,6 +22,9 @@ from accumodel import AccumulatingModel, GradientAccumulator, GradientNoiseScale
 from accumodel._measure import noise_scale
 from accumodel._update.sums import Cycle
 
+# By itself: what other changes rarely break.
+pytestmark = pytest.mark.slow
+
 FEATURES = 5
 
 

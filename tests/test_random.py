@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, mirrored, names, weekly
+from helpers import distance, mirrored, names, slow, weekly
 from keras import layers
 
 from accumodel import AccumulatingModel
@@ -46,16 +46,23 @@ WAYS = {
     "one sample": {"micro_batch_size": 1},
 }
 EVERY_DAY = [
-    *(("dropout", way) for way in WAYS if way != "one sample"),
+    ("dropout", "size"),
+    ("dropout", "auto"),
     ("weights", "size"),
-    ("in an LSTM", "size"),
-    ("augmentation", "size"),
     ("samples and time in one axis", "eager"),
     ("latents first", "size"),
     ("one sample at a time, by Keras", "size"),
     ("all rates", "size"),
     ("all shapes of noise", "size"),
     ("all samples alike", "one sample"),
+]
+# Not on the oldest versions.
+NEWEST = [
+    ("dropout", "cache"),
+    ("dropout", "eager"),
+    ("dropout", "xla"),
+    ("in an LSTM", "size"),
+    ("augmentation", "size"),
 ]
 # See the limits. XLA makes a normal number of two that lie far apart. In eager
 # code nobody sees a loop, and several axes are as long as these micro-batches.
@@ -215,7 +222,11 @@ def check(model, plain, tolerance=1e-6):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        (name, way) if (name, way) in EVERY_DAY else weekly(name, way)
+        (name, way)
+        if (name, way) in EVERY_DAY
+        else slow(name, way)
+        if (name, way) in NEWEST
+        else weekly(name, way)
         for name in LAYERS
         for way in WAYS
         if (name, way) not in NOT_EXACT
@@ -278,6 +289,7 @@ def test_other_precisions(policy, tolerance):
     assert distance(other, plain) > 10 * tolerance
 
 
+@pytest.mark.slow
 def test_each_replica_draws_what_plain_keras_gives_it():
     # Both replicas get as many samples: else plain Keras weighs them wrong.
     kwargs = {"strategy": mirrored(2), "batch_size": 10, "samples": 20}
@@ -312,7 +324,7 @@ class OwnSeed(keras.losses.Loss):
 
 
 @pytest.mark.parametrize("make", [lambda: noisy_loss, OwnSeed])
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_draws_in_a_loss(make, run_eagerly):
     models = []
     for base, kwargs in ((keras.Model, {}), (AccumulatingModel, WAYS["size"])):
@@ -364,6 +376,7 @@ class Kept(AccumulatingModel):
         return outputs, outputs
 
 
+@pytest.mark.slow
 def test_a_function_in_the_model_that_is_traced_before():
     models = []
     x, y = data()
@@ -531,6 +544,7 @@ class Fails(layers.Layer):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Out of memory")
 def test_the_size_changes_nothing_but_memory():
     def drops(limit=100):

@@ -108,6 +108,7 @@ def test_one_trace_for_every_size(samples):
     assert len(traces) == 2  # `fit` and `evaluate`
 
 
+@pytest.mark.filterwarnings("ignore:The layer 'sizes")
 def test_xla_sees_the_same_parts(samples):
     model = compiled(with_sizes(), micro_batch_size=8, jit_compile=True)
     model.fit(*samples, batch_size=32, epochs=2, shuffle=False, verbose=0)
