@@ -17,6 +17,7 @@ from helpers import (
     train_both,
     weekly,
 )
+from keras.src.losses.loss import reduce_weighted_values
 
 from accumodel import AccumulatingModel, GradientAccumulator
 
@@ -458,6 +459,57 @@ def test_one_array_of_sample_weights_for_several_outputs_is_exact():
             batch_size=4,
             verbose=0,
         )
+
+
+def test_weights_of_each_output_are_exact_with_the_gradient_cache():
+    rng = np.random.default_rng(0)
+    x, y = data()
+    weights = tuple(rng.uniform(0.1, 3.0, (2, SAMPLES)).astype("float32"))
+
+    def fitted(base, **kwargs):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((3,))
+        model = base(inputs, [keras.layers.Dense(1)(inputs) for _ in "ab"])
+        losses = [
+            keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+            for _ in "ab"
+        ]
+        model.compile(keras.optimizers.SGD(0.1), losses, **kwargs)
+        model.fit(
+            x, (y, -y), SAMPLES, sample_weight=weights, shuffle=False, verbose=0
+        )
+        return model
+
+    plain = fitted(keras.Model)
+    with pytest.warns(UserWarning, match="`gradient_cache=True`"):
+        assert distance(fitted(AccumulatingModel, micro_batch_size=4), plain)
+    cached = fitted(AccumulatingModel, micro_batch_size=4, gradient_cache=True)
+    assert distance(cached, plain) < 1e-6
+
+
+class ReducesItself(keras.losses.MeanSquaredError):
+    """With a `__call__` of its own, as a loss of Keras 3.16."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        y_true, y_pred = map(keras.ops.convert_to_tensor, (y_true, y_pred))
+        return reduce_weighted_values(
+            self.call(y_true, y_pred),
+            sample_weight=sample_weight,
+            reduction=self.reduction,
+        )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_loss_of_keras_reduces_in_its_own_call_is_seen(way, monkeypatch):
+    monkeypatch.setattr(keras.losses, "ReducesItself", ReducesItself, False)
+    batch_size, kwargs = WAYS[way]
+    weights = np.linspace(0.1, 3.0, SAMPLES)
+    loss = ReducesItself(reduction="mean_with_sample_weight")
+    call = ReducesItself.__call__
+    plain, _ = linear(keras.Model, loss, weights)
+    model, _ = linear(AccumulatingModel, loss, weights, batch_size, **kwargs)
+    assert distance(model, plain) < 1e-6
+    assert ReducesItself.__call__ is call
 
 
 @pytest.mark.parametrize("accum_steps", [1, 2])

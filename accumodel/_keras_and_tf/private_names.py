@@ -46,6 +46,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import sys
 import threading
 import types
 import typing
@@ -94,6 +95,7 @@ class _Replaced:
     def __init__(self, find):
         self._find = find
         self._users = 0
+        self._replaced: list = []
         self.originals: dict = {}
 
     @contextlib.contextmanager
@@ -101,8 +103,11 @@ class _Replaced:
         with _lock:
             if not self._users:
                 found = self._find()  # raises if Keras has changed
+                self._replaced = [
+                    (owner, name, getattr(owner, name)) for owner, name in found
+                ]
                 self.originals = {
-                    name: getattr(owner, name) for owner, name in found
+                    name: original for _, name, original in self._replaced
                 }
                 for (owner, name), function in found.items():
                     setattr(owner, name, function)
@@ -113,8 +118,8 @@ class _Replaced:
             with _lock:
                 self._users -= 1
                 if not self._users:
-                    for owner, name in self._find():
-                        setattr(owner, name, self.originals[name])
+                    for owner, name, original in self._replaced:
+                        setattr(owner, name, original)
 
 
 # What the functions that replace others look up. Replicas are threads, and each
@@ -126,12 +131,30 @@ def _loss_module():
     return importlib.import_module("keras.src.losses.loss")
 
 
-_losses = _Replaced(
-    lambda: {
-        (_loss_module(), "reduce_weighted_values"): _reduce,
-        (keras.losses.Loss, "__call__"): _call,
+def _find_losses():
+    """Returns what is replaced where losses of Keras reduce.
+
+    `SparseCategoricalFocalCrossentropy` has a `__call__` of its own, from Keras
+    3.16 on.
+    """
+    classes = [
+        each
+        for each in vars(keras.losses).values()
+        if inspect.isclass(each)
+        and issubclass(each, keras.losses.Loss)
+        and "__call__" in vars(each)
+    ]
+    modules = [sys.modules[each.__module__] for each in classes]
+    reducing = [_loss_module()] + [
+        each for each in modules if hasattr(each, "reduce_weighted_values")
+    ]
+    found = {(each, "reduce_weighted_values"): _reduce for each in reducing}
+    return found | {
+        (each, "__call__"): _recording(each.__call__) for each in classes
     }
-)
+
+
+_losses = _Replaced(_find_losses)
 
 
 @contextlib.contextmanager
@@ -139,9 +162,9 @@ def recorded_reductions(scales):
     """While it is open, records what each loss that is called reduces.
 
     Keras computes the masks and divisors of a loss in one function and returns
-    neither. This function, and `keras.Loss.__call__`, are replaced by ones that
-    call them and record it, while any model computes a loss. Nothing is set on
-    the user's losses.
+    neither. This function, and the `__call__` of Keras's losses, are replaced
+    by ones that call them and record it, while any model computes a loss.
+    Nothing is set on the user's losses.
 
     Args:
         scales: Bool. Whether losses that Keras does not divide by the number of
@@ -187,41 +210,43 @@ def _reduce(
     return loss
 
 
-def _call(self, y_true, y_pred, sample_weight=None):
-    outer = getattr(_thread, "reductions", None)
-    if outer is None:  # a model that does not accumulate
-        return _losses.originals["__call__"](
-            self, y_true, y_pred, sample_weight
-        )
-    # Targets that a loss ignores are masked, see `Ordered`.
-    ignores = getattr(self, "ignore_class", None) is not None
-    is_masked = ignores or mask_of(y_pred) is not None
-    with (
-        replaced(_thread, "reductions", []),
-        _cut_as(y_true, sample_weight, is_masked),
-    ):
-        loss = _losses.originals["__call__"](
-            self, y_true, y_pred, sample_weight
-        )
-        *inner, own = _thread.reductions or [None]
-    if own is None:  # Keras has changed: `LossWeights` raises
+def _recording(original):
+    """Returns what records the reduction of a `__call__` of a loss."""
+
+    def call(self, y_true, y_pred, sample_weight=None):
+        outer = getattr(_thread, "reductions", None)
+        if outer is None:  # a model that does not accumulate
+            return original(self, y_true, y_pred, sample_weight)
+        # Targets that a loss ignores are masked, see `Ordered`.
+        ignores = getattr(self, "ignore_class", None) is not None
+        is_masked = ignores or mask_of(y_pred) is not None
+        with (
+            replaced(_thread, "reductions", []),
+            _cut_as(y_true, sample_weight, is_masked),
+        ):
+            loss = original(self, y_true, y_pred, sample_weight)
+            *inner, own = _thread.reductions or [None]
+        if own is None:  # Keras has changed: `LossWeights` raises
+            return loss
+        is_scalar = own.values.shape.rank == 0
+        outer.append(own._replace(inner=tuple(inner) if is_scalar else ()))
+        if (
+            is_scalar
+            and _thread.scales
+            and own.reduction not in ("sum", "none", None)
+        ):
+            # Keras divides a mean by the number of replicas once. It does not
+            # divide a scalar loss, and divides a composite loss under a mask
+            # twice.
+            replicas = tf.distribute.get_strategy().num_replicas_in_sync
+            is_weighed = own.sample_weight is not None or own.mask is not None
+            if inner and is_weighed:
+                loss *= replicas
+            elif not inner and not is_weighed:
+                loss /= replicas
         return loss
-    is_scalar = own.values.shape.rank == 0
-    outer.append(own._replace(inner=tuple(inner) if is_scalar else ()))
-    if (
-        is_scalar
-        and _thread.scales
-        and own.reduction not in ("sum", "none", None)
-    ):
-        # Keras divides a mean by the number of replicas once. It does not
-        # divide a scalar loss, and divides a composite loss under a mask twice.
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        is_weighed = own.sample_weight is not None or own.mask is not None
-        if inner and is_weighed:
-            loss *= replicas
-        elif not inner and not is_weighed:
-            loss /= replicas
-    return loss
+
+    return call
 
 
 def sum_of_weights(sample_weight, mask, dtype):

@@ -157,8 +157,9 @@ class LossWeights:
                 "masks",
                 "The losses of this model are averaged over different masks "
                 "or sample weights, so no single weight is exact for all: each "
-                "micro-batch weighs its number of samples. Override "
-                "`micro_batch_weight` to choose another weight.",
+                "micro-batch weighs its number of samples. With "
+                "`micro_batch_size`, `gradient_cache=True` is exact. Or "
+                "override `micro_batch_weight` to choose another weight.",
             )
             return samples
         if sources not in (set(), {_SAMPLES}):
