@@ -233,9 +233,9 @@ def _read_states(model):
 def _raw_variables(layer, model):
     """Returns the variables of TensorFlow in the attributes of a layer.
 
-    Or none, if it cannot be seen whether they move in `after_update`.
+    Or none, if a hook may move them, which cannot be seen.
     """
-    if model._accumulation.overrides("after_update"):
+    if any(map(model._accumulation.overrides, HOOKS)):
         return []
     return [
         each for each in vars(layer).values() if isinstance(each, tf.Variable)

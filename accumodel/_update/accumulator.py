@@ -57,7 +57,7 @@ class _Untracked:
         # Which variables steps passed, maybe without a gradient; empty if all.
         self.named: list = []
         self.updates_every_batch = False  # whether each fed batch is a cycle
-        self.moved: dict = {}  # what `after_update` assigns, by the ids
+        self.moved: dict = {}  # what the hooks assign, by the ids
         # What a fed batch last registered, see `FedBatch.add`.
         self.added: typing.Any = None
 
@@ -499,7 +499,7 @@ class GradientAccumulator(tf.Module):
         keep = True
         if self._process_gradients is not None:
             gradients, keep = sums.process(
-                self._process_gradients,
+                self._noting(self._process_gradients),
                 list(gradients),
                 self.variables,
                 self._loss_scale(),
@@ -620,15 +620,24 @@ class GradientAccumulator(tf.Module):
             self._follow(is_update)
             self.reset()
 
+    def _noting(self, hook):
+        """Returns a hook, of which it is known what it assigns."""
+        moved = self._untracked.moved
+
+        def call(*args):
+            with Recorder(lambda each: moved.update({id(each): each})):
+                return hook(*args)
+
+        return call
+
     def _follow(self, is_update):
         """Calls `after_update`, unless `process_gradients` left it out."""
-        after_update, moved = self._after_update, self._untracked.moved
-        if after_update is None:
+        if self._after_update is None:
             return
+        after_update = self._noting(self._after_update)
 
         def follow():
-            with Recorder(lambda each: moved.update({id(each): each})):
-                after_update()
+            after_update()
 
         if self._process_gradients is None:
             follow()
