@@ -831,6 +831,7 @@ def test_models_that_cannot_be(model_class, message, arguments):
     np.testing.assert_equal(model.get_weights(), before)
 
 
+@pytest.mark.slow
 def test_an_output_of_another_length():
     """Which is known only when it runs."""
     model = Longer()
