@@ -12,7 +12,7 @@ import accumodel
 from accumodel import recalibrate_batch_norm
 
 # By itself: what other changes rarely break.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly
 
 layers = keras.layers
 RNG = np.random.default_rng(0)

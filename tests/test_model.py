@@ -216,8 +216,6 @@ def test_what_users_look_at_is_unchanged(data):
         assert len(getattr(model, name)) == len(getattr(reference, name))
     assert len(model.optimizer.variables) == len(reference.optimizer.variables)
     assert model.get_config().keys() == reference.get_config().keys()
-    model.set_weights(reference.get_weights())
-    assert distance(model, reference) == 0.0
     assert summary_of(model) == summary_of(reference)
 
 

@@ -22,8 +22,8 @@ from accumodel import AccumulatingModel, GradientAccumulator, GradientNoiseScale
 from accumodel._measure import noise_scale
 from accumodel._update.sums import Cycle
 
-# By itself: what other changes rarely break.
-pytestmark = pytest.mark.slow
+# By itself: each way with each feature has a row of it.
+pytestmark = pytest.mark.weekly
 
 FEATURES = 5
 
