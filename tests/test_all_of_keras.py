@@ -10,6 +10,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers import distance
 from keras import layers
 
@@ -23,9 +24,14 @@ MICRO_BATCH_SIZE = 3
 
 
 def exported(module, base):
-    """Returns the names of the classes of a module, each class once."""
-    classes = {each for each in vars(module).values() if inspect.isclass(each)}
-    return sorted(each.__name__ for each in classes if issubclass(each, base))
+    """Returns the names of the classes of a module, one for each class."""
+    names = {
+        # An alias, only where there is nothing else.
+        each.__name__ if hasattr(module, each.__name__) else name
+        for name, each in vars(module).items()
+        if inspect.isclass(each) and issubclass(each, base)
+    }
+    return sorted(names)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +49,7 @@ def fitted(model_class, make, data, **kwargs):
     inputs, outputs, loss = make()
     model = model_class(inputs, outputs)
     before = model.get_weights()
-    model.compile(keras.optimizers.SGD(0.05), loss, jit_compile=False, **kwargs)
+    model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=False, **kwargs)
     x, y, sample_weight = data
     model.fit(
         x,
@@ -57,7 +63,7 @@ def fitted(model_class, make, data, **kwargs):
     return model, before
 
 
-def check_exact_or_told(make, data, messages, tolerance):
+def check_exact_or_told(make, data, messages, tolerance, run_eagerly=True):
     """Compares with the large batch.
 
     Args:
@@ -66,10 +72,12 @@ def check_exact_or_told(make, data, messages, tolerance):
         messages: List of parts of the warnings and errors that may say that it
             is not exact.
         tolerance: Float, the difference of weights that is rounding.
+        run_eagerly: Bool, whether the large batch is trained eagerly: to trace
+            takes longer.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        plain, before = fitted(keras.Model, make, data)
+        plain, before = fitted(keras.Model, make, data, run_eagerly=run_eagerly)
         assert all(np.isfinite(each).all() for each in plain.get_weights())
         assert distance(plain, before) > 1e-4  # it was trained
         caught.clear()
@@ -146,3 +154,226 @@ def test_losses(name, is_weighted):
     # TensorFlow computes that of CTC in float32.
     tolerance = 1e-7 if name == "CTC" else 1e-10
     check_exact_or_told(make, (x, y, sample_weight), LOSSES_TOLD, tolerance)
+
+
+# -- layers --------------------------------------------------------------------
+
+LAYERS = exported(layers, layers.Layer)
+
+# The layers that are not trained here, and why.
+LAYERS_LEFT_OUT = {
+    "FlaxLayer": "of JAX",
+    "InputLayer": "each model here has one",
+    "JaxLayer": "of JAX",
+    "Layer": "a base class",
+    "MaxNumBoundingBoxes": "pads boxes, and is for data sets",
+    "RandAugment": "not exact, and nothing tells",
+    "RandomElasticTransform": "draws other numbers, as docs/limits.md says",
+    "TFSMLayer": "what it is depends on the file that it loads",
+    "TorchModuleWrapper": "of torch",
+    "Wrapper": "a base class",
+}
+
+LAYERS_TOLD = [
+    "Batch normalization normalizes each micro-batch by itself",
+    "pairs samples, and a micro-batch has only its own",
+    "changes its state in the step of each micro-batch",
+    "`add_loss` was given something that is not a mean over samples",
+]
+
+# How to make the layers that need arguments, or draw nothing without them.
+# Those of a kind begin alike: the longest name that fits is used.
+MAKERS = {
+    "Activation": lambda cls: cls("tanh"),
+    "ActivityRegularization": lambda cls: cls(l2=0.1),
+    "Adaptive": lambda cls: cls(2),
+    "AlphaDropout": lambda cls: cls(0.5),
+    "AveragePooling": lambda cls: cls(2),
+    "Bidirectional": lambda cls: cls(layers.LSTM(2)),
+    "CategoryEncoding": lambda cls: cls(9),
+    "CenterCrop": lambda cls: cls(4, 4),
+    "Conv": lambda cls: cls(2, 2),
+    "Dense": lambda cls: cls(2),
+    "DepthwiseConv": lambda cls: cls(2),
+    "Discretization": lambda cls: cls([-0.5, 0.0, 0.5]),
+    "Dot": lambda cls: cls(1),
+    "Dropout": lambda cls: cls(0.5),
+    "EinsumDense": lambda cls: cls("abc,cd->abd", (8, 2)),
+    "Embedding": lambda cls: cls(9, 2),
+    "GRU": lambda cls: cls(2),
+    "GRUCell": lambda cls: layers.RNN(cls(2)),
+    "GaussianDropout": lambda cls: cls(0.5),
+    "GaussianNoise": lambda cls: cls(0.5),
+    "GroupNormalization": lambda cls: cls(1),
+    "GroupQueryAttention": lambda cls: cls(2, 2, 1),
+    "HashedCrossing": lambda cls: cls(9),
+    "Hashing": lambda cls: cls(9),
+    "IntegerLookup": lambda cls: cls(vocabulary=[1, 2, 3]),
+    "LSTM": lambda cls: cls(2),
+    "LSTMCell": lambda cls: layers.RNN(cls(2)),
+    "Lambda": lambda cls: cls(keras.ops.tanh, output_shape=lambda shape: shape),
+    "MelSpectrogram": lambda cls: cls(64, 16, num_mel_bins=8),
+    "MultiHeadAttention": lambda cls: cls(2, 2),
+    "Normalization": lambda cls: cls(mean=0.1, variance=2.0),
+    "Permute": lambda cls: cls((2, 1)),
+    "Pipeline": lambda cls: cls([layers.RandomFlip(), layers.RandomInvert()]),
+    "RNN": lambda cls: cls(layers.LSTMCell(2)),
+    "RandomBrightness": lambda cls: cls(0.5),
+    "RandomColorDegeneration": lambda cls: cls(0.5),
+    "RandomColorJitter": lambda cls: cls((0, 255), 0.5, 0.5, 0.5, 0.5),
+    "RandomContrast": lambda cls: cls(0.5),
+    "RandomCrop": lambda cls: cls(4, 4),
+    "RandomHue": lambda cls: cls(0.5),
+    "RandomPosterization": lambda cls: cls(4),
+    "RandomRotation": lambda cls: cls(0.2),
+    "RandomSaturation": lambda cls: cls(0.5),
+    "RandomSharpness": lambda cls: cls(0.5),
+    "RandomShear": lambda cls: cls(0.5, 0.5),
+    "RandomTranslation": lambda cls: cls(0.3, 0.3),
+    "RandomZoom": lambda cls: cls(0.3),
+    "RepeatVector": lambda cls: cls(2),
+    "Rescaling": lambda cls: cls(2.0),
+    "Reshape": lambda cls: cls((-1,)),
+    "Resizing": lambda cls: cls(4, 4),
+    "ReversibleEmbedding": lambda cls: cls(9, 2),
+    "STFTSpectrogram": lambda cls: cls("magnitude", frame_length=64),
+    "SeparableConv": lambda cls: cls(2, 2),
+    "SimpleRNN": lambda cls: cls(2),
+    "SimpleRNNCell": lambda cls: layers.RNN(cls(2)),
+    "Solarization": lambda cls: cls(0.3, 0.5),
+    "SpatialDropout": lambda cls: cls(0.5),
+    "SpectralNormalization": lambda cls: cls(layers.Dense(2)),
+    "StackedRNNCells": lambda cls: layers.RNN(
+        cls([layers.LSTMCell(2), layers.LSTMCell(2)])
+    ),
+    "StringLookup": lambda cls: cls(vocabulary=["a", "b", "c"]),
+    "TextVectorization": lambda cls: cls(
+        vocabulary=["a", "b", "c"], output_sequence_length=3
+    ),
+    "TimeDistributed": lambda cls: cls(layers.Dense(2)),
+}
+
+# What layers are called on, if it is not numbers of shape `(samples, 8, 3)`, or
+# of one with more axes where the name says 2D or 3D.
+DATA = {
+    "CategoryEncoding": lambda rng: rng.integers(9, size=(SAMPLES, 6)),
+    "Embedding": lambda rng: rng.integers(9, size=(SAMPLES, 6)),
+    "HashedCrossing": lambda rng: rng.integers(9, size=(SAMPLES, 1)),
+    "Hashing": lambda rng: rng.integers(9, size=(SAMPLES, 6)),
+    "IntegerLookup": lambda rng: rng.integers(9, size=(SAMPLES, 6)),
+    "MelSpectrogram": lambda rng: rng.normal(size=(SAMPLES, 256)),
+    "RepeatVector": lambda rng: rng.normal(size=(SAMPLES, 8)),
+    "ReversibleEmbedding": lambda rng: rng.integers(9, size=(SAMPLES, 6)),
+    "STFTSpectrogram": lambda rng: rng.normal(size=(SAMPLES, 256, 1)),
+    "StringLookup": lambda rng: tf.constant(
+        rng.choice(["a", "b", "d"], (SAMPLES, 6))
+    ),
+    "TextVectorization": lambda rng: tf.constant(
+        rng.choice(["a b c", "b", "c d"], (SAMPLES, 1))
+    ),
+}
+# Called on a list of twice the same.
+OF_LISTS = [
+    "Add",
+    "AdditiveAttention",
+    "Attention",
+    "Average",
+    "Concatenate",
+    "Dot",
+    "HashedCrossing",
+    "Maximum",
+    "Minimum",
+    "Multiply",
+    "Subtract",
+]
+# Called with a query and a value.
+OF_QUERIES = ["GroupQueryAttention", "MultiHeadAttention"]
+OF_IMAGES = [
+    "AugMix",
+    "AutoContrast",
+    "CenterCrop",
+    "ContrastLimitedAdaptiveHistogramEqualization",
+    "CutMix",
+    "Equalization",
+    "MixUp",
+    "Mosaic",
+    "Pipeline",
+    "Resizing",
+    "Solarization",
+]
+# TensorFlow, or the layer, has no float64.
+IN_FLOAT32 = [
+    "AdaptiveAveragePooling3D",
+    "AdaptiveMaxPooling3D",
+    "AugMix",
+    "AveragePooling3D",
+    "MaxPooling3D",
+    "MelSpectrogram",
+    "RandomRotation",
+    "STFTSpectrogram",
+]
+
+
+def is_of_images(name):
+    return name in OF_IMAGES or name.startswith("Random")
+
+
+def data_of(name, rng):
+    if name in DATA:
+        return DATA[name](rng)
+    if is_of_images(name):
+        return rng.uniform(0, 255, (SAMPLES, 8, 8, 3))
+    shape = (8, 3)
+    if "2D" in name or "3D" in name:
+        shape = (8, 8, 3) if "2D" in name else (4, 4, 4, 3)
+    if name.startswith("ConvLSTM"):
+        shape = (2, *[4] * int(name[-2]), 3)
+    return rng.uniform(-1, 1, (SAMPLES, *shape))
+
+
+def make_layer(name):
+    cls = getattr(layers, name)
+    kinds = [kind for kind in MAKERS if name.startswith(kind)]
+    return MAKERS[max(kinds, key=len)](cls) if kinds else cls()
+
+
+def call_layer(name, layer, inputs):
+    """Returns what the layer makes of something that is trained, if it can."""
+    if keras.backend.is_float_dtype(inputs.dtype) and not is_of_images(name):
+        inputs = layers.Dense(inputs.shape[-1])(inputs)
+    if name in OF_LISTS:
+        return layer([inputs, inputs])
+    if name in OF_QUERIES:
+        return layer(inputs, inputs)
+    return layer(inputs)
+
+
+@pytest.mark.parametrize(
+    "name", [each for each in LAYERS if each not in LAYERS_LEFT_OUT]
+)
+def test_layers(name):
+    rng = np.random.default_rng(0)
+    x, y = data_of(name, rng), rng.normal(size=(SAMPLES, 1))
+
+    def make():
+        inputs = keras.Input(x.shape[1:], dtype=x.dtype.name)
+        outputs = call_layer(name, make_layer(name), inputs)
+        if "int" in outputs.dtype:
+            outputs = layers.Embedding(9, 2)(outputs)
+        if is_of_images(name) or name == "MelSpectrogram":
+            outputs = layers.Rescaling(1 / 255)(outputs)
+        return inputs, layers.Dense(1)(layers.Flatten()(outputs)), "mse"
+
+    tolerance = 1e-10
+    if name in IN_FLOAT32:
+        keras.config.set_dtype_policy("float32")
+        keras.config.set_floatx("float32")
+        x, tolerance = x.astype("float32"), 1e-5
+    check_exact_or_told(
+        make,
+        (x, y, None),
+        LAYERS_TOLD,
+        tolerance,
+        # Python chooses what some of these do, when they are traced.
+        run_eagerly=not is_of_images(name),
+    )
