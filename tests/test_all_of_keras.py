@@ -167,7 +167,7 @@ LAYERS_LEFT_OUT = {
     "JaxLayer": "of JAX",
     "Layer": "a base class",
     "MaxNumBoundingBoxes": "pads boxes, and is for data sets",
-    "RandAugment": "not exact, and nothing tells",
+    "RandAugment": "equalizes all images of a batch together; nothing tells",
     "RandomElasticTransform": "draws other numbers, as docs/limits.md says",
     "TFSMLayer": "what it is depends on the file that it loads",
     "TorchModuleWrapper": "of torch",
