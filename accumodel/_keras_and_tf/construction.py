@@ -224,9 +224,11 @@ def _derived_class(cls, theirs):
     def init(self, *args, **kwargs):
         super(derived, self).__init__(*args, **kwargs)
 
-    # By it Keras decides how to save and to clone a model.
-    signature = inspect.signature(theirs.__init__)
-    init.__signature__ = signature  # type: ignore[attr-defined]
+    # By it Keras decides how to save and to clone a model. That of a functional
+    # one is behind a decorator, which Keras does not look behind.
+    if inspect.getfullargspec(theirs.__init__).args:
+        signature = inspect.signature(theirs.__init__)
+        init.__signature__ = signature  # type: ignore[attr-defined]
     derived: typing.Any = type(
         theirs.__name__,
         (cls, theirs),

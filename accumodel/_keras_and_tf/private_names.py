@@ -670,15 +670,19 @@ def replaced(instance, name, value):
 _watchers: weakref.WeakSet = weakref.WeakSet()
 
 
-def _set_weights(self, weights):
-    _weights.originals["set_weights"](self, weights)
-    for each in list(_watchers):
-        each.weights_were_set(self)
+@functools.cache
+def _see_set_weights():
+    # For good: what ends it when a model is garbage could run in the middle of
+    # anything, also of what replaces functions.
+    original = keras.layers.Layer.set_weights
 
+    @functools.wraps(original)
+    def set_weights(self, weights):
+        original(self, weights)
+        for each in list(_watchers):
+            each.weights_were_set(self)
 
-_weights = _Replaced(
-    lambda: {(keras.layers.Layer, "set_weights"): _set_weights}
-)
+    keras.layers.Layer.set_weights = set_weights
 
 
 def watch_weights(watcher):
@@ -687,11 +691,8 @@ def watch_weights(watcher):
     Of any layer or model, as long as `watcher` lives. Keras has no callback
     for it, and an override would see the model's own method only.
     """
-    if watcher not in _watchers:
-        _watchers.add(watcher)
-        scope = _weights()
-        scope.__enter__()
-        weakref.finalize(watcher, scope.__exit__, None, None, None)
+    _see_set_weights()
+    _watchers.add(watcher)
 
 
 # -- several replicas ----------------------------------------------------------
