@@ -500,6 +500,7 @@ def test_every_way_to_run(way):
     check_cache(case)
 
 
+@pytest.mark.filterwarnings("ignore:.*such as a quotient of sums")
 def test_fed_batches_of_a_cycle_have_a_loss_each():
     """As with `accum_steps` alone, which does not cut them."""
     case = dataclasses.replace(in_float64(IN_BATCH), sizes=cases.SHORT_INSIDE)

@@ -564,7 +564,7 @@ def test_draws_that_pair_samples_are_warned_of():
     model = AccumulatingModel(inputs, layers.Dense(1)(outputs))
     model.compile("sgd", "mse", micro_batch_size=2)
     x = np.random.default_rng(0).random((4, 8, 8, 3))
-    with pytest.warns(UserWarning, match="mix_up.* pairs samples"):
+    with pytest.warns(UserWarning, match="mix_up.* looks at several samples"):
         model.fit(x, np.ones((4, 1)), verbose=0)
 
 

@@ -15,10 +15,11 @@ from accumodel._update.accumulators import HOOKS
 # Normalization", arXiv 1803.08494, figure 1.
 _FEW_SAMPLES = 8
 
-# What draws which samples to mix.
+# What mixes samples, or looks at the histogram of all.
 _MIXING = tuple(
     getattr(keras.layers, name)
-    for name in ("CutMix", "MixUp", "Mosaic")  # the last from Keras 3.16 on
+    # Mosaic is there from Keras 3.16 on.
+    for name in ("CutMix", "Equalization", "MixUp", "Mosaic", "RandAugment")
     if hasattr(keras.layers, name)
 )
 
@@ -154,9 +155,9 @@ class EndOfCycle(keras.callbacks.Callback):
         for layer in flat_layers(self.model):
             if self.model.micro_batch_size and isinstance(layer, _MIXING):
                 warnings.warn(
-                    f"The layer '{layer.name}' pairs samples, and a "
-                    "micro-batch has only its own. So the weights are not "
-                    "those of the large batch. Mix the samples in the data "
+                    f"The layer '{layer.name}' looks at several samples at "
+                    "once, and a micro-batch has only its own. So the weights "
+                    "are not those of the large batch. Apply it to the data "
                     f"instead, by `dataset.map`. Received: layer={layer}",
                     stacklevel=2,
                 )

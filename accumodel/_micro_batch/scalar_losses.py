@@ -208,7 +208,9 @@ class _Walk:
                 return kind
             return _OF_SAMPLES.get((op.type, kind), OTHER)
         if kind == SUM and op.type in _SUMS and _CONSTANT in kinds:
-            return OTHER  # a penalty, which is no sum
+            # A penalty is no sum. Keras's own begin with 0.
+            constant = op.inputs[kinds.index(_CONSTANT)]
+            return kind if _number(constant) == 0 else OTHER
         if op.type in _LINEAR or (op.type == "Mul" and _CONSTANT in kinds):
             return kind
         if op.type in _QUOTIENTS and kinds[1] == _CONSTANT:
