@@ -304,6 +304,7 @@ OF_IMAGES = [
     "MixUp",
     "Mosaic",
     "Pipeline",
+    "RandAugment",
     "Resizing",
     "Solarization",
 ]
@@ -315,6 +316,7 @@ IN_FLOAT32 = [
     "AveragePooling3D",
     "MaxPooling3D",
     "MelSpectrogram",
+    "RandAugment",
     "RandomRotation",
     "STFTSpectrogram",
     "TernaryDense",

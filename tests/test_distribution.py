@@ -169,6 +169,7 @@ class LossOfKnownTokens(AccumulatingModel):
         return tf.reduce_sum(tf.cast(x > 0, tf.float32))
 
 
+@pytest.mark.slow
 def test_a_custom_compute_loss_is_divided_by_the_replicas_as_in_keras():
     def data(samples, rng):
         x, y = cases.tokens(samples, rng)
