@@ -1,5 +1,6 @@
 """Fixtures, hooks and the configuration of the devices."""
 
+import collections
 import gc
 import pathlib
 
@@ -33,8 +34,19 @@ def pytest_report_header():
     return f"accumodel: {pathlib.Path(accumodel.__file__).parent}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before rows are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Begins with what takes long, so that no process waits at the end."""
+    """Leaves most rows of long tables to the week.
+
+    And begins with what takes long, so that no process waits at the end.
+    """
+    rows = collections.Counter()
+    for item in items:
+        if item.get_closest_marker("table"):
+            table = item.path, item.originalname
+            if rows[table] % 3:
+                item.add_marker("weekly")
+            rows[table] += 1
     long = ("test_documentation.py", "test_workers.py")
     items.sort(key=lambda item: item.path.name not in long)
 

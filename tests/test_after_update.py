@@ -150,6 +150,7 @@ def train(base, script, batch_size=12, strategy=None, optimizer=None, **kwargs):
     return model
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("script", "way"),
     [
@@ -167,6 +168,7 @@ def test_it_moves_what_a_plain_step_moves(script, way):
     assert float(model.followed) == updates(model) == 8
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("way", ["size", "steps"])
 def test_it_is_called_once_for_all_replicas(way):
     batch_size, kwargs = WAYS[way]

@@ -152,6 +152,7 @@ def samples():
     return classes(72, np.random.default_rng(0))
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("backward", "kwargs"),
     [
@@ -474,6 +475,7 @@ class Smallest(Limit):
         raise MemoryError
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("cache", [False, True])
 def test_what_smaller_micro_batches_do_not_help(samples, cache):
     x, y = samples
@@ -646,6 +648,7 @@ LAYERS = {
 RARE = ("a trained weight that is assigned", "dropout in the cell of an RNN")
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:.* changes its state in the step")
 @pytest.mark.parametrize("cache", [False, weekly(True)])
 @pytest.mark.parametrize("name", names(LAYERS, RARE))

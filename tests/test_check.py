@@ -103,6 +103,7 @@ def test_what_measured_nothing_does_not_pass():
     assert _check.judge(row, training, training).passed is False
 
 
+@pytest.mark.weekly
 def test_a_way_that_raises_fails(monkeypatch):
     def refuse(*args, **kwargs):
         raise ValueError("broken")

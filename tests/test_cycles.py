@@ -37,6 +37,7 @@ class HeadByKey:
         return model
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize(
     "optimizer",
@@ -69,6 +70,7 @@ def test_a_variable_without_a_gradient_in_a_cycle_is_left_alone(
     assert distance(*models) < 1e-6
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("accum_steps", [1, 2])
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
@@ -228,6 +230,7 @@ def test_weights_that_cancel_move_nothing():
     assert distance(*models) < 1e-6
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_pairs_are_matched_by_variable(accum_steps):
     x, y = cases.features(), np.ones((24, cases.FEATURES))

@@ -128,6 +128,7 @@ RARE = (
 )
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", names(MORE_CASES, RARE))
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_every_case_on_two_replicas_is_that_of_one_device(name):
@@ -264,6 +265,7 @@ def test_two_replicas_do_as_one_device_does(name):
     assert updates(model) == updates(expected) > 0
 
 
+@pytest.mark.weekly
 def test_an_overflow_on_one_replica_skips_the_update_on_all():
     _, micro = datasets(cases.OVERFLOW)
     model, _ = train_case(
@@ -376,6 +378,7 @@ def test_a_data_set_of_the_strategys_own_is_taken():
     assert updates(model) == 2
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("writer", "reader"), [(1, 2), (3, 1), weekly(2, 3)])
 def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
     x, y = cases.classes(20, np.random.default_rng(0))
@@ -403,6 +406,7 @@ def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
     assert distance(model, reference) < 1e-6
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [(2, 1), weekly(3, 2)],
@@ -609,6 +613,7 @@ def test_an_accumulator_belongs_to_the_strategy_of_its_scope():
         )
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("built", [weekly(True), False])
 @pytest.mark.parametrize(
     "kwargs",

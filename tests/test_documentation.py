@@ -51,6 +51,7 @@ def find_programs():
 OFTEN = ("quickstart",)  # the other notebooks run once a week
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "module",
     [accumulator, batch_norm, callbacks, gradient_norm, model, noise_scale],

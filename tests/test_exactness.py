@@ -35,6 +35,7 @@ SELECTED = ("Adafactor", "Lamb", "Muon", "MultiOptimizer", "ScheduleFreeAdamW")
 COVERED = ("SGD", "momentum", "Adam", "AdamW")
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "name",
     [
@@ -47,6 +48,7 @@ def test_every_optimizer_of_keras(name):
     check_case(cases.Case(optimizer=cases.OPTIMIZERS[name]), ways=["fed"])
 
 
+@pytest.mark.table
 # An optimizer sees one gradient per cycle, whatever its sizes.
 @pytest.mark.parametrize("sizes", cases.SIZES.values(), ids=cases.SIZES)
 def test_cycles_of_every_size(sizes):
@@ -56,6 +58,7 @@ def test_cycles_of_every_size(sizes):
     )
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -325,6 +328,7 @@ FED_TOO = (
 )
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", names(CASES, RARE))
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_every_case_that_users_meet(name):
@@ -357,6 +361,7 @@ def test_float64_agrees_to_its_own_rounding(name, make, data):
     )
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "policy",
     ["mixed_float16", weekly("mixed_bfloat16"), "bfloat16", weekly("float16")],
@@ -461,6 +466,7 @@ def validation_data(x, y, batch_size):
     }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("feed", "steps_per_execution"),
     [
@@ -555,6 +561,7 @@ def test_outputs_whose_masks_differ_are_warned_of_once():
     model.fit(x, y, batch_size=7, verbose=0)  # warnings are errors
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("batch_size", "accum_steps", "trainable", "warns"),
     [

@@ -259,6 +259,7 @@ def check_cache(case, micro_batch_size=5, **kwargs):
     return cached, reference
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:.*averaged over different masks")
 @pytest.mark.filterwarnings("ignore:.*loss of the whole batch")
 @pytest.mark.filterwarnings("ignore:.*such as a quotient of sums")
@@ -276,6 +277,7 @@ def test_the_loss_of_the_whole_batch(name):
         assert distance(cut, reference) > 1e-3
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("size", [1, weekly(24)])
 def test_any_size(size):
     check_cache(in_float64(IN_BATCH), size)
@@ -401,6 +403,7 @@ class OwnTestStep(WholeBatchLoss):
         return {"own": loss}
 
 
+@pytest.mark.table
 # Where noise is drawn, plain Keras draws it for the batch at once.
 @pytest.mark.filterwarnings("ignore:`build..` was called on layer")
 @pytest.mark.parametrize(
@@ -548,6 +551,7 @@ def replicated(make):
     return dataclasses.replace(IN_BATCH, make=make, optimizer=sgd)
 
 
+@pytest.mark.weekly
 # Some with a batch that is smaller than the number of replicas.
 @pytest.mark.parametrize(
     ("case", "strategy", "sizes"),
@@ -601,6 +605,7 @@ def call_in_parts(model, x):
     return x
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("way", names(WAYS, rare=("XLA", "two in a call")))
 def test_the_second_pass_repeats_the_first(way):
     """All is as after one pass with one tape over the same parts."""

@@ -68,6 +68,7 @@ def clipped(optimizer):
     return lambda: optimizer(0.05, global_clipnorm=0.1)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("way", names(WAYS, ("plain", "both", "eager")))
 def test_halved_gradients_are_those_of_keras_halved(way):
     reference, _ = train(keras.Model, clipped(Halving))
@@ -85,6 +86,7 @@ def replicas():
     )
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("way", [weekly("steps"), "size", weekly("cache")])
 def test_every_replica_gets_the_gradient_of_all(way):
     optimizer = clipped(keras.optimizers.Adam)
@@ -133,6 +135,7 @@ class LeavesOut(AccumulatingModel):
         return gradients, self.optimizer.iterations < 3
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("way", ["size", "steps", "eager", weekly("xla")])
 def test_an_update_that_is_left_out_changes_nothing(way):
     batch_size, kwargs = WAYS[way]
@@ -210,6 +213,7 @@ def expected_norms():
     return np.reshape(made, (2, -1)).mean(1), made
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("way", names(WAYS, ("auto", "cache", "size")))
 def test_the_norm_of_the_whole_batch_is_in_the_logs(way):
     norms, each = expected_norms()
@@ -348,6 +352,7 @@ class NeverUpdates(AccumulatingModel):
         return gradients, False
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("way", ["size", "eager"])
 def test_a_python_bool_leaves_out_an_update_and_its_norm(way):
     batch_size, kwargs = WAYS[way]

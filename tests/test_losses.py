@@ -70,6 +70,7 @@ class Root(keras.losses.Loss):
         return keras.ops.sqrt(keras.ops.mean((y_true - y_pred) ** 2))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reduction", ["none", None, weekly("sum")])
 @pytest.mark.parametrize("loss", [Mean, Sum])
@@ -145,6 +146,7 @@ class MixedDetector(AccumulatingModel, Detector):
     pass
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("made", [Detector, OldDetector, MixedDetector])
 @pytest.mark.parametrize(
     "kwargs",
@@ -256,6 +258,7 @@ def graphs(size):
         yield (np.concatenate(part).astype("float32"), ids), y[i : i + size]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "loss", ["mse", lambda y, y_pred: keras.ops.mean((y - y_pred) ** 2)]
 )
@@ -328,6 +331,7 @@ def test_without_targets_a_table_is_refused():
 # -- weights -------------------------------------------------------------------
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("factor", [1e-9, 1e-13])
 def test_small_sample_weights_next_to_micro_batches_of_zeros(factor):
     weights = np.r_[np.zeros(8), np.ones(SAMPLES - 8)] * factor
@@ -348,6 +352,7 @@ class KnownOnly(AccumulatingModel):
         return tf.reduce_sum(tf.cast(x[:, 0] > 0, tf.float32))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("place", "kwargs"),
     [(0, {}), (4, {}), (4, {"jit_compile": True})],
@@ -392,6 +397,7 @@ def one_loss_per_sample(base):
     return cases.flat(PerSample)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("way", ["int", "steps", "both", "cache"])
 def test_a_custom_compute_loss_of_one_loss_per_sample_is_a_sum(way):
     reference, expected = cases.train_on_sequences(
@@ -422,6 +428,7 @@ def test_all_losses_none_next_to_add_loss():
     assert distance(*models) < 1e-6
 
 
+@pytest.mark.weekly
 def test_one_array_of_sample_weights_for_several_outputs_is_exact():
     def make(model_class):
         inputs = keras.Input((cases.FEATURES,))
@@ -461,6 +468,7 @@ def test_one_array_of_sample_weights_for_several_outputs_is_exact():
         )
 
 
+@pytest.mark.weekly
 def test_weights_of_each_output_are_exact_with_the_gradient_cache():
     rng = np.random.default_rng(0)
     x, y = data()

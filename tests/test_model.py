@@ -41,6 +41,7 @@ HOW_KERAS_RUNS = {
 # -- the main job ----------------------------------------------------------
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -130,6 +131,7 @@ def test_train_on_batch_updates_on_the_nth_call(data):
 # -- one process, many models ----------------------------------------------
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "order", [list(KINDS), weekly([*KINDS][::-1])], ids="-".join
 )
@@ -143,6 +145,7 @@ def test_kinds_of_models_train_and_save_in_any_order(order, data, tmp_path):
     assert AccumulatingModel.__bases__ == bases
 
 
+@pytest.mark.weekly
 def test_a_subclass_built_functionally_leaves_the_other_subclasses_alone(data):
     class Named(AccumulatingModel):
         def __init__(self, *args, **kwargs):
@@ -244,6 +247,7 @@ def make_registered(model_class):
     return Registered()
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "make", [make_functional, weekly(make_sequential), make_registered]
 )
@@ -318,6 +322,7 @@ def test_averages_of_no_update_replace_no_weights(data):
     assert distance(model, reference) < 1e-6
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("remainder", "iterations", "pending"),
     [
@@ -352,6 +357,7 @@ def test_remainder_says_what_becomes_of_a_short_last_cycle(
     assert watch.pending == pending
 
 
+@pytest.mark.weekly
 def test_drop_equals_the_big_batch_that_drops_its_remainder(data):
     dataset = tf.data.Dataset.from_tensor_slices(data)
     reference = make_model(keras.Model)
@@ -521,6 +527,7 @@ def test_accum_steps_take_effect_at_once_and_without_a_trace(jit_compile):
     assert counter.traces == traces
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_built_model_is_traced_less_often_than_by_keras(jit_compile, data):
     def count(model_class, **kwargs):
@@ -550,6 +557,7 @@ def test_leaving_1_makes_the_accumulators_and_one_trace(data):
     assert distance(model, reference) == 0.0
 
 
+@pytest.mark.weekly
 def test_leaving_1_needs_no_other_trace_in_a_custom_loop(data):
     model = make_model()
     model.compile("sgd", "sparse_categorical_crossentropy", skip_nonfinite=True)
@@ -563,6 +571,7 @@ def test_leaving_1_needs_no_other_trace_in_a_custom_loop(data):
     assert iterations == [1, 1, 2, 2, 3]
 
 
+@pytest.mark.weekly
 def test_with_accum_steps_1_the_step_is_that_of_keras(data):
     reference = make_model(keras.Model)
     expected = train(reference, data, batch_size=8)
@@ -587,6 +596,7 @@ def test_custom_compute_gradients_is_called_for_every_n(accum_steps, data):
     assert distance(model, reference) < 1e-6
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("accum_steps", [1, 4])
 def test_custom_train_step_accumulates_for_every_n(accum_steps, data):
     class OwnStep(AccumulatingModel):
@@ -609,6 +619,7 @@ def test_custom_train_step_accumulates_for_every_n(accum_steps, data):
 # -- skip_nonfinite --------------------------------------------------------
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("how", "bad", "accum_steps"),
     [
@@ -778,6 +789,7 @@ def test_another_backend_is_refused_at_import(backend):
     assert error.endswith(f"Received: backend='{backend}'")
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize(
     ("remainder", "consequence"),

@@ -65,6 +65,7 @@ def points():
     return rng.random((100, 5), "float32"), rng.random((100, 2), "float32")
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("built", [True, False])
 def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
     x, y = points
@@ -149,6 +150,7 @@ def make_graph():
     return model
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("make", [Reordered, make_stack, make_graph])
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_from_model_keeps_the_class_and_its_files(make, points, tmp_path):
@@ -516,6 +518,7 @@ def derived_from(theirs):
     return type("Derived", (AccumulatingModel, theirs), {})()
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("theirs", "make", "kwargs"),
     [

@@ -219,6 +219,7 @@ def check(model, plain, tolerance=1e-6):
             np.testing.assert_array_equal(np.array(a), np.array(b))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -245,6 +246,7 @@ def test_another_seed_is_seen():
     assert distance(other, plain) > 1e-2
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -263,6 +265,7 @@ def test_in_every_way_to_feed(kwargs):
     check(*models)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("policy", "tolerance"),
     [
@@ -323,6 +326,7 @@ class OwnSeed(keras.losses.Loss):
         return keras.ops.mean(kept * (y_true - y_pred * noise) ** 2, axis=-1)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("make", [lambda: noisy_loss, OwnSeed])
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_draws_in_a_loss(make, run_eagerly):
@@ -595,6 +599,7 @@ NOT_KNOWN = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", names(NOT_KNOWN, ["gamma", "by hand"]))
 def test_what_is_not_known_differs_in_each_micro_batch(name):
     draw, kwargs = NOT_KNOWN[name]

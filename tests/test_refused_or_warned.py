@@ -115,6 +115,7 @@ ADDED = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("loss", "warns"), ADDED.values(), ids=ADDED)
 def test_add_loss_of_what_is_no_mean_is_warned_of(loss, warns):
     inputs = keras.Input((cases.FEATURES,))
@@ -183,6 +184,7 @@ WHOLE_BATCH = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("loss", "warns"), WHOLE_BATCH.values(), ids=WHOLE_BATCH
 )
@@ -292,6 +294,7 @@ class Standardizes(keras.layers.Layer):
         return inputs - self.mean
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "layer",
     [
@@ -338,6 +341,7 @@ class Moves(AccumulatingModel):
         return outputs
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("place", ["nothing", "own", "large", "raw", "frozen"])
 def test_states_anywhere_in_a_model_are_warned_of(place):
     model = Moves(place)
@@ -529,6 +533,7 @@ MEANS = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("loss", rows(NO_MEANS))
 def test_a_compiled_loss_that_is_no_mean_is_warned_of(loss):
     match = "(not a mean|nor means).*`gradient_cache=True`"
@@ -550,6 +555,7 @@ def test_no_mean_is_not_warned_of_if_it_is_right(kwargs):
         )
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("loss", rows(MEANS))
 def test_a_compiled_loss_that_is_a_mean_or_a_sum_is_exact(loss):
     with warnings.catch_warnings():
@@ -648,6 +654,7 @@ class Queue(keras.layers.Layer):
         return x
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("way", ["cache", "auto"])
 @pytest.mark.parametrize(
     "operation", ["slice", "table", "scatter", "find", "gather"]
@@ -749,6 +756,7 @@ class MakesTestFunction(AccumulatingModel):
         self.test_function = lambda batches: self.test_step(next(batches))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("model_class", "name"),
     [
@@ -780,6 +788,7 @@ def by_accumulate_gradients(model, data):
     return logs
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("step", [by_train_step, by_accumulate_gradients])
 @pytest.mark.parametrize("cache", [True, weekly(False)])
 def test_a_loop_that_would_not_split_is_refused(step, cache):

@@ -59,6 +59,7 @@ def samples():
     return cases.classes(100, np.random.default_rng(0))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_parts_are_as_equal_as_they_can_be(samples, run_eagerly):
     model = compiled(with_sizes(), micro_batch_size=32, run_eagerly=run_eagerly)
@@ -164,6 +165,7 @@ def string_data():
     return {"word": tf.constant(list("abcab" * 4)), "nothing": tf.ones((20, 0))}
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("make", "data"),
     [
@@ -207,6 +209,7 @@ class CutsTable(WithTable):
         return {"id": ids, "all": x["all"]}, y
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
     rng = np.random.default_rng(0)
@@ -275,6 +278,7 @@ def test_scalars_and_none_are_left_as_they_are(run_eagerly):
 # -- logs ------------------------------------------------------------------
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "compile_arguments",
     [
@@ -362,6 +366,7 @@ def calls_super(name):
     return Calls
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "name", ["compute_gradients", "train_step", "test_step"]
 )
@@ -425,6 +430,7 @@ def test_a_log_of_a_custom_step_is_left_as_it_is():
 # -- the cycle -------------------------------------------------------------
 
 
+@pytest.mark.weekly
 def test_with_accum_steps_fed_batches_make_a_cycle(samples, tmp_path):
     x, y = samples
     reference = compiled(cases.dense(keras.Model))
@@ -450,6 +456,7 @@ def test_with_accum_steps_fed_batches_make_a_cycle(samples, tmp_path):
         assert distance(each, reference) < 1e-6
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("jit_compile", [False, weekly(True)])
 def test_batches_that_need_no_cut(jit_compile):
     x, targets = cases.two_targets(40, np.random.default_rng(0))
@@ -551,6 +558,7 @@ class FailsAt(keras.layers.Layer):
         return check(inputs)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize("accum_steps", [1, weekly(2)])
 def test_a_failure_in_the_middle_leaves_no_part_behind(
@@ -856,6 +864,7 @@ def one_graph():
     )
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch"])
 @pytest.mark.parametrize(
     "kwargs",
@@ -895,6 +904,7 @@ class WeighsNothing(AccumulatingModel):
         return tf.constant(0.0)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("size", [4, 8, weekly("auto")])
 @pytest.mark.parametrize("model_class", [AddsNothing, WeighsNothing])
 def test_overrides_are_called_for_batches_that_need_no_cut(
@@ -950,6 +960,7 @@ def test_a_subclass_may_use_any_private_name(samples):
     assert (model._search, model._remainder) == ("mine", "mine")
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "kwargs",
     [{"micro_batch_size": 4}, weekly({"accum_steps": 2})],

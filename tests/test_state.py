@@ -77,6 +77,7 @@ def save(model, path):
         model.save_weights(path)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("write", "read", "name"),
     [
@@ -273,6 +274,7 @@ def test_each_micro_batch_goes_on_bit_for_bit_in_a_new_process(
             np.testing.assert_array_equal(weight, expected)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("accum_steps", [1, 3])
 def test_with_fewer_steps_the_next_micro_batch_ends_the_cycle(
     accum_steps, tmp_path
@@ -505,6 +507,7 @@ class Fails(keras.layers.Layer):
         return identity(inputs)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("remainder", "error"),
     [("apply", KeyboardInterrupt()), ("carry", RuntimeError("in a callback"))],
@@ -554,6 +557,7 @@ def test_a_backup_in_mid_cycle_brings_its_cycle_back(tmp_path):
     assert distance(fit(resumed.make_model(), []), expected) == 0
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "kwargs", [{}, weekly({"micro_batch_size": 5})], ids=str
 )
@@ -723,6 +727,7 @@ def mid_cycle_file(tmp_path_factory):
     return path
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("damage", "match"), BAD_FILES.values(), ids=BAD_FILES)
 @pytest.mark.filterwarnings("ignore:Skipping ")  # Keras's own
 def test_a_bad_file_is_refused_and_leaves_no_pending_cycle(

@@ -308,6 +308,7 @@ RARE = (
 NEWEST = ("called again", "in layers", "unusual")
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:.*does not support masking")
 @pytest.mark.parametrize(
     "name",
@@ -379,6 +380,7 @@ class Custom(Norm):
         return super().call(inputs, training=training, mask=mask)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("kwargs", [{}, weekly({"run_eagerly": True})], ids=str)
 @pytest.mark.parametrize("layer", [Always, Custom])
 def test_evaluate_normalizes_as_the_layer_says(layer, kwargs):
@@ -403,6 +405,7 @@ class Draws(layers.Layer):
         return x + keras.random.normal(ops.shape(x)) if training else x
 
 
+@pytest.mark.weekly
 def test_a_variable_that_is_made_in_the_trace():
     def make(model_class):
         inputs = keras.Input((cases.FEATURES,))
@@ -412,6 +415,7 @@ def test_a_variable_that_is_made_in_the_trace():
     check_sync(in_float64(cases.Case(make=make)))
 
 
+@pytest.mark.weekly
 @pytest.mark.filterwarnings("ignore:Even though the `tf.config")
 def test_functions_that_run_eagerly():
     case = in_float64(CASES["a chain"])
@@ -440,6 +444,7 @@ def test_mixed_precision(policy, tolerance):
     assert distance(without, reference) > 2 * distance(model, reference)
 
 
+@pytest.mark.weekly
 def test_fed_batches_of_a_cycle_have_statistics_each():
     """As with `accum_steps` alone, which does not cut them."""
     case = in_float64(CASES["a chain"], sizes=cases.SHORT_LAST_MICRO_BATCH)
@@ -451,6 +456,7 @@ def test_fed_batches_of_a_cycle_have_statistics_each():
     assert distance(*models) <= 1e-9
 
 
+@pytest.mark.weekly
 def test_with_the_gradient_cache_and_without_it():
     case = in_float64(CASES["contrastive"])
     assert (

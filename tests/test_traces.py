@@ -38,6 +38,7 @@ def add(model, x, y):
     return {"mean": loss}
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize("made", [DecoratedStep, DecoratedHelper])
 def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
@@ -67,6 +68,7 @@ def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
     assert distance(model, plain) < 1e-6
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("collects", [False, True])
 @pytest.mark.parametrize("made", [DecoratedStep, DecoratedHelper])
 def test_after_compile_a_function_in_a_step_trains_or_is_refused(

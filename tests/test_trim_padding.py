@@ -221,6 +221,7 @@ MASKED = ("weights after the mask",)
 OFTEN = ("LSTM", "an output for each word", "weights after the mask")
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("name", "jit_compile"),
     [
@@ -275,6 +276,7 @@ FEATURES = {
 EVERY_DAY = ("mean_with_sample_weight",)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "name", [*EVERY_DAY, *(weekly(n) for n in FEATURES if n not in EVERY_DAY)]
 )
@@ -290,6 +292,7 @@ def test_it_goes_with_other_features(name):
     check(make, (words(), y), ours=ours, **both)
 
 
+@pytest.mark.weekly
 def test_process_gradients_gets_the_gradient_of_the_padded_batch():
     class Doubled(AccumulatingModel):
         def process_gradients(self, gradients):
@@ -308,6 +311,7 @@ def test_process_gradients_gets_the_gradient_of_the_padded_batch():
     assert distance(*models) < 1e-6
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("policy", "tolerance"),
     [weekly("mixed_bfloat16", 0.1), ("mixed_float16", 0.02)],
@@ -455,6 +459,7 @@ EXACT = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", list(EXACT))
 def test_nothing_is_cut_off_that_counts(name):
     make, x, arguments = EXACT[name]
@@ -783,6 +788,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_refused(name):
     make, arguments, message = REFUSED[name]

@@ -250,6 +250,7 @@ def reference(way, feature):
     return model.get_weights(), logs["loss"]
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:The layer 'counts")  # changes its state
 @pytest.mark.filterwarnings(r"ignore:`build\(\)` was called")  # the spare layer
 @pytest.mark.parametrize(("way", "feature"), PAIRS)
