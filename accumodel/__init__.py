@@ -43,6 +43,7 @@ else:
     _check_backend()
 
 # ruff: noqa: E402
+from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._measure import gradient_norm, noise_scale, recalibration
 from accumodel._measure.gradient_norm import GradientNorm
 from accumodel._measure.noise_scale import GradientNoiseScale
@@ -68,5 +69,6 @@ __all__ = [
     "GradientAccumulator",
     "GradientNoiseScale",
     "GradientNorm",
+    "InexactWarning",
     "recalibrate_batch_norm",
 ]

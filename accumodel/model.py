@@ -154,6 +154,7 @@ class AccumulatingModel(keras.Model):
         trim_padding: str | int | None = None,
         remainder: typing.Literal["apply", "carry", "drop"] = "apply",
         skip_nonfinite: bool = False,
+        verify: bool = True,
         **kwargs: typing.Any,
     ) -> None:
         """Configures the model for training, as `keras.Model.compile`.
@@ -211,6 +212,11 @@ class AccumulatingModel(keras.Model):
                 holds all gradients of a micro-batch until the last is known,
                 which takes one more copy of the parameters. Defaults to
                 `False`.
+            verify: Bool. With the first batch, compare the gradient of some of
+                its samples in micro-batches with that in one piece, and warn
+                by an `accumodel.InexactWarning` if they differ by more than
+                rounding. The training itself stays the same. Defaults to
+                `True`.
             **kwargs: Arguments of later versions of Keras, or of a base class.
 
         Raises:

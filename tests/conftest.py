@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import accumodel
+from accumodel._fit import first_batch
 
 pytest.register_assert_rewrite("helpers")
 
@@ -29,6 +30,14 @@ for profile, examples in (("default", 3), ("explore", 200)):
 hypothesis.settings.load_profile("default")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--verify",
+        action="store_true",
+        help="check the first batch of each training, as users do",
+    )
+
+
 def pytest_report_header():
     """Says which accumodel is tested; `.ci/run` asks for the installed one."""
     return f"accumodel: {pathlib.Path(accumodel.__file__).parent}"
@@ -44,7 +53,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("table"):
             table = item.path, item.originalname
-            if rows[table] % 3:
+            if rows[table] % 5:
                 item.add_marker("weekly")
             rows[table] += 1
     long = ("test_documentation.py", "test_workers.py")
@@ -62,6 +71,24 @@ def fresh_keras():
     # Without its search for garbage, which takes longer than many tests.
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def unverified(request, monkeypatch):
+    """Without the check of the first batch, which has tests of its own.
+
+    It takes as long as many tests. With `--verify` none is left out, and all
+    that is exact must be so for the check, too.
+    """
+    name = request.module.__name__
+    is_verified = name == "test_first_batch" or (
+        request.config.getoption("verify")
+        and not request.node.get_closest_marker("unverified")
+    )
+    if not is_verified:
+        monkeypatch.setattr(
+            first_batch, "peek", lambda state, batches, steps: batches
+        )
 
 
 @pytest.fixture

@@ -93,7 +93,9 @@ def test_public_names_have_a_docstring(member):
 
 
 @pytest.mark.filterwarnings("ignore:Out of memory")  # which a page shows
-@pytest.mark.filterwarnings("ignore:.*returns .* samples")  # next to the cache
+@pytest.mark.filterwarnings(
+    "ignore::accumodel.InexactWarning"
+)  # which pages show
 @pytest.mark.filterwarnings("ignore:.shuffle=True. was passed")  # Keras's
 @pytest.mark.filterwarnings("ignore:`model` is compiled")  # by keras-hub
 @pytest.mark.parametrize("program", list(find_programs()))

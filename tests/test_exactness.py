@@ -7,7 +7,6 @@ the optimizer's `iterations` and, where it says so, the logs.
 """
 
 import itertools
-import warnings
 
 import cases
 import keras
@@ -559,40 +558,6 @@ def test_outputs_whose_masks_differ_are_warned_of_once():
         model.fit(x, y, batch_size=8, verbose=0)
     assert sum("different masks" in str(each.message) for each in w) == 1
     model.fit(x, y, batch_size=7, verbose=0)  # warnings are errors
-
-
-@pytest.mark.table
-@pytest.mark.parametrize(
-    ("batch_size", "accum_steps", "trainable", "warns"),
-    [
-        (4, 4, True, True),
-        (8, 4, True, False),
-        (4, 1, True, False),
-        (4, 4, False, False),
-    ],
-)
-@pytest.mark.parametrize("feed", [arrays, tf_data])
-def test_batch_normalization_of_few_samples_is_warned_of(
-    feed, batch_size, accum_steps, trainable, warns
-):
-    inputs = keras.Input((cases.FEATURES,))
-    x = keras.layers.BatchNormalization(trainable=trainable)(inputs)
-    outputs = keras.layers.Dense(cases.CLASSES, activation="softmax")(x)
-    model = AccumulatingModel(inputs, outputs)
-    model.compile(
-        "sgd", "sparse_categorical_crossentropy", accum_steps=accum_steps
-    )
-    kwargs = feed(*cases.classes(32, np.random.default_rng(0)), batch_size)
-    if feed is tf_data:
-        size = tf.TensorShape(batch_size)
-        kwargs["x"] = kwargs["x"].map(
-            lambda x, y: (tf.ensure_shape(x, size + cases.FEATURES), y)
-        )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.fit(verbose=0, **kwargs)
-    messages = [str(each.message) for each in caught]
-    assert any("Batch normalization" in m for m in messages) == warns
 
 
 def test_a_sum_next_to_a_mean_is_refused():

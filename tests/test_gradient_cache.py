@@ -260,9 +260,7 @@ def check_cache(case, micro_batch_size=5, **kwargs):
 
 
 @pytest.mark.table
-@pytest.mark.filterwarnings("ignore:.*averaged over different masks")
-@pytest.mark.filterwarnings("ignore:.*loss of the whole batch")
-@pytest.mark.filterwarnings("ignore:.*such as a quotient of sums")
+@pytest.mark.filterwarnings("ignore::accumodel.InexactWarning")  # of others
 @pytest.mark.parametrize("name", names(CASES, RARE))
 def test_the_loss_of_the_whole_batch(name):
     case = in_float64(CASES[name])
@@ -448,6 +446,7 @@ def test_custom_models(base, size):
     np.testing.assert_allclose(evaluated, expected, rtol=1e-6)
 
 
+@pytest.mark.unverified
 def test_what_is_known_of_the_length_of_a_batch():
     lengths = []
 
@@ -503,7 +502,7 @@ def test_every_way_to_run(way):
     check_cache(case)
 
 
-@pytest.mark.filterwarnings("ignore:.*such as a quotient of sums")
+@pytest.mark.filterwarnings("ignore::accumodel.InexactWarning")
 def test_fed_batches_of_a_cycle_have_a_loss_each():
     """As with `accum_steps` alone, which does not cut them."""
     case = dataclasses.replace(in_float64(IN_BATCH), sizes=cases.SHORT_INSIDE)
@@ -605,6 +604,7 @@ def call_in_parts(model, x):
     return x
 
 
+@pytest.mark.filterwarnings("ignore:Batch normalization")
 @pytest.mark.table
 @pytest.mark.parametrize("way", names(WAYS, rare=("XLA", "two in a call")))
 def test_the_second_pass_repeats_the_first(way):

@@ -90,27 +90,6 @@ def test_one_number_is_a_mean_or_a_sum_whatever_the_reduction(
         np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_one_number_that_is_neither_is_warned_of(reduction):
-    with pytest.warns(UserWarning, match="not a mean over samples"):
-        linear(
-            AccumulatingModel,
-            Root(reduction=reduction),
-            batch_size=8,
-            accum_steps=2,
-        )
-
-
-def test_warnings_come_once_for_each_compile():
-    inputs = keras.Input((3,))
-    model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
-    for loss in (keras.losses.Dice(), keras.losses.Tversky()):
-        model.compile("sgd", loss, accum_steps=2)
-        with pytest.warns(UserWarning, match=f"`{loss.name}` is a loss of"):
-            model.fit(*data(), batch_size=8, verbose=0)
-        model.fit(*data(), batch_size=8, verbose=0)  # warnings are errors
-
-
 def test_a_loss_of_a_deep_model_is_looked_at_without_recursion():
     x = inputs = keras.Input((3,))
     for _ in range(400):
@@ -189,12 +168,6 @@ class MeansInside(AccumulatingModel):
     def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         mean = keras.ops.mean((y - y_pred) ** 2)
         return 2 * mean + 0.1 * keras.losses.MeanAbsoluteError()(y, y_pred)
-
-
-def test_a_custom_loss_that_is_no_mean_is_warned_of():
-    weights = np.arange(SAMPLES) / SAMPLES
-    with pytest.warns(UserWarning, match="`compute_loss` returns one number"):
-        linear(DividesByWeights, None, weights, micro_batch_size=4)
 
 
 def test_a_custom_loss_that_is_a_sum_is_exact():

@@ -562,16 +562,6 @@ def test_the_size_changes_nothing_but_memory():
     check(found, plain)
 
 
-def test_draws_that_pair_samples_are_warned_of():
-    inputs = keras.Input((8, 8, 3))
-    outputs = layers.Flatten()(layers.MixUp()(inputs))
-    model = AccumulatingModel(inputs, layers.Dense(1)(outputs))
-    model.compile("sgd", "mse", micro_batch_size=2)
-    x = np.random.default_rng(0).random((4, 8, 8, 3))
-    with pytest.warns(UserWarning, match="mix_up.* looks at several samples"):
-        model.fit(x, np.ones((4, 1)), verbose=0)
-
-
 def halve(shape, seed):
     return keras.random.uniform((shape[0] // 2, 5), seed=seed)
 

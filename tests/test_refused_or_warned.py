@@ -23,19 +23,6 @@ class ComputesItsOwnMean(keras.losses.Loss):
         return keras.ops.mean((y_true - y_pred) ** 2)
 
 
-def test_it_is_warned_of_next_to_a_loss_that_is_seen():
-    def make_and_fit():
-        model = cases.masked_and_not(AccumulatingModel)
-        loss = ["sparse_categorical_crossentropy", OwnCrossentropy()]
-        model.compile("sgd", loss, accum_steps=2)
-        x, (y, _) = cases.tokens_for_two(16, np.random.default_rng(0))
-        model.fit(x, (y, y), batch_size=4, verbose=0)
-
-    found = messages_of(make_and_fit)
-    assert any("overrides `__call__`" in each for each in found)
-    assert any("different masks" in each for each in found)
-
-
 def test_it_is_refused_on_replicas():
     with mirrored(2).scope():
         model = cases.linear(AccumulatingModel)
@@ -49,29 +36,9 @@ def test_it_is_refused_on_replicas():
         )
 
 
-class OwnCrossentropy(keras.losses.Loss):
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        return keras.ops.mean(
-            keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
-        )
-
-
 class WithoutInit(ComputesItsOwnMean):
     def __init__(self):
         pass
-
-
-def test_a_loss_whose_mean_cannot_be_seen_is_warned_of_once():
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", ComputesItsOwnMean(), accum_steps=2)
-    x, y = cases.features(), np.zeros((24, cases.CLASSES))
-
-    def fit():
-        for size in (4, 3):
-            model.fit(x, y, batch_size=size, verbose=0)
-
-    (message,) = messages_of(fit)
-    assert "override `micro_batch_weight`" in message
 
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
@@ -86,45 +53,6 @@ def test_a_loss_without_init_trains(accum_steps):
             verbose=0,
         )
     )
-
-
-class Adds(keras.layers.Layer):
-    def __init__(self, loss):
-        super().__init__()
-        self.loss = loss
-
-    def call(self, inputs):
-        self.add_loss(self.loss(inputs))
-        return inputs
-
-
-ADDED = {
-    "a product of means": (
-        lambda h: keras.ops.sum(
-            keras.ops.mean(h, 0) * keras.ops.mean(h > 0, 0)
-        ),
-        True,
-    ),
-    "a sum": (lambda h: keras.ops.sum(h**2), True),
-    "a mean": (lambda h: keras.ops.mean(h**2), False),
-    "a divergence": (
-        lambda h: -0.5 * keras.ops.mean(1 + h - h**2 - keras.ops.exp(h)),
-        False,
-    ),
-    "a constant": (lambda h: keras.ops.sum(keras.ops.ones(3)), False),
-}
-
-
-@pytest.mark.table
-@pytest.mark.parametrize(("loss", "warns"), ADDED.values(), ids=ADDED)
-def test_add_loss_of_what_is_no_mean_is_warned_of(loss, warns):
-    inputs = keras.Input((cases.FEATURES,))
-    hidden = Adds(loss)(keras.layers.Dense(2)(inputs))
-    model = AccumulatingModel(inputs, keras.layers.Dense(2)(hidden))
-    model.compile(SGD(0.001), "mse", micro_batch_size=3)
-    x, y = cases.features(), np.zeros((24, 2))
-    found = messages_of(lambda: model.fit(x, y, batch_size=8, verbose=0))
-    assert ["`add_loss` was given" in each for each in found] == [True] * warns
 
 
 class Ctc(keras.layers.Layer):
@@ -174,80 +102,8 @@ def test_the_weight_is_not_known_before_the_loss():
         )
 
 
-WHOLE_BATCH = {
-    "Dice": (keras.losses.Dice(), True),
-    "dice": ("dice", True),
-    "Tversky over the batch": (keras.losses.Tversky(axis=(0, 1)), True),
-    "function": (keras.losses.tversky, True),
-    "Dice by sample": (keras.losses.Dice(axis=(1,)), False),
-    "mse": ("mse", False),
-}
-
-
-@pytest.mark.table
-@pytest.mark.parametrize(
-    ("loss", "warns"), WHOLE_BATCH.values(), ids=WHOLE_BATCH
-)
-def test_a_loss_of_the_whole_batch_is_warned_of_once(loss, warns):
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", loss, accum_steps=2)
-    x, y = cases.features(), np.ones((24, cases.CLASSES), "float32")
-    found = messages_of(
-        lambda: model.fit(x, y, batch_size=5, epochs=2, verbose=0)
-    )
-    assert [each for each in found if "of the whole batch" in each] == (
-        found if warns else []
-    )
-    assert len(found) == warns
-
-
-def test_pairs_of_samples_are_warned_of():
-    inputs = keras.Input((cases.FEATURES,))
-    outputs = keras.layers.UnitNormalization()(keras.layers.Dense(3)(inputs))
-    model = AccumulatingModel(inputs, outputs)
-    model.compile("sgd", keras.losses.Circle(), accum_steps=2)
-    with pytest.warns(UserWarning, match="of the whole batch"):
-        model.fit(cases.features(), np.arange(24) % 3, batch_size=6, verbose=0)
-
-
 def scalar_loss(y_true, y_pred):
     return keras.ops.mean((y_true - y_pred) ** 2)
-
-
-def test_a_scalar_loss_with_sample_weights_is_warned_of():
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", scalar_loss, accum_steps=2)
-    x, y = cases.features(), np.zeros((24, cases.CLASSES))
-    with pytest.warns(UserWarning, match="Return one loss per sample"):
-        model.fit(x, y, sample_weight=np.ones(24), batch_size=4, verbose=0)
-
-
-class AddsToTheLoss(AccumulatingModel):
-    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
-        return loss + 0.1 * keras.ops.mean(y_pred**2)
-
-
-@pytest.mark.parametrize(
-    ("make", "data", "reduction", "warns"),
-    [
-        (cases.masked_without_lstm, cases.tokens, "sum_over_batch_size", True),
-        (cases.dense, cases.classes, "sum", True),
-        (cases.dense, cases.classes, "sum_over_batch_size", False),
-    ],
-)
-def test_a_custom_compute_loss_over_a_mask_or_a_sum_is_warned_of(
-    make, data, reduction, warns
-):
-    model = make(AddsToTheLoss)
-    loss = cases.sparse_crossentropy(reduction)()
-    model.compile(SGD(0.001), loss, accum_steps=2)
-    arrays = data(16, np.random.default_rng(0))
-    found = messages_of(
-        lambda: model.fit(*arrays, batch_size=4, epochs=2, verbose=0)
-    )
-    assert len(found) == warns
-    assert all("custom `compute_loss`" in each for each in found)
 
 
 def test_an_unknown_reduction_is_refused(monkeypatch):
@@ -277,82 +133,6 @@ def test_weights_are_numbers_for_all_or_none():
 
 
 # -- layers --------------------------------------------------------------------
-
-
-class Standardizes(keras.layers.Layer):
-    """Moves a mean in the forward pass, as bayesflow's standardization does."""
-
-    def build(self, shape):
-        self.mean = self.add_weight(
-            shape=(shape[-1],), initializer="zeros", trainable=False
-        )
-
-    def call(self, inputs, training=None):
-        if training:
-            batch = keras.ops.mean(inputs, axis=0)
-            self.mean.assign(0.9 * self.mean + 0.1 * batch)
-        return inputs - self.mean
-
-
-@pytest.mark.table
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: Standardizes(name="moves"),
-        lambda: keras.layers.SpectralNormalization(
-            keras.layers.Dense(2), name="moves"
-        ),
-    ],
-)
-@pytest.mark.parametrize(
-    "kwargs", [{"accum_steps": 2}, {"micro_batch_size": 2}], ids=str
-)
-def test_layers_that_change_their_state_are_warned_of(layer, kwargs):
-    layer = layer()
-    inputs = keras.Input((cases.FEATURES,))
-    outputs = keras.layers.Dense(cases.CLASSES)(layer(inputs))
-    model = AccumulatingModel(inputs, outputs)
-    model.compile("sgd", "mse", **kwargs)
-    y = np.zeros((24, cases.CLASSES))
-    with pytest.warns(UserWarning, match="'moves' changes its state in"):
-        model.fit(cases.features(), y, batch_size=4, verbose=0)
-
-
-class Moves(AccumulatingModel):
-    """Counts in a variable of its own, or moves a copy of a layer."""
-
-    def __init__(self, place):
-        super().__init__(name="moves")
-        self.head = keras.layers.Dense(cases.CLASSES)
-        self.copy = keras.layers.Dense(cases.CLASSES, trainable=False)
-        self.raw = tf.Variable(0.0, trainable=False)
-        shape = (2**19, 3) if place == "large" else (1,)
-        self.own = self.add_weight(shape, "zeros", trainable=False)
-        self.place = place
-
-    def call(self, inputs):
-        outputs = self.head(inputs) + self.copy(inputs)
-        if self.place == "frozen":
-            self.copy.bias.assign(self.copy.bias + 1.0)
-        elif self.place == "raw":
-            self.raw.assign_add(1.0)
-        elif self.place != "nothing":
-            self.own.assign(self.own + 1.0)
-        return outputs
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("place", ["nothing", "own", "large", "raw", "frozen"])
-def test_states_anywhere_in_a_model_are_warned_of(place):
-    model = Moves(place)
-    model.compile("sgd", "mse", accum_steps=2)
-    model(cases.features())
-    y = np.zeros((24, cases.CLASSES))
-    found = messages_of(
-        lambda: model.fit(cases.features(), y, batch_size=4, verbose=0)
-    )
-    told = ["changes its state in the step" in each for each in found]
-    assert told == [True] * (place != "nothing")
 
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
@@ -419,12 +199,6 @@ def test_micro_batches_of_train_on_batch_are_not_dropped_in_silence():
     assert model.pending_steps == 0
 
 
-def weighted(y, y_pred):
-    is_known = keras.ops.cast(y[:, 0] > 0, "float32")
-    losses = keras.ops.mean((y - y_pred) ** 2, axis=-1)
-    return keras.ops.sum(losses * is_known) / keras.ops.sum(is_known)
-
-
 def rows(table):
     """Returns the rows of a table with their names, some of them weekly."""
     return [
@@ -433,49 +207,6 @@ def rows(table):
         else pytest.param(row, id=name)
         for name, row in table.items()
     ]
-
-
-NO_MEANS = {
-    "a quotient of sums": weighted,
-    "a root": lambda y, p: keras.ops.sqrt(keras.ops.mean((y - p) ** 2)),
-    "elements that are chosen": lambda y, p: tf.reduce_mean(
-        tf.boolean_mask((y - p) ** 2, y > 0)
-    ),
-    "the largest": weekly(lambda y, p: keras.ops.max((y - p) ** 2)),
-    "a ratio for each output": lambda y, p: (
-        keras.ops.sum((y - p) ** 2, axis=0) / keras.ops.sum(y**2 + p**2, axis=0)
-    ),
-    "the largest of each output": weekly(
-        lambda y, p: keras.ops.max(keras.ops.abs(y - p), axis=0)
-    ),
-    "a root for each output": weekly(
-        lambda y, p: keras.ops.sqrt(keras.ops.mean((y - p) ** 2, axis=0))
-    ),
-    "correlations of outputs": weekly(
-        lambda y, p: keras.ops.matmul(keras.ops.transpose(p), y) ** 2
-    ),
-    "all pairs": lambda y, p: keras.ops.matmul(p, keras.ops.transpose(p)) ** 2,
-    "differences of pairs": weekly(lambda y, p: (p[:, None] - p[None, :]) ** 2),
-    "the next sample": weekly(lambda y, p: (p - keras.ops.roll(p, 1, 0)) ** 2),
-    "sums up to a sample": weekly(lambda y, p: keras.ops.cumsum(p**2, axis=0)),
-    "one per sample, over a statistic": lambda y, p: (
-        keras.ops.mean((y - p) ** 2, axis=-1) / keras.ops.mean(y**2)
-    ),
-    "the hardest half": weekly(
-        lambda y, p: (
-            (y - p) ** 2 * keras.ops.cast(y > keras.ops.median(y), p.dtype)
-        )
-    ),
-    "a sum over the known": lambda y, p: (
-        summed(y, p) / keras.ops.sum(keras.ops.cast(y > 0, "float32"))
-    ),
-    "a product of means": weekly(
-        lambda y, p: keras.losses.MeanSquaredError()(y, p) * keras.ops.mean(p)
-    ),
-    "less the mean": lambda y, p: keras.ops.mean(
-        (y - p - keras.ops.mean(p, axis=0)) ** 2
-    ),
-}
 
 
 def summed(y, p):
@@ -531,28 +262,6 @@ MEANS = {
         tf.nn.sigmoid_cross_entropy_with_logits(y, p)
     ),
 }
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("loss", rows(NO_MEANS))
-def test_a_compiled_loss_that_is_no_mean_is_warned_of(loss):
-    match = "(not a mean|nor means).*`gradient_cache=True`"
-    with pytest.warns(UserWarning, match=match):
-        cases.train_on_sequences(
-            cases.flat,
-            AccumulatingModel,
-            loss=loss,
-            micro_batch_size=3,
-        )
-
-
-@pytest.mark.parametrize("kwargs", [{}, cases.WAYS["cache"][1]], ids=str)
-def test_no_mean_is_not_warned_of_if_it_is_right(kwargs):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cases.train_on_sequences(
-            cases.flat, AccumulatingModel, loss=weighted, **kwargs
-        )
 
 
 @pytest.mark.table

@@ -481,6 +481,7 @@ def test_nothing_is_cut_off_that_counts(name):
     assert distance(*models) < 1e-6
 
 
+@pytest.mark.unverified
 def test_dropout_draws_other_numbers_for_each_micro_batch():
     """Drawn as for samples in order, they would overlap: rows are shorter."""
     seen = []
@@ -547,6 +548,7 @@ def widths_of(x, trim_padding, micro_batch_size=5):
     return layer.seen[-(SAMPLES // micro_batch_size) :]
 
 
+@pytest.mark.unverified
 def test_each_micro_batch_is_as_wide_as_its_longest_on_the_ladder():
     ordered = np.sort(lengths())[::-1][::5]
     ladder = np.array([16, 24, 32, 48, 60])
@@ -555,6 +557,7 @@ def test_each_micro_batch_is_as_wide_as_its_longest_on_the_ladder():
     assert len(set(expected)) > 2
 
 
+@pytest.mark.unverified
 def test_padding_on_the_left_is_not_cut():
     assert widths_of(words()[:, ::-1], 0) == [(5, LENGTH)] * 4
 
@@ -788,6 +791,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Batch normalization")
 @pytest.mark.table
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_refused(name):

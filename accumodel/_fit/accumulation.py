@@ -7,6 +7,7 @@ import typing
 
 import tensorflow as tf
 
+from accumodel._fit import first_batch
 from accumodel._fit.end_of_cycle import with_end_of_cycle
 from accumodel._fit.options import Options
 from accumodel._fit.retry import Retry
@@ -59,6 +60,9 @@ class Accumulation:
             see `States`.
         size: `tf.Variable`, the most samples of a micro-batch; `None` until
             `micro_batch_size` is set. Another size needs no retrace.
+        first_batch: The first batch after `compile`, until it was checked, or
+            `None`.
+        is_verified: Bool. Whether no further batch is to be checked.
         retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
         batch_size: Int, the samples in a batch of `fit`; `None` if not known.
         observers: Dict of what measures the gradients of cycles, by its class
@@ -79,6 +83,8 @@ class Accumulation:
         self.observers: dict = {}
         self.observing: tuple = ()
         self.batch_size: typing.Any = None
+        self.first_batch: typing.Any = None
+        self.is_verified = True
         self._rows: typing.Any = None
         self._trimming: typing.Any = None
         self._traced_with: typing.Any = None
@@ -105,6 +111,7 @@ class Accumulation:
         self.accumulates = accumulates
         self.spans_batches = options.accum_steps > 1
         self._trimming = None
+        self.is_verified = not options.verify
         self._use_size(options.micro_batch_size)
         self.accumulators.begin_anew()
 
@@ -113,6 +120,7 @@ class Accumulation:
         given, args, kwargs = with_end_of_cycle(args, kwargs)
         self.loss_weights.share(given.get("y"), given.get("sample_weight"))
         self.batch_size = given["batch_size"]
+        first_batch.take(self, given)
         self._observe(given["callbacks"])
         try:
             with self._averages_of_updates():

@@ -1,30 +1,12 @@
 """The end of a cycle: what happens when an epoch of `fit` begins and ends."""
 
-import math
 import warnings
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from accumodel._keras_and_tf.batch_norms import trained_norms
-from accumodel._keras_and_tf.private_names import flat_layers
+from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._update.accumulators import HOOKS
-
-# Batch normalization loses accuracy in smaller batches: Wu and He 2018, "Group
-# Normalization", arXiv 1803.08494, figure 1.
-_FEW_SAMPLES = 8
-
-# What mixes samples, or looks at the histogram of all.
-_MIXING = tuple(
-    getattr(keras.layers, name)
-    # Mosaic is there from Keras 3.16 on.
-    for name in ("CutMix", "Equalization", "MixUp", "Mosaic", "RandAugment")
-    if hasattr(keras.layers, name)
-)
-
-# Of states with more elements, such as codebooks, only the norm is compared.
-_MANY = 2**14
 
 
 class EndOfCycle(keras.callbacks.Callback):
@@ -43,15 +25,10 @@ class EndOfCycle(keras.callbacks.Callback):
         self._batch_size = batch_size
         self._warned: set[str] = set()
         self._batches = 0
-        # Of `micro_batch_size="auto"`, at the end of the last epoch.
-        self._size = None
-        # What `_read_states` returned; `None` if it need not be looked at.
-        self._states: dict | None = None
 
     def on_train_begin(self, logs=None):
         if self.model.accum_steps > 1 or self.model.micro_batch_size:
-            self._warn_of_layers()
-            self._states = _read_states(self.model)
+            self._warn_of_norms()
         state = self.model._accumulation
         state.accumulators.begin_fit(state.options.remainder)
 
@@ -64,7 +41,6 @@ class EndOfCycle(keras.callbacks.Callback):
         if not self._batches and steps and self.model.accum_steps > steps:
             self._warn_of_short_epochs(steps)
         self._batches = batch + 1
-        self._warn_of_states()
 
     def on_test_begin(self, logs=None):
         # Validation comes before `on_epoch_end`.
@@ -86,9 +62,7 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def _note_size(self, logs):
         size = self.model.current_micro_batch_size
-        if self._size != size:
-            self._size = size
-            self._warn_of_layers()
+        self._warn_of_norms()
         if logs is not None and size is not None:
             logs["micro_batch_size"] = size
 
@@ -136,57 +110,33 @@ class EndOfCycle(keras.callbacks.Callback):
                 stacklevel=2,
             )
 
-    def _warn_of_layers(self):
-        sizes = [self._batch_size, self.model.current_micro_batch_size]
-        if self.model._accumulation.options.sync_batch_norm:
-            # That of the fed batch, which is all there is without cycles.
-            sizes = sizes[:1] if self.model.accum_steps > 1 else []
-        samples = min((size for size in sizes if size), default=_FEW_SAMPLES)
-        if samples < _FEW_SAMPLES and trained_norms(self.model):
-            warnings.warn(
-                "Batch normalization normalizes each micro-batch by itself: "
-                f"its statistics are those of {samples} samples, not "
-                "of the effective batch. Use larger micro-batches, "
-                "`sync_batch_norm=True` with `micro_batch_size`, or "
-                "`keras.layers.GroupNormalization`, or freeze the layer.",
-                stacklevel=2,
-            )
-
-        for layer in flat_layers(self.model):
-            if self.model.micro_batch_size and isinstance(layer, _MIXING):
-                warnings.warn(
-                    f"The layer '{layer.name}' looks at several samples at "
-                    "once, and a micro-batch has only its own. So the weights "
-                    "are not those of the large batch. Apply it to the data "
-                    f"instead, by `dataset.map`. Received: layer={layer}",
-                    stacklevel=2,
-                )
-
-    def _warn_of_states(self):
-        """Warns of layers that the first batches are seen to change."""
-        if self._states is None:
+    def _warn_of_norms(self):
+        """Warns of normalizations that see a micro-batch only."""
+        model, options = self.model, self.model._accumulation.options
+        size = model.current_micro_batch_size
+        is_whole = options.sync_batch_norm or (
+            size is None
+            or (self._batch_size is not None and size >= self._batch_size)
+        )
+        if (
+            not options.verify
+            or "norms" in self._warned
+            or (is_whole and model.accum_steps == 1)
+            or not trained_norms(model)
+        ):
             return
-        before, self._states = self._states, _read_states(self.model)
-        if before.keys() != self._states.keys():
-            return  # the model was built in between
-        accumulators = self.model._accumulation.accumulators
-        moved = [each._untracked.moved for each in accumulators]
-        for key, (layer, value) in self._states.items():
-            if any(key in each for each in moved):
-                continue  # once for each update
-            if not np.array_equal(before[key][1], value):
-                kind = "model" if layer is self.model else "layer"
-                warnings.warn(
-                    f"The {kind} '{layer.name}' changes its state in the step "
-                    "of each micro-batch. If the next one reads it, the "
-                    "weights are not those of the effective batch. Move in "
-                    "`after_update` what should move once for each update, or "
-                    "call the layer with `training=False`, or use it without "
-                    f"accumulation. Received: layer={layer}",
-                    stacklevel=2,
-                )
-                break
-        self._states = None
+        self._warned.add("norms")
+        warnings.warn(
+            "Batch normalization normalizes each micro-batch by itself, so the "
+            "weights are not those of the large batch. Pass `compile` "
+            "`sync_batch_norm=True` with `micro_batch_size`, which is exact "
+            "and takes a second forward pass; or use "
+            "`keras.layers.GroupNormalization`; or freeze the layer. Without "
+            "these, use micro-batches of at least 8 samples. "
+            "`compile(verify=False)` hides this warning.",
+            InexactWarning,
+            stacklevel=2,
+        )
 
     def _warn_of_short_epochs(self, steps):
         consequences = {
@@ -204,50 +154,6 @@ class EndOfCycle(keras.callbacks.Callback):
             '`remainder="carry"` to continue the cycle in the next epoch.',
             stacklevel=2,
         )
-
-
-def _read_states(model):
-    """Returns what a step may change beside the optimizer.
-
-    Without batch normalization, of which other warnings tell.
-
-    Returns:
-        Dict of tuples of a layer and a value, by the ids of the variables.
-    """
-    norm = keras.layers.BatchNormalization
-    # The inner ones come last, unless two hold one.
-    layers = [model, *flat_layers(model)]
-    layers += [layer for layer in layers if isinstance(layer, norm)]
-    owners = {
-        id(each): (layer, each)
-        for layer in layers
-        for each in [*layer.weights, *_raw_variables(layer, model)]
-    }
-    trained = {id(each) for each in model.trainable_variables}
-    return {
-        key: (layer, _read(variable))
-        for key, (layer, variable) in owners.items()
-        if key not in trained and not isinstance(layer, norm)
-    }
-
-
-def _raw_variables(layer, model):
-    """Returns the variables of TensorFlow in the attributes of a layer.
-
-    Or none, if a hook may move them, which cannot be seen.
-    """
-    if any(map(model._accumulation.overrides, HOOKS)):
-        return []
-    return [
-        each for each in vars(layer).values() if isinstance(each, tf.Variable)
-    ]
-
-
-def _read(variable):
-    value = tf.convert_to_tensor(variable)
-    if math.prod(variable.shape) > _MANY and value.dtype.is_floating:
-        value = tf.norm(value)
-    return keras.ops.convert_to_numpy(value)
 
 
 # The first parameters of `fit`.

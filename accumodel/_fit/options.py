@@ -26,6 +26,7 @@ class Options:
     trim_padding: str | int | None = None
     remainder: str = "apply"
     skip_nonfinite: bool = False
+    verify: bool = True
 
     def __post_init__(self):
         # As Python's own ints, which a file can hold.

@@ -25,10 +25,10 @@ import functools
 
 import tensorflow as tf
 
-from accumodel._fit import retry, variables
+from accumodel._fit import first_batch, retry, variables
 from accumodel._keras_and_tf import checks, private_names, replicas
 from accumodel._micro_batch import loop
-from accumodel._micro_batch.step import FedBatch
+from accumodel._micro_batch.step import FedBatch, current_graph
 from accumodel._update.accumulators import build_accumulator, build_optimizer
 from accumodel._whole_batch import stages
 
@@ -120,6 +120,9 @@ def _wrap(model, name):
         if not is_ready:
             batches = variables.make_first(state.plan(), trains, batches)
             is_ready = True
+        if trains:
+            steps = model.steps_per_execution
+            batches = first_batch.peek(state, batches, steps)
         try:
             return function(batches)
         except tf.errors.OpError as error:
@@ -165,6 +168,7 @@ def _train(model, train_step, data):
                 if "variables which have been deleted" in str(error):
                     _refuse_function(model, error)
                 raise
+    first_batch.check(plan, train_step, current_graph())
     is_added = fed_batch.end(state.accumulators)
     if is_added or not model.trainable_variables:
         return logs

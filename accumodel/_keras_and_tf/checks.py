@@ -15,6 +15,16 @@ from accumodel._keras_and_tf.replicas import check_strategy, is_multi_worker
 REMAINDERS = ("apply", "carry", "drop")
 
 
+class InexactWarning(UserWarning):
+    """The weights will not be those that one large batch would have given.
+
+    Examples:
+        >>> import warnings
+        >>> warnings.simplefilter("error", accumodel.InexactWarning)  # strict
+        >>> warnings.simplefilter("default", accumodel.InexactWarning)
+    """
+
+
 def check_accum_steps(value):
     """Returns `value` as an int, or says what is wrong with it."""
     return _check_positive(

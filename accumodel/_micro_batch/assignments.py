@@ -11,7 +11,7 @@ from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.step import current_graph
 
 # Prefixes of the types of operations that take a variable, a table or the like,
-# and leave it as it is. Of random numbers, `stages` says more.
+# and leave it as it is. Of random numbers, `is_random` knows.
 _HARMLESS = (
     "Collective",
     "IteratorGetNext",
@@ -25,6 +25,20 @@ _HARMLESS = (
     "VarIsInitialized",
     "VariableShape",
     "Write",  # of summaries
+)
+
+# And of those that would not be the same a second time.
+_RANDOM = (
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+    "Random",
+    "Rng",
+    "SampleDistortedBoundingBox",
+    "StatefulRandom",
+    "StatefulStandardNormal",
+    "StatefulTruncatedNormal",
+    "StatefulUniform",
+    "TruncatedNormal",
 )
 
 # In the names of the operations that assign what is recorded.
@@ -121,6 +135,11 @@ def check_assignments(definition, why):
                 "twice. Make it with `self.add_weight(...)`. Received: the "
                 f"operation {node.op} ('{node.name}')"
             )
+
+
+def is_random(node):
+    """Whether an operation would draw other numbers a second time."""
+    return node.op.startswith(_RANDOM) or node.op.endswith("CandidateSampler")
 
 
 class Recorder(keras.StatelessScope):

@@ -8,9 +8,9 @@ none, and neither is the root of a mean, nor anything that compares samples.
 
 import tensorflow as tf
 
-# What a tensor is made of: of no data; of the shape of data; of anything else;
-# of what cannot be told. Of data, it is the axis of the samples, an integer.
-_CONSTANT, _SIZE, OTHER, UNKNOWN = "constant", "size", "other", "unknown"
+# What a tensor is made of: of no data; of the shape of data; of anything else.
+# Of data, it is the axis of the samples, an integer.
+_CONSTANT, _SIZE, UNKNOWN = "constant", "size", "unknown"
 # Of data whose axis of samples was averaged or summed.
 MEAN, SUM = "mean", "sum"
 # Of data, to which means were added, or which were divided by their number, or
@@ -66,9 +66,6 @@ _PRODUCTS = {"BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"}
 _ARGUMENTS = {"ArgMax", "ArgMin"}
 _REDUCTIONS = {*_ARGUMENTS, "All", "Any", "EuclideanNorm", "Max", "Mean"}
 _REDUCTIONS |= {"Min", "Prod", "Sum"}
-# Along the last axis, and along one that an input names.
-_ALONG_LAST = {"LogSoftmax", "Softmax", "TopKV2"}
-_ALONG = {"Cumsum": 1, "GatherV2": 2, "ReverseV2": 1, "Roll": 2}
 _OF_SAMPLES = {
     ("Mean", SHIFTED): MEAN,
     ("Sum", SHIFTED): SUM,
@@ -92,7 +89,7 @@ def kind_of(loss, data=None, reduced=()):
         reduced: List of pairs of a tensor and what it is made of.
 
     Returns:
-        `SAMPLES`, `SHIFTED`, `PARTS`, `UNSURE`, `MEAN`, `SUM`, `OTHER`, or
+        `SAMPLES`, `SHIFTED`, `PARTS`, `UNSURE`, `MEAN`, `SUM`, or
         `UNKNOWN`.
     """
     if tf.executing_eagerly() or not tf.is_tensor(loss):
@@ -153,12 +150,8 @@ class _Walk:
             return _SIZE if found - {_CONSTANT} else _CONSTANT
         if op.type == "ReadVariableOp" or found <= {_CONSTANT}:
             return _CONSTANT
-        if op.type == "Where":  # which elements are chosen depends on the data
-            return OTHER
         if UNKNOWN in found or op.type.startswith(_CALLS):
             return UNKNOWN
-        if OTHER in found:
-            return OTHER
         if found <= {_CONSTANT, _SIZE}:
             return _CONSTANT if _is_other_size(op) else _SIZE
         if found & {MEAN, SUM, SHIFTED, PARTS, UNSURE}:
@@ -186,7 +179,7 @@ class _Walk:
         if result.rank == 0 or axis in axes:
             if source.rank and source[axis] is not None:
                 self._sizes |= {source[axis], source.num_elements()}
-            return {"Mean": MEAN, "Sum": SUM}.get(op.type, OTHER)
+            return {"Mean": MEAN, "Sum": SUM}.get(op.type, UNKNOWN)
         if op.type not in _ARGUMENTS and op.get_attr("keep_dims"):
             return axis
         return axis - sum(0 <= each < axis for each in axes)
@@ -201,16 +194,16 @@ class _Walk:
         if op.type in _QUOTIENTS and kinds == [SUM, _SIZE]:
             return MEAN
         if len(found) > 1:
-            return OTHER
+            return UNKNOWN
         (kind,) = found
         if op.type in ("Mean", "Sum"):
             if kind in (MEAN, SUM) or not _reduces_first(op):
                 return kind
-            return _OF_SAMPLES.get((op.type, kind), OTHER)
+            return _OF_SAMPLES.get((op.type, kind), UNKNOWN)
         if kind == SUM and op.type in _SUMS and _CONSTANT in kinds:
             # A penalty is no sum. Keras's own begin with 0.
             constant = op.inputs[kinds.index(_CONSTANT)]
-            return kind if _number(constant) == 0 else OTHER
+            return kind if _number(constant) == 0 else UNKNOWN
         if op.type in _LINEAR or (op.type == "Mul" and _CONSTANT in kinds):
             return kind
         if op.type in _QUOTIENTS and kinds[1] == _CONSTANT:
@@ -218,7 +211,7 @@ class _Walk:
             sizes = self._sizes and {None, *self._sizes}
             is_mean = kind == SUM and _number(op.inputs[1]) in sizes
             return MEAN if is_mean else kind
-        return OTHER
+        return UNKNOWN
 
 
 def _is_other_size(op):
@@ -267,7 +260,7 @@ def _kind_of_broadcast(op, kinds):
         return UNKNOWN if any(axis for _, axis in data) else 0
     places = {rank - axis for rank, axis in data}  # from the right
     if len(places) > 1:
-        return OTHER
+        return UNKNOWN
     axis = rank - places.pop()
     if op.type not in ("Mul", *_QUOTIENTS):
         return axis
@@ -292,12 +285,12 @@ def _kind_of_product(op, kinds):
         if kind in _AXES
     }
     if len(letters) > 1:  # pairs
-        return OTHER
+        return UNKNOWN
     (letter,) = letters
     if letter in output:
         return output.index(letter)
     # Next to constants, each sample has a weight of its own.
-    return SUM if {*kinds} <= _AXES or len(inputs) == 1 else OTHER
+    return SUM if {*kinds} <= _AXES or len(inputs) == 1 else UNKNOWN
 
 
 def _equation(op):
@@ -322,8 +315,6 @@ def _kind_of_data(op, kinds):
         return UNKNOWN
     (axis,) = axes
     source, result = op.inputs[kinds.index(axis)].shape, op.outputs[0].shape
-    if _goes_along(op, kinds, axis, source.rank):
-        return OTHER
     if op.type == "Transpose":
         order = tf.get_static_value(op.inputs[1])
         return UNKNOWN if order is None else [*order].index(axis)
@@ -334,25 +325,13 @@ def _kind_of_data(op, kinds):
         return UNKNOWN if axes is None else axis + (min(axes) <= axis)
     if axis == 0 and op.type == "StridedSlice":
         if op.get_attr("shrink_axis_mask") & 1:  # one sample
-            return OTHER
+            return UNKNOWN
         return op.get_attr("new_axis_mask") & 1
     is_new = result.rank and result[0] not in (None, source[0])
     if op.type == "Reshape" and axis == 0 and is_new and result[0] == 1:
         return 1 if result.rank > 1 else UNKNOWN
     if result.rank == 0:
-        return OTHER
+        return UNKNOWN
     if axis == 0:
         return UNKNOWN if is_new else 0
     return axis if source.rank == result.rank else UNKNOWN
-
-
-def _goes_along(op, kinds, axis, rank):
-    """Whether it compares, chooses or moves samples, along their axis."""
-    if op.type in _ALONG_LAST:
-        return rank is not None and axis == rank - 1
-    if op.type not in _ALONG or kinds[0] != axis:
-        return False
-    if op.type == "GatherV2" and op.get_attr("batch_dims"):
-        return False
-    axes = _axes(op.inputs[_ALONG[op.type]], rank)
-    return axes is not None and axis in axes

@@ -76,6 +76,10 @@ class FedBatch:
         # See `clear_first`: a list of sums for each accumulator.
         self.cleared: dict = {}
 
+    def accumulate(self, accumulator, gradients, weight, **kwargs):
+        """Adds the gradients of a micro-batch, see `GradientAccumulator`."""
+        accumulator._add_to_fed_batch(gradients, weight, self, **kwargs)
+
     def add(self, accumulator, present):
         """Registers a micro-batch, and which variables got a gradient."""
         before, was_conditional = self._added.get(accumulator, (present, False))

@@ -319,7 +319,7 @@ class _Check:
         scope = keras.StatelessScope(weights, collect_losses=True)
         before = {**scope.state_mapping}
         try:
-            with private_names.replaced_draws(_draw_same, _next_seed), scope:
+            with same_draws(), scope:
                 outputs = private_names.call_model(self._model, x, training)
         except (ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
@@ -432,6 +432,11 @@ def _draw_same(name, original, arguments):
 
 def _next_seed(original, generator, ordered):
     return original(generator, ordered)
+
+
+def same_draws():
+    """Returns a scope in which all that is drawn is the same."""
+    return private_names.replaced_draws(_draw_same, _next_seed)
 
 
 def _ordinary_weights(model, rounding=0.0):

@@ -17,11 +17,10 @@ import typing
 import warnings
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.batch_norms import trained_norms
+from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.replicas import count_replicas
 from accumodel._micro_batch import scalar_losses
 from accumodel._micro_batch.split import count_samples, first_leaf
@@ -34,11 +33,11 @@ _SUMS = ("sum", "none", None)
 _SUM_OF = {
     scalar_losses.SAMPLES: scalar_losses.SUM,
     scalar_losses.PARTS: scalar_losses.MEAN,
-    scalar_losses.UNSURE: scalar_losses.OTHER,
+    scalar_losses.UNSURE: scalar_losses.UNKNOWN,
 }
 _MEAN_OF = {
     scalar_losses.SAMPLES: scalar_losses.MEAN,
-    scalar_losses.PARTS: scalar_losses.OTHER,
+    scalar_losses.PARTS: scalar_losses.UNKNOWN,
     scalar_losses.UNSURE: scalar_losses.MEAN,
 }
 # What is a sum over samples, if it is added up.
@@ -72,7 +71,7 @@ class LossWeights:
 
     def __init__(self, model):
         self._model = model
-        self._warned: set[str] = set()
+        self.warned: set[str] = set()
         # Whether `fit` was given one array of sample weights for all outputs,
         # of which Keras makes one for each.
         self.shares_sample_weight = False
@@ -112,7 +111,6 @@ class LossWeights:
         reductions = None if step is None else step.reductions
         samples = count_samples(data)
         if "compute_loss" in plan.overridden:
-            self._warn_of_custom_loss(reductions or [], data)
             return samples
         if not plan.accumulates:
             return samples  # the caller ignores it
@@ -124,8 +122,6 @@ class LossWeights:
                 f"call without `compute_loss` for model={self._model}"
             )
         reductions, unseen = self._that_count(reductions)
-        for each in reductions:
-            self._warn_of_values(each, data)
         divisors = [
             divisor
             for each in reductions
@@ -133,7 +129,6 @@ class LossWeights:
         ]
         divisors += [Divisor(None, _SAMPLES)] * unseen
         sources = {divisor.source for divisor in divisors}
-        self._warn_of_added(is_sum=sources == {None})
         # A vector that `add_loss` was given is summed up by Keras.
         vectors = summed_losses(self._model, data)
         if vectors:
@@ -207,7 +202,6 @@ class LossWeights:
             that reduce in their own way.
         """
         losses = private_names.compiled_losses(self._model)
-        self._warn_of_whole_batch([loss for loss, _ in losses])
         plain = [
             loss
             for loss, _ in losses
@@ -229,12 +223,13 @@ class LossWeights:
             ], 0
         unseen = max(0, len(losses) - len(reductions))
         if unseen:
-            self._warn_of_unseen(
+            self._check_unseen(
                 [loss for loss, _ in losses if loss not in plain]
             )
         return reductions, unseen
 
-    def _warn_of_unseen(self, losses):
+    def _check_unseen(self, losses):
+        """Raises if a loss with a mean of its own may be of one replica."""
         if count_replicas() > 1:
             raise ValueError(
                 "A compiled loss overrides `__call__` and computes its own "
@@ -244,35 +239,6 @@ class LossWeights:
                 "`self.distribute_strategy.num_replicas_in_sync`. "
                 f"Received: loss={losses}"
             )
-        self._warn(
-            "unseen",
-            "A compiled loss overrides `__call__` and computes its own mean, "
-            "so accumodel cannot see what it is averaged over: each "
-            "micro-batch weighs its number of samples. If the loss is averaged "
-            "over a mask or over sample weights, override "
-            f"`micro_batch_weight`. Received: loss={losses}",
-        )
-
-    def _warn_of_added(self, is_sum):
-        """Warns if `add_loss` was given what is no mean over samples."""
-        if trained_norms(self._model):
-            return  # after these, nothing is known to be a mean
-        wrong = {scalar_losses.OTHER} | (
-            set() if is_sum else {scalar_losses.SUM}
-        )
-        for each in added_losses(self._model):
-            data = current_step().loss_data
-            kind = scalar_losses.kind_of(each, data)
-            if kind in wrong:
-                self._warn(
-                    "added",
-                    "`add_loss` was given something that is not a mean over "
-                    "samples, such as a sum, or a product of means, and "
-                    "micro-batches average it over samples. Divide a sum by "
-                    "the number of samples. Compute anything else in "
-                    "`compute_loss`, from what the model returns, with "
-                    f"`gradient_cache=True`. Received: {each}",
-                )
 
     def _warn_of_scalars_next_to_sums(self, vectors):
         scalars = len(self._model.losses) - vectors
@@ -298,26 +264,10 @@ class LossWeights:
                 "Override `micro_batch_weight` if the samples matter more.",
             )
 
-    def _warn_of_values(self, reduction, data):
-        """Warns if a loss is neither one per sample nor a mean of these."""
-        values, sample_weight = reduction.values, reduction.sample_weight
-        kind = self._kind(reduction, data)
-        if values.shape.rank == 0 and sample_weight is not None:
-            self._warn(
-                "scalar",
-                "A loss function that returns a scalar was given sample "
-                "weights. Keras multiplies the two means, of the losses "
-                "and of the weights, which micro-batches cannot reproduce. "
-                "Return one loss per sample instead.",
-            )
-        made = _made_by(reduction.reduction).get(kind, kind)
-        if made == scalar_losses.OTHER and "whole batch" not in self._warned:
-            self._warn_of_no_mean(values, "A compiled loss")
-
     def is_sum(self, loss, data):
         """Whether the result of a custom `compute_loss` is a sum over samples.
 
-        Keras sums one loss per sample. Warns if it is no mean either.
+        Keras sums one loss per sample.
 
         Args:
             loss: Tensor.
@@ -326,27 +276,7 @@ class LossWeights:
         kind = scalar_losses.kind_of(loss, data)
         if kind == scalar_losses.UNKNOWN:
             kind = _guess(loss, data)
-        if kind == scalar_losses.OTHER and "custom" not in self._warned:
-            self._warn_of_no_mean(loss, "The custom `compute_loss`")
         return kind in _SUMMABLE
-
-    def _warn_of_no_mean(self, value, what):
-        number = (
-            "one number that is not a mean over samples"
-            if value.shape.num_elements() == 1
-            else "values that are neither one loss per sample nor means over "
-            "samples"
-        )
-        self._warn(
-            "no mean",
-            f"{what} returns {number}, such as a quotient of sums, a root, or "
-            "a loss that is divided by a statistic of the batch or compares "
-            "samples, and micro-batches average it over samples. Return one "
-            "loss per sample, which depends on no other sample. Or use "
-            "`gradient_cache=True`, or override `micro_batch_weight` to return "
-            "what the loss is divided by (`None` for a sum). Received: a loss "
-            f"of shape {value.shape}",
-        )
 
     def _kind(self, reduction, data):
         """Returns what the values of a loss are, see `scalar_losses`.
@@ -366,7 +296,7 @@ class LossWeights:
         if kind != scalar_losses.SHIFTED:
             return kind
         is_weighed = (reduction.sample_weight, reduction.mask) != (None, None)
-        return scalar_losses.OTHER if is_weighed else scalar_losses.SAMPLES
+        return scalar_losses.UNKNOWN if is_weighed else scalar_losses.SAMPLES
 
     def _kind_of_result(self, reduction, data):
         kind = self._kind(reduction, data)
@@ -426,52 +356,12 @@ class LossWeights:
         value = private_names.sum_of_weights(None, mask, dtype) * each
         return Divisor(value, ("mask", id(mask)))
 
-    def _warn_of_custom_loss(self, reductions, data):
-        unseen = [
-            each
-            for each in reductions
-            if each.reduction in _MEANS
-            and {d.source for d in self._divisors(each, data)} - {_SAMPLES}
-        ]
-        if self._model.loss is not None:
-            unseen += [each for each in reductions if each.reduction == "sum"]
-        if unseen:
-            self._warn(
-                "custom",
-                "A loss that the custom `compute_loss` calls is a sum, or is "
-                "averaged over a mask or sample weights, but each micro-batch "
-                "weighs its number of samples. Override `micro_batch_weight` "
-                "to return what the loss is divided by (`None` for a sum). "
-                f"Received: reductions={[e.reduction for e in reductions]}",
-            )
-
-    def _warn_of_whole_batch(self, losses):
-        for loss in losses:
-            if _is_ratio(loss) or isinstance(loss, keras.losses.Circle):
-                self._warn(
-                    "whole batch",
-                    f"`{loss.name}` is a loss of the whole batch, not a mean "
-                    "over samples, so micro-batches cannot reproduce the loss "
-                    "of the effective batch. For `Dice` and `Tversky` of "
-                    "images, use `axis=(1, 2, 3)`, which makes it one loss per "
-                    f"sample. Received: loss={loss}",
-                )
-
     def _warn(self, topic, message):
         # The loss may be that of the whole fed batch, which is exact.
-        is_told = current_step().plan.needs_whole_batch or topic in self._warned
+        is_told = current_step().plan.needs_whole_batch or topic in self.warned
         if not is_told:
-            self._warned.add(topic)
-            warnings.warn(message, stacklevel=2)
-
-
-def _is_ratio(loss):
-    """Whether a loss is one ratio over the batch, and no mean over samples."""
-    function = getattr(loss, "fn", None)
-    if function not in (keras.losses.dice, keras.losses.tversky):
-        return False
-    axis = getattr(loss, "axis", None)
-    return axis is None or 0 in np.atleast_1d(axis)
+            self.warned.add(topic)
+            warnings.warn(message, InexactWarning, stacklevel=2)
 
 
 def is_single(values, data):
@@ -505,7 +395,7 @@ def _guess(loss, data):
     fits = any(size and shape[0] % size == 0 for size in sizes if shape[0])
     if shape[0] is None or not sizes or fits:
         return scalar_losses.SAMPLES
-    return scalar_losses.OTHER
+    return scalar_losses.UNKNOWN
 
 
 def added_losses(model):

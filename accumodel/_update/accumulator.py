@@ -36,7 +36,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import checks, optimizers, replicas
 from accumodel._keras_and_tf.private_names import without_own_reduction
 from accumodel._keras_and_tf.xla import compile_update
-from accumodel._micro_batch.assignments import Recorder, recorded
+from accumodel._micro_batch.assignments import recorded
 from accumodel._micro_batch.step import current_step
 from accumodel._update import sums
 
@@ -57,13 +57,12 @@ class _Untracked:
         # Which variables steps passed, maybe without a gradient; empty if all.
         self.named: list = []
         self.updates_every_batch = False  # whether each fed batch is a cycle
-        self.moved: dict = {}  # what the hooks assign, by the ids
         # What a fed batch last registered, see `FedBatch.add`.
         self.added: typing.Any = None
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
-        return {**vars(self), "updates": {}, "observers": [], "moved": {}}
+        return {**vars(self), "updates": {}, "observers": []}
 
 
 class GradientAccumulator(tf.Module):
@@ -239,7 +238,10 @@ class GradientAccumulator(tf.Module):
                 or if it is called twice in one `train_step` of a model.
         """
         gradients, named = checks.check_gradients(gradients, self.variables)
-        replicas.check_replica_context(self._untracked.strategy)
+        step = current_step()
+        in_fit = step is not None and step.fed_batch is not None
+        if not in_fit:
+            replicas.check_replica_context(self._untracked.strategy)
         has_weight = weight is not None
         # What was traced does not look at it again, so it must stay the same.
         is_eager = tf.executing_eagerly() and not self._is_traced
@@ -248,15 +250,14 @@ class GradientAccumulator(tf.Module):
         self._has_weights = checks.check_has_weights(
             self._has_weights, has_weight
         )
-        step = current_step()
         if step is not None:
             step.check_called_once(self)
         present = tuple(gradient is not None for gradient in gradients)
         self._expected = present
         before = self._untracked.named or named
         self._untracked.named = list(map(operator.or_, named, before))
-        if step is not None and step.fed_batch is not None:
-            self._add_to_fed_batch(gradients, weight, step.fed_batch)
+        if in_fit:
+            step.fed_batch.accumulate(self, gradients, weight)
             return
         accepted = self._add(gradients, weight, self._accepts)
         end = functools.partial(self._end_step, present, self._skip_nonfinite)
@@ -499,7 +500,7 @@ class GradientAccumulator(tf.Module):
         keep = True
         if self._process_gradients is not None:
             gradients, keep = sums.process(
-                self._noting(self._process_gradients),
+                self._process_gradients,
                 list(gradients),
                 self.variables,
                 self._loss_scale(),
@@ -620,21 +621,11 @@ class GradientAccumulator(tf.Module):
             self._follow(is_update)
             self.reset()
 
-    def _noting(self, hook):
-        """Returns a hook, of which it is known what it assigns."""
-        moved = self._untracked.moved
-
-        def call(*args):
-            with Recorder(lambda each: moved.update({id(each): each})):
-                return hook(*args)
-
-        return call
-
     def _follow(self, is_update):
         """Calls `after_update`, unless `process_gradients` left it out."""
         if self._after_update is None:
             return
-        after_update = self._noting(self._after_update)
+        after_update = self._after_update
 
         def follow():
             after_update()

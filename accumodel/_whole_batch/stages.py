@@ -35,6 +35,7 @@ from accumodel._micro_batch.assignments import (
     Recorder,
     States,
     check_assignments,
+    is_random,
     nodes_of,
 )
 from accumodel._micro_batch.random_numbers import Draws
@@ -44,19 +45,6 @@ from accumodel._update.accumulators import build_optimizer
 from accumodel._whole_batch import arrays, sync_batch_norm
 from accumodel._whole_batch.graph import ModelGraph
 
-# Prefixes of the types of operations that a second pass would not repeat.
-_RANDOM = (
-    "Multinomial",
-    "ParameterizedTruncatedNormal",
-    "Random",
-    "Rng",
-    "SampleDistortedBoundingBox",
-    "StatefulRandom",
-    "StatefulStandardNormal",
-    "StatefulTruncatedNormal",
-    "StatefulUniform",
-    "TruncatedNormal",
-)
 _OTHER_AXIS = (
     "With `{}=True`, the first axis of each output of the model must be that "
     "of the samples. Compute what all samples share in `compute_loss`, such as "
@@ -350,10 +338,10 @@ class _GradientSink:
 
     def add(self, gradients, share):
         if any(each is not None for each in gradients):
-            self._accumulator._add_to_fed_batch(
+            self.fed_batch.accumulate(
+                self._accumulator,
                 gradients,
                 self._weight,
-                self.fed_batch,
                 share=share,
                 may_begin=not self.has_begun,
             )
@@ -534,7 +522,7 @@ def _check_slices_repeat(plan, graph):
     received = [f"the seed '{seed.name}'" for seed in seeds] + [
         f"the operation {node.op} ('{node.name}')"
         for node in nodes
-        if node.op.startswith(_RANDOM)
+        if is_random(node)
     ]
     if received:
         raise ValueError(
@@ -547,7 +535,7 @@ def _check_slices_repeat(plan, graph):
 def _check_can_repeat(plan, definition):
     """Raises if a forward pass would not be the same a second time."""
     for node in nodes_of(definition):
-        if node.op.startswith(_RANDOM) or node.op.endswith("CandidateSampler"):
+        if is_random(node):
             raise ValueError(
                 f"With `{_option(plan)}=True`, the model is called twice and "
                 "must draw the same random numbers, which `tf.random` does "

@@ -1,0 +1,651 @@
+"""The check on the first batch: is this training that of the large batch?
+
+Nothing has to be known of a loss or of a layer. The promise is measured, on the
+user's own model and data, before the first update:
+
+    take some samples of the first fed batch
+    whole = their gradient in one piece, as plain Keras has it
+    parts = their gradient in two micro-batches, in the way that was chosen
+    both must be the same up to rounding, and so must what both assign
+
+Both run op by op, so nothing is traced or compiled for them. If they differ,
+they run once more in a graph, as the training does, and the first of them
+again, to see whether it can be repeated at all. All that is assigned is put
+back. What cannot be put back is not checked. An error in the check is none of
+the training.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import threading
+import typing
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.batch_norms import trained_norms
+from accumodel._keras_and_tf.checks import InexactWarning
+from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf.replicas import (
+    is_multi_worker,
+    local_results,
+    make_sum,
+    scope_of,
+)
+from accumodel._micro_batch import loop
+from accumodel._micro_batch.assignments import (
+    Recorder,
+    is_random,
+    nodes_of,
+    random_state,
+)
+from accumodel._micro_batch.random_numbers import Draws
+from accumodel._micro_batch.split import MicroBatches, count_samples, on_host
+from accumodel._micro_batch.step import FedBatch
+from accumodel._micro_batch.trimming import same_draws
+from accumodel._whole_batch import stages
+
+# The most samples that are looked at.
+_SAMPLES = 4
+# What `fit` feeds if it is not told.
+_BATCH_SIZE = 32
+
+# What rounding is less than, as a share of the largest entry of all gradients.
+# It is 2e-7 in float32 and 3e-3 in bfloat16 as a rule; what is wrong is 3e-2
+# and more.
+_ROUNDING, _ROUNDING_OF_HALF_TYPES = 1e-3, 3e-2
+
+_OFF = "`compile(verify=False)` switches this check off."
+
+_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+
+
+def take(state, given):
+    """Takes samples for the check from the arrays that `fit` was given.
+
+    Of several replicas, those of one are enough.
+
+    Args:
+        state: The `Accumulation` of the model.
+        given: Dict of the arguments of `fit`.
+    """
+    data = [given.get(name) for name in ("x", "y", "sample_weight")]
+    leaves = [each for each in tf.nest.flatten(data) if each is not None]
+    if _must_look(state) and all(
+        isinstance(each, np.ndarray | tf.Tensor) for each in leaves
+    ):
+        state.is_verified = True
+        replicas = state._model.distribute_strategy.num_replicas_in_sync
+        end = -(-(state.batch_size or _BATCH_SIZE) // replicas)
+        data = tf.nest.map_structure(
+            lambda each: each if each is None else each[:end], data
+        )
+        state.first_batch = keras.utils.pack_x_y_sample_weight(*data)
+
+
+def peek(state, batches, steps):
+    """Takes the first batch for the check.
+
+    Args:
+        state: The `Accumulation` of the model.
+        batches: Iterator of batches.
+        steps: Int. How many of them are fed at once.
+
+    Returns:
+        Iterator of the same batches.
+    """
+    spec = getattr(batches, "element_spec", None)
+    leaves = tf.nest.flatten(spec)
+    if not _must_look(state) or (
+        # Of several replicas, or with nothing in a place.
+        spec is not None and not all(isinstance(x, _SPECS) for x in leaves)
+    ):
+        return batches
+    state.is_verified = True
+    first = next(batches, None)
+    if first is None:
+        return batches
+    state.first_batch = first
+    if spec is None:
+        return itertools.chain([first], batches)
+    # The step is traced for what is known of the shapes of all batches.
+    if steps == 1 and all(isinstance(x, tf.TensorSpec) for x in leaves):
+        data = tf.data.Dataset.range(1)
+        return iter(data.map(lambda _: _forget_shapes(first, spec)))
+    data = tf.data.Dataset.from_generator(
+        lambda: itertools.chain([first], itertools.islice(batches, steps - 1)),
+        output_signature=spec,
+    )
+    return iter(data)
+
+
+def _forget_shapes(batch, spec):
+    """Returns a batch of whose shapes only what `spec` says is known."""
+    return tf.nest.map_structure(
+        lambda leaf, spec: tf.raw_ops.PlaceholderWithDefault(
+            input=leaf, shape=spec.shape
+        ),
+        batch,
+        spec,
+    )
+
+
+def _must_look(state):
+    """Whether a batch is to be taken: several micro-batches make an update."""
+    model = state._model
+    return (
+        not state.is_verified
+        # Workers would wait for each other.
+        and not is_multi_worker(model.distribute_strategy)
+        and (model.micro_batch_size is not None or _makes_cycles(state))
+    )
+
+
+def check(plan, train_step, graph):
+    """Warns if the first batch shows that the weights would be others.
+
+    Args:
+        plan: The `Plan` of the step.
+        train_step: Function of a micro-batch.
+        graph: The graph in which the step was traced, or `None`.
+    """
+    state = plan.model._accumulation
+    data, state.first_batch = state.first_batch, None
+    if data is None:
+        return
+    found: list = []
+
+    def run():
+        with _nothing_left_behind():
+            found.append(_Check(plan, train_step, data).run(graph))
+
+    if graph is None:
+        run()
+    else:  # another thread is outside of the trace
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join()
+    if any(found):
+        warnings.warn(found[0], InexactWarning, stacklevel=2)
+
+
+@contextlib.contextmanager
+def _nothing_left_behind():
+    """In it, nothing is raised or warned of, traced or drawn for good."""
+    random, runs_eagerly = random_state(), tf.config.functions_run_eagerly()
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        # A `tf.function` in the model must not keep what is traced here.
+        tf.config.run_functions_eagerly(True)
+        try:
+            yield
+        finally:
+            tf.config.run_functions_eagerly(runs_eagerly)
+            random_state(random)
+
+
+class _Taken(FedBatch):
+    """Takes the gradients that would be added to accumulators.
+
+    Attributes:
+        parts: List of tuples: the accumulator, its gradients, their weight or
+            `None`, and how much of the weight counts.
+    """
+
+    def __init__(self):
+        super().__init__(is_split=True)
+        self.parts: list = []
+
+    def accumulate(self, accumulator, gradients, weight, **kwargs):
+        counts = kwargs.get("share", 1.0) * kwargs.get("may_begin", True)
+        self.parts.append((accumulator, [*gradients], weight, counts))
+
+
+class _Result(typing.NamedTuple):
+    """What one way makes of the samples.
+
+    Args:
+        gradients: Dict of arrays, by the paths of the variables.
+        assigned: Dict of arrays, by the ids of the variables.
+    """
+
+    gradients: dict
+    assigned: dict
+
+
+class _Check:
+    def __init__(self, plan, train_step, data):
+        self._model, self._train_step = plan.model, train_step
+        data = _as_tensors(data)
+        self._count = _count(plan, data)
+        with on_host():
+            self._size = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self._rows = make_sum((3,), tf.int64, "rows")
+        self._plan = dataclasses.replace(
+            plan,
+            options=dataclasses.replace(
+                plan.options, micro_batch_size=_SAMPLES
+            ),
+            is_compiled=False,
+            size=self._size,
+            rows=self._rows,
+            assigned=collections.defaultdict(dict),
+            retry=None,
+        )
+        self._plain = self._plan
+        if plan.needs_whole_batch or plan.trim is not None:
+            self._plain = dataclasses.replace(
+                self._plan,
+                options=dataclasses.replace(
+                    self._plan.options,
+                    gradient_cache=False,
+                    sync_batch_norm=False,
+                    trim_padding=None,
+                ),
+                splits_at_batch_norm=False,
+                trim=None,
+            )
+        # Variables of TensorFlow, of which it is not seen what happens to them.
+        self._raw = [
+            variable
+            for owner in self._owners()
+            for variable in _held(owner)
+            if isinstance(variable, tf.Variable)
+        ]
+        # What is assigned, by the ids of the variables, and what is read.
+        self._variables = {id(each): each for each in self._raw}
+        self._read = {*self._variables}
+        self._traced: dict = {}
+        zero = tf.constant(0, tf.int64)
+        with self._put_back(1) as before, self._watched(before):
+            self._data = self._model.slice_data(data, zero, zero + self._count)
+
+    def run(self, graph):
+        """Returns what to say, or `None`."""
+        if self._count < 2:
+            return None
+        if graph is None:
+            graph = self._trace(self._plain)[0].graph
+        if not self._can_repeat(graph):
+            return None
+        found = self._compare(self._run_eagerly)
+        is_sure = self._model.run_eagerly or self._plan.needs_whole_batch
+        if found is None or is_sure:
+            return found
+        return self._compare(self._run_graph)
+
+    def _can_repeat(self, graph):
+        """Whether all that a step changes can be put back, and drawn again."""
+        with scope_of(self._model.distribute_strategy):
+            known = {
+                id(part.handle)
+                for each in self._known_variables(graph)
+                for part in local_results(each)
+            }
+        return all(
+            each.dtype != tf.resource or id(each) in known
+            for each, _ in graph.captures
+        ) and not any(
+            is_random(node) or "PyFunc" in node.op
+            for node in nodes_of(graph.as_graph_def())
+        )
+
+    def _known_variables(self, graph):
+        state, metrics = self._model._accumulation, self._model.metrics
+        owners = [*self._owners(), self, state, *state.accumulators]
+        for each in owners:
+            yield from map(tf_variable, _held(each))
+        optimizers = [each.optimizer for each in state.accumulators]
+        for each in [self._model, *metrics, *optimizers]:
+            yield from map(tf_variable, each.variables)
+        yield from filter(
+            private_names.is_seed, private_names.used_variables(graph)
+        )
+
+    def _owners(self):
+        """Returns the model, its layers and losses."""
+        layers = private_names.flat_layers(self._model)
+        losses = private_names.compiled_losses(self._model)
+        return [self._model, *layers, *(loss for loss, _ in losses)]
+
+    # -- what differs ----------------------------------------------------------
+
+    def _compare(self, run):
+        """Returns how the parts differ from the whole, or `None`."""
+        whole = run(self._plain, 1)
+        parts = run(self._plan, 2)
+        found = self._difference(whole, parts)
+        if found is None:
+            return None
+        if self._difference(whole, run(self._plain, 1)) is not None:
+            return None  # it draws numbers that nobody can repeat
+        return found
+
+    def _difference(self, whole, parts):
+        bound = _ROUNDING
+        for layer in private_names.flat_layers(self._model):
+            if getattr(layer, "compute_dtype", None) in ("bfloat16", "float16"):
+                bound = _ROUNDING_OF_HALF_TYPES
+        for key, value in whole.assigned.items():
+            if key in self._read and not _is_close(
+                value, parts.assigned.get(key), bound
+            ):
+                return self._say_state(self._variables[key])
+        values = whole.gradients.values()
+        scale = max((np.abs(each).max(initial=0) for each in values), default=0)
+        if not 0 < scale < np.inf:
+            return None
+        shares = {
+            path: np.abs(each - parts.gradients.get(path, 0)).max(initial=0)
+            / scale
+            for path, each in whole.gradients.items()
+        }
+        path = max(shares, key=shares.__getitem__)
+        is_overflow = bound != _ROUNDING and not np.isfinite(shares[path])
+        if shares[path] <= bound or is_overflow:  # of a scaled loss
+            return None
+        return self._say_gradient(path, shares[path])
+
+    def _say_gradient(self, path, share):
+        layer = self._first_layer()
+        if layer is not None:
+            cause = (
+                f"The outputs of the layer '{layer.name}' differ already: it "
+                "looks at several samples at once, or at their number. Apply "
+                "it to the data set by `dataset.map`, or compute this in the "
+                "loss, with `gradient_cache=True`."
+            )
+        elif self._model._accumulation.loss_weights.warned:
+            return None  # a warning has said why
+        else:
+            cause = (
+                "The loss compares samples, is divided by a statistic of the "
+                "batch, or is a sum; or a custom step changes the gradient of "
+                "each micro-batch. Return one loss per sample, which depends "
+                "on no other sample; or use `gradient_cache=True`; or override "
+                "`micro_batch_weight` to return what the loss is divided by "
+                "(`None` for a sum); or change gradients in "
+                "`process_gradients`."
+            )
+        return (
+            "The first batch shows that the weights will not be those of the "
+            f"large batch. {self._count} of its samples were tried in one "
+            "piece and in two micro-batches, and the gradients by the variable "
+            f"'{path}' differ by {share:.2g} times the largest gradient. "
+            f"{cause} {_OFF} Received: model={self._model}"
+        )
+
+    def _say_state(self, variable):
+        return (
+            f"The variable '{_name(variable)}' changes in the step of each "
+            "micro-batch, and is read there. So the weights will not be those "
+            "of the large batch. Move in `after_update` what should move once "
+            "for each update, or call the layer with `training=False`. "
+            f"{_OFF} Received: model={self._model}"
+        )
+
+    def _first_layer(self):
+        """Returns the first layer whose outputs differ in parts, or `None`."""
+        with contextlib.suppress(Exception):
+            (whole,) = self._outputs(1)
+            for made in zip(whole, *self._outputs(2), strict=True):
+                (layer, one), (_, left), (_, right) = made
+                for a, *b in zip(one, left, right, strict=True):
+                    if not _is_close(a, np.concatenate(b), _ROUNDING):
+                        return layer
+        return None
+
+    def _outputs(self, count):
+        """Returns the layers that each part calls, with their outputs."""
+        return [self._outputs_of(i, count) for i in range(count)]
+
+    def _outputs_of(self, i, count):
+        made: list = []
+
+        def call_and_note(layer, call, *args, **kwargs):
+            outputs = call(*args, **kwargs)
+            leaves = [x for x in tf.nest.flatten(outputs) if tf.is_tensor(x)]
+            made.append((layer, [x.numpy() for x in leaves if x.shape.rank]))
+            return outputs
+
+        i = tf.constant(i, tf.int64)
+        with contextlib.ExitStack() as stack:
+            before = stack.enter_context(self._put_back(count))
+            stack.enter_context(self._watched(before))
+            parts = MicroBatches(self._plain, self._data)
+            stack.enter_context(self._draws(parts, i))
+            for layer in private_names.flat_layers(self._model):
+                call = functools.partial(call_and_note, layer, layer.call)
+                stack.enter_context(private_names.replaced(layer, "call", call))
+            x, *_ = keras.utils.unpack_x_y_sample_weight(parts.data_of(i))
+            private_names.call_model(self._model, x, training=True)
+        return made
+
+    # -- the ways --------------------------------------------------------------
+
+    def _run_eagerly(self, plan, count):
+        """Returns the `_Result` of the samples in this many micro-batches."""
+        with self._put_back(count) as before:
+            taken = _Taken()
+            with self._watched(before, is_plain=plan is self._plain):
+                if plan.needs_whole_batch:
+                    stages.train(plan, taken, self._data)
+                else:
+                    for i in range(count):
+                        self._run_part(plan, taken, tf.constant(i, tf.int64))
+            return _Result(_divided(taken.parts), self._values(before))
+
+    def _run_part(self, plan, taken, i):
+        parts = MicroBatches(plan, self._data)
+        step = loop.make_step(plan, self._train_step, taken, None, parts.widths)
+        with self._draws(parts, i):
+            step(parts.data_of(i))
+
+    def _draws(self, parts, i):
+        """Returns the scope of the random numbers of a part."""
+        if self._plan.trim is not None:  # by design, it draws other numbers
+            return same_draws()
+        return parts.draws_of(Draws(self._plan), i)
+
+    def _run_graph(self, plan, count):
+        """Does what `_run_eagerly` does, as the training does it."""
+        concrete, (accumulators, counts) = self._trace(plan)
+        with self._put_back(count) as before:
+            for key, variable in self._variables.items():
+                before[key] = _value(variable)
+            made: list = []
+            for i in range(count):
+                outputs = concrete(tf.constant(i, tf.int64))
+                made += zip(accumulators, *outputs, counts, strict=True)
+            return _Result(_divided(made), self._values(before))
+
+    def _trace(self, plan):
+        """Returns a function of the number of a part, and the rest."""
+        if id(plan) not in self._traced:
+            rest: list = []
+
+            def run(i):
+                taken = _Taken()
+                with self._watched({}):
+                    self._run_part(plan, taken, i)
+                accumulators, gradients, weights, counts = zip(
+                    *taken.parts, strict=True
+                )
+                rest[:] = accumulators, counts
+                return gradients, weights
+
+            spec = tf.TensorSpec((), tf.int64)
+            function = tf.function(run, autograph=False)
+            with self._put_back(1):
+                concrete = function.get_concrete_function(spec)
+            self._traced[id(plan)] = concrete, rest
+        return self._traced[id(plan)]
+
+    @contextlib.contextmanager
+    def _put_back(self, count):
+        """In it, samples are in so many parts. Puts back what is assigned."""
+        self._size.assign(-(-self._count // count))
+        state = self._model._accumulation
+        weights = {each: each._has_weights for each in state.accumulators}
+        before = {id(each): _value(each) for each in self._raw}
+        for each in weights:
+            each._has_weights = None
+        try:
+            yield before
+        finally:
+            for key, value in before.items():
+                self._variables[key].assign(value)
+            for each, has_weights in weights.items():
+                each._has_weights = has_weights
+
+    @contextlib.contextmanager
+    def _watched(self, before, is_plain=True):
+        """In it, what is assigned is read before."""
+
+        def record(variable):
+            self._variables[id(variable)] = variable
+            if id(variable) not in before:
+                before[id(variable)] = _value(variable)
+
+        with contextlib.ExitStack() as stack:
+            # Stages read what they put back.
+            read = self._read if is_plain else set()
+            stack.enter_context(_Watcher(record, read))
+            if not self._plan.splits_at_batch_norm:  # a warning says so
+                stack.enter_context(private_names.replaced_moments(_inference))
+            yield
+
+    def _values(self, keys):
+        """Returns what was assigned, without metrics and normalizations."""
+        left_out = {
+            id(variable)
+            for each in [*self._model.metrics, *trained_norms(self._model)]
+            for variable in each.variables
+        }
+        return {
+            key: _value(variable)
+            for key, variable in self._variables.items()
+            if key in keys.keys() - left_out
+            and (self._plan.trim is None or not _is_seed(variable))
+        }
+
+
+def _is_seed(variable):
+    return private_names.is_seed(tf_variable(variable))
+
+
+class _Watcher(Recorder):
+    """Also knows what is read."""
+
+    def __init__(self, record, read):
+        super().__init__(record)
+        self._reads = read
+
+    def get_current_value(self, variable):
+        self._reads.add(id(variable))
+        return super().get_current_value(variable)
+
+
+def _count(plan, data):
+    """Returns how many samples of a batch to take, or 0 if it is in one piece.
+
+    With `"auto"`, the next one may be in parts.
+    """
+    samples, size = int(count_samples(data)), _SAMPLES
+    if plan.size is not None:  # a mirrored one is no number
+        size = int(tf.convert_to_tensor(plan.size))
+    if (
+        samples <= size
+        and not _makes_cycles(plan.model._accumulation)
+        and plan.retry is None
+    ):
+        return 0
+    return min(_SAMPLES, samples, max(size, 2))
+
+
+def _makes_cycles(state):
+    """Whether several fed batches may make one update."""
+    steps = [each.accum_steps for each in state.accumulators]
+    return max([state.options.accum_steps, *steps]) > 1
+
+
+def _as_tensors(data):
+    """Returns data as `fit` feeds them."""
+
+    def convert(leaf):
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        is_floating = np.issubdtype(leaf.dtype, np.floating)
+        return tf.convert_to_tensor(
+            leaf.astype(keras.config.floatx()) if is_floating else leaf
+        )
+
+    return keras.tree.map_structure(convert, data)
+
+
+def _inference(layer, inputs, mask):
+    """Returns what a normalization uses in inference."""
+    moving = layer.moving_mean, layer.moving_variance
+    return tuple(tf.cast(each, inputs.dtype) for each in moving)
+
+
+def _held(owner):
+    """Yields the variables in the attributes of an object, and in lists."""
+    for value in vars(owner).values():
+        values = list(value.values()) if isinstance(value, dict) else value
+        for each in values if isinstance(values, list | tuple) else [values]:
+            if isinstance(each, tf.Variable | keras.Variable):
+                yield each
+
+
+def _name(variable):
+    return getattr(variable, "path", variable.name)
+
+
+def _value(variable):
+    with tf.init_scope():
+        value = tf.convert_to_tensor(tf_variable(variable))
+        return np.array(keras.ops.convert_to_numpy(value))
+
+
+def _is_close(a, b, bound):
+    if b is None or a.shape != b.shape:
+        return False
+    if not np.issubdtype(a.dtype, np.floating):
+        return np.array_equal(a, b)
+    a, b = a.astype("float64"), b.astype("float64")
+    return not np.abs(a - b).max(initial=0) > bound * np.abs(a).max(initial=0)
+
+
+def _divided(parts):
+    """Returns the sums of gradients, divided by those of their weights.
+
+    Args:
+        parts: List, see `_Taken`.
+
+    Returns:
+        Dict of arrays, by the paths of the variables.
+    """
+    sums: dict = {}
+    weights: dict = collections.defaultdict(float)
+    for accumulator, gradients, weight, counts in parts:
+        factor = 1.0 if weight is None else float(weight)
+        weights[accumulator] += 0.0 if weight is None else factor * counts
+        for variable, gradient in zip(
+            accumulator.variables, gradients, strict=True
+        ):
+            if gradient is not None and factor:
+                key = accumulator, variable.path
+                value = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+                value = factor * value.numpy()
+                sums[key] = sums[key] + value if key in sums else value
+    return {
+        path: value / (weights[accumulator] or 1.0)
+        for (accumulator, path), value in sums.items()
+    }

@@ -1,0 +1,653 @@
+"""The first batch tells: what is not exact is one warning, the rest silent."""
+
+import random
+import warnings
+
+import cases
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Batches, as_dataset, mirrored
+from keras import layers, ops
+
+import accumodel
+from accumodel import AccumulatingModel, InexactWarning
+
+FEATURES, OUTPUTS = 5, 3
+
+
+def make_data(samples=16):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(samples, FEATURES)).astype("float32")
+    return x, rng.normal(size=(samples, OUTPUTS)).astype("float32")
+
+
+def around(layer):
+    """Returns a function that makes a model with a layer in the middle."""
+
+    def make(base=AccumulatingModel):
+        inputs = keras.Input((FEATURES,))
+        hidden = layers.Dense(6, activation="tanh")(inputs)
+        return base(inputs, layers.Dense(OUTPUTS)(layer()(hidden)))
+
+    return make
+
+
+plain = around(lambda: layers.Activation("tanh"))
+
+
+class Linear(AccumulatingModel):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(OUTPUTS)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+# -- what is told --------------------------------------------------------------
+
+
+class NextSample(layers.Layer):
+    def call(self, inputs):
+        return inputs + 0.5 * ops.roll(inputs, 1, axis=0)
+
+
+class Centers(layers.Layer):
+    def call(self, inputs):
+        return inputs - ops.mean(inputs, axis=0, keepdims=True)
+
+
+class AttendsToTheBatch(layers.Layer):
+    def call(self, inputs):
+        return ops.softmax(inputs @ ops.transpose(inputs)) @ inputs
+
+
+class FixedSize(layers.Layer):
+    def call(self, inputs):
+        samples = ops.cast(ops.shape(inputs)[0], inputs.dtype)
+        return inputs * samples / 8
+
+
+class Counts(layers.Layer):
+    """Counts its calls, as many do that change with time."""
+
+    def build(self, shape):
+        self.calls = self.add_weight((), "zeros", trainable=False, name="calls")
+
+    def call(self, inputs):
+        self.calls.assign(self.calls + 1)
+        return inputs * (1 + 0.1 * self.calls)
+
+
+class Standardizes(layers.Layer):
+    """Moves a mean in the forward pass, and does not use it while it trains."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape[-1:], "zeros", trainable=False)
+
+    def call(self, inputs, training=None):
+        if training:
+            mean = ops.mean(inputs, axis=0)
+            self.mean.assign(0.9 * self.mean + 0.1 * mean)
+            return inputs
+        return inputs - self.mean
+
+
+class CountsRaw(layers.Layer):
+    def build(self, shape):
+        self.calls = tf.Variable(0.0, trainable=False, name="raw_calls")
+
+    def call(self, inputs):
+        self.calls.assign_add(1.0)
+        return inputs * (1 + 0.1 * self.calls)
+
+
+class Frozen(Linear):
+    """Moves a copy of a layer that does not train, and reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.copy = layers.Dense(OUTPUTS, trainable=False)
+
+    def call(self, inputs):
+        outputs = self.dense(inputs) + self.copy(inputs)
+        self.copy.bias.assign(self.copy.bias + 1.0)
+        return outputs
+
+
+class Normalized(Linear):
+    def train_step(self, data):
+        gradients, weight, logs = self.compute_gradients(data)
+        norm = tf.linalg.global_norm(gradients)
+        self.accumulate_gradients([each / norm for each in gradients], weight)
+        return logs
+
+
+class Clipped(Linear):
+    def compute_gradients(self, data):
+        gradients, *rest = super().compute_gradients(data)
+        return tf.clip_by_global_norm(gradients, 0.01)[0], *rest
+
+
+class Target(Linear):
+    """Moves a target network in the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.target = self.add_weight((OUTPUTS,), "ones", trainable=False)
+
+    def train_step(self, data):
+        gradients, weight, logs = self.compute_gradients(data)
+        self.accumulate_gradients(gradients, weight)
+        self.target.assign(0.9 * self.target + 0.1 * self.dense.bias)
+        return logs
+
+
+class Centre(keras.losses.Loss):
+    """Moves the centre of a teacher, as DINO does."""
+
+    def __init__(self):
+        super().__init__()
+        self.centre = keras.Variable(
+            np.zeros(OUTPUTS, "float32"), name="centre"
+        )
+
+    def call(self, y_true, y_pred):
+        loss = (y_pred - y_true - self.centre) ** 2
+        mean = ops.mean(y_true, axis=0)
+        self.centre.assign(0.5 * self.centre + 0.5 * mean)
+        return loss
+
+
+class Negatives(Linear):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        logits = y_pred @ ops.transpose(y)
+        labels = ops.arange(ops.shape(logits)[0])
+        return ops.mean(
+            keras.losses.sparse_categorical_crossentropy(
+                labels, logits, from_logits=True
+            )
+        )
+
+
+class Adds(layers.Layer):
+    def call(self, inputs):
+        means = ops.mean(inputs, 0) * ops.mean(inputs**2, 0)
+        self.add_loss(ops.sum(means))
+        return inputs
+
+
+class OverAMask(Linear):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        known = ops.cast(y > 0, "float32")
+        return ops.sum(known * (y - y_pred) ** 2) / ops.sum(known)
+
+
+def quotient(y, p):
+    return ops.sum((y - p) ** 2, axis=0) / ops.sum(p**2, axis=0)
+
+
+def over_a_statistic(y, p):
+    return ops.mean((y - p) ** 2, axis=-1) / ops.mean(p**2)
+
+
+class OwnMean(keras.losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return ops.sqrt(ops.mean((y_true - y_pred) ** 2))
+
+
+STATE = "changes in the step of each micro-batch"
+LOSS = "Return one loss per sample"
+
+INEXACT = {
+    "a layer, the next sample": (around(NextSample), "mse", "next_sample"),
+    "a layer, the mean": (around(Centers), "mse", "centers"),
+    "a layer, attention": (around(AttendsToTheBatch), "mse", "attends_to"),
+    "a layer, a size": (around(FixedSize), "mse", "fixed_size"),
+    "mixed samples": (
+        lambda: images(layers.MixUp()),
+        "mse",
+        "mix_up",
+    ),
+    "a counter": (around(Counts), "mse", "calls' " + STATE),
+    "a moving mean": (around(Standardizes), "mse", STATE),
+    "a raw counter": (around(CountsRaw), "mse", "raw_calls:0' " + STATE),
+    "a frozen layer": (Frozen, "mse", "bias' " + STATE),
+    "a spectral norm": (
+        around(lambda: layers.SpectralNormalization(layers.Dense(4))),
+        "mse",
+        STATE,
+    ),
+    "a target": (Target, "mse", STATE),
+    "a centre": (plain, Centre, "centre' " + STATE),
+    "a normalized gradient": (Normalized, "mse", "process_gradients"),
+    "a clipped gradient": (Clipped, "mse", "process_gradients"),
+    "negatives": (Negatives, None, "gradient_cache=True"),
+    "a product of means": (around(Adds), "mse", LOSS),
+    "a mask": (OverAMask, None, "micro_batch_weight"),
+    "a quotient for each output": (plain, quotient, LOSS),
+    "a statistic": (plain, over_a_statistic, LOSS),
+    "a mean of its own": (plain, OwnMean, LOSS),
+    "dice": (plain, "dice", LOSS),
+    "circle": (plain, keras.losses.Circle, LOSS),
+    "a largest": (plain, lambda y, p: ops.max((y - p) ** 2), LOSS),
+    "a root": (plain, lambda y, p: ops.sqrt(ops.mean((y - p) ** 2)), LOSS),
+    "pairs": (plain, lambda y, p: (p @ ops.transpose(p)) ** 2, LOSS),
+}
+
+
+def images(layer):
+    inputs = keras.Input((FEATURES,))
+    image = layers.Reshape((FEATURES, 1, 1))(inputs)
+    outputs = layers.Flatten()(layer(image))
+    return AccumulatingModel(inputs, layers.Dense(OUTPUTS)(outputs))
+
+
+WAYS = {
+    "size": {"micro_batch_size": 4},
+    "steps": {"accum_steps": 2},
+    "eager": {"micro_batch_size": 4, "run_eagerly": True},
+    "XLA": {"micro_batch_size": 4, "jit_compile": True},
+}
+
+
+def messages(make, loss, data=None, batch_size=8, **kwargs):
+    """Returns the warnings of a training."""
+    model = make()
+    loss = loss() if isinstance(loss, type) else loss
+    x, y = data or make_data()
+    if isinstance(loss, keras.losses.Circle):
+        y = np.arange(len(y)) % 3
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model.compile("sgd", loss, **kwargs)
+        model.fit(x, y, batch_size=batch_size, verbose=0)
+    return [each for each in found if each.category is not DeprecationWarning]
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        (name, way)
+        for name in INEXACT
+        for way in WAYS
+        if (name, way) != ("mixed samples", "XLA")  # which cannot compile it
+    ],
+)
+def test_what_is_not_exact_is_told_of_once(name, way):
+    make, loss, text = INEXACT[name]
+    (warning,) = messages(make, loss, **WAYS[way])
+    assert warning.category is InexactWarning
+    assert text in str(warning.message)
+
+
+@pytest.mark.parametrize("way", ["size", "eager"])
+@pytest.mark.parametrize("name", ["negatives", "a statistic", "a root"])
+def test_it_is_silent_of_what_the_cache_makes_right(name, way):
+    make, loss, _ = INEXACT[name]
+    assert not messages(make, loss, gradient_cache=True, **WAYS[way])
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("way", ["size", "steps"])
+@pytest.mark.parametrize(
+    "name", ["negatives", "a layer, the mean", "a counter", "a raw counter"]
+)
+def test_on_replicas_the_samples_of_one_are_enough(name, way):
+    make, loss, text = INEXACT[name]
+    with mirrored(2).scope():
+        data = make_data(32)
+        (warning,) = messages(make, loss, data, 16, **WAYS[way])
+    assert text in str(warning.message)
+
+
+# -- what is silent ------------------------------------------------------------
+
+
+class Notes(layers.Layer):
+    """Notes what nothing reads, as the costs of a model are noted."""
+
+    def build(self, shape):
+        self.last = self.add_weight((), "zeros", trainable=False)
+
+    def call(self, inputs):
+        self.last.assign(ops.mean(inputs))
+        return inputs
+
+
+class Averages(Linear):
+    """Moves an average where it should."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = self.add_weight((OUTPUTS,), "ones", trainable=False)
+
+    def after_update(self):
+        self.average.assign(0.9 * self.average + 0.1 * self.dense.bias)
+
+
+class Sums(Linear):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return ops.sum((y - y_pred) ** 2)
+
+
+class Draws(layers.Layer):
+    def call(self, inputs):
+        return inputs + tf.random.normal(tf.shape(inputs))
+
+
+outside = tf.Variable(0.0, trainable=False)
+
+
+class CountsOutside(layers.Layer):
+    def call(self, inputs):
+        outside.assign_add(1.0)
+        return inputs * (1 + 0.1 * outside)
+
+
+class CallsPython(layers.Layer):
+    def call(self, inputs):
+        outputs = tf.numpy_function(np.tanh, [inputs], tf.float32)
+        return tf.reshape(outputs, tf.shape(inputs))
+
+
+class Nothing(Linear):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return 0.0 * ops.sum(y_pred)
+
+
+def dropout():
+    return layers.Dropout(0.5)
+
+
+EXACT = {
+    "a mean": (plain, "mse"),
+    "a sum": (plain, lambda: keras.losses.MeanSquaredError("sum")),
+    "no reduction": (plain, lambda: keras.losses.MeanSquaredError("none")),
+    "means for each output": (
+        plain,
+        lambda: lambda y, p: ops.mean((y - p) ** 2, axis=0),
+    ),
+    "dropout": (around(dropout), "mse"),
+    "noise": (around(lambda: layers.GaussianNoise(0.5)), "mse"),
+    "normalized": (around(layers.LayerNormalization), "mae"),
+    "noted": (around(Notes), "mse"),
+    "an average": (Averages, "mse"),
+    "a loss of nothing": (Nothing, None),
+    # Of these, nothing is known.
+    "tf.random": (around(Draws), "mse"),
+    "a variable outside": (around(CountsOutside), "mse"),
+}
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_exact_is_silent(name, way):
+    make, loss = EXACT[name]
+    made = loss() if callable(loss) else loss
+    assert not messages(make, made, **WAYS[way])
+
+
+def test_a_custom_sum_is_exact_in_a_graph_and_told_of_without():
+    assert not messages(Sums, None, **WAYS["size"])
+    (warning,) = messages(Sums, None, **WAYS["eager"])
+    assert "`None` for a sum" in str(warning.message)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_padding_that_is_cut_off_is_silent(run_eagerly):
+    """Though it draws other numbers."""
+    inputs = keras.Input((None,), dtype="int32")
+    hidden = layers.Embedding(9, 4, mask_zero=True)(inputs)
+    hidden = layers.LSTM(3)(layers.Dropout(0.5)(hidden))
+    model = AccumulatingModel(inputs, layers.Dense(OUTPUTS)(hidden))
+    words = np.random.default_rng(0).integers(1, 9, size=(16, 40))
+    words[:, 10:] *= np.arange(16)[:, None] % 4 == 0
+    model.compile(
+        "sgd",
+        "mse",
+        micro_batch_size=4,
+        trim_padding=0,
+        run_eagerly=run_eagerly,
+    )
+    model.fit(words, make_data()[1], batch_size=16, verbose=0)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_half_types_are_silent(policy):
+    keras.config.set_dtype_policy(policy)
+    try:
+        assert not messages(around(dropout), "mse", micro_batch_size=4)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+# -- nothing is left behind ----------------------------------------------------
+
+
+def moving(base=AccumulatingModel):
+    """With seeds, statistics and a state that is not exact."""
+    inputs = keras.Input((FEATURES,))
+    hidden = layers.Dense(6, activation="tanh")(inputs)
+    hidden = layers.BatchNormalization()(layers.Dropout(0.3)(hidden))
+    hidden = Counts()(CountsRaw()(hidden))
+    return base(inputs, layers.Dense(OUTPUTS)(hidden))
+
+
+def outside_and_python(base=AccumulatingModel):
+    inputs = keras.Input((FEATURES,))
+    hidden = layers.Dense(6)(inputs)
+    hidden = Draws()(CountsOutside()(CallsPython()(hidden)))
+    return base(inputs, layers.Dense(OUTPUTS)(hidden))
+
+
+def decorated(base=AccumulatingModel):
+    """With a `tf.function` that is traced once, and draws."""
+
+    class Decorated(Linear):
+        def __init__(self):
+            super().__init__()
+            self.drop = layers.Dropout(0.5)
+
+        @tf.function
+        def call(self, inputs, training=None):
+            return self.dense(self.drop(inputs, training=training))
+
+    model = Decorated()
+    model.dense.build((None, FEATURES))
+    return model
+
+
+def array(x, y):
+    return {"x": x, "y": y, "batch_size": 8}
+
+
+def data_set(x, y):
+    return {"x": as_dataset((x, y), (8, 8, 4)).shuffle(3, seed=1)}
+
+
+def py_data_set(x, y):
+    return {"x": Batches(x, y, 8)}
+
+
+def generator(x, y):
+    return {
+        "x": ((x[i : i + 8], y[i : i + 8], None) for i in (0, 8)),
+        "steps_per_epoch": 2,
+    }
+
+
+SAME = {
+    "size": (moving, {"micro_batch_size": 3}, array),
+    "steps": (moving, {"accum_steps": 2}, data_set),
+    "both": (
+        moving,
+        {"accum_steps": 2, "micro_batch_size": 3},
+        py_data_set,
+    ),
+    "auto": (around(dropout), {"micro_batch_size": "auto"}, data_set),
+    "cache": (
+        around(dropout),
+        {"micro_batch_size": 3, "gradient_cache": True},
+        generator,
+    ),
+    "sync": (
+        around(layers.BatchNormalization),
+        {"micro_batch_size": 3, "sync_batch_norm": True},
+        array,
+    ),
+    "eager": (moving, {"micro_batch_size": 3, "run_eagerly": True}, array),
+    "XLA": (moving, {"micro_batch_size": 3, "jit_compile": True}, array),
+    "executions": (
+        moving,
+        {"micro_batch_size": 3, "steps_per_execution": 2},
+        data_set,
+    ),
+    "decorated": (decorated, {"accum_steps": 2}, array),
+    "outside": (outside_and_python, {"micro_batch_size": 3}, array),
+    "outside, eager": (
+        outside_and_python,
+        {"micro_batch_size": 3, "run_eagerly": True},
+        array,
+    ),
+}
+
+
+@pytest.mark.parametrize("kwargs", [WAYS["size"], WAYS["steps"]], ids=str)
+def test_a_training_on_replicas_is_the_same(kwargs):
+    make = around(lambda: keras.Sequential([dropout(), Counts()]))
+    results = [
+        train(lambda: scoped(make), kwargs, array, verify)
+        for verify in (True, False)
+    ]
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert results[0][1:] == results[1][1:]
+
+
+def scoped(make):
+    with mirrored(2).scope():
+        return make()
+
+
+def train(make, kwargs, feed, verify):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    outside.assign(0.0)
+    model = make()
+    with warnings.catch_warnings(), model.distribute_strategy.scope():
+        warnings.simplefilter("ignore")
+        optimizer = keras.optimizers.Adam(0.01)
+        model.compile(
+            optimizer, "mse", metrics=["mae"], verify=verify, **kwargs
+        )
+        history = model.fit(**feed(*make_data(20)), epochs=1, verbose=0)
+    raw = [each.calls for each in model.layers if isinstance(each, CountsRaw)]
+    values = [*model.variables, *optimizer.variables, *raw, outside]
+    numbers = [random.random(), np.random.random()]
+    return (
+        [np.array(tf.convert_to_tensor(each)) for each in values],
+        history.history,
+        numbers,
+    )
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", SAME)
+def test_a_training_is_the_same_with_and_without_the_check(name):
+    with_check, without = (train(*SAME[name], each) for each in (True, False))
+    for a, b in zip(with_check[0], without[0], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert with_check[1:] == without[1:]
+
+
+# -- how it is used ------------------------------------------------------------
+
+
+def test_as_an_error_it_comes_before_a_weight_moves():
+    model = Negatives()
+    x, y = make_data()
+    model(x)
+    before = model.get_weights()
+    model.compile("sgd", micro_batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InexactWarning)
+        with pytest.raises(InexactWarning):
+            model.fit(x, y, batch_size=8, verbose=0)
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert model.pending_steps == 0
+
+
+def test_it_comes_once_for_each_compile_and_in_train_on_batch():
+    model = plain()
+    x, y = make_data(8)
+    for _ in range(2):
+        model.compile("sgd", "dice", micro_batch_size=4)
+        with pytest.warns(InexactWarning, match="The first batch shows"):
+            model.train_on_batch(x, y)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.fit(x, y, batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"micro_batch_size": 8}, {"skip_nonfinite": True}], ids=str
+)
+def test_what_is_in_one_piece_is_exact(kwargs):
+    assert not messages(Negatives, None, **kwargs)
+
+
+def test_it_can_be_switched_off():
+    make, loss, _ = INEXACT["a counter"]
+    assert not messages(make, loss, micro_batch_size=4, verify=False)
+    norm = around(layers.BatchNormalization)
+    assert not messages(norm, "mse", micro_batch_size=4, verify=False)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "is_told"),
+    [
+        ({"micro_batch_size": 9}, True),
+        ({"accum_steps": 2}, True),
+        ({"micro_batch_size": 16}, False),
+        ({"micro_batch_size": "auto"}, False),
+        ({"micro_batch_size": 9, "sync_batch_norm": True}, False),
+    ],
+    ids=str,
+)
+def test_batch_normalization_is_told_of_at_any_size(kwargs, is_told):
+    make = around(layers.BatchNormalization)
+    found = messages(make, "mse", make_data(32), batch_size=16, **kwargs)
+    assert [each.category for each in found] == [InexactWarning] * is_told
+    assert ["normalizes each" in str(each.message) for each in found] == (
+        [True] * is_told
+    )
+
+
+def test_batch_normalization_does_not_hide_what_else_differs():
+    make = around(
+        lambda: keras.Sequential([layers.BatchNormalization(), NextSample()])
+    )
+    texts = [str(each.message) for each in messages(make, "mse", accum_steps=2)]
+    assert ["normalizes each" in each for each in texts] == [True, False]
+    assert "'next_sample' differ already" in texts[1]
+
+
+def test_masks_are_told_of_by_what_is_known():
+    """One warning, which names the cause."""
+    model = cases.masked_and_not(AccumulatingModel)
+    x, (y, _) = cases.tokens_for_two(16, np.random.default_rng(0))
+    loss = "sparse_categorical_crossentropy"
+    model.compile("sgd", [loss, loss], micro_batch_size=4)
+    with pytest.warns(InexactWarning) as found:
+        model.fit(x, (y, y), batch_size=16, verbose=0)
+    assert ["different masks" in str(each.message) for each in found] == [True]
+
+
+def test_the_category_is_public():
+    assert issubclass(accumodel.InexactWarning, UserWarning)
