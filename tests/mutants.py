@@ -658,7 +658,7 @@ MUTANTS = [
         "_micro_batch/scalar_losses.py",
         "    if len(letters) > 1:  # pairs",
         "    if False:",
-        "test_refused_or_warned.py",
+        "test_first_batch.py",
     ),
     Mutant(
         "a sum that is divided by hand is a sum",

@@ -429,12 +429,22 @@ def test_half_types_are_silent(policy):
 # -- nothing is left behind ----------------------------------------------------
 
 
+class CountsInPython(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def call(self, inputs):
+        self.calls += 1
+        return inputs * (1 + 0.1 * self.calls)
+
+
 def moving(base=AccumulatingModel):
     """With seeds, statistics and a state that is not exact."""
     inputs = keras.Input((FEATURES,))
     hidden = layers.Dense(6, activation="tanh")(inputs)
     hidden = layers.BatchNormalization()(layers.Dropout(0.3)(hidden))
-    hidden = Counts()(CountsRaw()(hidden))
+    hidden = CountsInPython()(Counts()(CountsRaw()(hidden)))
     return base(inputs, layers.Dense(OUTPUTS)(hidden))
 
 

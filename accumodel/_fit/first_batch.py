@@ -61,6 +61,9 @@ _BATCH_SIZE = 32
 # and more.
 _ROUNDING, _ROUNDING_OF_HALF_TYPES = 1e-3, 3e-2
 
+# In the types of the operations that act outside of TensorFlow.
+_OUTSIDE = ("Print", "PyFunc")
+
 _OFF = "`compile(verify=False)` switches this check off."
 
 _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
@@ -211,7 +214,7 @@ class _Result(typing.NamedTuple):
     """What one way makes of the samples.
 
     Args:
-        gradients: Dict of arrays, by the paths of the variables.
+        gradients: Dict of arrays, see `_divided`.
         assigned: Dict of arrays, by the ids of the variables.
     """
 
@@ -270,6 +273,10 @@ class _Check:
         """Returns what to say, or `None`."""
         if self._count < 2:
             return None
+        with self._same_numbers():
+            return self._run(graph)
+
+    def _run(self, graph):
         if graph is None:
             graph = self._trace(self._plain)[0].graph
         if not self._can_repeat(graph):
@@ -292,7 +299,7 @@ class _Check:
             each.dtype != tf.resource or id(each) in known
             for each, _ in graph.captures
         ) and not any(
-            is_random(node) or "PyFunc" in node.op
+            is_random(node) or any(each in node.op for each in _OUTSIDE)
             for node in nodes_of(graph.as_graph_def())
         )
 
@@ -342,17 +349,18 @@ class _Check:
         if not 0 < scale < np.inf:
             return None
         shares = {
-            path: np.abs(each - parts.gradients.get(path, 0)).max(initial=0)
+            key: np.abs(each - parts.gradients.get(key, 0)).max(initial=0)
             / scale
-            for path, each in whole.gradients.items()
+            for key, each in whole.gradients.items()
         }
-        path = max(shares, key=shares.__getitem__)
-        is_overflow = bound != _ROUNDING and not np.isfinite(shares[path])
-        if shares[path] <= bound or is_overflow:  # of a scaled loss
+        key = max(shares, key=shares.__getitem__)
+        is_overflow = bound != _ROUNDING and not np.isfinite(shares[key])
+        if shares[key] <= bound or is_overflow:  # of a scaled loss
             return None
-        return self._say_gradient(path, shares[path])
+        accumulator, i = key
+        return self._say_gradient(accumulator.variables[i], shares[key])
 
-    def _say_gradient(self, path, share):
+    def _say_gradient(self, variable, share):
         layer = self._first_layer()
         if layer is not None:
             cause = (
@@ -373,11 +381,12 @@ class _Check:
                 "(`None` for a sum); or change gradients in "
                 "`process_gradients`."
             )
+        name = _name(variable)
         return (
             "The first batch shows that the weights will not be those of the "
             f"large batch. {self._count} of its samples were tried in one "
             "piece and in two micro-batches, and the gradients by the variable "
-            f"'{path}' differ by {share:.2g} times the largest gradient. "
+            f"'{name}' differ by {share:.2g} times the largest gradient. "
             f"{cause} {_OFF} Received: model={self._model}"
         )
 
@@ -486,6 +495,24 @@ class _Check:
                 concrete = function.get_concrete_function(spec)
             self._traced[id(plan)] = concrete, rest
         return self._traced[id(plan)]
+
+    @contextlib.contextmanager
+    def _same_numbers(self):
+        """In it, numbers of Python in attributes, such as counters, may move.
+
+        In the end they are as they were.
+        """
+        before = [
+            (owner, name, value)
+            for owner in self._owners()
+            for name, value in vars(owner).items()
+            if isinstance(value, int | float)
+        ]
+        try:
+            yield
+        finally:
+            for owner, name, value in before:
+                vars(owner)[name] = value
 
     @contextlib.contextmanager
     def _put_back(self, count):
@@ -630,22 +657,19 @@ def _divided(parts):
         parts: List, see `_Taken`.
 
     Returns:
-        Dict of arrays, by the paths of the variables.
+        Dict of arrays, by the accumulators and the places of the variables.
     """
     sums: dict = {}
     weights: dict = collections.defaultdict(float)
     for accumulator, gradients, weight, counts in parts:
         factor = 1.0 if weight is None else float(weight)
         weights[accumulator] += 0.0 if weight is None else factor * counts
-        for variable, gradient in zip(
-            accumulator.variables, gradients, strict=True
-        ):
+        for i, gradient in enumerate(gradients):
             if gradient is not None and factor:
-                key = accumulator, variable.path
                 value = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
                 value = factor * value.numpy()
+                key = accumulator, i
                 sums[key] = sums[key] + value if key in sums else value
     return {
-        path: value / (weights[accumulator] or 1.0)
-        for (accumulator, path), value in sums.items()
+        key: value / (weights[key[0]] or 1.0) for key, value in sums.items()
     }
