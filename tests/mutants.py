@@ -647,6 +647,13 @@ MUTANTS = [
         "test_first_batch.py",
     ),
     Mutant(
+        "the check updates weights by an optimizer of the step",
+        "_keras_and_tf/private_names.py",
+        '    if getattr(_thread, "is_frozen", False):\n',
+        "    if False:\n",
+        "test_first_batch.py",
+    ),
+    Mutant(
         "functions in the model keep the check",
         "_fit/first_batch.py",
         "        tf.config.run_functions_eagerly(True)\n",

@@ -472,6 +472,27 @@ def decorated(base=AccumulatingModel):
     return model
 
 
+class UpdatesItself(Linear):
+    """With a part that an optimizer of its own trains in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = layers.Dense(OUTPUTS)
+        self.own = keras.optimizers.SGD(0.1)
+
+    def call(self, inputs):
+        return self.dense(inputs) + self.second(inputs)
+
+    def train_step(self, data):
+        gradients, weight, logs = self.compute_gradients(data)
+        kept, own = gradients[:2], gradients[2:]
+        self.own.apply_gradients(
+            zip(own, self.second.trainable_variables, strict=True)
+        )
+        self.accumulate_gradients([*kept, None, None], weight)
+        return logs
+
+
 def array(x, y):
     return {"x": x, "y": y, "batch_size": 8}
 
@@ -518,6 +539,12 @@ SAME = {
         data_set,
     ),
     "decorated": (decorated, {"accum_steps": 2}, array),
+    "updates": (UpdatesItself, {"accum_steps": 2}, array),
+    "updates, eager": (
+        UpdatesItself,
+        {"accum_steps": 2, "run_eagerly": True},
+        array,
+    ),
     "outside": (outside_and_python, {"micro_batch_size": 3}, array),
     "outside, eager": (
         outside_and_python,

@@ -273,7 +273,7 @@ class _Check:
         """Returns what to say, or `None`."""
         if self._count < 2:
             return None
-        with self._same_numbers():
+        with self._same_numbers(), private_names.without_updates():
             return self._run(graph)
 
     def _run(self, graph):

@@ -590,6 +590,34 @@ def replaced_moments(measure):
         yield
 
 
+# -- updates -------------------------------------------------------------------
+
+
+def _apply(self, *args, **kwargs):
+    if getattr(_thread, "is_frozen", False):
+        raise RuntimeError("An optimizer would have updated the weights.")
+    return _updates.originals["apply"](self, *args, **kwargs)
+
+
+def _find_apply():
+    optimizer = keras.optimizers.Optimizer
+    owner = next(each for each in optimizer.__mro__ if "apply" in vars(each))
+    return {(owner, "apply"): _apply}
+
+
+_updates = _Replaced(_find_apply)
+
+
+@contextlib.contextmanager
+def without_updates():
+    """While it is open, optimizers raise in this thread.
+
+    A custom step may call one, which assigns to variables of TensorFlow.
+    """
+    with _updates(), replaced(_thread, "is_frozen", True):
+        yield
+
+
 # -- layers --------------------------------------------------------------------
 
 
