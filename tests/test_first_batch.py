@@ -473,12 +473,11 @@ def decorated(base=AccumulatingModel):
 
 
 class UpdatesItself(Linear):
-    """With a part that an optimizer of its own trains in each step."""
+    """With a part that the optimizer trains in each step."""
 
     def __init__(self):
         super().__init__()
         self.second = layers.Dense(OUTPUTS)
-        self.own = keras.optimizers.SGD(0.1)
 
     def call(self, inputs):
         return self.dense(inputs) + self.second(inputs)
@@ -486,7 +485,7 @@ class UpdatesItself(Linear):
     def train_step(self, data):
         gradients, weight, logs = self.compute_gradients(data)
         kept, own = gradients[:2], gradients[2:]
-        self.own.apply_gradients(
+        self.optimizer.apply_gradients(
             zip(own, self.second.trainable_variables, strict=True)
         )
         self.accumulate_gradients([*kept, None, None], weight)
