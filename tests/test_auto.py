@@ -303,6 +303,7 @@ def test_what_is_assigned_between_two_batches_stays(samples, tmp_path):
     assert logs == pytest.approx(expected_logs, rel=1e-6)
 
 
+@pytest.mark.weekly
 def test_the_size_does_not_grow_until_it_is_told_to(samples):
     x, y = samples
     x[30] = LARGE

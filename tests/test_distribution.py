@@ -200,6 +200,7 @@ class DividesItself(AccumulatingModel):
         return loss / self.distribute_strategy.num_replicas_in_sync
 
 
+@pytest.mark.weekly
 def test_a_loss_that_a_custom_compute_loss_calls_is_left_as_it_is():
     def make(model_class):
         inputs = keras.Input((None, 2))

@@ -19,7 +19,7 @@ import nbformat
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import slow, weekly
+from helpers import weekly
 from markdown.extensions.toc import slugify
 
 import accumodel
@@ -30,6 +30,16 @@ from benchmarks import exactness, memory, speed
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
+
+
+LONG_PAGES = (
+    "batch-normalization.md",
+    "contrastive-more.md",
+    "contrastive.md",
+    "padding.md",
+    "remainders-and-masks.md",
+    "when-not-to.md",
+)
 
 
 def find_programs():
@@ -45,10 +55,8 @@ def find_programs():
         snippets = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
         if snippets:
             marks = [pytest.mark.slow] if name in pages else []
+            marks += [pytest.mark.weekly] if name in LONG_PAGES else []
             yield pytest.param("\n".join(snippets), id=name, marks=marks)
-
-
-OFTEN = ("quickstart",)  # the other notebooks run once a week
 
 
 @pytest.mark.table
@@ -153,7 +161,7 @@ def test_notebooks_hold_the_outputs_of_one_run(path):
 
 @pytest.mark.parametrize(
     "path",
-    [(slow if path.stem in OFTEN else weekly)(path) for path in NOTEBOOKS],
+    [weekly(path) for path in NOTEBOOKS],
     ids=lambda path: path.name,
 )
 def test_notebooks_run(path):

@@ -553,6 +553,7 @@ SAME = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("kwargs", [WAYS["size"], WAYS["steps"]], ids=str)
 def test_a_training_on_replicas_is_the_same(kwargs):
     make = around(lambda: keras.Sequential([dropout(), Counts()]))

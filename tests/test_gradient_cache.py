@@ -909,6 +909,7 @@ class KeepsItsFunction(AccumulatingModel):
         return self.head(dropped)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_a_function_that_is_not_traced_again_draws_the_same_twice(run_eagerly):
     model, rng = KeepsItsFunction(), np.random.default_rng(0)

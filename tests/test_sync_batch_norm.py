@@ -489,6 +489,7 @@ def noisy(model_class):
     return classifier(model_class, inputs, Norm()(x))
 
 
+@pytest.mark.weekly
 def test_both_passes_draw_the_same_numbers():
     """Uncut, all is as in plain Keras. Cut, gradients are those of the loss."""
     case = in_float64(cases.Case(make=noisy, epochs=1))
