@@ -193,28 +193,70 @@ def _nothing_left_behind():
             random_state(random)
 
 
+class _Sums:
+    """Sums of gradients, beside those of the accumulators."""
+
+    def __init__(self):
+        self._sums: dict = {}
+        self._weights: dict = collections.defaultdict(float)
+
+    def add(self, accumulator, gradients, weight, share):
+        """Adds the gradients of a micro-batch.
+
+        Args:
+            accumulator: The `GradientAccumulator` that they are for.
+            gradients: List of tensors, `tf.IndexedSlices` or `None`.
+            weight: Scalar, or `None` for sums.
+            share: Scalar. How much of the weight counts.
+        """
+        factor = 1.0
+        if weight is not None:
+            factor = float(weight)
+            self._weights[accumulator] += factor * float(share)
+        for i, gradient in enumerate(gradients):
+            if gradient is not None and factor:
+                key = accumulator, i
+                value = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+                value = np.array(value.numpy())
+                value *= factor  # in place, as all of it: a model may be large
+                if key in self._sums:
+                    value += self._sums[key]
+                self._sums[key] = value
+
+    def divide(self):
+        """Returns them by accumulators and the places of their variables."""
+        for (accumulator, _), value in self._sums.items():
+            value /= self._weights[accumulator] or 1.0
+        return self._sums
+
+
 class _Taken(FedBatch):
     """Takes the gradients that would be added to accumulators.
 
     Attributes:
-        parts: List of tuples: the accumulator, its gradients, their weight or
-            `None`, and how much of the weight counts.
+        parts: List of what a graph would give `_Sums.add`.
+        sums: `_Sums`, in eager code.
     """
 
     def __init__(self):
         super().__init__(is_split=True)
         self.parts: list = []
+        self.sums = _Sums()
 
     def accumulate(self, accumulator, gradients, weight, **kwargs):
-        counts = kwargs.get("share", 1.0) * kwargs.get("may_begin", True)
-        self.parts.append((accumulator, [*gradients], weight, counts))
+        share = kwargs.get("share", 1.0) * kwargs.get("may_begin", True)
+        part = accumulator, [*gradients], weight, share
+        if tf.executing_eagerly():
+            self.sums.add(*part)
+        else:
+            self.parts.append(part)
 
 
 class _Result(typing.NamedTuple):
     """What one way makes of the samples.
 
     Args:
-        gradients: Dict of arrays, see `_divided`.
+        gradients: Dict of arrays, see `_Sums.divide`.
         assigned: Dict of arrays, by the ids of the variables.
     """
 
@@ -448,7 +490,7 @@ class _Check:
                 else:
                     for i in range(count):
                         self._run_part(plan, taken, tf.constant(i, tf.int64))
-            return _Result(_divided(taken.parts), self._values(before))
+            return _Result(taken.sums.divide(), self._values(before))
 
     def _run_part(self, plan, taken, i):
         parts = MicroBatches(plan, self._data)
@@ -464,15 +506,16 @@ class _Check:
 
     def _run_graph(self, plan, count):
         """Does what `_run_eagerly` does, as the training does it."""
-        concrete, (accumulators, counts) = self._trace(plan)
+        concrete, (accumulators, shares) = self._trace(plan)
         with self._put_back(count) as before:
             for key, variable in self._variables.items():
                 before[key] = _value(variable)
-            made: list = []
+            sums = _Sums()
             for i in range(count):
                 outputs = concrete(tf.constant(i, tf.int64))
-                made += zip(accumulators, *outputs, counts, strict=True)
-            return _Result(_divided(made), self._values(before))
+                for part in zip(accumulators, *outputs, shares, strict=True):
+                    sums.add(*part)
+            return _Result(sums.divide(), self._values(before))
 
     def _trace(self, plan):
         """Returns a function of the number of a part, and the rest."""
@@ -483,10 +526,10 @@ class _Check:
                 taken = _Taken()
                 with self._watched({}):
                     self._run_part(plan, taken, i)
-                accumulators, gradients, weights, counts = zip(
+                accumulators, gradients, weights, shares = zip(
                     *taken.parts, strict=True
                 )
-                rest[:] = accumulators, counts
+                rest[:] = accumulators, shares
                 return gradients, weights
 
             spec = tf.TensorSpec((), tf.int64)
@@ -648,28 +691,3 @@ def _is_close(a, b, bound):
         return np.array_equal(a, b)
     a, b = a.astype("float64"), b.astype("float64")
     return not np.abs(a - b).max(initial=0) > bound * np.abs(a).max(initial=0)
-
-
-def _divided(parts):
-    """Returns the sums of gradients, divided by those of their weights.
-
-    Args:
-        parts: List, see `_Taken`.
-
-    Returns:
-        Dict of arrays, by the accumulators and the places of the variables.
-    """
-    sums: dict = {}
-    weights: dict = collections.defaultdict(float)
-    for accumulator, gradients, weight, counts in parts:
-        factor = 1.0 if weight is None else float(weight)
-        weights[accumulator] += 0.0 if weight is None else factor * counts
-        for i, gradient in enumerate(gradients):
-            if gradient is not None and factor:
-                value = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
-                value = factor * value.numpy()
-                key = accumulator, i
-                sums[key] = sums[key] + value if key in sums else value
-    return {
-        key: value / (weights[key[0]] or 1.0) for key, value in sums.items()
-    }
