@@ -760,3 +760,28 @@ def test_sums_are_on_the_devices_of_their_variables():
         "CPU:0",
         "CPU:1",
     }
+
+
+class AddsToItsOwn(AccumulatingModel):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.dense.build((None, 3))
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        gradients, weight, logs = self.compute_gradients(data)
+        self.own.accumulate(gradients, weight)
+        return logs
+
+
+def test_an_accumulator_that_was_made_outside_is_refused_in_fit():
+    with mirrored(2).scope():
+        model = AddsToItsOwn()
+        model.compile("sgd", "mse", accum_steps=2)
+    variables = model.trainable_variables
+    model.own = GradientAccumulator(model.optimizer, variables, 2)
+    with pytest.raises(ValueError, match=r"in `strategy.scope\(\)`"):
+        model.fit(np.ones((16, 3)), np.ones((16, 1)), batch_size=8, verbose=0)

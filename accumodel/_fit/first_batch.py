@@ -46,7 +46,12 @@ from accumodel._micro_batch.assignments import (
     random_state,
 )
 from accumodel._micro_batch.random_numbers import Draws
-from accumodel._micro_batch.split import MicroBatches, count_samples, on_host
+from accumodel._micro_batch.split import (
+    MicroBatches,
+    as_tensors,
+    count_samples,
+    on_host,
+)
 from accumodel._micro_batch.step import FedBatch
 from accumodel._micro_batch.trimming import same_draws
 from accumodel._whole_batch import stages
@@ -87,7 +92,8 @@ def take(state, given):
         replicas = state._model.distribute_strategy.num_replicas_in_sync
         end = -(-(state.batch_size or _BATCH_SIZE) // replicas)
         data = tf.nest.map_structure(
-            lambda each: each if each is None else each[:end], data
+            lambda each: None if each is None else _as_keras_feeds(each[:end]),
+            data,
         )
         state.first_batch = keras.utils.pack_x_y_sample_weight(*data)
 
@@ -103,13 +109,12 @@ def peek(state, batches, steps):
     Returns:
         Iterator of the same batches.
     """
+    if not _must_look(state):
+        return batches
     spec = getattr(batches, "element_spec", None)
     leaves = tf.nest.flatten(spec)
-    if not _must_look(state) or (
-        # Of several replicas, or with nothing in a place.
-        spec is not None and not all(isinstance(x, _SPECS) for x in leaves)
-    ):
-        return batches
+    if spec is not None and not all(isinstance(x, _SPECS) for x in leaves):
+        return batches  # of several replicas, or with nothing in a place
     state.is_verified = True
     first = next(batches, None)
     if first is None:
@@ -243,6 +248,9 @@ class _Taken(FedBatch):
         self.parts: list = []
         self.sums = _Sums()
 
+    def check(self, accumulator):
+        pass  # it is outside of all strategies
+
     def accumulate(self, accumulator, gradients, weight, **kwargs):
         share = kwargs.get("share", 1.0) * kwargs.get("may_begin", True)
         part = accumulator, [*gradients], weight, share
@@ -267,7 +275,7 @@ class _Result(typing.NamedTuple):
 class _Check:
     def __init__(self, plan, train_step, data):
         self._model, self._train_step = plan.model, train_step
-        data = _as_tensors(data)
+        data = as_tensors(data)
         self._count = _count(plan, data)
         with on_host():
             self._size = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -325,9 +333,14 @@ class _Check:
             return None
         found = self._compare(self._run_eagerly)
         is_sure = self._model.run_eagerly or self._plan.needs_whole_batch
-        if found is None or is_sure:
-            return found
-        return self._compare(self._run_graph)
+        if found is not None and not is_sure:
+            found = self._compare(self._run_graph)
+        if found is None:
+            return None
+        variable, share = found
+        if share is None:
+            return self._say_state(variable)
+        return self._say_gradient(variable, share)
 
     def _can_repeat(self, graph):
         """Whether all that a step changes can be put back, and drawn again."""
@@ -366,7 +379,7 @@ class _Check:
     # -- what differs ----------------------------------------------------------
 
     def _compare(self, run):
-        """Returns how the parts differ from the whole, or `None`."""
+        """Returns what differs in parts, or `None`; see `_difference`."""
         whole = run(self._plain, 1)
         parts = run(self._plan, 2)
         found = self._difference(whole, parts)
@@ -377,6 +390,10 @@ class _Check:
         return found
 
     def _difference(self, whole, parts):
+        """Returns the variable that differs most, or `None`.
+
+        And of its gradient, by how much; of what is assigned to it, `None`.
+        """
         bound = _ROUNDING
         for layer in private_names.flat_layers(self._model):
             if getattr(layer, "compute_dtype", None) in ("bfloat16", "float16"):
@@ -385,7 +402,7 @@ class _Check:
             if key in self._read and not _is_close(
                 value, parts.assigned.get(key), bound
             ):
-                return self._say_state(self._variables[key])
+                return self._variables[key], None
         values = whole.gradients.values()
         scale = max((np.abs(each).max(initial=0) for each in values), default=0)
         if not 0 < scale < np.inf:
@@ -400,7 +417,7 @@ class _Check:
         if shares[key] <= bound or is_overflow:  # of a scaled loss
             return None
         accumulator, i = key
-        return self._say_gradient(accumulator.variables[i], shares[key])
+        return accumulator.variables[i], shares[key]
 
     def _say_gradient(self, variable, share):
         layer = self._first_layer()
@@ -645,18 +662,11 @@ def _makes_cycles(state):
     return max([state.options.accum_steps, *steps]) > 1
 
 
-def _as_tensors(data):
-    """Returns data as `fit` feeds them."""
-
-    def convert(leaf):
-        if not isinstance(leaf, np.ndarray):
-            return leaf
-        is_floating = np.issubdtype(leaf.dtype, np.floating)
-        return tf.convert_to_tensor(
-            leaf.astype(keras.config.floatx()) if is_floating else leaf
-        )
-
-    return keras.tree.map_structure(convert, data)
+def _as_keras_feeds(leaf):
+    """Returns an array of floats in the precision of Keras."""
+    if isinstance(leaf, np.ndarray) and np.issubdtype(leaf.dtype, np.floating):
+        return leaf.astype(keras.config.floatx())
+    return leaf
 
 
 def _inference(layer, inputs, mask):

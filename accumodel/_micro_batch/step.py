@@ -12,6 +12,8 @@ import typing
 
 import tensorflow as tf
 
+from accumodel._keras_and_tf.replicas import check_replica_context
+
 _step: contextvars.ContextVar = contextvars.ContextVar("step", default=None)
 
 
@@ -75,6 +77,10 @@ class FedBatch:
         self._added: dict = {}
         # See `clear_first`: a list of sums for each accumulator.
         self.cleared: dict = {}
+
+    def check(self, accumulator):
+        """Raises unless this is a step of the accumulator's strategy."""
+        check_replica_context(accumulator._untracked.strategy)
 
     def accumulate(self, accumulator, gradients, weight, **kwargs):
         """Adds the gradients of a micro-batch, see `GradientAccumulator`."""

@@ -240,7 +240,9 @@ class GradientAccumulator(tf.Module):
         gradients, named = checks.check_gradients(gradients, self.variables)
         step = current_step()
         in_fit = step is not None and step.fed_batch is not None
-        if not in_fit:
+        if in_fit:
+            step.fed_batch.check(self)
+        else:
             replicas.check_replica_context(self._untracked.strategy)
         has_weight = weight is not None
         # What was traced does not look at it again, so it must stay the same.
@@ -623,9 +625,9 @@ class GradientAccumulator(tf.Module):
 
     def _follow(self, is_update):
         """Calls `after_update`, unless `process_gradients` left it out."""
-        if self._after_update is None:
-            return
         after_update = self._after_update
+        if after_update is None:
+            return
 
         def follow():
             after_update()
