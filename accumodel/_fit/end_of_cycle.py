@@ -114,8 +114,9 @@ class EndOfCycle(keras.callbacks.Callback):
         """Warns of normalizations that see a micro-batch only."""
         model, options = self.model, self.model._accumulation.options
         size = model.current_micro_batch_size
-        is_whole = options.sync_batch_norm or (
-            size is None
+        is_whole = (
+            options.sync_batch_norm
+            or size is None
             or (self._batch_size is not None and size >= self._batch_size)
         )
         if (

@@ -119,10 +119,10 @@ def _wrap(model, name):
         nonlocal is_ready
         if not is_ready:
             batches = variables.make_first(state.plan(), trains, batches)
+            if trains:
+                steps = model.steps_per_execution
+                batches = first_batch.peek(state, batches, steps)
             is_ready = True
-        if trains:
-            steps = model.steps_per_execution
-            batches = first_batch.peek(state, batches, steps)
         try:
             return function(batches)
         except tf.errors.OpError as error:

@@ -7,6 +7,7 @@ equal as they can be: the i-th begins at sample `i * n // k`.
 import contextlib
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf.replicas import (
@@ -84,6 +85,16 @@ class MicroBatches:
             if self._ordered is None:
                 return data
             return self._ordered.cut(data, *self.bounds(i))
+
+
+def as_tensors(data):
+    """Returns a batch without NumPy arrays, which eager code may get."""
+    return keras.tree.map_structure(
+        lambda leaf: (
+            tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+        ),
+        data,
+    )
 
 
 def slice_data(data, begin, end):

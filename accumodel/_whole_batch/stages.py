@@ -26,7 +26,6 @@ import gc
 import typing
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names, replicas
@@ -39,7 +38,12 @@ from accumodel._micro_batch.assignments import (
     nodes_of,
 )
 from accumodel._micro_batch.random_numbers import Draws
-from accumodel._micro_batch.split import MicroBatches, count_samples, first_leaf
+from accumodel._micro_batch.split import (
+    MicroBatches,
+    as_tensors,
+    count_samples,
+    first_leaf,
+)
 from accumodel._micro_batch.step import one_step
 from accumodel._update.accumulators import build_optimizer
 from accumodel._whole_batch import arrays, sync_batch_norm
@@ -72,7 +76,7 @@ class Whole(typing.NamedTuple):
 def train(plan, fed_batch, data):
     """Trains on one fed batch, which the caller ends. Returns the logs."""
     model = plan.model
-    data = _as_tensors(data)
+    data = as_tensors(data)
     parts = MicroBatches(plan, data)
     run = _Run(plan, parts, _trace(plan, parts, is_training=True))
     # What is assigned between the two passes, which the second does not see.
@@ -104,7 +108,7 @@ def train(plan, fed_batch, data):
 
 def test(plan, data):
     """Evaluates one fed batch, see `train`."""
-    data = _as_tensors(data)
+    data = as_tensors(data)
     parts = MicroBatches(plan, data)
     states = States({})
     run = _Run(plan, parts, _trace(plan, parts, is_training=False))
@@ -117,16 +121,6 @@ def test(plan, data):
     samples = count_samples((x, y))
     step = (plan, x, y, whole.outputs, sample_weight, loss, samples)
     return outcome.log(*step)
-
-
-def _as_tensors(data):
-    """Returns a batch without NumPy arrays, which eager code may get."""
-    return keras.tree.map_structure(
-        lambda leaf: (
-            tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
-        ),
-        data,
-    )
 
 
 def _trace(plan, parts, is_training):
