@@ -99,6 +99,8 @@ def check_exact_or_told(make, data, messages, tolerance, run_eagerly=True):
         and any(part in str(each.message) for part in messages)
     ]
     assert told or distance(model, plain) <= tolerance
+    if any("The first batch shows" in each for each in told):
+        assert distance(model, plain) > tolerance  # no false alarm
 
 
 # -- losses --------------------------------------------------------------------
@@ -108,10 +110,7 @@ LOSSES = exported(keras.losses, keras.losses.Loss)
 LOSSES_LEFT_OUT = {"Loss": "a base class"}
 
 LOSSES_TOLD = [
-    "is a loss of the whole batch, not a mean over samples",
-    "A compiled loss overrides `__call__` and computes its own mean",
-    "A compiled loss returns one number that is not a mean over samples",
-    "A compiled loss returns values that are neither one loss per sample",
+    "Return one loss per sample, which depends on no other sample",
 ]
 
 
@@ -178,8 +177,8 @@ LAYERS_LEFT_OUT = {
 LAYERS_TOLD = [
     "Batch normalization normalizes each micro-batch by itself",
     "looks at several samples at once",
-    "changes its state in the step of each micro-batch",
-    "`add_loss` was given something that is not a mean over samples",
+    "changes in the step of each micro-batch",
+    "Return one loss per sample, which depends on no other sample",
 ]
 
 # How to make the layers that need arguments, or draw nothing without them.
@@ -357,8 +356,17 @@ def call_layer(name, layer, inputs):
     return layer(inputs)
 
 
+# It chooses what it does in each step, and the first need not show it.
+NOT_SEEN = pytest.mark.xfail(reason="RandAugment is not told of", strict=True)
+
+
 @pytest.mark.parametrize(
-    "name", [each for each in LAYERS if each not in LAYERS_LEFT_OUT]
+    "name",
+    [
+        pytest.param(each, marks=[NOT_SEEN] if each == "RandAugment" else [])
+        for each in LAYERS
+        if each not in LAYERS_LEFT_OUT
+    ],
 )
 def test_layers(name):
     rng = np.random.default_rng(0)

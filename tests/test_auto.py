@@ -650,7 +650,7 @@ RARE = ("a trained weight that is assigned", "dropout in the cell of an RNN")
 
 
 @pytest.mark.table
-@pytest.mark.filterwarnings("ignore:.* changes its state in the step")
+@pytest.mark.filterwarnings("ignore:.* changes in the step of each")
 @pytest.mark.parametrize("cache", [False, weekly(True)])
 @pytest.mark.parametrize("name", names(LAYERS, RARE))
 def test_what_a_step_assigns_is_put_back(samples, name, cache):

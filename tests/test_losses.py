@@ -65,11 +65,6 @@ class Sum(keras.losses.Loss):
         return keras.ops.sum((y_true - y_pred) ** 2) / 100.0
 
 
-class Root(keras.losses.Loss):
-    def call(self, y_true, y_pred):
-        return keras.ops.sqrt(keras.ops.mean((y_true - y_pred) ** 2))
-
-
 @pytest.mark.table
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reduction", ["none", None, weekly("sum")])
@@ -146,17 +141,6 @@ def test_any_signature_of_compute_loss_is_called_as_keras_does(made, kwargs):
         return AccumulatingModel.from_model(model)
 
     assert distance(linear(base, "mse", **kwargs)[0], plain) < 1e-6
-
-
-class DividesByWeights(AccumulatingModel):
-    """Ends as the `compute_loss` of keras-rs's example `sas_rec.py` does."""
-
-    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        loss = keras.ops.square(y - y_pred)[:, 0]
-        weight = keras.ops.cast(sample_weight, loss.dtype)
-        return keras.ops.divide_no_nan(
-            keras.ops.sum(loss * weight), keras.ops.sum(weight)
-        )
 
 
 class SumsInside(AccumulatingModel):

@@ -102,10 +102,6 @@ def test_the_weight_is_not_known_before_the_loss():
         )
 
 
-def scalar_loss(y_true, y_pred):
-    return keras.ops.mean((y_true - y_pred) ** 2)
-
-
 def test_an_unknown_reduction_is_refused(monkeypatch):
     loss = keras.losses.MeanSquaredError()
     model = cases.linear(AccumulatingModel)

@@ -251,7 +251,7 @@ def reference(way, feature):
 
 
 @pytest.mark.table
-@pytest.mark.filterwarnings("ignore:The layer 'counts")  # changes its state
+@pytest.mark.filterwarnings("ignore:.* changes in the step of each")  # a state
 @pytest.mark.filterwarnings(r"ignore:`build\(\)` was called")  # the spare layer
 @pytest.mark.parametrize(("way", "feature"), PAIRS)
 def test_each_way_with_each_feature(way, feature):
