@@ -81,7 +81,8 @@ def unverified(request, monkeypatch):
     that is exact must be so for the check, too.
     """
     name = request.module.__name__
-    is_verified = name in ("test_all_of_keras", "test_first_batch") or (
+    always = ("test_all_of_keras", "test_first_batch", "test_other_packages")
+    is_verified = name in always or (
         request.config.getoption("verify")
         and not request.node.get_closest_marker("unverified")
     )
