@@ -199,39 +199,37 @@ def _nothing_left_behind():
 
 
 class _Sums:
-    """Sums of gradients, beside those of the accumulators."""
+    """Sums of gradients, beside those of the accumulators.
+
+    A model may be large: a single gradient is kept as it is, and not copied.
+    """
 
     def __init__(self):
+        # Of each accumulator and place, a gradient and its factor.
         self._sums: dict = {}
         self._weights: dict = collections.defaultdict(float)
 
     def add(self, accumulator, gradients, weight, share):
-        """Adds the gradients of a micro-batch.
-
-        Args:
-            accumulator: The `GradientAccumulator` that they are for.
-            gradients: List of tensors, `tf.IndexedSlices` or `None`.
-            weight: Scalar, or `None` for sums.
-            share: Scalar. How much of the weight counts.
-        """
+        """Adds the gradients of a micro-batch, of which a share counts."""
         factor = 1.0
         if weight is not None:
             factor = float(weight)
             self._weights[accumulator] += factor * float(share)
         for i, gradient in enumerate(gradients):
             if gradient is not None and factor:
-                key = accumulator, i
-                value = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
-                value = np.array(value.numpy())
-                value *= factor  # in place, as all of it: a model may be large
-                if key in self._sums:
-                    value += self._sums[key]
-                self._sums[key] = value
+                new = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+                term = np.asarray(new), factor
+                if (accumulator, i) in self._sums:
+                    total = np.multiply(*self._sums.pop((accumulator, i)))
+                    total += np.multiply(*term)
+                    term = total, 1.0
+                self._sums[accumulator, i] = term
 
     def divide(self):
         """Returns them by accumulators and the places of their variables."""
-        for (accumulator, _), value in self._sums.items():
-            value /= self._weights[accumulator] or 1.0
+        for key, (value, factor) in self._sums.items():
+            factor /= self._weights[key[0]] or 1.0
+            self._sums[key] = value if factor == 1 else value * factor
         return self._sums
 
 
@@ -380,8 +378,8 @@ class _Check:
 
     def _compare(self, run):
         """Returns what differs in parts, or `None`; see `_difference`."""
+        parts = run(self._plan, 2)  # first, as it takes more memory
         whole = run(self._plain, 1)
-        parts = run(self._plan, 2)
         found = self._difference(whole, parts)
         if found is None:
             return None
