@@ -41,28 +41,28 @@ class Mutant(typing.NamedTuple):
 MUTANTS = [
     Mutant(
         "no weight",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "scale = tf.cast(weight, tf.float64)",
         "scale = tf.ones((), tf.float64)",
         "test_accumulator.py",
     ),
     Mutant(
         "weights not added up",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "new = tf.stack([each, tf.abs(each), tf.ones_like(each)])",
         "new = tf.ones(3, tf.float64)",
         "test_accumulator.py",
     ),
     Mutant(
         "replicas left out of the scale",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "scale *= replicas.count_replicas()",
         "scale *= 1",
         "test_distribution.py",
     ),
     Mutant(
         "reduced by accumodel and by the optimizer",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "with without_own_reduction(own):",
         "if True:",
         "test_keras_names.py test_distribution.py",
@@ -76,7 +76,7 @@ MUTANTS = [
     ),
     Mutant(
         "reset keeps the total",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "self._totals.assign(tf.zeros(3, tf.float64))",
         "pass",
         "test_accumulator.py",
@@ -113,14 +113,14 @@ MUTANTS = [
     ),
     Mutant(
         "no wait for the gradients of a nested function",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "list(map(tf.identity, sums.values_of(gradients)))",
         "sums.values_of(gradients)",
         "test_cycles.py",
     ),
     Mutant(
         "no wait before the count",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "with tf.control_dependencies(waits):",
         "if True:",
         "test_model.py test_refused_or_warned.py",
@@ -134,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "an update at every micro-batch",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "self._count >= self._accum_steps",
         "self._count >= 1",
         "test_accumulator.py",
@@ -148,14 +148,14 @@ MUTANTS = [
     ),
     Mutant(
         "gradients of an earlier cycle count",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "(self._given & is_begun) | present",
         "self._given | present",
         "test_cycles.py",
     ),
     Mutant(
         "each replica judges by itself what is finite",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "(bad,) = replicas.sum_over_replicas(",
         "(bad,) = list(",
         "test_distribution.py",
@@ -298,7 +298,7 @@ MUTANTS = [
     ),
     Mutant(
         "who was not called is counted",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "may_be_nothing = self._skip_nonfinite or is_conditional",
         "may_be_nothing = self._skip_nonfinite",
         "test_slices.py",
@@ -340,7 +340,7 @@ MUTANTS = [
     ),
     Mutant(
         "the update does not wait for the stages that are not counted",
-        "_update/accumulator.py",
+        "_update/engine.py",
         'size *= kwargs.get("may_begin", True)',
         'if not kwargs.get("may_begin", True):\n            return',
         "test_auto.py",
@@ -515,7 +515,7 @@ MUTANTS = [
     ),
     Mutant(
         "what was measured of an ended cycle stays",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "each.forget_cycle()",
         "pass",
         "test_noise_scale.py",
@@ -543,7 +543,7 @@ MUTANTS = [
     ),
     Mutant(
         "an error leaves half-added sums in a custom loop",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "is_broken = tf.not_equal(self._phase, 0)",
         "is_broken = tf.constant(False)",
         "test_accumulator.py",
@@ -739,7 +739,7 @@ MUTANTS = [
     ),
     Mutant(
         "an overflow is added inside of XLA",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "amount = tf.cast(accepted, tf.float64)",
         "amount = tf.ones((), tf.float64)",
         "test_model.py",
@@ -753,7 +753,7 @@ MUTANTS = [
     ),
     Mutant(
         "each step of a custom loop ends a cycle",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "accepted, skipped, is_last=False",
         "accepted, skipped, is_last=True",
         "test_model.py",
@@ -781,7 +781,7 @@ MUTANTS = [
     ),
     Mutant(
         "a replica adds the sums of an earlier cycle",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "if may_be_nothing and replicas.count_replicas() > 1:",
         "if False:",
         "test_distribution.py",
@@ -837,7 +837,7 @@ MUTANTS = [
     ),
     Mutant(
         "what weighs nothing is left out as not finite",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "return is_finite | tf.equal(weight, 0)",
         "return is_finite",
         "test_losses.py",
@@ -1068,21 +1068,21 @@ MUTANTS = [
     ),
     Mutant(
         "nothing follows an update",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "            self._follow(is_update)\n",
         "",
         "test_after_update.py",
     ),
     Mutant(
         "what follows an update comes before it",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "        with without_own_reduction(own):",
         "        self._follow(True)\n        with without_own_reduction(own):",
         "test_after_update.py",
     ),
     Mutant(
         "an update that is left out is followed",
-        "_update/accumulator.py",
+        "_update/engine.py",
         "if self._process_gradients is None:\n            follow()",
         "if True:\n            follow()",
         "test_after_update.py",

@@ -1,71 +1,17 @@
-"""Sum the gradients of a cycle, then let the optimizer apply them once.
+"""`GradientAccumulator`: the sums of one optimizer, for custom loops too."""
 
-The algorithm, in which `sums`, `total` and `count` are variables:
-
-    accumulate(gradients, weight):
-        # On each replica, by itself:
-        for each gradient, as soon as it is made:
-            sum += weight * gradient    # the first of a cycle assigns
-        total += weight
-        # Once for all replicas:
-        count += 1                      # of a split batch: after its last part
-        if count >= accum_steps:
-            update()
-
-    update():
-        reduce sums and total over the replicas
-        optimizer.apply_gradients(sums / total)
-        after_update()                  # the user's
-        total = count = 0
-
-A gradient is freed when it was added, so the sums are the only copy of the
-parameters that this needs. An error between the first and the last sum leaves
-them half-added: `phase` tells, and the pending cycle is forgotten.
-"""
-
-import functools
-import itertools
-import operator
 import typing
-import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import keras
-import tensorflow as tf
 
-from accumodel._keras_and_tf import checks, optimizers, replicas
-from accumodel._keras_and_tf.private_names import without_own_reduction
-from accumodel._keras_and_tf.xla import compile_update
-from accumodel._micro_batch.assignments import recorded
+from accumodel._keras_and_tf import checks, replicas
 from accumodel._micro_batch.step import current_step
 from accumodel._update import sums
+from accumodel._update.engine import Engine
 
 
-class _Untracked:
-    """Attributes that `tf.Module` must not track, or checkpoints have them.
-
-    Args:
-        strategy: The strategy under which the accumulator was made, or `None`.
-        variables: List of the variables that it trains.
-    """
-
-    def __init__(self, strategy, variables):
-        self.strategy = strategy
-        self.variables = variables
-        self.updates: dict = {}  # compiled, by what they update and measure
-        self.observers: list = []  # see `_measure.observer`
-        # Which variables steps passed, maybe without a gradient; empty if all.
-        self.named: list = []
-        self.updates_every_batch = False  # whether each fed batch is a cycle
-        # What a fed batch last registered, see `FedBatch.add`.
-        self.added: typing.Any = None
-
-    def __getstate__(self):
-        # A copy has its own variables, so none of these fit.
-        return {**vars(self), "updates": {}, "observers": []}
-
-
-class GradientAccumulator(tf.Module):
+class GradientAccumulator(Engine):
     """Accumulates gradients for one optimizer and its variables.
 
     `AccumulatingModel` is built on it; use it by itself in a custom training
@@ -126,8 +72,8 @@ class GradientAccumulator(tf.Module):
         variables: Iterable,
         accum_steps: int = 1,
         *,
-        process_gradients: typing.Callable | None = None,
-        after_update: typing.Callable | None = None,
+        process_gradients: Callable | None = None,
+        after_update: Callable | None = None,
         skip_nonfinite: bool = False,
         jit_compile: bool | typing.Literal["auto"] = False,
     ) -> None:
@@ -138,49 +84,14 @@ class GradientAccumulator(tf.Module):
         replicas.check_strategy(strategy)
         variables = list(variables)
         sums.check_variables(variables)
-        super().__init__(name="gradient_accumulator")
-        self.optimizer = optimizer
-        self._process_gradients = process_gradients
-        self._after_update = after_update
-        self._skip_nonfinite = skip_nonfinite
-        self._jit_compile = jit_compile
-        # Whether `accumulate` was traced: the update is then compiled as well.
-        self._is_traced = False
-        # Which variables a cycle probably trains: those of the last call.
-        self._expected = (True,) * len(variables)
-        # Whether micro-batches have weights, or losses that are sums.
-        self._has_weights: bool | None = None
-        self._untracked = _Untracked(strategy, variables)
-        with tf.init_scope(), replicas.scope_of(strategy):
-            # Built now: an optimizer that copies the weights into its slots
-            # (ScheduleFreeAdamW) would copy nothing inside a trace.
-            if not optimizer.built:
-                optimizer.build(variables)
-            self._sums = [sums.make_accumulator(v) for v in variables]
-            # Of each replica: the sum of the weights, by which the sums are
-            # divided; the sum of their sizes; and the micro-batches added.
-            # float64: it adds up many weights.
-            self._totals = replicas.make_sum((3,), tf.float64, "totals")
-            self._count = sums.make_counter("pending_steps")
-            self._skipped = sums.make_counter("skipped_steps")
-            self._accum_steps = sums.make_counter("accum_steps")
-            self._accum_steps.assign(accum_steps)
-            # Which variables got a gradient in this cycle. The others get
-            # `None` at the update, so that Keras skips them as usual.
-            self._given = tf.Variable([False] * len(variables), trainable=False)
-            # Updates for which the graph could not know that.
-            self._unsure = sums.make_counter("unsure_updates")
-            # Of each replica: this fed batch's micro-batches, and the skipped.
-            self._parts = replicas.make_sum((2,), tf.float64, "parts")
-            # Of each replica: positive while a micro-batch is added, negative
-            # while an update is made, otherwise 0.
-            self._phase = replicas.make_sum((), tf.float64, "phase")
-        self._has_warned = False
-
-    @property
-    def variables(self) -> list:
-        """List. The variables that it trains."""
-        return self._untracked.variables
+        super().__init__(
+            optimizer,
+            variables,
+            accum_steps,
+            (process_gradients, after_update),
+            skip_nonfinite,
+            jit_compile,
+        )
 
     @property
     def accum_steps(self) -> int:
@@ -239,31 +150,16 @@ class GradientAccumulator(tf.Module):
         """
         gradients, named = checks.check_gradients(gradients, self.variables)
         step = current_step()
-        in_fit = step is not None and step.fed_batch is not None
-        if in_fit:
-            step.fed_batch.check(self)
-        else:
+        fed_batch = None if step is None else step.fed_batch
+        if fed_batch is None:
             replicas.check_replica_context(self._untracked.strategy)
-        has_weight = weight is not None
-        # What was traced does not look at it again, so it must stay the same.
-        is_eager = tf.executing_eagerly() and not self._is_traced
-        if is_eager and not self._untracked.strategy and not self.pending_steps:
-            self._has_weights = None
-        self._has_weights = checks.check_has_weights(
-            self._has_weights, has_weight
-        )
-        if step is not None:
-            step.check_called_once(self)
-        present = tuple(gradient is not None for gradient in gradients)
-        self._expected = present
-        before = self._untracked.named or named
-        self._untracked.named = list(map(operator.or_, named, before))
-        if in_fit:
-            step.fed_batch.accumulate(self, gradients, weight)
-            return
-        accepted = self._add(gradients, weight, self._accepts)
-        end = functools.partial(self._end_step, present, self._skip_nonfinite)
-        replicas.across_replicas(end, accepted, 1 - tf.cast(accepted, tf.int64))
+        else:
+            fed_batch.check(self)
+        self._note(gradients, named, weight is not None)
+        if fed_batch is None:
+            self._add_alone(gradients, weight)
+        else:
+            fed_batch.accumulate(self, gradients, weight)
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.
@@ -277,377 +173,4 @@ class GradientAccumulator(tf.Module):
 
     def reset(self) -> None:
         """Forgets the pending cycle."""
-        # The next micro-batch overwrites the sums: it saves a pass over them.
-        self._totals.assign(tf.zeros(3, tf.float64))
-        self._count.assign(0)
-        self._phase.assign(0.0)
-        for each in self._untracked.observers:
-            each.forget_cycle()
-
-    def _phases(self):
-        """Returns what a step that failed left in `phase`, on each replica."""
-        with replicas.scope_of(self._untracked.strategy):
-            # Those of this worker: the others may not be here to reduce.
-            return [float(each) for each in replicas.local_results(self._phase)]
-
-    def _forget(self):
-        """Forgets the pending cycle after a step that failed."""
-        with replicas.scope_of(self._untracked.strategy):
-            self.reset()
-            self._parts.assign(tf.zeros(2, tf.float64))
-            # XLA may have freed what it was to add to.
-            for each in self._sums:
-                each.assign(tf.zeros(each.shape, each.dtype))
-
-    # What follows runs on each replica.
-
-    @recorded()
-    def _add_to_fed_batch(self, gradients, weight, fed_batch, **kwargs):
-        """Adds a micro-batch of a fed batch, see `_add`."""
-        accepts = self._is_good if fed_batch.is_split else self._accepts
-        accepted = self._add(gradients, weight, accepts, **kwargs)
-        # One that all replicas accept together counts once. What is not
-        # counted is added here, too: the end of the batch waits for it.
-        size = 1.0 if fed_batch.is_split else 1 / replicas.count_replicas()
-        size *= kwargs.get("may_begin", True)
-        accepted = tf.cast(accepted, tf.float64)
-        self._parts.assign_add([accepted * size, (1 - accepted) * size])
-        fed_batch.add(self, [each is not None for each in gradients])
-
-    def _end_fed_batch(self, present, is_conditional):
-        """Ends a fed batch of which all micro-batches were added."""
-        may_be_nothing = self._skip_nonfinite or is_conditional
-        parts = tf.identity(self._parts)
-        if may_be_nothing:
-            (parts,) = replicas.sum_over_replicas([parts])
-        self._parts.assign(tf.zeros_like(parts))
-        added, skipped = tf.unstack(parts)
-        end = functools.partial(
-            self._end_step,
-            present,
-            may_be_nothing,
-            is_last=self._untracked.updates_every_batch,
-        )
-        skipped = tf.cast(tf.round(skipped), tf.int64)
-        replicas.across_replicas(end, added > 0, skipped)
-
-    def _add(self, gradients, weight, accepts, share=1.0, may_begin=True):
-        """Adds a micro-batch to this replica's sums, without the others.
-
-        If several gradients, each with the whole weight, add up to one of a
-        micro-batch, `share` is how much of the weight each adds to the total,
-        and only the first ones may begin a cycle.
-
-        Returns:
-            Scalar bool tensor. Whether it was added, after all of it was.
-        """
-        self._is_traced |= not tf.executing_eagerly()
-        divides = weight is not None
-        with tf.control_dependencies(self._waits(gradients, weight)):
-            weight = tf.identity(weight if divides else 1.0)
-        step = current_step()
-        is_compiled = step is not None and step.is_compiled
-        if is_compiled:
-            is_used = tf.not_equal(weight, 0)
-            gradients = [sums.or_zeros(is_used, each) for each in gradients]
-        accepted = accepts(gradients, weight)
-        # Keras divides the loss of each replica by their number, unless it is
-        # a sum. The sums are those of one device.
-        scale = tf.cast(weight, tf.float64)
-        if divides:
-            scale *= replicas.count_replicas()
-        in_fit = step is not None and step.fed_batch is not None
-        with tf.control_dependencies([self._begin(scale, in_fit)]):
-            is_first = self._is_empty()
-        amount = tf.ones((), tf.float64)
-        if is_compiled and self._skip_nonfinite:
-            # A condition in an XLA cluster would carry all sums through it.
-            amount = tf.cast(accepted, tf.float64)
-            gradients = [sums.or_zeros(accepted, each) for each in gradients]
-            scale = tf.where(accepted, scale, tf.zeros_like(scale))
-
-        @recorded()
-        def add():
-            for each in self._untracked.observers:
-                given = weight if divides else None
-                each.add(gradients, self.variables, given, is_first, amount)
-            triples = [*zip(self._sums, gradients, self.variables, strict=True)]
-            how = triples, scale, is_first if may_begin else None
-            if is_compiled:
-                cleared = step.fed_batch.cleared.setdefault(self, [])
-                cleared += sums.select_each(*how)
-            else:
-                sums.add_each(*how, self._phase)
-            if may_begin:
-                each = tf.cast(weight, tf.float64) * float(divides) * share
-                new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
-                self._totals.assign_add(tf.where(amount > 0, new, 0.0))
-
-        if is_compiled or not self._skip_nonfinite:
-            add()
-        else:
-            tf.cond(accepted, add, lambda: None)
-        # TensorFlow keeps what uses one variable in order, so this is last.
-        with tf.control_dependencies([self._phase.assign(0.0)]):
-            return tf.identity(accepted)
-
-    def _waits(self, gradients, weight):
-        """Returns what must be there before anything is changed.
-
-        A data set of unknown length ends with a run of the train function in
-        which no data comes: nothing may be counted or added then.
-        """
-        step = current_step()
-        # A function in a step must not hold the data of its first trace.
-        if step is not None and not step.is_conditional():
-            return step.waits()
-        if tf.is_symbolic_tensor(weight):
-            return []  # it waits for itself
-        return list(map(tf.identity, sums.values_of(gradients)))
-
-    def _begin(self, scale, in_fit):
-        """Returns what to wait for until the sums may be changed."""
-        with tf.control_dependencies([scale]):
-            # After a step that failed, a new cycle begins. `fit` forgets the
-            # old one; replicas of a custom loop do not know of each other.
-            if not in_fit and not tf.distribute.has_strategy():
-                is_broken = tf.not_equal(self._phase, 0)
-                for each in (self._totals, self._count):
-                    zeros = tf.zeros_like(each)
-                    each.assign(tf.where(is_broken, zeros, each))
-            return tf.identity(self._phase.assign(1.0))
-
-    def _is_good(self, gradients, weight):
-        """Whether this replica would add the micro-batch, by what it knows."""
-        with tf.control_dependencies([weight]):
-            if self._skip_nonfinite:
-                is_finite = sums.all_finite(gradients, weight)
-                return is_finite | tf.equal(weight, 0)
-            return tf.identity(True)
-
-    def _accepts(self, gradients, weight):
-        """Whether to add a micro-batch: the same answer on all replicas."""
-        is_good = self._is_good(gradients, weight)
-        if not self._skip_nonfinite:
-            return is_good
-        (bad,) = replicas.sum_over_replicas([tf.cast(~is_good, tf.float32)])
-        return tf.equal(bad, 0)
-
-    def _is_empty(self):
-        """Whether this replica added nothing in this cycle.
-
-        Then its sums are those of an earlier cycle.
-        """
-        return tf.equal(self._totals[2], 0)
-
-    def _clear_if_empty(self, these):
-        """Clears some of the sums if they are those of an earlier cycle."""
-        sums.clear(these, self._is_empty())
-
-    def _reduce(self, present):
-        """Returns the `Cycle` of all replicas, and what observers added."""
-        observers = self._untracked.observers
-        # In the widest dtype of the sums, so as to travel with them.
-        widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
-        values = [self._totals, *(each.sums for each in observers)]
-        values = [v if v is None else tf.cast(v, widest) for v in values]
-        values += [
-            total if is_present else None
-            for total, is_present in zip(self._sums, present, strict=True)
-        ]
-        totals, *values = replicas.sum_over_replicas(values)
-        cycle = sums.Cycle(
-            totals,
-            values[len(observers) :],
-            self.variables,
-            # Not a division of each sum: XLA would store all quotients at once.
-            1 / sums.make_divisor(totals[0], totals[1]),
-            self._loss_scale(),
-            optimizers.scales_loss(self.optimizer),
-        )
-        return cycle, values[: len(observers)]
-
-    def _apply_gradients(self, present):
-        """Passes the reduced and divided sums to the optimizer.
-
-        Returns:
-            Tuple of whether there was an update, and a list of what each
-            observer measured. They are there when all variables are updated.
-        """
-        cycle, observed = self._reduce(present)
-        measured = [
-            each.measure(cycle, own)
-            for each, own in zip(
-                self._untracked.observers, observed, strict=True
-            )
-        ]
-        gradients = (
-            sums.multiply(total, cycle.factor, variable)
-            for total, variable in zip(cycle.sums, self.variables, strict=True)
-        )
-        is_update = self._pass_on(gradients)
-        # What reads a variable waits for what assigns to it.
-        waits = map(optimizers.tf_variable, self.variables)
-        with tf.control_dependencies([each.read_value() for each in waits]):
-            return tf.identity(is_update), list(map(tf.identity, measured))
-
-    def _loss_scale(self):
-        return tf.cast(self.optimizer.scale_loss(tf.ones(())), tf.float64)
-
-    def _pass_on(self, gradients):
-        """Passes gradients to the optimizer, as `process_gradients` says.
-
-        Returns whether it did.
-        """
-        keep = True
-        if self._process_gradients is not None:
-            gradients, keep = sums.process(
-                self._process_gradients,
-                list(gradients),
-                self.variables,
-                self._loss_scale(),
-                optimizers.scales_loss(self.optimizer),
-            )
-
-        def apply():
-            named = self._untracked.named or itertools.repeat(True)
-            triples = zip(gradients, self.variables, named, strict=False)
-            # Keras warns of those without a gradient.
-            self.optimizer.apply_gradients(
-                (g, v) for g, v, n in triples if n or g is not None
-            )
-
-        if keep is True:
-            apply()
-        else:
-            tf.cond(keep, apply, lambda: None)
-        return keep
-
-    # What follows runs once for all replicas.
-
-    def _end_step(
-        self, present, may_be_nothing, accepted, skipped, is_last=False
-    ):
-        """Counts the fed batch, and updates if it is the cycle's last.
-
-        `accepted`, whether it was added, and `skipped`, how many micro-batches
-        of it were not, are of each replica, and all alike.
-        """
-        # All of them: another replica may still fail, and then no weight moves.
-        waits = replicas.local_results(accepted)
-        accepted, skipped = waits[0], replicas.local_results(skipped)[0]
-
-        def count():
-            if may_be_nothing and replicas.count_replicas() > 1:
-                replicas.on_each_replica(self._clear_if_empty, self._sums)
-            is_begun = self._count > 0
-            self._given.assign((self._given & is_begun) | present)
-            self._count.assign_add(1)
-            update = functools.partial(self._update, present)
-            if is_last:
-                update()
-            else:
-                is_full = self._count >= self._accum_steps
-                tf.cond(is_full, update, lambda: None)
-
-        with tf.control_dependencies(waits):
-            if may_be_nothing:
-                self._skipped.assign_add(skipped)
-                tf.cond(accepted, count, lambda: None)
-            else:
-                count()
-
-    def _end_cycle(self):
-        update = functools.partial(self._update, self._expected)
-        tf.cond(self._count > 0, update, lambda: None)
-
-    def _update(self, expected):
-        """Updates the variables that got a gradient in this cycle.
-
-        A graph has an update for those expected, and one for all variables.
-        """
-        self._phase.assign(-1.0)
-        if tf.executing_eagerly():
-            self._update_variables(tuple(self._given.numpy().tolist()))
-            return
-        everything = (True,) * len(expected)
-
-        def update_all():
-            # Those that got no gradient get zeros, where Keras skips them.
-            is_unsure = ~tf.reduce_all(self._given)
-            self._unsure.assign_add(tf.cast(is_unsure, tf.int64))
-            self._update_variables(everything)
-
-        begun = [
-            each.read_value() for each in replicas.local_results(self._phase)
-        ]
-        with tf.control_dependencies(begun):
-            if expected == everything:
-                update_all()
-            else:
-                is_expected = tf.reduce_all(tf.equal(self._given, expected))
-                update = functools.partial(self._update_variables, expected)
-                tf.cond(is_expected, update, update_all)
-
-    def _update_variables(self, present):
-        strategy = self._untracked.strategy
-        if tf.executing_eagerly():
-            is_inline = not self._is_traced and self._jit_compile is not True
-        else:
-            # A function inside of the step cannot reach the other replicas.
-            is_inline = strategy is not None
-        if is_inline:
-            self._reduce_and_apply(present)
-            return
-        updates = self._untracked.updates
-        key = present, *self._untracked.observers
-        if key not in updates:
-            updates[key] = compile_update(
-                functools.partial(self._reduce_and_apply, present),
-                self._sums,
-                None if strategy is not None else self._jit_compile,
-            )
-        updates[key]()
-
-    def _reduce_and_apply(self, present):
-        own = optimizers.with_inner_optimizers(self.optimizer)
-        with without_own_reduction(own):
-            results = replicas.on_each_replica(self._apply_gradients, present)
-        results = list(map(replicas.local_results, tf.nest.flatten(results)))
-        (is_update, *_), *measured = results
-        observers = self._untracked.observers
-        for each, (value, *_) in zip(observers, measured, strict=True):
-            each.record(value, is_update)
-        # Not before all weights have moved: until then `phase` says so.
-        with tf.control_dependencies([*itertools.chain(*results)]):
-            self._follow(is_update)
-            self.reset()
-
-    def _follow(self, is_update):
-        """Calls `after_update`, unless `process_gradients` left it out."""
-        after_update = self._after_update
-        if after_update is None:
-            return
-
-        def follow():
-            after_update()
-
-        if self._process_gradients is None:
-            follow()
-        else:
-            tf.cond(is_update, follow, lambda: None)
-
-    def _warn_of_unsure_updates(self):
-        if not tf.executing_eagerly() or not self._unsure.numpy():
-            return
-        self._unsure.assign(0)
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "The micro-batches of a cycle trained different sets of "
-                "variables. Those that got no gradient in that cycle were "
-                "updated with a gradient of zero, so momentum and weight "
-                "decay may have changed them. Let whole cycles train the same "
-                "variables, or use a `GradientAccumulator` for each set.",
-                stacklevel=3,
-            )
+        self._reset()
