@@ -1,6 +1,7 @@
 """`AccumulatingModel`: what `fit` does with one batch."""
 
 import functools
+import inspect
 import typing
 import warnings
 from collections.abc import Callable, Iterable
@@ -20,16 +21,6 @@ from accumodel._micro_batch import outcome, split, trimming, weights
 from accumodel._micro_batch.step import current_step, this_step
 from accumodel._update import accumulators, files
 from accumodel._update.accumulator import GradientAccumulator
-
-
-def _compile(model, *args, **kwargs):
-    super_compile = super(AccumulatingModel, model).compile
-    model._accumulation.compile(super_compile, args, kwargs)
-
-
-def _fit(model, *args, **kwargs):
-    super_fit = super(AccumulatingModel, model).fit
-    return model._accumulation.fit(super_fit, args, kwargs)
 
 
 class AccumulatingModel(keras.Model):
@@ -134,19 +125,9 @@ class AccumulatingModel(keras.Model):
         construction.check_model(model, AccumulatingModel)
         return construction.from_model(cls, model, AccumulatingModel)
 
-    @construction.runs(_compile)
     def compile(
         self,
-        optimizer: typing.Any = "rmsprop",
-        loss: typing.Any = None,
-        loss_weights: typing.Any = None,
-        metrics: typing.Any = None,
-        weighted_metrics: typing.Any = None,
-        run_eagerly: bool = False,
-        steps_per_execution: int = 1,
-        jit_compile: bool | typing.Literal["auto"] = "auto",
-        auto_scale_loss: bool = True,
-        *,
+        *args: typing.Any,
         accum_steps: int = 1,
         micro_batch_size: int | typing.Literal["auto"] | None = None,
         gradient_cache: bool = False,
@@ -160,18 +141,9 @@ class AccumulatingModel(keras.Model):
         """Configures the model for training, as `keras.Model.compile`.
 
         Args:
-            optimizer: This and the next eight as in `keras.Model.compile`.
-            loss: The loss or losses.
-            loss_weights: Their weights.
-            metrics: The metrics.
-            weighted_metrics: The metrics that sample weights weigh.
-            run_eagerly: Bool. Run op by op. Defaults to `False`.
-            steps_per_execution: Int. Batches that `fit` feeds for one call of
-                TensorFlow. Defaults to `1`.
-            jit_compile: Bool or `"auto"`. Compile by XLA. Defaults to
-                `"auto"`: on a GPU, unless several replicas train.
-            auto_scale_loss: Bool. Scale the loss with `mixed_float16`. Defaults
-                to `True`.
+            *args: As in `keras.Model.compile`. With `jit_compile`, XLA compiles
+                each micro-batch and the update. The default, `"auto"`, does so
+                on a GPU, unless several replicas train.
             accum_steps: Positive int. Batches that `fit` feeds for one update.
                 Each draws its own random numbers, as in Keras. Defaults to `1`.
             micro_batch_size: Positive int, `"auto"` or `None`. The most samples
@@ -217,7 +189,7 @@ class AccumulatingModel(keras.Model):
                 by an `accumodel.InexactWarning` if they differ by more than
                 rounding. The training itself stays the same. Defaults to
                 `True`.
-            **kwargs: Arguments of later versions of Keras, or of a base class.
+            **kwargs: As in `keras.Model.compile`, or of another base class.
 
         Raises:
             TypeError: If `accum_steps` or `micro_batch_size` has another type,
@@ -227,6 +199,18 @@ class AccumulatingModel(keras.Model):
                 the optimizer, the `tf.distribute` strategy or the other
                 arguments. After an error the model is not compiled.
         """
+        own = {
+            "accum_steps": accum_steps,
+            "micro_batch_size": micro_batch_size,
+            "gradient_cache": gradient_cache,
+            "sync_batch_norm": sync_batch_norm,
+            "trim_padding": trim_padding,
+            "remainder": remainder,
+            "skip_nonfinite": skip_nonfinite,
+            "verify": verify,
+        }
+        super_compile = super().compile
+        self._accumulation.compile(super_compile, own, args, kwargs)
 
     @property
     def accum_steps(self) -> int:
@@ -548,25 +532,8 @@ class AccumulatingModel(keras.Model):
         """Forgets the pending cycle."""
         self._accumulation.accumulators.reset()
 
-    @construction.runs(_fit)
     def fit(
-        self,
-        x: typing.Any = None,
-        y: typing.Any = None,
-        batch_size: int | None = None,
-        epochs: int = 1,
-        verbose: typing.Any = "auto",
-        callbacks: typing.Any = None,
-        validation_split: float = 0.0,
-        validation_data: typing.Any = None,
-        shuffle: bool = True,
-        class_weight: typing.Any = None,
-        sample_weight: typing.Any = None,
-        initial_epoch: int = 0,
-        steps_per_epoch: int | None = None,
-        validation_steps: int | None = None,
-        validation_batch_size: int | None = None,
-        validation_freq: typing.Any = 1,
+        self, *args: typing.Any, **kwargs: typing.Any
     ) -> keras.callbacks.History:
         """Trains as `keras.Model.fit`; a cycle ends with its epoch.
 
@@ -576,14 +543,18 @@ class AccumulatingModel(keras.Model):
         weight has moved since the last update.
 
         Args:
-            x: This and all others as in `keras.Model.fit`.
-            batch_size: Int. The samples in a batch, which `micro_batch_size`
-                splits, and `accum_steps` counts. Defaults to 32. A
-                `tf.data.Dataset` is batched already.
+            *args: As in `keras.Model.fit`. `batch_size` is the samples in a
+                batch, which `micro_batch_size` splits, and `accum_steps`
+                counts. It defaults to 32.
+            **kwargs: As in `keras.Model.fit`.
 
         Returns:
             The `keras.callbacks.History`.
         """
+        return self._accumulation.fit(super().fit, args, kwargs)
+
+    # Names and defaults of Keras, for editors and readers.
+    fit.__signature__ = inspect.signature(keras.Model.fit)  # type: ignore
 
     def train_on_batch(self, *args, **kwargs):
         self._accumulation.loss_weights.share(None, None)

@@ -89,11 +89,11 @@ class Accumulation:
         self._trimming: typing.Any = None
         self._traced_with: typing.Any = None
 
-    def compile(self, super_compile, args, kwargs):
+    def compile(self, super_compile, own, args, kwargs):
         """Compiles the model by Keras or another base class; begins anew."""
         model = self._model
         try:
-            options = Options.take_from(kwargs)
+            options = Options(**own)
             checks.check_whole_batch(model, options)
             checks.check_trim_padding(model, options)
             accumulates = options.accumulates or any(map(self.overrides, HOOKS))

@@ -36,14 +36,6 @@ class Options:
         object.__setattr__(self, "micro_batch_size", size)
         check_remainder(self.remainder)
 
-    @classmethod
-    def take_from(cls, kwargs):
-        """Returns those among the arguments of `compile`, and removes them."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(
-            **{name: kwargs.pop(name) for name in names if name in kwargs}
-        )
-
     @property
     def accumulates(self):
         """Whether gradients go through an accumulator."""

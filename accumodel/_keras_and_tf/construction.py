@@ -11,7 +11,6 @@ import inspect
 import types
 import typing
 import warnings
-from collections.abc import Callable
 
 import keras
 
@@ -26,8 +25,6 @@ from accumodel._keras_and_tf.private_names import (
     track_alike,
 )
 
-_F = typing.TypeVar("_F", bound=Callable)
-
 # What `keras.Model(inputs, outputs)` makes has no public name. The names keep
 # Keras's counters of automatic names as they are.
 _input = keras.Input((1,), name="input")
@@ -35,20 +32,6 @@ KerasFunctional = type(keras.Model(_input, _input, name="model"))
 
 # What accumulates by itself in each model.
 _OWN = ("_accumulation", "_gradient_accumulator")
-
-
-def runs(function: Callable) -> Callable[[_F], _F]:
-    """Decorates a method that is run as `function`.
-
-    The method has the signature and the documentation, for editors and
-    readers. `function` gets the arguments as they came: another base class may
-    have other names and defaults for them.
-    """
-
-    def decorate(method: _F) -> _F:
-        return typing.cast(_F, functools.wraps(method)(function))
-
-    return decorate
 
 
 def is_functional(args, kwargs):
