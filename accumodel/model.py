@@ -123,7 +123,7 @@ class AccumulatingModel(keras.Model):
             ValueError: If `model` is a sequential model that is not built.
         """
         construction.check_model(model, AccumulatingModel)
-        return construction.from_model(cls, model, AccumulatingModel)
+        return construction.from_model(cls, model)
 
     def compile(
         self,

@@ -75,13 +75,9 @@ _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
 def take(state, given):
-    """Takes samples for the check from the arrays that `fit` was given.
+    """Takes samples for the check from the arguments of `fit`, if arrays.
 
     Of several replicas, those of one are enough.
-
-    Args:
-        state: The `Accumulation` of the model.
-        given: Dict of the arguments of `fit`.
     """
     data = [given.get(name) for name in ("x", "y", "sample_weight")]
     leaves = [each for each in tf.nest.flatten(data) if each is not None]
@@ -99,15 +95,9 @@ def take(state, given):
 
 
 def peek(state, batches, steps):
-    """Takes the first batch for the check.
+    """Takes the first batch for the check, and returns the same batches.
 
-    Args:
-        state: The `Accumulation` of the model.
-        batches: Iterator of batches.
-        steps: Int. How many of them are fed at once.
-
-    Returns:
-        Iterator of the same batches.
+    `steps` is how many of them are fed at once.
     """
     if not _must_look(state):
         return batches
@@ -158,10 +148,7 @@ def _must_look(state):
 def check(plan, train_step, graph):
     """Warns if the first batch shows that the weights would be others.
 
-    Args:
-        plan: The `Plan` of the step.
-        train_step: Function of a micro-batch.
-        graph: The graph in which the step was traced, or `None`.
+    `graph` is the one in which the step was traced, or `None`.
     """
     state = plan.model._accumulation
     data, state.first_batch = state.first_batch, None
@@ -234,17 +221,12 @@ class _Sums:
 
 
 class _Taken(FedBatch):
-    """Takes the gradients that would be added to accumulators.
-
-    Attributes:
-        parts: List of what a graph would give `_Sums.add`.
-        sums: `_Sums`, in eager code.
-    """
+    """Takes the gradients that would be added to accumulators."""
 
     def __init__(self):
         super().__init__(is_split=True)
-        self.parts: list = []
-        self.sums = _Sums()
+        self.parts: list = []  # in a graph, what to give `_Sums.add`
+        self.sums = _Sums()  # in eager code
 
     def check(self, accumulator):
         pass  # it is outside of all strategies
@@ -259,15 +241,10 @@ class _Taken(FedBatch):
 
 
 class _Result(typing.NamedTuple):
-    """What one way makes of the samples.
+    """What one way makes of the samples, in dicts of arrays."""
 
-    Args:
-        gradients: Dict of arrays, see `_Sums.divide`.
-        assigned: Dict of arrays, by the ids of the variables.
-    """
-
-    gradients: dict
-    assigned: dict
+    gradients: dict  # see `_Sums.divide`
+    assigned: dict  # by the ids of the variables
 
 
 class _Check:

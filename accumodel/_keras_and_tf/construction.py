@@ -50,13 +50,11 @@ def is_functional(args, kwargs):
 def in_place_of_keras(cls, args, kwargs, accumulating, functional):
     """In it, the constructor of `keras.Model` makes accumulating models.
 
-    Args:
-        cls: The class of the model, whose constructor gets `args`, `kwargs`.
-        accumulating: The class `AccumulatingModel`.
-        functional: What it becomes if the model is functional.
+    `cls` is the class of the model, `accumulating` is `AccumulatingModel`, and
+    `functional` what that becomes if the model is functional.
     """
     bases = accumulating.__bases__
-    # Whether no other model class takes the arguments of the constructor.
+    # True if keras.Model is next in the MRO and receives these arguments.
     after = cls.__mro__[cls.__mro__.index(accumulating) + 1]
     is_next_to_keras = after in (KerasModel, KerasFunctional)
     if is_next_to_keras and is_functional(args, kwargs):
@@ -134,14 +132,8 @@ def check_model(model, accumulating):
         )
 
 
-def from_model(cls, model, accumulating):
-    """Returns an accumulating model of class `cls` with the layers of `model`.
-
-    Args:
-        cls: `AccumulatingModel` or a subclass.
-        model: A `keras.Model` that `check_model` let pass.
-        accumulating: The class `AccumulatingModel`.
-    """
+def from_model(cls, model):
+    """Returns a model of class `cls` with the layers of `model`."""
     if not (_is_layered(model) and is_ours(type(model))):
         return _derive(cls, model)
     if isinstance(model, KerasFunctional):

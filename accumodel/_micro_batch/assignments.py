@@ -55,10 +55,9 @@ def recorded():
 class States:
     """What is assigned in one step, for it to be as it was for a while.
 
-    Args:
-        assigned: Dict of the variables of Keras that are known to be assigned,
-            by their ids. It grows, and outlives this: a `tf.function` that is
-            traced already assigns what it did, but Python does not see it.
+    `assigned`, the variables of Keras that are known to be assigned, by their
+    ids, grows and outlives this: a `tf.function` that is traced already assigns
+    what it did, but Python does not see it.
     """
 
     def __init__(self, assigned):

@@ -85,12 +85,8 @@ class LossLogs:
     def end(self, logs, losses, data, samples):
         """Updates the trackers with the losses of the fed batch, as Keras does.
 
-        Args:
-            logs: Dict of scalars, the logs of the last micro-batch.
-            losses: Tensor, the sum of what `take` returned.
-
-        Returns:
-            Dict of scalars, the logs of the fed batch.
+        `logs` are those of the last micro-batch, `losses` the sum of what
+        `take` returned. Returns the logs of the fed batch.
         """
         if not self._is_reported:
             return self._restore(logs)

@@ -14,24 +14,14 @@ _CANCELLED = 1e-9
 
 
 class Cycle(typing.NamedTuple):
-    """What observers are told of a cycle that ends.
+    """What observers are told of a cycle that ends, over all replicas."""
 
-    Args:
-        totals: Tensor over all replicas: the sum of the weights, that of their
-            sizes, and the number of micro-batches.
-        sums: List of the sums of the gradients over all replicas, or `None`.
-        variables: List of the variables.
-        factor: Scalar, by which the sums are multiplied.
-        loss_scale: Scalar, what the losses were scaled by.
-        may_overflow: Bool. Whether a cycle that overflowed makes no update.
-    """
-
-    totals: typing.Any
-    sums: list
+    totals: typing.Any  # see `Engine`
+    sums: list  # of the gradients, or `None`
     variables: list
-    factor: typing.Any
+    factor: typing.Any  # by which the sums are multiplied
     loss_scale: typing.Any
-    may_overflow: bool
+    may_overflow: bool  # whether a cycle that overflowed makes no update
 
 
 def check_variables(variables):
@@ -69,12 +59,7 @@ def make_counter(name):
 def add(total, gradient, variable, scale, is_first):
     """Adds `scale * gradient` to a sum, in one pass over it.
 
-    Args:
-        total: The sum, a variable.
-        gradient: Tensor, `tf.IndexedSlices` or `None`.
-        variable: The variable that it is the gradient of.
-        scale: Scalar. 0 only if it is the first.
-        is_first: Bool. Whether it begins the sum.
+    `scale` is 0 only if the gradient is the first, which begins the sum.
     """
     dtype = total.dtype
     is_sparse = isinstance(gradient, tf.IndexedSlices)
@@ -126,11 +111,9 @@ def select(total, gradient, variable, scale, is_first):
 def add_each(triples, scale, is_first, phase):
     """Adds each gradient as soon as it is made, which frees it.
 
-    Args:
-        triples: List of what `add` takes: a sum, a gradient, a variable.
-        is_first: Scalar bool tensor. Whether they begin the sums. `None` if it
-            is known that they do not.
-        phase: Variable. What assigns to it next waits for all of this.
+    `triples` are what `add` takes: a sum, a gradient, a variable. `is_first` is
+    a scalar bool tensor, or `None` if they do not begin the sums. What assigns
+    to `phase` next waits for all of this.
     """
 
     @recorded()
@@ -153,11 +136,8 @@ def add_each(triples, scale, is_first, phase):
 def select_each(triples, scale, is_first):
     """Adds each gradient inside of an XLA cluster, see `add_each`.
 
-    A condition there would carry all sums through it.
-
-    Returns:
-        List of sums that are to be cleared before the cluster, see `clear`:
-        those of sparse gradients, and of none.
+    A condition there would carry all sums through it. Returns those that are
+    to be cleared before the cluster: of sparse gradients, and of none.
     """
     cleared = []
     for total, gradient, variable in triples:
@@ -182,12 +162,7 @@ def clear(sums, is_first):
 
 
 def make_divisor(weight, size):
-    """Returns what the sums are to be divided by.
-
-    Args:
-        weight: Scalar tensor, the sum of the weights.
-        size: Scalar tensor, the sum of their absolute values.
-    """
+    """Returns what to divide by: the sum of weights, of that absolute size."""
     # Weights that cancel make no update, as in Keras.
     is_cancelled = tf.abs(weight) <= _CANCELLED * size
     divisor = tf.where(is_cancelled, weight.dtype.max, weight)
@@ -258,17 +233,10 @@ def _squared_norm(gradient):
 
 
 def process(function, gradients, variables, scale, may_overflow):
-    """Calls a `process_gradients`.
+    """Calls a `process_gradients`, without the scale of the loss.
 
-    Args:
-        function: The function.
-        gradients: List of tensors or `None`.
-        scale: Scalar, what a `LossScaleOptimizer` scaled the loss by.
-        may_overflow: Bool. Whether there is one, which must see overflows.
-
-    Returns:
-        Tuple `(gradients, keep)` of what is passed to the optimizer, once all
-        of it is there, and a bool, or a tensor of one, whether it is.
+    A `LossScaleOptimizer`, if there is one, must see overflows. Returns what is
+    passed to the optimizer, and whether it is, a bool or a tensor.
     """
     given = [
         None
