@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import keras
 import tensorflow as tf
 
+from accumodel._features import FEATURES
 from accumodel._fit import train_function
 from accumodel._fit.accumulation import Accumulation
 from accumodel._keras_and_tf import (
@@ -31,7 +32,7 @@ class AccumulatingModel(keras.Model):
 
     - `micro_batch_size`: the model splits each batch that `fit` feeds into
       micro-batches, and makes one update of them.
-    - `accum_steps`: this many of the batches that `fit` feeds make one update.
+    - `accum_steps`: the number of `fit` batches for one update.
 
     The weights are those of plain Keras with the large batch. Everything else
     of `compile`, `fit`, `evaluate`, `predict` and `save` works as Keras
@@ -58,7 +59,7 @@ class AccumulatingModel(keras.Model):
       or one loss per sample, it needs nothing else.
     - `micro_batch_weight`: if the loss is averaged over something else.
     - `compute_gradients`: for another tape, or several losses.
-    - `slice_data`: if a batch holds something that its samples share.
+    - `slice_data`: if a batch holds arrays without an axis of samples.
     - `process_gradients`: to see or change the gradient of an update.
     - `after_update`: for what follows an update, such as averages of weights.
     - `train_step`: for everything else; call `self.accumulate_gradients(...)`
@@ -447,8 +448,8 @@ class AccumulatingModel(keras.Model):
     ) -> typing.Any:
         """Returns one micro-batch of a batch, for `micro_batch_size`.
 
-        Override it if a batch holds something that is not one entry for each
-        sample. Call it for the rest.
+        Override it if a batch holds arrays without an axis of samples. Call it
+        for the rest.
 
         Examples:
             >>> class Lookup(accumodel.AccumulatingModel):
@@ -617,7 +618,7 @@ class AccumulatingModel(keras.Model):
 
     @functools.cached_property
     def _accumulation(self):
-        return Accumulation(self)
+        return Accumulation(self, FEATURES)
 
 
 @keras.saving.register_keras_serializable("accumodel")

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import accumodel
-from accumodel._fit import first_batch
+from accumodel._features.first_batch import FirstBatch
 
 pytest.register_assert_rewrite("helpers")
 
@@ -87,7 +87,7 @@ def unverified(request, monkeypatch):
         and not request.node.get_closest_marker("unverified")
     )
     if not is_verified:
-        monkeypatch.setattr(first_batch, "_must_look", lambda state: False)
+        monkeypatch.setattr(FirstBatch, "_must_look", lambda self: False)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import typing
 
 import tensorflow as tf
 
-from accumodel._fit import first_batch
 from accumodel._fit.end_of_cycle import with_end_of_cycle
 from accumodel._fit.options import Options
+from accumodel._fit.points import Features
 from accumodel._fit.retry import Retry
 from accumodel._keras_and_tf import checks, private_names, xla
 from accumodel._keras_and_tf.batch_norms import trained_norms
@@ -48,6 +48,7 @@ class Accumulation:
     """The state of a model's accumulation.
 
     Attributes:
+        model: The model.
         options: The `Options` of `compile`.
         accumulates: Bool. Whether gradients go through an accumulator. If not,
             the step is Keras's. It stays true when `accum_steps` becomes 1.
@@ -60,9 +61,7 @@ class Accumulation:
             see `States`.
         size: `tf.Variable`, the most samples of a micro-batch; `None` until
             `micro_batch_size` is set. Another size needs no retrace.
-        first_batch: The first batch after `compile`, until it was checked, or
-            `None`.
-        is_verified: Bool. Whether no further batch is to be checked.
+        features: The `Features` that are on.
         retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
         batch_size: Int, the samples in a batch of `fit`; `None` if not known.
         observers: Dict of what measures the gradients of cycles, by its class
@@ -71,8 +70,8 @@ class Accumulation:
         observing: Tuple of the keys of those that do so in this `fit`.
     """
 
-    def __init__(self, model):
-        self._model = model
+    def __init__(self, model, kinds):
+        self.model, self._kinds = model, kinds
         self.options = Options()
         self.accumulates = self.spans_batches = False
         self.accumulators = Accumulators(model)
@@ -83,15 +82,18 @@ class Accumulation:
         self.observers: dict = {}
         self.observing: tuple = ()
         self.batch_size: typing.Any = None
-        self.first_batch: typing.Any = None
-        self.is_verified = True
+        self.features = Features()
         self._rows: typing.Any = None
         self._trimming: typing.Any = None
         self._traced_with: typing.Any = None
 
+    @property
+    def strategy(self):
+        return self.model.distribute_strategy
+
     def compile(self, super_compile, own, args, kwargs):
         """Compiles the model by Keras or another base class; begins anew."""
-        model = self._model
+        model = self.model
         try:
             options = Options(**own)
             checks.check_whole_batch(model, options)
@@ -111,7 +113,9 @@ class Accumulation:
         self.accumulates = accumulates
         self.spans_batches = options.accum_steps > 1
         self._trimming = None
-        self.is_verified = not options.verify
+        self.features = Features(
+            each(self) for each in self._kinds if each.is_on(options)
+        )
         self._use_size(options.micro_batch_size)
         self.accumulators.begin_anew()
 
@@ -120,7 +124,8 @@ class Accumulation:
         given, args, kwargs = with_end_of_cycle(args, kwargs)
         self.loss_weights.share(given.get("y"), given.get("sample_weight"))
         self.batch_size = given["batch_size"]
-        first_batch.take(self, given)
+        for begin in self.features.at("begin_fit"):
+            begin(given)
         self._observe(given["callbacks"])
         try:
             with self._averages_of_updates():
@@ -141,7 +146,7 @@ class Accumulation:
         for callback, key in zip(found, self.observing, strict=True):
             if key not in self.observers:
                 make, _ = key
-                self.observers[key] = make(self._model.distribute_strategy)
+                self.observers[key] = make(self.strategy)
             callback._observed = self.observers[key]
         for key, each in self.observers.items():
             if key not in self.observing:
@@ -153,9 +158,9 @@ class Accumulation:
         With `use_ema` Keras replaces the weights by their averages when `fit`
         ends. These are zero before the first update.
         """
-        if not (self.accumulates and self._model.compiled):
+        if not (self.accumulates and self.model.compiled):
             return contextlib.nullcontext()
-        optimizer = self._model.optimizer
+        optimizer = self.model.optimizer
         finalize = optimizer.finalize_variable_values
 
         def finalize_after_update(variables):
@@ -169,10 +174,10 @@ class Accumulation:
     def load_cycles(self, store):
         """Loads the pending cycles of a file, and returns the rest of it."""
         cycles, store = files.split(store)
-        if self._model.compiled:  # else it is loaded for inference
+        if self.model.compiled:  # else it is loaded for inference
             if files.OWN in cycles:
                 self.begin_to_accumulate(spans_batches=True)
-                build_accumulator(self._model, self.options)
+                build_accumulator(self.model, self.options)
             files.load(self.accumulators, cycles)
             if self.retry is not None:
                 self.retry.forget_fed()
@@ -183,7 +188,7 @@ class Accumulation:
 
         On the instance, or in a class that is not Keras's or accumodel's.
         """
-        return checks.overrides(self._model, name)
+        return checks.overrides(self.model, name)
 
     def check_is_split(self, name):
         """Raises if a step gets a batch that should be split, and is not."""
@@ -199,7 +204,7 @@ class Accumulation:
 
     def plan(self):
         """Returns the `Plan` of the step that is traced, or of a new one."""
-        model, step = self._model, current_step()
+        model, step = self.model, current_step()
         if step is not None and step.plan.model is model:
             return step.plan
         return Plan(
@@ -230,14 +235,14 @@ class Accumulation:
 
     def set_accum_steps(self, value):
         value = checks.check_accum_steps(value)
-        checks.check_compiled(self._model, "accum_steps")
+        checks.check_compiled(self.model, "accum_steps")
         if value > 1:
             self.begin_to_accumulate(spans_batches=True)
         self.options = dataclasses.replace(self.options, accum_steps=value)
         self.accumulators.set_accum_steps(value)
 
     def set_micro_batch_size(self, value):
-        model, before = self._model, self.options.micro_batch_size
+        model, before = self.model, self.options.micro_batch_size
         value = checks.check_micro_batch_size(value)
         checks.check_compiled(model, "micro_batch_size")
         options = dataclasses.replace(self.options, micro_batch_size=value)
@@ -256,13 +261,13 @@ class Accumulation:
             self.make_functions_again()
 
     def _use_size(self, value):
-        self.retry = Retry(self._model, self) if value == "auto" else None
+        self.retry = Retry(self.model, self) if value == "auto" else None
         if value not in (None, "auto"):
             self.assign_size(value)
 
     def assign_size(self, value):
         if self.size is None:
-            with tf.init_scope(), scope_of(self._model.distribute_strategy):
+            with tf.init_scope(), scope_of(self.strategy):
                 with on_host():
                     self.size = tf.Variable(
                         value, trainable=False, dtype=tf.int64
@@ -274,16 +279,16 @@ class Accumulation:
     def begin_to_accumulate(self, spans_batches=False):
         """Lets gradients go through an accumulator from now on."""
         if not self.accumulates or spans_batches > self.spans_batches:
-            checks.check_can_accumulate(self._model, self.options)
+            checks.check_can_accumulate(self.model, self.options)
             if not self.accumulates:
-                xla.warn_of_replicas(self._model)
+                xla.warn_of_replicas(self.model)
             self.accumulates = True
             self.spans_batches |= spans_batches
             self.make_functions_again()
 
     def ready_accumulator(self):
         """Returns the accumulator of the trainable variables."""
-        model = self._model
+        model = self.model
         # Only the first micro-batch may build the variables of the model.
         if model._gradient_accumulator is None:
             across_replicas(build_accumulator, model, self.options)
@@ -299,7 +304,7 @@ class Accumulation:
 
     def make_functions_again(self):
         """Makes the functions that are in use, in the middle of `fit` too."""
-        model = self._model
+        model = self.model
         if model.train_function is not None:
             model.make_train_function(force=True)
         if model.test_function is not None:

@@ -25,10 +25,10 @@ import functools
 
 import tensorflow as tf
 
-from accumodel._fit import first_batch, retry, variables
+from accumodel._fit import retry, variables
 from accumodel._keras_and_tf import checks, private_names, replicas
 from accumodel._micro_batch import loop
-from accumodel._micro_batch.step import FedBatch, current_graph
+from accumodel._micro_batch.step import FedBatch
 from accumodel._update.accumulators import build_accumulator, build_optimizer
 from accumodel._whole_batch import stages
 
@@ -119,9 +119,8 @@ def _wrap(model, name):
         nonlocal is_ready
         if not is_ready:
             batches = variables.make_first(state.plan(), trains, batches)
-            if trains:
-                steps = model.steps_per_execution
-                batches = first_batch.peek(state, batches, steps)
+            for take in state.features.at("first_batches"):
+                batches = take(batches, trains)
             is_ready = True
         try:
             return function(batches)
@@ -168,7 +167,8 @@ def _train(model, train_step, data):
                 if "variables which have been deleted" in str(error):
                     _refuse_function(model, error)
                 raise
-    first_batch.check(plan, train_step, current_graph())
+    for end in state.features.at("end_batch"):
+        end(plan, train_step)
     is_added = fed_batch.end(state.accumulators)
     if is_added or not model.trainable_variables:
         return logs

@@ -227,7 +227,7 @@ def check_remainder(value):
 
 
 def check_accumulates(model, callback):
-    """Raises unless `model` is one that a callback of ours can be used with."""
+    """Raises unless `model` is an AccumulatingModel, which a callback needs."""
     if not hasattr(model, "accum_steps"):
         raise TypeError(
             f"`{type(callback).__name__}` needs a model that accumulates, a "

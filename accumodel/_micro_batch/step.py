@@ -139,7 +139,7 @@ class Step:
         self.losses = losses
         self.is_compiled = is_compiled
         self.widths = widths
-        # What the losses reduced, see `LossWeights`. `None` before that.
+        # The arguments of each loss reduction in this step, or `None` before.
         self.reductions: list | None = None
         # Their inputs, outputs, targets and sample weights.
         self.loss_data: typing.Any = None

@@ -52,7 +52,7 @@ from accumodel._micro_batch.split import (
     count_samples,
     on_host,
 )
-from accumodel._micro_batch.step import FedBatch
+from accumodel._micro_batch.step import FedBatch, current_graph
 from accumodel._micro_batch.trimming import same_draws
 from accumodel._whole_batch import stages
 
@@ -74,53 +74,95 @@ _OFF = "`compile(verify=False)` switches this check off."
 _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
-def take(state, given):
-    """Takes samples for the check from the arguments of `fit`, if arrays.
+class FirstBatch:
+    """Takes the first batch after `compile`, and checks it once."""
 
-    Of several replicas, those of one are enough.
-    """
-    data = [given.get(name) for name in ("x", "y", "sample_weight")]
-    leaves = [each for each in tf.nest.flatten(data) if each is not None]
-    if _must_look(state) and all(
-        isinstance(each, np.ndarray | tf.Tensor) for each in leaves
-    ):
-        state.is_verified = True
-        replicas = state._model.distribute_strategy.num_replicas_in_sync
-        end = -(-(state.batch_size or _BATCH_SIZE) // replicas)
+    def __init__(self, state):
+        self._state = state
+        self._batch: typing.Any = None
+        self._is_done = False
+
+    @staticmethod
+    def is_on(options):
+        return options.verify
+
+    def begin_fit(self, given):
+        """Takes samples of the data of `fit`, if it is arrays.
+
+        Of several replicas, those of one are enough.
+        """
+        data = [given.get(name) for name in ("x", "y", "sample_weight")]
+        leaves = [each for each in tf.nest.flatten(data) if each is not None]
+        if not self._must_look() or not all(
+            isinstance(each, np.ndarray | tf.Tensor) for each in leaves
+        ):
+            return
+        self._is_done = True
+        replicas = self._state.strategy.num_replicas_in_sync
+        end = -(-(self._state.batch_size or _BATCH_SIZE) // replicas)
         data = tf.nest.map_structure(
             lambda each: None if each is None else _as_keras_feeds(each[:end]),
             data,
         )
-        state.first_batch = keras.utils.pack_x_y_sample_weight(*data)
+        self._batch = keras.utils.pack_x_y_sample_weight(*data)
 
+    def first_batches(self, batches, trains):
+        """Takes the first batch, and returns the same batches."""
+        if not trains or not self._must_look():
+            return batches
+        spec = getattr(batches, "element_spec", None)
+        leaves = tf.nest.flatten(spec)
+        if spec is not None and not all(isinstance(x, _SPECS) for x in leaves):
+            return batches  # of several replicas, or with nothing in a place
+        self._is_done = True
+        self._batch = first = next(batches, None)
+        if first is None:
+            return batches
+        if spec is None:
+            return itertools.chain([first], batches)
+        steps = self._state.model.steps_per_execution
+        # The step is traced for what is known of the shapes of all batches.
+        if steps == 1 and all(isinstance(x, tf.TensorSpec) for x in leaves):
+            data = tf.data.Dataset.range(1)
+            return iter(data.map(lambda _: _forget_shapes(first, spec)))
+        data = tf.data.Dataset.from_generator(
+            lambda: itertools.chain(
+                [first], itertools.islice(batches, steps - 1)
+            ),
+            output_signature=spec,
+        )
+        return iter(data)
 
-def peek(state, batches, steps):
-    """Takes the first batch for the check, and returns the same batches.
+    def _must_look(self):
+        """Whether to take a batch: several micro-batches make an update."""
+        model = self._state.model
+        return (
+            not self._is_done
+            # Workers would wait for each other.
+            and not is_multi_worker(self._state.strategy)
+            and (model.micro_batch_size is not None or _makes_cycles(model))
+        )
 
-    `steps` is how many of them are fed at once.
-    """
-    if not _must_look(state):
-        return batches
-    spec = getattr(batches, "element_spec", None)
-    leaves = tf.nest.flatten(spec)
-    if spec is not None and not all(isinstance(x, _SPECS) for x in leaves):
-        return batches  # of several replicas, or with nothing in a place
-    state.is_verified = True
-    first = next(batches, None)
-    if first is None:
-        return batches
-    state.first_batch = first
-    if spec is None:
-        return itertools.chain([first], batches)
-    # The step is traced for what is known of the shapes of all batches.
-    if steps == 1 and all(isinstance(x, tf.TensorSpec) for x in leaves):
-        data = tf.data.Dataset.range(1)
-        return iter(data.map(lambda _: _forget_shapes(first, spec)))
-    data = tf.data.Dataset.from_generator(
-        lambda: itertools.chain([first], itertools.islice(batches, steps - 1)),
-        output_signature=spec,
-    )
-    return iter(data)
+    def end_batch(self, plan, train_step):
+        """Warns if the first batch shows that the weights would be others."""
+        data, self._batch = self._batch, None
+        if data is None:
+            return
+        graph = current_graph()
+        found: list = []
+
+        def run():
+            with _nothing_left_behind():
+                found.append(_Check(plan, train_step, data).run(graph))
+
+        if graph is None:
+            run()
+        else:  # another thread is outside of the trace
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+            thread.join()
+        if any(found):
+            warnings.warn(found[0], InexactWarning, stacklevel=2)
 
 
 def _forget_shapes(batch, spec):
@@ -132,42 +174,6 @@ def _forget_shapes(batch, spec):
         batch,
         spec,
     )
-
-
-def _must_look(state):
-    """Whether a batch is to be taken: several micro-batches make an update."""
-    model = state._model
-    return (
-        not state.is_verified
-        # Workers would wait for each other.
-        and not is_multi_worker(model.distribute_strategy)
-        and (model.micro_batch_size is not None or _makes_cycles(state))
-    )
-
-
-def check(plan, train_step, graph):
-    """Warns if the first batch shows that the weights would be others.
-
-    `graph` is the one in which the step was traced, or `None`.
-    """
-    state = plan.model._accumulation
-    data, state.first_batch = state.first_batch, None
-    if data is None:
-        return
-    found: list = []
-
-    def run():
-        with _nothing_left_behind():
-            found.append(_Check(plan, train_step, data).run(graph))
-
-    if graph is None:
-        run()
-    else:  # another thread is outside of the trace
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join()
-    if any(found):
-        warnings.warn(found[0], InexactWarning, stacklevel=2)
 
 
 @contextlib.contextmanager
@@ -622,17 +628,14 @@ def _count(plan, data):
     samples, size = int(count_samples(data)), _SAMPLES
     if plan.size is not None:  # a mirrored one is no number
         size = int(tf.convert_to_tensor(plan.size))
-    if (
-        samples <= size
-        and not _makes_cycles(plan.model._accumulation)
-        and plan.retry is None
-    ):
+    if samples <= size and not _makes_cycles(plan.model) and plan.retry is None:
         return 0
     return min(_SAMPLES, samples, max(size, 2))
 
 
-def _makes_cycles(state):
+def _makes_cycles(model):
     """Whether several fed batches may make one update."""
+    state = model._accumulation
     steps = [each.accum_steps for each in state.accumulators]
     return max([state.options.accum_steps, *steps]) > 1
 
