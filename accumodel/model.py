@@ -15,10 +15,11 @@ from accumodel._fit.accumulation import Accumulation
 from accumodel._keras_and_tf import (
     checks,
     construction,
+    hooks,
     private_names,
     replicas,
 )
-from accumodel._micro_batch import outcome, split, trimming, weights
+from accumodel._micro_batch import outcome, split, weights
 from accumodel._micro_batch.step import current_step, this_step
 from accumodel._update import accumulators, files
 from accumodel._update.accumulator import GradientAccumulator
@@ -298,7 +299,7 @@ class AccumulatingModel(keras.Model):
             return super().test_step(data)
         test = functools.partial(outcome.test, self._accumulation.plan())
         # It may be another base class's, which may call that of Keras.
-        with private_names.replaced_test_step(self, test):
+        with hooks.replaced_test_step(self, test):
             return super().test_step(data)
 
     def compute_gradients(
@@ -350,7 +351,7 @@ class AccumulatingModel(keras.Model):
         is_default = not state.overrides("compute_loss")
         data = (x, y, y_pred, sample_weight)
         watch = state.loss_weights.watch(data, scales=is_default)
-        with watch, trimming.marked(y):
+        with watch:
             loss = compute()
         if is_default:
             loss += weights.missing_sums(self, (x, y))
@@ -572,7 +573,8 @@ class AccumulatingModel(keras.Model):
             return self.test_function
         train_function.make_test_function(self, super().make_test_function)
 
-    # Private, see `private_names`: it builds a model before the first step.
+    # Private: it builds a model before the first step. If Keras renames it, its
+    # own error remains, if replicas get batches of unequal sizes.
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         strategy = self.distribute_strategy
         if strategy.num_replicas_in_sync > 1 and iterator is not None:

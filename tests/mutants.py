@@ -218,16 +218,16 @@ MUTANTS = [
     ),
     Mutant(
         "a `__call__` of Keras's own losses is not looked into",
-        "_keras_and_tf/private_names.py",
+        "_keras_and_tf/hooks.py",
         "each for each in modules if hasattr",
         "each for each in () if hasattr",
         "test_losses.py",
     ),
     Mutant(
         "a loss that combines others is divided by the replicas again",
-        "_keras_and_tf/private_names.py",
-        "        elif not inner and not is_weighed:\n",
-        "        elif not is_weighed:\n",
+        "_keras_and_tf/hooks.py",
+        "            elif not inner and not is_weighed:\n",
+        "            elif not is_weighed:\n",
         "test_distribution.py",
     ),
     Mutant(
@@ -418,7 +418,7 @@ MUTANTS = [
     Mutant(
         "a normalization that is rematerialized is not seen",
         "_whole_batch/sync_batch_norm.py",
-        "return private_names.replaced_moments(refuse)",
+        "return hooks.replaced_moments(refuse)",
         "return contextlib.nullcontext()",
         "test_sync_batch_norm.py",
     ),
@@ -431,7 +431,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients of loops are not those of XLA",
-        "_keras_and_tf/private_names.py",
+        "_whole_batch/graph.py",
         "    context.Enter()\n",
         "    context.Exit()\n",
         "test_sync_batch_norm.py",
@@ -578,9 +578,9 @@ MUTANTS = [
     ),
     Mutant(
         "Keras's test step in micro-batches",
-        "_keras_and_tf/private_names.py",
-        "    return test(data)",
-        '    return _test_steps.originals["test_step"](self, data)',
+        "_keras_and_tf/hooks.py",
+        "return test(data) if called is model else original(called, data)",
+        "return original(called, data)",
         "test_models.py",
     ),
     Mutant(
@@ -599,7 +599,7 @@ MUTANTS = [
     ),
     Mutant(
         "a step of the instance is forgotten",
-        "_keras_and_tf/private_names.py",
+        "_keras_and_tf/hooks.py",
         "        attributes.update(before)\n",
         "",
         "test_slices.py",
@@ -648,9 +648,9 @@ MUTANTS = [
     ),
     Mutant(
         "the check updates weights by an optimizer of the step",
-        "_keras_and_tf/private_names.py",
-        '    if getattr(_thread, "is_frozen", False):\n',
-        "    if False:\n",
+        "_keras_and_tf/hooks.py",
+        "return _updates(apply=refuse)",
+        "return _updates()",
         "test_first_batch.py",
     ),
     Mutant(
@@ -998,16 +998,16 @@ MUTANTS = [
     ),
     Mutant(
         "what was cut off counts in no loss",
-        "_keras_and_tf/private_names.py",
-        "values = _padded(keras.ops.convert_to_tensor(values, dtype=dtype))",
-        "values = keras.ops.convert_to_tensor(values, dtype=dtype)",
+        "_micro_batch/trimming.py",
+        "given = [self._pad(each) for each in (values, sample_weight, mask)]",
+        "given = [values, sample_weight, mask]",
         "test_trim_padding.py",
     ),
     Mutant(
         "what was cut off counts in no metric",
-        "_keras_and_tf/private_names.py",
-        "_padded(values), _padded(sample_weight), *args, **kwargs",
-        "values, sample_weight, *args, **kwargs",
+        "_micro_batch/trimming.py",
+        "values, sample_weight = self._pad(values), self._pad(sample_weight)",
+        "pass",
         "test_trim_padding.py",
     ),
     Mutant(

@@ -1,7 +1,8 @@
 """Each private name of Keras that accumodel uses exists, and does its part.
 
 Run these against a new version of Keras first: they take seconds, and say what
-has to be mended in `accumodel/_keras_and_tf/private_names.py`.
+has to be mended in `private_names.py` and `hooks.py` in
+`accumodel/_keras_and_tf/`.
 """
 
 import importlib
@@ -14,9 +15,14 @@ import tensorflow as tf
 from helpers import make_model, mirrored
 
 import accumodel
-from accumodel._keras_and_tf import construction, private_names
+from accumodel._keras_and_tf import construction, hooks, private_names
 from accumodel._micro_batch.assignments import Recorder
+from accumodel._micro_batch.random_numbers import replaced_draws
+from accumodel._micro_batch.step import one_step
+from accumodel._micro_batch.trimming import _Padding
 from accumodel._micro_batch.weights import added_losses
+from accumodel._whole_batch.arrays import set_apart
+from accumodel._whole_batch.graph import _entered
 
 MODULE = importlib.import_module("keras.src.losses.loss")
 
@@ -33,7 +39,7 @@ def test_a_loss_reduces_in_one_function_that_is_given_all_it_needs():
     y_pred._keras_mask = mask
     weights = tf.constant([[1.0], [2.0]])
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    with private_names.recorded_reductions(scales=True) as reductions:
+    with hooks.recorded_reductions(scales=True) as reductions:
         value = loss(tf.zeros((2, 5, 3)), y_pred, weights)
     (noted,) = reductions
     assert noted.values.shape == (2, 5)
@@ -224,7 +230,7 @@ def test_the_test_step_of_keras_can_be_replaced():
     model, other = make_one_layer(), make_one_layer()
     other.compile("sgd", "mse")
     data = np.ones((4, 3)), np.ones((4, 2))
-    with private_names.replaced_test_step(model, lambda data: "replaced"):
+    with hooks.replaced_test_step(model, lambda data: "replaced"):
         assert model.test_step(data) == "replaced"
         assert "loss" in other.test_step(data)
 
@@ -241,14 +247,14 @@ def test_a_loop_can_be_left_out_of_the_graph_around_it():
     @tf.function
     def count():
         (end,) = tf.while_loop(lambda i: i < 3, lambda i: (i + 1,), (0,))
-        private_names.set_apart(end)
+        set_apart(end)
         ends.append(end)
         return end
 
     assert count().numpy() == 3
     assert ends[0].op.get_attr("_lower_using_switch_merge") is False
     with tf.Graph().as_default(), pytest.raises(RuntimeError, match="a loop"):
-        private_names.set_apart(tf.ones(()))
+        set_apart(tf.ones(()))
 
 
 def test_the_functional_class_is_that_of_keras():
@@ -265,7 +271,7 @@ def test_a_normalization_that_trains_takes_its_moments_from_one_method():
     norm = keras.layers.BatchNormalization(dtype="float16", epsilon=0.0)
     norm.build((None, 2))
     ones = np.ones((5, 2), "float16")
-    with private_names.replaced_moments(measure):
+    with hooks.replaced_moments(measure):
         for training in (False, True):
             made = norm(ones, training=training)
     assert called == [(norm, tf.float32, None)]
@@ -293,7 +299,7 @@ def test_tensorflow_knows_of_xla_while_it_traces(jit_compile):
     @tf.function(jit_compile=jit_compile)
     def trace():
         known.append(private_names.control_flow_context())
-        with tf.Graph().as_default(), private_names.entered(known[0]):
+        with tf.Graph().as_default(), _entered(known[0]):
             known.append(private_names.control_flow_context())
 
     trace.get_concrete_function()
@@ -313,8 +319,7 @@ def test_means_reduce_to_samples_in_the_function_that_is_replaced():
     metric = keras.metrics.MeanMetricWrapper(lambda y, y_pred: y_pred[..., 0])
     model = make_model(keras.Model)
     model.compile(weighted_metrics=[metric])
-    private_names.mark(y, 4)
-    with private_names.padded_metrics():
+    with one_step(None, (None, y)), _Padding([4]).scope():
         model.compute_metrics(None, y, tf.constant([[[8.0], [9.0]]]), weights)
     # The sum of the products, and that of the weights, over 4 positions.
     assert (float(metric.total), float(metric.count)) == (2.0, 0.25)
@@ -328,13 +333,13 @@ def test_keras_draws_by_the_functions_that_are_replaced():
         drawn.append(name)
         return original(**arguments)
 
-    def next_seed(original, generator, ordered):
+    def next_seed(original, generator, ordered=True):
         seeds.append(generator)
         return original(generator, ordered)
 
     seed = keras.random.SeedGenerator(1)
     x = tf.ones((4, 3))
-    with private_names.replaced_draws(draw, next_seed):
+    with replaced_draws(draw, next_seed):
         keras.random.beta((2,), 1.0, 1.0, seed=seed)
         keras.random.binomial((2,), 1.0, 0.5, seed=seed)
         keras.random.categorical(x, 2, seed=seed)
@@ -345,7 +350,7 @@ def test_keras_draws_by_the_functions_that_are_replaced():
         keras.random.shuffle(x, seed=seed)
         keras.random.truncated_normal((2,), seed=seed)
         keras.random.uniform((2,))  # the seed of the process
-    assert drawn == list(private_names._DRAWS)
+    assert drawn == list(hooks.DRAWS)
     assert len(seeds) == len(drawn)
     keras.random.uniform((2,), seed=seed)
     assert len(seeds) == len(drawn)
@@ -354,12 +359,16 @@ def test_keras_draws_by_the_functions_that_are_replaced():
 def test_keras_takes_a_seed_that_is_drawn_already():
     seed = private_names.draw_seed(7)
     expected = keras.random.normal((2,), seed=7)
-    module = private_names._random_module()
-    with private_names.replaced_draws(None, None):
-        originals = private_names._draws.originals
-        drawn = originals["normal"]((2,), seed=seed)
+    module = importlib.import_module("keras.src.backend.tensorflow.random")
+    before = module.draw_seed
+
+    def draw(name, original, arguments):
+        return original(**arguments)
+
+    with replaced_draws(draw, None):
+        drawn = keras.random.normal((2,), seed=seed)
     np.testing.assert_array_equal(drawn, expected)
-    assert module.draw_seed is originals["draw_seed"]
+    assert module.draw_seed is before
 
 
 def test_a_graph_knows_the_seeds_that_its_functions_use():

@@ -28,7 +28,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.optimizers import tf_variable
@@ -304,7 +304,7 @@ class _Check:
         """Returns what to say, or `None`."""
         if self._count < 2:
             return None
-        with self._same_numbers(), private_names.without_updates():
+        with self._same_numbers(), hooks.without_updates():
             return self._run(graph)
 
     def _run(self, graph):
@@ -471,7 +471,7 @@ class _Check:
             stack.enter_context(self._draws(parts, i))
             for layer in private_names.flat_layers(self._model):
                 call = functools.partial(call_and_note, layer, layer.call)
-                stack.enter_context(private_names.replaced(layer, "call", call))
+                stack.enter_context(hooks.replaced(layer, "call", call))
             x, *_ = keras.utils.unpack_x_y_sample_weight(parts.data_of(i))
             private_names.call_model(self._model, x, training=True)
         return made
@@ -492,8 +492,8 @@ class _Check:
 
     def _run_part(self, plan, taken, i):
         parts = MicroBatches(plan, self._data)
-        step = loop.make_step(plan, self._train_step, taken, None, parts.widths)
-        with self._draws(parts, i):
+        step = loop.make_step(plan, self._train_step, taken)
+        with self._draws(parts, i), parts.padded():
             step(parts.data_of(i))
 
     def _draws(self, parts, i):
@@ -586,7 +586,7 @@ class _Check:
             read = self._read if is_plain else set()
             stack.enter_context(_Watcher(record, read))
             if not self._plan.splits_at_batch_norm:  # a warning says so
-                stack.enter_context(private_names.replaced_moments(_inference))
+                stack.enter_context(hooks.replaced_moments(_inference))
             yield
 
     def _values(self, keys):

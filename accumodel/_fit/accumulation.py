@@ -11,7 +11,7 @@ from accumodel._fit.end_of_cycle import with_end_of_cycle
 from accumodel._fit.options import Options
 from accumodel._fit.points import Features
 from accumodel._fit.retry import Retry
-from accumodel._keras_and_tf import checks, private_names, xla
+from accumodel._keras_and_tf import checks, hooks, xla
 from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.replicas import (
     across_replicas,
@@ -22,7 +22,7 @@ from accumodel._keras_and_tf.replicas import (
 from accumodel._measure.observer import ObservingCallback
 from accumodel._micro_batch.split import on_host
 from accumodel._micro_batch.step import Plan, current_step
-from accumodel._micro_batch.trimming import find_trimming
+from accumodel._micro_batch.trimming import Trimmer
 from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import files
 from accumodel._update.accumulators import (
@@ -84,7 +84,7 @@ class Accumulation:
         self.batch_size: typing.Any = None
         self.features = Features()
         self._rows: typing.Any = None
-        self._trimming: typing.Any = None
+        self._trimmer: typing.Any = None
         self._traced_with: typing.Any = None
 
     @property
@@ -112,7 +112,7 @@ class Accumulation:
         self.loss_weights = LossWeights(model)  # which warns anew
         self.accumulates = accumulates
         self.spans_batches = options.accum_steps > 1
-        self._trimming = None
+        self._trimmer = None if options.trim_padding is None else Trimmer()
         self.features = Features(
             each(self) for each in self._kinds if each.is_on(options)
         )
@@ -167,7 +167,7 @@ class Accumulation:
             if optimizer.iterations.numpy():
                 finalize(variables)
 
-        return private_names.replaced(
+        return hooks.replaced(
             optimizer, "finalize_variable_values", finalize_after_update
         )
 
@@ -223,15 +223,9 @@ class Accumulation:
             assigned=self.assigned,
             loss_weights=self.loss_weights,
             retry=self.retry,
-            trim=None if self.options.trim_padding is None else self._trim,
+            trim=self._trimmer,
             ready_accumulator=self.ready_accumulator,
         )
-
-    def _trim(self, data):
-        """Returns the `Trimming` of the model, found for its first batch."""
-        if self._trimming is None:
-            self._trimming = find_trimming(self.plan(), data)
-        return self._trimming
 
     def set_accum_steps(self, value):
         value = checks.check_accum_steps(value)

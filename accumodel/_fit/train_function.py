@@ -26,7 +26,12 @@ import functools
 import tensorflow as tf
 
 from accumodel._fit import retry, variables
-from accumodel._keras_and_tf import checks, private_names, replicas
+from accumodel._keras_and_tf import (
+    checks,
+    hooks,
+    private_names,
+    replicas,
+)
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.step import FedBatch
 from accumodel._update.accumulators import build_accumulator, build_optimizer
@@ -42,9 +47,7 @@ def make_train_function(model, make):
     else:
         make(force=True)
     if replicas.is_multi_worker(model.distribute_strategy):
-        model.train_function = private_names.with_local_logs(
-            model.train_function
-        )
+        model.train_function = hooks.with_local_logs(model.train_function)
 
 
 def make_test_function(model, make):
@@ -59,7 +62,7 @@ def make_test_function(model, make):
         _make(model, "test", step, make)
         _wrap(model, "test_function")
     if replicas.is_multi_worker(model.distribute_strategy):
-        model.test_function = private_names.with_local_logs(model.test_function)
+        model.test_function = hooks.with_local_logs(model.test_function)
 
 
 def _make_accumulating(model, make):
@@ -78,7 +81,7 @@ def _make_accumulating(model, make):
     step = functools.partial(_train, model, _undecorated(model.train_step))
     _make(model, "train", step, make)
     _wrap(model, "train_function")
-    private_names.watch_weights(state.accumulators)
+    hooks.watch_weights(state.accumulators)
     train_function = model.train_function
 
     def train(iterator):
@@ -233,7 +236,7 @@ def _make_by_keras(model, name, step, make, run_eagerly):
     before = model.jit_compile, model.run_eagerly
     model.jit_compile, model.run_eagerly = False, run_eagerly
     try:
-        with private_names.replaced(model, f"{name}_step", step):
+        with hooks.replaced(model, f"{name}_step", step):
             make(force=True)
     finally:
         model.jit_compile, model.run_eagerly = before

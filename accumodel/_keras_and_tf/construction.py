@@ -19,11 +19,8 @@ from accumodel._keras_and_tf.checks import (
     other_order,
     overrides,
 )
-from accumodel._keras_and_tf.private_names import (
-    KerasModel,
-    replaced,
-    track_alike,
-)
+from accumodel._keras_and_tf.hooks import replaced
+from accumodel._keras_and_tf.private_names import KerasModel, track_alike
 
 # What `keras.Model(inputs, outputs)` makes has no public name. The names keep
 # Keras's counters of automatic names as they are.

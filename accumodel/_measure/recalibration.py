@@ -9,11 +9,8 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf.batch_norms import compute_moments, trained_norms
 from accumodel._keras_and_tf.checks import check_steps
-from accumodel._keras_and_tf.private_names import (
-    KerasModel,
-    flat_layers,
-    replaced,
-)
+from accumodel._keras_and_tf.hooks import replaced
+from accumodel._keras_and_tf.private_names import KerasModel, flat_layers
 
 
 def recalibrate_batch_norm(model, data, steps=None, verbose="auto"):

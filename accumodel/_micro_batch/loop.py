@@ -10,22 +10,20 @@ part of the fed batch. The loop is not compiled by XLA, only what is in it.
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.loss_logs import LossLogs
 from accumodel._micro_batch.random_numbers import Draws
 from accumodel._micro_batch.split import MicroBatches, on_host
 from accumodel._micro_batch.step import one_step
 
 
-def make_step(plan, function, fed_batch=None, losses=None, widths=()):
+def make_step(plan, function, fed_batch=None, losses=None):
     """Returns a function that runs `function` as a step of a micro-batch.
 
     See `Step` for the other arguments.
     """
 
     def step(data):
-        how = plan.is_compiled, widths
-        with one_step(plan, data, fed_batch, losses, *how):
+        with one_step(plan, data, fed_batch, losses, plan.is_compiled):
             return function(data)
 
     if not plan.is_compiled:
@@ -67,13 +65,13 @@ def run(plan, function, data, fed_batch=None):
     # nothing may change.
     with tf.control_dependencies([parts.samples]):
         of_batch = LossLogs(plan)
-    step = make_step(plan, function, fed_batch, of_batch, parts.widths)
+    step = make_step(plan, function, fed_batch, of_batch)
     draws = Draws(plan)
     specs = None
 
     def body(i, _, losses):
         nonlocal specs
-        with parts.draws_of(draws, i):
+        with parts.draws_of(draws, i), parts.padded():
             logs = step(parts.data_of(i))
         losses += of_batch.take()
         if tf.executing_eagerly():
@@ -104,7 +102,7 @@ def _value_of(optional, specs):
     return tf.nest.pack_sequence_as(specs, values)
 
 
-def for_each(body, parts, state, is_apart=False):
+def for_each(body, parts, state, finish=None):
     """Runs all micro-batches, each when the one before is done.
 
     Returns the last state.
@@ -114,8 +112,7 @@ def for_each(body, parts, state, is_apart=False):
             next state.
         parts: Scalar int64 tensor, the number of micro-batches.
         state: Tuple of nested tensors or `tf.TensorArray`s.
-        is_apart: Bool. Whether it is prepared by itself, see
-            `private_names.set_apart`.
+        finish: Function of a tensor that the loop returns, or `None`.
     """
     if tf.executing_eagerly():
         for i in range(int(parts)):
@@ -136,6 +133,6 @@ def for_each(body, parts, state, is_apart=False):
     end, *state = tf.while_loop(
         is_left, run_next, (first, *state), parallel_iterations=1
     )
-    if is_apart:
-        private_names.set_apart(end)
+    if finish is not None:
+        finish(end)
     return state

@@ -1,6 +1,5 @@
 """One micro-batch after its forward pass: its loss, weight and logs."""
 
-import contextlib
 import inspect
 
 import keras
@@ -75,9 +74,7 @@ def log(plan, x, y, y_pred, sample_weight, loss, weight):
     step = current_step()
     if step is not None and step.losses and not step.is_conditional():
         step.losses.report(loss, weight, (x, y))
-    cut = step is not None and any(each is not None for each in step.widths)
-    with private_names.padded_metrics() if cut else contextlib.nullcontext():
-        return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
 def test(plan, data):

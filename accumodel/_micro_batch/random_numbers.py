@@ -25,13 +25,14 @@ sample: its seed goes on from micro-batch to micro-batch.
 import collections
 import contextlib
 import functools
+import inspect
 import math
 import typing
 
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._keras_and_tf.replicas import local_results
 from accumodel._micro_batch.assignments import recorded
@@ -116,7 +117,7 @@ class Draws:
         """In it, what is traced draws so when it runs."""
         self._around = current_graph()
         self._drawn.clear()
-        with private_names.replaced_draws(self._draw, self._next):
+        with replaced_draws(self._draw, self._next):
             yield
         for key, is_in_loop in [*self._drawn]:
             if is_in_loop:
@@ -170,7 +171,7 @@ class Draws:
             with tf.init_scope() if graph is None else graph.as_default():
                 self._before[id(state)] = tf.identity(state.value)
 
-    def _next(self, original, generator, ordered):
+    def _next(self, original, generator, ordered=True):
         """Draws a seed, see `replaced_draws`."""
         is_in_loop = private_names.is_in_loop(self._around)
         is_of_one = is_in_loop and not self._has_rows
@@ -188,7 +189,7 @@ class Draws:
             return original(**arguments)  # which draws nothing
         shape = _shape_of(name, arguments)
         axes = self._axes(shape)
-        with private_names.replaced(self, "_has_rows", bool(axes)):
+        with hooks.replaced(self, "_has_rows", bool(axes)):
             seed = private_names.draw_seed(arguments.pop("seed", None))
         if not axes:
             return original(**arguments, seed=seed)
@@ -276,6 +277,30 @@ class Draws:
         before = tf.range(math.prod(sizes[:axis]), dtype=tf.int64)
         numbers = tf.map_fn(draw, before, fn_output_signature=drawn)
         return tf.reshape(numbers, shape)
+
+
+def replaced_draws(draw, next_seed):
+    """Returns a scope in which random numbers are drawn otherwise.
+
+    Args:
+        draw: Function of the name of a function that draws, of the function,
+            and of its arguments in a dict. Returns what is drawn.
+        next_seed: Function of Keras's `SeedGenerator.next` and of its
+            arguments. Returns the seed. A seed that is a tensor is taken as it
+            is.
+    """
+
+    def call(name, original, *args, **kwargs):
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        return draw(name, original, bound.arguments)
+
+    drawn = {name: functools.partial(call, name) for name in hooks.DRAWS}
+    return hooks.draws(**drawn, draw_seed=_draw_seed, next=next_seed)
+
+
+def _draw_seed(original, seed):
+    # One that is a tensor is drawn already.
+    return seed if tf.is_tensor(seed) else original(seed)
 
 
 def _apart(seed, begin):

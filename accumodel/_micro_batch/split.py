@@ -15,7 +15,6 @@ from accumodel._keras_and_tf.replicas import (
     local_results,
     scope_of,
 )
-from accumodel._micro_batch.trimming import Ordered
 
 # The names of what a batch is made of.
 _NAMES = ("x", "y", "sample_weight")
@@ -42,7 +41,6 @@ class MicroBatches:
     Attributes:
         samples: Scalar int64 tensor, the number of samples of the fed batch.
         count: Scalar int64 tensor, the number of micro-batches.
-        widths: See `Ordered`. Empty if nothing is cut.
     """
 
     def __init__(self, plan, data):
@@ -52,12 +50,11 @@ class MicroBatches:
         self.samples = _count_samples(data, may_differ)
         with on_host():
             self.count = tf.maximum(-(-self.samples // plan.size), 1)
-        self.widths: list = []
         self._ordered = None
         if plan.trim is not None:
             with on_host():
-                self._ordered = Ordered(plan, data)
-            self.data, self.widths = self._ordered.data, self._ordered.widths
+                self._ordered = plan.trim.order(plan, data)
+            self.data = self._ordered.data
 
     def bounds(self, i):
         """Returns the first sample of the i-th, and the first after it."""
@@ -77,6 +74,12 @@ class MicroBatches:
         with on_host():
             is_last = tf.equal(i + 1, self.count)
         return draws.of(*self.bounds(i), self.samples, is_last)
+
+    def padded(self):
+        """Returns the scope in which one is as if no padding were cut off."""
+        if self._ordered is None:
+            return contextlib.nullcontext()
+        return self._ordered.padded()
 
     def data_of(self, i):
         """Returns the data of the i-th."""

@@ -34,7 +34,7 @@ class Plan:
         assigned: Dict of what steps are known to assign, see `States`.
         loss_weights: The `LossWeights`.
         retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
-        trim: Function of a fed batch that returns its `Trimming`, or `None`.
+        trim: The `Trimmer` that cuts padding off, or `None`.
         ready_accumulator: Function that returns the `GradientAccumulator` of
             the trainable variables, which it makes the first time.
     """
@@ -129,16 +129,14 @@ class Step:
         fed_batch: The `FedBatch` that it is part of. `None` if nothing trains.
         losses: The `LossLogs` to report the logged losses to, or `None`.
         is_compiled: Bool. Whether the step is compiled by XLA.
-        widths: See `Ordered`.
     """
 
-    def __init__(self, plan, data, fed_batch, losses, is_compiled, widths):
+    def __init__(self, plan, data, fed_batch, losses, is_compiled):
         self.plan = plan
         self.data = data
         self.fed_batch = fed_batch
         self.losses = losses
         self.is_compiled = is_compiled
-        self.widths = widths
         # The arguments of each loss reduction in this step, or `None` before.
         self.reductions: list | None = None
         # Their inputs, outputs, targets and sample weights.
@@ -172,14 +170,12 @@ class Step:
 
 
 @contextlib.contextmanager
-def one_step(
-    plan, data, fed_batch=None, losses=None, is_compiled=False, widths=()
-):
+def one_step(plan, data, fed_batch=None, losses=None, is_compiled=False):
     """In it, each accumulator may be called once; see `Step`.
 
     Nothing is counted, and no weight moves, before the fed batch ends.
     """
-    step = Step(plan, data, fed_batch, losses, is_compiled, widths)
+    step = Step(plan, data, fed_batch, losses, is_compiled)
     token = _step.set(step)
     try:
         yield

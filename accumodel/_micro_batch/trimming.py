@@ -8,7 +8,7 @@ put in the order of their lengths, and each micro-batch is cut to its longest:
         step(data[begin:end, :longest])
 
 Where Keras reduces what is computed for each position, zeros take the places
-that were cut off (see `private_names`): so it divides as it would have.
+that were cut off: so it divides as it would have.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf import hooks, private_names
+from accumodel._micro_batch.random_numbers import replaced_draws
 from accumodel._micro_batch.step import current_step
 
 # Few widths, 16, 24, 32, 48 and so on: XLA compiles each.
@@ -71,13 +72,10 @@ class Ordered:
 
     Attributes:
         data: The batch.
-        widths: List. For each of the flat targets the width that it had, a
-            scalar, or `None` if it is not cut.
     """
 
-    def __init__(self, plan, data):
-        data = _map(keras.ops.convert_to_tensor, data)  # if it is eager
-        trimming = plan.trim(data)
+    def __init__(self, plan, trimming, data):
+        self._plan = plan
         x, *others = keras.utils.unpack_x_y_sample_weight(data)
         inputs = keras.tree.flatten(x)
         width, follows = inputs[trimming.place].shape[1], trimming.follows
@@ -100,7 +98,9 @@ class Ordered:
             ends += [_ends(leaf, each) for each in ignored if is_cut]
         lengths = tf.reduce_max(ends, 0)
         self._cut += [is_cut for _, is_cut in targets + weights]
-        self.widths = [
+        # For each of the flat targets the width that it had, or `None` if it
+        # is not cut.
+        self._widths = [
             (leaf.shape[1] or tf.shape(leaf)[1]) if is_cut else None
             for leaf, is_cut in targets
         ]
@@ -118,6 +118,145 @@ class Ordered:
         width = tf.gather(_WIDTHS, place)
         cut = iter(self._cut)
         return _map(lambda leaf: leaf[:, :width] if next(cut) else leaf, part)
+
+    @contextlib.contextmanager
+    def padded(self):
+        """In it, losses and metrics reduce what was cut as if it were not.
+
+        Raises:
+            ValueError: If no loss got a target that was.
+        """
+        padding = _Padding(self._widths)
+        with padding.scope():
+            yield
+        if not padding.is_complete():
+            raise ValueError(
+                "With `trim_padding`, a compiled loss must be called with the "
+                "targets that were fed, and return one loss for each position. "
+                "A loss that calls others, or overrides `__call__`, does not. "
+                "Compile one loss for each output, or no `trim_padding`. "
+                f"Received: loss={self._plan.model.loss}"
+            )
+
+
+class _Padding:
+    """Puts zeros where targets were cut, in what Keras reduces.
+
+    Args:
+        widths: See `Ordered`.
+    """
+
+    def __init__(self, widths):
+        self._widths = widths
+        # The place of the target whose losses or metrics are computed.
+        self._place: int | None = None
+        self._used: set = set()
+        # What is padded, by ids, with the tensor, which keeps its id.
+        self._padded: dict = {}
+
+    def scope(self):
+        stack = contextlib.ExitStack()
+        stack.enter_context(
+            hooks.losses(
+                __call__=self._call_loss, reduce_weighted_values=self._reduce
+            )
+        )
+        stack.enter_context(
+            hooks.metrics(
+                update_state=self._update_metrics,
+                reduce_to_samplewise_values=self._reduce_to_samples,
+            )
+        )
+        return stack
+
+    def is_complete(self):
+        """Whether each target that was cut had a loss for each position."""
+        cut = [i for i, each in enumerate(self._widths) if each is not None]
+        return self._used.issuperset(cut)
+
+    @contextlib.contextmanager
+    def _of(self, y_true, sample_weight, is_masked, why="no mask"):
+        """In it, what is reduced is padded if the targets were cut."""
+        _, y, _ = keras.utils.unpack_x_y_sample_weight(current_step().data)
+        places = [
+            i
+            for i, (_, leaf) in enumerate(_leaves(y))
+            if leaf is y_true and self._widths[i] is not None
+        ]
+        is_wide = getattr(sample_weight, "shape", ())[1:2] not in ((), (1,))
+        if places and not is_wide and not is_masked:
+            raise ValueError(
+                "With `trim_padding`, the losses and metrics of an output for "
+                "each position need weights that are 0 at padding: Keras "
+                "counts it otherwise. Feed a `sample_weight` of shape "
+                "`(samples, length)`, and compile `weighted_metrics` instead "
+                "of `metrics`. Or, for losses and means, let the layers pass "
+                f"on a mask. Received: sample_weight={sample_weight} and {why}"
+            )
+        with hooks.replaced(self, "_place", places[0] if places else None):
+            yield
+
+    def _pad(self, values):
+        """Returns values with zeros at the positions that were cut off."""
+        if self._place is None or values is None or len(values.shape) < 2:
+            return values
+        if values.shape[1] == 1:  # the same at all positions
+            return values
+        # The same tensor again: losses are told apart by masks and weights.
+        if id(values) not in self._padded:
+            missing = self._widths[self._place] - tf.shape(values)[1]
+            rest = [[0, 0]] * (len(values.shape) - 2)
+            padded = tf.pad(values, [[0, 0], [0, missing], *rest])
+            self._padded[id(values)] = padded, values
+        return self._padded[id(values)][0]
+
+    def _call_loss(self, original, loss, y_true, y_pred, sample_weight=None):
+        # Targets that a loss ignores are masked, see `Ordered`.
+        ignores = getattr(loss, "ignore_class", None) is not None
+        is_masked = ignores or private_names.mask_of(y_pred) is not None
+        with self._of(y_true, sample_weight, is_masked):
+            return original(loss, y_true, y_pred, sample_weight)
+
+    def _reduce(
+        self,
+        original,
+        values,
+        sample_weight=None,
+        mask=None,
+        reduction="sum_over_batch_size",
+        dtype=None,
+    ):
+        # As Keras does first: a function may return a Python number.
+        values = keras.ops.convert_to_tensor(values, dtype=dtype)
+        if len(values.shape) > 1:
+            self._used.add(self._place)
+        given = [self._pad(each) for each in (values, sample_weight, mask)]
+        return original(*given, reduction, dtype)
+
+    def _update_metrics(
+        self, original, metrics, y_true, y_pred, sample_weight=None
+    ):
+        # Only means look at masks.
+        others = [
+            each.name
+            for each in metrics.metrics
+            if not isinstance(each, keras.metrics.MeanMetricWrapper)
+        ]
+        is_masked = private_names.mask_of(y_pred) is not None
+        why = f"metrics that ignore masks, {others}" if is_masked else "no mask"
+        is_masked = is_masked and not others
+        with self._of(y_true, sample_weight, is_masked, why):
+            original(metrics, y_true, y_pred, sample_weight)
+
+    def _reduce_to_samples(self, original, values, sample_weight, **kwargs):
+        if self._place is not None and len(values.shape) < 2:
+            raise ValueError(
+                "With `trim_padding`, a metric of an output for each position "
+                "must have a value for each. Received: values of shape "
+                f"{values.shape}"
+            )
+        values, sample_weight = self._pad(values), self._pad(sample_weight)
+        return original(values, sample_weight, **kwargs)
 
 
 def _map(function, data):
@@ -151,32 +290,21 @@ def _ignored_classes(model):
     return {getattr(each, "ignore_class", None) for each in losses} - {None}
 
 
-@contextlib.contextmanager
-def marked(y):
-    """In it, losses know which of the targets were cut.
+class Trimmer:
+    """Cuts the fed batches of a model that is compiled."""
 
-    Raises:
-        ValueError: If no loss got one that was.
-    """
-    step = current_step()
-    widths = [] if step is None else step.widths
-    marks = [
-        private_names.mark(leaf, width)
-        for (_, leaf), width in zip(_leaves(y), widths, strict=False)
-        if width is not None
-    ]
-    yield
-    if not all(mark.is_used for mark in marks):
-        raise ValueError(
-            "With `trim_padding`, a compiled loss must be called with the "
-            "targets that were fed, and return one loss for each position. A "
-            "loss that calls others, or overrides `__call__`, does not. "
-            "Compile one loss for each output, or no `trim_padding`. "
-            f"Received: loss={step.plan.model.loss}"
-        )
+    def __init__(self):
+        self._trimming: typing.Any = None
+
+    def order(self, plan, data):
+        """Returns the `Ordered` batch."""
+        data = _map(keras.ops.convert_to_tensor, data)  # if it is eager
+        if self._trimming is None:
+            self._trimming = _find_trimming(plan, data)
+        return Ordered(plan, self._trimming, data)
 
 
-def find_trimming(plan, data):
+def _find_trimming(plan, data):
     """Returns the `Trimming` of a model.
 
     Raises:
@@ -430,13 +558,13 @@ def _draw_same(name, original, arguments):
     return tf.fill(tf.shape(drawn), tf.cast(same, drawn.dtype))
 
 
-def _next_seed(original, generator, ordered):
-    return original(generator, ordered)
+def _next_seed(original, *args, **kwargs):
+    return original(*args, **kwargs)
 
 
 def same_draws():
     """Returns a scope in which all that is drawn is the same."""
-    return private_names.replaced_draws(_draw_same, _next_seed)
+    return replaced_draws(_draw_same, _next_seed)
 
 
 def _ordinary_weights(model, rounding=0.0):

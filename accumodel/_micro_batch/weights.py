@@ -19,7 +19,7 @@ import warnings
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.replicas import count_replicas
 from accumodel._micro_batch import scalar_losses
@@ -92,7 +92,7 @@ class LossWeights:
             data: Tuple `(x, y, y_pred, sample_weight)` of the micro-batch.
             scales: See `recorded_reductions`.
         """
-        with private_names.recorded_reductions(scales) as reductions:
+        with hooks.recorded_reductions(scales) as reductions:
             yield
         step = current_step()
         if step is not None:

@@ -31,7 +31,7 @@ import warnings
 import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, optimizers, replicas
-from accumodel._keras_and_tf.private_names import without_own_reduction
+from accumodel._keras_and_tf.hooks import without_own_reduction
 from accumodel._keras_and_tf.xla import compile_update
 from accumodel._micro_batch.assignments import recorded
 from accumodel._micro_batch.step import current_step

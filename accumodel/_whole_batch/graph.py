@@ -23,6 +23,7 @@ makes of the statistics, is computed in each part that needs it. And a part of
 the gradient computes again what it needs of its stage.
 """
 
+import contextlib
 import typing
 
 import tensorflow as tf
@@ -267,7 +268,7 @@ class ModelGraph:
         with (
             self.graph.as_default(),
             self._norms.refused(),
-            private_names.entered(self._context),
+            _entered(self._context),
         ):
             given = [
                 tf.raw_ops.Placeholder(dtype=each.dtype, shape=each.shape)
@@ -394,6 +395,19 @@ class _Scope(Recorder):
             self.state_mapping[id(variable)] = tf.stop_gradient(value)
         else:
             super().add_update(update)
+
+
+@contextlib.contextmanager
+def _entered(context):
+    """While it is open, gradients of loops are made as `context` says."""
+    if context is None:
+        yield
+        return
+    context.Enter()
+    try:
+        yield
+    finally:
+        context.Exit()
 
 
 def _is_cast(op):

@@ -14,7 +14,7 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf import hooks
 from accumodel._keras_and_tf.batch_norms import compute_moments
 from accumodel._keras_and_tf.replicas import sum_over_replicas
 from accumodel._micro_batch.step import current_graph
@@ -68,7 +68,7 @@ class Norms:
         if not self._layers:
             return contextlib.nullcontext()
         self._graph = current_graph()
-        return private_names.replaced_moments(self._note)
+        return hooks.replaced_moments(self._note)
 
     def _note(self, layer, inputs, mask):
         if current_graph() is not self._graph:
@@ -102,7 +102,7 @@ class Norms:
 
         if not self._layers:
             return contextlib.nullcontext()
-        return private_names.replaced_moments(refuse)
+        return hooks.replaced_moments(refuse)
 
     def check(self, new, is_of_batch, handle, is_training):
         """Raises unless all normalize by the statistics of the batch.

@@ -1,0 +1,430 @@
+"""Functions of Keras that are replaced: in one thread, and for a while.
+
+Where Keras computes what it does not return, or has no argument for what the
+large batch needs, a `Hook` names its functions, most of them private. The
+feature that needs them says what is called instead. With each hook stands what
+happens if Keras changes it, and `tests/test_keras_names.py` has a test for it.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+import threading
+import typing
+import weakref
+
+import keras
+import tensorflow as tf
+
+from accumodel._keras_and_tf.private_names import KerasModel
+
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def replaced(instance, name, value):
+    """While it is open, an attribute of an instance is replaced.
+
+    One of a `threading.local` is replaced in this thread.
+    """
+    attributes = vars(instance)
+    before = {key: attributes[key] for key in (name,) if key in attributes}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(before)
+
+
+class Hook:
+    """Functions of Keras, instead of which others may be called.
+
+    Replicas are threads, and other models may train in others: a function is
+    replaced in the thread that asks for it. If scopes are nested, the function
+    of the outer one is called first, and calls that of the inner one.
+
+    Args:
+        find: Function that returns a list of pairs `(owner, name)`. It raises,
+            or the first scope does, if Keras has changed.
+    """
+
+    def __init__(self, find):
+        self._find = find
+        self._users = 0
+        self._originals: dict = {}
+        self._local = threading.local()
+
+    @contextlib.contextmanager
+    def __call__(self, **functions):
+        """In it, `function(original, ...)` is called, not `original(...)`.
+
+        Args:
+            **functions: By the names of what they replace.
+        """
+        outer = self._functions()
+        inner = {
+            name: [each, *outer.get(name, ())]
+            for name, each in functions.items()
+        }
+        with _lock:
+            if not self._users:
+                places = self._find()
+                self._originals = {each: getattr(*each) for each in places}
+                for (owner, name), original in self._originals.items():
+                    setattr(owner, name, self._dispatch(name, original))
+            self._users += 1
+        try:
+            with replaced(self._local, "functions", outer | inner):
+                yield
+        finally:
+            with _lock:
+                self._users -= 1
+                if not self._users:
+                    for (owner, name), original in self._originals.items():
+                        setattr(owner, name, original)
+
+    def _functions(self):
+        return getattr(self._local, "functions", {})
+
+    def _dispatch(self, name, original):
+        @functools.wraps(original)
+        def call(*args, **kwargs):
+            function = original
+            for each in self._functions().get(name, ()):
+                function = functools.partial(each, function)
+            return function(*args, **kwargs)
+
+        return call
+
+
+def _module(name):
+    return importlib.import_module(f"keras.src.{name}")
+
+
+def _owner(cls, name):
+    """Returns the first base class that has an attribute of its own."""
+    return next(each for each in cls.__mro__ if name in vars(each))
+
+
+# -- losses --------------------------------------------------------------------
+
+
+class Reduction(typing.NamedTuple):
+    """What one loss reduced: the arguments of `reduce_weighted_values`.
+
+    Args:
+        values: Tensor of the losses before they were reduced.
+        sample_weight: Tensor or `None`.
+        mask: Tensor or `None`.
+        reduction: String or `None`, as the `reduction` of a `keras.Loss`.
+        result: Tensor, the reduced loss.
+        inner: Tuple of `Reduction`, those of the losses that it combines.
+    """
+
+    values: typing.Any
+    sample_weight: typing.Any
+    mask: typing.Any
+    reduction: str | None
+    result: typing.Any
+    inner: tuple = ()
+
+
+def _find_losses():
+    """Finds where losses of Keras are called, and where they reduce.
+
+    `SparseCategoricalFocalCrossentropy` has a `__call__` of its own, from Keras
+    3.16 on.
+    """
+    classes = [
+        each
+        for each in vars(keras.losses).values()
+        if inspect.isclass(each)
+        and issubclass(each, keras.losses.Loss)
+        and "__call__" in vars(each)
+    ]
+    modules = [sys.modules[each.__module__] for each in classes]
+    reducing = {_module("losses.loss")} | {
+        each for each in modules if hasattr(each, "reduce_weighted_values")
+    }
+    return [
+        *((each, "reduce_weighted_values") for each in reducing),
+        *((each, "__call__") for each in classes),
+    ]
+
+
+# Keras computes the masks and divisors of a loss in one function, and returns
+# neither. If it does so elsewhere, the first step raises.
+losses = Hook(_find_losses)
+
+
+class _Recorder:
+    """Records what each loss that is called reduces."""
+
+    def __init__(self, scales):
+        self.reductions: list = []
+        self._scales = scales
+
+    def reduce(
+        self,
+        original,
+        values,
+        sample_weight=None,
+        mask=None,
+        reduction="sum_over_batch_size",
+        dtype=None,
+    ):
+        # As Keras does first: a function may return a Python number.
+        values = keras.ops.convert_to_tensor(values, dtype=dtype)
+        loss = original(values, sample_weight, mask, reduction, dtype)
+        self.reductions.append(
+            Reduction(values, sample_weight, mask, reduction, loss)
+        )
+        return loss
+
+    def call(self, original, *args, **kwargs):
+        with replaced(self, "reductions", []):
+            loss = original(*args, **kwargs)
+            *inner, own = self.reductions or [None]
+        if own is None:  # Keras has changed: `LossWeights` raises
+            return loss
+        is_scalar = own.values.shape.rank == 0
+        own = own._replace(inner=tuple(inner) if is_scalar else ())
+        self.reductions.append(own)
+        if (
+            is_scalar
+            and self._scales
+            and own.reduction not in ("sum", "none", None)
+        ):
+            # Keras divides a mean by the number of replicas once. It does not
+            # divide a scalar loss, and divides a composite loss under a mask
+            # twice.
+            replicas = tf.distribute.get_strategy().num_replicas_in_sync
+            is_weighed = own.sample_weight is not None or own.mask is not None
+            if inner and is_weighed:
+                loss *= replicas
+            elif not inner and not is_weighed:
+                loss /= replicas
+        return loss
+
+
+@contextlib.contextmanager
+def recorded_reductions(scales):
+    """While it is open, records what each loss that is called reduces.
+
+    Nothing is set on the user's losses.
+
+    Args:
+        scales: Bool. Whether losses that Keras does not divide by the number of
+            replicas are divided by it.
+
+    Yields:
+        List of `Reduction`, which grows as losses are called in this thread.
+    """
+    recorder = _Recorder(scales)
+    with losses(reduce_weighted_values=recorder.reduce, __call__=recorder.call):
+        yield recorder.reductions
+
+
+# Keras's means average over positions before they average over samples. If it
+# does so elsewhere, the first step raises with `trim_padding`.
+metrics = Hook(
+    lambda: [
+        (_module("trainers.compile_utils").MetricsList, "update_state"),
+        (_module("metrics.reduction_metrics"), "reduce_to_samplewise_values"),
+    ]
+)
+
+# -- steps ---------------------------------------------------------------------
+
+# In the first base class that has it. If it is not called, the losses that
+# `evaluate` logs with a custom `test_step` are Keras's.
+_test_steps = Hook(lambda: [(_owner(KerasModel, "test_step"), "test_step")])
+
+
+def replaced_test_step(model, test):
+    """Returns a scope in which a model has another `test_step` of Keras."""
+
+    def call(original, called, data):
+        return test(data) if called is model else original(called, data)
+
+    return _test_steps(test_step=call)
+
+
+# If it is not called, a custom step may update weights in the check of the
+# first batch.
+_updates = Hook(
+    lambda: [(_owner(keras.optimizers.Optimizer, "apply"), "apply")]
+)
+
+
+def without_updates():
+    """Returns a scope in which optimizers raise in this thread.
+
+    A custom step may call one, which assigns to variables of TensorFlow.
+    """
+
+    def refuse(*_, **__):
+        raise RuntimeError("An optimizer would have updated the weights.")
+
+    return _updates(apply=refuse)
+
+
+# If it is not called, the first step raises with `sync_batch_norm`.
+_moments = Hook(lambda: [(keras.layers.BatchNormalization, "_moments")])
+
+
+def replaced_moments(measure):
+    """Returns a scope in which normalizations get other statistics.
+
+    Each `BatchNormalization` that trains takes the mean and the variance of its
+    inputs from one method, and gives no other way to replace them.
+
+    Args:
+        measure: Function of the layer, its inputs, cast to at least float32,
+            and their mask or `None`. Returns the mean and the variance.
+    """
+    return _moments(_moments=lambda original, *args: measure(*args))
+
+
+# -- random numbers ------------------------------------------------------------
+
+# By name, what `keras.random` and all layers of Keras call.
+DRAWS = (
+    "beta",
+    "binomial",
+    "categorical",
+    "dropout",
+    "gamma",
+    "normal",
+    "randint",
+    "shuffle",
+    "truncated_normal",
+    "uniform",
+)
+
+
+def _find_draws():
+    module = _module("backend.tensorflow.random")
+    return [
+        *((module, name) for name in (*DRAWS, "draw_seed")),
+        (keras.random.SeedGenerator, "next"),
+    ]
+
+
+# If one is not there, a step with `micro_batch_size` raises when it is traced.
+draws = Hook(_find_draws)
+
+
+# -- several replicas ----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def without_own_reduction(optimizers):
+    """While it is open, `optimizers` take gradients as they are given.
+
+    Keras clips gradients, and looks for overflows, before it reduces them: on
+    several replicas neither sees the gradient of the batch. So accumodel
+    reduces first. Keras 3 has no public way to say that gradients are reduced,
+    as `tf.keras` had in `experimental_aggregate_gradients`.
+
+    Raises:
+        RuntimeError: If the optimizers reduce in another way than they did in
+            the versions that were checked.
+    """
+    calls = 0
+
+    def take(pairs):
+        nonlocal calls
+        calls += 1
+        return pairs
+
+    # On one device nothing is reduced, and nothing is replaced.
+    several = tf.distribute.get_strategy().num_replicas_in_sync > 1
+    unique = {id(optimizer): optimizer for optimizer in optimizers}
+    optimizers = list(unique.values()) if several else []
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "_all_reduce_sum_gradients"):
+            _refuse_reduction(optimizer)
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(
+                replaced(optimizer, "_all_reduce_sum_gradients", take)
+            )
+        yield
+    if optimizers and not calls:
+        _refuse_reduction(optimizers[0])
+
+
+def _refuse_reduction(optimizer):
+    raise RuntimeError(
+        "accumodel does not know how the optimizers of this version of Keras "
+        "reduce their gradients over replicas, and would reduce them twice. "
+        "Use a version of Keras that accumodel was tested with, or one device. "
+        f"Received: optimizer={optimizer} of Keras {keras.__version__}"
+    )
+
+
+# If it is not there, the first step on several workers raises.
+_logs = Hook(
+    lambda: [(_module("backend.tensorflow.trainer"), "reduce_per_replica")]
+)
+
+
+def with_local_logs(function):
+    """Returns a train or test function of Keras, made fit for several workers.
+
+    Keras reduces the logs of each step over the workers, along an axis that
+    scalars do not have, which fails (keras-team/keras#20585). The logs of a
+    step become those of this worker, without a reduction; those of an epoch
+    are made of the metrics' variables, which sum over all workers. Keras is not
+    tried first: TensorFlow prints the traceback of an error that is caught.
+    """
+
+    def take_local(original, values, strategy, reduction):
+        return keras.tree.map_structure(
+            lambda value: tf.reduce_mean(
+                strategy.experimental_local_results(value), axis=0
+            ),
+            values,
+        )
+
+    @functools.wraps(function)
+    def wrapped(iterator):
+        # Looked up by Keras while it traces.
+        with _logs(reduce_per_replica=take_local):
+            return function(iterator)
+
+    return wrapped
+
+
+# -- weights that are set ------------------------------------------------------
+
+_watchers: weakref.WeakSet = weakref.WeakSet()
+
+
+@functools.cache
+def _see_set_weights():
+    # For good: what ends it when a model is garbage could run in the middle of
+    # anything, also of what replaces functions.
+    original = keras.layers.Layer.set_weights
+
+    @functools.wraps(original)
+    def set_weights(self, weights):
+        original(self, weights)
+        for each in list(_watchers):
+            each.weights_were_set(self)
+
+    keras.layers.Layer.set_weights = set_weights
+
+
+def watch_weights(watcher):
+    """Lets `watcher.weights_were_set(layer)` follow `layer.set_weights(...)`.
+
+    Of any layer or model, as long as `watcher` lives. Keras has no callback
+    for it, and an override would see the model's own method only.
+    """
+    _see_set_weights()
+    _watchers.add(watcher)
