@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable
 
 import keras
-import tensorflow as tf
 
 from accumodel._features import FEATURES
 from accumodel._fit import train_function
@@ -16,12 +15,11 @@ from accumodel._keras_and_tf import (
     checks,
     construction,
     hooks,
-    private_names,
     replicas,
 )
 from accumodel._micro_batch import outcome, split, weights
 from accumodel._micro_batch.step import current_step, this_step
-from accumodel._update import accumulators, files
+from accumodel._update import files
 from accumodel._update.accumulator import GradientAccumulator
 
 
@@ -321,21 +319,12 @@ class AccumulatingModel(keras.Model):
             scaled if `optimizer.scale_loss` scaled the loss; the weight of
             the micro-batch, see `micro_batch_weight`; and a dict of scalars.
         """
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         plan = self._accumulation.plan()
+        forward = functools.partial(outcome.forward, self, True)
         with this_step(plan, data):
-            with tf.GradientTape() as tape:
-                y_pred = private_names.call_model(self, x, training=True)
-                loss = outcome.call_compute_loss(
-                    self.compute_loss, x, y, y_pred, sample_weight
-                )
-                step = (plan, x, y, y_pred, sample_weight, loss)
-                own_weight = outcome.weigh(*step)
-                loss, weight = outcome.share(plan, loss, own_weight)
-                accumulators.build_optimizer(self)
-                scaled_loss = self.optimizer.scale_loss(loss)
-            gradients = tape.gradient(scaled_loss, self.trainable_variables)
-            return gradients, weight, outcome.log(*step, own_weight)
+            found = outcome.differentiate(plan, data, forward)
+            (gradients, _), weight, log = found
+            return gradients, weight, log()
 
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True

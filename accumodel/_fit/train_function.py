@@ -32,9 +32,10 @@ from accumodel._keras_and_tf import (
     private_names,
     replicas,
 )
+from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.step import FedBatch
-from accumodel._update.accumulators import build_accumulator, build_optimizer
+from accumodel._update.accumulators import build_accumulator
 from accumodel._whole_batch import stages
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._micro_batch.assignments import random_state
-from accumodel._micro_batch.outcome import call_compute_loss
+from accumodel._micro_batch.outcome import forward
 from accumodel._micro_batch.random_numbers import Draws
 from accumodel._micro_batch.split import count_samples
 from accumodel._micro_batch.step import FedBatch, one_step
@@ -102,8 +102,7 @@ def _call_model(model, data):
 def _call(model, data):
     """Calls all that a step of Keras calls."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = _call_model(model, data)
-    call_compute_loss(model.compute_loss, x, y, y_pred, sample_weight)
+    y_pred, _ = forward(model, True, x, y, sample_weight)
     model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 

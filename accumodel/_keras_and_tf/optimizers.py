@@ -1,6 +1,20 @@
 """What optimizers and the variables that they update are."""
 
 import keras
+import tensorflow as tf
+
+from accumodel._keras_and_tf.replicas import scope_of
+
+
+def build_optimizer(model):
+    """Builds the optimizer of a model, unless it is.
+
+    Before it scales the loss, and outside of the trace: inside one, some
+    optimizers lose the initial values of their slots.
+    """
+    if not model.optimizer.built and model.trainable_variables:
+        with tf.init_scope(), scope_of(model.distribute_strategy):
+            model.optimizer.build(model.trainable_variables)
 
 
 def scales_loss(optimizer):

@@ -1,5 +1,6 @@
-"""One micro-batch after its forward pass: its loss, weight and logs."""
+"""What is computed of one micro-batch: loss, weight, gradients and logs."""
 
+import functools
 import inspect
 
 import keras
@@ -7,6 +8,7 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.batch_norms import trained_norms
+from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch.split import count_samples
 from accumodel._micro_batch.step import current_step
@@ -17,6 +19,33 @@ def call_compute_loss(function, x, y, y_pred, sample_weight, training=True):
     takes_training = "training" in inspect.signature(function).parameters
     arguments = {"training": training} if takes_training else {}
     return function(x, y, y_pred, sample_weight, **arguments)
+
+
+def forward(model, training, x, y, sample_weight):
+    """Returns the outputs of a model, and its loss."""
+    y_pred = private_names.call_model(model, x, training=training)
+    data = x, y, y_pred, sample_weight
+    return y_pred, call_compute_loss(model.compute_loss, *data, training)
+
+
+def differentiate(plan, data, compute, sources=()):
+    """Computes the gradients of a loss, which `compute` returns, after outputs.
+
+    Returns those of the trainable variables and of the sources, the weight, and
+    a function that updates the metrics and returns the logs.
+    """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    model = plan.model
+    with tf.GradientTape() as tape:
+        tape.watch(sources)
+        y_pred, loss = compute(x, y, sample_weight)
+        step = (plan, x, y, y_pred, sample_weight, loss)
+        own_weight = weigh(*step)
+        shared_loss, weight = share(plan, loss, own_weight)
+        build_optimizer(model)
+        scaled_loss = model.optimizer.scale_loss(shared_loss)
+    gradients = tape.gradient(scaled_loss, [model.trainable_variables, sources])
+    return gradients, weight, functools.partial(log, *step, weight=own_weight)
 
 
 def weigh(plan, x, y, y_pred, sample_weight, loss):
@@ -79,14 +108,10 @@ def log(plan, x, y, y_pred, sample_weight, loss, weight):
 
 def test(plan, data):
     """Does what Keras's `test_step` does, with a micro-batch."""
-    model = plan.model
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = private_names.call_model(model, x, training=False)
-    loss = call_compute_loss(
-        model.compute_loss, x, y, y_pred, sample_weight, training=False
-    )
-    weight = weigh(plan, x, y, y_pred, sample_weight, loss)
-    return log(plan, x, y, y_pred, sample_weight, loss, weight)
+    y_pred, loss = forward(plan.model, False, x, y, sample_weight)
+    step = (plan, x, y, y_pred, sample_weight, loss)
+    return log(*step, weigh(*step))
 
 
 def _loss_of_batch(loss, samples):

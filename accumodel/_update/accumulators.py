@@ -203,17 +203,6 @@ def _warn_of_dropped(pending, name, otherwise=""):
     )
 
 
-def build_optimizer(model):
-    """Builds the optimizer, unless it is.
-
-    Before it scales the loss, and outside of the trace: inside one, some
-    optimizers lose the initial values of their slots.
-    """
-    if not model.optimizer.built and model.trainable_variables:
-        with tf.init_scope(), scope_of(model.distribute_strategy):
-            model.optimizer.build(model.trainable_variables)
-
-
 def build_accumulator(model, options):
     """Makes the model's own accumulator, unless it has one."""
     if model._gradient_accumulator is not None or not model.trainable_variables:

@@ -45,7 +45,6 @@ from accumodel._micro_batch.split import (
     first_leaf,
 )
 from accumodel._micro_batch.step import one_step
-from accumodel._update.accumulators import build_optimizer
 from accumodel._whole_batch import arrays, sync_batch_norm
 from accumodel._whole_batch.graph import ModelGraph
 
@@ -409,35 +408,25 @@ def _differentiate(plan, states, data, whole):
         losses; the weight of the fed batch; and a function that updates the
         metrics and returns the logs.
     """
-    model = plan.model
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     sources = tf.nest.flatten([whole.outputs, whole.losses])
     places = [i for i, each in enumerate(sources) if _has_gradient(each)]
     watched = [sources[i] for i in places]
-    with tf.GradientTape() as tape:
-        tape.watch(watched)
-        loss = _compute_loss(
-            model, states, x, y, sample_weight, whole, training=True
-        )
-        step = (plan, x, y, whole.outputs, sample_weight, loss)
-        own_weight = outcome.weigh(*step)
-        shared_loss, weight = outcome.share(plan, loss, own_weight)
-        build_optimizer(model)
-        scaled_loss = model.optimizer.scale_loss(shared_loss)
-    own, gradients = tape.gradient(
-        scaled_loss, [model.trainable_variables, watched]
+
+    def compute(*data):
+        loss = _compute_loss(plan.model, states, *data, whole, training=True)
+        return whole.outputs, loss
+
+    (own, gradients), weight, log = outcome.differentiate(
+        plan, data, compute, watched
     )
     cache = [None] * len(sources)
     for i, gradient in zip(places, gradients, strict=True):
         if gradient is not None:  # some are `tf.IndexedSlices`
             cache[i] = tf.convert_to_tensor(gradient)
-    samples = count_samples((x, y))
-    log = functools.partial(outcome.log, *step, samples)
+    samples = count_samples(data)
+    log = functools.partial(log, weight=samples)
     if "compute_loss" in plan.overridden:
         weight, own = _as_keras(weight, own, samples)
-    # Regularizers do not depend on the data: see `GradientAccumulator._waits`.
-    with tf.control_dependencies([loss]):
-        own = arrays.map_present(tf.identity, own, expand_composites=True)
     return own, cache, weight, log
 
 
