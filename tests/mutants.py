@@ -313,8 +313,8 @@ MUTANTS = [
     Mutant(
         "the gradients of the loss itself count again",
         "_whole_batch/stages.py",
-        "may_begin=not self.has_begun",
-        "may_begin=True",
+        "add(own, share=share, may_begin=may_begin)",
+        "add(own, share=share, may_begin=True)",
         "test_gradient_cache.py",
     ),
     Mutant(
@@ -376,8 +376,8 @@ MUTANTS = [
     Mutant(
         "a gradient runs before what it needs is there",
         "_whole_batch/graph.py",
-        "if self._has(end - position, needed):",
-        "if True:",
+        "            if all(\n",
+        "            if True or all(\n",
         "test_sync_batch_norm.py",
     ),
     Mutant(
@@ -404,7 +404,7 @@ MUTANTS = [
     Mutant(
         "statistics of a layer's own are not seen",
         "_whole_batch/sync_batch_norm.py",
-        "own = {key for key, value in new.items() if not is_of_batch(value)}",
+        "own = {key for key, value in new if not graph.is_of_batch(value)}",
         "own = set()",
         "test_sync_batch_norm.py",
     ),
@@ -418,7 +418,7 @@ MUTANTS = [
     Mutant(
         "a normalization that is rematerialized is not seen",
         "_whole_batch/sync_batch_norm.py",
-        "return hooks.replaced_moments(refuse)",
+        "return self._replaced(refuse)",
         "return contextlib.nullcontext()",
         "test_sync_batch_norm.py",
     ),
@@ -733,7 +733,7 @@ MUTANTS = [
     Mutant(
         "pairs of samples are joined",
         "_whole_batch/stages.py",
-        "    arrays.check_no_pairs(plan, parts, graph.outputs)\n",
+        "    checks.check_no_pairs(plan, parts.data, graph.outputs)\n",
         "",
         "test_refused_or_warned.py",
     ),
@@ -977,8 +977,8 @@ MUTANTS = [
     ),
     Mutant(
         "slices are drawn twice",
-        "_whole_batch/stages.py",
-        "    if received:\n",
+        "_whole_batch/checks.py",
+        "    if drawn:\n",
         "    if False:\n",
         "test_random.py",
     ),

@@ -30,6 +30,7 @@ from accumodel._update.accumulators import (
     Accumulators,
     build_accumulator,
 )
+from accumodel._whole_batch.checks import check_whole_batch
 
 # What a step does otherwise if the user's model has its own.
 _OVERRIDABLE = (
@@ -96,7 +97,7 @@ class Accumulation:
         model = self.model
         try:
             options = Options(**own)
-            checks.check_whole_batch(model, options)
+            check_whole_batch(model, options)
             checks.check_trim_padding(model, options)
             accumulates = options.accumulates or any(map(self.overrides, HOOKS))
             super_compile(*args, **kwargs)
@@ -240,7 +241,7 @@ class Accumulation:
         value = checks.check_micro_batch_size(value)
         checks.check_compiled(model, "micro_batch_size")
         options = dataclasses.replace(self.options, micro_batch_size=value)
-        checks.check_whole_batch(model, options)
+        check_whole_batch(model, options)
         checks.check_trim_padding(model, options)
         if value is not None:
             checks.check_can_accumulate(model, options)

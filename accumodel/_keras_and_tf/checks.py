@@ -99,41 +99,6 @@ def check_trim_padding(model, options):
         )
 
 
-def check_whole_batch(model, options):
-    """Refuses what `gradient_cache` and `sync_batch_norm` cannot go with."""
-    for name in ("gradient_cache", "sync_batch_norm"):
-        value = getattr(options, name)
-        if not isinstance(value, bool):
-            raise TypeError(
-                f"`{name}` must be a bool. Received: {name}={value!r}"
-            )
-        if value:
-            _check_whole_batch(model, options, name)
-
-
-def _check_whole_batch(model, options, name):
-    if options.micro_batch_size is None:
-        raise ValueError(
-            f"`{name}=True` is for batches that are split into micro-batches: "
-            "pass `micro_batch_size` as well. Received: micro_batch_size=None"
-        )
-    if options.skip_nonfinite:
-        raise ValueError(
-            f"`skip_nonfinite=True` cannot be combined with `{name}=True`: no "
-            "micro-batch can be left out of what is computed from the whole "
-            "batch. Remove one of them. "
-            f"Received: skip_nonfinite={options.skip_nonfinite}"
-        )
-    for method in ("compute_gradients", "train_step", "accumulate_gradients"):
-        if overrides(model, method):
-            raise ValueError(
-                f"`{name}=True` cannot be used with a custom `{method}`, which "
-                "it would not call: it computes the loss without the gradients "
-                "of the model. Override `compute_loss` instead. "
-                f"Received: a model of {type(model).__name__}"
-            )
-
-
 def overrides(model, name):
     """Whether a model has a method that is not Keras's or accumodel's.
 

@@ -1,30 +1,37 @@
 """What all micro-batches make, each tensor in a `tf.TensorArray`."""
 
-import keras
+import contextlib
+
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
-from accumodel._micro_batch.assignments import Recorder, random_state
 from accumodel._micro_batch.loop import for_each
 from accumodel._micro_batch.split import on_host
 
 
-def collect(run_part, parts, is_apart=False):
+def collect(run_part, parts, draws=None, is_apart=False):
     """Runs all parts. Returns what they make, an array for each tensor.
 
-    With `is_apart`, TensorFlow prepares the loop by itself.
+    `draws` is `None` if they draw no random numbers. With `is_apart`,
+    TensorFlow prepares the loop by itself.
     """
     made = arrays = None
+
+    def run(i):
+        scope = parts.draws_of(draws, i) if draws else contextlib.nullcontext()
+        with scope:
+            return run_part(i)
+
     if not tf.executing_eagerly():
         # Traced before the loop, which must know what there will be.
-        function = tf.function(lambda i: run_part(i), autograph=False)
-        run_part = function.get_concrete_function(tf.TensorSpec((), tf.int64))
-        made = run_part.structured_outputs
+        function = tf.function(run, autograph=False)
+        run = function.get_concrete_function(tf.TensorSpec((), tf.int64))
+        made = run.structured_outputs
         arrays = _make_arrays(made, parts.count)
 
     def body(i, arrays):
         nonlocal made
-        made = run_part(i)
+        made = run(i)
         arrays = arrays or _make_arrays(made, parts.count)
         with on_host():
             written = [
@@ -48,9 +55,6 @@ def set_apart(end):
     With the hundred loops of a large model, this takes a quarter off the time
     of the first step. A loop that is apart runs on one device, and its data
     may be on another if there is a GPU: nothing is done then.
-
-    Args:
-        end: A tensor that the loop returns.
     """
     if end.op.type not in ("While", "StatelessWhile"):
         raise RuntimeError(
@@ -64,12 +68,18 @@ def set_apart(end):
 
 def _make_arrays(made, parts):
     """Returns an array of all parts for each tensor that one makes."""
+
+    def shape_of_all(leaf):
+        if tf.executing_eagerly() and leaf.shape.rank:
+            return [None, *leaf.shape[1:]]
+        return leaf.shape
+
     with on_host():
         return [
             tf.TensorArray(
                 leaf.dtype,
                 tf.cast(parts, tf.int32),
-                element_shape=_shape_of_all(leaf),
+                element_shape=shape_of_all(leaf),
                 infer_shape=False,
                 clear_after_read=False,
             )
@@ -77,14 +87,7 @@ def _make_arrays(made, parts):
         ]
 
 
-def _shape_of_all(leaf):
-    """Returns what is known of the shape of this tensor in all parts."""
-    if tf.executing_eagerly() and leaf.shape.rank:
-        return [None, *leaf.shape[1:]]
-    return leaf.shape
-
-
-def read(i, array):
+def read(array, i):
     with on_host():
         return array.read(tf.cast(i, tf.int32))
 
@@ -112,57 +115,3 @@ def map_present(function, nested, expand_composites=False):
 
 def _tensors(nested):
     return [leaf for leaf in tf.nest.flatten(nested) if leaf is not None]
-
-
-def check_no_pairs(plan, parts, outputs):
-    """Raises if another axis of an output grows with the samples.
-
-    Such as the similarities of all pairs of samples: those of two parts would
-    be missing.
-    """
-    x, *_ = keras.utils.unpack_x_y_sample_weight(parts.data)
-    is_suspect = any(
-        size is None
-        for output in tf.nest.flatten(outputs)
-        if output is not None
-        for size in output.shape[1:]
-    )
-    if (
-        not is_suspect
-        or "slice_data" in plan.overridden
-        or not all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(x))
-    ):
-        return
-    for two, three in zip(
-        _shapes_of(plan.model, x, 2),
-        _shapes_of(plan.model, x, 3),
-        strict=True,
-    ):
-        if None not in (two.rank, three.rank) and any(
-            a is not None and b is not None and a != b
-            for a, b in zip(two[1:], three[1:], strict=True)
-        ):
-            raise ValueError(
-                "The model computes something for pairs of samples, and no "
-                "micro-batch has the pairs of two micro-batches. Return the "
-                "embeddings, and compute the similarities in `compute_loss`, "
-                "with `gradient_cache=True`. Received: an output of shape "
-                f"{two} for 2 samples, and {three} for 3"
-            )
-
-
-def _shapes_of(model, x, samples):
-    """Returns the shapes of the outputs for a number of samples."""
-
-    def call(x):
-        with Recorder(lambda variable: None):
-            outputs = private_names.call_model(model, x, training=False)
-        return [each for each in tf.nest.flatten(outputs) if each is not None]
-
-    specs = tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec([samples, *leaf.shape[1:]], leaf.dtype), x
-    )
-    state = random_state()
-    traced = tf.function(call, autograph=False).get_concrete_function(specs)
-    random_state(state)
-    return [each.shape for each in traced.structured_outputs]

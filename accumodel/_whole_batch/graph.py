@@ -1,19 +1,16 @@
 """The forward pass of a model as a graph, and its gradient, cut into parts.
 
-A normalization needs the mean and the variance of all samples before the first
-of them can go on. TensorFlow traces the model once, whatever it is made of:
-layers, blocks, subclassed models. In this graph a normalization notes its
-moments, and goes on from a placeholder for the statistics of the batch. So each
-operation has a stage: the largest of those that it needs, and one more behind
-the statistics of a normalization.
+A normalization notes its moments, and goes on from a placeholder for the
+statistics of the batch. So each operation has a stage: the largest of those
+that it needs, and one more behind the statistics of a normalization.
 
     stage 0:  x, conv, moments                 keeps conv
     stage 1:  statistics, conv, moments        takes conv, keeps its own
     stage 2:  statistics, outputs              takes what stage 1 keeps
 
-TensorFlow adds the gradient to the same graph, from placeholders for that of
-the loss by the outputs, and by the moments. It is cut in the same way, from the
-last stage to the first:
+The gradient is added to the same graph, from placeholders for that of the loss
+by the outputs, and by the moments. It is cut in the same way, from the last
+stage to the first:
 
     stage 2:  from the outputs to the statistics and to what stage 1 keeps
     stage 1:  from its moments and what it keeps to ...
@@ -50,37 +47,16 @@ _READS = (
 
 
 class ModelGraph:
-    """The forward pass for a micro-batch, and its gradient.
-
-    Args:
-        plan: The `Plan`.
-        x: Nested `tf.TypeSpec`s, the inputs of the model.
-        is_training: Bool.
-
-    Attributes:
-        graph: The graph.
-        definition: The `GraphDef` of the graph, as far as it is made.
-        inputs: List of the placeholders of the inputs.
-        norms: List of the `Norm`s, in the order in which they are called.
-        outputs: Nested tensors, what the model returns.
-        masks: List of the Keras masks of the flat outputs, or `None`.
-        losses: List of what `add_loss` was given: tensors of shape
-            `(samples, ...)`, or scalars, which count as means over samples.
-        owners: List of the layers that these losses belong to.
-        forward: List of the parts of the forward pass, the stages.
-        moves: `Part` that makes the new values of the variables `moved`.
-        moved: List of variables of normalizations.
-        assigned: Dict of the variables that it assigns, by their ids.
-        captured: Dict of what the graph takes from outside, by the name of its
-            placeholder.
-    """
+    """The forward pass for a micro-batch of inputs `x`, and its gradient."""
 
     def __init__(self, plan, x, is_training):
         self.model = plan.model
         self._plan, self._is_training = plan, is_training
+        # The variables that it assigns, by their ids.
         self.assigned = plan.assigned["model"]
-        # By the names of operations.
-        self._positions: dict = {}
+        # By the names of operations: the place of its part in the order of all
+        # parts. In the forward pass it is its stage.
+        self.positions: dict = {}
         # Those that depend on the samples of a micro-batch.
         self._of_samples: set = set()
         # Those of the gradient that depend on the forward pass alone, with the
@@ -89,13 +65,12 @@ class ModelGraph:
         # Those that have an effect, in a list for each stage.
         self._effects: dict = {}
         function = tf.function(
-            self._trace,
-            jit_compile=plan.is_compiled,
-            autograph=False,
+            self._trace, jit_compile=plan.is_compiled, autograph=False
         ).get_concrete_function(x)
         self.graph = function.graph
         captured = function.captured_inputs
         placeholders = function.inputs[len(function.inputs) - len(captured) :]
+        # What it takes from outside, by the names of its placeholders.
         names = [each.name for each in placeholders]
         self.captured = dict(zip(names, captured, strict=True))
         self._handles = dict(zip(map(id, captured), placeholders, strict=True))
@@ -109,28 +84,29 @@ class ModelGraph:
         # Here, since TensorFlow traces again if a variable was made.
         splits = self._plan.splits_at_batch_norm
         self._norms = Norms(trained_norms(self.model) if splits else [])
+        self.norms = self._norms.calls
         self._context: typing.Any = private_names.control_flow_context()
-        self.inputs = list(
-            filter(tf.is_tensor, tf.nest.flatten(x, expand_composites=True))
-        )
+        leaves = tf.nest.flatten(x, expand_composites=True)
+        self.inputs = [*filter(tf.is_tensor, leaves)]
         with self._norms.noted(), _Scope(self._record, self._norms) as scope:
             self.outputs = private_names.call_model(
                 self.model, x, self._is_training
             )
             losses = weights.added_losses(self.model)
+            # The layers that these belong to.
             self.owners = _owners(self.model, losses)
-        flat = tf.nest.flatten(self.outputs)
-        self.masks = list(map(private_names.mask_of, flat))
-        self.losses = list(map(_reduced, losses))
-        self._new = {
-            key: scope.state_mapping[key]
-            for key in self._norms.variables
-            if key in scope.state_mapping
-        }
-
-    @property
-    def norms(self):
-        return self._norms.calls
+        # The Keras masks of the flat outputs, or `None`.
+        self.masks = [
+            *map(private_names.mask_of, tf.nest.flatten(self.outputs))
+        ]
+        # What `add_loss` was given: tensors of shape `(samples, ...)`, or
+        # scalars, which count as means over samples.
+        self.losses = [
+            tf.reshape(loss, ()) if weights.is_single(loss, None) else loss
+            for loss in map(tf.convert_to_tensor, losses)
+        ]
+        # What variables of normalizations become, by their ids.
+        self.new = scope.state_mapping
 
     def _record(self, variable):
         self.assigned[id(variable)] = variable
@@ -139,31 +115,28 @@ class ModelGraph:
         """Returns the placeholder of a variable, or `None`."""
         return self._handles.get(id(tf_variable(variable).handle))
 
+    def uses(self, variable):
+        """Returns the operations that take a variable."""
+        handle = self.handle(variable)
+        return [] if handle is None else handle.consumers()
+
     # -- the forward pass ------------------------------------------------------
 
     def cut(self):
-        """Finds the parts of the forward pass.
-
-        Raises:
-            ValueError: If a normalization cannot have the statistics of the
-                batch.
-        """
+        """Finds the parts of the forward pass, one for each stage."""
         self._find_stages()
-        self._norms.check(
-            self._new, self.is_of_batch, self.handle, self._is_training
-        )
-        self.ends = [*tf.nest.flatten(self.outputs), *self.losses]
+        self._norms.check(self, self._is_training)
+        self.ends = tf.nest.flatten([self.outputs, self.losses])
         needed = [each for each in self.ends if each is not None]
         needed += [norm.moments for norm in self.norms]
-        stages = [self.position(each.op) for each in needed]
-        # Of the last stage, after which the gradient begins.
+        stages = [self.positions[each.op.name] for each in needed]
+        # The last stage, after which the gradient begins.
         self._last = max([0, *self._effects, *stages])
 
         def make(stage):
-            is_last = stage == self._last
+            ends = self.outputs, self.masks, self.losses
             return {
-                "ends": self.ends if is_last else [],
-                "masks": self.masks if is_last else [],
+                "ends": ends if stage == self._last else (),
                 "moments": [norm.moments for norm in self.norms_of(stage)],
             }
 
@@ -171,8 +144,8 @@ class ModelGraph:
         self._takes = [
             {each.name for each in part.takes} for part in self.forward
         ]
-        self.moved = [self._norms.variables[key] for key in self._new]
-        self.moves = Part(self, self._last, [*self._new.values()])
+        self.moved = [self._norms.variables[key] for key in self.new]
+        self.moves = Part(self, self._last, [*self.new.values()])
 
     def _find_stages(self):
         """Finds the stage of each operation, and which depend on samples."""
@@ -183,10 +156,10 @@ class ModelGraph:
         for op in self.graph.get_operations():
             before = [each.op.name for each in op.inputs]
             before += [each.name for each in op.control_inputs]
-            stage = max((self._positions[each] for each in before), default=0)
+            stage = max((self.positions[each] for each in before), default=0)
             if op.name in noted:
-                stage = self.position(noted[op.name].op) + 1
-            self._positions[op.name] = stage
+                stage = self.positions[noted[op.name].op.name] + 1
+            self.positions[op.name] = stage
             is_pinned = op.name in inputs
             if private_names.is_stateful(op.type):
                 is_read = op.type.startswith(_READS)
@@ -204,12 +177,12 @@ class ModelGraph:
         parts: list = []
         takes: dict = {}
         for position in reversed(positions):
-            keeps = [
+            makes = make(position)
+            makes["keeps"] = [
                 each
                 for each in takes.values()
-                if self.position(each.op) == position
+                if self.positions[each.op.name] == position
             ]
-            makes = make(position) | {"keeps": keeps}
             effects = self._effects.get(self.stage_at(position), [])
             parts.insert(0, Part(self, position, makes, effects))
             takes |= {each.name: each for each in parts[0].takes}
@@ -220,15 +193,8 @@ class ModelGraph:
         return [
             norm
             for norm in self.norms
-            if self.position(norm.moments.op) == stage
+            if self.positions[norm.moments.op.name] == stage
         ]
-
-    def position(self, op):
-        """Returns the place of an operation's part in the order of all parts.
-
-        In the forward pass it is its stage.
-        """
-        return self._positions[op.name]
 
     def stage_at(self, position):
         """Returns the stage of a part, by its place in the order of all."""
@@ -243,26 +209,19 @@ class ModelGraph:
         op = tensor.op
         if self.is_of_batch(tensor) or op.name in self._again:
             return False
-        made = self.position(op)
+        made = self.positions[op.name]
         if made > self._last:
             return made < position
         return made < self.stage_at(position) and not _is_cast(op)
 
     # -- its gradient ----------------------------------------------------------
 
-    def differentiate(self, is_given):
-        """Adds the gradient.
+    def differentiate(self, ends):
+        """Adds the gradient of some of the `ends`.
 
-        Args:
-            is_given: List of bools. Whether there is a gradient of the loss by
-                each of the `ends`.
-
-        Returns:
-            Tuple of the placeholders of these gradients, and of the list of the
-            parts of the gradient, in which they run.
+        Returns the placeholders of the gradients of the loss by them, and the
+        parts of the gradient, in the order in which they run.
         """
-        pairs = zip(self.ends, is_given, strict=True)
-        ends = [each for each, is_one in pairs if is_one]
         variables = [*map(self._reads, self.model.trainable_variables)]
         reads = [each for of_one in variables for each in of_one]
         with (
@@ -284,71 +243,66 @@ class ModelGraph:
             )
         self.definition = self.graph.as_graph_def()
         self._find_positions(given)
-        found = iter(found)
-        own = [[next(found) for _ in of_one] for of_one in variables]
-        names = [norm.statistics.name for norm in self.norms]
-        by_statistics = dict(zip(names, found, strict=True))
-        for norm, each in zip(self.norms, by_statistics.values(), strict=True):
-            if (self._made_at(each) or 0) >= self.position(norm.given.op):
+        positions = [*map(self._made_at, found)]
+        of_norms = positions[len(reads) :]
+        for norm, position in zip(self.norms, of_norms, strict=True):
+            if (position or 0) >= self.positions[norm.given.op.name]:
                 _give_up(norm.layer)
 
         def make(position):
-            def pick(each):
-                return each if self._made_at(each) == position else None
-
-            picked = {name: pick(each) for name, each in by_statistics.items()}
+            made = iter(
+                each if made_at == position else None
+                for each, made_at in zip(found, positions, strict=True)
+            )
             return {
-                "own": [[*map(pick, of_one)] for of_one in own],
+                "own": [[next(made) for _ in of_one] for of_one in variables],
                 "by_statistics": {
-                    name: each
-                    for name, each in picked.items()
+                    norm.statistics.name: each
+                    for norm, each in zip(self.norms, made, strict=True)
                     if each is not None
                 },
             }
 
-        positions = range(self._last + 1, 2 * self._last + 2)
-        return given, self._make_parts(positions, make)
+        after = range(self._last + 1, 2 * self._last + 2)
+        return given, self._make_parts(after, make)
 
     def _reads(self, variable):
         """Returns the tensors that are a variable, each time it is read."""
-        handle = self.handle(variable)
-        if handle is None:
-            return []
-        uses = handle.consumers()
+        uses = self.uses(variable)
         reads = [op.outputs[0] for op in uses if op.type == "ReadVariableOp"]
-        return reads if len(reads) == len(uses) else [*reads, handle]
+        others = len(reads) < len(uses)
+        return [*reads, self.handle(variable)] if others else reads
 
     def _made_at(self, gradient):
         """Returns the position of the part that makes a gradient, or `None`."""
         if gradient is None:
             return None
         flat = tf.nest.flatten(gradient, expand_composites=True)
-        positions = [self.position(each.op) for each in flat]
+        positions = [self.positions[each.op.name] for each in flat]
         return max(self._last + 1, *positions)
 
     def _find_positions(self, given):
         """Finds the part in which each operation of the gradient runs."""
-        end = 2 * self._last + 1
+        first, end = self._last + 1, 2 * self._last + 1
         for each in given:
             self._of_samples.add(each.op.name)
-            self._positions[each.op.name] = self._last + 1
+            self.positions[each.op.name] = first
         for norm in self.norms:
-            stage = self.position(norm.moments.op)
-            self._positions[norm.given.op.name] = end - stage
+            stage = self.positions[norm.moments.op.name]
+            self.positions[norm.given.op.name] = end - stage
         for op in self.graph.get_operations():
-            if op.name not in self._positions:
-                self._positions[op.name] = self._find_position(op)
+            if op.name not in self.positions:
+                self.positions[op.name] = self._find_position(op, first, end)
 
-    def _find_position(self, op):
+    def _find_position(self, op, first, end):
         """Returns the first part that has what an operation needs."""
-        first, end = self._last + 1, 2 * self._last + 1
         waits = [each for c in op.control_inputs for each in c.outputs[:1]]
         before = [*op.inputs, *waits]
         if not all(map(self.is_of_batch, before)):
             self._of_samples.add(op.name)
         needed = {e.name: e for each in before for e in self._bases(each)}
         positions = [
-            self.position(each.op)
+            self.positions[each.op.name]
             for each in before
             if each.op.name not in self._again
         ]
@@ -356,7 +310,12 @@ class ModelGraph:
         if is_again:
             self._again[op.name] = [*needed.values()]
         for position in range(max([first, *positions]), end + 1):
-            if self._has(end - position, needed):
+            stage = end - position
+            if all(
+                self.positions[each.op.name] == stage
+                or name in self._takes[stage]
+                for name, each in needed.items()
+            ):
                 return position
         if not is_again:
             _give_up(op)
@@ -369,16 +328,9 @@ class ModelGraph:
             return []
         if op.name in self._again:
             return self._again[op.name]
-        if self.position(op) > self._last:
+        if self.positions[op.name] > self._last:
             return []
         return self._bases(op.inputs[0]) if _is_cast(op) else [tensor]
-
-    def _has(self, stage, tensors):
-        """Whether a stage makes or takes all of these."""
-        return all(
-            self.position(each.op) == stage or name in self._takes[stage]
-            for name, each in tensors.items()
-        )
 
 
 class _Scope(Recorder):
@@ -400,14 +352,11 @@ class _Scope(Recorder):
 @contextlib.contextmanager
 def _entered(context):
     """While it is open, gradients of loops are made as `context` says."""
-    if context is None:
+    with contextlib.ExitStack() as stack:
+        if context is not None:
+            context.Enter()
+            stack.callback(context.Exit)
         yield
-        return
-    context.Enter()
-    try:
-        yield
-    finally:
-        context.Exit()
 
 
 def _is_cast(op):
@@ -428,16 +377,8 @@ def _owners(model, losses):
     if not losses:
         return []
     layers = [model, *private_names.flat_layers(model)]
-    # Regularizers are computed each time that a layer is asked.
-    held = {id(layer): [*map(id, layer.losses)] for layer in layers}
-    layers.sort(key=lambda layer: len(private_names.flat_layers(layer)))
-    return [
-        next(layer for layer in layers if id(loss) in held[id(layer)])
-        for loss in losses
-    ]
-
-
-def _reduced(loss):
-    """Returns one that counts as a mean over samples as a scalar."""
-    loss = tf.convert_to_tensor(loss)
-    return tf.reshape(loss, ()) if weights.is_single(loss, None) else loss
+    layers.sort(key=lambda layer: -len(private_names.flat_layers(layer)))
+    owners: dict = {}
+    for layer in layers:
+        owners |= dict.fromkeys(map(id, layer.losses), layer)
+    return [owners[id(loss)] for loss in losses]

@@ -28,80 +28,46 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names, replicas
+from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import loop, outcome
-from accumodel._micro_batch.assignments import (
-    Recorder,
-    States,
-    check_assignments,
-    is_random,
-    nodes_of,
-)
+from accumodel._micro_batch.assignments import Recorder, States
 from accumodel._micro_batch.random_numbers import Draws
-from accumodel._micro_batch.split import (
-    MicroBatches,
-    as_tensors,
-    count_samples,
-    first_leaf,
-)
+from accumodel._micro_batch.split import MicroBatches, as_tensors, first_leaf
 from accumodel._micro_batch.step import one_step
-from accumodel._whole_batch import arrays, sync_batch_norm
+from accumodel._whole_batch import arrays, checks, sync_batch_norm
 from accumodel._whole_batch.graph import ModelGraph
-
-_OTHER_AXIS = (
-    "With `{}=True`, the first axis of each output of the model must be that "
-    "of the samples. Compute what all samples share in `compute_loss`, such as "
-    "the temperature of a contrastive loss."
-)
-
-
-class Whole(typing.NamedTuple):
-    """What a model makes of a whole batch.
-
-    Args:
-        outputs: Nested tensors of shapes `(samples, ...)`, or `None`.
-        masks: List of the Keras masks of the flat outputs, or `None`.
-        losses: List of what `add_loss` was given: tensors of shape
-            `(samples, ...)`, or scalars, which count as means over samples.
-        owners: List of the layers that these losses belong to.
-    """
-
-    outputs: typing.Any
-    masks: list
-    losses: list
-    owners: list
 
 
 def train(plan, fed_batch, data):
     """Trains on one fed batch, which the caller ends. Returns the logs."""
-    model = plan.model
     data = as_tensors(data)
     parts = MicroBatches(plan, data)
-    run = _Run(plan, parts, _trace(plan, parts, is_training=True))
+    run = _Run(plan, parts, is_training=True)
     # What is assigned between the two passes, which the second does not see.
     states = States(plan.assigned["loss"])
-    whole = run.forward(states)
+    made = run.forward(states)
     with one_step(plan, data, fed_batch):
-        own, cache, weight, log = _differentiate(plan, states, data, whole)
-        if not model.trainable_variables:
-            model.accumulate_gradients([])  # says so
+        own, cache, weight, log = _differentiate(plan, parts, states, *made)
+        has_own = _is_any(own)
+        if not (own and (cache or has_own)):
+            plan.model.accumulate_gradients(own)  # says what is wrong
             return log()
-        is_cached = any(each is not None for each in cache)
-        if not is_cached and all(each is None for each in own):
-            model.accumulate_gradients(own)  # says what is wrong
-    adder = _GradientSink(plan, fed_batch, weight)
-    if is_cached:
+    add = functools.partial(
+        fed_batch.accumulate, plan.ready_accumulator(), weight=weight
+    )
+    may_begin = True
+    if cache:
         with states.rolled_back():
-            run.backward(cache, adder)
+            may_begin = run.backward(cache, fed_batch, add)
     if plan.splits_at_batch_norm and not tf.executing_eagerly():
         # The graph of a large model, which TensorFlow does not need any more,
         # takes 50 MB and is in circles.
         del run
         gc.collect()
-    # Nothing else adds to the total if the loss does not use the outputs.
     with one_step(plan, data, fed_batch):
-        adder.add(own, 1.0)
-    with one_step(plan, data):
+        if has_own:
+            add(own, may_begin=may_begin)
         return log()
 
 
@@ -110,37 +76,35 @@ def test(plan, data):
     data = as_tensors(data)
     parts = MicroBatches(plan, data)
     states = States({})
-    run = _Run(plan, parts, _trace(plan, parts, is_training=False))
-    whole = run.forward(states)
+    made = _Run(plan, parts, is_training=False).forward(states)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with one_step(plan, data):
-        loss = _compute_loss(
-            plan.model, states, x, y, sample_weight, whole, training=False
+        outputs, loss = _compute_loss(
+            plan.model, states, *made, False, x, y, sample_weight
         )
-    samples = count_samples((x, y))
-    step = (plan, x, y, whole.outputs, sample_weight, loss, samples)
-    return outcome.log(*step)
+    step = (plan, x, y, outputs, sample_weight, loss)
+    return outcome.log(*step, weight=parts.samples)
 
 
 def _trace(plan, parts, is_training):
     """Returns the `ModelGraph` of a micro-batch."""
-    x: typing.Any = None
+    specs: typing.Any = None
 
     def slice_one(i):
-        nonlocal x
+        nonlocal specs
         x, *_ = keras.utils.unpack_x_y_sample_weight(parts.data_of(i))
+        specs = tf.nest.map_structure(
+            lambda leaf: (
+                tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
+            ),
+            x,
+        )
 
     # In a function, where the number of samples is not known.
     function = tf.function(slice_one, autograph=False)
     sliced = function.get_concrete_function(tf.TensorSpec((), tf.int64))
     if is_training:
-        _check_slices_repeat(plan, sliced.graph)
-    specs = tf.nest.map_structure(
-        lambda leaf: (
-            tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
-        ),
-        x,
-    )
+        checks.check_slices_repeat(plan, sliced.graph)
     draws = Draws(plan)
     with (
         one_step(plan, specs, is_compiled=plan.is_compiled),
@@ -148,25 +112,25 @@ def _trace(plan, parts, is_training):
     ):
         graph = ModelGraph(plan, specs, is_training)
     draws.check(graph.graph)
-    _check_outputs(plan, graph)
+    checks.check_outputs(plan, graph)
     if is_training:
-        _check_can_repeat(plan, graph.definition)
+        checks.check_can_repeat(plan, graph.definition)
     graph.cut()
-    arrays.check_no_pairs(plan, parts, graph.outputs)
+    checks.check_no_pairs(plan, parts.data, graph.outputs)
     return graph
 
 
 class _Run:
-    """The parts of a `ModelGraph` in one step, each for all micro-batches."""
+    """All micro-batches of a fed batch, through the parts of a `ModelGraph`."""
 
-    def __init__(self, plan, parts, graph):
-        self._plan, self._parts, self._graph = plan, parts, graph
+    def __init__(self, plan, parts, is_training):
+        self._plan, self._parts = plan, parts
+        self._graph = _trace(plan, parts, is_training)
         # By the name of a tensor of the graph, a function of the number of a
         # micro-batch.
         self._values: dict = {}
-        # Of each stage: what it assigns, and how its moments are joined.
-        self._states: list = []
-        self._joined: list = []
+        # What the backward pass needs of each stage.
+        self._stages: list = []
 
     def _values_of(self, part, i):
         """Returns what a part is called with for the i-th micro-batch."""
@@ -181,47 +145,42 @@ class _Run:
     def _collect(self, part, run_part, is_apart=True):
         """Calls a function, which runs a part, for each micro-batch.
 
-        Returns what it makes, each in an array.
+        Keeps what other parts take, and returns what it makes, in arrays.
         """
-        draws = Draws(self._plan, part.assigned)
-
-        def draw_and_run(i):
-            with self._parts.draws_of(draws, i):
-                return run_part(i)
-
         may_draw = part.assigned or part.reads(self._plan.rows)
+        draws = Draws(self._plan, part.assigned) if may_draw else None
         # A model with many loops takes long to prepare.
-        is_apart = is_apart and len(self._graph.forward) > 1
-        return arrays.collect(
-            draw_and_run if may_draw else run_part, self._parts, is_apart
-        )
-
-    def _keep(self, part, arrays_of_kept):
-        for each, array in zip(
-            part.makes["keeps"], arrays_of_kept, strict=True
-        ):
-            self._values[each.name] = functools.partial(
-                arrays.read, array=array
-            )
+        is_apart &= len(self._graph.forward) > 1
+        made = arrays.collect(run_part, self._parts, draws, is_apart)
+        for each, array in zip(part.makes["keeps"], made["keeps"], strict=True):
+            self._values[each.name] = functools.partial(arrays.read, array)
+        return made
 
     # -- 1. Forward, one micro-batch at a time ---------------------------------
 
     def forward(self, states):
-        """Runs all stages. Returns the `Whole` of the batch.
+        """Runs all stages, and moves averages, which `states` records.
 
-        `states` records the variables of normalizations, which it moves.
+        Returns the outputs, with their masks, and a list of pairs: layers and
+        what `add_loss` was given.
         """
-        for part in self._graph.forward:
+        graph = self._graph
+        for part in graph.forward:
             made = self._run_stage(part)
-        self._move_averages(states)
-        join = functools.partial(
-            arrays.join, first_leaf(self._parts.data).shape[0]
+        values = graph.moves(self._values_of(graph.moves, None))
+        for variable, value in zip(graph.moved, values, strict=True):
+            # If a stage reads it, then as it was.
+            if any(part.reads(variable) for part in graph.forward):
+                states.record(variable)
+            variable.assign(value)
+        samples = first_leaf(self._parts.data).shape[0]
+        outputs, masks, losses = arrays.map_present(
+            functools.partial(arrays.join, samples), made["ends"]
         )
-        ends = arrays.map_present(join, made["ends"])
-        masks = arrays.map_present(join, made["masks"])
-        outputs, losses = ends[: len(masks)], ends[len(masks) :]
-        outputs = tf.nest.pack_sequence_as(self._graph.outputs, outputs)
-        return Whole(outputs, masks, losses, self._graph.owners)
+        for output, mask in zip(tf.nest.flatten(outputs), masks, strict=True):
+            if mask is not None:
+                private_names.set_mask(output, mask)
+        return outputs, [*zip(graph.owners, losses, strict=True)]
 
     def _run_stage(self, part):
         plan, parts = self._plan, self._parts
@@ -229,121 +188,83 @@ class _Run:
         # Nothing may change in a run without data, see `loop`.
         with tf.control_dependencies([parts.samples]):
             states.save()
-        self._states.append(states)
         step = loop.make_step(plan, part)
 
         def run_part(i):
+            def check(leaf):
+                if leaf.shape.rank:
+                    return checks.with_length(plan, parts, i, leaf)
+                return _scale(leaf, parts.share(i))  # a mean over samples
+
             made = step(self._values_of(part, i))
-            check = functools.partial(_with_length, plan, parts, i)
-            rows = {key: made[key] for key in ("ends", "masks")}
-            return made | arrays.map_present(check, rows)
+            return made | {"ends": arrays.map_present(check, made["ends"])}
 
         made = self._collect(part, run_part)
-        self._keep(part, made["keeps"])
         moments = [array.stack() for array in made["moments"]]
         with tf.GradientTape() as tape:
             tape.watch(moments)
             joined = [*map(sync_batch_norm.join, part.norms, moments)]
-        self._joined.append((tape, joined, moments))
         for norm, value in zip(part.norms, joined, strict=True):
-            self._values[norm.statistics.name] = functools.partial(
-                lambda value, i: value, value
-            )
+            self._values[norm.statistics.name] = lambda i, value=value: value
+        self._stages.append((states, tape, joined, moments))
         return made
-
-    def _move_averages(self, states):
-        graph = self._graph
-        values = graph.moves(self._values_of(graph.moves, None))
-        for variable, value in zip(graph.moved, values, strict=True):
-            # If a stage reads it, then as it was.
-            if any(part.reads(variable) for part in graph.forward):
-                states.record(variable)
-            variable.assign(value)
 
     # -- 3. Forward again, and backward ----------------------------------------
 
-    def backward(self, cache, adder):
+    def backward(self, cache, fed_batch, add):
         """Runs all stages backward, and adds the gradients of the variables.
 
-        Args:
-            cache: List of the gradients by the flat outputs and by all losses.
-            adder: `_GradientSink`.
+        Returns whether other gradients may begin the sums.
         """
-        given = [each for each in cache if each is not None]
-        of_ends, parts = self._graph.differentiate(
-            [each is not None for each in cache]
-        )
-        for each, gradient in zip(of_ends, given, strict=True):
-            self._values[each.name] = _part_of(self._parts, gradient)
+        graph = self._graph
+        given, parts = graph.differentiate([graph.ends[i] for i in cache])
+        for each, gradient in zip(given, cache.values(), strict=True):
+            self._values[each.name] = functools.partial(self._cut, gradient)
         by_statistics: dict = {}
+        may_begin = True
         for part in parts:
-            self._join_backward(part, by_statistics)
-            states = self._states.pop()
+            states, tape, joined, moments = self._stages.pop()
+            given = [
+                by_statistics.get(norm.statistics.name, tf.zeros_like(value))
+                for norm, value in zip(part.norms, joined, strict=True)
+            ]
+            by_moments = tape.gradient(joined, moments, given)
+            for norm, rows in zip(part.norms, by_moments, strict=True):
+                self._values[norm.given.name] = rows.__getitem__
             if part.is_empty:  # such as of layers that are frozen
                 continue
             with states.rolled_back():
-                made = self._run_backward(part, adder)
-            adder.end_stage()
-            self._keep(part, made["keeps"])
+                made = self._run_backward(part, fed_batch, add, may_begin)
             for name, array in made["by_statistics"].items():
                 by_statistics[name] = tf.reduce_sum(array.stack(), 0)
+            # What the next stages add to has begun.
+            may_begin &= not any(map(_is_any, part.makes["own"]))
+            fed_batch.cleared.clear()
+        return may_begin
 
-    def _join_backward(self, part, by_statistics):
-        """Computes the gradients by the moments of a stage, of all parts."""
-        tape, joined, moments = self._joined.pop()
-        given = [
-            by_statistics.get(norm.statistics.name, tf.zeros_like(value))
-            for norm, value in zip(part.norms, joined, strict=True)
-        ]
-        gradients = tape.gradient(joined, moments, given) if joined else []
-        for norm, rows in zip(part.norms, gradients, strict=True):
-            self._values[norm.given.name] = rows.__getitem__
-
-    def _run_backward(self, part, adder):
+    def _run_backward(self, part, fed_batch, add, may_begin):
         def replay(arguments):
             values, share = arguments
             made = part(values)
-            adder.add([*map(_total, made.pop("own"))], share)
+            own = [*map(_total, made.pop("own"))]
+            if _is_any(own):
+                add(own, share=share, may_begin=may_begin)
             return made
 
-        step = loop.make_step(self._plan, replay, adder.fed_batch)
+        step = loop.make_step(self._plan, replay, fed_batch)
 
         def run_part(i):
-            share = 0.0 if adder.has_begun else self._parts.share(i)
+            share = self._parts.share(i) if may_begin else 0.0
             return step((self._values_of(part, i), share))
 
         # The condition to begin the sums would hold all gradients.
-        return self._collect(part, run_part, is_apart=adder.has_begun)
+        return self._collect(part, run_part, is_apart=not may_begin)
 
-
-class _GradientSink:
-    """Adds gradients of the variables to the sums, times a fed batch's weight.
-
-    Attributes:
-        has_begun: Bool. Whether a stage has added some.
-    """
-
-    def __init__(self, plan, fed_batch, weight):
-        self.fed_batch = fed_batch
-        self._accumulator = plan.ready_accumulator()
-        self._weight = weight
-        self.has_begun = self._has_added = False
-
-    def add(self, gradients, share):
-        if any(each is not None for each in gradients):
-            self.fed_batch.accumulate(
-                self._accumulator,
-                gradients,
-                self._weight,
-                share=share,
-                may_begin=not self.has_begun,
-            )
-            self._has_added = True
-
-    def end_stage(self):
-        # What the next stages add to has begun.
-        self.has_begun = self._has_added
-        self.fed_batch.cleared.clear()
+    def _cut(self, gradient, i):
+        """Returns the i-th micro-batch's part of a gradient by an output."""
+        if gradient.shape.rank:
+            return gradient[slice(*self._parts.bounds(i))]
+        return _scale(gradient, self._parts.share(i))
 
 
 def _total(gradients):
@@ -354,42 +275,8 @@ def _total(gradients):
     return gradients[0] if gradients else None
 
 
-def _part_of(parts, gradient):
-    """Returns what returns the gradient by a part."""
-    if gradient.shape.rank:
-        return lambda i: gradient[slice(*parts.bounds(i))]
-    return lambda i: _scale(gradient, parts.share(i))
-
-
-def _has_gradient(tensor):
-    return tensor is not None and (
-        tensor.dtype.is_floating or tensor.dtype.is_complex
-    )
-
-
-def _with_length(plan, parts, i, leaf):
-    """Returns a tensor whose rows are seen to be the samples of the part.
-
-    Scalars are means over samples: they are weighed by their number.
-    """
-    if not leaf.shape.rank:
-        return _scale(leaf, parts.share(i))
-    begin, end = parts.bounds(i)
-    samples = end - begin
-    length = tf.shape(leaf, tf.int64)[0]
-    message = _OTHER_AXIS.format(_option(plan))
-    check = tf.raw_ops.Assert(
-        condition=tf.equal(length, samples),
-        data=[message, "length", length, "of samples", samples],
-    )
-    with tf.control_dependencies([check]):
-        return tf.identity(leaf)
-
-
-def _option(plan):
-    """Returns the argument of `compile` that the whole batch is joined for."""
-    is_cache = plan.options.gradient_cache
-    return "gradient_cache" if is_cache else "sync_batch_norm"
+def _is_any(gradients):
+    return any(each is not None for each in gradients)
 
 
 def _scale(value, share):
@@ -399,35 +286,34 @@ def _scale(value, share):
 # -- 2. The loss of the batch --------------------------------------------------
 
 
-def _differentiate(plan, states, data, whole):
+def _differentiate(plan, parts, states, outputs, added):
     """Computes the loss of the batch, and its gradients.
 
-    Returns:
-        Tuple `(own, cache, weight, log)`: the gradients of the trainable
-        variables that the loss itself uses; those of the flat outputs and
-        losses; the weight of the fed batch; and a function that updates the
-        metrics and returns the logs.
+    Returns those of the trainable variables that the loss itself uses; those of
+    the flat outputs and losses in a dict by their places; the weight of the fed
+    batch; and a function that updates the metrics and returns the logs.
     """
-    sources = tf.nest.flatten([whole.outputs, whole.losses])
-    places = [i for i, each in enumerate(sources) if _has_gradient(each)]
-    watched = [sources[i] for i in places]
-
-    def compute(*data):
-        loss = _compute_loss(plan.model, states, *data, whole, training=True)
-        return whole.outputs, loss
-
-    (own, gradients), weight, log = outcome.differentiate(
-        plan, data, compute, watched
+    ends = tf.nest.flatten([outputs, [loss for _, loss in added]])
+    watched = {
+        i: each
+        for i, each in enumerate(ends)
+        if each is not None
+        and (each.dtype.is_floating or each.dtype.is_complex)
+    }
+    compute_loss = functools.partial(
+        _compute_loss, plan.model, states, outputs, added, True
     )
-    cache = [None] * len(sources)
-    for i, gradient in zip(places, gradients, strict=True):
-        if gradient is not None:  # some are `tf.IndexedSlices`
-            cache[i] = tf.convert_to_tensor(gradient)
-    samples = count_samples(data)
-    log = functools.partial(log, weight=samples)
+    (own, by_ends), weight, log = outcome.differentiate(
+        plan, parts.data, compute_loss, [*watched.values()]
+    )
+    cache = {
+        i: tf.convert_to_tensor(gradient)  # some are `tf.IndexedSlices`
+        for i, gradient in zip(watched, by_ends, strict=True)
+        if gradient is not None
+    }
     if "compute_loss" in plan.overridden:
-        weight, own = _as_keras(weight, own, samples)
-    return own, cache, weight, log
+        weight, own = _as_keras(weight, own, parts.samples)
+    return own, cache, weight, functools.partial(log, weight=parts.samples)
 
 
 def _as_keras(weight, own, samples):
@@ -436,12 +322,12 @@ def _as_keras(weight, own, samples):
     A custom loss may be that of all replicas, of which each has a part of the
     gradient: then it does not matter how many samples a replica has.
     """
-    count = replicas.count_replicas()
-    if count == 1:
+    replicas = count_replicas()
+    if replicas == 1:
         return weight, own
     if weight is not None:
-        (total,) = replicas.sum_over_replicas([weight])
-        weight = tf.cast(total, tf.float64) / count
+        (total,) = sum_over_replicas([weight])
+        weight = tf.cast(total, tf.float64) / replicas
 
     def without_nan(value):
         # A replica without samples may have a mean over nothing.
@@ -453,78 +339,15 @@ def _as_keras(weight, own, samples):
     return weight, arrays.map_present(without_nan, own, expand_composites=True)
 
 
-def _compute_loss(model, states, x, y, sample_weight, whole, training):
-    for output, mask in zip(
-        tf.nest.flatten(whole.outputs), whole.masks, strict=True
-    ):
-        if mask is not None:
-            private_names.set_mask(output, mask)
+def _compute_loss(model, states, outputs, added, training, x, y, sample_weight):
+    """Returns the outputs, and the loss, of the whole batch."""
     # Keras knows losses by their ids, and keeps them in the scope of a call.
     states.save()
     with Recorder(states.record):
-        for owner, loss in zip(whole.owners, whole.losses, strict=True):
+        for layer, loss in added:
             # Not by the method of functional models, which refuses.
-            keras.layers.Layer.add_loss(owner, loss)
-        return outcome.call_compute_loss(
-            model.compute_loss, x, y, whole.outputs, sample_weight, training
+            keras.layers.Layer.add_loss(layer, loss)
+        data = x, y, outputs, sample_weight
+        return outputs, outcome.call_compute_loss(
+            model.compute_loss, *data, training
         )
-
-
-# -- checks --------------------------------------------------------------------
-
-
-def _check_outputs(plan, graph):
-    """Raises unless the outputs and added losses can be joined and cut."""
-    named = [
-        ("output" + "".join(f"[{key!r}]" for key in path), output)
-        for path, output in keras.tree.flatten_with_path(graph.outputs)
-        if output is not None
-    ]
-    vectors = [each for each in graph.losses if each.shape.rank]
-    named += [("a loss of `add_loss`", each) for each in vectors]
-    for name, output in named:
-        if not isinstance(output, tf.Tensor):
-            raise ValueError(
-                f"With `{_option(plan)}=True`, the outputs of the model must "
-                "be dense tensors. Convert ragged and sparse ones by "
-                f"`to_tensor()` or `tf.sparse.to_dense`. Received: {name} of "
-                f"type {type(output).__name__}"
-            )
-        # The number of samples in a part is not known.
-        if output.shape.rank is None or output.shape[:1].as_list() != [None]:
-            message = _OTHER_AXIS.format(_option(plan))
-            raise ValueError(
-                f"{message} Received: {name} of shape {output.shape}"
-            )
-
-
-def _check_slices_repeat(plan, graph):
-    """Raises if `slice_data` would not return the same a second time."""
-    seeds = filter(private_names.is_seed, private_names.used_variables(graph))
-    nodes = nodes_of(graph.as_graph_def())
-    received = [f"the seed '{seed.name}'" for seed in seeds] + [
-        f"the operation {node.op} ('{node.name}')"
-        for node in nodes
-        if is_random(node)
-    ]
-    if received:
-        raise ValueError(
-            f"With `{_option(plan)}=True`, `slice_data` is called twice and "
-            "must return the same, without random numbers. Draw them in the "
-            f"model or in the data set. Received: {received[0]}"
-        )
-
-
-def _check_can_repeat(plan, definition):
-    """Raises if a forward pass would not be the same a second time."""
-    for node in nodes_of(definition):
-        if is_random(node):
-            raise ValueError(
-                f"With `{_option(plan)}=True`, the model is called twice and "
-                "must draw the same random numbers, which `tf.random` does "
-                "not. Use `keras.random` or a layer of Keras. "
-                f"Received: the operation {node.op} ('{node.name}')"
-            )
-    check_assignments(
-        definition, f"With `{_option(plan)}=True`, the model is called twice"
-    )

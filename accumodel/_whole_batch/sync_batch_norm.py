@@ -1,11 +1,10 @@
 """Batch normalization over the whole batch: what its graph is cut at.
 
-A normalization needs the mean and the variance of all samples before the first
-of them can go on. So each one notes the moments of a micro-batch, and goes on
-from a placeholder. Between two stages of the graph the moments of all parts are
-joined (Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample
-Variance", The American Statistician 37), under a tape: gradients flow through
-the statistics.
+Each normalization notes the moments of a micro-batch, and goes on from a
+placeholder. Between two stages of the graph the moments of all parts are joined
+(Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance",
+The American Statistician 37), under a tape: gradients flow through the
+statistics.
 """
 
 import contextlib
@@ -21,40 +20,28 @@ from accumodel._micro_batch.step import current_graph
 
 
 class Norm(typing.NamedTuple):
-    """One call of a normalization that trains.
-
-    Args:
-        layer: The `keras.layers.BatchNormalization`.
-        moments: Tensor of rows: the number of elements of each channel, their
-            mean, and the sum of their squared deviations from it. And, only if
-            there is a mask, what Keras adds to the number of elements then.
-        statistics: Placeholder of two rows, the mean and the variance of the
-            batch.
-        given: Placeholder of the gradient by the moments.
-    """
+    """One call of a normalization that trains."""
 
     layer: typing.Any
+    # A tensor of rows: the number of elements of each channel, their mean, and
+    # the sum of their squared deviations from it. And, only if there is a mask,
+    # what Keras adds to the number of elements then.
     moments: typing.Any
+    # Placeholders: of the mean and the variance of the batch, in two rows, and
+    # of the gradient by the moments.
     statistics: typing.Any
     given: typing.Any
 
 
 class Norms:
-    """The normalizations that a forward pass calls.
-
-    Args:
-        layers: List of those of the model that train. None are noted if there
-            are none.
-
-    Attributes:
-        calls: List of the `Norm`s, in the order in which they are called.
-        variables: Dict of the variables that they may assign, by their ids.
-    """
+    """The normalizations that a forward pass calls, of those that train."""
 
     def __init__(self, layers):
         self._layers = layers
         self._graph: typing.Any = None
+        # The `Norm`s, in the order in which they are called.
         self.calls: list = []
+        # The variables that they may assign, by their ids.
         self.variables: dict = {}
         for layer in layers:
             self._hold(layer)
@@ -65,10 +52,8 @@ class Norms:
 
     def noted(self):
         """Returns the scope of a forward pass, which is traced once."""
-        if not self._layers:
-            return contextlib.nullcontext()
         self._graph = current_graph()
-        return hooks.replaced_moments(self._note)
+        return self._replaced(self._note)
 
     def _note(self, layer, inputs, mask):
         if current_graph() is not self._graph:
@@ -100,21 +85,20 @@ class Norms:
                 "is rematerialized (`keras.RematScope`, `tf.recompute_grad`)",
             )
 
+        return self._replaced(refuse)
+
+    def _replaced(self, measure):
         if not self._layers:
             return contextlib.nullcontext()
-        return hooks.replaced_moments(refuse)
+        return hooks.replaced_moments(measure)
 
-    def check(self, new, is_of_batch, handle, is_training):
+    def check(self, graph, is_training):
         """Raises unless all normalize by the statistics of the batch.
 
-        Args:
-            new: Dict of what variables become, by their ids.
-            is_of_batch: Function of a tensor. Whether all samples share it.
-            handle: Function of a variable. Returns its tensor in the graph.
-            is_training: Bool. Whether the model trains. If not, most of them
-                normalize by their moving averages.
+        If the model does not train, most of them normalize by their averages.
         """
-        own = {key for key, value in new.items() if not is_of_batch(value)}
+        new = graph.new.items()
+        own = {key for key, value in new if not graph.is_of_batch(value)}
         called = {id(norm.layer) for norm in self.calls}
         for layer in self._layers:
             variables = layer.non_trainable_variables
@@ -128,13 +112,7 @@ class Norms:
             if is_own or not own.isdisjoint(map(id, variables)):
                 where = f" in a custom `{custom[0]}`" if custom else ""
                 _refuse(layer, f"which computes statistics of its own{where}")
-            tensors = [*map(handle, variables)]
-            uses = [
-                op.type
-                for tensor in tensors
-                if tensor is not None
-                for op in tensor.consumers()
-            ]
+            uses = [op.type for each in variables for op in graph.uses(each)]
             if any(use != "ReadVariableOp" for use in uses):
                 _refuse(
                     layer, "called in a `tf.function` that is traced already"
@@ -142,9 +120,9 @@ class Norms:
 
 
 def join(norm, moments):
-    """Returns the mean and the variance of the batch, a tensor of two rows.
+    """Returns the mean and the variance of the batch, in two rows.
 
-    Made of the moments of all micro-batches, in a stack.
+    Made of a stack of the moments of all micro-batches.
     """
     counts, means, squares, *fuzz = tf.unstack(moments, axis=1)
     # As in Keras, where it has no effect under a mask.

@@ -1,0 +1,177 @@
+"""What cannot be computed from the whole batch, and the errors that say so."""
+
+import keras
+import tensorflow as tf
+
+from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.checks import overrides
+from accumodel._micro_batch.assignments import (
+    Recorder,
+    check_assignments,
+    is_random,
+    nodes_of,
+    random_state,
+)
+
+_OTHER_AXIS = (
+    "With `{}=True`, the first axis of each output of the model must be that "
+    "of the samples. Compute what all samples share in `compute_loss`, such as "
+    "the temperature of a contrastive loss."
+)
+
+
+def check_whole_batch(model, options):
+    """Refuses what `gradient_cache` and `sync_batch_norm` cannot go with."""
+    for name in ("gradient_cache", "sync_batch_norm"):
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"`{name}` must be a bool. Received: {name}={value!r}"
+            )
+        if value:
+            _check_option(model, options, name)
+
+
+def _check_option(model, options, name):
+    if options.micro_batch_size is None:
+        raise ValueError(
+            f"`{name}=True` is for batches that are split into micro-batches: "
+            "pass `micro_batch_size` as well. Received: micro_batch_size=None"
+        )
+    if options.skip_nonfinite:
+        raise ValueError(
+            f"`skip_nonfinite=True` cannot be combined with `{name}=True`: no "
+            "micro-batch can be left out of what is computed from the whole "
+            "batch. Remove one of them. "
+            f"Received: skip_nonfinite={options.skip_nonfinite}"
+        )
+    for method in ("compute_gradients", "train_step", "accumulate_gradients"):
+        if overrides(model, method):
+            raise ValueError(
+                f"`{name}=True` cannot be used with a custom `{method}`, which "
+                "it would not call: it computes the loss without the gradients "
+                "of the model. Override `compute_loss` instead. "
+                f"Received: a model of {type(model).__name__}"
+            )
+
+
+def check_slices_repeat(plan, graph):
+    """Raises if `slice_data` would not return the same a second time."""
+    seeds = filter(private_names.is_seed, private_names.used_variables(graph))
+    drawn = [f"the seed '{seed.name}'" for seed in seeds]
+    drawn += _random_operations(graph.as_graph_def())
+    if drawn:
+        raise ValueError(
+            f"With `{_option(plan)}=True`, `slice_data` is called twice and "
+            "must return the same, without random numbers. Draw them in the "
+            f"model or in the data set. Received: {drawn[0]}"
+        )
+
+
+def check_can_repeat(plan, definition):
+    """Raises if a forward pass would not be the same a second time."""
+    why = f"With `{_option(plan)}=True`, the model is called twice"
+    found = _random_operations(definition)
+    if found:
+        raise ValueError(
+            f"{why} and must draw the same random numbers, which `tf.random` "
+            "does not. Use `keras.random` or a layer of Keras. "
+            f"Received: {found[0]}"
+        )
+    check_assignments(definition, why)
+
+
+def _random_operations(definition):
+    return [
+        f"the operation {node.op} ('{node.name}')"
+        for node in nodes_of(definition)
+        if is_random(node)
+    ]
+
+
+def check_outputs(plan, graph):
+    """Raises unless the outputs and added losses can be joined and cut."""
+    named = [
+        ("output" + "".join(f"[{key!r}]" for key in path), output)
+        for path, output in keras.tree.flatten_with_path(graph.outputs)
+        if output is not None
+    ]
+    vectors = [each for each in graph.losses if each.shape.rank]
+    named += [("a loss of `add_loss`", each) for each in vectors]
+    for name, output in named:
+        if not isinstance(output, tf.Tensor):
+            raise ValueError(
+                f"With `{_option(plan)}=True`, the outputs of the model must "
+                "be dense tensors. Convert ragged and sparse ones by "
+                f"`to_tensor()` or `tf.sparse.to_dense`. Received: {name} of "
+                f"type {type(output).__name__}"
+            )
+        # The number of samples in a part is not known.
+        if output.shape.rank is None or output.shape[:1].as_list() != [None]:
+            message = _OTHER_AXIS.format(_option(plan))
+            raise ValueError(
+                f"{message} Received: {name} of shape {output.shape}"
+            )
+
+
+def with_length(plan, parts, i, leaf):
+    """Returns a tensor whose rows are seen to be the samples of the part."""
+    begin, end = parts.bounds(i)
+    samples = end - begin
+    length = tf.shape(leaf, tf.int64)[0]
+    message = _OTHER_AXIS.format(_option(plan))
+    check = tf.raw_ops.Assert(
+        condition=tf.equal(length, samples),
+        data=[message, "length", length, "of samples", samples],
+    )
+    with tf.control_dependencies([check]):
+        return tf.identity(leaf)
+
+
+def _option(plan):
+    """Returns the argument of `compile` that the whole batch is joined for."""
+    is_cache = plan.options.gradient_cache
+    return "gradient_cache" if is_cache else "sync_batch_norm"
+
+
+def check_no_pairs(plan, data, outputs):
+    """Raises if another axis of an output grows with the samples.
+
+    Such as the similarities of all pairs of samples: those of two parts would
+    be missing.
+    """
+    x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+    flat = [each for each in tf.nest.flatten(outputs) if each is not None]
+    if (
+        not any(None in each.shape[1:] for each in flat)
+        or "slice_data" in plan.overridden
+        or not all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(x))
+    ):
+        return
+    shapes = [_shapes_of(plan.model, x, samples) for samples in (2, 3)]
+    for two, three in zip(*shapes, strict=True):
+        if not two[1:].is_compatible_with(three[1:]):
+            raise ValueError(
+                "The model computes something for pairs of samples, and no "
+                "micro-batch has the pairs of two micro-batches. Return the "
+                "embeddings, and compute the similarities in `compute_loss`, "
+                "with `gradient_cache=True`. Received: an output of shape "
+                f"{two} for 2 samples, and {three} for 3"
+            )
+
+
+def _shapes_of(model, x, samples):
+    """Returns the shapes of the outputs for a number of samples."""
+
+    def call(x):
+        with Recorder(lambda variable: None):
+            outputs = private_names.call_model(model, x, training=False)
+        return [each for each in tf.nest.flatten(outputs) if each is not None]
+
+    specs = tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec([samples, *leaf.shape[1:]], leaf.dtype), x
+    )
+    state = random_state()
+    traced = tf.function(call, autograph=False).get_concrete_function(specs)
+    random_state(state)
+    return [each.shape for each in traced.structured_outputs]
