@@ -311,10 +311,7 @@ def test_pure_noise_has_no_noise_scale(capsys):
     assert "The noise scale is not known" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("has_rich", [True, False])
-def test_advice(has_rich, capsys, monkeypatch, tmp_path):
-    if not has_rich:
-        monkeypatch.setitem(__import__("sys").modules, "rich", None)
+def test_advice(capsys, tmp_path):
     x, y = population(3200)
     model = linear(accum_steps=4)
     callback = GradientNoiseScale()
@@ -418,7 +415,7 @@ def test_it_ends_with_its_fit_and_does_not_trace_again():
     for _ in range(3):
         callback = GradientNoiseScale()
         fit([callback])
-        assert callback._estimate().batch == 16
+        assert callback._measured.batch == 16
     assert len(traces) == expected
     fit([])
     assert len(traces) == expected + 1

@@ -65,8 +65,9 @@ class GradientNorm(ObservingCallback):
 
     _kind = _Norms
 
-    def _begin(self, state):
-        state.begin_to_accumulate()
+    def on_train_begin(self, logs=None):
+        super().on_train_begin()
+        self.model._accumulation.begin_to_accumulate()
         self._norms = self._observed.norms
         self._at_batch = self._at_epoch = self._norms.numpy()
 

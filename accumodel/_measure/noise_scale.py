@@ -31,16 +31,9 @@ _NOTHING = 1e-20
 
 
 class Estimate(typing.NamedTuple):
-    """A noise scale with its interval, and the batch that it was measured in.
+    """A noise scale with its interval, and the samples of an update."""
 
-    Args:
-        value: Float, in samples; `nan` if it is not known.
-        low: Float, the lower end of the interval.
-        high: Float, the upper end.
-        batch: Float, the samples of an update.
-    """
-
-    value: float = math.nan
+    value: float = math.nan  # if it is not known
     low: float = math.nan
     high: float = math.nan
     batch: float = math.nan
@@ -55,13 +48,11 @@ class Estimator(Observer):
             # samples, the micro-batches that weigh something, and all.
             self.sums = make_sum((4,), tf.float64, "noise")
             # Moving averages over cycles, see `record`.
-            self._averages = tf.Variable(
-                tf.zeros(9, tf.float64), trainable=False
-            )
+            zeros = tf.zeros(9, tf.float64)
+            self._averages = tf.Variable(zeros, trainable=False)
             self._decay = tf.Variable(0.0, trainable=False, dtype=tf.float64)
 
     def forget_cycle(self):
-        """Forgets what was measured of the cycle at hand."""
         self.sums.assign(tf.zeros(4, tf.float64))
 
     def begin(self, decay):
@@ -100,7 +91,6 @@ class Estimator(Observer):
         return tf.where(is_known, values, math.nan)
 
     def record(self, measured, is_update):
-        """Averages a cycle into those before."""
         variance, squared, samples, n = tf.unstack(measured)
         products = [variance**2, variance * squared, squared**2]
         one = tf.ones((), tf.float64)
@@ -145,10 +135,7 @@ class Estimator(Observer):
 
 
 def _quantile(freedom):
-    """Returns the 95 % quantile of Student's t distribution.
-
-    By the expansion in Abramowitz and Stegun 1964, 26.7.5.
-    """
+    """The 95 % quantile of Student's t (Abramowitz and Stegun 1964, 26.7.5)."""
     z = 1.6448536269514722  # that of the normal distribution
     return (
         z
@@ -216,31 +203,25 @@ class GradientNoiseScale(ObservingCallback):
                 f"Received: decay={decay}"
             )
         self.decay = decay
-        # What was measured, when `fit` has ended.
-        self._measured: Estimate | None = Estimate()
+        # As the last epoch ended. The next `fit` has the same estimator.
+        self._measured = Estimate()
 
-    def _begin(self, state):
-        if state.plan().needs_whole_batch:
+    def on_train_begin(self, logs=None):
+        super().on_train_begin()
+        plan = self.model._accumulation.plan()
+        if plan.needs_whole_batch or plan.trim is not None:
             raise ValueError(
                 "`GradientNoiseScale` cannot be used with "
-                "`gradient_cache=True` or `sync_batch_norm=True`: the gradient "
-                "of a micro-batch depends on all others there, and is no "
-                "sample of the gradient. Remove one of them. "
-                f"Received: model={self.model}"
-            )
-        if state.options.trim_padding is not None:
-            raise ValueError(
-                "`GradientNoiseScale` cannot be used with `trim_padding`, "
-                "which puts samples of equal lengths together: a micro-batch "
-                "is no random sample of the gradient. Remove one of them. "
-                f"Received: trim_padding={state.options.trim_padding!r}"
+                "`gradient_cache=True` or `sync_batch_norm=True`, where the "
+                "gradient of a micro-batch depends on all others, nor with "
+                "`trim_padding`, which puts samples of equal lengths together: "
+                "a micro-batch is no random sample of the gradient. Remove one "
+                f"of them. Received: {plan.options.changed()}"
             )
         self._observed.begin(self.decay)
-        self._measured = None
+        self._measured = Estimate()
 
     def on_train_end(self, logs=None):
-        # The next `fit` measures anew, with the same estimator.
-        self._measured = self._estimate()
         if math.isnan(self._measured.batch):
             warnings.warn(
                 "The noise scale cannot be measured: no update was made from "
@@ -251,11 +232,11 @@ class GradientNoiseScale(ObservingCallback):
             )
 
     def on_epoch_end(self, epoch, logs=None):
-        estimate = self._estimate()
+        self._measured = self._observed.estimate()
         if logs is not None:
-            logs["noise_scale"] = estimate.value
-            logs["noise_scale_low"] = estimate.low
-            logs["noise_scale_high"] = estimate.high
+            logs["noise_scale"] = self._measured.value
+            logs["noise_scale_low"] = self._measured.low
+            logs["noise_scale_high"] = self._measured.high
 
     def advise(self) -> None:
         """Prints what other batch sizes would take, after `fit`.
@@ -266,59 +247,30 @@ class GradientNoiseScale(ObservingCallback):
         With a batch of `B` samples and the noise scale `N` these are
         `1 + N / B` and `1 + B / N`.
         """
-        estimate = self._estimate()
-        if math.isnan(estimate.value):
+        value, low, high, batch = self._measured
+        if math.isnan(value):
             print(
                 "The noise scale is not known: the gradients measured so far "
                 "may be nothing but noise. Train longer, or use larger "
                 "batches."
             )
             return
-        value, low, high, batch = estimate
-        _print_table(
+        print(
             f"Noise scale: {value:.0f} samples, probably {low:.0f} to "
-            f"{high:.0f}",
-            ("effective batch", "updates", "samples"),
-            [
-                (
-                    f"{size:.0f}" + (" (now)" if factor == 1 else ""),
-                    f"{1 + value / size:.2f} x the least",
-                    f"{1 + size / value:.2f} x the least",
-                )
-                for factor in (0.25, 0.5, 1, 2, 4)
-                for size in [batch * factor]
-            ],
+            f"{high:.0f}"
         )
-        print(f"Nearest to the noise scale: {self._nearest(value, batch)}.")
-
-    def _estimate(self):
-        if self._measured is None:
-            return self._observed.estimate()
-        return self._measured
-
-    def _nearest(self, value, batch):
+        print(f"{'effective batch':>15}{'updates':>20}{'samples':>20}")
+        for factor in (0.25, 0.5, 1, 2, 4):
+            size = batch * factor
+            print(
+                f"{size:9.0f}{' (now)' if factor == 1 else '':6}"
+                f"{1 + value / size:8.2f} x the least"
+                f"{1 + size / value:8.2f} x the least"
+            )
         steps = self.model.accum_steps
+        nearest = f"`accum_steps={max(1, round(value * steps / batch))}`"
         if steps == 1:
             # It is not known to more than two digits.
-            return (
-                f"`batch_size={max(1, round(float(f'{value:.2g}')))}` in `fit`"
-            )
-        return f"`accum_steps={max(1, round(value * steps / batch))}`"
-
-
-def _print_table(title, columns, rows):
-    """Prints a table, by `rich` if it is installed."""
-    try:
-        import rich
-        import rich.table
-    except ImportError:
-        print(title)
-        for row in (columns, *rows):
-            print("".join(f"{cell:>22}" for cell in row))
-    else:
-        table = rich.table.Table(title=title)
-        for column in columns:
-            table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*row)
-        rich.print(table)
+            size = max(1, round(float(f"{value:.2g}")))
+            nearest = f"`batch_size={size}` in `fit`"
+        print(f"Nearest to the noise scale: {nearest}.")

@@ -13,24 +13,17 @@ from accumodel._keras_and_tf.checks import check_accumulates
 
 
 class Observer:
-    """Measures the gradients of cycles. Its variables outlive a `fit`.
+    """Measures the gradients of cycles. Its variables outlive a `fit`."""
 
-    Attributes:
-        sums: What it adds up on each replica, a variable, or `None`.
-    """
-
+    # What it adds up on each replica, a variable, or `None`.
     sums: typing.Any = None
 
     def add(self, gradients, variables, weight, is_first, amount):
         """Adds a micro-batch, on its replica.
 
-        Args:
-            gradients: List of tensors, `tf.IndexedSlices` or `None`.
-            variables: List of the variables that they are the gradients of.
-            weight: Scalar, or `None` if the loss is a sum.
-            is_first: Scalar bool tensor. Whether it is the first of its cycle.
-            amount: Scalar tensor. 0 if it is left out, with zeros as gradients,
-                otherwise 1.
+        Its weight is `None` if the loss is a sum. `is_first` says whether it is
+        the first of its cycle. The amount is 0 if it is left out, with zeros as
+        gradients, otherwise 1.
         """
 
     def measure(self, cycle, sums):
@@ -38,42 +31,29 @@ class Observer:
 
         `sums` is the sum of `self.sums` over all replicas, or `None`.
         """
-        raise NotImplementedError
 
     def record(self, measured, is_update):
         """Keeps what was measured, and whether there was an update."""
-        raise NotImplementedError
 
     def forget_cycle(self):
         """Forgets what was added in the cycle at hand."""
 
 
 class ObservingCallback(keras.callbacks.Callback):
-    """A callback that logs what an `Observer` measures.
-
-    Attributes:
-        _kind: The class of the observer.
-        _observed: The observer. `fit` makes it.
-    """
+    """A callback that logs what an `Observer` measures."""
 
     _kind: type[Observer]
-    _observed: typing.Any = None
+    _observed: typing.Any = None  # of this kind; `fit` makes it
     # It runs before callbacks that write the logs.
     _adds_to_logs = True
 
     def on_train_begin(self, logs=None):
         check_accumulates(self.model, self)
-        state = self.model._accumulation
-        found = {*state.accumulators} - {self.model._gradient_accumulator}
-        if found:
+        accumulators = {*self.model._accumulation.accumulators}
+        if accumulators - {self.model._gradient_accumulator}:
             raise ValueError(
                 f"`{type(self).__name__}` measures what a `train_step` passes "
                 "to `self.accumulate_gradients`, not what it passes to a "
                 "custom `GradientAccumulator`. "
                 f"Received: model={self.model}"
             )
-        self._begin(state)
-
-    def _begin(self, state):
-        """Begins to observe a `fit`."""
-        raise NotImplementedError
