@@ -404,6 +404,7 @@ class OwnTestStep(WholeBatchLoss):
 @pytest.mark.table
 # Where noise is drawn, plain Keras draws it for the batch at once.
 @pytest.mark.filterwarnings("ignore:`build..` was called on layer")
+@pytest.mark.filterwarnings("ignore:Batch normalization")  # not cut here
 @pytest.mark.parametrize(
     ("base", "size"),
     [
