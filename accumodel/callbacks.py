@@ -40,7 +40,8 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             ints; when training begins, if the model does not accumulate; when
             an epoch begins, if the function does not return an int.
         ValueError: If `schedule` holds or returns less than 1, or holds a
-            negative epoch.
+            negative epoch; when an epoch begins, if it is more than 1 and
+            `micro_batch_size` is `"auto"`.
     """
 
     def __init__(

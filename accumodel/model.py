@@ -150,9 +150,10 @@ class AccumulatingModel(keras.Model):
                 that go through the model at once, on each replica: a batch that
                 `fit` or `evaluate` feeds is split into parts as equal as can
                 be. `"auto"` begins with whole batches, halves the size when
-                memory runs out, and feeds the batches since the last update
-                again. It is experimental on GPUs, where recovery has not been
-                measured; on a CPU the system often ends the process instead.
+                memory runs out, and runs the batch again. It needs
+                `accum_steps=1`: feed the large batch itself. It is experimental
+                on GPUs, where recovery has not been measured; on a CPU the
+                system often ends the process instead.
                 Dropout and other layers draw the random numbers of the whole
                 batch, whatever the size. Defaults to `None`: no batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
@@ -221,7 +222,8 @@ class AccumulatingModel(keras.Model):
 
         Raises:
             TypeError: If it is set to something other than an int.
-            ValueError: If it is set to less than 1, or before `compile`.
+            ValueError: If it is set to less than 1, before `compile`, or to
+                more than 1 with `micro_batch_size="auto"`.
         """
         return self._accumulation.options.accum_steps
 
@@ -239,8 +241,9 @@ class AccumulatingModel(keras.Model):
 
         Raises:
             TypeError: If it is set to something of another type.
-            ValueError: If it is set to less than 1, before `compile`, or for
-                layers that cannot be right in micro-batches.
+            ValueError: If it is set to less than 1, before `compile`, for
+                layers that cannot be right in micro-batches, or to `"auto"`
+                with `accum_steps` above 1.
         """
         return self._accumulation.options.micro_batch_size
 
@@ -258,7 +261,7 @@ class AccumulatingModel(keras.Model):
         at once, on each replica, or `None` before the first batch.
         """
         size = self.micro_batch_size
-        return self._accumulation.retry.largest if size == "auto" else size
+        return self._accumulation.auto.largest if size == "auto" else size
 
     @property
     def pending_steps(self) -> int:

@@ -61,7 +61,7 @@ def make_ways(make, jit):
             **arguments,
         )
         if name == "auto":  # as after errors
-            model._accumulation.retry._assign_size(size)
+            model._accumulation.auto._assign_size(size)
         ways[f"cut {BATCHES} {name}"] = step
     return ways
 

@@ -25,8 +25,14 @@ from helpers import (
     weekly,
 )
 
-from accumodel import AccumulatingModel, GradientAccumulator
-from accumodel._fit import retry
+from accumodel import (
+    AccumStepsScheduler,
+    AccumulatingModel,
+    GradientAccumulator,
+)
+from accumodel._fit import auto
+
+AUTO = {"micro_batch_size": "auto"}
 
 # A sample that takes as much memory as several others.
 LARGE = 100.0
@@ -92,61 +98,6 @@ def plain(model_class, limit=None):
     return model_class(inputs, x)
 
 
-class TwoAccumulators(AccumulatingModel):
-    """The first one makes an update of each batch, the second of two."""
-
-    def __init__(self, limit):
-        super().__init__()
-        self.limit = limit
-        self.parts = [
-            keras.layers.Dense(5, activation="tanh"),
-            keras.layers.Dense(CLASSES, activation="softmax"),
-        ]
-        self.accumulators = []
-
-    def build(self, shape):
-        for steps, part in enumerate(self.parts, start=1):
-            part.build(shape)
-            shape = part.compute_output_shape(shape)
-            self.accumulators.append(
-                GradientAccumulator(
-                    keras.optimizers.SGD(0.5), part.trainable_variables, steps
-                )
-            )
-
-    def call(self, inputs):
-        first, second = self.parts
-        return second(first(self.limit(inputs)))
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        sources = [part.trainable_variables for part in self.parts]
-        gradients = tape.gradient(loss, sources)
-        for accumulator, each in zip(self.accumulators, gradients, strict=True):
-            accumulator.accumulate(each, tf.shape(x)[0])
-        return {"loss": loss}
-
-
-def test_batches_of_an_update_that_was_made_are_not_fed_again(samples):
-    x, y = samples
-    x = x.copy()
-    x[8] = LARGE  # in the second batch
-    models = []
-    for size in (4, "auto"):
-        keras.utils.set_random_seed(0)
-        model = TwoAccumulators(Limit(large=True))
-        model.build((None, FEATURES))
-        compiled(model, "sgd", micro_batch_size=size)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Out of memory")
-            model.fit(x[:32], y[:32], batch_size=8, shuffle=False, verbose=0)
-        models.append(model)
-    assert models[1].current_micro_batch_size == 4
-    assert distance(*models) < 1e-6
-
-
 @pytest.fixture
 def samples():
     return classes(72, np.random.default_rng(0))
@@ -158,8 +109,8 @@ def samples():
     [
         (False, {}),
         weekly(False, {"run_eagerly": True}),
-        weekly(True, {"accum_steps": 2, "steps_per_execution": 2}),
-        weekly(True, {"gradient_cache": True, "accum_steps": 2}),
+        weekly(True, {"steps_per_execution": 2}),
+        weekly(True, {"gradient_cache": True}),
         slow(True, {"sync_batch_norm": True}),
     ],
     ids=str,
@@ -185,7 +136,7 @@ def test_all_is_as_if_the_size_had_been_known(samples, backward, kwargs):
                 history = fit(model, x, targets)
             sizes = [str(each.message) for each in caught]
             if "sync_batch_norm" not in kwargs:
-                assert "those of 6 samples" in sizes.pop()
+                assert "normalizes each micro-batch" in sizes.pop()
             assert len(sizes) == 2  # 12 and 6
             assert history.pop("micro_batch_size") == [6, 6]
         else:
@@ -215,92 +166,30 @@ def fit(model, x, y):
     ).history
 
 
-@pytest.mark.parametrize(
-    ("accum_steps", "cache"), [(4, False), weekly(1, True)]
-)
-def test_the_batches_of_the_cycle_are_fed_again(accum_steps, cache):
-    """A large sample at the end of a batch, in the middle of a cycle."""
+@pytest.mark.parametrize("cache", [False, weekly(True)])
+def test_the_batch_is_run_again(cache):
+    """A large sample at the end of a batch, of which some parts are added."""
     x, y = classes(96, np.random.default_rng(0))
     x[70] = LARGE  # in the last quarter of the third batch of 24
     reference = compiled(plain(keras.Model))
-    expected = reference.fit(
-        x, y, batch_size=24 * accum_steps, epochs=2, shuffle=False, verbose=0
-    )
+    expected = reference.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     keras.utils.set_random_seed(0)
     limit = Limit(large=True)
     model = compiled(
         plain(AccumulatingModel, limit),
         micro_batch_size="auto",
-        accum_steps=accum_steps,
         gradient_cache=cache,
     )
     with pytest.warns(UserWarning, match="from now on") as caught:
-        first = model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+        found = model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     assert len(caught) == 2
-    loss = first.history["loss"][0]
+    loss = found.history["loss"][0]
     assert loss == pytest.approx(expected.history["loss"][0], rel=1e-6)
     if not cache:
-        # Three batches; two and a half of them again; three again; the fourth.
-        assert limit.sizes == [24] * 3 + [12] * 6 + [6] * 12 + [6] * 4
-    model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+        # Three batches; the third again, twice; the fourth.
+        assert limit.sizes == [24] * 3 + [12] * 2 + [6] * 4 + [6] * 4
     assert distance(model, reference) < 1e-6
     assert updates(model) == updates(reference)
-
-
-def test_a_cycle_that_is_longer_than_the_new_accum_steps(samples):
-    x, y = samples
-    x[60] = LARGE  # in the third batch
-    model = compiled(
-        plain(AccumulatingModel, Limit(large=True)),
-        micro_batch_size="auto",
-        accum_steps=4,
-    )
-    for begin in (0, 24):
-        model.train_on_batch(x[begin : begin + 24], y[begin : begin + 24])
-    model.accum_steps = 2
-    with pytest.warns(UserWarning, match="from now on"):
-        model.train_on_batch(x[48:72], y[48:72])
-    assert (updates(model), model.pending_steps, model.accum_steps) == (1, 0, 2)
-    keras.utils.set_random_seed(0)
-    reference = compiled(plain(keras.Model))
-    reference.train_on_batch(x[:72], y[:72])
-    assert distance(model, reference) < 1e-6
-
-
-def test_what_is_assigned_between_two_batches_stays(samples, tmp_path):
-    """A checkpoint that is restored, and metrics that are reset."""
-    x, y = samples
-    x[60] = LARGE  # in the last batch
-
-    def train(**kwargs):
-        keras.utils.set_random_seed(0)
-        model = compiled(
-            plain(AccumulatingModel, Limit(large=True)),
-            accum_steps=3,
-            remainder="carry",
-            skip_nonfinite=True,
-            metrics=["accuracy"],
-            **kwargs,
-        )
-        model.train_on_batch(x[:24], y[:24])
-        checkpoint = tf.train.Checkpoint(model)
-        path = checkpoint.save(tmp_path / "checkpoint")
-        model.train_on_batch(x[24:48], y[24:48])
-        checkpoint.restore(path)
-        model.train_on_batch(x[24:36], y[24:36])
-        model.train_on_batch(np.full_like(x[:6], np.nan), y[:6])
-        model.reset_metrics()  # Keras 3.14 does not do it by itself
-        logs = model.train_on_batch(x[48:72], y[48:72], return_dict=True)
-        return model, logs
-
-    expected, expected_logs = train(micro_batch_size=6)
-    with pytest.warns(UserWarning, match="from now on"):
-        model, logs = train(micro_batch_size="auto")
-    assert updates(model) == updates(expected)
-    assert model.pending_steps == expected.pending_steps
-    assert model.skipped_steps == expected.skipped_steps == 1
-    assert distance(model, expected) < 1e-6
-    assert logs == pytest.approx(expected_logs, rel=1e-6)
 
 
 @pytest.mark.weekly
@@ -332,23 +221,18 @@ def test_the_size_does_not_grow_until_it_is_told_to(samples):
     assert limit.sizes[5:] == [8, 8, 8, 24]
 
 
-@pytest.mark.parametrize(
-    ("accum_steps", "cache"), [slow(2, False), weekly(1, True)]
-)
-def test_one_of_two_replicas_runs_out(samples, accum_steps, cache):
+@pytest.mark.parametrize("cache", [slow(False), weekly(True)])
+def test_one_of_two_replicas_runs_out(samples, cache):
     x, y = samples
     x[40] = LARGE  # in the second half of the second batch of 24
     reference = compiled(plain(keras.Model))
-    expected = reference.fit(
-        x, y, batch_size=24 * accum_steps, shuffle=False, verbose=0
-    )
+    expected = reference.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     keras.utils.set_random_seed(0)
     limit = Limit(large=True)
     with mirrored(2).scope():
         model = compiled(
             plain(AccumulatingModel, limit),
             micro_batch_size="auto",
-            accum_steps=accum_steps,
             gradient_cache=cache,
         )
     with pytest.warns(UserWarning, match="is 6 from now on") as caught:
@@ -369,49 +253,30 @@ def test_one_of_two_replicas_runs_out(samples, accum_steps, cache):
     assert 0 not in limit.sizes
 
 
-def test_a_cycle_from_a_file_goes_on_when_memory_runs_out(samples, tmp_path):
-    x, y = samples
-    x[60] = LARGE
-    model = compiled(
-        plain(AccumulatingModel, Limit(large=True)),
-        micro_batch_size="auto",
-        accum_steps=2,
-    )
-    reference = compiled(plain(keras.Model))
-    reference.set_weights(model.get_weights())
-    model.train_on_batch(x[:24], y[:24])
-    model.save_weights(tmp_path / "one.weights.h5")
-    model.train_on_batch(x[24:48], y[24:48])
-    model.train_on_batch(x[24:48], y[24:48])  # pending, and not in the file
-    model.load_weights(tmp_path / "one.weights.h5")
-    model.optimizer.iterations.assign(0)
-    for variable in model.optimizer.variables[2:]:
-        variable.assign(keras.ops.zeros_like(variable))
-    with pytest.warns(UserWarning, match="from now on"):
-        model.train_on_batch(x[48:], y[48:])
-    rest = np.r_[:24, 48:72]
-    reference.train_on_batch(x[rest], y[rest])
-    assert distance(model, reference) < 1e-6
-
-
-def test_evaluate_leaves_a_pending_cycle(samples):
+def test_the_pending_cycle_of_a_file_is_dropped(samples, tmp_path):
+    """It could not be had again. What only tests leaves it."""
     x, y = samples
     x[30] = LARGE
+    path = tmp_path / "one.weights.h5"
+    saved = compiled(plain(AccumulatingModel), accum_steps=4)
+    saved.train_on_batch(x[:24], y[:24])
+    saved.save_weights(path)
+    reference = compiled(plain(keras.Model))
+    reference.set_weights(saved.get_weights())
     model = compiled(
         plain(AccumulatingModel, Limit(large=True)),
         micro_batch_size="auto",
-        accum_steps=2,
+        remainder="carry",
     )
-    reference = compiled(plain(keras.Model))
-    reference.set_weights(model.get_weights())
-    model.train_on_batch(x[:24], y[:24])
+    model.load_weights(path)
     with pytest.warns(UserWarning, match="from now on"):
         model.test_on_batch(x[24:48], y[24:48])
     assert model.pending_steps == 1
-    model.train_on_batch(x[48:], y[48:])
-    rest = np.r_[:24, 48:72]
-    reference.train_on_batch(x[rest], y[rest])
+    with pytest.warns(UserWarning, match="pending_steps=1"):
+        model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    reference.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     assert distance(model, reference) < 1e-6
+    assert updates(model) == updates(reference)
 
 
 @pytest.mark.parametrize("cache", [False, True])
@@ -532,14 +397,14 @@ def test_errors_of_the_data_and_of_callbacks_are_raised_once(samples):
 
 
 class FailsToAdd(AccumulatingModel):
-    """Runs out of memory when gradients are added to the sums, once."""
+    """Runs out of memory when some gradients are added to the sums."""
 
-    fails = True
+    calls = 0
 
     def accumulate_gradients(self, gradients, weight=1.0):
         def allocate(x):
-            if self.fails:
-                self.fails = False
+            self.calls += 1
+            if self.calls in (1, 3):  # the only part; the second of two
                 raise MemoryError
             return x
 
@@ -552,15 +417,12 @@ class FailsToAdd(AccumulatingModel):
 def test_sums_that_are_half_added_are_forgotten(samples):
     x, y = samples
     reference = compiled(plain(keras.Model))
-    model = compiled(plain(FailsToAdd), micro_batch_size=24, accum_steps=2)
+    model = compiled(plain(FailsToAdd), verify=False, **AUTO)
     model.set_weights(reference.get_weights())
-    model.fails = False
-    model.train_on_batch(x[:24], y[:24])
-    model.micro_batch_size = "auto"
-    model.fails = True
-    with pytest.warns(UserWarning, match="is 12 from now on"):
-        model.train_on_batch(x[24:48], y[24:48])
-    reference.train_on_batch(x[:48], y[:48])
+    with pytest.warns(UserWarning, match="from now on"):
+        model.train_on_batch(x[:24], y[:24])
+    assert model.current_micro_batch_size == 6
+    reference.train_on_batch(x[:24], y[:24])
     assert distance(model, reference) < 1e-6
     assert updates(model) == 1
 
@@ -581,15 +443,10 @@ def test_sums_that_are_half_added_are_forgotten(samples):
     ids=repr,
 )
 def test_errors_that_say_that_memory_ran_out(error, expected):
-    assert retry.is_out_of_memory(error) is expected
+    assert auto.is_out_of_memory(error) is expected
 
 
 # -- what a step may do, and what is refused -------------------------------
-
-
-class CallsTheStep(AccumulatingModel):
-    def train_step(self, data):
-        return super().train_step(data)
 
 
 class InnerDropout(keras.layers.Dropout):
@@ -670,15 +527,108 @@ def test_what_a_step_assigns_is_put_back(samples, name, cache):
     assert models[1].current_micro_batch_size == 6
 
 
-def test_a_custom_train_step_is_repeated(samples):
+class TwoAccumulators(AccumulatingModel):
+    """Each trains a layer; the second one makes updates of several batches."""
+
+    def __init__(self, accum_steps):
+        super().__init__()
+        self.parts = [
+            keras.layers.Dense(5, activation="tanh"),
+            keras.layers.Dense(CLASSES, activation="softmax"),
+        ]
+        self.limit = Limit()
+        self.steps = [1, accum_steps]
+
+    def build(self, shape):
+        self.accumulators = []
+        for part, steps in zip(self.parts, self.steps, strict=True):
+            part.build(shape)
+            shape = part.compute_output_shape(shape)
+            self.accumulators.append(
+                GradientAccumulator(
+                    keras.optimizers.SGD(0.5), part.trainable_variables, steps
+                )
+            )
+
+    def call(self, inputs):
+        first, second = self.parts
+        return second(self.limit(first(inputs)))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        sources = [part.trainable_variables for part in self.parts]
+        gradients = tape.gradient(loss, sources)
+        for accumulator, each in zip(self.accumulators, gradients, strict=True):
+            accumulator.accumulate(each, tf.shape(x)[0])
+        return {"loss": loss}
+
+
+def test_a_custom_train_step_is_run_again(samples):
+    models = []
+    for size in (6, "auto"):
+        keras.utils.set_random_seed(0)
+        model = compiled(TwoAccumulators(1), "sgd", micro_batch_size=size)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Out of memory")
+            model.fit(*samples, batch_size=24, shuffle=False, verbose=0)
+        models.append(model)
+    for a, b in zip(models[0].variables, models[1].variables, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def schedule(samples):
+    model = compiled(plain(AccumulatingModel), **AUTO)
+    model.fit(*samples, callbacks=[AccumStepsScheduler({0: 3})], verbose=0)
+
+
+def accumulate(samples):
+    model = compiled(TwoAccumulators(3), "sgd", **AUTO)
+    model.build((None, FEATURES))
+    before = model.get_weights()
+    try:
+        model.fit(*samples, verbose=0)
+    finally:
+        assert distance(model, before) == 0
+
+
+DOORS = {
+    "compile": lambda _: compiled(
+        plain(AccumulatingModel), accum_steps=3, **AUTO
+    ),
+    "AccumStepsScheduler": schedule,
+    "GradientAccumulator": accumulate,
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_several_batches_for_one_update_are_refused(samples, name):
+    with pytest.raises(ValueError, match=r"Received: accum_steps=3") as caught:
+        DOORS[name](samples)
+    is_custom = "of a `GradientAccumulator`" in str(caught.value)
+    assert is_custom == (name == "GradientAccumulator")
+
+
+def test_they_are_refused_when_they_are_set_and_nothing_changes(samples):
     x, y = samples
     reference = compiled(plain(keras.Model))
-    reference.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     keras.utils.set_random_seed(0)
-    model = compiled(plain(CallsTheStep, Limit()), micro_batch_size="auto")
-    with pytest.warns(UserWarning, match="from now on"):
-        model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    model = compiled(plain(AccumulatingModel), **AUTO)
+    model.train_on_batch(x[:24], y[:24])
+    with pytest.raises(ValueError, match="accum_steps=2"):
+        model.accum_steps = 2
+    model.train_on_batch(x[24:48], y[24:48])
+    model.micro_batch_size = None
+    model.accum_steps = 2
+    model.train_on_batch(x[48:60], y[48:60])
+    with pytest.raises(ValueError, match="accum_steps=2"):
+        model.micro_batch_size = "auto"
+    model.train_on_batch(x[60:], y[60:])
+    for begin in range(0, 72, 24):
+        reference.train_on_batch(x[begin : begin + 24], y[begin : begin + 24])
     assert distance(model, reference) < 1e-6
+    assert updates(model) == 3
 
 
 class Counter(keras.layers.Layer):
@@ -691,15 +641,14 @@ class Counter(keras.layers.Layer):
 
 
 def test_what_it_cannot_be_used_with(samples):
-    auto = {"micro_batch_size": "auto"}
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = plain(AccumulatingModel)
         with pytest.raises(ValueError, match="several workers"):
-            compiled(model, **auto)
+            compiled(model, **AUTO)
     with pytest.raises(TypeError, match="'AUTO'"):
         compiled(plain(AccumulatingModel), micro_batch_size="AUTO")
-    model = compiled(plain(AccumulatingModel, Counter()), **auto)
+    model = compiled(plain(AccumulatingModel, Counter()), **AUTO)
     with pytest.raises(ValueError, match="ResourceStridedSliceAssign"):
         model.train_on_batch(*samples)
 
@@ -712,7 +661,7 @@ import keras, numpy as np, tensorflow as tf
 import cases, test_auto
 from accumodel import AccumulatingModel
 x, y = cases.classes(72, np.random.default_rng(0))
-x[40] = test_auto.LARGE  # in the second half of the second batch of 24
+x[20] = test_auto.LARGE  # in the second half of the first batch of 24
 strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 found = []
 for size in (6, "auto"):
@@ -726,7 +675,7 @@ for size in (6, "auto"):
         model = AccumulatingModel(inputs, outputs)
         model.compile(
             "adam", "sparse_categorical_crossentropy",
-            micro_batch_size=size, accum_steps=3,
+            micro_batch_size=size,
         )
     model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     found.append([each.numpy() for each in model.variables])

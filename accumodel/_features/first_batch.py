@@ -270,7 +270,7 @@ class _Check:
             size=self._size,
             rows=self._rows,
             assigned=collections.defaultdict(dict),
-            retry=None,
+            auto=None,
         )
         self._plain = self._plan
         if plan.needs_whole_batch or plan.trim is not None:
@@ -628,7 +628,7 @@ def _count(plan, data):
     samples, size = int(count_samples(data)), _SAMPLES
     if plan.size is not None:  # a mirrored one is no number
         size = int(tf.convert_to_tensor(plan.size))
-    if samples <= size and not _makes_cycles(plan.model) and plan.retry is None:
+    if samples <= size and not _makes_cycles(plan.model) and plan.auto is None:
         return 0
     return min(_SAMPLES, samples, max(size, 2))
 

@@ -7,10 +7,10 @@ import typing
 
 import tensorflow as tf
 
+from accumodel._fit import auto
 from accumodel._fit.end_of_cycle import with_end_of_cycle
 from accumodel._fit.options import Options
 from accumodel._fit.points import Features
-from accumodel._fit.retry import Retry
 from accumodel._keras_and_tf import checks, hooks, xla
 from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.replicas import (
@@ -63,7 +63,7 @@ class Accumulation:
         size: `tf.Variable`, the most samples of a micro-batch; `None` until
             `micro_batch_size` is set. Another size needs no retrace.
         features: The `Features` that are on.
-        retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
+        auto: The `Auto` if `micro_batch_size` is `"auto"`, otherwise `None`.
         batch_size: Int, the samples in a batch of `fit`; `None` if not known.
         observers: Dict of what measures the gradients of cycles, by its class
             and its place among those of this class. It is kept, since compiled
@@ -79,7 +79,7 @@ class Accumulation:
         self.loss_weights = LossWeights(model)
         self.assigned: dict = collections.defaultdict(dict)
         self.size: typing.Any = None
-        self.retry: typing.Any = None
+        self.auto: typing.Any = None
         self.observers: dict = {}
         self.observing: tuple = ()
         self.batch_size: typing.Any = None
@@ -97,8 +97,7 @@ class Accumulation:
         model = self.model
         try:
             options = Options(**own)
-            check_whole_batch(model, options)
-            checks.check_trim_padding(model, options)
+            self._check(options)
             accumulates = options.accumulates or any(map(self.overrides, HOOKS))
             super_compile(*args, **kwargs)
             checks.check_optimizer(model.optimizer, options.skip_nonfinite)
@@ -119,6 +118,12 @@ class Accumulation:
         )
         self._use_size(options.micro_batch_size)
         self.accumulators.begin_anew()
+
+    def _check(self, options):
+        """Refuses arguments that do not go together."""
+        check_whole_batch(self.model, options)
+        checks.check_trim_padding(self.model, options)
+        auto.check(self.model, options)
 
     def fit(self, super_fit, args, kwargs):
         """Trains the model by Keras or another base class."""
@@ -180,8 +185,6 @@ class Accumulation:
                 self.begin_to_accumulate(spans_batches=True)
                 build_accumulator(self.model, self.options)
             files.load(self.accumulators, cycles)
-            if self.retry is not None:
-                self.retry.forget_fed()
         return store
 
     def overrides(self, name):
@@ -223,26 +226,26 @@ class Accumulation:
             rows=self._rows,
             assigned=self.assigned,
             loss_weights=self.loss_weights,
-            retry=self.retry,
+            auto=self.auto,
             trim=self._trimmer,
             ready_accumulator=self.ready_accumulator,
         )
 
     def set_accum_steps(self, value):
-        value = checks.check_accum_steps(value)
+        options = dataclasses.replace(self.options, accum_steps=value)
         checks.check_compiled(self.model, "accum_steps")
-        if value > 1:
+        auto.check(self.model, options)
+        if options.accum_steps > 1:
             self.begin_to_accumulate(spans_batches=True)
-        self.options = dataclasses.replace(self.options, accum_steps=value)
-        self.accumulators.set_accum_steps(value)
+        self.options = options
+        self.accumulators.set_accum_steps(options.accum_steps)
 
     def set_micro_batch_size(self, value):
         model, before = self.model, self.options.micro_batch_size
-        value = checks.check_micro_batch_size(value)
-        checks.check_compiled(model, "micro_batch_size")
         options = dataclasses.replace(self.options, micro_batch_size=value)
-        check_whole_batch(model, options)
-        checks.check_trim_padding(model, options)
+        value = options.micro_batch_size
+        checks.check_compiled(model, "micro_batch_size")
+        self._check(options)
         if value is not None:
             checks.check_can_accumulate(model, options)
         self.options = options
@@ -256,7 +259,7 @@ class Accumulation:
             self.make_functions_again()
 
     def _use_size(self, value):
-        self.retry = Retry(self.model, self) if value == "auto" else None
+        self.auto = auto.Auto(self) if value == "auto" else None
         if value not in (None, "auto"):
             self.assign_size(value)
 

@@ -57,14 +57,10 @@ class EndOfCycle(keras.callbacks.Callback):
             self._warn_of_short_epochs(self._batches)
         self._end_cycle()
         self.model._accumulation.accumulators.warn_of_unsure_updates()
-        if self.model.micro_batch_size == "auto":
-            self._note_size(logs)
-
-    def _note_size(self, logs):
-        size = self.model.current_micro_batch_size
-        self._warn_of_norms()
-        if logs is not None and size is not None:
-            logs["micro_batch_size"] = size
+        auto = self.model._accumulation.auto
+        if auto is not None:
+            self._warn_of_norms()  # the size was not known before
+            auto.log(logs)
 
     def _end_cycle(self):
         if self.model._accumulation.options.remainder == "apply":

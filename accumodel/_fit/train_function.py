@@ -3,7 +3,7 @@
 Every fed batch goes one way:
 
     Trainer.fit -> model.train_function     `make_train_function`, here
-        Retry.run                           with "auto": if memory runs out
+        Auto.run                            with "auto": if memory runs out
             Keras's function                `_make`, of `_train` as its step
                 loop.run                 for each micro-batch, `make_step`:
                     model.train_step        the user's, or that of accumodel
@@ -25,7 +25,7 @@ import functools
 
 import tensorflow as tf
 
-from accumodel._fit import retry, variables
+from accumodel._fit import auto, variables
 from accumodel._keras_and_tf import (
     checks,
     hooks,
@@ -115,8 +115,8 @@ def _wrap(model, name):
     function = getattr(model, name)
     state = model._accumulation
     trains = name == "train_function"
-    if state.retry is not None:
-        function = functools.partial(state.retry.run, function, trains)
+    if state.auto is not None:
+        function = functools.partial(state.auto.run, function, trains)
     is_ready = False  # a layer that is never called is never built
 
     def make_and_call(batches):
@@ -143,7 +143,7 @@ def _say_that_it_was_split(model, error):
         return
     state = model._accumulation
     size, samples = int(state.size), state.batch_size
-    is_split = size < retry.ALL and (samples is None or size < samples)
+    is_split = size < auto.ALL and (samples is None or size < samples)
     if is_split and "micro_batch_size" not in str(error):
         batch = "The batch" if samples is None else f"A batch of {samples}"
         error.add_note(
@@ -161,7 +161,7 @@ def _train(model, train_step, data):
     plan = state.plan()
     data = replicas.hide_empty(data)
     fed_batch = FedBatch(plan.is_split)
-    with retry.recorded(plan.retry):
+    with auto.recorded(plan.auto):
         if plan.needs_whole_batch:
             logs = stages.train(plan, fed_batch, data)
         else:
@@ -206,7 +206,7 @@ def _refuse_function(model, error=None):
 def _test(model, test_step, data):
     """Runs a `test_step`, which may be custom, on one fed batch."""
     plan = model._accumulation.plan()
-    with retry.recorded(plan.retry):
+    with auto.recorded(plan.auto):
         if plan.needs_whole_batch and "test_step" not in plan.overridden:
             return stages.test(plan, data)
         return loop.run(plan, test_step, data)

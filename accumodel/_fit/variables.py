@@ -45,7 +45,7 @@ def make_first(plan, trains, batches):
 def _are_missing(plan, data):
     """Whether a step may need variables that it cannot make."""
     model = plan.model
-    if plan.retry is not None:
+    if plan.auto is not None:
         return True
     if not (
         plan.needs_whole_batch

@@ -10,7 +10,7 @@ from accumodel._keras_and_tf.optimizers import (
     with_inner_optimizers,
 )
 from accumodel._keras_and_tf.private_names import KerasModel, flat_layers
-from accumodel._keras_and_tf.replicas import check_strategy, is_multi_worker
+from accumodel._keras_and_tf.replicas import check_strategy
 
 REMAINDERS = ("apply", "carry", "drop")
 
@@ -117,15 +117,8 @@ def is_ours(each):
 
 def check_can_accumulate(model, options):
     """Refuses models and strategies that would be wrong."""
-    strategy = model.distribute_strategy
-    check_strategy(strategy, model.steps_per_execution)
+    check_strategy(model.distribute_strategy, model.steps_per_execution)
     check_train_step(type(model))
-    if options.micro_batch_size == "auto" and is_multi_worker(strategy):
-        raise ValueError(
-            '`micro_batch_size="auto"` cannot be used with several workers, of '
-            "which one may run out of memory alone. Use an int. "
-            f"Received: strategy={strategy}"
-        )
     if options.micro_batch_size is not None:
         _check_can_slice(model, options)
 

@@ -29,6 +29,7 @@ def make_step(plan, function, fed_batch=None, losses=None):
     if not plan.is_compiled:
         return step
     # A new one for each trace around it: the function may use its tensors.
+    # `True` is there when XLA is done, see `Auto.call`.
     compiled = tf.function(
         lambda data: (step(data), tf.constant(True)),
         jit_compile=True,
@@ -37,17 +38,12 @@ def make_step(plan, function, fed_batch=None, losses=None):
     )
 
     def call(data):
-        concrete = compiled.get_concrete_function(data)
+        compiled.get_concrete_function(data)  # the trace says what to clear
         if fed_batch is not None:
             fed_batch.clear_first()
-        if plan.retry is None:
-            return compiled(data)[0]
-        # If memory runs out in an XLA cluster, TensorFlow frees what it was to
-        # assign to in place, and again later, which ends the process. It does
-        # not assign in place to what is used afterwards.
-        kept = [each.read_value() for each in concrete.variables]
-        result, done = compiled(data)
-        tf.raw_ops.Assert(condition=done, data=[done, *kept])
+        if plan.auto is not None:
+            return plan.auto.call(compiled, data)
+        result, _ = compiled(data)
         return result
 
     return call
@@ -76,8 +72,8 @@ def run(plan, function, data, fed_batch=None):
         losses += of_batch.take()
         if tf.executing_eagerly():
             return logs, losses
-        if plan.retry is not None:
-            plan.retry.check(tf.compat.v1.get_default_graph())
+        if plan.auto is not None:
+            plan.auto.check_graph(tf.compat.v1.get_default_graph())
         logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, logs)
         # `[i]`: there may be no logs.

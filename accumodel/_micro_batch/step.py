@@ -33,7 +33,7 @@ class Plan:
         rows: `tf.Variable`, the samples of the present one, see `Draws`.
         assigned: Dict of what steps are known to assign, see `States`.
         loss_weights: The `LossWeights`.
-        retry: The `Retry` if `micro_batch_size` is `"auto"`, otherwise `None`.
+        auto: The `Auto` if `micro_batch_size` is `"auto"`, otherwise `None`.
         trim: The `Trimmer` that cuts padding off, or `None`.
         ready_accumulator: Function that returns the `GradientAccumulator` of
             the trainable variables, which it makes the first time.
@@ -49,7 +49,7 @@ class Plan:
     rows: typing.Any
     assigned: dict
     loss_weights: typing.Any
-    retry: typing.Any
+    auto: typing.Any
     trim: typing.Any
     ready_accumulator: typing.Any
 

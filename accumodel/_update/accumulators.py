@@ -1,6 +1,5 @@
 """All accumulators of a model as one."""
 
-import contextlib
 import typing
 import warnings
 
@@ -10,9 +9,6 @@ from accumodel._keras_and_tf.checks import overrides
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._update import files
 from accumodel._update.accumulator import GradientAccumulator
-
-# More batches than a cycle has.
-_NEVER = 2**60
 
 # The methods of a model that its accumulator calls.
 HOOKS = ("process_gradients", "after_update")
@@ -88,17 +84,6 @@ class Accumulators:
         for each in self:
             each._untracked.updates.clear()
 
-    @contextlib.contextmanager
-    def without_updates(self):
-        """In it, cycles are never full, though `accum_steps` was lowered."""
-        before = {each: each.accum_steps for each in self}
-        self.set_accum_steps(_NEVER)
-        try:
-            yield
-        finally:
-            for each, value in before.items():
-                each.accum_steps = value
-
     def is_updating(self):
         """Whether a step that failed had begun to make an update."""
         return any(phase < 0 for each in self for phase in each._phases())
@@ -129,17 +114,12 @@ class Accumulators:
                 "forgotten. No weight has moved since the last update."
             )
 
-    def read(self):
-        """Returns the pending cycles, for `write`."""
-        return {
-            each: files.read(each, self.model)
-            for each in self
-            if each.pending_steps
-        }
-
-    def write(self, cycles):
-        for accumulator, cycle in cycles.items():
-            files.write(accumulator, cycle)
+    def drop(self, name, otherwise=""):
+        """Forgets what is pending before `name`, with a warning."""
+        pending = self.pending_steps
+        if pending:
+            self.reset()
+            _warn_of_dropped(pending, name, otherwise)
 
     def weights_were_set(self, layer):
         """Forgets the pending cycle if it is of other weights than these."""
@@ -148,19 +128,12 @@ class Accumulators:
             given.isdisjoint(map(id, each.variables)) for each in self
         ):
             return
-        pending = self.pending_steps
-        if pending:
-            self.reset()
-            _warn_of_dropped(pending, "set_weights")
+        self.drop("set_weights")
 
     def begin_fit(self, remainder):
         """Forgets what was pending, unless it is carried or from a file."""
-        pending = self.pending_steps
-        if not pending or remainder == "carry" or not self.is_live:
-            return
-        self.reset()
-        otherwise = ', or `compile` with `remainder="carry"`'
-        _warn_of_dropped(pending, "fit", otherwise)
+        if remainder != "carry" and self.is_live:
+            self.drop("fit", ', or `compile` with `remainder="carry"`')
 
     def begin_anew(self):
         """Removes the accumulator that was made for another `compile`."""
@@ -199,7 +172,7 @@ def _warn_of_dropped(pending, name, otherwise=""):
         f"are dropped, since {why}. Call "
         f"`apply_accumulated_gradients()` before `{name}`{otherwise}. "
         f"Received: pending_steps={pending}",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

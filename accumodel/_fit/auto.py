@@ -1,35 +1,36 @@
-"""Halve `micro_batch_size` when memory runs out, and feed the cycle again.
+"""`micro_batch_size="auto"`: halve the size when memory runs out.
 
-The cycle is the transaction: a fed batch that fails is fed again with all that
-were fed since the last update, in smaller micro-batches.
+The fed batch is the transaction. It is one cycle, or nothing:
 
     for each fed batch:
-        save what steps assign          # batch norm, seeds, metrics
+        read what steps assign              # statistics, seeds, metrics
         try:
-            train on it
+            train on it, or test
         except out of memory:
-            put back what it was when the cycle began, and forget the sums
-            halve the size
-            train on all batches of this cycle
-
-What was assigned between two batches, as metrics are when an epoch begins, is
-assigned again.
+            assign what was read, and forget the sums
+            halve the size, and begin this batch again
 
 The step itself does not know of this. Weights move only in the update that ends
-a cycle. If memory runs out in there, nothing is tried again.
+the batch. If memory runs out in there, nothing is tried again.
+
+So each batch must make an update: `accum_steps` above 1 is refused, and what is
+pending when a batch begins, such as from a file, is dropped with a warning. Who
+splits by memory needs no `accum_steps`: the large batch itself can be fed.
 """
 
 import contextlib
 import itertools
-import typing
 import warnings
 import weakref
 
-import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._keras_and_tf.replicas import local_results, scope_of
+from accumodel._keras_and_tf.replicas import (
+    is_multi_worker,
+    local_results,
+    scope_of,
+)
 from accumodel._micro_batch.assignments import Recorder, check_assignments
 from accumodel._micro_batch.split import count_of_each_replica
 
@@ -81,36 +82,46 @@ def is_out_of_memory(error):
     return isinstance(error, _OTHERS) and any(each in text for each in _TEXTS)
 
 
-class _Fed(typing.NamedTuple):
-    """A fed batch of a pending cycle.
+def check(model, options):
+    """Refuses what `micro_batch_size="auto"` cannot go with."""
+    if options.micro_batch_size != "auto":
+        return
+    _check_steps(options.accum_steps)
+    if is_multi_worker(model.distribute_strategy):
+        raise ValueError(
+            '`micro_batch_size="auto"` cannot be used with several workers, of '
+            "which one may run out of memory alone. Use an int. "
+            f"Received: strategy={model.distribute_strategy}"
+        )
 
-    Args:
-        data: The batch.
-        before: Dict of what steps assign, by the ids of the variables, as it
-            was before this batch: lists of pairs `(part, value)`.
-        after: The same, after it.
+
+def _check_steps(accum_steps, owner=""):
+    """Raises if several batches would make one update."""
+    if accum_steps > 1:
+        raise ValueError(
+            '`micro_batch_size="auto"` needs `accum_steps=1`: if memory runs '
+            "out, only the last batch can be run again. Feed the large batch "
+            "itself, which is split as memory allows, or use an int as "
+            f"`micro_batch_size`. Received: accum_steps={accum_steps}{owner}"
+        )
+
+
+class Auto:
+    """Runs a fed batch of a model until memory suffices.
+
+    Attributes:
+        largest: Int or `None`. The most samples that went through the model at
+            once.
     """
 
-    data: typing.Any
-    before: dict
-    after: dict
-
-
-class Retry:
-    """Runs the steps of a model again when memory runs out."""
-
-    def __init__(self, model, state):
-        self._model, self._state = model, state
-        # The most samples that went through the model at once, or `None`.
+    def __init__(self, state):
+        self._model, self._state = state.model, state
         self.largest: int | None = None
         self._size = ALL
-        # The fed batches of this cycle, and what was pending before them.
-        self._fed: list[_Fed] = []
-        self._pending: typing.Any = None
-        # The `pending_steps` of all accumulators after the last of them.
-        self._left: list = []
         # The variables that steps assign, by their ids.
         self._assigned = state.assigned["auto"]
+        # What they were before this batch: lists of pairs `(part, value)`.
+        self._before: dict = {}
         # Functions that are traced.
         self._traced: weakref.WeakSet = weakref.WeakSet()
         state.assign_size(ALL)
@@ -146,19 +157,13 @@ class Retry:
 
     def _run_one(self, function, trains, data):
         cycles = self._state.accumulators
-        pending = [each.pending_steps for each in cycles] if trains else []
-        if not any(pending) or pending != self._left:
-            # What is pending, if anything, came in another way.
-            self.forget_fed()
-            self._pending = cycles.read() if any(pending) else None
-        self._left = []  # known again when this one is done
-        fed = _Fed(data, self._values(), {})
-        self._fed.append(fed)
-        is_again = False
+        if trains:
+            self._begin_cycle()
+        self._before = {
+            key: self._value(each) for key, each in self._assigned.items()
+        }
         while True:
             try:
-                if is_again:
-                    self._feed_again(function)
                 logs = function(iter([data]))
                 break
             except Exception as error:
@@ -166,60 +171,32 @@ class Retry:
                     raise
                 if trains and cycles.is_updating():
                     _give_up(_WHILE_UPDATING, error)
-                self._put_back(trains)
-                self._halve(error)
-                is_again = True
-        largest = max(self._largest_part(each.data) for each in self._fed)
-        self.largest = max(largest, self.largest or 0)
-        left = [each.pending_steps for each in cycles] if trains else []
-        if left and 0 not in left:
-            self._left = left
-            fed.after.update(self._values())
-        else:  # one with nothing pending may have made an update
-            self.forget_fed()
+                for part, value in itertools.chain(*self._before.values()):
+                    part.assign(value)
+                if trains:
+                    cycles.forget()
+                self._halve(data, error)
+        self.largest = max(self._largest_part(data), self.largest or 0)
         return logs
 
-    def _feed_again(self, function):
-        """Feeds the batches of this cycle before the last one."""
-        with self._state.accumulators.without_updates():
-            for each, following in itertools.pairwise(self._fed):
-                function(iter([each.data]))
-                _assign_changes(each.after, following.before)
-
-    def forget_fed(self):
-        """Forgets the fed batches: what is pending came in another way."""
-        self._fed, self._left = [], []
-
-    def _values(self):
-        """Reads all that steps assign."""
+    def _begin_cycle(self):
+        """Lets the next batch be a cycle, or says why it cannot be."""
         cycles = self._state.accumulators
-        skipped = {id(each): each._skipped for each in cycles}
-        known = self._assigned | skipped
-        return {key: self._value(each) for key, each in known.items()}
+        for each in cycles:
+            # Of the model's own, `check` knows.
+            if each is not self._model._gradient_accumulator:
+                _check_steps(each.accum_steps, " of a `GradientAccumulator`")
+        cycles.drop("fit", ", or use an int as `micro_batch_size`")
 
     def _value(self, variable):
-        with scope_of(self._model.distribute_strategy):
+        with scope_of(self._state.strategy):
             parts = local_results(tf_variable(variable))
             return [(part, part.read_value()) for part in parts]
 
-    def _put_back(self, trains):
-        """Lets all be as it was when the cycle began."""
-        cycles = self._state.accumulators
-        saved: dict = {}
-        for each in reversed(self._fed):
-            saved |= each.before
-        for part, value in itertools.chain(*saved.values()):
-            part.assign(value)
-        if trains:
-            cycles.forget()
-        if self._pending is not None:
-            cycles.write(self._pending)
-
-    def _halve(self, error):
+    def _halve(self, data, error):
         """Halves the size, or says why that would not help."""
-        failed = max(self._largest_part(each.data) for each in self._fed)
+        failed = self._largest_part(data)
         if failed <= 1:
-            self.forget_fed()
             self.largest = None
             self._assign_size(ALL)
             is_joined = self._state.plan().needs_whole_batch
@@ -229,8 +206,8 @@ class Retry:
         globals().pop("__warningregistry__", None)
         warnings.warn(
             f"Out of memory with {failed} samples in the model at once. "
-            f"`micro_batch_size` is {self._size} from now on. The batches "
-            "since the last update are fed again, and nothing is lost.",
+            f"`micro_batch_size` is {self._size} from now on. The batch is run "
+            "again, and nothing is lost.",
             stacklevel=1,
         )
 
@@ -243,47 +220,52 @@ class Retry:
     def _largest_part(self, data):
         """Returns the samples in the largest micro-batch of a fed batch."""
         largest = 0
-        for samples in count_of_each_replica(
-            data, self._model.distribute_strategy
-        ):
+        for samples in count_of_each_replica(data, self._state.strategy):
             parts = -(-samples // self._size)
             largest = max(largest, -(-samples // parts) if parts else 0)
         return largest
 
+    def log(self, logs):
+        """Adds the size that was found to the logs of an epoch."""
+        if logs is not None and self.largest is not None:
+            logs["micro_batch_size"] = self.largest
+
     # -- in the step -----------------------------------------------------------
 
-    def check(self, graph):
+    def call(self, function, data):
+        """Calls a function that XLA compiled for a micro-batch.
+
+        If memory runs out in an XLA cluster, TensorFlow frees what it was to
+        assign to in place, and again later, which ends the process. It does not
+        assign in place to what is used afterwards.
+        """
+        variables = function.get_concrete_function(data).variables
+        kept = [each.read_value() for each in variables]
+        result, done = function(data)
+        tf.raw_ops.Assert(condition=done, data=[done, *kept])
+        return result
+
+    def check_graph(self, graph):
         """Raises if a step assigns what cannot be put back."""
         check_assignments(
             graph.as_graph_def(),
-            'With `micro_batch_size="auto"`, a cycle is fed again if memory '
+            'With `micro_batch_size="auto"`, a batch is run again if memory '
             "runs out",
         )
 
     def _record(self, variable):
         if id(variable) not in self._assigned:
             self._assigned[id(variable)] = variable
-            # This step was not run yet: these are the values before it.
-            if self._fed:
-                with tf.init_scope():
-                    self._fed[-1].before[id(variable)] = self._value(variable)
+            # This step was not run yet: this is the value before it.
+            with tf.init_scope():
+                self._before[id(variable)] = self._value(variable)
 
 
-def recorded(retry):
+def recorded(auto):
     """In it, a step assigns only what can be put back, with `"auto"`."""
-    if retry is None:
+    if auto is None:
         return contextlib.nullcontext()
-    return Recorder(retry._record)
-
-
-def _assign_changes(after, before):
-    """Assigns again what was assigned between two batches of a cycle."""
-    for key, parts in before.items():
-        for (part, value), (_, old) in zip(
-            parts, after.get(key, parts), strict=True
-        ):
-            if not np.array_equal(value, old):
-                part.assign(value)
+    return Recorder(auto._record)
 
 
 def _give_up(text, error):
