@@ -376,9 +376,9 @@ class AccumulatingModel(keras.Model):
         Returns:
             A scalar tensor: the elements or sample weights that the compiled
             loss was averaged over, as its reduction and masks say, or the
-            number of samples if `compute_loss` is overridden or there is no
-            compiled loss. `None` if the loss is a sum, which must not be
-            divided.
+            number of samples if `compute_loss` is overridden, if the loss has
+            no axis of samples, or if there is no compiled loss. `None` if the
+            loss is a sum, which must not be divided.
 
         Raises:
             ValueError: If one loss is a sum and another a mean, if the

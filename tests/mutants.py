@@ -100,8 +100,8 @@ MUTANTS = [
     Mutant(
         "mask ignored",
         "_micro_batch/weights.py",
-        "        if mask is None:\n            return Divisor(elements,",
-        "        if True:\n            return Divisor(elements,",
+        "        if mask is None:\n            return {_SAMPLES: elements}",
+        "        if True:\n            return {_SAMPLES: elements}",
         "test_exactness.py",
     ),
     Mutant(
@@ -184,8 +184,8 @@ MUTANTS = [
     Mutant(
         "sums are divided by samples",
         "_micro_batch/weights.py",
-        "            return None\n        if None in sources:",
-        "            return samples\n        if None in sources:",
+        "            return None\n        if None in divisors:",
+        "            return samples\n        if None in divisors:",
         "test_exactness.py",
     ),
     Mutant(
@@ -271,8 +271,8 @@ MUTANTS = [
     Mutant(
         "the loss of an output is a mean of means",
         "_micro_batch/weights.py",
-        "weights.append(_nonzero(divisor.value, samples))",
-        "weights.append(samples)",
+        "return _nonzero(value, samples)",
+        "return samples",
         "test_slices.py",
     ),
     Mutant(
@@ -578,9 +578,9 @@ MUTANTS = [
     ),
     Mutant(
         "one loss per sample is divided",
-        "_micro_batch/weights.py",
-        "return kind in _SUMMABLE",
-        "return kind == scalar_losses.SUM",
+        "_micro_batch/outcome.py",
+        "if is_sum or weight is None:",
+        "if weight is None:",
         "test_losses.py",
     ),
     Mutant(
@@ -631,20 +631,6 @@ MUTANTS = [
         "        tf.config.run_functions_eagerly(True)\n",
         "        pass\n",
         "test_first_batch.py",
-    ),
-    Mutant(
-        "data are never pairs of samples",
-        "_micro_batch/scalar_losses.py",
-        "    if len(letters) > 1:  # pairs",
-        "    if False:",
-        "test_first_batch.py",
-    ),
-    Mutant(
-        "a sum that is divided by hand is a sum",
-        "_micro_batch/scalar_losses.py",
-        "if op.type in _QUOTIENTS and kinds == [SUM, _SIZE]:",
-        "if False:",
-        "test_refused_or_warned.py",
     ),
     Mutant(
         "a file may lack a sum",
@@ -733,16 +719,16 @@ MUTANTS = [
     Mutant(
         "one number is a sum under a reduction that sums",
         "_micro_batch/weights.py",
-        "        if not is_data or is_single(values, data):",
+        "        if not has_samples(values, current_step().loss_data):",
         "        if False:",
         "test_losses.py",
     ),
     Mutant(
-        "a sum that is one number is a mean",
+        "what a loss combines is not looked at",
         "_micro_batch/weights.py",
-        "        if kind == scalar_losses.SUM:\n",
-        "        if False:\n",
-        "test_losses.py",
+        "found = self._divisors(inner) or self._divisor(each)",
+        "found = self._divisor(each)",
+        "test_refused_or_warned.py",
     ),
     Mutant(
         "logs of sums that a custom loss normalizes add up",

@@ -414,12 +414,12 @@ class _Check:
         else:
             cause = (
                 "The loss compares samples, is divided by a statistic of the "
-                "batch, or is a sum; or a custom step changes the gradient of "
-                "each micro-batch. Return one loss per sample, which depends "
-                "on no other sample; or use `gradient_cache=True`; or override "
-                "`micro_batch_weight` to return what the loss is divided by "
-                "(`None` for a sum); or change gradients in "
-                "`process_gradients`."
+                "batch, or adds up the samples itself; or a custom step "
+                "changes the gradient of each micro-batch. Return one loss per "
+                "sample, which depends on no other sample; or use "
+                "`gradient_cache=True`; or override `micro_batch_weight` to "
+                "return what the loss is divided by (`None` for a sum); or "
+                "change gradients in `process_gradients`."
             )
         name = _name(variable)
         return (

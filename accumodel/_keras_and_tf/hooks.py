@@ -120,7 +120,6 @@ class Reduction(typing.NamedTuple):
         sample_weight: Tensor or `None`.
         mask: Tensor or `None`.
         reduction: String or `None`, as the `reduction` of a `keras.Loss`.
-        result: Tensor, the reduced loss.
         inner: Tuple of `Reduction`, those of the losses that it combines.
     """
 
@@ -128,7 +127,6 @@ class Reduction(typing.NamedTuple):
     sample_weight: typing.Any
     mask: typing.Any
     reduction: str | None
-    result: typing.Any
     inner: tuple = ()
 
 
@@ -179,9 +177,8 @@ class _Recorder:
         # As Keras does first: a function may return a Python number.
         values = keras.ops.convert_to_tensor(values, dtype=dtype)
         loss = original(values, sample_weight, mask, reduction, dtype)
-        self.reductions.append(
-            Reduction(values, sample_weight, mask, reduction, loss)
-        )
+        own = Reduction(values, sample_weight, mask, reduction)
+        self.reductions.append(own)
         return loss
 
     def call(self, original, *args, **kwargs):

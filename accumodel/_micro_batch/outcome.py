@@ -12,6 +12,7 @@ from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch.split import count_samples
 from accumodel._micro_batch.step import current_step
+from accumodel._micro_batch.weights import has_samples
 
 
 def call_compute_loss(function, x, y, y_pred, sample_weight, training=True):
@@ -54,7 +55,8 @@ def weigh(plan, x, y, y_pred, sample_weight, loss):
     is_custom = "compute_loss" in plan.overridden and not is_known
     weight = plan.model.micro_batch_weight(x, y, y_pred, sample_weight)
     data = (x, y, y_pred, sample_weight)
-    is_sum = is_custom and plan.loss_weights.is_sum(loss, data)
+    # Keras sums one loss for each sample.
+    is_sum = is_custom and has_samples(loss, data)
     if is_sum or weight is None:
         return None
     # Tied to the data: see `GradientAccumulator._waits`.
