@@ -25,6 +25,7 @@ import rich.table
 from sklearn.datasets import load_digits
 
 import accumodel
+from accumodel._check import distance
 from benchmarks.report import make_parser, report
 
 STEPS = 4
@@ -254,10 +255,7 @@ def compare(case, ways):
     distances = {}
     for way in ways:
         weights = train(*trainings[way], **options.get(way, {}))
-        distances[way] = max(
-            float(np.abs(a - b).max())
-            for a, b in zip(weights, large, strict=True)
-        )
+        distances[way] = distance(weights, large)
     return distances
 
 

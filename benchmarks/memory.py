@@ -30,10 +30,8 @@ higher. Memory that is not live must not count:
 - Linux forgets the peaks before (`/proc/self/clear_refs`).
 """
 
-import contextlib
 import functools
 import itertools
-import multiprocessing
 import os
 import sys
 
@@ -45,7 +43,8 @@ import rich.table
 import tensorflow as tf
 
 import accumodel
-from accumodel._memory import live_memory, peak_memory
+from accumodel._check import distance
+from accumodel._memory import live_memory, peak_memory, run_limited
 from benchmarks.report import GRAY, make_parser, report, run_each
 from benchmarks.speed import make_step, mlp, transformer
 
@@ -95,13 +94,6 @@ def make_dataset(batch_size):
     return tf.data.Dataset.from_tensors((x, y)).repeat()
 
 
-def device_peak():
-    """Returns the peak memory in bytes: the GPU's if there is one."""
-    if tf.config.list_physical_devices("GPU"):
-        return tf.config.experimental.get_memory_info("GPU:0")["peak"]
-    return peak_memory()
-
-
 def measure(way, effective_batch, jit):
     """Returns the peak over the built model and its parameters, in bytes."""
     steps = effective_batch // MICRO_BATCH
@@ -121,7 +113,7 @@ def measure(way, effective_batch, jit):
         model_class, keras.optimizers.Adam(**optimizer), jit, **kwargs
     )
     dataset = make_dataset(batch_size)
-    built = device_peak()
+    built = peak_memory()
     model.fit(
         dataset,
         steps_per_epoch=2 * effective_batch // batch_size,
@@ -131,75 +123,41 @@ def measure(way, effective_batch, jit):
     return {
         "way": way,
         "effective batch": effective_batch,
-        "peak": device_peak() - built,
+        "peak": peak_memory() - built,
         "parameters": 4 * model.count_params(),
     }
 
 
-def train(connection, way, limit, batch_size, jit):
-    """Sends the error or `None`, the size found, and the weights."""
+def train(way, batch_size, jit):
+    """Returns the size of micro-batches that "auto" found, and the weights."""
     model_class, kwargs = keras.Model, {}
     if way == AUTO:
         model_class = accumodel.AccumulatingModel
         kwargs = {"micro_batch_size": "auto"}
-    gpus = [] if way == UNLIMITED else tf.config.list_physical_devices("GPU")
-    for gpu in gpus:
-        device = tf.config.LogicalDeviceConfiguration(memory_limit=limit)
-        tf.config.set_logical_device_configuration(gpu, [device])
     keras.utils.set_random_seed(0)
     # Not Adam, which makes large steps of gradients that are only rounding.
     optimizer = keras.optimizers.SGD(0.01)
     model = compile_model(model_class, optimizer, jit, **kwargs)
     dataset = make_dataset(batch_size)
-    try:
-        model.fit(dataset, steps_per_epoch=2, shuffle=False, verbose=0)
-    except tf.errors.ResourceExhaustedError as error:
-        connection.send((type(error).__name__, None, None))
-        connection.close()
-        # With XLA, TensorFlow cannot free the weights of a failed update.
-        os._exit(1)
+    model.fit(dataset, steps_per_epoch=2, shuffle=False, verbose=0)
     size = model.current_micro_batch_size if way == AUTO else None
-    connection.send((None, size, model.get_weights()))
-
-
-def run_out(way, limit, batch_size, jit):
-    """Returns how training in a separate process ended, and its weights."""
-    # The new process reads these. The limit is one of TensorFlow, which then
-    # raises an error as on a GPU. Where the system refuses memory
-    # (`resource.setrlimit`), convolutions end the process, and those of oneDNN
-    # do so in any case.
-    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
-    os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = str(int(way != UNLIMITED))
-    os.environ["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(limit)
-    # Without its lists of all blocks in memory.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(
-        target=train, args=(sender, way, limit, batch_size, jit)
-    )
-    process.start()
-    sender.close()  # only the process has it now, and closes it at its end
-    error = size = weights = None
-    with contextlib.suppress(EOFError):  # it was killed
-        error, size, weights = receiver.recv()
-    process.join()
-    ended = error or f"exit code {process.exitcode}"
-    return {"way": way, "ended": ended, "size found": size}, weights
+    return size, model.get_weights()
 
 
 def compare_limited(limit, batch_size, jit):
     """Returns a dict for each way, with a limit of the memory and without."""
     rows = []
     for way in rich.progress.track((UNLIMITED, PLAIN, AUTO), transient=True):
-        row, weights = run_out(way, limit, batch_size, jit)
+        result, error = run_limited(
+            None if way == UNLIMITED else limit, train, way, batch_size, jit
+        )
+        size, weights = result or (None, None)
+        ended = error.split(":")[0] if error else "trained"
+        row = {"way": way, "ended": ended, "size found": size}
         if way == UNLIMITED:
             expected = weights
         elif weights:
-            row["difference"] = max(
-                float(np.abs(a - b).max())
-                for a, b in zip(weights, expected, strict=True)
-            )
+            row["difference"] = distance(weights, expected)
         rows.append(row)
     return rows
 
