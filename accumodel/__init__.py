@@ -1,6 +1,5 @@
 """Gradient accumulation for Keras 3, with the weights of the large batch."""
 
-import contextlib
 import os
 import sys
 
@@ -22,25 +21,7 @@ def _check_backend():
         )
 
 
-@contextlib.contextmanager
-def _stderr_to(file):
-    """In it, what a library writes to stderr goes to a file descriptor."""
-    stderr = os.dup(2)
-    os.dup2(file, 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-
-
-if sys.orig_argv[1:3] == ["-m", "accumodel"]:
-    # The demonstration. No variable silences TensorFlow 2.21 while it loads.
-    with open(os.devnull, "w") as _null, _stderr_to(_null.fileno()):
-        _check_backend()
-        import tensorflow  # noqa: F401
-else:
-    _check_backend()
+_check_backend()
 
 # ruff: noqa: E402
 from accumodel._keras_and_tf.checks import InexactWarning

@@ -1,11 +1,8 @@
-"""`python -m accumodel`: the demonstration. `--check`: is it right here?"""
+"""`python -m accumodel --check`: are the weights right on this machine?"""
 
 import sys
 
-if "--check" in sys.argv[1:]:
-    from accumodel._check import run as main
-else:
-    from accumodel._demonstration import main
+from accumodel._check import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -1,4 +1,4 @@
-"""What users read runs: docstrings, the README, the notebooks, the demo."""
+"""What users read runs: docstrings, the README, the notebooks."""
 
 import dataclasses
 import doctest
@@ -23,7 +23,6 @@ from helpers import weekly
 from markdown.extensions.toc import slugify
 
 import accumodel
-from accumodel import _demonstration as demonstration
 from accumodel import accumulator, batch_norm, callbacks, gradient_norm, model
 from accumodel._measure import noise_scale
 from benchmarks import exactness, memory, speed
@@ -167,57 +166,6 @@ def test_notebooks_hold_the_outputs_of_one_run(path):
 def test_notebooks_run(path):
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=300).execute()
-
-
-@pytest.mark.weekly
-def test_the_demonstration_trains_where_plain_keras_runs_out_of_memory(
-    tmp_path,
-):
-    picture = tmp_path / "demonstration.svg"
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "accumodel"),
-            *("--epochs=1", "--plot", str(picture)),
-        ],
-        env={**os.environ, "COLUMNS": "60", "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        timeout=300,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert run.stderr == ""  # nothing of TensorFlow
-    assert max(map(len, run.stdout.splitlines())) <= 60
-    rows = {
-        cells[0]: cells[1:]
-        for line in run.stdout.splitlines()
-        if len(cells := re.split("  +", line.strip())) > 2
-    }
-    assert rows["plain Keras"] == ["out of", "memory"]
-    ours = [rows[way] for way in ("micro_batch_size", "accum_steps")]
-    own = rows["Keras's own"]
-    assert [row[0] for row in (rows["no limit"], *ours, own)] == list("6665")
-    difference = max(float(row[2]) for row in ours)
-    assert difference <= 1e-4
-    assert 100 * difference <= float(own[2])
-    assert picture.stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--epochs=0"],
-        ["--memory=0"],
-        ["--micro-batch-size=0"],
-        ["--batch-size=100"],
-        ["--batch-size=32"],
-    ],
-)
-def test_the_demonstration_refuses_sizes_that_make_no_sense(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        demonstration.main(arguments)
-    assert caught.value.code == 2
-    assert arguments[0].split("=")[0] in capsys.readouterr().err
 
 
 def run_benchmark(command):

@@ -1,5 +1,9 @@
 """The programs of `examples/` run, and end where the large batch does."""
 
+import os
+import pathlib
+import re
+import subprocess
 import sys
 
 import keras
@@ -8,6 +12,39 @@ import pytest
 
 from benchmarks.workers import run_workers
 from examples import multi_worker
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.mark.weekly
+def test_the_demonstration_trains_where_plain_keras_runs_out_of_memory(
+    tmp_path,
+):
+    picture = tmp_path / "demonstration.svg"
+    program = ROOT / "examples" / "demonstration.py"
+    run = subprocess.run(
+        [sys.executable, program, "--epochs=1", "--plot", picture],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        timeout=300,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert max(map(len, run.stdout.splitlines())) <= 64
+    rows = {
+        cells[0]: cells[1:]
+        for line in run.stdout.splitlines()
+        if len(cells := re.split("  +", line.strip())) > 2
+    }
+    assert rows["plain Keras"] == ["out of", "memory"]
+    ours = [rows[way] for way in ("micro_batch_size", "accum_steps")]
+    own = rows["Keras's own"]
+    assert [row[0] for row in (rows["no limit"], *ours, own)] == list("6665")
+    difference = max(float(row[2]) for row in ours)
+    assert difference <= 1e-4
+    assert 100 * difference <= float(own[2])
+    assert picture.stat().st_size > 10_000
 
 
 @pytest.mark.weekly
