@@ -25,10 +25,9 @@ _check_backend()
 
 # ruff: noqa: E402
 from accumodel._keras_and_tf.checks import InexactWarning
-from accumodel._measure import gradient_norm, noise_scale, recalibration
+from accumodel._measure import gradient_norm, noise_scale
 from accumodel._measure.gradient_norm import GradientNorm
 from accumodel._measure.noise_scale import GradientNoiseScale
-from accumodel._measure.recalibration import recalibrate_batch_norm
 from accumodel._update import accumulator
 from accumodel._update.accumulator import GradientAccumulator
 from accumodel.callbacks import AccumStepsScheduler
@@ -37,11 +36,10 @@ from accumodel.model import AccumulatingModel
 # Where older pickles look for these.
 sys.modules |= {
     "accumodel.accumulator": accumulator,
-    "accumodel.batch_norm": recalibration,
     "accumodel.gradient_norm": gradient_norm,
     "accumodel.noise_scale": noise_scale,
 }
-del accumulator, gradient_norm, noise_scale, recalibration
+del accumulator, gradient_norm, noise_scale
 
 __version__ = "0.1.0"
 __all__ = [
@@ -51,5 +49,4 @@ __all__ = [
     "GradientNoiseScale",
     "GradientNorm",
     "InexactWarning",
-    "recalibrate_batch_norm",
 ]

@@ -451,13 +451,6 @@ MUTANTS = [
         "test_noise_scale.py",
     ),
     Mutant(
-        "the variance is that within batches",
-        "_measure/recalibration.py",
-        "squares += difference**2 * old_count * share",
-        "pass",
-        "test_batch_norm.py",
-    ),
-    Mutant(
         "a part that fails leaves what it wrote",
         "_fit/auto.py",
         "                    part.assign(value)",

@@ -23,7 +23,7 @@ from helpers import weekly
 from markdown.extensions.toc import slugify
 
 import accumodel
-from accumodel import accumulator, batch_norm, callbacks, gradient_norm, model
+from accumodel import accumulator, callbacks, gradient_norm, model
 from accumodel._measure import noise_scale
 from benchmarks import exactness, memory, speed
 
@@ -61,7 +61,7 @@ def find_programs():
 @pytest.mark.table
 @pytest.mark.parametrize(
     "module",
-    [accumulator, batch_norm, callbacks, gradient_norm, model, noise_scale],
+    [accumulator, callbacks, gradient_norm, model, noise_scale],
 )
 def test_examples_in_docstrings_run(module):
     names = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.workers import run_workers
-from examples import multi_worker
+from examples import multi_worker, recalibrate_batch_norm
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -71,3 +71,46 @@ def test_multi_worker_resumes_and_ends_with_the_weights_of_the_large_batch(
         trained.get_weights(), model.get_weights(), strict=True
     ):
         np.testing.assert_allclose(weight, desired, rtol=0, atol=1e-6)
+
+
+@pytest.mark.weekly
+def test_recalibrated_statistics_are_those_of_all_that_is_not_masked():
+    rng = np.random.default_rng(0)
+    x = rng.normal(3.0, 2.0, (100, 6, 4)).astype("float32")
+    kept = np.arange(6) < rng.integers(1, 7, (100, 1))
+    x[~kept] = 0.0
+    norms = [keras.layers.BatchNormalization() for _ in range(3)]
+    norms[1].trainable = False
+    dense = keras.layers.Dense(3, activation="tanh")
+    model = keras.Sequential(
+        [
+            keras.Input((6, 4)),
+            keras.layers.Masking(),
+            norms[0],
+            dense,
+            *norms[1:],
+        ]
+    )
+    cut = np.split(x, [1, 3, 53])
+    recalibrate_batch_norm.recalibrate_batch_norm(model, cut)
+    hidden = dense(norms[0](x))
+    for norm, inputs in zip(norms, (x, hidden, norms[1](hidden)), strict=True):
+        values = np.asarray(inputs, "float64")[kept]
+        expected = values.mean(0), values.var(0)
+        if norm is norms[1]:
+            expected = np.zeros(3), np.ones(3)
+        found = norm.moving_mean, norm.moving_variance
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    model.trainable = False
+    with pytest.raises(ValueError, match="No batch normalization"):
+        recalibrate_batch_norm.recalibrate_batch_norm(model, cut)
+
+
+@pytest.mark.weekly
+def test_the_program_prints_accuracies_before_and_after(capsys):
+    recalibrate_batch_norm.main(epochs=1, seeds=1)
+    _, *rows = capsys.readouterr().out.splitlines()
+    for row in rows:
+        before, after, difference = map(float, row.split()[-3:])
+        assert difference == pytest.approx(after - before, abs=2e-3)
+    assert len(rows) == 2

@@ -766,7 +766,6 @@ def test_a_keras_file_whose_cycle_is_damaged_is_refused(tmp_path):
     ("module", "name"),
     [
         ("accumulator", "GradientAccumulator"),
-        ("batch_norm", "recalibrate_batch_norm"),
         ("callbacks", "AccumStepsScheduler"),
         ("gradient_norm", "GradientNorm"),
         ("model", "Functional"),

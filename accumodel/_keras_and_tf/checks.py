@@ -46,17 +46,6 @@ def check_micro_batch_size(value):
     )
 
 
-def check_steps(value):
-    """Returns `value` as an int or `None`, or says what is wrong with it."""
-    if value is None:
-        return None
-    return _check_positive(
-        "steps",
-        value,
-        "`None` or a positive integer, the number of batches to read",
-    )
-
-
 def _check_positive(name, value, meaning):
     received = f"Received: {name}={value!r} (of type {type(value).__name__})"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
