@@ -1,7 +1,6 @@
 """Gradient accumulation for Keras 3, with the weights of the large batch."""
 
 import os
-import sys
 
 
 def _check_backend():
@@ -25,21 +24,11 @@ _check_backend()
 
 # ruff: noqa: E402
 from accumodel._keras_and_tf.checks import InexactWarning
-from accumodel._measure import gradient_norm, noise_scale
 from accumodel._measure.gradient_norm import GradientNorm
 from accumodel._measure.noise_scale import GradientNoiseScale
-from accumodel._update import accumulator
 from accumodel._update.accumulator import GradientAccumulator
 from accumodel.callbacks import AccumStepsScheduler
 from accumodel.model import AccumulatingModel
-
-# Where older pickles look for these.
-sys.modules |= {
-    "accumodel.accumulator": accumulator,
-    "accumodel.gradient_norm": gradient_norm,
-    "accumodel.noise_scale": noise_scale,
-}
-del accumulator, gradient_norm, noise_scale
 
 __version__ = "0.1.0"
 __all__ = [

@@ -23,8 +23,9 @@ from helpers import weekly
 from markdown.extensions.toc import slugify
 
 import accumodel
-from accumodel import accumulator, callbacks, gradient_norm, model
-from accumodel._measure import noise_scale
+from accumodel import callbacks, model
+from accumodel._measure import gradient_norm, noise_scale
+from accumodel._update import accumulator
 from benchmarks import exactness, memory, speed
 
 ROOT = pathlib.Path(__file__).parent.parent
