@@ -18,8 +18,6 @@ import accumodel
 from accumodel._keras_and_tf import construction, hooks, private_names
 from accumodel._micro_batch.assignments import Recorder
 from accumodel._micro_batch.random_numbers import replaced_draws
-from accumodel._micro_batch.step import one_step
-from accumodel._micro_batch.trimming import _Padding
 from accumodel._micro_batch.weights import added_losses
 from accumodel._whole_batch.arrays import set_apart
 from accumodel._whole_batch.graph import _entered
@@ -319,10 +317,21 @@ def test_means_reduce_to_samples_in_the_function_that_is_replaced():
     metric = keras.metrics.MeanMetricWrapper(lambda y, y_pred: y_pred[..., 0])
     model = make_model(keras.Model)
     model.compile(weighted_metrics=[metric])
-    with one_step(None, (None, y)), _Padding([4]).scope():
+    updated = []
+
+    def update(original, metrics, *args):
+        updated.extend(metrics.metrics)
+        original(metrics, *args)
+
+    def pad(original, *args, **kwargs):
+        padded = [tf.pad(each, [[0, 0], [0, 2]]) for each in args]
+        return original(*padded, **kwargs)
+
+    with hooks.metrics(update_state=update, reduce_to_samplewise_values=pad):
         model.compute_metrics(None, y, tf.constant([[[8.0], [9.0]]]), weights)
     # The sum of the products, and that of the weights, over 4 positions.
     assert (float(metric.total), float(metric.count)) == (2.0, 0.25)
+    assert updated == [metric]
 
 
 def test_keras_draws_by_the_functions_that_are_replaced():
@@ -339,7 +348,7 @@ def test_keras_draws_by_the_functions_that_are_replaced():
 
     seed = keras.random.SeedGenerator(1)
     x = tf.ones((4, 3))
-    with replaced_draws(draw, next_seed):
+    with replaced_draws(draw, next=next_seed):
         keras.random.beta((2,), 1.0, 1.0, seed=seed)
         keras.random.binomial((2,), 1.0, 0.5, seed=seed)
         keras.random.categorical(x, 2, seed=seed)
@@ -365,7 +374,7 @@ def test_keras_takes_a_seed_that_is_drawn_already():
     def draw(name, original, arguments):
         return original(**arguments)
 
-    with replaced_draws(draw, None):
+    with replaced_draws(draw):
         drawn = keras.random.normal((2,), seed=seed)
     np.testing.assert_array_equal(drawn, expected)
     assert module.draw_seed is before

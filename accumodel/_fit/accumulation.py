@@ -22,7 +22,7 @@ from accumodel._keras_and_tf.replicas import (
 from accumodel._measure.observer import ObservingCallback
 from accumodel._micro_batch.split import on_host
 from accumodel._micro_batch.step import Plan, current_step
-from accumodel._micro_batch.trimming import Trimmer
+from accumodel._micro_batch.trimming import Trimmer, check_trim_padding
 from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import files
 from accumodel._update.accumulators import (
@@ -122,7 +122,7 @@ class Accumulation:
     def _check(self, options):
         """Refuses arguments that do not go together."""
         check_whole_batch(self.model, options)
-        checks.check_trim_padding(self.model, options)
+        check_trim_padding(self.model, options)
         auto.check(self.model, options)
 
     def fit(self, super_fit, args, kwargs):

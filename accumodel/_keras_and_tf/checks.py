@@ -55,39 +55,6 @@ def _check_positive(name, value, meaning):
     return int(value)
 
 
-def check_trim_padding(model, options):
-    """Refuses a `trim_padding` that means nothing, or cannot be right."""
-    value = options.trim_padding
-    if value is None:
-        return
-    is_number = isinstance(value, numbers.Integral)
-    if isinstance(value, bool) or not (is_number or isinstance(value, str)):
-        raise TypeError(
-            "`trim_padding` must be the name of the input that says what is "
-            'padding, such as `"padding_mask"`, the number that the only '
-            "integer input is padded with, such as `0`, or `None`. Received: "
-            f"trim_padding={value!r} (of type {type(value).__name__})"
-        )
-    if options.micro_batch_size is None:
-        raise ValueError(
-            "`trim_padding` cuts the micro-batches of a batch: pass "
-            "`micro_batch_size` as well. Received: micro_batch_size=None"
-        )
-    for name in ("gradient_cache", "sync_batch_norm"):
-        if getattr(options, name):
-            raise ValueError(
-                f"`trim_padding` cannot be combined with `{name}=True`, which "
-                "puts the outputs of all micro-batches together. Remove one of "
-                f"them. Received: trim_padding={value!r}"
-            )
-    if overrides(model, "slice_data"):
-        raise ValueError(
-            "`trim_padding` puts the samples of a batch in another order, and "
-            "cannot know what a custom `slice_data` does with them. Remove one "
-            f"of them. Received: trim_padding={value!r}"
-        )
-
-
 def overrides(model, name):
     """Whether a model has a method that is not Keras's or accumodel's.
 

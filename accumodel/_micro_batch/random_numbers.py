@@ -117,7 +117,7 @@ class Draws:
         """In it, what is traced draws so when it runs."""
         self._around = current_graph()
         self._drawn.clear()
-        with replaced_draws(self._draw, self._next):
+        with replaced_draws(self._draw, next=self._next):
             yield
         for key, is_in_loop in [*self._drawn]:
             if is_in_loop:
@@ -279,15 +279,14 @@ class Draws:
         return tf.reshape(numbers, shape)
 
 
-def replaced_draws(draw, next_seed):
+def replaced_draws(draw, **others):
     """Returns a scope in which random numbers are drawn otherwise.
 
     Args:
         draw: Function of the name of a function that draws, of the function,
             and of its arguments in a dict. Returns what is drawn.
-        next_seed: Function of Keras's `SeedGenerator.next` and of its
-            arguments. Returns the seed. A seed that is a tensor is taken as it
-            is.
+        **others: What replaces other functions of the hook, such as `next`.
+            A seed that is a tensor is taken as it is.
     """
 
     def call(name, original, *args, **kwargs):
@@ -295,7 +294,7 @@ def replaced_draws(draw, next_seed):
         return draw(name, original, bound.arguments)
 
     drawn = {name: functools.partial(call, name) for name in hooks.DRAWS}
-    return hooks.draws(**drawn, draw_seed=_draw_seed, next=next_seed)
+    return hooks.draws(**drawn, draw_seed=_draw_seed, **others)
 
 
 def _draw_seed(original, seed):

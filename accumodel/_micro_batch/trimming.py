@@ -1,4 +1,4 @@
-"""Padding that is cut off, see `trim_padding`.
+"""`trim_padding`: padding that is cut off.
 
 An update is a sum over samples, in any order. So the samples of a fed batch are
 put in the order of their lengths, and each micro-batch is cut to its longest:
@@ -8,38 +8,40 @@ put in the order of their lengths, and each micro-batch is cut to its longest:
         step(data[begin:end, :longest])
 
 Where Keras reduces what is computed for each position, zeros take the places
-that were cut off: so it divides as it would have.
+that were cut off: so it divides as it would have. That nothing else sees
+padding is tried on two made-up samples before the first batch.
 """
 
 import contextlib
 import math
+import numbers
 import typing
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks, private_names
+from accumodel._keras_and_tf import checks, hooks, private_names
 from accumodel._micro_batch.random_numbers import replaced_draws
 from accumodel._micro_batch.step import current_step
 
 # Few widths, 16, 24, 32, 48 and so on: XLA compiles each.
 _WIDTHS = (*(n * 2**i for i in range(3, 10) for n in (2, 3)), 2**31 - 1)
 
-# Of the samples that the check feeds. Odd, so that no stride divides it, and
-# below 16, to which nothing is cut, if batches may be of any width.
+# Of the made-up samples. Odd, so that no stride divides it, and below 16, to
+# which nothing is cut, if batches may be of any width.
 _LONGEST, _LONGEST_OF_ANY = 33, 15
 
 # What outputs may change by, in units of their standard deviation: they are
 # rounded otherwise. Or so much more than if all weights are.
-_ROUNDING = {
-    "bfloat16": 2e-2,
-    "float16": 5e-3,
-    "float32": 5e-6,
-    "float64": 1e-13,
-}
+_ROUNDING = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 5e-6}
 _FACTOR = 8
 
+_MEANING = (
+    "`trim_padding` must be the name of the input that is 0 where there is "
+    'padding, such as `"padding_mask"`, of shape `(samples, length)`, or the '
+    "number that the only integer input is padded with, such as `0`. Received: "
+)
 _CUSTOM = {
     "compute_gradients",
     "compute_loss",
@@ -49,33 +51,62 @@ _CUSTOM = {
 }
 
 
+def check_trim_padding(model, options):
+    """Refuses a `trim_padding` that means nothing, or cannot be right."""
+    value = options.trim_padding
+    if value is None:
+        return
+    received = f"trim_padding={value!r} (of type {type(value).__name__})"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral | str):
+        raise TypeError(_MEANING + received)
+    if options.micro_batch_size is None:
+        raise ValueError(
+            "`trim_padding` cuts the micro-batches of a batch: pass "
+            "`micro_batch_size` as well. Received: micro_batch_size=None"
+        )
+    for name in ("gradient_cache", "sync_batch_norm"):
+        if getattr(options, name):
+            raise ValueError(
+                f"`trim_padding` cannot be combined with `{name}=True`, which "
+                "puts the outputs of all micro-batches together. Remove one of "
+                f"them. Received: {received}"
+            )
+    if checks.overrides(model, "slice_data"):
+        raise ValueError(
+            "`trim_padding` puts the samples of a batch in another order, and "
+            "cannot know what a custom `slice_data` does with them. Remove one "
+            f"of them. Received: {received}"
+        )
+
+
 class Trimming(typing.NamedTuple):
-    """How the batches of a model are cut.
+    """How the batches of a model are cut."""
 
-    Args:
-        place: Int. Which of the flat inputs says what is padding.
-        cut: List of bools. Whether each flat input is cut.
-        paddings: Dict. What a flat input holds where it is cut, by its place.
-            Where others are cut, they may hold anything: they are ignored.
-        follows: Dict. Whether an output is as wide as that input, by the first
-            key of the paths that its targets may have.
-    """
+    place: int  # of the flat inputs, the one that says what is padding
+    cut: list  # of bools, for each of them
+    paddings: dict  # what they hold where they are cut, if not anything
+    follows: dict  # whether an output is cut, by paths of its targets
 
-    place: int
-    cut: list
-    paddings: dict
-    follows: dict
+
+class Trimmer:
+    """Cuts the fed batches of a model that is compiled."""
+
+    def __init__(self):
+        self._trimming: typing.Any = None
+
+    def order(self, plan, data):
+        """Returns the `Ordered` batch."""
+        data = _map(keras.ops.convert_to_tensor, data)  # if it is eager
+        if self._trimming is None:
+            self._trimming = _find_trimming(plan, data)
+        return Ordered(plan.model, self._trimming, data)
 
 
 class Ordered:
-    """A fed batch in the order of the lengths of its samples.
+    """A fed batch, `data`, in the order of the lengths of its samples."""
 
-    Attributes:
-        data: The batch.
-    """
-
-    def __init__(self, plan, trimming, data):
-        self._plan = plan
+    def __init__(self, model, trimming, data):
+        self._model = model
         x, *others = keras.utils.unpack_x_y_sample_weight(data)
         inputs = keras.tree.flatten(x)
         width, follows = inputs[trimming.place].shape[1], trimming.follows
@@ -93,13 +124,13 @@ class Ordered:
         ]
         # No weight is cut off, and no target that counts.
         ends += [_ends(leaf, 0) for leaf, is_cut in weights if is_cut]
-        ignored = _ignored_classes(plan.model)
+        losses = keras.tree.flatten(model.loss)
+        ignored = {getattr(each, "ignore_class", None) for each in losses}
         for leaf, is_cut in targets:
-            ends += [_ends(leaf, each) for each in ignored if is_cut]
+            ends += [_ends(leaf, each) for each in ignored - {None} if is_cut]
         lengths = tf.reduce_max(ends, 0)
         self._cut += [is_cut for _, is_cut in targets + weights]
-        # For each of the flat targets the width that it had, or `None` if it
-        # is not cut.
+        # Those that the flat targets had, or `None` if they are not cut.
         self._widths = [
             (leaf.shape[1] or tf.shape(leaf)[1]) if is_cut else None
             for leaf, is_cut in targets
@@ -121,142 +152,18 @@ class Ordered:
 
     @contextlib.contextmanager
     def padded(self):
-        """In it, losses and metrics reduce what was cut as if it were not.
-
-        Raises:
-            ValueError: If no loss got a target that was.
-        """
+        """In it, losses and metrics reduce what was cut as if it were not."""
         padding = _Padding(self._widths)
-        with padding.scope():
+        with padding.hooked():
             yield
-        if not padding.is_complete():
+        if padding.unseen:
             raise ValueError(
                 "With `trim_padding`, a compiled loss must be called with the "
                 "targets that were fed, and return one loss for each position. "
                 "A loss that calls others, or overrides `__call__`, does not. "
                 "Compile one loss for each output, or no `trim_padding`. "
-                f"Received: loss={self._plan.model.loss}"
+                f"Received: loss={self._model.loss}"
             )
-
-
-class _Padding:
-    """Puts zeros where targets were cut, in what Keras reduces.
-
-    Args:
-        widths: See `Ordered`.
-    """
-
-    def __init__(self, widths):
-        self._widths = widths
-        # The place of the target whose losses or metrics are computed.
-        self._place: int | None = None
-        self._used: set = set()
-        # What is padded, by ids, with the tensor, which keeps its id.
-        self._padded: dict = {}
-
-    def scope(self):
-        stack = contextlib.ExitStack()
-        stack.enter_context(
-            hooks.losses(
-                __call__=self._call_loss, reduce_weighted_values=self._reduce
-            )
-        )
-        stack.enter_context(
-            hooks.metrics(
-                update_state=self._update_metrics,
-                reduce_to_samplewise_values=self._reduce_to_samples,
-            )
-        )
-        return stack
-
-    def is_complete(self):
-        """Whether each target that was cut had a loss for each position."""
-        cut = [i for i, each in enumerate(self._widths) if each is not None]
-        return self._used.issuperset(cut)
-
-    @contextlib.contextmanager
-    def _of(self, y_true, sample_weight, is_masked, why="no mask"):
-        """In it, what is reduced is padded if the targets were cut."""
-        _, y, _ = keras.utils.unpack_x_y_sample_weight(current_step().data)
-        places = [
-            i
-            for i, (_, leaf) in enumerate(_leaves(y))
-            if leaf is y_true and self._widths[i] is not None
-        ]
-        is_wide = getattr(sample_weight, "shape", ())[1:2] not in ((), (1,))
-        if places and not is_wide and not is_masked:
-            raise ValueError(
-                "With `trim_padding`, the losses and metrics of an output for "
-                "each position need weights that are 0 at padding: Keras "
-                "counts it otherwise. Feed a `sample_weight` of shape "
-                "`(samples, length)`, and compile `weighted_metrics` instead "
-                "of `metrics`. Or, for losses and means, let the layers pass "
-                f"on a mask. Received: sample_weight={sample_weight} and {why}"
-            )
-        with hooks.replaced(self, "_place", places[0] if places else None):
-            yield
-
-    def _pad(self, values):
-        """Returns values with zeros at the positions that were cut off."""
-        if self._place is None or values is None or len(values.shape) < 2:
-            return values
-        if values.shape[1] == 1:  # the same at all positions
-            return values
-        # The same tensor again: losses are told apart by masks and weights.
-        if id(values) not in self._padded:
-            missing = self._widths[self._place] - tf.shape(values)[1]
-            rest = [[0, 0]] * (len(values.shape) - 2)
-            padded = tf.pad(values, [[0, 0], [0, missing], *rest])
-            self._padded[id(values)] = padded, values
-        return self._padded[id(values)][0]
-
-    def _call_loss(self, original, loss, y_true, y_pred, sample_weight=None):
-        # Targets that a loss ignores are masked, see `Ordered`.
-        ignores = getattr(loss, "ignore_class", None) is not None
-        is_masked = ignores or private_names.mask_of(y_pred) is not None
-        with self._of(y_true, sample_weight, is_masked):
-            return original(loss, y_true, y_pred, sample_weight)
-
-    def _reduce(
-        self,
-        original,
-        values,
-        sample_weight=None,
-        mask=None,
-        reduction="sum_over_batch_size",
-        dtype=None,
-    ):
-        # As Keras does first: a function may return a Python number.
-        values = keras.ops.convert_to_tensor(values, dtype=dtype)
-        if len(values.shape) > 1:
-            self._used.add(self._place)
-        given = [self._pad(each) for each in (values, sample_weight, mask)]
-        return original(*given, reduction, dtype)
-
-    def _update_metrics(
-        self, original, metrics, y_true, y_pred, sample_weight=None
-    ):
-        # Only means look at masks.
-        others = [
-            each.name
-            for each in metrics.metrics
-            if not isinstance(each, keras.metrics.MeanMetricWrapper)
-        ]
-        is_masked = private_names.mask_of(y_pred) is not None
-        why = f"metrics that ignore masks, {others}" if is_masked else "no mask"
-        is_masked = is_masked and not others
-        with self._of(y_true, sample_weight, is_masked, why):
-            original(metrics, y_true, y_pred, sample_weight)
-
-    def _reduce_to_samples(self, original, values, sample_weight, **kwargs):
-        if self._place is not None and len(values.shape) < 2:
-            raise ValueError(
-                "With `trim_padding`, a metric of an output for each position "
-                "must have a value for each. Received: values of shape "
-                f"{values.shape}"
-            )
-        values, sample_weight = self._pad(values), self._pad(sample_weight)
-        return original(values, sample_weight, **kwargs)
 
 
 def _map(function, data):
@@ -284,24 +191,108 @@ def _ends(leaf, padding):
     return tf.reduce_max(tf.where(used, places, 0), 1)
 
 
-def _ignored_classes(model):
-    """Returns the set of the classes of targets that losses ignore."""
-    losses = keras.tree.flatten(model.loss)
-    return {getattr(each, "ignore_class", None) for each in losses} - {None}
+# -- what Keras reduces --------------------------------------------------------
 
 
-class Trimmer:
-    """Cuts the fed batches of a model that is compiled."""
+class _Padding:
+    """Puts zeros where targets were cut, in what losses and metrics reduce.
 
-    def __init__(self):
-        self._trimming: typing.Any = None
+    Args:
+        widths: List. Those that the flat targets had, `None` if none was cut.
 
-    def order(self, plan, data):
-        """Returns the `Ordered` batch."""
-        data = _map(keras.ops.convert_to_tensor, data)  # if it is eager
-        if self._trimming is None:
-            self._trimming = _find_trimming(plan, data)
-        return Ordered(plan, self._trimming, data)
+    Attributes:
+        unseen: Set of the targets that were cut, and of which no loss had a
+            value for each position.
+    """
+
+    def __init__(self, widths):
+        self._widths = widths
+        self.unseen = {i for i, each in enumerate(widths) if each is not None}
+        # The target whose losses or metrics are computed, if it was cut.
+        self._place: int | None = None
+        # What is padded, by ids, with the tensor, which keeps its id.
+        self._padded: dict = {}
+
+    @contextlib.contextmanager
+    def hooked(self):
+        """In it, Keras calls the methods below instead of its functions."""
+        with (
+            hooks.losses(
+                __call__=self._call, reduce_weighted_values=self._reduce
+            ),
+            hooks.metrics(
+                update_state=self._call,
+                reduce_to_samplewise_values=self._reduce_to_samples,
+            ),
+        ):
+            yield
+
+    def _call(self, original, owner, y_true, y_pred, sample_weight=None):
+        """Calls a loss, or updates the metrics of an output."""
+        _, y, _ = keras.utils.unpack_x_y_sample_weight(current_step().data)
+        pairs = zip(_leaves(y), self._widths, strict=True)
+        cut = [
+            each is y_true and width is not None for (_, each), width in pairs
+        ]
+        means = keras.metrics.MeanMetricWrapper  # only they look at masks
+        is_loss = isinstance(owner, keras.losses.Loss)
+        metrics = [] if is_loss else owner.metrics
+        others = [each.name for each in metrics if not isinstance(each, means)]
+        is_masked = private_names.mask_of(y_pred) is not None
+        why = f"metrics that ignore masks, {others}" if is_masked else "no mask"
+        is_wide = getattr(sample_weight, "shape", ())[1:2] not in ((), (1,))
+        # Targets that a loss ignores are masked, see `Ordered`.
+        ignores = getattr(owner, "ignore_class", None) is not None
+        counts = not (is_wide or ignores or (is_masked and not others))
+        if counts and any(cut):
+            raise ValueError(
+                "With `trim_padding`, the losses and metrics of an output for "
+                "each position need weights that are 0 at padding: Keras "
+                "counts it otherwise. Feed a `sample_weight` of shape "
+                "`(samples, length)`, and compile `weighted_metrics` instead "
+                "of `metrics`. Or, for losses and means, let the layers pass "
+                f"on a mask. Received: sample_weight={sample_weight} and {why}"
+            )
+        place = cut.index(True) if any(cut) else None
+        with hooks.replaced(self, "_place", place):
+            return original(owner, y_true, y_pred, sample_weight)
+
+    def _pad(self, values):
+        """Returns values with zeros at the positions that were cut off."""
+        if self._place is None or values is None or len(values.shape) < 2:
+            return values
+        if values.shape[1] == 1:  # the same at all positions
+            return values
+        # The same tensor again: losses are told apart by masks and weights.
+        if id(values) not in self._padded:
+            missing = self._widths[self._place] - tf.shape(values)[1]
+            rest = [[0, 0]] * (len(values.shape) - 2)
+            padded = tf.pad(values, [[0, 0], [0, missing], *rest])
+            self._padded[id(values)] = padded, values
+        return self._padded[id(values)][0]
+
+    def _reduce(
+        self, original, values, sample_weight=None, mask=None, *how, **kwargs
+    ):
+        # As Keras does first: a function may return a Python number.
+        values = keras.ops.convert_to_tensor(values, kwargs.get("dtype"))
+        if len(values.shape) > 1:
+            self.unseen.discard(self._place)
+        given = [self._pad(each) for each in (values, sample_weight, mask)]
+        return original(*given, *how, **kwargs)
+
+    def _reduce_to_samples(self, original, values, sample_weight, **kwargs):
+        if self._place is not None and len(values.shape) < 2:
+            raise ValueError(
+                "With `trim_padding`, a metric of an output for each position "
+                "must have a value for each. Received: values of shape "
+                f"{values.shape}"
+            )
+        values, sample_weight = self._pad(values), self._pad(sample_weight)
+        return original(values, sample_weight, **kwargs)
+
+
+# -- whether padding can be cut off --------------------------------------------
 
 
 def _find_trimming(plan, data):
@@ -322,9 +313,8 @@ def _find_trimming(plan, data):
             )
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
     place, names = _find_place(model, key, x)
-    padding = 0 if isinstance(key, str) else key
     with tf.init_scope():
-        trimming = _check(model, x, place, padding, names)
+        trimming = _Probe(model, x, place, key, names).run()
     custom = sorted(plan.overridden.intersection(_CUSTOM))
     if custom and any(trimming.follows.values()):
         raise ValueError(
@@ -344,106 +334,125 @@ def _find_place(model, key, x):
     inputs = getattr(model, "inputs", None) or []
     if not isinstance(x, dict) and len(inputs) == len(names):
         names = [each.name for each in inputs]
-    if isinstance(key, str):
-        places = [i for i, name in enumerate(names) if name == key]
-    else:
-        kinds = [leaf.dtype.is_integer for _, leaf in pairs]
-        places = [i for i, is_integer in enumerate(kinds) if is_integer]
-    if len(places) != 1 or (pairs[places[0]][1].shape.rank or 0) < 2:
-        raise ValueError(
-            "`trim_padding` must be the name of the input that is 0 where "
-            "there is padding, of shape `(samples, length)`, or the number "
-            "that the only integer input is padded with. Received: "
-            f"trim_padding={key!r} for inputs {names}"
-        )
-    return places[0], names
+    found = [
+        i
+        for i, (_, leaf) in enumerate(pairs)
+        if (names[i] == key if isinstance(key, str) else leaf.dtype.is_integer)
+    ]
+    if len(found) != 1 or (pairs[found[0]][1].shape.rank or 0) < 2:
+        raise ValueError(f"{_MEANING}trim_padding={key!r} for inputs {names}")
+    return found[0], names
 
 
-class _Check:
-    """Runs a model on two samples, with and without their padding.
+class _Probe:
+    """Runs a model on two samples, with and without their padding."""
 
-    Args:
-        model: The model.
-        x: The inputs of a batch.
-        place: Int. Which of the flat inputs says what is padding.
-        padding: Int. What it holds there.
-        names: List of the names of the flat inputs.
-    """
-
-    def __init__(self, model, x, place, padding, names):
-        self._model, self._x, self.place = model, x, place
-        self._leaves = keras.tree.flatten(x)
+    def __init__(self, model, x, place, key, names):
+        self._model, self._x, self._names = model, x, names
+        self._place, self._leaves = place, keras.tree.flatten(x)
         width = self._leaves[place].shape[1]
-        self.cut = [_is_wide(leaf, width) for leaf in self._leaves]
-        self.paddings = {i: 0 for i, is_cut in enumerate(self.cut) if is_cut}
-        self.paddings[place] = padding
-        self.full = min(width or _LONGEST_OF_ANY, _LONGEST)
-        self.end = max(1, self.full // 2)
-        ends = [[self.end], [max(1, self.end // 2)]]
-        self._used = tf.range(self.full) < ends
+        self._cut = [_is_wide(leaf, width) for leaf in self._leaves]
+        self._paddings = {i: 0 for i, is_cut in enumerate(self._cut) if is_cut}
+        self._paddings[place] = 0 if isinstance(key, str) else key
+        self._full = min(width or _LONGEST_OF_ANY, _LONGEST)
+        self._end = max(1, self._full // 2)
+        ends = [[self._end], [max(1, self._end // 2)]]
+        self._used = tf.range(self._full) < ends
         layers = [model, *private_names.flat_layers(model)]
         dtypes = {each.compute_dtype for each in layers}
-        self._rounding = max(_ROUNDING.get(each, 0) for each in dtypes)
+        self._rounding = max(_ROUNDING.get(each, 1e-13) for each in dtypes)
         self._weights = _ordinary_weights(model)
-        self._results: dict = {}
-        self._words = [2 if str(name).endswith("mask") else 4 for name in names]
-        if not self._runs():
-            self._find_words()
-
-    def _find_words(self):
-        """Finds how many words each input takes, at most, with 0."""
-        most, self._words = self._words, [2] * len(self._words)
-        for i, each in enumerate(most):
-            for self._words[i] in range(each, 1, -1):
-                if self._runs():
+        # Of the vocabulary of each input, with padding: as many as it has, but
+        # no more than 4. Masks have 2.
+        self._words = [2] * len(names)
+        for i, name in enumerate(names):
+            is_mask = str(name).endswith("mask")
+            for self._words[i] in (2,) if is_mask else (4, 3, 2):
+                with contextlib.suppress(ValueError):
+                    self._call(self._full, self._paddings, True)
                     break
 
-    def _runs(self):
-        try:
-            self.run(self.full, (self.place,), True)
-        except ValueError:
-            return False
-        return True
+    def run(self):
+        """Returns the `Trimming`, or raises."""
+        # Without padding, in training and in inference.
+        self._short = {
+            training: self._call(self._end, self._paddings, training)
+            for training in (True, False)
+        }
+        follows = self._find_wide()
+        padded = [self._place]
+        if self._change(padded)[0]:  # not all others are ignored
+            padded = [*self._paddings]
+            change, training = self._change(padded)
+            if change:
+                raise ValueError(
+                    "`trim_padding` cannot be used with a model that sees its "
+                    f"padding: its outputs change by {change:.2g} times their "
+                    "standard deviation if padding is cut off, with "
+                    f"training={training}. Let its layers mask padding, as "
+                    "attention, RNNs and `GlobalAveragePooling1D` do if they "
+                    "get a mask, or remove `trim_padding`. Received: "
+                    f"{self._model}, of which the inputs "
+                    f"{[self._names[i] for i in padded]} would be cut"
+                )
+            for i in self._paddings:
+                fewer = [j for j in padded if j != i]
+                if i != self._place and not self._change(fewer)[0]:
+                    padded = fewer
+        paddings = {i: self._paddings[i] for i in padded}
+        return Trimming(self._place, self._cut, paddings, follows)
 
-    def change(self, padded):
+    def _find_wide(self):
+        """Returns a dict for `Trimming.follows`."""
+        follows: dict = {(): False}
+        names = getattr(self._model, "output_names", None) or []
+        long = self._call(self._full, self._paddings, True)
+        pairs = zip(long, self._short[True], strict=False)
+        outputs = [each for each in pairs if isinstance(each[0][0], tuple)]
+        for i, ((path, a), (_, b)) in enumerate(outputs):
+            is_wide = a.shape != b.shape
+            if is_wide and b.shape != [2, self._end, *a.shape[2:]]:
+                raise ValueError(
+                    "`trim_padding` needs outputs that are as wide as the "
+                    "inputs, or have the same shape for all widths. If an "
+                    "output has no last position, as to predict the next word, "
+                    "return that one too, and let it weigh 0. Received: an "
+                    f"output of shape {tuple(b.shape)} for {self._end} "
+                    "positions"
+                )
+            follows[()] |= is_wide
+            keys = [path[:1], (i,), *((name,) for name in names[i : i + 1])]
+            follows |= dict.fromkeys(filter(None, keys), is_wide)
+        return follows
+
+    def _change(self, padded):
         """Returns what changes if padding is cut off, and 0 if it is rounding.
 
-        Args:
-            padded: Tuple of ints. Which inputs hold `paddings`. The others hold
-                anything there.
-
-        Returns:
-            Float, and whether it changes in training.
+        And whether in training. Inputs that are not `padded` hold anything.
         """
-        padding = tuple(self.paddings)
-        for training in (True, False):
-            short = self.run(self.end, padding, training)
-            long = self.run(self.full, padded, training)
+        for training, short in self._short.items():
+            long = self._call(self._full, padded, training)
             change = self._difference(long, short)
             if not change <= self._rounding:  # not a number, too
-                weights = _ordinary_weights(self._model, self._rounding / 20)
-                rounded = self._call(weights, self.end, padding, training)
+                rounded = self._call(
+                    self._end, self._paddings, training, self._rounding / 20
+                )
                 if not change <= _FACTOR * self._difference(rounded, short):
                     return change, training
         return 0.0, None
 
-    def run(self, width, padded, training):
-        """Runs the model; see `_call`."""
-        key = width, padded, training, *self._words
-        if key not in self._results:
-            self._results[key] = self._call(
-                self._weights, width, padded, training
-            )
-        return self._results[key]
-
-    def _call(self, weights, width, padded, training):
+    def _call(self, width, padded, training, rounding=0.0):
         """Calls the model; what it assigns is dropped.
 
         Returns:
             List of pairs of a path and an output. And of those of `"mask"` and
             a mask, and of `None` and an added loss or what was assigned.
         """
-        x = self._feed(width, padded)
+        x = [self._feed(i, width, padded) for i in range(len(self._leaves))]
+        x = keras.tree.pack_sequence_as(self._x, x)
+        weights = self._weights
+        if rounding:
+            weights = _ordinary_weights(self._model, rounding)
         scope = keras.StatelessScope(weights, collect_losses=True)
         before = {**scope.state_mapping}
         try:
@@ -454,7 +463,7 @@ class _Check:
                 "`trim_padding` needs a model that takes sequences of any "
                 "length, as with `keras.Input((None,))`, and inputs in which "
                 f"only the second axis is the sequence. Received: {self._model}"
-                f", which cannot be called with {width} of {self.full} "
+                f", which cannot be called with {width} of {self._full} "
                 f"positions: {error}"
             ) from error
         results = keras.tree.flatten_with_path(outputs)
@@ -471,100 +480,59 @@ class _Check:
             return math.inf
         errors = [0.0]
         for (path, a), (_, b) in zip(long, short, strict=True):
-            if path is not None and a.shape != b.shape:
-                if path == "mask":  # nothing counts where there is padding
-                    missing = a.shape[1] - b.shape[1]
-                    b = tf.pad(b, [[0, 0], [0, missing]])
-                else:
-                    a = tf.boolean_mask(a, self._used[:, : a.shape[1]])
-                    b = tf.boolean_mask(b, self._used[:, : b.shape[1]])
+            if a.shape != b.shape and path == "mask":
+                # Nothing counts where there is padding.
+                b = tf.pad(b, [[0, 0], [0, a.shape[1] - b.shape[1]]])
+            elif a.shape != b.shape and path is not None:
+                a = tf.boolean_mask(a, self._used[:, : a.shape[1]])
+                b = tf.boolean_mask(b, self._used[:, : b.shape[1]])
             if a.shape != b.shape:
                 return math.inf
-            a, b = tf.cast(a, tf.float64), tf.cast(b, tf.float64)
-            size = (
-                tf.math.reduce_std(b) if b.shape.num_elements() > 1 else abs(b)
-            )
-            error = float(tf.reduce_max(tf.abs(a - b)))
-            errors.append(error and error / max(float(size), 1e-30))
+            a, b = np.array(tf.cast([a, b], tf.float64))
+            scale = np.std(b) if b.size > 1 else np.abs(b)
+            error = np.abs(a - b).max(initial=0)
+            errors.append(error and error / max(scale, 1e-30))
         return np.max(errors)  # not a number, if one is none
 
-    def _feed(self, width, padded):
-        fed = []
-        for i, leaf in enumerate(self._leaves):
-            values = self._draw(i, leaf, seed=0)
-            if self.cut[i]:
-                rest = self._draw(i, leaf, seed=1)
-                if i in padded:
-                    rest = tf.cast(self.paddings[i], leaf.dtype)
-                ones = [1] * (leaf.shape.rank - 2)
-                used = tf.reshape(self._used, [2, self.full, *ones])
-                values = tf.where(used, values, rest)[:, :width]
-            fed.append(values)
-        return keras.tree.pack_sequence_as(self._x, fed)
-
-    def _draw(self, i, leaf, seed):
-        """Returns random values for an input that are not padding."""
-        shape = [2, *(size or 1 for size in leaf.shape[1:])]
-        if self.cut[i]:
-            shape[1] = self.full
-        shape, seed = shape[: leaf.shape.rank], [i, seed]
+    def _feed(self, i, width, padded):
+        """Returns random values for an input; they are not padding."""
+        leaf, padding = self._leaves[i], self._paddings.get(i, 0)
+        shape = [2, *(size or 1 for size in leaf.shape[1:])][: leaf.shape.rank]
+        if self._cut[i]:
+            shape[1] = self._full
+        draw = [2, *shape], [i, 0]
         if leaf.dtype.is_floating:
-            return tf.random.stateless_normal(shape, seed, dtype=leaf.dtype)
-        # Words that are in the vocabulary: below its padding, if it is not 0.
-        padding, words = self.paddings.get(i, 0), self._words[i]
-        low = max(padding + 1, 0)
-        high = low + words - 1
-        if padding > 0:
-            low, high = max(padding - words + 1, 0), padding
-        values = tf.random.stateless_uniform(shape, seed, low, high, tf.int64)
-        if leaf.dtype == tf.string:
-            return tf.as_string(values)
-        return tf.cast(values, leaf.dtype)
-
-
-def _check(model, x, place, padding, names):
-    """Returns the `Trimming` of a model, or raises."""
-    check = _Check(model, x, place, padding, names)
-    follows = _find_wide(model, check)
-    padded: tuple = (place,)
-    if check.change(padded)[0]:  # not all others are ignored
-        padded = tuple(check.paddings)
-        change, training = check.change(padded)
-        if change:
-            raise ValueError(
-                "`trim_padding` cannot be used with a model that sees its "
-                f"padding: its outputs change by {change:.2g} times their "
-                "standard deviation if padding is cut off, with "
-                f"training={training}. Let its layers mask padding, as "
-                "attention, RNNs and `GlobalAveragePooling1D` do if they get a "
-                f"mask, or remove `trim_padding`. Received: {model}, of which "
-                f"the inputs {[names[i] for i in padded]} would be cut"
+            values, rest = tf.random.stateless_normal(*draw, dtype=leaf.dtype)
+        else:
+            words = tf.random.stateless_uniform(
+                *draw, 1, self._words[i], "int64"
             )
-        for i in sorted(check.paddings.keys() - {place}):
-            fewer = tuple(j for j in padded if j != i)
-            if not check.change(fewer)[0]:
-                padded = fewer
-    paddings = {i: check.paddings[i] for i in padded}
-    return Trimming(place, check.cut, paddings, follows)
-
-
-def _draw_same(name, original, arguments):
-    """Draws the same at each position, and drops nothing."""
-    for inputs in ("inputs", "x"):  # of `dropout`, and of `shuffle`
-        if inputs in arguments:
-            return arguments[inputs]
-    drawn = original(**arguments)
-    same = 0.5 if drawn.dtype.is_floating else tf.reshape(drawn, [-1])[0]
-    return tf.fill(tf.shape(drawn), tf.cast(same, drawn.dtype))
-
-
-def _next_seed(original, *args, **kwargs):
-    return original(*args, **kwargs)
+            # In the vocabulary: below its padding, if it is not 0.
+            words = padding - words if padding > 0 else padding + words
+            is_text = leaf.dtype == tf.string
+            values, rest = (
+                tf.as_string(words) if is_text else tf.cast(words, leaf.dtype)
+            )
+        if not self._cut[i]:
+            return values
+        if i in padded:
+            rest = tf.fill(shape, tf.cast(padding, leaf.dtype))
+        used = tf.reshape(self._used, [*shape[:2], *([1] * len(shape[2:]))])
+        return tf.where(used, values, rest)[:, :width]
 
 
 def same_draws():
-    """Returns a scope in which all that is drawn is the same."""
-    return replaced_draws(_draw_same, _next_seed)
+    """Returns a scope in which the same is drawn at each position."""
+
+    def draw(name, original, arguments):
+        for inputs in ("inputs", "x"):  # of `dropout`, and of `shuffle`
+            if inputs in arguments:
+                return arguments[inputs]
+        drawn = original(**arguments)
+        same = 0.5 if drawn.dtype.is_floating else tf.reshape(drawn, [-1])[0]
+        return tf.fill(tf.shape(drawn), tf.cast(same, drawn.dtype))
+
+    return replaced_draws(draw)
 
 
 def _ordinary_weights(model, rounding=0.0):
@@ -586,34 +554,3 @@ def _ordinary_weights(model, rounding=0.0):
             value *= min(1.0, (3 / max(inputs, 1)) ** 0.5)
             pairs.append((each, value * (1 + rounding * step)))
     return pairs
-
-
-def _find_wide(model, check):
-    """Returns a dict for `Trimming.follows`.
-
-    Raises:
-        ValueError: If the width of an output is another one that depends on
-            that of the inputs.
-    """
-    names = dict(enumerate(getattr(model, "output_names", None) or []))
-    follows: dict = {(): False}
-    long = check.run(check.full, (check.place,), True)
-    short = check.run(check.end, tuple(check.paddings), True)
-    pairs = zip(long, short, strict=False)
-    shapes = [(path, a.shape, b.shape) for (path, a), (_, b) in pairs]
-    outputs = [each for each in shapes if isinstance(each[0], tuple)]
-    widths = [check.full], [check.end]
-    for i, (path, a, b) in enumerate(outputs):
-        is_wide = a != b
-        if is_wide and (a[2:] != b[2:] or (a[1:2], b[1:2]) != widths):
-            raise ValueError(
-                "`trim_padding` needs outputs that are as wide as the inputs, "
-                "or have the same shape for all widths. If an output has no "
-                "last position, as to predict the next word, return that one "
-                "too, and let it weigh 0. Received: an output of shape "
-                f"{tuple(a)} for {check.full} positions"
-            )
-        follows[()] |= is_wide
-        keys = path[:1], (i,), (names.get(i),)
-        follows |= dict.fromkeys(filter(None, keys), is_wide)
-    return follows
