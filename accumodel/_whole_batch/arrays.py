@@ -25,8 +25,8 @@ def collect(run_part, parts, draws=None, is_apart=False):
     if not tf.executing_eagerly():
         # Traced before the loop, which must know what there will be.
         function = tf.function(run, autograph=False)
-        run = function.get_concrete_function(tf.TensorSpec((), tf.int64))
-        made = run.structured_outputs
+        concrete = function.get_concrete_function(tf.TensorSpec((), tf.int64))
+        run, made = concrete, concrete.structured_outputs
         arrays = _make_arrays(made, parts.count)
 
     def body(i, arrays):

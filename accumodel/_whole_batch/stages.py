@@ -76,11 +76,11 @@ def test(plan, data):
     data = as_tensors(data)
     parts = MicroBatches(plan, data)
     states = States({})
-    made = _Run(plan, parts, is_training=False).forward(states)
+    outputs, added = _Run(plan, parts, is_training=False).forward(states)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with one_step(plan, data):
         outputs, loss = _compute_loss(
-            plan.model, states, *made, False, x, y, sample_weight
+            plan.model, states, outputs, added, False, x, y, sample_weight
         )
     step = (plan, x, y, outputs, sample_weight, loss)
     return outcome.log(*step, weight=parts.samples)
