@@ -23,9 +23,9 @@ def _check_backend():
 _check_backend()
 
 # ruff: noqa: E402
+from accumodel._features.measure.gradient_norm import GradientNorm
+from accumodel._features.measure.noise_scale import GradientNoiseScale
 from accumodel._keras_and_tf.checks import InexactWarning
-from accumodel._measure.gradient_norm import GradientNorm
-from accumodel._measure.noise_scale import GradientNoiseScale
 from accumodel._update.accumulator import GradientAccumulator
 from accumodel.callbacks import AccumStepsScheduler
 from accumodel.model import AccumulatingModel

@@ -261,7 +261,9 @@ class AccumulatingModel(keras.Model):
         at once, on each replica, or `None` before the first batch.
         """
         size = self.micro_batch_size
-        return self._accumulation.auto.largest if size == "auto" else size
+        for current_size in self._accumulation.features.at("current_size"):
+            return current_size()
+        return size  # type: ignore[return-value]
 
     @property
     def pending_steps(self) -> int:

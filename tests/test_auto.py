@@ -30,7 +30,7 @@ from accumodel import (
     AccumulatingModel,
     GradientAccumulator,
 )
-from accumodel._fit import auto
+from accumodel._features import auto
 
 AUTO = {"micro_batch_size": "auto"}
 

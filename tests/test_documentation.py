@@ -24,7 +24,7 @@ from markdown.extensions.toc import slugify
 
 import accumodel
 from accumodel import callbacks, model
-from accumodel._measure import gradient_norm, noise_scale
+from accumodel._features.measure import gradient_norm, noise_scale
 from accumodel._update import accumulator
 from benchmarks import exactness, memory, speed
 

@@ -19,7 +19,7 @@ from helpers import (
 
 import accumodel
 from accumodel import AccumulatingModel, GradientAccumulator, GradientNoiseScale
-from accumodel._measure import noise_scale
+from accumodel._features.measure import noise_scale
 from accumodel._update.sums import Cycle
 
 # By itself: each way with each feature has a row of it.

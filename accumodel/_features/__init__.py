@@ -4,6 +4,11 @@ Only `model.py` imports this. A feature meets the core at the points that
 `_fit/points.py` lists: to remove one is to remove its home and its line here.
 """
 
+from accumodel._features.auto import Auto
 from accumodel._features.first_batch import FirstBatch
+from accumodel._features.measure.observer import Observers
+from accumodel._features.random_numbers import RandomNumbers
+from accumodel._features.trim_padding import Trimmer
+from accumodel._features.whole_batch.stages import WholeBatch
 
-FEATURES = (FirstBatch,)
+FEATURES = (FirstBatch, Auto, RandomNumbers, WholeBatch, Trimmer, Observers)

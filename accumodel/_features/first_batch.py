@@ -28,6 +28,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from accumodel._features.random_numbers import Draws, RandomNumbers
+from accumodel._features.trim_padding import same_draws
+from accumodel._fit.points import Features
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.checks import InexactWarning
@@ -45,7 +48,6 @@ from accumodel._micro_batch.assignments import (
     nodes_of,
     random_state,
 )
-from accumodel._micro_batch.random_numbers import Draws
 from accumodel._micro_batch.split import (
     MicroBatches,
     as_tensors,
@@ -53,8 +55,6 @@ from accumodel._micro_batch.split import (
     on_host,
 )
 from accumodel._micro_batch.step import FedBatch, current_graph
-from accumodel._micro_batch.trimming import same_draws
-from accumodel._whole_batch import stages
 
 # The most samples that are looked at.
 _SAMPLES = 4
@@ -80,7 +80,7 @@ class FirstBatch:
     def __init__(self, state):
         self._state = state
         self._batch: typing.Any = None
-        self._is_done = False
+        self._is_done = self._has_warned = False
 
     @staticmethod
     def is_on(options):
@@ -91,6 +91,7 @@ class FirstBatch:
 
         Of several replicas, those of one are enough.
         """
+        self._warn_of_norms()
         data = [given.get(name) for name in ("x", "y", "sample_weight")]
         leaves = [each for each in tf.nest.flatten(data) if each is not None]
         if not self._must_look() or not all(
@@ -141,6 +142,37 @@ class FirstBatch:
             # Workers would wait for each other.
             and not is_multi_worker(self._state.strategy)
             and (model.micro_batch_size is not None or _makes_cycles(model))
+        )
+
+    def end_epoch(self, logs):
+        self._warn_of_norms()  # the size may not have been known before
+
+    def _warn_of_norms(self):
+        """Warns of normalizations that see a micro-batch only."""
+        state = self._state
+        size = state.model.current_micro_batch_size
+        is_whole = (
+            state.options.sync_batch_norm
+            or size is None
+            or (state.batch_size is not None and size >= state.batch_size)
+        )
+        if (
+            self._has_warned
+            or (is_whole and state.model.accum_steps == 1)
+            or not trained_norms(state.model)
+        ):
+            return
+        self._has_warned = True
+        warnings.warn(
+            "Batch normalization normalizes each micro-batch by itself, so the "
+            "weights are not those of the large batch. Pass `compile` "
+            "`sync_batch_norm=True` with `micro_batch_size`, which is exact "
+            "and takes a second forward pass; or use "
+            "`keras.layers.GroupNormalization`; or freeze the layer. Without "
+            "these, use micro-batches of at least 8 samples. "
+            "`compile(verify=False)` hides this warning.",
+            InexactWarning,
+            stacklevel=2,
         )
 
     def end_batch(self, plan, train_step):
@@ -253,6 +285,13 @@ class _Result(typing.NamedTuple):
     assigned: dict  # by the ids of the variables
 
 
+class _OwnRows(RandomNumbers):
+    """Has a variable outside of all strategies."""
+
+    def __init__(self):
+        self.rows = make_sum((3,), tf.int64, "rows")
+
+
 class _Check:
     def __init__(self, plan, train_step, data):
         self._model, self._train_step = plan.model, train_step
@@ -260,7 +299,6 @@ class _Check:
         self._count = _count(plan, data)
         with on_host():
             self._size = tf.Variable(0, trainable=False, dtype=tf.int64)
-        self._rows = make_sum((3,), tf.int64, "rows")
         self._plan = dataclasses.replace(
             plan,
             options=dataclasses.replace(
@@ -268,12 +306,11 @@ class _Check:
             ),
             is_compiled=False,
             size=self._size,
-            rows=self._rows,
             assigned=collections.defaultdict(dict),
-            auto=None,
+            features=Features([_OwnRows(), *self._cutting(plan.features)]),
         )
         self._plain = self._plan
-        if plan.needs_whole_batch or plan.trim is not None:
+        if plan.needs_whole_batch or self._is_trimmed():
             self._plain = dataclasses.replace(
                 self._plan,
                 options=dataclasses.replace(
@@ -282,8 +319,7 @@ class _Check:
                     sync_batch_norm=False,
                     trim_padding=None,
                 ),
-                splits_at_batch_norm=False,
-                trim=None,
+                features=Features(self._plan.features[:1]),
             )
         # Variables of TensorFlow, of which it is not seen what happens to them.
         self._raw = [
@@ -299,6 +335,15 @@ class _Check:
         zero = tf.constant(0, tf.int64)
         with self._put_back(1) as before, self._watched(before):
             self._data = self._model.slice_data(data, zero, zero + self._count)
+
+    def _cutting(self, features):
+        """Returns those that change how the gradient is computed."""
+        return [
+            each for each in features if Features([each]).at("train", "order")
+        ]
+
+    def _is_trimmed(self):
+        return bool(self._plan.features.at("order"))
 
     def run(self, graph):
         """Returns what to say, or `None`."""
@@ -484,7 +529,8 @@ class _Check:
             taken = _Taken()
             with self._watched(before, is_plain=plan is self._plain):
                 if plan.needs_whole_batch:
-                    stages.train(plan, taken, self._data)
+                    (train,) = plan.features.at("train")
+                    train(plan, taken, self._data)
                 else:
                     for i in range(count):
                         self._run_part(plan, taken, tf.constant(i, tf.int64))
@@ -498,9 +544,9 @@ class _Check:
 
     def _draws(self, parts, i):
         """Returns the scope of the random numbers of a part."""
-        if self._plan.trim is not None:  # by design, it draws other numbers
+        if self._is_trimmed():  # by design, it draws other numbers
             return same_draws()
-        return parts.draws_of(Draws(self._plan), i)
+        return Draws(self._plan).of(parts, i)
 
     def _run_graph(self, plan, count):
         """Does what `_run_eagerly` does, as the training does it."""
@@ -585,7 +631,7 @@ class _Check:
             # Stages read what they put back.
             read = self._read if is_plain else set()
             stack.enter_context(_Watcher(record, read))
-            if not self._plan.splits_at_batch_norm:  # a warning says so
+            if not self._plan.options.sync_batch_norm:  # a warning says so
                 stack.enter_context(hooks.replaced_moments(_inference))
             yield
 
@@ -600,7 +646,7 @@ class _Check:
             key: _value(variable)
             for key, variable in self._variables.items()
             if key in keys.keys() - left_out
-            and (self._plan.trim is None or not _is_seed(variable))
+            and not (self._is_trimmed() and _is_seed(variable))
         }
 
 
@@ -628,7 +674,8 @@ def _count(plan, data):
     samples, size = int(count_samples(data)), _SAMPLES
     if plan.size is not None:  # a mirrored one is no number
         size = int(tf.convert_to_tensor(plan.size))
-    if samples <= size and not _makes_cycles(plan.model) and plan.auto is None:
+    is_one = samples <= size and not _makes_cycles(plan.model)
+    if is_one and not plan.features.at("around"):
         return 0
     return min(_SAMPLES, samples, max(size, 2))
 

@@ -3,26 +3,22 @@
 import collections
 import contextlib
 import dataclasses
+import itertools
 import typing
 
 import tensorflow as tf
 
-from accumodel._fit import auto
 from accumodel._fit.end_of_cycle import with_end_of_cycle
 from accumodel._fit.options import Options
 from accumodel._fit.points import Features
 from accumodel._keras_and_tf import checks, hooks, xla
-from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.replicas import (
     across_replicas,
     check_workers_agree,
-    make_sum,
     scope_of,
 )
-from accumodel._measure.observer import ObservingCallback
-from accumodel._micro_batch.split import on_host
+from accumodel._micro_batch.split import ALL, on_host
 from accumodel._micro_batch.step import Plan, current_step
-from accumodel._micro_batch.trimming import Trimmer, check_trim_padding
 from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import files
 from accumodel._update.accumulators import (
@@ -30,7 +26,6 @@ from accumodel._update.accumulators import (
     Accumulators,
     build_accumulator,
 )
-from accumodel._whole_batch.checks import check_whole_batch
 
 # What a step does otherwise if the user's model has its own.
 _OVERRIDABLE = (
@@ -63,12 +58,7 @@ class Accumulation:
         size: `tf.Variable`, the most samples of a micro-batch; `None` until
             `micro_batch_size` is set. Another size needs no retrace.
         features: The `Features` that are on.
-        auto: The `Auto` if `micro_batch_size` is `"auto"`, otherwise `None`.
         batch_size: Int, the samples in a batch of `fit`; `None` if not known.
-        observers: Dict of what measures the gradients of cycles, by its class
-            and its place among those of this class. It is kept, since compiled
-            updates use its variables.
-        observing: Tuple of the keys of those that do so in this `fit`.
     """
 
     def __init__(self, model, kinds):
@@ -79,13 +69,8 @@ class Accumulation:
         self.loss_weights = LossWeights(model)
         self.assigned: dict = collections.defaultdict(dict)
         self.size: typing.Any = None
-        self.auto: typing.Any = None
-        self.observers: dict = {}
-        self.observing: tuple = ()
         self.batch_size: typing.Any = None
         self.features = Features()
-        self._rows: typing.Any = None
-        self._trimmer: typing.Any = None
         self._traced_with: typing.Any = None
 
     @property
@@ -112,18 +97,14 @@ class Accumulation:
         self.loss_weights = LossWeights(model)  # which warns anew
         self.accumulates = accumulates
         self.spans_batches = options.accum_steps > 1
-        self._trimmer = None if options.trim_padding is None else Trimmer()
-        self.features = Features(
-            each(self) for each in self._kinds if each.is_on(options)
-        )
-        self._use_size(options.micro_batch_size)
+        self.features = Features()
+        self._use(options)
         self.accumulators.begin_anew()
 
     def _check(self, options):
         """Refuses arguments that do not go together."""
-        check_whole_batch(self.model, options)
-        check_trim_padding(self.model, options)
-        auto.check(self.model, options)
+        for check in Features(self._kinds).at("check"):
+            check(self.model, options)
 
     def fit(self, super_fit, args, kwargs):
         """Trains the model by Keras or another base class."""
@@ -132,31 +113,12 @@ class Accumulation:
         self.batch_size = given["batch_size"]
         for begin in self.features.at("begin_fit"):
             begin(given)
-        self._observe(given["callbacks"])
         try:
             with self._averages_of_updates():
                 return super_fit(*args, **kwargs)
         finally:
-            self.observing = ()
-
-    def _observe(self, callbacks):
-        """Lets those of these callbacks that measure do so."""
-        found = [
-            each for each in callbacks if isinstance(each, ObservingCallback)
-        ]
-        kinds = [each._kind for each in found]
-        # Each has its own, also if there are several of a kind.
-        self.observing = tuple(
-            (kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)
-        )
-        for callback, key in zip(found, self.observing, strict=True):
-            if key not in self.observers:
-                make, _ = key
-                self.observers[key] = make(self.strategy)
-            callback._observed = self.observers[key]
-        for key, each in self.observers.items():
-            if key not in self.observing:
-                each.forget_cycle()
+            for end in self.features.at("end_fit"):
+                end()
 
     def _averages_of_updates(self):
         """Returns a scope in which averages of no update replace no weights.
@@ -216,25 +178,20 @@ class Accumulation:
             options=self.options,
             overridden=frozenset(filter(self.overrides, _OVERRIDABLE)),
             accumulates=self.accumulates,
-            splits_at_batch_norm=(
-                self.options.sync_batch_norm and bool(trained_norms(model))
-            ),
             is_compiled=(
                 model.jit_compile and xla.can_compile(model.distribute_strategy)
             ),
             size=self.size,
-            rows=self._rows,
             assigned=self.assigned,
             loss_weights=self.loss_weights,
-            auto=self.auto,
-            trim=self._trimmer,
+            features=self.features.needed(),
             ready_accumulator=self.ready_accumulator,
         )
 
     def set_accum_steps(self, value):
         options = dataclasses.replace(self.options, accum_steps=value)
         checks.check_compiled(self.model, "accum_steps")
-        auto.check(self.model, options)
+        self._check(options)
         if options.accum_steps > 1:
             self.begin_to_accumulate(spans_batches=True)
         self.options = options
@@ -253,25 +210,27 @@ class Accumulation:
             return
         if not self.accumulates:
             xla.warn_of_replicas(model)
-        self._use_size(value)
+        self._use(options)
         if {before, value} & {None, "auto"}:
             self.accumulates = True
             self.make_functions_again()
 
-    def _use_size(self, value):
-        self.auto = auto.Auto(self) if value == "auto" else None
-        if value not in (None, "auto"):
-            self.assign_size(value)
+    def _use(self, options):
+        """Makes the features that these options ask for, unless it has them."""
+        size = options.micro_batch_size
+        if size is not None:
+            self.assign_size(ALL if size == "auto" else size)
+        before = {type(each): each for each in self.features}
+        self.features = Features(
+            before.get(each) or each(self)
+            for each in self._kinds
+            if each.is_on(options)
+        )
 
     def assign_size(self, value):
         if self.size is None:
-            with tf.init_scope(), scope_of(self.strategy):
-                with on_host():
-                    self.size = tf.Variable(
-                        value, trainable=False, dtype=tf.int64
-                    )
-                # XLA reads it on the device.
-                self._rows = make_sum((3,), tf.int64, "rows")
+            with tf.init_scope(), scope_of(self.strategy), on_host():
+                self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
         self.size.assign(value)
 
     def begin_to_accumulate(self, spans_batches=False):
@@ -295,9 +254,8 @@ class Accumulation:
         self.accumulators.check_trains_the_same(accumulator)
         self.accumulators.is_live = True
         accumulator._untracked.updates_every_batch = not self.spans_batches
-        accumulator._untracked.observers = [
-            self.observers[each] for each in self.observing
-        ]
+        observers = [each() for each in self.features.at("observers")]
+        accumulator._untracked.observers = [*itertools.chain(*observers)]
         return accumulator
 
     def make_functions_again(self):
@@ -310,6 +268,7 @@ class Accumulation:
 
     def must_trace_again(self):
         """Whether the train function was traced for something else."""
-        now = self.observing, self.loss_weights.shares_sample_weight
+        now = [each() for each in self.features.at("observers")]
+        now.append(self.loss_weights.shares_sample_weight)
         before, self._traced_with = self._traced_with, now
         return self.accumulates and before is not None and before != now

@@ -4,8 +4,6 @@ import warnings
 
 import keras
 
-from accumodel._keras_and_tf.batch_norms import trained_norms
-from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._update.accumulators import HOOKS
 
 
@@ -27,8 +25,6 @@ class EndOfCycle(keras.callbacks.Callback):
         self._batches = 0
 
     def on_train_begin(self, logs=None):
-        if self.model.accum_steps > 1 or self.model.micro_batch_size:
-            self._warn_of_norms()
         state = self.model._accumulation
         state.accumulators.begin_fit(state.options.remainder)
 
@@ -57,10 +53,8 @@ class EndOfCycle(keras.callbacks.Callback):
             self._warn_of_short_epochs(self._batches)
         self._end_cycle()
         self.model._accumulation.accumulators.warn_of_unsure_updates()
-        auto = self.model._accumulation.auto
-        if auto is not None:
-            self._warn_of_norms()  # the size was not known before
-            auto.log(logs)
+        for end in self.model._accumulation.features.at("end_epoch"):
+            end(logs)
 
     def _end_cycle(self):
         if self.model._accumulation.options.remainder == "apply":
@@ -105,35 +99,6 @@ class EndOfCycle(keras.callbacks.Callback):
                 f"the method to a `GradientAccumulator({hooks[0]}=...)`.",
                 stacklevel=2,
             )
-
-    def _warn_of_norms(self):
-        """Warns of normalizations that see a micro-batch only."""
-        model, options = self.model, self.model._accumulation.options
-        size = model.current_micro_batch_size
-        is_whole = (
-            options.sync_batch_norm
-            or size is None
-            or (self._batch_size is not None and size >= self._batch_size)
-        )
-        if (
-            not options.verify
-            or "norms" in self._warned
-            or (is_whole and model.accum_steps == 1)
-            or not trained_norms(model)
-        ):
-            return
-        self._warned.add("norms")
-        warnings.warn(
-            "Batch normalization normalizes each micro-batch by itself, so the "
-            "weights are not those of the large batch. Pass `compile` "
-            "`sync_batch_norm=True` with `micro_batch_size`, which is exact "
-            "and takes a second forward pass; or use "
-            "`keras.layers.GroupNormalization`; or freeze the layer. Without "
-            "these, use micro-batches of at least 8 samples. "
-            "`compile(verify=False)` hides this warning.",
-            InexactWarning,
-            stacklevel=2,
-        )
 
     def _warn_of_short_epochs(self, steps):
         consequences = {

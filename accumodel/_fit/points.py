@@ -17,8 +17,21 @@ options of `compile` ask for it.
 
 
 class Features(tuple):
-    """The features of a model that are on."""
+    """Features, or their classes."""
 
-    def at(self, point):
-        """Returns the methods of this name, of those that have it."""
-        return [getattr(each, point) for each in self if hasattr(each, point)]
+    def at(self, *points):
+        """Returns what is called so, of those that have it."""
+        return [
+            getattr(each, point)
+            for each in self
+            for point in points
+            if hasattr(each, point)
+        ]
+
+    def needed(self):
+        """Returns those that take part in a step."""
+        return Features(
+            each
+            for each in self
+            if not hasattr(each, "is_needed") or each.is_needed()
+        )

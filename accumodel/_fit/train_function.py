@@ -21,11 +21,12 @@ for each number of samples. So Keras is told not to compile: what runs for a
 micro-batch is compiled, and the update, each by itself.
 """
 
+import contextlib
 import functools
 
 import tensorflow as tf
 
-from accumodel._fit import auto, variables
+from accumodel._fit import variables
 from accumodel._keras_and_tf import (
     checks,
     hooks,
@@ -34,9 +35,9 @@ from accumodel._keras_and_tf import (
 )
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
+from accumodel._micro_batch.split import ALL
 from accumodel._micro_batch.step import FedBatch
 from accumodel._update.accumulators import build_accumulator
-from accumodel._whole_batch import stages
 
 
 def make_train_function(model, make):
@@ -54,8 +55,8 @@ def make_train_function(model, make):
 def make_test_function(model, make):
     """Makes `model.test_function`, see `make_train_function`."""
     state = model._accumulation
-    # With the cache, a custom one gets the batch whole, as the loss does.
-    is_whole = state.options.gradient_cache and state.overrides("test_step")
+    keeps = any(each() for each in state.features.at("keeps_test_step"))
+    is_whole = keeps and state.overrides("test_step")
     if model.micro_batch_size is None or is_whole:
         make(force=True)
     else:
@@ -108,15 +109,15 @@ def _undecorated(step):
 
 
 def _wrap(model, name):
-    """Lets the function of this name try again when memory runs out.
+    """Lets features run the function of this name.
 
-    And make its variables before the first batch.
+    Its variables are made before the first batch.
     """
     function = getattr(model, name)
     state = model._accumulation
     trains = name == "train_function"
-    if state.auto is not None:
-        function = functools.partial(state.auto.run, function, trains)
+    for around in state.features.at("around"):
+        function = around(function, trains)
     is_ready = False  # a layer that is never called is never built
 
     def make_and_call(batches):
@@ -143,7 +144,7 @@ def _say_that_it_was_split(model, error):
         return
     state = model._accumulation
     size, samples = int(state.size), state.batch_size
-    is_split = size < auto.ALL and (samples is None or size < samples)
+    is_split = size < ALL and (samples is None or size < samples)
     if is_split and "micro_batch_size" not in str(error):
         batch = "The batch" if samples is None else f"A batch of {samples}"
         error.add_note(
@@ -161,16 +162,16 @@ def _train(model, train_step, data):
     plan = state.plan()
     data = replicas.hide_empty(data)
     fed_batch = FedBatch(plan.is_split)
-    with auto.recorded(plan.auto):
-        if plan.needs_whole_batch:
-            logs = stages.train(plan, fed_batch, data)
-        else:
-            try:
-                logs = loop.run(plan, train_step, data, fed_batch)
-            except AssertionError as error:
-                if "variables which have been deleted" in str(error):
-                    _refuse_function(model, error)
-                raise
+    run = functools.partial(loop.run, plan, train_step, data, fed_batch)
+    for train in plan.features.at("train"):
+        run = functools.partial(train, plan, fed_batch, data)
+    try:
+        with _around_batch(plan):
+            logs = run()
+    except AssertionError as error:
+        if "variables which have been deleted" in str(error):
+            _refuse_function(model, error)
+        raise
     for end in state.features.at("end_batch"):
         end(plan, train_step)
     is_added = fed_batch.end(state.accumulators)
@@ -206,10 +207,19 @@ def _refuse_function(model, error=None):
 def _test(model, test_step, data):
     """Runs a `test_step`, which may be custom, on one fed batch."""
     plan = model._accumulation.plan()
-    with auto.recorded(plan.auto):
-        if plan.needs_whole_batch and "test_step" not in plan.overridden:
-            return stages.test(plan, data)
-        return loop.run(plan, test_step, data)
+    run = functools.partial(loop.run, plan, test_step, data)
+    if "test_step" not in plan.overridden:
+        for test in plan.features.at("test"):
+            run = functools.partial(test, plan, data)
+    with _around_batch(plan):
+        return run()
+
+
+def _around_batch(plan):
+    stack = contextlib.ExitStack()
+    for scope in plan.features.at("around_batch"):
+        stack.enter_context(scope())
+    return stack
 
 
 def _make(model, name, step, make):

@@ -1,5 +1,6 @@
 """Makes the variables of a step by a trace of it that is not run."""
 
+import contextlib
 import functools
 import itertools
 
@@ -10,7 +11,6 @@ from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._micro_batch.assignments import random_state
 from accumodel._micro_batch.outcome import forward
-from accumodel._micro_batch.random_numbers import Draws
 from accumodel._micro_batch.split import count_samples
 from accumodel._micro_batch.step import FedBatch, one_step
 
@@ -45,7 +45,7 @@ def make_first(plan, trains, batches):
 def _are_missing(plan, data):
     """Whether a step may need variables that it cannot make."""
     model = plan.model
-    if plan.auto is not None:
+    if plan.features.at("around_batch"):  # a scope that records
         return True
     if not (
         plan.needs_whole_batch
@@ -58,8 +58,9 @@ def _are_missing(plan, data):
             return True
     with scope_of(model.distribute_strategy):
         is_on_replica = tf.distribute.has_strategy()
-    is_in_scope = is_on_replica or plan.needs_whole_batch or plan.trim
-    return is_in_scope and not private_names.is_built(model)
+    # A feature that orders the samples calls the model.
+    needs_model = plan.needs_whole_batch or plan.features.at("order")
+    return (is_on_replica or needs_model) and not private_names.is_built(model)
 
 
 def _trace(plan, step, data):
@@ -71,10 +72,11 @@ def _trace(plan, step, data):
         data = _without_optionals(data)
         end = tf.minimum(count_samples(data), plan.size)
         # A `tf.function` in the model may not be traced again.
-        with (
-            one_step(plan, data, FedBatch(is_split=True)),
-            Draws(plan).replaced(),
-        ):
+        with contextlib.ExitStack() as stack:
+            fed_batch = FedBatch(is_split=True)
+            stack.enter_context(one_step(plan, data, fed_batch))
+            for scope in plan.features.at("around_trace"):
+                stack.enter_context(scope(plan))
             step(model.slice_data(data, tf.zeros_like(end), end))
 
     with scope_of(model.distribute_strategy):

@@ -8,10 +8,11 @@ would keep the activations of all micro-batches. Each replica loops over its own
 part of the fed batch. The loop is not compiled by XLA, only what is in it.
 """
 
+import contextlib
+
 import tensorflow as tf
 
 from accumodel._micro_batch.loss_logs import LossLogs
-from accumodel._micro_batch.random_numbers import Draws
 from accumodel._micro_batch.split import MicroBatches, on_host
 from accumodel._micro_batch.step import one_step
 
@@ -29,7 +30,7 @@ def make_step(plan, function, fed_batch=None, losses=None):
     if not plan.is_compiled:
         return step
     # A new one for each trace around it: the function may use its tensors.
-    # `True` is there when XLA is done, see `Auto.call`.
+    # `True` is there when XLA is done.
     compiled = tf.function(
         lambda data: (step(data), tf.constant(True)),
         jit_compile=True,
@@ -41,8 +42,8 @@ def make_step(plan, function, fed_batch=None, losses=None):
         compiled.get_concrete_function(data)  # the trace says what to clear
         if fed_batch is not None:
             fed_batch.clear_first()
-        if plan.auto is not None:
-            return plan.auto.call(compiled, data)
+        for call_compiled in plan.features.at("call_compiled"):
+            return call_compiled(compiled, data)
         result, _ = compiled(data)
         return result
 
@@ -62,18 +63,21 @@ def run(plan, function, data, fed_batch=None):
     with tf.control_dependencies([parts.samples]):
         of_batch = LossLogs(plan)
     step = make_step(plan, function, fed_batch, of_batch)
-    draws = Draws(plan)
+    scopes = [make(plan) for make in plan.features.at("around_parts")]
     specs = None
 
     def body(i, _, losses):
         nonlocal specs
-        with parts.draws_of(draws, i), parts.padded():
+        with contextlib.ExitStack() as stack:
+            for scope in scopes:
+                stack.enter_context(scope(parts, i))
+            stack.enter_context(parts.padded())
             logs = step(parts.data_of(i))
         losses += of_batch.take()
         if tf.executing_eagerly():
             return logs, losses
-        if plan.auto is not None:
-            plan.auto.check_graph(tf.compat.v1.get_default_graph())
+        for check in plan.features.at("check_graph"):
+            check(tf.compat.v1.get_default_graph())
         logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, logs)
         # `[i]`: there may be no logs.

@@ -16,6 +16,9 @@ from accumodel._keras_and_tf.replicas import (
     scope_of,
 )
 
+# More samples than any batch has.
+ALL = 2**40
+
 # The names of what a batch is made of.
 _NAMES = ("x", "y", "sample_weight")
 
@@ -51,9 +54,9 @@ class MicroBatches:
         with on_host():
             self.count = tf.maximum(-(-self.samples // plan.size), 1)
         self._ordered = None
-        if plan.trim is not None:
+        for order in plan.features.at("order"):
             with on_host():
-                self._ordered = plan.trim.order(plan, data)
+                self._ordered = order(plan, data)
             self.data = self._ordered.data
 
     def bounds(self, i):
@@ -69,11 +72,9 @@ class MicroBatches:
             tf.cast(end - begin, tf.float64), tf.cast(self.samples, tf.float64)
         )
 
-    def draws_of(self, draws, i):
-        """Returns the scope in which the i-th draws its random numbers."""
+    def is_last(self, i):
         with on_host():
-            is_last = tf.equal(i + 1, self.count)
-        return draws.of(*self.bounds(i), self.samples, is_last)
+            return tf.equal(i + 1, self.count)
 
     def padded(self):
         """Returns the scope in which one is as if no padding were cut off."""

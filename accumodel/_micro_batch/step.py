@@ -26,15 +26,11 @@ class Plan:
         options: The `Options` of `compile`.
         overridden: Frozenset of the names of the methods that are the user's.
         accumulates: Bool. Whether gradients go through an accumulator.
-        splits_at_batch_norm: Bool. Whether normalizations wait for the
-            statistics of the fed batch.
         is_compiled: Bool. Whether XLA compiles what runs for a micro-batch.
         size: `tf.Variable`, the most samples of a micro-batch, or `None`.
-        rows: `tf.Variable`, the samples of the present one, see `Draws`.
         assigned: Dict of what steps are known to assign, see `States`.
         loss_weights: The `LossWeights`.
-        auto: The `Auto` if `micro_batch_size` is `"auto"`, otherwise `None`.
-        trim: The `Trimmer` that cuts padding off, or `None`.
+        features: The `Features` that take part.
         ready_accumulator: Function that returns the `GradientAccumulator` of
             the trainable variables, which it makes the first time.
     """
@@ -43,14 +39,11 @@ class Plan:
     options: typing.Any
     overridden: frozenset
     accumulates: bool
-    splits_at_batch_norm: bool
     is_compiled: bool
     size: typing.Any
-    rows: typing.Any
     assigned: dict
     loss_weights: typing.Any
-    auto: typing.Any
-    trim: typing.Any
+    features: typing.Any
     ready_accumulator: typing.Any
 
     @property
@@ -61,7 +54,7 @@ class Plan:
     @property
     def needs_whole_batch(self):
         """Whether the loss is computed once, from all outputs of a batch."""
-        return self.options.gradient_cache or self.splits_at_batch_norm
+        return bool(self.features.at("train"))
 
 
 class FedBatch:

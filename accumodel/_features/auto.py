@@ -18,7 +18,7 @@ pending when a batch begins, such as from a file, is dropped with a warning. Who
 splits by memory needs no `accum_steps`: the large batch itself can be fed.
 """
 
-import contextlib
+import functools
 import itertools
 import warnings
 import weakref
@@ -32,10 +32,7 @@ from accumodel._keras_and_tf.replicas import (
     scope_of,
 )
 from accumodel._micro_batch.assignments import Recorder, check_assignments
-from accumodel._micro_batch.split import count_of_each_replica
-
-# More samples than any batch has.
-ALL = 2**40
+from accumodel._micro_batch.split import ALL, count_of_each_replica
 
 _WHILE_UPDATING = (
     "Out of memory while the optimizer made an update. Some weights may be "
@@ -82,19 +79,6 @@ def is_out_of_memory(error):
     return isinstance(error, _OTHERS) and any(each in text for each in _TEXTS)
 
 
-def check(model, options):
-    """Refuses what `micro_batch_size="auto"` cannot go with."""
-    if options.micro_batch_size != "auto":
-        return
-    _check_steps(options.accum_steps)
-    if is_multi_worker(model.distribute_strategy):
-        raise ValueError(
-            '`micro_batch_size="auto"` cannot be used with several workers, of '
-            "which one may run out of memory alone. Use an int. "
-            f"Received: strategy={model.distribute_strategy}"
-        )
-
-
 def _check_steps(accum_steps, owner=""):
     """Raises if several batches would make one update."""
     if accum_steps > 1:
@@ -107,16 +91,12 @@ def _check_steps(accum_steps, owner=""):
 
 
 class Auto:
-    """Runs a fed batch of a model until memory suffices.
-
-    Attributes:
-        largest: Int or `None`. The most samples that went through the model at
-            once.
-    """
+    """Runs a fed batch of a model until memory suffices."""
 
     def __init__(self, state):
         self._model, self._state = state.model, state
-        self.largest: int | None = None
+        # The most samples that went through the model at once.
+        self._largest: int | None = None
         self._size = ALL
         # The variables that steps assign, by their ids.
         self._assigned = state.assigned["auto"]
@@ -126,9 +106,32 @@ class Auto:
         self._traced: weakref.WeakSet = weakref.WeakSet()
         state.assign_size(ALL)
 
+    @staticmethod
+    def is_on(options):
+        return options.micro_batch_size == "auto"
+
+    @staticmethod
+    def check(model, options):
+        """Refuses what `micro_batch_size="auto"` cannot go with."""
+        if options.micro_batch_size != "auto":
+            return
+        _check_steps(options.accum_steps)
+        if is_multi_worker(model.distribute_strategy):
+            raise ValueError(
+                '`micro_batch_size="auto"` cannot be used with several '
+                "workers, of which one may run out of memory alone. Use an "
+                f"int. Received: strategy={model.distribute_strategy}"
+            )
+
+    def current_size(self):
+        return self._largest
+
     # -- in Python, around the step --------------------------------------------
 
-    def run(self, function, trains, batches):
+    def around(self, function, trains):
+        return functools.partial(self._run, function, trains)
+
+    def _run(self, function, trains, batches):
         """Calls a function that trains or tests, until memory suffices.
 
         Returns the logs of the last batch. What `batches` raise is not retried.
@@ -176,7 +179,7 @@ class Auto:
                 if trains:
                     cycles.forget()
                 self._halve(data, error)
-        self.largest = max(self._largest_part(data), self.largest or 0)
+        self._largest = max(self._largest_part(data), self._largest or 0)
         return logs
 
     def _begin_cycle(self):
@@ -197,7 +200,7 @@ class Auto:
         """Halves the size, or says why that would not help."""
         failed = self._largest_part(data)
         if failed <= 1:
-            self.largest = None
+            self._largest = None
             self._assign_size(ALL)
             is_joined = self._state.plan().needs_whole_batch
             _give_up(_ONE_SAMPLE + _WHOLE_LOSS * is_joined, error)
@@ -214,8 +217,8 @@ class Auto:
     def _assign_size(self, size):
         self._size = size
         self._state.assign_size(size)
-        if self.largest is not None:
-            self.largest = min(self.largest, size)
+        if self._largest is not None:
+            self._largest = min(self._largest, size)
 
     def _largest_part(self, data):
         """Returns the samples in the largest micro-batch of a fed batch."""
@@ -225,14 +228,14 @@ class Auto:
             largest = max(largest, -(-samples // parts) if parts else 0)
         return largest
 
-    def log(self, logs):
+    def end_epoch(self, logs):
         """Adds the size that was found to the logs of an epoch."""
-        if logs is not None and self.largest is not None:
-            logs["micro_batch_size"] = self.largest
+        if logs is not None and self._largest is not None:
+            logs["micro_batch_size"] = self._largest
 
     # -- in the step -----------------------------------------------------------
 
-    def call(self, function, data):
+    def call_compiled(self, function, data):
         """Calls a function that XLA compiled for a micro-batch.
 
         If memory runs out in an XLA cluster, TensorFlow frees what it was to
@@ -253,19 +256,16 @@ class Auto:
             "runs out",
         )
 
+    def around_batch(self):
+        """Returns a scope in which a step assigns what can be put back."""
+        return Recorder(self._record)
+
     def _record(self, variable):
         if id(variable) not in self._assigned:
             self._assigned[id(variable)] = variable
             # This step was not run yet: this is the value before it.
             with tf.init_scope():
                 self._before[id(variable)] = self._value(variable)
-
-
-def recorded(auto):
-    """In it, a step assigns only what can be put back, with `"auto"`."""
-    if auto is None:
-        return contextlib.nullcontext()
-    return Recorder(auto._record)
 
 
 def _give_up(text, error):

@@ -18,7 +18,7 @@ def collect(run_part, parts, draws=None, is_apart=False):
     made = arrays = None
 
     def run(i):
-        scope = parts.draws_of(draws, i) if draws else contextlib.nullcontext()
+        scope = draws.of(parts, i) if draws else contextlib.nullcontext()
         with scope:
             return run_part(i)
 

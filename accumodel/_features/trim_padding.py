@@ -21,8 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from accumodel._features.random_numbers import replaced_draws
 from accumodel._keras_and_tf import checks, hooks, private_names
-from accumodel._micro_batch.random_numbers import replaced_draws
 from accumodel._micro_batch.step import current_step
 
 # Few widths, 16, 24, 32, 48 and so on: XLA compiles each.
@@ -51,7 +51,7 @@ _CUSTOM = {
 }
 
 
-def check_trim_padding(model, options):
+def _check_option(model, options):
     """Refuses a `trim_padding` that means nothing, or cannot be right."""
     value = options.trim_padding
     if value is None:
@@ -91,8 +91,16 @@ class Trimming(typing.NamedTuple):
 class Trimmer:
     """Cuts the fed batches of a model that is compiled."""
 
-    def __init__(self):
+    def __init__(self, state):
         self._trimming: typing.Any = None
+
+    @staticmethod
+    def is_on(options):
+        return options.trim_padding is not None
+
+    @staticmethod
+    def check(model, options):
+        _check_option(model, options)
 
     def order(self, plan, data):
         """Returns the `Ordered` batch."""

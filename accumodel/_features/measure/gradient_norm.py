@@ -4,8 +4,8 @@ import math
 
 import tensorflow as tf
 
+from accumodel._features.measure.observer import Observer, ObservingCallback
 from accumodel._keras_and_tf.replicas import scope_of
-from accumodel._measure.observer import Observer, ObservingCallback
 from accumodel._update.sums import squared_norm
 
 

@@ -5,6 +5,7 @@ A `GradientAccumulator` calls its observers: `add` with each micro-batch and
 what that returned, once for all replicas.
 """
 
+import collections
 import typing
 
 import keras
@@ -42,7 +43,7 @@ class Observer:
 class ObservingCallback(keras.callbacks.Callback):
     """A callback that logs what an `Observer` measures."""
 
-    _kind: type[Observer]
+    _kind: typing.Any  # its class, which takes a strategy
     _observed: typing.Any = None  # of this kind; `fit` makes it
     # It runs before callbacks that write the logs.
     _adds_to_logs = True
@@ -57,3 +58,39 @@ class ObservingCallback(keras.callbacks.Callback):
                 "custom `GradientAccumulator`. "
                 f"Received: model={self.model}"
             )
+
+
+class Observers:
+    """Lets those of the callbacks of `fit` that measure do so."""
+
+    def __init__(self, state):
+        self._state = state
+        # By its class, and its place among those of this class. They are kept,
+        # since compiled updates use their variables.
+        self._made: dict = {}
+        self._measuring: list = []
+
+    @staticmethod
+    def is_on(options):
+        return True
+
+    def begin_fit(self, given):
+        before, self._measuring = {*self._made.values()}, []
+        places: collections.Counter = collections.Counter()
+        for callback in given["callbacks"]:
+            if isinstance(callback, ObservingCallback):
+                key = callback._kind, places[callback._kind]
+                places[callback._kind] += 1
+                if key not in self._made:
+                    self._made[key] = callback._kind(self._state.strategy)
+                callback._observed = self._made[key]
+                self._measuring.append(callback._observed)
+        for each in before.difference(self._measuring):
+            each.forget_cycle()
+
+    def end_fit(self):
+        self._measuring = []
+
+    def observers(self):
+        """Returns those that measure in this `fit`."""
+        return self._measuring

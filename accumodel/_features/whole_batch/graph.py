@@ -25,13 +25,13 @@ import typing
 
 import tensorflow as tf
 
+from accumodel._features.whole_batch.parts import Part, is_placeholder
+from accumodel._features.whole_batch.sync_batch_norm import Norms
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._micro_batch import weights
 from accumodel._micro_batch.assignments import Recorder
-from accumodel._whole_batch.parts import Part, is_placeholder
-from accumodel._whole_batch.sync_batch_norm import Norms
 
 # Prefixes of the types of operations that read a variable or a table, and do
 # nothing else.
@@ -44,6 +44,11 @@ _READS = (
     "VarIsInitialized",
     "VariableShape",
 )
+
+
+def splits_at_norms(plan):
+    """Whether normalizations wait for the statistics of the fed batch."""
+    return plan.options.sync_batch_norm and bool(trained_norms(plan.model))
 
 
 class ModelGraph:
@@ -82,7 +87,7 @@ class ModelGraph:
 
     def _trace(self, x):
         # Here, since TensorFlow traces again if a variable was made.
-        splits = self._plan.splits_at_batch_norm
+        splits = splits_at_norms(self._plan)
         self._norms = Norms(trained_norms(self.model) if splits else [])
         self.norms = self._norms.calls
         self._context: typing.Any = private_names.control_flow_context()

@@ -16,7 +16,7 @@ Draws without an axis of samples are the same for all micro-batches. In a graph
 the size of that axis is not known, and that of the others mostly is. What
 cannot be drawn from the middle takes another seed for each micro-batch, and so
 does what has several axes that may be the one, and all of it if the samples are
-put in another order, see `trimming`.
+put in another order, see `trim_padding`.
 
 In a loop, a draw without an axis of samples is taken for one of a single
 sample: its seed goes on from micro-batch to micro-batch.
@@ -34,7 +34,11 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._keras_and_tf.replicas import local_results
+from accumodel._keras_and_tf.replicas import (
+    local_results,
+    make_sum,
+    scope_of,
+)
 from accumodel._micro_batch.assignments import recorded
 from accumodel._micro_batch.split import on_host
 from accumodel._micro_batch.step import current_graph, current_step
@@ -47,12 +51,31 @@ _ALGORITHM = tf.random.Algorithm.AUTO_SELECT.value
 _FAR = 1_000_003
 
 
+class RandomNumbers:
+    """Lets the micro-batches of a model draw what the fed batch draws."""
+
+    def __init__(self, state):
+        with tf.init_scope(), scope_of(state.strategy):
+            # XLA reads it on the device.
+            self.rows = make_sum((3,), tf.int64, "rows")
+
+    @staticmethod
+    def is_on(options):
+        return options.micro_batch_size is not None
+
+    def around_parts(self, plan):
+        return Draws(plan).of
+
+    def around_trace(self, plan):
+        return Draws(plan).replaced()
+
+
 class Draws:
     """The draws of the micro-batches of one fed batch.
 
-    The variable `plan.rows` holds three int64s: the first sample of the
-    micro-batch, their number, and that of the fed batch. A variable, since a
-    `tf.function` in the model may be traced already. The dict
+    The variable `rows` holds three int64s: the first sample of the micro-batch,
+    their number, and that of the fed batch. A variable, since a `tf.function`
+    in the model may be traced already. The dict
     `plan.assigned["seeds"]` holds the states of seed generators that are known,
     see `States`, and `plan.assigned["seeds in loops"]`, for those that draw in
     one, how often a micro-batch draws from them outside of it.
@@ -65,8 +88,8 @@ class Draws:
 
     def __init__(self, plan, assigned=None):
         self._model = plan.model
-        self._rows = plan.rows
-        self._are_in_order = plan.trim is None
+        (self.rows,) = plan.features.at("rows")
+        self._are_in_order = not plan.features.at("order")
         self._seeds = plan.assigned["seeds"]
         self._in_loops = plan.assigned["seeds in loops"]
         # Of each seed that is drawn in this scope, how often, and whether in a
@@ -84,20 +107,18 @@ class Draws:
                 self._note(state)
 
     @contextlib.contextmanager
-    def of(self, begin, end, samples, is_last):
-        """In it, a micro-batch draws what the fed batch draws for it.
+    def of(self, parts, i):
+        """In it, the i-th micro-batch draws what the fed batch draws for it.
 
-        Args:
-            begin: Scalar int64 tensor, its first sample.
-            end: Scalar int64 tensor, the first sample after it.
-            samples: Scalar int64 tensor, the samples of the fed batch.
-            is_last: Scalar bool tensor. Whether the seeds are to stay.
+        After the last one, the seeds stay as they are.
         """
+        begin, end = parts.bounds(i)
+        is_last = parts.is_last(i)
         self._samples = int(end - begin) if tf.executing_eagerly() else None
         with on_host():
-            rows = tf.stack([begin, end - begin, samples])
+            rows = tf.stack([begin, end - begin, parts.samples])
         with recorded():
-            self._rows.assign(rows)
+            self.rows.assign(rows)
         try:
             with self.replaced():
                 yield
@@ -110,7 +131,7 @@ class Draws:
         finally:
             # What is traced here may be called without micro-batches.
             with recorded():
-                self._rows.assign(tf.zeros(3, tf.int64))
+                self.rows.assign(tf.zeros(3, tf.int64))
 
     @contextlib.contextmanager
     def replaced(self):
@@ -181,7 +202,7 @@ class Draws:
         if is_of_one or self._has_rows is not None:
             return seed
         # It is not known what for.
-        return _apart(seed, self._rows[0])
+        return _apart(seed, self.rows[0])
 
     def _draw(self, name, original, arguments):
         """Calls a function of `keras.random`, see `replaced_draws`."""
@@ -200,7 +221,7 @@ class Draws:
             or name not in _OFFSETS
             or not self._are_in_order
         ):
-            return original(**arguments, seed=_apart(seed, self._rows[0]))
+            return original(**arguments, seed=_apart(seed, self.rows[0]))
         numbers = functools.partial(self._numbers, axes[0], seed)
         return _OFFSETS[name](numbers, **arguments | {"shape": shape})
 
@@ -241,7 +262,7 @@ class Draws:
         block = 4 if tf.as_dtype(drawn).size <= 4 else 2
         rest = sizes[axis + 1 :]
         is_aligned = None not in rest and math.prod(rest) % block == 0
-        rows = tf.convert_to_tensor(self._rows)
+        rows = tf.convert_to_tensor(self.rows)
         with _host():
             begin, samples, of_batch = tf.unstack(rows)
             shape = tf.cast(shape, tf.int64)

@@ -20,8 +20,8 @@ import warnings
 import numpy as np
 import tensorflow as tf
 
+from accumodel._features.measure.observer import Observer, ObservingCallback
 from accumodel._keras_and_tf.replicas import count_replicas, make_sum, scope_of
-from accumodel._measure.observer import Observer, ObservingCallback
 from accumodel._micro_batch.split import count_samples
 from accumodel._micro_batch.step import current_step
 from accumodel._update.sums import squared_norm
@@ -209,7 +209,7 @@ class GradientNoiseScale(ObservingCallback):
     def on_train_begin(self, logs=None):
         super().on_train_begin()
         plan = self.model._accumulation.plan()
-        if plan.needs_whole_batch or plan.trim is not None:
+        if plan.needs_whole_batch or plan.features.at("order"):
             raise ValueError(
                 "`GradientNoiseScale` cannot be used with "
                 "`gradient_cache=True` or `sync_batch_norm=True`, where the "

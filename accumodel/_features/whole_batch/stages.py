@@ -28,15 +28,44 @@ import typing
 import keras
 import tensorflow as tf
 
+from accumodel._features.random_numbers import Draws
+from accumodel._features.whole_batch import arrays, checks, sync_batch_norm
+from accumodel._features.whole_batch.graph import ModelGraph, splits_at_norms
 from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import loop, outcome
 from accumodel._micro_batch.assignments import Recorder, States
-from accumodel._micro_batch.random_numbers import Draws
 from accumodel._micro_batch.split import MicroBatches, as_tensors, first_leaf
 from accumodel._micro_batch.step import one_step
-from accumodel._whole_batch import arrays, checks, sync_batch_norm
-from accumodel._whole_batch.graph import ModelGraph
+
+
+class WholeBatch:
+    """Computes the loss of a model from all samples of a batch."""
+
+    def __init__(self, state):
+        self._state = state
+
+    check = staticmethod(checks.check_whole_batch)
+
+    @staticmethod
+    def is_on(options):
+        return options.gradient_cache or options.sync_batch_norm
+
+    def is_needed(self):
+        """Whether there is something to wait for."""
+        model, options = self._state.model, self._state.options
+        return options.gradient_cache or bool(trained_norms(model))
+
+    def keeps_test_step(self):
+        # With the cache, a custom one gets the batch whole, as the loss does.
+        return self._state.options.gradient_cache
+
+    def train(self, plan, fed_batch, data):
+        return train(plan, fed_batch, data)
+
+    def test(self, plan, data):
+        return test(plan, data)
 
 
 def train(plan, fed_batch, data):
@@ -60,7 +89,7 @@ def train(plan, fed_batch, data):
     if cache:
         with states.rolled_back():
             may_begin = run.backward(cache, fed_batch, add)
-    if plan.splits_at_batch_norm and not tf.executing_eagerly():
+    if splits_at_norms(plan) and not tf.executing_eagerly():
         # The graph of a large model, which TensorFlow does not need any more,
         # takes 50 MB and is in circles.
         del run
@@ -147,7 +176,7 @@ class _Run:
 
         Keeps what other parts take, and returns what it makes, in arrays.
         """
-        may_draw = part.assigned or part.reads(self._plan.rows)
+        may_draw = part.assigned or part.reads(*self._plan.features.at("rows"))
         draws = Draws(self._plan, part.assigned) if may_draw else None
         # A model with many loops takes long to prepare.
         is_apart &= len(self._graph.forward) > 1

@@ -2,8 +2,8 @@
 
 import tensorflow as tf
 
+from accumodel._features.whole_batch.arrays import map_present
 from accumodel._keras_and_tf import private_names
-from accumodel._whole_batch.arrays import map_present
 
 
 class Part:

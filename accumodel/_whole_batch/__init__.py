@@ -1,5 +1,0 @@
-"""What sees all samples of a batch: the gradient cache, batch normalization.
-
-Only `_fit` imports it; it runs micro-batches in stages, and adds to the sums.
-A change here touches `gradient_cache` and `sync_batch_norm`, and nothing else.
-"""
