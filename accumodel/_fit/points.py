@@ -2,17 +2,35 @@
 
 The core is the promise: sums, weights, the split, the loop, the step, `fit`. It
 knows no feature by its name. `model.py` gives it a list of classes, `compile`
-makes one of each that is on, and here is where they are called. A feature has a
-method for each point that it takes part in, and `is_on`, which says whether the
-options of `compile` ask for it.
+makes one of each that is on, and the core asks them at these points. A feature
+has a method for each point that it takes part in.
 
-| point                         | called                                       |
-|-------------------------------|----------------------------------------------|
-| `begin_fit(given)`            | by `fit`, with its arguments by name         |
-| `first_batches(batches,       | before a function runs for the first time;   |
-| trains)`                      | returns the same batches                     |
-| `end_batch(plan, train_step)` | when all micro-batches of a fed batch were   |
-|                               | added, and before it counts                  |
+| point                          | asked                                       |
+|--------------------------------|---------------------------------------------|
+| `is_on(options)`               | when options change; static: whether the    |
+|                                | feature is to be made                       |
+| `check(model, options)`        | before that; static: raises                 |
+| `is_needed()`                  | when a step is planned                      |
+| `begin_fit(given)`, `end_fit`, | by `fit`, with its arguments by name, and   |
+| `end_epoch(logs)`              | at the end of each epoch                    |
+| `first_batches(batches,        | before a function runs for the first time;  |
+| trains)`                       | returns the same batches                    |
+| `around(function, trains)`     | for what to call instead of a function      |
+| `around_batch()`,              | for scopes in which a fed batch, or one of  |
+| `around_parts(plan)`,          | its micro-batches, is traced; the last, if  |
+| `around_trace(plan)`           | only to make variables                      |
+| `order(plan, data)`            | for a fed batch that is put in order, and   |
+|                                | knows how to cut each micro-batch           |
+| `train(plan, fed_batch, data)`,| instead of the loop over the micro-batches  |
+| `test(plan, data)`             |                                             |
+| `keeps_test_step()`            | whether a custom one gets the batch whole   |
+| `call_compiled(function, data)`| to run what XLA compiled for a micro-batch  |
+| `check_graph(graph)`           | when a micro-batch was traced               |
+| `end_batch(plan, train_step)`  | when all micro-batches of a fed batch were  |
+|                                | added, and before it counts                 |
+| `observers()`                  | for what a `GradientAccumulator` tells of   |
+|                                | each micro-batch, cycle and update          |
+| `current_size()`               | for the largest micro-batch so far          |
 """
 
 
