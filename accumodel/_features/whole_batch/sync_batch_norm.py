@@ -14,7 +14,6 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks
-from accumodel._keras_and_tf.batch_norms import compute_moments
 from accumodel._keras_and_tf.replicas import sum_over_replicas
 from accumodel._micro_batch.step import current_graph
 
@@ -63,11 +62,7 @@ class Norms:
                 "the cell of a `keras.layers.RNN`, of which a part cannot run",
             )
         self._hold(layer)
-        moments = compute_moments(inputs, mask, layer.axis)
-        channels = tf.shape(moments[0])
-        if mask is not None:
-            moments += (tf.fill(channels, keras.config.epsilon()),)
-        moments = tf.stack([tf.cast(each, inputs.dtype) for each in moments])
+        moments = _compute_moments(inputs, mask, layer.axis)
         given = tf.raw_ops.Placeholder(dtype=inputs.dtype, shape=moments.shape)
         statistics = tf.raw_ops.Placeholder(
             dtype=inputs.dtype, shape=[2, *moments.shape[1:]]
@@ -117,6 +112,37 @@ class Norms:
                 _refuse(
                     layer, "called in a `tf.function` that is traced already"
                 )
+
+
+def _compute_moments(inputs, mask, axis):
+    """Returns the `moments` of a `Norm`. The mask is as Keras counts it."""
+    axes = [*range(inputs.shape.rank)]
+    del axes[axis]
+    to_inputs = [1] * inputs.shape.rank
+    to_inputs[axis] = -1
+    channels = tf.shape(inputs)[axis]
+    if mask is None:
+        count = tf.fill([channels], tf.size(inputs) // channels)
+    else:
+        mask = tf.cast(mask[..., tf.newaxis], "bool")
+        mask = tf.broadcast_to(mask, tf.shape(inputs))
+        count = tf.reduce_sum(tf.cast(mask, "int32"), axes)
+    count = tf.cast(count, inputs.dtype)
+
+    def total(values):
+        if mask is not None:
+            values = tf.where(mask, values, tf.zeros_like(values))
+        # The gradient of a sum that keeps its axes needs fewer operations.
+        return tf.reshape(tf.reduce_sum(values, axes, keepdims=True), [-1])
+
+    mean = tf.math.divide_no_nan(total(inputs), count)
+    # The sum of the deviations is zero, and so is the gradient by the mean.
+    center = tf.reshape(tf.stop_gradient(mean), to_inputs)
+    rows = [count, mean, total(tf.math.squared_difference(inputs, center))]
+    if mask is not None:
+        fuzz = tf.cast(keras.config.epsilon(), inputs.dtype)
+        rows.append(tf.fill([channels], fuzz))
+    return tf.stack(rows)
 
 
 def join(norm, moments):
