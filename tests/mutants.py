@@ -319,14 +319,14 @@ MUTANTS = [
     ),
     Mutant(
         "the second pass draws other numbers",
-        "_micro_batch/assignments.py",
+        "_features/whole_batch/states.py",
         "        self._assign(self._before)\n",
         "",
         "test_gradient_cache.py",
     ),
     Mutant(
         "what the loss wrote is lost",
-        "_micro_batch/assignments.py",
+        "_features/whole_batch/states.py",
         "        self._assign(after)\n",
         "        pass\n",
         "test_gradient_cache.py",

@@ -1,4 +1,4 @@
-"""Records what a forward pass assigns, and rolls it back."""
+"""What a forward pass assigns: recorded, or refused."""
 
 import contextlib
 import random
@@ -8,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
-from accumodel._micro_batch.step import current_graph
 
 # Prefixes of the types of operations that take a variable, a table or the like,
 # and leave it as it is. Of random numbers, `is_random` knows.
@@ -50,52 +49,6 @@ def recorded():
     """In it, or in a function that it decorates, assignments are known."""
     with tf.name_scope(_RECORDED):
         yield
-
-
-class States:
-    """What is assigned in one step, for it to be as it was for a while.
-
-    `assigned`, the variables of Keras that are known to be assigned, by their
-    ids, grows and outlives this: a `tf.function` that is traced already assigns
-    what it did, but Python does not see it.
-    """
-
-    def __init__(self, assigned):
-        self._graph = current_graph()
-        self._variables = assigned
-        self._before: dict = {}
-
-    def save(self):
-        """Reads the variables that are known and were not read yet."""
-        for variable in [*self._variables.values()]:
-            self.record(variable)
-
-    def record(self, variable):
-        """Reads a variable that is about to be assigned."""
-        key, graph = id(variable), self._graph
-        self._variables[key] = variable
-        if key not in self._before:
-            with tf.init_scope() if graph is None else graph.as_default():
-                self._before[key] = tf.identity(variable.value)
-
-    @contextlib.contextmanager
-    def rolled_back(self):
-        """While it is open, the variables are as they were saved.
-
-        In the end they are as they were when it was opened.
-        """
-        after = {
-            key: tf.identity(self._variables[key].value) for key in self._before
-        }
-        self._assign(self._before)
-        try:
-            yield
-        finally:
-            self._assign(after)
-
-    def _assign(self, values):
-        for key, value in values.items():
-            self._variables[key].assign(value)
 
 
 def random_state(new=None):

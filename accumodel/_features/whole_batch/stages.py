@@ -31,11 +31,12 @@ import tensorflow as tf
 from accumodel._features.random_numbers import Draws
 from accumodel._features.whole_batch import arrays, checks, sync_batch_norm
 from accumodel._features.whole_batch.graph import ModelGraph, splits_at_norms
+from accumodel._features.whole_batch.states import States
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import loop, outcome
-from accumodel._micro_batch.assignments import Recorder, States
+from accumodel._micro_batch.assignments import Recorder
 from accumodel._micro_batch.split import MicroBatches, as_tensors, first_leaf
 from accumodel._micro_batch.step import one_step
 
