@@ -210,8 +210,7 @@ class AccumulatingModel(keras.Model):
             "skip_nonfinite": skip_nonfinite,
             "verify": verify,
         }
-        super_compile = super().compile
-        self._accumulation.compile(super_compile, own, args, kwargs)
+        self._accumulation.compile(super().compile, own, args, kwargs)
 
     @property
     def accum_steps(self) -> int:
@@ -335,18 +334,13 @@ class AccumulatingModel(keras.Model):
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
         state = self._accumulation
-        compute = functools.partial(
-            outcome.call_compute_loss,
-            super().compute_loss,
-            *(x, y, y_pred, sample_weight, training),
-        )
+        data = x, y, y_pred, sample_weight
+        given = super().compute_loss, *data, training
         if not state.accumulates:
-            return compute()
+            return outcome.call_compute_loss(*given)
         is_default = not state.overrides("compute_loss")
-        data = (x, y, y_pred, sample_weight)
-        watch = state.loss_weights.watch(data, scales=is_default)
-        with watch:
-            loss = compute()
+        with state.loss_weights.watch(data, scales=is_default):
+            loss = outcome.call_compute_loss(*given)
         if is_default:
             loss += weights.missing_sums(self, (x, y))
         return loss
