@@ -586,7 +586,7 @@ def test_a_failure_in_a_step_forgets_the_pending_cycle(
     weights = model.get_weights()
     with pytest.raises(Exception, match=r"in the data|in a layer") as error:
         model.fit(batches(), shuffle=False, verbose=0)
-    (note,) = error.value.__notes__
+    *_, note = error.value.__notes__
     # Two micro-batches of 5 are one batch of 8.
     pending = 2 if where == "data" or not kwargs else 1
     assert f"cycle of {pending} batches is forgotten" in note
