@@ -731,7 +731,7 @@ class CustomGradients(AccumulatingModel):
             AccumulatingModel,
             {"skip_nonfinite": True},
             ValueError,
-            "`skip_nonfinite=True` cannot be combined",
+            "cannot be combined with `skip_nonfinite`",
         ),
         (CustomTrainStep, {}, ValueError, "custom `train_step`"),
         (CustomGradients, {}, ValueError, "custom `compute_gradients`"),

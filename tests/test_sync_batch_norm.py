@@ -703,12 +703,12 @@ def test_what_cannot_be_split_is_refused_by_name(make, message):
     [
         (
             lambda: chain(AccumulatingModel),
-            "`sync_batch_norm=True` is for .* pass `micro_batch_size`",
+            "`sync_batch_norm` is for .* pass `micro_batch_size`",
             {"micro_batch_size": None},
         ),
         (
             lambda: chain(AccumulatingModel),
-            "`skip_nonfinite=True` cannot be combined with `sync_batch_norm",
+            "`sync_batch_norm` cannot be combined with `skip_nonfinite`",
             {"skip_nonfinite": True},
         ),
         (with_custom_step, "custom `train_step`", {}),

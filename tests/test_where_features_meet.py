@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import itertools
+import pathlib
+import re
 
 import keras
 import numpy as np
@@ -12,6 +14,7 @@ from helpers import distance, mirrored, slow
 
 import accumodel
 from accumodel import AccumulatingModel
+from accumodel._features import FEATURES as FEATURES_OF_THE_LIBRARY
 
 # The batch size of `fit` and the arguments of `compile`, of batches of 8.
 WAYS = {
@@ -168,16 +171,24 @@ FEATURES = {
     "xla": (with_layer(Adds), {"jit_compile": True}),
 }
 
-_WHOLE = {
-    "overridden": "accumulate_gradients",
-    "skipping": "skip_nonfinite",
-    "noise": "GradientNoiseScale",
-}
-REFUSED = {
-    "cache": _WHOLE,
-    "sync": _WHOLE,
-    "trim": {"noise": "GradientNoiseScale"},
-}
+# What the features here are called in the table of what cannot be combined.
+NAMES = {"overridden": "accumulate_gradients", "skipping": "skip_nonfinite"}
+# And a callback, which sees the model when training begins.
+NOISE = ("cache", "sync", "trim")
+
+
+def refusal(way, feature):
+    """Returns the name by which a pair is refused, or `None`."""
+    if feature == "noise" and way in NOISE:
+        return "GradientNoiseScale"
+    name = NAMES.get(feature)
+    for each in FEATURES_OF_THE_LIBRARY:
+        arguments = getattr(each, "ARGUMENTS", ())
+        is_on = not WAYS[way][1].keys().isdisjoint(arguments)
+        if is_on and name in each.CONFLICTS:
+            return name
+    return None
+
 
 # What is warned of, and whether the weights are exact.
 WARNED = {
@@ -260,8 +271,9 @@ def test_each_way_with_each_feature(way, feature):
     run = functools.partial(
         train, make, AccumulatingModel, way, batch_size, **kwargs | arguments
     )
-    if feature in REFUSED.get(way, {}):
-        with pytest.raises(ValueError, match=REFUSED[way][feature]):
+    name = refusal(way, feature)
+    if name is not None:
+        with pytest.raises(ValueError, match=name):
             run()
         return
     message, is_exact = WARNED.get((way, feature), (None, True))
@@ -281,3 +293,18 @@ def test_each_way_with_each_feature(way, feature):
         assert type(model).calls > 0
     if feature == "spare layer":
         assert type(model).traces < 10  # and 12 batches or 24
+
+
+def test_the_documentation_names_what_cannot_be_combined():
+    """In a table, and nothing else in it."""
+    root = pathlib.Path(__file__).parent.parent
+    text = (root / "docs" / "limits.md").read_text()
+    _, table = text.split("| argument | cannot be combined with |")
+    lines = table.split("\n\n")[0].strip().splitlines()[1:]
+    found = {tuple(re.findall("`(.*?)`", each)) for each in lines}
+    expected = {
+        (argument, *each.CONFLICTS)
+        for each in FEATURES_OF_THE_LIBRARY
+        for argument in getattr(each, "ARGUMENTS", ())
+    }
+    assert found == expected

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._features.random_numbers import replaced_draws
-from accumodel._keras_and_tf import checks, hooks, private_names
+from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.step import current_step
 
 # Few widths, 16, 24, 32, 48 and so on: XLA compiles each.
@@ -51,34 +51,6 @@ _CUSTOM = {
 }
 
 
-def _check_option(model, options):
-    """Refuses a `trim_padding` that means nothing, or cannot be right."""
-    value = options.trim_padding
-    if value is None:
-        return
-    received = f"trim_padding={value!r} (of type {type(value).__name__})"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral | str):
-        raise TypeError(_MEANING + received)
-    if options.micro_batch_size is None:
-        raise ValueError(
-            "`trim_padding` cuts the micro-batches of a batch: pass "
-            "`micro_batch_size` as well. Received: micro_batch_size=None"
-        )
-    for name in ("gradient_cache", "sync_batch_norm"):
-        if getattr(options, name):
-            raise ValueError(
-                f"`trim_padding` cannot be combined with `{name}=True`, which "
-                "puts the outputs of all micro-batches together. Remove one of "
-                f"them. Received: {received}"
-            )
-    if checks.overrides(model, "slice_data"):
-        raise ValueError(
-            "`trim_padding` puts the samples of a batch in another order, and "
-            "cannot know what a custom `slice_data` does with them. Remove one "
-            f"of them. Received: {received}"
-        )
-
-
 class Trimming(typing.NamedTuple):
     """How the batches of a model are cut."""
 
@@ -91,6 +63,17 @@ class Trimming(typing.NamedTuple):
 class Trimmer:
     """Cuts the fed batches of a model that is compiled."""
 
+    ARGUMENTS = ("trim_padding",)
+    CONFLICTS: typing.ClassVar[dict] = {
+        **dict.fromkeys(
+            ("gradient_cache", "sync_batch_norm"),
+            "it puts the outputs of all micro-batches together. Remove one of "
+            "them",
+        ),
+        "slice_data": "the samples of a batch are put in another order, and "
+        "nobody knows what it does with them. Remove one of them",
+    }
+
     def __init__(self, state):
         self._trimming: typing.Any = None
 
@@ -100,7 +83,13 @@ class Trimmer:
 
     @staticmethod
     def check(model, options):
-        _check_option(model, options)
+        """Refuses a value that means nothing."""
+        value, kinds = options.trim_padding, numbers.Integral | str | None
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise TypeError(
+                f"{_MEANING}trim_padding={value!r} (of type "
+                f"{type(value).__name__})"
+            )
 
     def order(self, plan, data):
         """Returns the `Ordered` batch."""

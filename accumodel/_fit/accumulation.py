@@ -103,8 +103,12 @@ class Accumulation:
 
     def _check(self, options):
         """Refuses arguments that do not go together."""
-        for check in Features(self._kinds).at("check"):
+        kinds = Features(self._kinds)
+        for check in kinds.at("check"):
             check(self.model, options)
+        pairs = zip(kinds.at("ARGUMENTS"), kinds.at("CONFLICTS"), strict=True)
+        for arguments, conflicts in pairs:
+            checks.check_conflicts(arguments, conflicts, self.model, options)
 
     def fit(self, super_fit, args, kwargs):
         """Trains the model by Keras or another base class."""

@@ -10,6 +10,8 @@ has a method for each point that it takes part in.
 | `is_on(options)`               | when options change; static: whether the    |
 |                                | feature is to be made                       |
 | `check(model, options)`        | before that; static: raises                 |
+| `ARGUMENTS`, `CONFLICTS`       | after that: its arguments of `compile`, and |
+|                                | a dict of what they cannot be combined with |
 | `is_needed()`                  | when a step is planned                      |
 | `begin_fit(given)`, `end_fit`, | by `fit`, with its arguments by name, and   |
 | `end_epoch(logs)`              | at the end of each epoch                    |

@@ -55,6 +55,32 @@ def _check_positive(name, value, meaning):
     return int(value)
 
 
+def check_conflicts(arguments, conflicts, model, options):
+    """Refuses arguments of `compile` with what they cannot be combined with.
+
+    The arguments are those of a feature of micro-batches. `conflicts` is a dict
+    of other arguments, and of methods of the user's, with the reasons.
+    """
+    for name in arguments:
+        value = getattr(options, name)
+        if value is None or value is False:
+            continue
+        received = f"Received: {name}={value!r}"
+        if options.micro_batch_size is None:
+            raise ValueError(
+                f"`{name}` is for batches that are split into micro-batches: "
+                "pass `micro_batch_size` as well. "
+                f"{received} and micro_batch_size=None"
+            )
+        for other, why in conflicts.items():
+            if getattr(options, other, False) or overrides(model, other):
+                custom = "" if hasattr(options, other) else "a custom "
+                raise ValueError(
+                    f"`{name}` cannot be combined with {custom}`{other}`: "
+                    f"{why}. {received} with a model of {type(model).__name__}"
+                )
+
+
 def overrides(model, name):
     """Whether a model has a method that is not Keras's or accumodel's.
 

@@ -4,7 +4,6 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.checks import overrides
 from accumodel._micro_batch.assignments import (
     Recorder,
     check_assignments,
@@ -20,38 +19,13 @@ _OTHER_AXIS = (
 )
 
 
-def check_whole_batch(model, options):
-    """Refuses what `gradient_cache` and `sync_batch_norm` cannot go with."""
+def check_types(model, options):
+    """Refuses what is no bool."""
     for name in ("gradient_cache", "sync_batch_norm"):
         value = getattr(options, name)
         if not isinstance(value, bool):
             raise TypeError(
                 f"`{name}` must be a bool. Received: {name}={value!r}"
-            )
-        if value:
-            _check_option(model, options, name)
-
-
-def _check_option(model, options, name):
-    if options.micro_batch_size is None:
-        raise ValueError(
-            f"`{name}=True` is for batches that are split into micro-batches: "
-            "pass `micro_batch_size` as well. Received: micro_batch_size=None"
-        )
-    if options.skip_nonfinite:
-        raise ValueError(
-            f"`skip_nonfinite=True` cannot be combined with `{name}=True`: no "
-            "micro-batch can be left out of what is computed from the whole "
-            "batch. Remove one of them. "
-            f"Received: skip_nonfinite={options.skip_nonfinite}"
-        )
-    for method in ("compute_gradients", "train_step", "accumulate_gradients"):
-        if overrides(model, method):
-            raise ValueError(
-                f"`{name}=True` cannot be used with a custom `{method}`, which "
-                "it would not call: it computes the loss without the gradients "
-                "of the model. Override `compute_loss` instead. "
-                f"Received: a model of {type(model).__name__}"
             )
 
 

@@ -47,7 +47,17 @@ class WholeBatch:
     def __init__(self, state):
         self._state = state
 
-    check = staticmethod(checks.check_whole_batch)
+    ARGUMENTS = ("gradient_cache", "sync_batch_norm")
+    CONFLICTS: typing.ClassVar[dict] = {
+        "skip_nonfinite": "no micro-batch can be left out of what is computed "
+        "from the whole batch. Remove one of them",
+        **dict.fromkeys(
+            ("compute_gradients", "train_step", "accumulate_gradients"),
+            "it would not be called, since the loss is computed without the "
+            "gradients of the model. Override `compute_loss` instead",
+        ),
+    }
+    check = staticmethod(checks.check_types)
 
     @staticmethod
     def is_on(options):
