@@ -61,7 +61,8 @@ def make_ways(make, jit):
             **arguments,
         )
         if name == "auto":  # as after errors
-            model._accumulation.auto._assign_size(size)
+            (assign,) = model._accumulation.features.at("_assign_size")
+            assign(size)
         ways[f"cut {BATCHES} {name}"] = step
     return ways
 
