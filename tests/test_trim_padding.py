@@ -716,7 +716,11 @@ REFUSED = {
     "a float": (lstm, {"trim_padding": 0.5}, "must be the name of the input"),
     "no such input": (lstm, {"trim_padding": "mask"}, r"for inputs \['ids'\]"),
     "gradient_cache": (lstm, {"gradient_cache": True}, "with `gradient_cache`"),
-    "sync_batch_norm": (lstm, {"sync_batch_norm": True}, "with `sync_batch_norm`"),
+    "sync_batch_norm": (
+        lstm,
+        {"sync_batch_norm": True},
+        "with `sync_batch_norm`",
+    ),
     "slice_data": (custom("slice_data"), {}, "custom `slice_data`"),
     "ragged": (
         lstm,
