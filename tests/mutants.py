@@ -397,7 +397,7 @@ MUTANTS = [
     Mutant(
         "a part that draws without a seed of its own draws the first rows",
         "_features/whole_batch/stages.py",
-        "may_draw = part.assigned or part.reads(self._plan.rows)",
+        'may_draw = part.assigned or part.reads(*self._plan.features.at("rows"))',
         "may_draw = part.assigned",
         "test_sync_batch_norm.py",
     ),
@@ -529,9 +529,9 @@ MUTANTS = [
     ),
     Mutant(
         "a fit with the noise scale measures for ever",
-        "_fit/accumulation.py",
-        "            self.observing = ()\n",
-        "            pass\n",
+        "_features/measure/observer.py",
+        "    def end_fit(self):\n        self._measuring = []\n",
+        "    def end_fit(self):\n        pass\n",
         "test_noise_scale.py",
     ),
     Mutant(
@@ -550,9 +550,9 @@ MUTANTS = [
     ),
     Mutant(
         "noise scales share an estimator",
-        "_fit/accumulation.py",
-        "(kind, kinds[:i].count(kind))",
-        "(kind, 0)",
+        "_features/measure/observer.py",
+        "key = callback._kind, places[callback._kind]",
+        "key = callback._kind, 0",
         "test_noise_scale.py",
     ),
     Mutant(
@@ -901,8 +901,8 @@ MUTANTS = [
     Mutant(
         "a function that makes variables keeps the draws of Keras",
         "_fit/variables.py",
-        "            Draws(plan).replaced(),\n",
-        "",
+        'plan.features.at("around_trace")',
+        "()",
         "test_random.py",
     ),
     Mutant(
@@ -999,7 +999,7 @@ MUTANTS = [
     Mutant(
         "rows of another order are drawn as if they were in order",
         "_features/random_numbers.py",
-        "self._are_in_order = plan.trim is None",
+        'self._are_in_order = not plan.features.at("order")',
         "self._are_in_order = True",
         "test_trim_padding.py",
     ),

@@ -71,6 +71,7 @@ class Accumulation:
         self.size: typing.Any = None
         self.batch_size: typing.Any = None
         self.features = Features()
+        self._made: dict = {}  # features, by their classes
         self._traced_with: typing.Any = None
 
     @property
@@ -97,7 +98,9 @@ class Accumulation:
         self.loss_weights = LossWeights(model)  # which warns anew
         self.accumulates = accumulates
         self.spans_batches = options.accum_steps > 1
-        self.features = Features()
+        for each in [*self._made]:
+            if not hasattr(each, "IS_FOR_LIFE"):
+                del self._made[each]
         self._use(options)
         self.accumulators.begin_anew()
 
@@ -224,12 +227,11 @@ class Accumulation:
         size = options.micro_batch_size
         if size is not None:
             self.assign_size(ALL if size == "auto" else size)
-        before = {type(each): each for each in self.features}
-        self.features = Features(
-            before.get(each) or each(self)
-            for each in self._kinds
-            if each.is_on(options)
-        )
+        kinds = [each for each in self._kinds if each.is_on(options)]
+        for each in kinds:
+            if each not in self._made:
+                self._made[each] = each(self)
+        self.features = Features(self._made[each] for each in kinds)
 
     def assign_size(self, value):
         if self.size is None:

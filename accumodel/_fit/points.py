@@ -9,6 +9,7 @@ has a method for each point that it takes part in.
 |--------------------------------|---------------------------------------------|
 | `is_on(options)`               | when options change; static: whether the    |
 |                                | feature is to be made                       |
+| `IS_FOR_LIFE`                  | by `compile`, which else makes a new one    |
 | `check(model, options)`        | before that; static: raises                 |
 | `ARGUMENTS`, `CONFLICTS`       | after that: its arguments of `compile`, and |
 |                                | a dict of what they cannot be combined with |

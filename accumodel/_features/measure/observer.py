@@ -63,10 +63,11 @@ class ObservingCallback(keras.callbacks.Callback):
 class Observers:
     """Lets those of the callbacks of `fit` that measure do so."""
 
+    IS_FOR_LIFE = True  # compiled updates use the variables
+
     def __init__(self, state):
         self._state = state
-        # By its class, and its place among those of this class. They are kept,
-        # since compiled updates use their variables.
+        # By its class, and its place among those of this class.
         self._made: dict = {}
         self._measuring: list = []
 
