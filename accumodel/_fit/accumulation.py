@@ -98,10 +98,7 @@ class Accumulation:
         self.loss_weights = LossWeights(model)  # which warns anew
         self.accumulates = accumulates
         self.spans_batches = options.accum_steps > 1
-        for each in [*self._made]:
-            if not hasattr(each, "IS_FOR_LIFE"):
-                del self._made[each]
-        self._use(options)
+        self._use(options, are_new=True)
         self.accumulators.begin_anew()
 
     def _check(self, options):
@@ -222,16 +219,20 @@ class Accumulation:
             self.accumulates = True
             self.make_functions_again()
 
-    def _use(self, options):
+    def _use(self, options, are_new=False):
         """Makes the features that these options ask for, unless it has them."""
         size = options.micro_batch_size
         if size is not None:
             self.assign_size(ALL if size == "auto" else size)
         kinds = [each for each in self._kinds if each.is_on(options)]
-        for each in kinds:
-            if each not in self._made:
-                self._made[each] = each(self)
-        self.features = Features(self._made[each] for each in kinds)
+        kept = {
+            kind: each
+            for kind, each in self._made.items()
+            if hasattr(kind, "IS_FOR_LIFE") or (kind in kinds and not are_new)
+        }
+        made = {each: kept.get(each) or each(self) for each in kinds}
+        self._made = kept | made
+        self.features = Features(made.values())
 
     def assign_size(self, value):
         if self.size is None:
