@@ -1,5 +1,5 @@
-"""What `fit` does: its functions, the state of a model, `"auto"`, epochs.
+"""What `fit` does: its functions, the state of a model, features, epochs.
 
-Only `accumodel.model` imports it, and it may import all other rooms. Touch it
-for an argument of `compile`, Keras's functions, and lack of memory.
+`accumodel.model` and features import it. Touch it for an argument of `compile`,
+for Keras's functions, and for a point at which features take part.
 """

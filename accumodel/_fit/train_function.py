@@ -3,7 +3,7 @@
 Every fed batch goes one way:
 
     Trainer.fit -> model.train_function     `make_train_function`, here
-        Auto.run                            with "auto": if memory runs out
+        around                              of features, see `points`
             Keras's function                `_make`, of `_train` as its step
                 loop.run                 for each micro-batch, `make_step`:
                     model.train_step        the user's, or that of accumodel
@@ -11,8 +11,8 @@ Every fed batch goes one way:
                         accumulate_gradients -> GradientAccumulator: the sums
                 FedBatch.end                counts it; updates if the cycle ends
 
-With the gradient cache or `sync_batch_norm`, `stages.train` has two such loops
-for each stage instead. The test function goes the same way, without gradients.
+A feature may `train` or `test` a fed batch instead of the loop. The test
+function goes the same way, without gradients.
 
 Keras compiles the whole step as one XLA cluster. A condition inside a cluster
 carries every variable that it may write through it, which takes longer than

@@ -1,5 +1,5 @@
 """The sums of the gradients, the update that ends a cycle, and its files.
 
-`_fit`, `_whole_batch` and `_measure` import it. Every weight goes through here:
+`_fit` and `_features` import it. Every weight goes through here:
 run `python -m tests.mutants` after a change.
 """

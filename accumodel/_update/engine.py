@@ -45,7 +45,7 @@ class _Untracked:
         self.strategy = strategy
         self.variables = variables
         self.updates: dict = {}  # compiled, by what they update and measure
-        self.observers: list = []  # see `_measure.observer`
+        self.observers: list = []  # what it tells of each cycle
         # Which variables steps passed, maybe without a gradient; empty if all.
         self.named: list = []
         self.updates_every_batch = False  # whether each fed batch is a cycle
