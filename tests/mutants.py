@@ -313,9 +313,16 @@ MUTANTS = [
     Mutant(
         "the gradients of the loss itself count again",
         "_features/whole_batch/stages.py",
+        "add(own, may_begin=may_begin)",
+        "add(own, may_begin=True)",
+        "test_gradient_cache.py",
+    ),
+    Mutant(
+        "each stage begins the sums",
+        "_features/whole_batch/stages.py",
         "add(own, share=share, may_begin=may_begin)",
         "add(own, share=share, may_begin=True)",
-        "test_gradient_cache.py",
+        "test_sync_batch_norm.py",
     ),
     Mutant(
         "the second pass draws other numbers",

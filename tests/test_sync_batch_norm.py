@@ -445,6 +445,7 @@ def test_mixed_precision(policy, tolerance):
 
 
 @pytest.mark.weekly
+@pytest.mark.filterwarnings("ignore:Batch normalization")
 def test_fed_batches_of_a_cycle_have_statistics_each():
     """As with `accum_steps` alone, which does not cut them."""
     case = in_float64(CASES["a chain"], sizes=cases.SHORT_LAST_MICRO_BATCH)
