@@ -1,6 +1,7 @@
 """The first batch tells: what is not exact is one warning, the rest silent."""
 
 import random
+import threading
 import warnings
 
 import cases
@@ -719,3 +720,19 @@ def test_masks_are_told_of_by_what_is_known():
 
 def test_the_category_is_public():
     assert issubclass(accumodel.InexactWarning, UserWarning)
+
+
+def test_several_threads_leave_functions_as_they_were():
+    def train():
+        inputs = keras.Input((3,))
+        model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("sgd", "mse", accum_steps=2, run_eagerly=True)
+        model.fit(np.ones((8, 3)), np.ones((8, 1)), batch_size=4, verbose=0)
+
+    for _ in range(3):
+        threads = [threading.Thread(target=train) for _ in range(3)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert not tf.config.functions_run_eagerly()

@@ -71,6 +71,8 @@ _OUTSIDE = ("Print", "PyFunc")
 
 _OFF = "`compile(verify=False)` switches this check off."
 
+_lock = threading.Lock()
+
 _SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
@@ -210,9 +212,12 @@ def _forget_shapes(batch, spec):
 
 @contextlib.contextmanager
 def _nothing_left_behind():
-    """In it, nothing is raised or warned of, traced or drawn for good."""
-    random, runs_eagerly = random_state(), tf.config.functions_run_eagerly()
-    with warnings.catch_warnings(), contextlib.suppress(Exception):
+    """In it, nothing is raised or warned of, traced or drawn for good.
+
+    In one thread at a time, as it changes what all of them share.
+    """
+    with _lock, warnings.catch_warnings(), contextlib.suppress(Exception):
+        random, runs_eagerly = random_state(), tf.config.functions_run_eagerly()
         warnings.simplefilter("ignore")
         # A `tf.function` in the model must not keep what is traced here.
         tf.config.run_functions_eagerly(True)
