@@ -318,13 +318,6 @@ MUTANTS = [
         "test_gradient_cache.py",
     ),
     Mutant(
-        "each stage begins the sums",
-        "_features/whole_batch/stages.py",
-        "add(own, share=share, may_begin=may_begin)",
-        "add(own, share=share, may_begin=True)",
-        "test_sync_batch_norm.py",
-    ),
-    Mutant(
         "the second pass draws other numbers",
         "_features/whole_batch/states.py",
         "        self._assign(self._before)\n",

@@ -410,7 +410,8 @@ def test_it_ends_with_its_fit_and_does_not_trace_again():
 
     with pytest.raises(KeyboardInterrupt):
         fit([GradientNoiseScale(), Stops()])
-    assert not model._accumulation.observing
+    (observers,) = model._accumulation.features.at("observers")
+    assert not observers()
     expected = len(traces)
     for _ in range(3):
         callback = GradientNoiseScale()
