@@ -92,9 +92,9 @@ MUTANTS = [
     Mutant(
         "no end of the cycle at the end of an epoch",
         "_fit/end_of_cycle.py",
-        "            self._warn_of_short_epochs(self._batches)\n"
+        "            self._warn_about_short_epochs(self._batches)\n"
         "        self._end_cycle()",
-        "            self._warn_of_short_epochs(self._batches)",
+        "            self._warn_about_short_epochs(self._batches)",
         "test_model.py",
     ),
     Mutant(

@@ -93,7 +93,7 @@ class FirstBatch:
 
         Of several replicas, those of one are enough.
         """
-        self._warn_of_norms()
+        self._warn_about_norms()
         data = [given.get(name) for name in ("x", "y", "sample_weight")]
         leaves = [each for each in tf.nest.flatten(data) if each is not None]
         if not self._must_look() or not all(
@@ -147,9 +147,9 @@ class FirstBatch:
         )
 
     def end_epoch(self, logs):
-        self._warn_of_norms()  # the size may not have been known before
+        self._warn_about_norms()  # the size may not have been known before
 
-    def _warn_of_norms(self):
+    def _warn_about_norms(self):
         """Warns of normalizations that see a micro-batch only."""
         state = self._state
         size = state.model.current_micro_batch_size

@@ -89,7 +89,7 @@ class Accumulation:
             checks.check_optimizer(model.optimizer, options.skip_nonfinite)
             if accumulates:
                 checks.check_can_accumulate(model, options)
-                xla.warn_of_replicas(model)
+                xla.warn_about_replicas(model)
             check_workers_agree(model, options)
         except BaseException:
             model.compiled = False
@@ -213,7 +213,7 @@ class Accumulation:
         if value == before:
             return
         if not self.accumulates:
-            xla.warn_of_replicas(model)
+            xla.warn_about_replicas(model)
         self._use(options)
         if {before, value} & {None, "auto"}:
             self.accumulates = True
@@ -245,7 +245,7 @@ class Accumulation:
         if not self.accumulates or spans_batches > self.spans_batches:
             checks.check_can_accumulate(self.model, self.options)
             if not self.accumulates:
-                xla.warn_of_replicas(self.model)
+                xla.warn_about_replicas(self.model)
             self.accumulates = True
             self.spans_batches |= spans_batches
             self.make_functions_again()

@@ -35,7 +35,7 @@ class EndOfCycle(keras.callbacks.Callback):
         steps = self.params.get("steps")
         # Not when the epoch begins: a schedule may set another value then.
         if not self._batches and steps and self.model.accum_steps > steps:
-            self._warn_of_short_epochs(steps)
+            self._warn_about_short_epochs(steps)
         self._batches = batch + 1
 
     def on_test_begin(self, logs=None):
@@ -43,16 +43,16 @@ class EndOfCycle(keras.callbacks.Callback):
         self._end_cycle()
 
     def on_epoch_end(self, epoch, logs=None):
-        self._warn_of_updates_without_accumulation()
-        self._warn_of_hooks()
+        self._warn_about_updates_without_accumulation()
+        self._warn_about_hooks()
         if (
             self.model.accum_steps > self._batches > 0
             and not self.model.stop_training
         ):
             # The length of the data was not known before.
-            self._warn_of_short_epochs(self._batches)
+            self._warn_about_short_epochs(self._batches)
         self._end_cycle()
-        self.model._accumulation.accumulators.warn_of_unsure_updates()
+        self.model._accumulation.accumulators.warn_about_unsure_updates()
         for end in self.model._accumulation.features.at("end_epoch"):
             end(logs)
 
@@ -62,7 +62,7 @@ class EndOfCycle(keras.callbacks.Callback):
         elif self.model._accumulation.options.remainder == "drop":
             self.model._accumulation.accumulators.reset()
 
-    def _warn_of_updates_without_accumulation(self):
+    def _warn_about_updates_without_accumulation(self):
         if (
             self.model.accum_steps > 1
             and self.model.trainable_variables
@@ -80,7 +80,7 @@ class EndOfCycle(keras.callbacks.Callback):
                 stacklevel=2,
             )
 
-    def _warn_of_hooks(self):
+    def _warn_about_hooks(self):
         """Warns of overridden methods that no accumulator called."""
         state = self.model._accumulation
         hooks = [name for name in HOOKS if state.overrides(name)]
@@ -100,7 +100,7 @@ class EndOfCycle(keras.callbacks.Callback):
                 stacklevel=2,
             )
 
-    def _warn_of_short_epochs(self, steps):
+    def _warn_about_short_epochs(self, steps):
         consequences = {
             "apply": "each epoch makes one update, of all its batches",
             "drop": "no epoch makes an update, and nothing is trained",

@@ -52,11 +52,11 @@ def check_strategy(strategy, steps_per_execution=1):
     with scope_of(strategy):
         # Without a strategy TensorFlow has a default one, which is right.
         if tf.distribute.has_strategy():
-            _warn_of_unknown(type(strategy).__name__)
+            _warn_about_unknown(type(strategy).__name__)
 
 
 @functools.cache  # said once of each
-def _warn_of_unknown(name):
+def _warn_about_unknown(name):
     warnings.warn(
         f"accumodel has not been tested under `{name}`: compare the weights "
         "with those of a large batch before you rely on it.",

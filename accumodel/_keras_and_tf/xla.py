@@ -20,7 +20,7 @@ def can_compile(strategy):
     return strategy.num_replicas_in_sync == 1
 
 
-def warn_of_replicas(model):
+def warn_about_replicas(model):
     """Warns if a `jit_compile=True` has no effect, see `can_compile`."""
     strategy = model.distribute_strategy
     if model.jit_compile and not can_compile(strategy):

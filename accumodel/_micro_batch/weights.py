@@ -95,7 +95,7 @@ class LossWeights:
         if len(divisors) > 1 and plan.needs_whole_batch:
             return samples  # each fed batch has its own loss
         if [*divisors] == [None]:
-            self._warn_of_scalars_next_to_sums(len(vectors))
+            self._warn_about_scalars_next_to_sums(len(vectors))
             return None
         if None in divisors:
             raise ValueError(
@@ -116,7 +116,7 @@ class LossWeights:
             )
             return samples
         if divisors.keys() - {_SAMPLES}:
-            self._warn_of_added_means(data)
+            self._warn_about_added_means(data)
         value = next(iter(divisors.values()), None)
         return samples if value is None else _nonzero(value, samples)
 
@@ -185,7 +185,7 @@ class LossWeights:
             divisors.setdefault(_SAMPLES)
         return divisors
 
-    def _warn_of_scalars_next_to_sums(self, vectors):
+    def _warn_about_scalars_next_to_sums(self, vectors):
         scalars = len(self._model.losses) - vectors
         if scalars:
             self._warn(
@@ -196,7 +196,7 @@ class LossWeights:
                 "`accum_steps`."
             )
 
-    def _warn_of_added_means(self, data):
+    def _warn_about_added_means(self, data):
         added = added_losses(self._model)
         if any(is_single(tf.convert_to_tensor(each), data) for each in added):
             self._warn(

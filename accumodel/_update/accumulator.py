@@ -169,7 +169,7 @@ class GradientAccumulator(Engine):
         """
         with replicas.scope_of(self._untracked.strategy):
             replicas.across_replicas(self._end_cycle)
-        self._warn_of_unsure_updates()
+        self._warn_about_unsure_updates()
 
     def reset(self) -> None:
         """Forgets the pending cycle."""

@@ -75,9 +75,9 @@ class Accumulators:
         for each in self:
             each.reset()
 
-    def warn_of_unsure_updates(self):
+    def warn_about_unsure_updates(self):
         for each in self:
-            each._warn_of_unsure_updates()
+            each._warn_about_unsure_updates()
 
     def forget_traces(self):
         """Lets updates be traced again: the optimizer may have changed."""
@@ -119,7 +119,7 @@ class Accumulators:
         pending = self.pending_steps
         if pending:
             self.reset()
-            _warn_of_dropped(pending, name, otherwise)
+            _warn_about_dropped(pending, name, otherwise)
 
     def weights_were_set(self, layer):
         """Forgets the pending cycle if it is of other weights than these."""
@@ -145,7 +145,7 @@ class Accumulators:
         self.adds_in_function |= is_conditional
         del self.model._gradient_accumulator  # what is tracked, too
         if pending:
-            _warn_of_dropped(pending, "compile")
+            _warn_about_dropped(pending, "compile")
 
     def trains_the_same(self, accumulator):
         """Whether an accumulator fits what `compile` and `trainable` say."""
@@ -163,7 +163,7 @@ class Accumulators:
             )
 
 
-def _warn_of_dropped(pending, name, otherwise=""):
+def _warn_about_dropped(pending, name, otherwise=""):
     why = f"`{name}` begins with an empty cycle"
     if name == "set_weights":
         why = "their gradients are of other weights"

@@ -213,7 +213,7 @@ class Engine(tf.Module):
         is_compiled = step is not None and step.is_compiled
         if is_compiled:
             is_used = tf.not_equal(weight, 0)
-            gradients = [sums.or_zeros(is_used, each) for each in gradients]
+            gradients = [sums.zero_unless(is_used, each) for each in gradients]
         accepted = accepts(gradients, weight)
         # Keras divides the loss of each replica by their number, unless it is
         # a sum. The sums are those of one device.
@@ -227,7 +227,7 @@ class Engine(tf.Module):
         if is_compiled and self._skip_nonfinite:
             # A condition in an XLA cluster would carry all sums through it.
             amount = tf.cast(accepted, tf.float64)
-            gradients = [sums.or_zeros(accepted, each) for each in gradients]
+            gradients = [sums.zero_unless(accepted, each) for each in gradients]
             scale = tf.where(accepted, scale, tf.zeros_like(scale))
 
         @recorded()
@@ -514,7 +514,7 @@ class Engine(tf.Module):
         else:
             tf.cond(is_update, follow, lambda: None)
 
-    def _warn_of_unsure_updates(self):
+    def _warn_about_unsure_updates(self):
         if not tf.executing_eagerly() or not self._unsure.numpy():
             return
         self._unsure.assign(0)

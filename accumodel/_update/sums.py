@@ -178,7 +178,7 @@ def multiply(total, factor, variable):
     return tf.cast(total, variable.dtype)
 
 
-def or_zeros(accepted, gradient):
+def zero_unless(accepted, gradient):
     if gradient is None:
         return None
     return tf.nest.map_structure(
