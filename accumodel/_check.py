@@ -207,7 +207,8 @@ def measure(model, data, micro_batches):
     fit(model, data)
     if held is not None:
         training.memory = (peak_memory() - held) / 1e6
-    fit(model, micro_batches)  # which may be traced
+    if micro_batches is not data:
+        fit(model, micro_batches)  # which are traced
     begin = time.perf_counter()
     fit(model, micro_batches)
     seconds = time.perf_counter() - begin
@@ -496,7 +497,7 @@ def run(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m accumodel",
         description="Does accumodel end with the weights of the large batch on "
-        "this machine? `--check` tells, in about two minutes.",
+        "this machine? `--check` tells, in a few minutes.",
     )
     parser.add_argument("--check", action="store_true", help="find it out")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
@@ -505,7 +506,7 @@ def run(argv=None):
         parser.print_help()
         return 2
     if arguments.json:
-        try:  # before two minutes of measuring
+        try:  # before minutes of measuring
             pathlib.Path(arguments.json).write_text("")
         except OSError as error:
             parser.error(f"--json: {error}")

@@ -31,7 +31,6 @@ def test_the_demonstration_trains_where_plain_keras_runs_out_of_memory(
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert max(map(len, run.stdout.splitlines())) <= 64
     rows = {
         cells[0]: cells[1:]
         for line in run.stdout.splitlines()
