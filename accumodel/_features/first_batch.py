@@ -392,6 +392,9 @@ class _Check:
     def _known_variables(self, graph):
         state, metrics = self._model._accumulation, self._model.metrics
         owners = [*self._owners(), self, state, *state.accumulators]
+        owners += state.features
+        for observers in state.features.at("observers"):
+            owners += observers()
         for each in owners:
             yield from map(tf_variable, _held(each))
         optimizers = [each.optimizer for each in state.accumulators]
