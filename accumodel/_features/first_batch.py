@@ -392,7 +392,7 @@ class _Check:
     def _known_variables(self, graph):
         state, metrics = self._model._accumulation, self._model.metrics
         owners = [*self._owners(), self, state, *state.accumulators]
-        owners += state.features
+        owners += [*state.features, *self._plan.features]
         for observers in state.features.at("observers"):
             owners += observers()
         for each in owners:
