@@ -17,7 +17,7 @@ from accumodel._keras_and_tf.replicas import (
     check_workers_agree,
     scope_of,
 )
-from accumodel._micro_batch.split import ALL, on_host
+from accumodel._micro_batch.split import on_host
 from accumodel._micro_batch.step import Plan, current_step
 from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import files
@@ -222,8 +222,8 @@ class Accumulation:
     def _use(self, options, are_new=False):
         """Makes the features that these options ask for, unless it has them."""
         size = options.micro_batch_size
-        if size is not None:
-            self.assign_size(ALL if size == "auto" else size)
+        if isinstance(size, int):  # else a feature assigns it
+            self.assign_size(size)
         kinds = [each for each in self._kinds if each.is_on(options)]
         kept = {
             kind: each
