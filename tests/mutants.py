@@ -177,8 +177,8 @@ MUTANTS = [
     Mutant(
         "the remainder is applied although it is to be dropped",
         "_fit/end_of_cycle.py",
-        "self.model._accumulation.accumulators.reset()",
-        "self.model._accumulation.accumulators.apply()",
+        "            state.accumulators.reset()",
+        "            state.accumulators.apply()",
         "test_model.py",
     ),
     Mutant(
@@ -212,8 +212,8 @@ MUTANTS = [
     Mutant(
         "train_on_batch gives each replica the whole batch",
         "_fit/train_function.py",
-        "return train_function(batches)",
-        "return train_function(iterator)",
+        "return function(batches)\n        except BaseException",
+        "return function(iterator)\n        except BaseException",
         "test_distribution.py",
     ),
     Mutant(
@@ -572,7 +572,7 @@ MUTANTS = [
     Mutant(
         "one loss per sample is divided",
         "_micro_batch/outcome.py",
-        "if is_sum or weight is None:",
+        "if weight is None or (is_custom and has_samples(loss, data)):",
         "if weight is None:",
         "test_losses.py",
     ),
@@ -635,8 +635,8 @@ MUTANTS = [
     Mutant(
         "targets may differ in length",
         "_micro_batch/split.py",
-        "    if may_differ:\n        targets",
-        "    if False:\n        targets",
+        "    if may_differ:\n",
+        "    if False:\n",
         "test_refused_or_warned.py",
     ),
     Mutant(
@@ -754,8 +754,8 @@ MUTANTS = [
     Mutant(
         "samples are counted by the inputs",
         "_micro_batch/split.py",
-        "leaves = _targets(data) or _leaves(data)",
-        "leaves = _leaves(data)",
+        "return targets or leaves, bool(targets)",
+        "return leaves, bool(targets)",
         "test_losses.py",
     ),
     Mutant(
@@ -768,8 +768,8 @@ MUTANTS = [
     Mutant(
         "an overflow is hidden by process_gradients",
         "_update/sums.py",
-        "    if may_overflow:",
-        "    if False:",
+        "all_finite(given, 1.0) if cycle.may_overflow else True",
+        "True",
         "test_gradient_norm.py",
     ),
     Mutant(
@@ -789,8 +789,8 @@ MUTANTS = [
     Mutant(
         "what weighs nothing is left out as not finite",
         "_update/engine.py",
-        "return is_finite | tf.equal(weight, 0)",
-        "return is_finite",
+        "sums.all_finite(gradients, weight) | tf.equal(weight, 0)",
+        "sums.all_finite(gradients, weight)",
         "test_losses.py",
     ),
     Mutant(
@@ -1020,8 +1020,8 @@ MUTANTS = [
     Mutant(
         "nothing follows an update",
         "_update/engine.py",
-        "            self._follow(is_update)\n",
-        "",
+        "            self._after_update()",
+        "            pass",
         "test_after_update.py",
     ),
     Mutant(
@@ -1034,8 +1034,8 @@ MUTANTS = [
     Mutant(
         "an update that is left out is followed",
         "_update/engine.py",
-        "if self._process_gradients is None:\n            follow()",
-        "if True:\n            follow()",
+        "if self._process_gradients is None:\n                self._follow()",
+        "if True:\n                self._follow()",
         "test_after_update.py",
     ),
     Mutant(

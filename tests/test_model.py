@@ -484,7 +484,7 @@ def test_variables_that_are_trained_may_not_change_without_compile(data):
     model.fit(data[0], y, batch_size=8, verbose=0)
     before = model.get_weights()
     first.trainable, second.trainable = True, False
-    with pytest.raises(ValueError, match="has changed since"):
+    with pytest.raises(ValueError, match="have changed since"):
         model.fit(data[0], y, batch_size=8, verbose=0)
     for found, expected in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -27,7 +27,7 @@ def test_it_is_refused_on_replicas():
     with mirrored(2).scope():
         model = cases.linear(AccumulatingModel)
         model.compile("sgd", ComputesItsOwnMean(), accum_steps=2)
-    with pytest.raises(ValueError, match="divided by the number of replicas"):
+    with pytest.raises(ValueError, match="divides by the number of replicas"):
         model.fit(
             cases.features(),
             np.zeros((24, cases.CLASSES)),
@@ -82,7 +82,7 @@ def test_scalars_next_to_a_sum_are_warned_of(scalar):
         hidden = cases.AddsLoss()(hidden)
     model = AccumulatingModel(inputs, Ctc()(hidden))
     model.compile(SGD(0.001), accum_steps=2)
-    with pytest.warns(UserWarning, match="1 scalars of `add_loss` or of"):
+    with pytest.warns(UserWarning, match="scalars of `add_loss` and of"):
         model.fit(cases.features(), batch_size=4, verbose=0)
 
 
@@ -169,7 +169,7 @@ def test_another_optimizer_without_compile_is_refused():
     model.fit(x, y, batch_size=4, verbose=0)
     before = model.get_weights()
     model.optimizer = SGD(0.0)
-    with pytest.raises(ValueError, match="or the optimizer, has changed"):
+    with pytest.raises(ValueError, match="or the optimizer have changed"):
         model.fit(x, y, batch_size=4, verbose=0)
     np.testing.assert_array_equal(model.get_weights()[0], before[0])
 
@@ -506,7 +506,7 @@ def test_a_loop_that_would_not_split_is_refused(step, cache):
     model.compile("sgd", "mse", micro_batch_size=4, gradient_cache=cache)
     data = tf.ones((8, *model.input.shape[1:])), tf.ones((8, 1))
     before = model.get_weights()
-    with pytest.raises(ValueError, match="nothing would be split"):
+    with pytest.raises(ValueError, match="called outside of `fit`"):
         model.fit(*data)
     np.testing.assert_array_equal(model.get_weights()[0], before[0])
     model.compile("sgd", "mse", accum_steps=2)

@@ -41,36 +41,26 @@ _OVERRIDABLE = (
 
 
 class Accumulation:
-    """The state of a model's accumulation.
-
-    Attributes:
-        model: The model.
-        options: The `Options` of `compile`.
-        accumulates: Bool. Whether gradients go through an accumulator. If not,
-            the step is Keras's. It stays true when `accum_steps` becomes 1.
-        spans_batches: Bool. Whether several fed batches may make one update.
-            It stays true, too.
-        accumulators: The `Accumulators` of the model.
-        loss_weights: The `LossWeights`.
-        assigned: Dict of what a step assigns: in the model, in the loss, seeds,
-            and with `"auto"`, the variables by their ids. For the model's life,
-            see `States`.
-        size: `tf.Variable`, the most samples of a micro-batch; `None` until
-            `micro_batch_size` is set. Another size needs no retrace.
-        features: The `Features` that are on.
-        batch_size: Int, the samples in a batch of `fit`; `None` if not known.
-    """
+    """The state of a model's accumulation."""
 
     def __init__(self, model, kinds):
         self.model, self._kinds = model, kinds
         self.options = Options()
+        # Whether gradients go through an accumulator. If not, the step is
+        # Keras's. And whether several fed batches may make one update. Both
+        # stay true when `accum_steps` becomes 1.
         self.accumulates = self.spans_batches = False
         self.accumulators = Accumulators(model)
         self.loss_weights = LossWeights(model)
+        # Variables that steps assign, by id, in one dict per place ("model",
+        # "loss", "seeds", "auto"). Never cleared, see `States`.
         self.assigned: dict = collections.defaultdict(dict)
+        # A `tf.Variable`, the most samples of a micro-batch, if batches are
+        # split. Another size needs no retrace.
         self.size: typing.Any = None
+        # The samples in a batch of `fit`, if they are known.
         self.batch_size: typing.Any = None
-        self.features = Features()
+        self.features = Features()  # those that are on
         self._made: dict = {}  # features, by their classes
         self._traced_with: typing.Any = None
 
@@ -154,10 +144,7 @@ class Accumulation:
         return store
 
     def overrides(self, name):
-        """Whether the user's model has a method of its own.
-
-        On the instance, or in a class that is not Keras's or accumodel's.
-        """
+        """Whether the user's model has a method of its own."""
         return checks.overrides(self.model, name)
 
     def check_is_split(self, name):
@@ -165,10 +152,9 @@ class Accumulation:
         size = self.options.micro_batch_size
         if size is not None and current_step() is None:
             raise ValueError(
-                f"`{name}` was called outside of the `fit` and "
-                "`train_on_batch` of accumodel, which split batches for "
-                "`micro_batch_size`: nothing would be split. In a loop of your "
-                "own, feed micro-batches and use `accum_steps` instead. "
+                f"`{name}` was called outside of `fit` and `train_on_batch`, "
+                "which split batches for `micro_batch_size`. In a custom loop, "
+                "feed micro-batches and use `accum_steps` instead. "
                 f"Received: micro_batch_size={size!r}"
             )
 
@@ -258,7 +244,12 @@ class Accumulation:
             across_replicas(build_accumulator, model, self.options)
         accumulator = model._gradient_accumulator
         assert accumulator is not None
-        self.accumulators.check_trains_the_same(accumulator)
+        if not self.accumulators.trains_the_same(accumulator):
+            raise ValueError(
+                "The trainable variables or the optimizer have changed since "
+                "the accumulators were made. Call `compile()` again. "
+                f"Received: model={model}"
+            )
         self.accumulators.is_live = True
         accumulator._untracked.updates_every_batch = not self.spans_batches
         observers = [each() for each in self.features.at("observers")]

@@ -13,14 +13,10 @@ class EndOfCycle(keras.callbacks.Callback):
     `fit` announces this only to callbacks. This one is in front of the user's,
     so that validation, checkpoints and early stopping all see the updated
     weights.
-
-    Args:
-        batch_size: Int, the samples in a batch of `fit`; `None` if not known.
     """
 
-    def __init__(self, batch_size):
+    def __init__(self):
         super().__init__()
-        self._batch_size = batch_size
         self._warned: set[str] = set()
         self._batches = 0
 
@@ -43,8 +39,8 @@ class EndOfCycle(keras.callbacks.Callback):
         self._end_cycle()
 
     def on_epoch_end(self, epoch, logs=None):
-        self._warn_about_updates_without_accumulation()
-        self._warn_about_hooks()
+        state = self.model._accumulation
+        self._warn_about_train_step()
         if (
             self.model.accum_steps > self._batches > 0
             and not self.model.stop_training
@@ -52,51 +48,37 @@ class EndOfCycle(keras.callbacks.Callback):
             # The length of the data was not known before.
             self._warn_about_short_epochs(self._batches)
         self._end_cycle()
-        self.model._accumulation.accumulators.warn_about_unsure_updates()
-        for end in self.model._accumulation.features.at("end_epoch"):
+        state.accumulators.warn_about_unsure_updates()
+        for end in state.features.at("end_epoch"):
             end(logs)
 
     def _end_cycle(self):
-        if self.model._accumulation.options.remainder == "apply":
-            self.model._accumulation.accumulators.apply()
-        elif self.model._accumulation.options.remainder == "drop":
-            self.model._accumulation.accumulators.reset()
-
-    def _warn_about_updates_without_accumulation(self):
-        if (
-            self.model.accum_steps > 1
-            and self.model.trainable_variables
-            and not self.model._accumulation.accumulators.by_name()
-            and "updates" not in self._warned
-        ):
-            self._warned.add("updates")
-            warnings.warn(
-                f"`accum_steps` is {self.model.accum_steps}, but nothing was "
-                "accumulated: the `train_step` of "
-                f"{type(self.model).__name__} does not call "
-                "`self.accumulate_gradients(gradients, weight)`. Call it "
-                "instead of `self.optimizer.apply_gradients(...)` or "
-                "`self.optimizer.apply(...)`.",
-                stacklevel=2,
-            )
-
-    def _warn_about_hooks(self):
-        """Warns of overridden methods that no accumulator called."""
         state = self.model._accumulation
+        if state.options.remainder == "apply":
+            state.accumulators.apply()
+        elif state.options.remainder == "drop":
+            state.accumulators.reset()
+
+    def _warn_about_train_step(self):
+        """Warns of one that does not add up gradients, though it has to."""
+        model, state = self.model, self.model._accumulation
         hooks = [name for name in HOOKS if state.overrides(name)]
-        if (
-            hooks
-            and "hooks" not in self._warned
-            and self.model.trainable_variables
-            and self.model._gradient_accumulator is None
-        ):
-            self._warned.add("hooks")
+        advice = ""
+        if model.accum_steps > 1 and not state.accumulators.by_name():
+            what = f"`accum_steps` is {model.accum_steps}, but nothing was "
+            what += "accumulated"
+        elif hooks and model._gradient_accumulator is None:
+            what = f"`{hooks[0]}` was not called"
+            advice = f" Or pass it to a `GradientAccumulator({hooks[0]}=...)`."
+        else:
+            return
+        if "train_step" not in self._warned and model.trainable_variables:
+            self._warned.add("train_step")
             warnings.warn(
-                f"`{hooks[0]}` was not called: the `train_step` of "
-                f"{type(self.model).__name__} does not call "
-                "`self.accumulate_gradients(gradients, weight)`. Call it "
-                "instead of `self.optimizer.apply_gradients(...)`. Or pass "
-                f"the method to a `GradientAccumulator({hooks[0]}=...)`.",
+                f"{what}: the `train_step` of {type(model).__name__} does not "
+                "call `self.accumulate_gradients(gradients, weight)`. Call it "
+                "instead of `self.optimizer.apply_gradients(...)` or "
+                f"`self.optimizer.apply(...)`.{advice}",
                 stacklevel=2,
             )
 
@@ -143,7 +125,7 @@ def with_end_of_cycle(args, kwargs):
         keras.tree.flatten(callbacks or []),
         key=lambda each: not hasattr(each, "_adds_to_logs"),
     )
-    callbacks = [EndOfCycle(batch_size), *callbacks]
+    callbacks = [EndOfCycle(), *callbacks]
     place = _FIT.index("callbacks")
     if len(args) > place:
         args = (*args[:place], callbacks, *args[place + 1 :])

@@ -6,8 +6,9 @@ import typing
 from accumodel._keras_and_tf.checks import (
     check_accum_steps,
     check_micro_batch_size,
-    check_remainder,
 )
+
+REMAINDERS = ("apply", "carry", "drop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,11 @@ class Options:
         object.__setattr__(self, "accum_steps", accum_steps)
         size = check_micro_batch_size(self.micro_batch_size)
         object.__setattr__(self, "micro_batch_size", size)
-        check_remainder(self.remainder)
+        if self.remainder not in REMAINDERS:
+            raise ValueError(
+                f"`remainder` must be one of {REMAINDERS}. "
+                f"Received: remainder={self.remainder!r}"
+            )
 
     @property
     def accumulates(self):
@@ -47,9 +52,6 @@ class Options:
 
     def changed(self):
         """Returns those that are not the defaults in a dict."""
-        default = Options()
-        return {
-            name: value
-            for name, value in dataclasses.asdict(self).items()
-            if value != getattr(default, name)
-        }
+        default = dataclasses.asdict(Options())
+        found = dataclasses.asdict(self)
+        return {k: v for k, v in found.items() if v != default[k]}

@@ -45,7 +45,9 @@ def make_train_function(model, make):
     state = model._accumulation
     if state.accumulates or state.accumulators.by_name():
         state.accumulators.forget_traces()
-        _make_accumulating(model, make)
+        _prepare_to_accumulate(state)
+        _make(model, "train", _train, make)
+        model.train_function = _accumulating(state, model.train_function)
     else:
         make(force=True)
     if replicas.is_multi_worker(model.distribute_strategy):
@@ -60,89 +62,49 @@ def make_test_function(model, make):
     if model.micro_batch_size is None or is_whole:
         make(force=True)
     else:
-        step = functools.partial(_test, model, _undecorated(model.test_step))
-        _make(model, "test", step, make)
-        _wrap(model, "test_function")
+        _make(model, "test", _test, make)
     if replicas.is_multi_worker(model.distribute_strategy):
         model.test_function = hooks.with_local_logs(model.test_function)
 
 
-def _make_accumulating(model, make):
+def _prepare_to_accumulate(state):
     # Made before the step is traced, or it would be traced again. A custom one
     # may have accumulators of its own. If not, it needs this one at the latest
     # before the loop, in which no replica can wait for the others.
-    state = model._accumulation
-    if state.accumulates:  # layers may have been built since `compile`
-        checks.check_can_accumulate(model, state.options)
+    model = state.model
+    hooks.watch_weights(state.accumulators)
+    if not state.accumulates:
+        return
+    # Layers may have been built since `compile`.
+    checks.check_can_accumulate(model, state.options)
     is_needed = not state.overrides("train_step") or (
         model.micro_batch_size is not None and not state.accumulators.by_name()
     )
-    if state.accumulates and model.built and is_needed:
+    if model.built and is_needed:
         build_optimizer(model)
         build_accumulator(model, state.options)
-    step = functools.partial(_train, model, _undecorated(model.train_step))
-    _make(model, "train", step, make)
-    _wrap(model, "train_function")
-    hooks.watch_weights(state.accumulators)
-    train_function = model.train_function
+
+
+def _accumulating(state, function):
+    """Returns a train function that forgets the pending cycle if it fails."""
 
     def train(iterator):
         state.accumulators.is_live = True
-        batches = replicas.split_over_replicas(
-            iterator, model.distribute_strategy
-        )
+        batches = replicas.split_over_replicas(iterator, state.strategy)
         try:
-            return train_function(batches)
+            return function(batches)
         except BaseException as error:
             state.accumulators.forget_after(error)
             raise
 
-    model.train_function = train
+    return train
 
 
-def _undecorated(step):
-    """Returns a custom step without `@tf.function`.
-
-    Else it would not run when it is traced for something else.
-    """
-    return getattr(step, "python_function", step)
-
-
-def _wrap(model, name):
-    """Lets features run the function of this name.
-
-    Its variables are made before the first batch.
-    """
-    function = getattr(model, name)
-    state = model._accumulation
-    trains = name == "train_function"
-    for around in state.features.at("around"):
-        function = around(function, trains)
-    is_ready = False  # a layer that is never called is never built
-
-    def make_and_call(batches):
-        nonlocal is_ready
-        if not is_ready:
-            batches = variables.make_first(state.plan(), trains, batches)
-            for take in state.features.at("first_batches"):
-                batches = take(batches, trains)
-            is_ready = True
-        try:
-            return function(batches)
-        except tf.errors.OpError as error:
-            _say_that_it_was_split(model, error)
-            raise
-
-    setattr(model, name, make_and_call)
-
-
-def _say_that_it_was_split(model, error):
+def _say_that_it_was_split(state, error):
     """Adds a note to an error of TensorFlow in a batch that was split."""
-    if model.micro_batch_size is None or isinstance(
-        error, tf.errors.OutOfRangeError | tf.errors.ResourceExhaustedError
-    ):
+    others = tf.errors.OutOfRangeError | tf.errors.ResourceExhaustedError
+    if state.options.micro_batch_size is None or isinstance(error, others):
         return
-    state = model._accumulation
     size, samples = int(state.size), state.batch_size
     is_split = size < ALL and (samples is None or size < samples)
     if is_split and "micro_batch_size" not in str(error):
@@ -222,33 +184,61 @@ def _around_batch(plan):
     return stack
 
 
-def _make(model, name, step, make):
-    """Makes Keras's train or test function, with another step."""
-    function = _make_by_keras(model, name, step, make, model.run_eagerly)
+def _make(model, name, run, make):
+    """Makes the train or test function, of which `run` is the step.
+
+    Its variables are made before the first batch. Features may run it.
+    """
+    state, trains = model._accumulation, name == "train"
+    function = _make_by_keras(model, name, run, make)
+    for around in state.features.at("around"):
+        function = around(function, trains)
+    is_ready = False  # a layer that is never called is never built
+
+    def make_and_call(batches):
+        nonlocal is_ready
+        if not is_ready:
+            batches = variables.make_first(state.plan(), trains, batches)
+            for take in state.features.at("first_batches"):
+                batches = take(batches, trains)
+            is_ready = True
+        try:
+            return function(batches)
+        except tf.errors.OpError as error:
+            _say_that_it_was_split(state, error)
+            raise
+
+    setattr(model, f"{name}_function", make_and_call)
+
+
+def _make_by_keras(model, name, run, make):
+    """Returns the function that Keras makes, with another step."""
+    step = getattr(model, f"{name}_step")
+    # Without `@tf.function`: else a custom one would not run when it is traced
+    # for something else.
+    step = functools.partial(run, model, getattr(step, "python_function", step))
+    before = model.jit_compile, model.run_eagerly
+    model.jit_compile, made = False, []
+    try:
+        for run_eagerly in (model.run_eagerly, True):
+            model.run_eagerly = run_eagerly
+            with hooks.replaced(model, f"{name}_step", step):
+                make(force=True)
+            made.append(getattr(model, f"{name}_function"))
+    finally:
+        model.jit_compile, model.run_eagerly = before
+    function, eager = made
     is_one = model.run_eagerly or not private_names.nests_functions()
     if is_one or model.steps_per_execution > 1:
-        return
-    run = _make_by_keras(model, name, step, make, run_eagerly=True)
+        return function
 
     # One function instead of two. And Keras would wait for each step.
     @functools.partial(tf.function, reduce_retracing=True, autograph=False)
     def run_next(batches):
-        return run(iter([batches.get_next()]))
+        return eager(iter([batches.get_next()]))
 
     def run_one(batches):
         is_data_set = isinstance(batches, replicas.ITERATORS)
         return run_next(batches) if is_data_set else function(batches)
 
-    setattr(model, f"{name}_function", run_one)
-
-
-def _make_by_keras(model, name, step, make, run_eagerly):
-    """Returns the function that Keras makes of `step`, without XLA."""
-    before = model.jit_compile, model.run_eagerly
-    model.jit_compile, model.run_eagerly = False, run_eagerly
-    try:
-        with hooks.replaced(model, f"{name}_step", step):
-            make(force=True)
-    finally:
-        model.jit_compile, model.run_eagerly = before
-    return getattr(model, f"{name}_function")
+    return run_one

@@ -1,7 +1,6 @@
 """Makes the variables of a step by a trace of it that is not run."""
 
 import contextlib
-import functools
 import itertools
 
 import keras
@@ -19,19 +18,11 @@ def make_first(plan, trains, batches):
     """Makes the variables that the first step of a function cannot make.
 
     Inside of a scope that records what is assigned, or of a loop on a replica,
-    none can be made. So the step is traced before, and not run.
-
-    Args:
-        plan: The `Plan`.
-        trains: Bool. Whether the function trains.
-        batches: Iterator of the batches that the function is called with.
-
-    Returns:
-        Iterator of the same batches.
+    none can be made. So the step is traced before, and not run. Takes the
+    iterator of the batches, and returns one of the same.
     """
-    if plan.model.distribute_strategy.num_replicas_in_sync > 1:
-        return batches  # Keras has done it
-    if not plan.is_split:
+    replicas = plan.model.distribute_strategy.num_replicas_in_sync
+    if replicas > 1 or not plan.is_split:  # Keras has done it, or does it
         return batches
     data = getattr(batches, "element_spec", None)
     if data is None:
@@ -68,8 +59,12 @@ def _trace(plan, step, data):
     model = plan.model
     state, was_built = random_state(), private_names.is_built(model)
 
+    def without_optionals(leaf):  # as Keras does
+        is_optional = isinstance(leaf, tf.experimental.Optional)
+        return None if is_optional else leaf
+
     def run(data):
-        data = _without_optionals(data)
+        data = keras.tree.map_structure(without_optionals, data)
         end = tf.minimum(count_samples(data), plan.size)
         # A `tf.function` in the model may not be traced again.
         with contextlib.ExitStack() as stack:
@@ -87,32 +82,18 @@ def _trace(plan, step, data):
 
 def _all_of(plan, trains):
     """Returns a function that uses all variables of a step."""
-    if plan.needs_whole_batch:  # its loss sees all outputs, in no loop
-        return functools.partial(_call_model, plan.model)
+    model = plan.model
     names = ("train_step", "compute_gradients") if trains else ("test_step",)
-    for name in names:
-        if name in plan.overridden:
-            return getattr(plan.model, name)
-    return functools.partial(_call, plan.model)
+    custom = [name for name in names if name in plan.overridden]
+    if custom and not plan.needs_whole_batch:
+        return getattr(model, custom[0])
 
+    def call(data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        if plan.needs_whole_batch:  # its loss sees all outputs, in no loop
+            private_names.call_model(model, x, training=True)
+        else:
+            y_pred, _ = forward(model, True, x, y, sample_weight)
+            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
-def _call_model(model, data):
-    x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-    return private_names.call_model(model, x, training=True)
-
-
-def _call(model, data):
-    """Calls all that a step of Keras calls."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred, _ = forward(model, True, x, y, sample_weight)
-    model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-
-
-def _without_optionals(data):
-    """Returns data of a generator with `None` where it is, as Keras does."""
-    return keras.tree.map_structure(
-        lambda leaf: (
-            None if isinstance(leaf, tf.experimental.Optional) else leaf
-        ),
-        data,
-    )
+    return call

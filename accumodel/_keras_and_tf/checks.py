@@ -12,8 +12,6 @@ from accumodel._keras_and_tf.optimizers import (
 from accumodel._keras_and_tf.private_names import KerasModel, flat_layers
 from accumodel._keras_and_tf.replicas import check_strategy
 
-REMAINDERS = ("apply", "carry", "drop")
-
 
 class InexactWarning(UserWarning):
     """The weights will not be those that one large batch would have given.
@@ -56,10 +54,10 @@ def _check_positive(name, value, meaning):
 
 
 def check_conflicts(arguments, conflicts, model, options):
-    """Refuses arguments of `compile` with what they cannot be combined with.
+    """Refuses a feature's arguments with what they cannot be combined with.
 
-    The arguments are those of a feature of micro-batches. `conflicts` is a dict
-    of other arguments, and of methods of the user's, with the reasons.
+    `conflicts` is a dict from other arguments, and methods of the user's, to
+    the reasons.
     """
     for name in arguments:
         value = getattr(options, name)
@@ -100,74 +98,67 @@ def is_ours(each):
 def check_can_accumulate(model, options):
     """Refuses models and strategies that would be wrong."""
     check_strategy(model.distribute_strategy, model.steps_per_execution)
-    check_train_step(type(model))
+    _check_train_step(type(model))
     if options.micro_batch_size is not None:
-        _check_can_slice(model, options)
+        for why, received in _cannot_split(model, options):
+            raise ValueError(
+                f"`micro_batch_size` cannot be used with {why}. "
+                f"Received: {received}"
+            )
 
 
-def _check_can_slice(model, options):
-    """Refuses models that a batch in micro-batches would make wrong."""
+def _cannot_split(model, options):
+    """Yields why batches of a model cannot be split, and what was received."""
     for name in ("make_train_function", "make_test_function"):
         if overrides(model, name):
-            raise ValueError(
-                f"`micro_batch_size` cannot be used with a custom `{name}`: "
-                "batches are split in the function that accumodel's own makes. "
-                "Remove it, or feed micro-batches and use `accum_steps`. "
-                f"Received: a model of {type(model).__name__}"
+            yield (
+                f"a custom `{name}`: batches are split in the function that "
+                "accumodel's own makes. Remove it, or feed micro-batches and "
+                "use `accum_steps`",
+                f"a model of {type(model).__name__}",
             )
-    replicas = model.distribute_strategy.num_replicas_in_sync
+    is_one = model.distribute_strategy.num_replicas_in_sync == 1
     for layer in flat_layers(model):
         if getattr(layer, "stateful", False):
-            raise ValueError(
-                "`micro_batch_size` cannot be used with a stateful layer, "
-                "which would carry its state from one micro-batch to the "
-                "next. Use `stateful=False`, or feed micro-batches and use "
-                f"`accum_steps`. Received: layer={layer}"
+            yield (
+                "a stateful layer, which would carry its state from one "
+                "micro-batch to the next. Use `stateful=False`, or feed "
+                "micro-batches and use `accum_steps`",
+                f"layer={layer}",
             )
+        if is_one:
+            continue
         if (
-            replicas > 1
-            and getattr(layer, "synchronized", False)
+            getattr(layer, "synchronized", False)
             and not options.sync_batch_norm
         ):
-            raise ValueError(
-                "`micro_batch_size` cannot be used with "
+            yield (
                 "`BatchNormalization(synchronized=True)` on several replicas, "
                 "whose numbers of micro-batches may differ. Use "
-                "`sync_batch_norm=True`, `synchronized=False` or "
-                "`accum_steps`. "
-                f"Received: layer={layer}"
+                "`sync_batch_norm=True`, `synchronized=False` or `accum_steps`",
+                f"layer={layer}",
             )
-        for variable in layer.non_trainable_variables * (replicas > 1):
+        for variable in layer.non_trainable_variables:
             if variable.aggregation != "none":
-                raise ValueError(
-                    "`micro_batch_size` cannot be used on several replicas "
-                    "with a layer whose replicas meet each time that it "
-                    "assigns its state: their numbers of micro-batches may "
-                    "differ. Use `accum_steps`. "
-                    f"Received: layer={layer}, with a weight of "
-                    f'aggregation="{variable.aggregation}": {variable.path}'
+                yield (
+                    "a layer whose replicas meet each time that it assigns its "
+                    "state: their numbers of micro-batches may differ. Use "
+                    "`accum_steps`",
+                    f"layer={layer}, with a weight of aggregation="
+                    f'"{variable.aggregation}": {variable.path}',
                 )
     for tensor in getattr(model, "inputs", None) or []:
         if tensor.shape[0] is not None:
-            raise ValueError(
-                "`micro_batch_size` cannot be used with "
+            yield (
                 "`keras.Input(batch_size=...)`, which fixes the number of "
                 "samples that go through the model at once. Leave `batch_size` "
-                f"out. Received: input={tensor}"
+                "out",
+                f"input={tensor}",
             )
 
 
-def check_remainder(value):
-    """Raises if `value` is no `remainder`."""
-    if value not in REMAINDERS:
-        raise ValueError(
-            f"`remainder` must be one of {REMAINDERS}. "
-            f"Received: remainder={value!r}"
-        )
-
-
 def check_accumulates(model, callback):
-    """Raises unless `model` is an AccumulatingModel, which a callback needs."""
+    """Raises unless `model` is an `AccumulatingModel`, for a callback."""
     if not hasattr(model, "accum_steps"):
         raise TypeError(
             f"`{type(callback).__name__}` needs a model that accumulates, a "
@@ -185,11 +176,8 @@ def check_compiled(model, name):
         )
 
 
-def check_train_step(cls):
-    """Raises if another base class has a custom `train_step`.
-
-    One behind accumodel's in the order of the bases, which is not called.
-    """
+def _check_train_step(cls):
+    """Raises if a base class behind accumodel's has a custom `train_step`."""
     classes = [each for each in cls.__mro__ if "train_step" in vars(each)]
     # Keras's own is not the first: `cls` derives from `AccumulatingModel`.
     ours, theirs, *_ = classes
@@ -236,12 +224,8 @@ def check_optimizer(optimizer, skip_nonfinite):
 def check_gradients(gradients, variables):
     """Returns `gradients` as a list that fits `variables`, or raises.
 
-    Args:
-        gradients: Iterable of gradients in the order of `variables`, or of
-            `(gradient, variable)` pairs, as `optimizer.apply_gradients` takes.
-
-    Returns:
-        Tuple of the list, and of a list of bools: which variables were named.
+    They may be pairs, as `optimizer.apply_gradients` takes. Also returns a list
+    of bools: which variables were named.
     """
     gradients = list(gradients)
     named = [True] * len(variables)
@@ -274,29 +258,9 @@ def check_gradients(gradients, variables):
     return gradients, named
 
 
-def check_has_weights(before, now):
-    """Returns `now`, or raises if micro-batches before differed in it.
-
-    Args:
-        before: Bool or `None`. Whether those before had weights, if any.
-        now: Bool. Whether this one has.
-    """
-    if before not in (None, now):
-        raise ValueError(
-            "`weight` must be a number for all micro-batches, or `None` for "
-            "all: sums cannot be averaged with means. Give sums and means a "
-            "`GradientAccumulator` each. Received: "
-            f"{'a number' if now else 'weight=None'} after "
-            f"{'weight=None' if now else 'numbers'}"
-        )
-    return now
-
-
 def _match(pairs, variables):
     """Returns what `check_gradients` does, of pairs."""
-    places = {
-        id(tf_variable(variable)): i for i, variable in enumerate(variables)
-    }
+    places = {id(tf_variable(each)): i for i, each in enumerate(variables)}
     gradients = [None] * len(variables)
     named = [False] * len(variables)
     for gradient, variable in pairs:

@@ -47,8 +47,8 @@ def is_functional(args, kwargs):
 def in_place_of_keras(cls, args, kwargs, accumulating, functional):
     """In it, the constructor of `keras.Model` makes accumulating models.
 
-    `cls` is the class of the model, `accumulating` is `AccumulatingModel`, and
-    `functional` what that becomes if the model is functional.
+    For a model of class `cls`, of `AccumulatingModel`, and of what becomes of
+    that if the model is functional.
     """
     bases = accumulating.__bases__
     # True if keras.Model is next in the MRO and receives these arguments.
@@ -90,18 +90,17 @@ def check_model(model, accumulating):
             "`model` must be a `keras.Model`. "
             f"Received: model={model} (of type {type(model).__name__})"
         )
-    is_plain = _is_layered(model) and is_ours(type(model))
-    if isinstance(model, accumulating) and not is_plain:
+    if isinstance(model, accumulating) and not _is_plain(model):
         raise TypeError(
             "`model` accumulates already, in its own way: compile it itself. "
             f"Received: model={model}"
         )
     if overrides(model, "train_step"):
+        name = type(model).__name__
         raise TypeError(
-            f"{type(model).__name__} has a custom `train_step`, which calls "
-            "the optimizer for each batch. Derive from both classes and "
-            "override it: `class Model(AccumulatingModel, "
-            f"{type(model).__name__})` with a `train_step` that calls "
+            f"{name} has a custom `train_step`, which calls the optimizer for "
+            f"each batch. Derive from both, `class Model(AccumulatingModel, "
+            f"{name})`, with a `train_step` that calls "
             "`self.accumulate_gradients(gradients, weight)` instead of "
             "`self.optimizer.apply_gradients(...)`. "
             f"{other_order(type(model))} Received: model={model}"
@@ -115,9 +114,9 @@ def check_model(model, accumulating):
     classes = [each for each in type(model).__mro__ if not is_ours(each)]
     if not model.built and any("build" in vars(each) for each in classes):
         warnings.warn(
-            "`model` is not built, and its class has a custom `build`: weights "
-            "that it makes will be those of the model that `from_model` "
-            "returns alone. Call `model` on a batch first if you use both.",
+            "`model` is not built, and its class has a custom `build`: the "
+            "model that `from_model` returns will have its own weights. Call "
+            "`model` on a batch first if you use both.",
             stacklevel=3,
         )
     if model.compiled:
@@ -131,7 +130,7 @@ def check_model(model, accumulating):
 
 def from_model(cls, model):
     """Returns a model of class `cls` with the layers of `model`."""
-    if not (_is_layered(model) and is_ours(type(model))):
+    if not _is_plain(model):
         return _derive(cls, model)
     if isinstance(model, KerasFunctional):
         made = cls(model.input, model.output, name=model.name)
@@ -145,8 +144,10 @@ def from_model(cls, model):
     return made
 
 
-def _is_layered(model):
-    return isinstance(model, KerasFunctional | keras.Sequential)
+def _is_plain(model):
+    """Whether a model is what its layers and their order say, and no more."""
+    is_layered = isinstance(model, KerasFunctional | keras.Sequential)
+    return is_layered and is_ours(type(model))
 
 
 def _keep_attributes(model, made, but):

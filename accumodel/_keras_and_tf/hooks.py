@@ -46,9 +46,8 @@ class Hook:
     replaced in the thread that asks for it. If scopes are nested, the function
     of the outer one is called first, and calls that of the inner one.
 
-    Args:
-        find: Function that returns a list of pairs `(owner, name)`. It raises,
-            or the first scope does, if Keras has changed.
+    `find` returns a list of pairs `(owner, name)`. It raises, or the first
+    scope does, if Keras has changed.
     """
 
     def __init__(self, find):
@@ -59,12 +58,8 @@ class Hook:
 
     @contextlib.contextmanager
     def __call__(self, **functions):
-        """In it, `function(original, ...)` is called, not `original(...)`.
-
-        Args:
-            **functions: By the names of what they replace.
-        """
-        outer = self._functions()
+        """In it, `function(original, ...)` is called, not `original(...)`."""
+        outer = getattr(self._local, "functions", {})
         inner = {
             name: [each, *outer.get(name, ())]
             for name, each in functions.items()
@@ -86,14 +81,11 @@ class Hook:
                     for (owner, name), original in self._originals.items():
                         setattr(owner, name, original)
 
-    def _functions(self):
-        return getattr(self._local, "functions", {})
-
     def _dispatch(self, name, original):
         @functools.wraps(original)
         def call(*args, **kwargs):
             function = original
-            for each in self._functions().get(name, ()):
+            for each in getattr(self._local, "functions", {}).get(name, ()):
                 function = functools.partial(each, function)
             return function(*args, **kwargs)
 
@@ -104,30 +96,22 @@ def _module(name):
     return importlib.import_module(f"keras.src.{name}")
 
 
-def _owner(cls, name):
-    """Returns the first base class that has an attribute of its own."""
-    return next(each for each in cls.__mro__ if name in vars(each))
+def _find_method(cls, name):
+    """Finds it in the first base class that has it."""
+    return [next((each, name) for each in cls.__mro__ if name in vars(each))]
 
 
 # -- losses --------------------------------------------------------------------
 
 
 class Reduction(typing.NamedTuple):
-    """What one loss reduced: the arguments of `reduce_weighted_values`.
+    """What one loss reduced: the arguments of `reduce_weighted_values`."""
 
-    Args:
-        values: Tensor of the losses before they were reduced.
-        sample_weight: Tensor or `None`.
-        mask: Tensor or `None`.
-        reduction: String or `None`, as the `reduction` of a `keras.Loss`.
-        inner: Tuple of `Reduction`, those of the losses that it combines.
-    """
-
-    values: typing.Any
-    sample_weight: typing.Any
-    mask: typing.Any
-    reduction: str | None
-    inner: tuple = ()
+    values: typing.Any  # a tensor of the losses before they were reduced
+    sample_weight: typing.Any  # a tensor or `None`
+    mask: typing.Any  # a tensor or `None`
+    reduction: str | None  # as the `reduction` of a `keras.Loss`
+    inner: tuple = ()  # the `Reduction`s of the losses that it combines
 
 
 def _find_losses():
@@ -138,10 +122,8 @@ def _find_losses():
     """
     classes = [
         each
-        for each in vars(keras.losses).values()
-        if inspect.isclass(each)
-        and issubclass(each, keras.losses.Loss)
-        and "__call__" in vars(each)
+        for _, each in inspect.getmembers(keras.losses, inspect.isclass)
+        if issubclass(each, keras.losses.Loss) and "__call__" in vars(each)
     ]
     modules = [sys.modules[each.__module__] for each in classes]
     reducing = {_module("losses.loss")} | {
@@ -190,11 +172,8 @@ class _Recorder:
         is_scalar = own.values.shape.rank == 0
         own = own._replace(inner=tuple(inner) if is_scalar else ())
         self.reductions.append(own)
-        if (
-            is_scalar
-            and self._scales
-            and own.reduction not in ("sum", "none", None)
-        ):
+        is_mean = own.reduction not in ("sum", "none", None)
+        if is_scalar and is_mean and self._scales:
             # Keras divides a mean by the number of replicas once. It does not
             # divide a scalar loss, and divides a composite loss under a mask
             # twice.
@@ -211,14 +190,9 @@ class _Recorder:
 def recorded_reductions(scales):
     """While it is open, records what each loss that is called reduces.
 
-    Nothing is set on the user's losses.
-
-    Args:
-        scales: Bool. Whether losses that Keras does not divide by the number of
-            replicas are divided by it.
-
-    Yields:
-        List of `Reduction`, which grows as losses are called in this thread.
+    Yields a list of `Reduction`, which grows as losses are called in this
+    thread. Nothing is set on the user's losses. If `scales`, those that Keras
+    does not divide by the number of replicas are divided by it.
     """
     recorder = _Recorder(scales)
     with losses(reduce_weighted_values=recorder.reduce, __call__=recorder.call):
@@ -238,7 +212,7 @@ metrics = Hook(
 
 # In the first base class that has it. If it is not called, the losses that
 # `evaluate` logs with a custom `test_step` are Keras's.
-_test_steps = Hook(lambda: [(_owner(KerasModel, "test_step"), "test_step")])
+_test_steps = Hook(lambda: _find_method(KerasModel, "test_step"))
 
 
 def replaced_test_step(model, test):
@@ -252,9 +226,7 @@ def replaced_test_step(model, test):
 
 # If it is not called, a custom step may update weights in the check of the
 # first batch.
-_updates = Hook(
-    lambda: [(_owner(keras.optimizers.Optimizer, "apply"), "apply")]
-)
+_updates = Hook(lambda: _find_method(keras.optimizers.Optimizer, "apply"))
 
 
 def without_updates():
@@ -277,11 +249,9 @@ def replaced_moments(measure):
     """Returns a scope in which normalizations get other statistics.
 
     Each `BatchNormalization` that trains takes the mean and the variance of its
-    inputs from one method, and gives no other way to replace them.
-
-    Args:
-        measure: Function of the layer, its inputs, cast to at least float32,
-            and their mask or `None`. Returns the mean and the variance.
+    inputs from one method, and gives no other way to replace them. `measure` is
+    called with the layer, its inputs, cast to at least float32, and their mask
+    or `None`, and returns both.
     """
     return _moments(_moments=lambda original, *args: measure(*args))
 
@@ -325,43 +295,33 @@ def without_own_reduction(optimizers):
     Keras clips gradients, and looks for overflows, before it reduces them: on
     several replicas neither sees the gradient of the batch. So accumodel
     reduces first. Keras 3 has no public way to say that gradients are reduced,
-    as `tf.keras` had in `experimental_aggregate_gradients`.
-
-    Raises:
-        RuntimeError: If the optimizers reduce in another way than they did in
-            the versions that were checked.
+    as `tf.keras` had in `experimental_aggregate_gradients`. If optimizers
+    reduce in another way, it raises.
     """
-    calls = 0
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        yield  # nothing is reduced
+        return
+    name, is_called = "_all_reduce_sum_gradients", False
+    optimizers = {id(each): each for each in optimizers}.values()
 
     def take(pairs):
-        nonlocal calls
-        calls += 1
+        nonlocal is_called
+        is_called = True
         return pairs
 
-    # On one device nothing is reduced, and nothing is replaced.
-    several = tf.distribute.get_strategy().num_replicas_in_sync > 1
-    unique = {id(optimizer): optimizer for optimizer in optimizers}
-    optimizers = list(unique.values()) if several else []
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "_all_reduce_sum_gradients"):
-            _refuse_reduction(optimizer)
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers:
-            stack.enter_context(
-                replaced(optimizer, "_all_reduce_sum_gradients", take)
-            )
-        yield
-    if optimizers and not calls:
-        _refuse_reduction(optimizers[0])
-
-
-def _refuse_reduction(optimizer):
-    raise RuntimeError(
-        "accumodel does not know how the optimizers of this version of Keras "
-        "reduce their gradients over replicas, and would reduce them twice. "
-        "Use a version of Keras that accumodel was tested with, or one device. "
-        f"Received: optimizer={optimizer} of Keras {keras.__version__}"
-    )
+    is_known = all(hasattr(each, name) for each in optimizers)
+    if is_known:
+        with contextlib.ExitStack() as stack:
+            for each in optimizers:
+                stack.enter_context(replaced(each, name, take))
+            yield
+    if not is_called:
+        raise RuntimeError(
+            "accumodel does not know how the optimizers of this version of "
+            "Keras reduce their gradients over replicas, and would reduce them "
+            "twice. Use a version of Keras that accumodel was tested with, or "
+            f"one device. Received: {[*optimizers]}, Keras {keras.__version__}"
+        )
 
 
 # If it is not there, the first step on several workers raises.
@@ -375,9 +335,9 @@ def with_local_logs(function):
 
     Keras reduces the logs of each step over the workers, along an axis that
     scalars do not have, which fails (keras-team/keras#20585). The logs of a
-    step become those of this worker, without a reduction; those of an epoch
-    are made of the metrics' variables, which sum over all workers. Keras is not
-    tried first: TensorFlow prints the traceback of an error that is caught.
+    step become those of this worker; those of an epoch are made of the metrics'
+    variables, which sum over all workers. Keras is not tried first: TensorFlow
+    prints the traceback of an error that is caught.
     """
 
     def take_local(original, values, strategy, reduction):

@@ -99,11 +99,7 @@ def check_replica_context(made_under):
 
 
 def across_replicas(fn, *args):
-    """Calls `fn` once for all replicas, with the values of all.
-
-    Its arguments are `tf.distribute.DistributedValues` where replicas have
-    values of their own.
-    """
+    """Calls `fn` once for all replicas, with `DistributedValues`."""
     context = tf.distribute.get_replica_context()
     if not tf.distribute.has_strategy() or context is None:
         return fn(*args)
@@ -176,12 +172,10 @@ def check_workers_agree(model, options):
     strategy = model.distribute_strategy
     if not is_multi_worker(strategy):
         return
-    text = list(str(options.changed()).encode().ljust(500))
-    texts = strategy.experimental_distribute_values_from_function(
-        lambda _: tf.constant([text])
-    )
-    rows = strategy.gather(texts, axis=0).numpy().tolist()
-    found = [bytes(row).decode().rstrip() for row in rows]
+    text = [list(str(options.changed()).encode().ljust(500))]
+    distribute = strategy.experimental_distribute_values_from_function
+    rows = strategy.gather(distribute(lambda _: tf.constant(text)), axis=0)
+    found = [bytes(row).decode().rstrip() for row in rows.numpy().tolist()]
     if len(set(found)) > 1:
         raise ValueError(
             "All workers must be compiled with the same arguments, or they "
@@ -200,11 +194,8 @@ def split_over_replicas(batches, strategy):
     if isinstance(batches, ITERATORS) or strategy.num_replicas_in_sync == 1:
         return batches
     replicas = len(strategy.extended.worker_devices)  # of this worker
-    return (_split(batch, replicas, strategy) for batch in batches)
 
-
-def _split(batch, replicas, strategy):
-    def part(context):
+    def part(batch, context):
         place = context.replica_id_in_sync_group % replicas
 
         def cut(leaf):
@@ -215,7 +206,8 @@ def _split(batch, replicas, strategy):
 
         return keras.tree.map_structure(cut, batch)
 
-    return strategy.experimental_distribute_values_from_function(part)
+    distribute = strategy.experimental_distribute_values_from_function
+    return (distribute(functools.partial(part, batch)) for batch in batches)
 
 
 def hide_empty(data):
@@ -228,9 +220,8 @@ def hide_empty(data):
     def hide(leaf):
         if not isinstance(leaf, tf.Tensor) or leaf.shape[:1] != [0]:
             return leaf
-        return tf.raw_ops.PlaceholderWithDefault(
-            input=leaf, shape=[None, *leaf.shape[1:]]
-        )
+        shape = [None, *leaf.shape[1:]]
+        return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=shape)
 
     return keras.tree.map_structure(hide, data)
 

@@ -35,9 +35,8 @@ def warn_about_replicas(model):
 def compile_update(update, sums, jit_compile):
     """Returns the update as a `tf.function`, which reads the `sums`."""
     compiled = tf.function(update, jit_compile=True, autograph=False)
-    if jit_compile is True or (
-        jit_compile == "auto" and pays_to_compile(compiled, sums)
-    ):
+    is_auto = jit_compile == "auto"
+    if jit_compile is True or (is_auto and pays_to_compile(compiled, sums)):
         return compiled
     return tf.function(update, autograph=False)
 

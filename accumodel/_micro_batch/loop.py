@@ -86,33 +86,23 @@ def run(plan, function, data, fed_batch=None):
 
     # What is in the logs is known when the body is traced, and not before.
     logs = None if tf.executing_eagerly() else tf.raw_ops.OptionalNone()
-    logs, losses = for_each(body, parts.count, (logs, of_batch.nothing()))
+    logs, losses = for_each(body, parts.count, (logs, of_batch.nothing))
     if specs is not None:
-        logs = _value_of(logs, specs)
+        flat = [tf.TensorSpec((), tf.int64), *tf.nest.flatten(specs)]
+        _, *values = tf.raw_ops.OptionalGetValue(
+            optional=logs,
+            output_types=[spec.dtype for spec in flat],
+            output_shapes=[spec.shape for spec in flat],
+        )
+        logs = tf.nest.pack_sequence_as(specs, values)
     return of_batch.end(logs, losses, data, parts.samples)
-
-
-def _value_of(optional, specs):
-    flat = [tf.TensorSpec((), tf.int64), *tf.nest.flatten(specs)]
-    _, *values = tf.raw_ops.OptionalGetValue(
-        optional=optional,
-        output_types=[spec.dtype for spec in flat],
-        output_shapes=[spec.shape for spec in flat],
-    )
-    return tf.nest.pack_sequence_as(specs, values)
 
 
 def for_each(body, parts, state, finish=None):
     """Runs all micro-batches, each when the one before is done.
 
-    Returns the last state.
-
-    Args:
-        body: Function of the number of a micro-batch and the state. Returns the
-            next state.
-        parts: Scalar int64 tensor, the number of micro-batches.
-        state: Tuple of nested tensors or `tf.TensorArray`s.
-        finish: Function of a tensor that the loop returns, or `None`.
+    `body` takes the number of a micro-batch and the state, and returns the next
+    state; this returns the last one. `finish` gets a tensor that the loop made.
     """
     if tf.executing_eagerly():
         for i in range(int(parts)):

@@ -29,23 +29,16 @@ class LossLogs:
         self._plan = plan
         self._model = plan.model
         self._is_reported = False
-        self._before = {
-            tracker: list(map(tf.identity, tracker.variables))
-            for tracker in self._trackers()
-        }
-        self._reset()
+        self._before = {}
+        for tracker in self._trackers():
+            self._before[tracker] = [*map(tf.identity, tracker.variables)]
+            tracker.reset_state()
+        # What the sum of all that `take` returns begins with.
+        self.nothing = tf.zeros((len(self._before), 2), tf.float64)
 
     def _trackers(self):
         # In eager code, those of the outputs come with the first micro-batch.
         return private_names.loss_trackers(self._model)
-
-    def _reset(self):
-        for tracker in self._trackers():
-            tracker.reset_state()
-
-    def nothing(self):
-        """Returns the sum of what `take` returns before the first time."""
-        return tf.zeros((len(self._trackers()), 2), tf.float64)
 
     def report(self, loss, weight, data):
         """Puts the losses of a micro-batch in the trackers, with their weights.
@@ -70,17 +63,12 @@ class LossLogs:
         """Empties the trackers, and returns what `report` put in them."""
         if not self._is_reported:
             return 0.0
-        trackers = self._trackers()
-        losses = [
-            tf.cast(value, tf.float64)
-            for tracker in trackers
-            for value in (tracker.total, tracker.count)
-        ]
-        losses = tf.reshape(
-            tf.convert_to_tensor(losses, tf.float64), (len(trackers), 2)
-        )
-        self._reset()
-        return losses
+        losses = []
+        for tracker in self._trackers():
+            values = tracker.total, tracker.count
+            losses.append([tf.cast(each, tf.float64) for each in values])
+            tracker.reset_state()
+        return tf.stack(losses)
 
     def end(self, logs, losses, data, samples):
         """Updates the trackers with the losses of the fed batch, as Keras does.
@@ -93,9 +81,8 @@ class LossLogs:
         weight = samples
         for i, tracker in enumerate(self._trackers()):
             total, count = losses[i, 0], losses[i, 1]
-            for variable, value in zip(
-                tracker.variables, self._before.get(tracker, []), strict=False
-            ):
+            before = self._before.get(tracker, [])
+            for variable, value in zip(tracker.variables, before, strict=False):
                 variable.assign(value)
             loss = tf.where(count == 0, total, total / count)
             if count_replicas() > 1:

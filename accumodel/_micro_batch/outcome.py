@@ -42,7 +42,7 @@ def differentiate(plan, data, compute, sources=()):
         y_pred, loss = compute(x, y, sample_weight)
         step = (plan, x, y, y_pred, sample_weight, loss)
         own_weight = weigh(*step)
-        shared_loss, weight = share(plan, loss, own_weight)
+        shared_loss, weight = weigh_replicas(plan, loss, own_weight)
         build_optimizer(model)
         scaled_loss = model.optimizer.scale_loss(shared_loss)
     gradients = tape.gradient(scaled_loss, [model.trainable_variables, sources])
@@ -51,30 +51,26 @@ def differentiate(plan, data, compute, sources=()):
 
 def weigh(plan, x, y, y_pred, sample_weight, loss):
     """Returns the weight of a micro-batch, of which `loss` is the loss."""
+    data = (x, y, y_pred, sample_weight)
+    weight = plan.model.micro_batch_weight(*data)
     is_known = "micro_batch_weight" in plan.overridden
     is_custom = "compute_loss" in plan.overridden and not is_known
-    weight = plan.model.micro_batch_weight(x, y, y_pred, sample_weight)
-    data = (x, y, y_pred, sample_weight)
     # Keras sums one loss for each sample.
-    is_sum = is_custom and has_samples(loss, data)
-    if is_sum or weight is None:
+    if weight is None or (is_custom and has_samples(loss, data)):
         return None
     # Tied to the data: see `GradientAccumulator._waits`.
     with tf.control_dependencies([loss]):
         return tf.identity(weight)
 
 
-def share(plan, loss, weight):
+def weigh_replicas(plan, loss, weight):
     """Weighs the losses of replicas that normalize together.
 
     Their gradients flow through the shared statistics to all replicas, where
     another weight would multiply them. So the weight, divided by that of all,
-    goes into the loss, before the backward pass.
-
-    Returns:
-        Tuple of the loss, and of a weight that all replicas share. Both as they
-        were if no `BatchNormalization` is synchronized, for sums, and for a
-        custom `compute_loss`, which may be that of all replicas.
+    goes into the loss, before the backward pass. Returns it, and a weight that
+    all replicas share; both as they were for sums, and for a custom
+    `compute_loss`, which may be that of all replicas.
     """
     replicas = count_replicas()
     if (
@@ -94,12 +90,16 @@ def share(plan, loss, weight):
 
 def log(plan, x, y, y_pred, sample_weight, loss, weight):
     """Updates the trackers and the metrics, and returns the logs."""
-    model = plan.model
+    model, replicas = plan.model, count_replicas()
     samples = count_samples((x, y))
+    of_batch = loss
+    if replicas > 1:  # as Keras divides it by them
+        scaled = loss * tf.cast(replicas, loss.dtype)
+        of_batch = tf.where(samples > 0, scaled, 0)
     # Averaged as the losses of the micro-batches make up the whole.
     tracker, *_ = private_names.loss_trackers(model)
     tracker.update_state(
-        _loss_of_batch(loss, samples),
+        of_batch,
         sample_weight=samples if weight is None else weight,
     )
     step = current_step()
@@ -114,16 +114,3 @@ def test(plan, data):
     y_pred, loss = forward(plan.model, False, x, y, sample_weight)
     step = (plan, x, y, y_pred, sample_weight, loss)
     return log(*step, weigh(*step))
-
-
-def _loss_of_batch(loss, samples):
-    """Returns the loss to log.
-
-    It undoes Keras's division by the number of replicas, and is 0 if there are
-    no samples.
-    """
-    if count_replicas() == 1:
-        return loss
-    return tf.where(
-        samples > 0, loss * tf.cast(count_replicas(), loss.dtype), 0
-    )

@@ -33,31 +33,27 @@ _OTHER_TARGETS = (
 )
 _NO_TARGETS = (
     "With `micro_batch_size` and without targets, all arrays of a batch must "
-    "hold the same number of samples, or nothing says how many there are. Feed "
-    "a target with one row for each sample, too. Received: "
+    "hold the same number of samples. Or feed a target with one row for each "
+    "sample. Received: "
 )
 
 
 class MicroBatches:
     """The micro-batches of one fed batch.
 
-    Attributes:
-        samples: Scalar int64 tensor, the number of samples of the fed batch.
-        count: Scalar int64 tensor, the number of micro-batches.
+    `samples`, of the fed batch, and `count`, the number of micro-batches, are
+    scalar int64 tensors.
     """
 
     def __init__(self, plan, data):
-        self._model = plan.model
-        self.data = data
-        may_differ = "slice_data" in plan.overridden
-        self.samples = _count_samples(data, may_differ)
+        self._model, self.data = plan.model, data
+        self.samples = _count_samples(data, "slice_data" in plan.overridden)
+        self._ordered = None
         with on_host():
             self.count = tf.maximum(-(-self.samples // plan.size), 1)
-        self._ordered = None
-        for order in plan.features.at("order"):
-            with on_host():
+            for order in plan.features.at("order"):
                 self._ordered = order(plan, data)
-            self.data = self._ordered.data
+                self.data = self._ordered.data
 
     def bounds(self, i):
         """Returns the first sample of the i-th, and the first after it."""
@@ -103,24 +99,21 @@ def as_tensors(data):
 
 def slice_data(data, begin, end):
     """See `AccumulatingModel.slice_data`."""
+
+    def cut(leaf):
+        if not _has_samples(leaf):
+            return leaf
+        if not isinstance(leaf, tf.SparseTensor):
+            return leaf[begin:end]
+        begins = tf.concat([[begin], tf.zeros_like(leaf.dense_shape[1:])], 0)
+        sizes = tf.concat([[end - begin], leaf.dense_shape[1:]], 0)
+        part = tf.sparse.slice(leaf, begins, sizes)
+        # TensorFlow does not keep what is known of the shape.
+        part.set_shape([None, *leaf.shape[1:]])
+        return part
+
     with tf.control_dependencies(_check_lengths(_leaves(data), _OTHERS)):
-        return keras.tree.map_structure(
-            lambda leaf: (
-                _slice(leaf, begin, end) if _has_samples(leaf) else leaf
-            ),
-            data,
-        )
-
-
-def _slice(leaf, begin, end):
-    if not isinstance(leaf, tf.SparseTensor):
-        return leaf[begin:end]
-    begins = tf.concat([[begin], tf.zeros_like(leaf.dense_shape[1:])], 0)
-    sizes = tf.concat([[end - begin], leaf.dense_shape[1:]], 0)
-    part = tf.sparse.slice(leaf, begins, sizes)
-    # TensorFlow does not keep what is known of the shape.
-    part.set_shape([None, *leaf.shape[1:]])
-    return part
+        return keras.tree.map_structure(cut, data)
 
 
 def _has_samples(leaf):
@@ -148,20 +141,15 @@ def _length(leaf):
 def count_of_each_replica(data, strategy):
     """Returns the samples of each replica in a list of ints."""
 
-    def pick(i):
-        def local(leaf):
-            results = local_results(leaf)
-            # One if all replicas get the same batch.
-            return results[min(i, len(results) - 1)]
-
-        return keras.tree.map_structure(local, data)
-
     with scope_of(strategy):
-        replicas = max(
-            len(local_results(leaf)) for leaf in keras.tree.flatten(data)
-        )
-        leaves = [first_leaf(pick(i)) for i in range(replicas)]
-    return [int(leaf.shape[0]) for leaf in leaves]
+        # One array if all replicas get the same batch.
+        leaves = [local_results(leaf) for leaf in keras.tree.flatten(data)]
+        batches = [
+            [each[min(i, len(each) - 1)] for each in leaves]
+            for i in range(max(map(len, leaves)))
+        ]
+    batches = [keras.tree.pack_sequence_as(data, each) for each in batches]
+    return [int(first_leaf(each).shape[0]) for each in batches]
 
 
 def _count_samples(data, may_differ):
@@ -171,32 +159,32 @@ def _count_samples(data, may_differ):
     """
     values = tf.nest.flatten(first_leaf(data), expand_composites=True)
     if may_differ:
-        targets = _targets(data)
-        values += _check_lengths(
-            targets or _leaves(data),
-            _OTHER_TARGETS if targets else _NO_TARGETS,
-        )
+        leaves, are_targets = _counted(data)
+        message = _OTHER_TARGETS if are_targets else _NO_TARGETS
+        values += _check_lengths(leaves, message)
     with tf.control_dependencies(values):
         return tf.identity(count_samples(data))
 
 
-def _targets(data):
-    """Returns the targets, with their paths."""
-    return [
+def _counted(data):
+    """Returns the arrays that say how many samples there are, with paths.
+
+    These are the targets: inputs may hold arrays of other lengths, such as the
+    nodes of graphs, or a table that all samples share. Without targets, they
+    are the inputs. Also returns which.
+    """
+    leaves = _leaves(data)
+    targets = [
         (path, leaf)
-        for path, leaf in _leaves(data)
+        for path, leaf in leaves
         if isinstance(data, tuple) and path[0] == 1
     ]
+    return targets or leaves, bool(targets)
 
 
 def first_leaf(data):
-    """Returns an array whose length is the number of samples.
-
-    The first of the targets: inputs may hold arrays of other lengths, such as
-    the nodes of graphs, or a table that all samples share. Else the first of
-    the inputs.
-    """
-    leaves = _targets(data) or _leaves(data)
+    """Returns an array whose length is the number of samples."""
+    leaves, _ = _counted(data)
     if not leaves:
         raise ValueError(
             "A batch must hold at least one array with an axis of samples. "
@@ -213,21 +201,16 @@ def count_samples(data):
 def _check_lengths(leaves, message):
     """Raises unless all leaves hold the same number of samples.
 
-    Returns:
-        List of what checks the lengths that are known only when it runs.
+    Returns what checks the lengths that are known only when it runs, in a list.
     """
     names = [_name(path) for path, _ in leaves]
     lengths = [tf.TensorShape(leaf.shape)[:1] for _, leaf in leaves]
     lengths = [each[0] if each.rank == 1 else None for each in lengths]
     known = [each for each in lengths if each is not None]
     if len(set(known)) > 1:
-        received = zip(names, lengths, strict=True)
-        raise ValueError(
-            message
-            + ", ".join(
-                f"{name} of length {length}" for name, length in received
-            )
-        )
+        pairs = zip(names, lengths, strict=True)
+        received = [f"{name} of length {length}" for name, length in pairs]
+        raise ValueError(message + ", ".join(received))
     if len(known) == len(lengths):
         return []
     lengths = tf.stack([_length(leaf) for _, leaf in leaves])
@@ -253,9 +236,8 @@ def _name(path):
 def on_host():
     """Returns where a batch is cut, so that only a part is copied to a GPU.
 
-    And where samples are counted: a GPU would have to be waited for.
-
-    Several replicas get their batches on their devices.
+    And where samples are counted: a GPU would have to be waited for. Several
+    replicas get their batches on their devices.
     """
     if count_replicas() > 1:
         return contextlib.nullcontext()

@@ -19,32 +19,18 @@ _step: contextvars.ContextVar = contextvars.ContextVar("step", default=None)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step has to know, decided once for each trace.
-
-    Args:
-        model: The model.
-        options: The `Options` of `compile`.
-        overridden: Frozenset of the names of the methods that are the user's.
-        accumulates: Bool. Whether gradients go through an accumulator.
-        is_compiled: Bool. Whether XLA compiles what runs for a micro-batch.
-        size: `tf.Variable`, the most samples of a micro-batch, or `None`.
-        assigned: Dict of what steps are known to assign, see `States`.
-        loss_weights: The `LossWeights`.
-        features: The `Features` that take part.
-        ready_accumulator: Function that returns the `GradientAccumulator` of
-            the trainable variables, which it makes the first time.
-    """
+    """What a step has to know, decided once for each trace."""
 
     model: typing.Any
-    options: typing.Any
-    overridden: frozenset
-    accumulates: bool
-    is_compiled: bool
-    size: typing.Any
-    assigned: dict
-    loss_weights: typing.Any
-    features: typing.Any
-    ready_accumulator: typing.Any
+    options: typing.Any  # the `Options` of `compile`
+    overridden: frozenset  # the names of the methods that are the user's
+    accumulates: bool  # whether gradients go through an accumulator
+    is_compiled: bool  # whether XLA compiles what runs for a micro-batch
+    size: typing.Any  # a `tf.Variable`, or `None`, see `Accumulation`
+    assigned: dict  # see `Accumulation`
+    loss_weights: typing.Any  # the `LossWeights`
+    features: typing.Any  # the `Features` that take part
+    ready_accumulator: typing.Any  # a function, see `Accumulation`
 
     @property
     def is_split(self):
@@ -60,9 +46,7 @@ class Plan:
 class FedBatch:
     """The accumulators that the micro-batches of one fed batch are added to.
 
-    Args:
-        is_split: Bool. Whether it may have several micro-batches, on each
-            replica another number of them.
+    If it `is_split`, each replica may have another number of micro-batches.
     """
 
     def __init__(self, is_split):
@@ -88,10 +72,7 @@ class FedBatch:
         accumulator._untracked.added = union, is_conditional
 
     def clear_first(self):
-        """Clears sums before the first micro-batch of a cycle.
-
-        Those that a step that is compiled by XLA does not clear itself.
-        """
+        """Clears what XLA's step does not clear in the first of a cycle."""
         for accumulator, sums in self.cleared.items():
             if sums:
                 accumulator._clear_if_empty(sums)
@@ -100,10 +81,8 @@ class FedBatch:
         """Ends the fed batch in each accumulator that it was added to.
 
         A `tf.function` in a custom step may be traced already: then it adds,
-        but registers nothing, so the accumulators themselves know.
-
-        Returns:
-            Bool. Whether there is one.
+        but registers nothing, so the accumulators themselves know. Returns
+        whether there is one.
         """
         for each in accumulators:
             if each not in self._added and each._untracked.added is not None:
@@ -114,22 +93,13 @@ class FedBatch:
 
 
 class Step:
-    """One call of a `train_step` or `test_step` with one micro-batch.
-
-    Args:
-        plan: The `Plan`.
-        data: The micro-batch.
-        fed_batch: The `FedBatch` that it is part of. `None` if nothing trains.
-        losses: The `LossLogs` to report the logged losses to, or `None`.
-        is_compiled: Bool. Whether the step is compiled by XLA.
-    """
+    """One call of a `train_step` or `test_step` with one micro-batch."""
 
     def __init__(self, plan, data, fed_batch, losses, is_compiled):
-        self.plan = plan
-        self.data = data
-        self.fed_batch = fed_batch
-        self.losses = losses
-        self.is_compiled = is_compiled
+        self.plan, self.data = plan, data
+        self.fed_batch = fed_batch  # that it is part of, `None` if none trains
+        self.losses = losses  # the `LossLogs` to report to, or `None`
+        self.is_compiled = is_compiled  # by XLA
         # The arguments of each loss reduction in this step, or `None` before.
         self.reductions: list | None = None
         # Their inputs, outputs, targets and sample weights.

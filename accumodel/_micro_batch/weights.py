@@ -89,13 +89,19 @@ class LossWeights:
             )
         divisors = self._of_model(step.reductions)
         # A vector that `add_loss` was given is summed up by Keras.
-        vectors = summed_losses(self._model, data)
+        losses = self._model.losses
+        vectors = [each for each in losses if not is_single(each, data)]
         if vectors:
             divisors.setdefault(None)
         if len(divisors) > 1 and plan.needs_whole_batch:
             return samples  # each fed batch has its own loss
         if [*divisors] == [None]:
-            self._warn_about_scalars_next_to_sums(len(vectors))
+            if len(losses) > len(vectors):
+                self._warn(
+                    "The loss of this model is a sum, so scalars of `add_loss` "
+                    "and of regularizers count once per micro-batch. Use mean "
+                    "losses, or divide these scalars by `accum_steps`."
+                )
             return None
         if None in divisors:
             raise ValueError(
@@ -115,8 +121,17 @@ class LossWeights:
                 "override `micro_batch_weight` to choose another weight."
             )
             return samples
-        if divisors.keys() - {_SAMPLES}:
-            self._warn_about_added_means(data)
+        if divisors.keys() - {_SAMPLES} and any(
+            is_single(tf.convert_to_tensor(each), data)
+            for each in added_losses(self._model)
+        ):
+            self._warn(
+                "The compiled loss is averaged over a mask or sample weights, "
+                "and a scalar of `add_loss`, such as an activity regularizer, "
+                "over samples: no single weight is exact for both. Each "
+                "micro-batch weighs what the compiled loss is divided by. "
+                "Override `micro_batch_weight` if the samples matter more."
+            )
         value = next(iter(divisors.values()), None)
         return samples if value is None else _nonzero(value, samples)
 
@@ -167,10 +182,9 @@ class LossWeights:
             )
         if unseen > 0 and count_replicas() > 1:
             raise ValueError(
-                "A compiled loss overrides `__call__` and computes its own "
-                "mean, so accumodel cannot see whether it is divided by the "
-                "number of replicas. Override `call` instead, or override "
-                "`compute_loss` and divide by "
+                "A compiled loss overrides `__call__`, so accumodel cannot see "
+                "whether it divides by the number of replicas. Override `call` "
+                "instead, or override `compute_loss` and divide by "
                 "`self.distribute_strategy.num_replicas_in_sync`. "
                 f"Received: loss={own}"
             )
@@ -184,28 +198,6 @@ class LossWeights:
         if unseen > 0:
             divisors.setdefault(_SAMPLES)
         return divisors
-
-    def _warn_about_scalars_next_to_sums(self, vectors):
-        scalars = len(self._model.losses) - vectors
-        if scalars:
-            self._warn(
-                "The loss of this model is a sum, so all losses of a cycle are "
-                f"added up, {scalars} scalars of `add_loss` or of regularizers "
-                "too. If these are means or regularizers, they count once per "
-                "micro-batch: use mean losses, or divide these by "
-                "`accum_steps`."
-            )
-
-    def _warn_about_added_means(self, data):
-        added = added_losses(self._model)
-        if any(is_single(tf.convert_to_tensor(each), data) for each in added):
-            self._warn(
-                "The compiled loss is averaged over a mask or sample weights, "
-                "and a scalar of `add_loss`, such as an activity regularizer, "
-                "is a mean over samples: no single weight is exact for both. "
-                "Each micro-batch weighs what the compiled loss is divided by. "
-                "Override `micro_batch_weight` if the samples matter more."
-            )
 
     def _divisors(self, reductions):
         """Returns what losses were divided by, in a dict.
@@ -292,33 +284,22 @@ def has_samples(loss, data):
 
 def added_losses(model):
     """Returns what `add_loss` was given in the last call of the model."""
-    regularized = [
-        each for each in model.trainable_weights if each.regularizer is not None
-    ]
+    weights = model.trainable_weights
+    regularized = [each for each in weights if each.regularizer is not None]
     losses = model.losses
     return losses[: len(losses) - len(regularized)]
-
-
-def summed_losses(model, data):
-    """Returns the losses that `add_loss` was given with an axis.
-
-    Keras sums them up, and divides the sum by the number of replicas.
-    """
-    return [loss for loss in model.losses if not is_single(loss, data)]
 
 
 def missing_sums(model, data):
     """Returns what makes the sums of `add_loss` those of one device.
 
-    Keras divides them by the number of replicas, as if they were means.
+    Keras sums up what has an axis, and divides the sum by the number of
+    replicas, as if it were a mean.
     """
     replicas = count_replicas()
-    if replicas == 1:
-        return 0.0
-    return sum(
-        tf.reduce_sum(summed) * (1 - 1 / replicas)
-        for summed in summed_losses(model, data)
-    )
+    losses = model.losses if replicas > 1 else []
+    vectors = [each for each in losses if not is_single(each, data)]
+    return sum(tf.reduce_sum(each) * (1 - 1 / replicas) for each in vectors)
 
 
 def _nonzero(value, samples):

@@ -1,9 +1,11 @@
 """`GradientAccumulator`: the sums of one optimizer, for custom loops too."""
 
+import functools
 import typing
 from collections.abc import Callable, Iterable
 
 import keras
+import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, replicas
 from accumodel._micro_batch.step import current_step
@@ -167,8 +169,11 @@ class GradientAccumulator(Engine):
         The sums are divided by the summed weights and passed to the optimizer,
         once.
         """
+        update = functools.partial(self._update, self._expected)
         with replicas.scope_of(self._untracked.strategy):
-            replicas.across_replicas(self._end_cycle)
+            replicas.across_replicas(
+                lambda: tf.cond(self._count > 0, update, lambda: None)
+            )
         self._warn_about_unsure_updates()
 
     def reset(self) -> None:

@@ -18,11 +18,7 @@ _ATTRIBUTE = "_gradient_accumulator"
 
 
 class Accumulators:
-    """All accumulators of a model.
-
-    An accumulator is in an attribute of the model, or in a list, tuple or dict
-    that is one.
-    """
+    """All accumulators in attributes of a model, and in lists and dicts."""
 
     def __init__(self, model):
         self.model = model
@@ -34,23 +30,18 @@ class Accumulators:
 
     def by_name(self):
         """Returns the accumulators in a dict, by what holds them."""
-        attributes = vars(self.model)
-        found = {
-            value: name
-            for name, value in attributes.items()
-            if isinstance(value, GradientAccumulator)
-        }
-        for name, value in attributes.items():
-            if isinstance(value, dict):
-                value = list(value.values())
+        attributes = vars(self.model).items()
+        named = [*attributes]
+        for name, value in attributes:
+            value = [*value.values()] if isinstance(value, dict) else value
             if isinstance(value, list | tuple):
-                for i, each in enumerate(value):
-                    if isinstance(each, GradientAccumulator):
-                        found.setdefault(each, f"{name}.{i}")
-        return {
-            files.OWN if name == _ATTRIBUTE else name: each
-            for each, name in found.items()
-        }
+                named += [(f"{name}.{i}", each) for i, each in enumerate(value)]
+        found: dict = {}
+        for name, value in named:
+            if isinstance(value, GradientAccumulator):
+                name = files.OWN if name == _ATTRIBUTE else name
+                found.setdefault(value, name)
+        return {name: each for each, name in found.items()}
 
     def __iter__(self):
         return iter(self.by_name().values())
@@ -141,26 +132,20 @@ class Accumulators:
         if accumulator is None:
             return
         pending = accumulator.pending_steps
-        _, is_conditional = accumulator._untracked.added or (None, False)
-        self.adds_in_function |= is_conditional
+        if accumulator._untracked.added is not None:
+            _, is_conditional = accumulator._untracked.added
+            self.adds_in_function |= is_conditional
         del self.model._gradient_accumulator  # what is tracked, too
         if pending:
             _warn_about_dropped(pending, "compile")
 
     def trains_the_same(self, accumulator):
         """Whether an accumulator fits what `compile` and `trainable` say."""
-        return accumulator.optimizer is self.model.optimizer and list(
-            map(id, accumulator.variables)
-        ) == list(map(id, self.model.trainable_variables))
-
-    def check_trains_the_same(self, accumulator):
-        """Raises if it does not."""
-        if not self.trains_the_same(accumulator):
-            raise ValueError(
-                "The set of trainable variables, or the optimizer, has "
-                "changed since the accumulators were created. Call "
-                f"`compile()` again. Received: model={self.model}"
-            )
+        places = [*map(id, self.model.trainable_variables)]
+        return (
+            accumulator.optimizer is self.model.optimizer
+            and [*map(id, accumulator.variables)] == places
+        )
 
 
 def _warn_about_dropped(pending, name, otherwise=""):

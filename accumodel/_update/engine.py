@@ -30,7 +30,7 @@ import warnings
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import checks, optimizers, replicas
+from accumodel._keras_and_tf import optimizers, replicas
 from accumodel._keras_and_tf.hooks import without_own_reduction
 from accumodel._keras_and_tf.xla import compile_update
 from accumodel._micro_batch.assignments import recorded
@@ -128,7 +128,7 @@ class Engine(tf.Module):
         """Returns what a step that failed left in `phase`, on each replica."""
         with replicas.scope_of(self._untracked.strategy):
             # Those of this worker: the others may not be here to reduce.
-            return [float(each) for each in replicas.local_results(self._phase)]
+            return [*map(float, replicas.local_results(self._phase))]
 
     def _forget(self):
         """Forgets the pending cycle after a step that failed."""
@@ -145,9 +145,15 @@ class Engine(tf.Module):
         is_eager = tf.executing_eagerly() and not self._is_traced
         if is_eager and not self._untracked.strategy and self._count == 0:
             self._has_weights = None
-        self._has_weights = checks.check_has_weights(
-            self._has_weights, has_weight
-        )
+        if self._has_weights not in (None, has_weight):
+            raise ValueError(
+                "`weight` must be a number for all micro-batches, or `None` "
+                "for all: sums cannot be averaged with means. Give sums and "
+                "means a `GradientAccumulator` each. Received: "
+                f"{'a number' if has_weight else 'weight=None'} after "
+                f"{'weight=None' if has_weight else 'numbers'}"
+            )
+        self._has_weights = has_weight
         step = current_step()
         if step is not None:
             step.check_called_once(self)
@@ -159,7 +165,7 @@ class Engine(tf.Module):
 
     def _add_alone(self, gradients, weight):
         """Adds a micro-batch of a custom loop, which counts by itself."""
-        accepted = self._add(gradients, weight, self._accepts)
+        accepted = self._add(gradients, weight, meets=True)
         end = functools.partial(
             self._end_step, _present(gradients), self._skip_nonfinite
         )
@@ -168,8 +174,9 @@ class Engine(tf.Module):
     @recorded()
     def _add_to_fed_batch(self, gradients, weight, fed_batch, **kwargs):
         """Adds a micro-batch of a fed batch, which is counted in its end."""
-        accepts = self._is_good if fed_batch.is_split else self._accepts
-        accepted = self._add(gradients, weight, accepts, **kwargs)
+        # Those of one replica may be more than those of another.
+        meets = not fed_batch.is_split
+        accepted = self._add(gradients, weight, meets, **kwargs)
         # A micro-batch that all replicas accept adds 1 / replicas on each.
         # Later stages add 0, so that the end of the batch waits for them.
         size = 1.0 if fed_batch.is_split else 1 / replicas.count_replicas()
@@ -186,24 +193,20 @@ class Engine(tf.Module):
             (parts,) = replicas.sum_over_replicas([parts])
         self._parts.assign(tf.zeros_like(parts))
         added, skipped = tf.unstack(parts)
+        is_last = self._untracked.updates_every_batch
         end = functools.partial(
-            self._end_step,
-            present,
-            may_be_nothing,
-            is_last=self._untracked.updates_every_batch,
+            self._end_step, present, may_be_nothing, is_last=is_last
         )
         skipped = tf.cast(tf.round(skipped), tf.int64)
         replicas.across_replicas(end, added > 0, skipped)
 
-    def _add(self, gradients, weight, accepts, share=1.0, may_begin=True):
-        """Adds a micro-batch to this replica's sums, without the others.
+    def _add(self, gradients, weight, meets, share=1.0, may_begin=True):
+        """Adds a micro-batch to this replica's sums.
 
         If several gradients, each with the whole weight, add up to one of a
         micro-batch, `share` is how much of the weight each adds to the total,
-        and only the first ones may begin a cycle.
-
-        Returns:
-            Scalar bool tensor. Whether it was added, after all of it was.
+        and only the first ones may begin a cycle. Returns whether it was added,
+        after all of it was.
         """
         self._is_traced |= not tf.executing_eagerly()
         divides = weight is not None
@@ -214,15 +217,25 @@ class Engine(tf.Module):
         if is_compiled:
             is_used = tf.not_equal(weight, 0)
             gradients = [sums.zero_unless(is_used, each) for each in gradients]
-        accepted = accepts(gradients, weight)
+        accepted = self._accepts(gradients, weight, meets)
         # Keras divides the loss of each replica by their number, unless it is
         # a sum. The sums are those of one device.
         scale = tf.cast(weight, tf.float64)
         if divides:
             scale *= replicas.count_replicas()
-        in_fit = step is not None and step.fed_batch is not None
-        with tf.control_dependencies([self._begin(scale, in_fit)]):
-            is_first = self._is_empty()
+        with tf.control_dependencies([scale]):
+            # After a step that failed, a new cycle begins. `fit` forgets the
+            # old one; replicas of a custom loop do not know of each other.
+            in_fit = step is not None and step.fed_batch is not None
+            if not in_fit and not tf.distribute.has_strategy():
+                is_broken = tf.not_equal(self._phase, 0)
+                for each in (self._totals, self._count):
+                    zeros = tf.zeros_like(each)
+                    each.assign(tf.where(is_broken, zeros, each))
+            begun = tf.identity(self._phase.assign(1.0))
+        with tf.control_dependencies([begun]):
+            # Then the sums are those of an earlier cycle.
+            is_first = tf.equal(self._totals[2], 0)
         amount = tf.ones((), tf.float64)
         if is_compiled and self._skip_nonfinite:
             # A condition in an XLA cluster would carry all sums through it.
@@ -232,24 +245,11 @@ class Engine(tf.Module):
 
         @recorded()
         def add():
+            given = weight if divides else None
             for each in self._untracked.observers:
-                given = weight if divides else None
-                each.add(
-                    gradients,
-                    self.variables,
-                    given,
-                    is_first,
-                    amount,
-                )
-            triples = [
-                *zip(
-                    self._sums,
-                    gradients,
-                    self.variables,
-                    strict=True,
-                )
-            ]
-            how = triples, scale, is_first if may_begin else None
+                each.add(gradients, self.variables, given, is_first, amount)
+            triples = zip(self._sums, gradients, self.variables, strict=True)
+            how = [*triples], scale, is_first if may_begin else None
             if is_compiled:
                 cleared = step.fed_batch.cleared.setdefault(self, [])
                 cleared += sums.select_each(*how)
@@ -282,44 +282,20 @@ class Engine(tf.Module):
             return []  # it waits for itself
         return list(map(tf.identity, sums.values_of(gradients)))
 
-    def _begin(self, scale, in_fit):
-        """Marks the sums as being changed; returns the control dependency."""
-        with tf.control_dependencies([scale]):
-            # After a step that failed, a new cycle begins. `fit` forgets the
-            # old one; replicas of a custom loop do not know of each other.
-            if not in_fit and not tf.distribute.has_strategy():
-                is_broken = tf.not_equal(self._phase, 0)
-                for each in (self._totals, self._count):
-                    zeros = tf.zeros_like(each)
-                    each.assign(tf.where(is_broken, zeros, each))
-            return tf.identity(self._phase.assign(1.0))
-
-    def _is_good(self, gradients, weight):
-        """Whether this replica would add the micro-batch, by what it knows."""
+    def _accepts(self, gradients, weight, meets):
+        """Whether to add a micro-batch; all replicas agree if they meet."""
         with tf.control_dependencies([weight]):
-            if self._skip_nonfinite:
-                is_finite = sums.all_finite(gradients, weight)
-                return is_finite | tf.equal(weight, 0)
-            return tf.identity(True)
-
-    def _accepts(self, gradients, weight):
-        """Whether to add a micro-batch: the same answer on all replicas."""
-        is_good = self._is_good(gradients, weight)
-        if not self._skip_nonfinite:
-            return is_good
-        (bad,) = replicas.sum_over_replicas([tf.cast(~is_good, tf.float32)])
-        return tf.equal(bad, 0)
-
-    def _is_empty(self):
-        """Whether this replica added nothing in this cycle.
-
-        Then its sums are those of an earlier cycle.
-        """
-        return tf.equal(self._totals[2], 0)
+            if not self._skip_nonfinite:
+                return tf.identity(True)
+            is_good = sums.all_finite(gradients, weight) | tf.equal(weight, 0)
+        if meets:
+            (bad,) = replicas.sum_over_replicas([tf.cast(~is_good, tf.float32)])
+            is_good = tf.equal(bad, 0)
+        return is_good
 
     def _clear_if_empty(self, these):
         """Clears some of the sums if they are those of an earlier cycle."""
-        sums.clear(these, self._is_empty())
+        sums.clear(these, tf.equal(self._totals[2], 0))
 
     def _reduce(self, present):
         """Returns the `Cycle` of all replicas, and what observers added."""
@@ -339,7 +315,7 @@ class Engine(tf.Module):
             self.variables,
             # Not a division of each sum: XLA would store all quotients at once.
             1 / sums.make_divisor(totals[0], totals[1]),
-            self._loss_scale(),
+            tf.cast(self.optimizer.scale_loss(tf.ones(())), tf.float64),
             optimizers.scales_loss(self.optimizer),
         )
         return cycle, values[: len(observers)]
@@ -347,43 +323,20 @@ class Engine(tf.Module):
     def _apply_gradients(self, present):
         """Passes the reduced and divided sums to the optimizer.
 
-        Returns:
-            Tuple of whether there was an update, and a list of what each
-            observer measured. They are there when all variables are updated.
+        Returns whether there was an update, and a list of what each observer
+        measured. They are there when all variables are updated.
         """
         cycle, observed = self._reduce(present)
-        measured = [
-            each.measure(cycle, own)
-            for each, own in zip(
-                self._untracked.observers, observed, strict=True
-            )
-        ]
-        gradients = (
+        pairs = zip(self._untracked.observers, observed, strict=True)
+        measured = [each.measure(cycle, own) for each, own in pairs]
+        gradients: typing.Any = (
             sums.multiply(total, cycle.factor, variable)
             for total, variable in zip(cycle.sums, self.variables, strict=True)
         )
-        is_update = self._pass_on(gradients)
-        # What reads a variable waits for what assigns to it.
-        waits = map(optimizers.tf_variable, self.variables)
-        with tf.control_dependencies([each.read_value() for each in waits]):
-            return tf.identity(is_update), list(map(tf.identity, measured))
-
-    def _loss_scale(self):
-        return tf.cast(self.optimizer.scale_loss(tf.ones(())), tf.float64)
-
-    def _pass_on(self, gradients):
-        """Passes gradients to the optimizer, as `process_gradients` says.
-
-        Returns whether it did.
-        """
         keep = True
         if self._process_gradients is not None:
             gradients, keep = sums.process(
-                self._process_gradients,
-                list(gradients),
-                self.variables,
-                self._loss_scale(),
-                optimizers.scales_loss(self.optimizer),
+                self._process_gradients, [*gradients], cycle
             )
 
         def apply():
@@ -398,7 +351,10 @@ class Engine(tf.Module):
             apply()
         else:
             tf.cond(keep, apply, lambda: None)
-        return keep
+        # What reads a variable waits for what assigns to it.
+        waits = map(optimizers.tf_variable, self.variables)
+        with tf.control_dependencies([each.read_value() for each in waits]):
+            return tf.identity(keep), list(map(tf.identity, measured))
 
     # -- once for all replicas: the end of a batch, and the update -------------
 
@@ -434,10 +390,6 @@ class Engine(tf.Module):
             else:
                 count()
 
-    def _end_cycle(self):
-        update = functools.partial(self._update, self._expected)
-        tf.cond(self._count > 0, update, lambda: None)
-
     def _update(self, expected):
         """Updates the variables that got a gradient in this cycle.
 
@@ -455,10 +407,8 @@ class Engine(tf.Module):
             self._unsure.assign_add(tf.cast(is_unsure, tf.int64))
             self._update_variables(everything)
 
-        begun = [
-            each.read_value() for each in replicas.local_results(self._phase)
-        ]
-        with tf.control_dependencies(begun):
+        phases = replicas.local_results(self._phase)
+        with tf.control_dependencies([each.read_value() for each in phases]):
             if expected == everything:
                 update_all()
             else:
@@ -497,22 +447,15 @@ class Engine(tf.Module):
             each.record(value, is_update)
         # Not before all weights have moved: until then `phase` says so.
         with tf.control_dependencies([*itertools.chain(*results)]):
-            self._follow(is_update)
+            if self._process_gradients is None:
+                self._follow()
+            else:  # which may have left it out
+                tf.cond(is_update, self._follow, lambda: None)
             self._reset()
 
-    def _follow(self, is_update):
-        """Calls `after_update`, unless `process_gradients` left it out."""
-        after_update = self._after_update
-        if after_update is None:
-            return
-
-        def follow():
-            after_update()
-
-        if self._process_gradients is None:
-            follow()
-        else:
-            tf.cond(is_update, follow, lambda: None)
+    def _follow(self):
+        if self._after_update is not None:
+            self._after_update()
 
     def _warn_about_unsure_updates(self):
         if not tf.executing_eagerly() or not self._unsure.numpy():

@@ -33,9 +33,9 @@ def check_variables(variables):
     overwritten = [each for each in variables if overwrites(each)]
     if overwritten and count_replicas() > 1:
         raise ValueError(
-            "Variables that are overwritten by their gradients, such as the "
-            "scales of float8, cannot be accumulated on several replicas. Use "
-            f"one device, or another precision. Received: {overwritten[0]}"
+            "Variables that their gradients overwrite, such as the scales of "
+            "float8, cannot be accumulated on several replicas. Use one device "
+            f"or another precision. Received: {overwritten[0]}"
         )
 
 
@@ -128,8 +128,7 @@ def add_each(triples, scale, is_first, phase):
 
     if is_first is None:
         add_to_sums()
-        return
-    with tf.control_dependencies([is_first]):
+    else:
         tf.cond(is_first, lambda: add_all(True), add_to_sums)
 
 
@@ -194,50 +193,40 @@ def zero_unless(accepted, gradient):
 
 def values_of(gradients):
     """Returns the values of those that there are, sparse ones as they are."""
-    return [
-        getattr(gradient, "values", gradient)
-        for gradient in gradients
-        if gradient is not None
-    ]
+    present = [each for each in gradients if each is not None]
+    return [getattr(each, "values", each) for each in present]
 
 
 def all_finite(gradients, weight):
     values = [*values_of(gradients), tf.cast(weight, tf.float64)]
-    return tf.reduce_all(
-        [tf.reduce_all(tf.math.is_finite(value)) for value in values]
-    )
+    return tf.reduce_all([*map(tf.reduce_all, map(tf.math.is_finite, values))])
 
 
 def squared_norm(gradients, variables):
     """Returns the squared norm of all gradients that there are, in float64."""
-    return tf.add_n(
-        [
-            _squared_norm(gradient)
-            for gradient, variable in zip(gradients, variables, strict=True)
-            if gradient is not None and not overwrites(variable)
-        ]
-    )
+    squares = []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is None or overwrites(variable):
+            continue
+        if isinstance(gradient, tf.IndexedSlices):
+            # A row may be in it several times.
+            rows, places = tf.unique(gradient.indices)
+            gradient = tf.math.unsorted_segment_sum(
+                gradient.values, places, tf.size(rows)
+            )
+        if gradient.dtype in (tf.float16, tf.bfloat16):
+            gradient = tf.cast(gradient, tf.float32)
+        squares.append(tf.cast(2 * tf.nn.l2_loss(gradient), tf.float64))
+    return tf.add_n(squares)
 
 
-def _squared_norm(gradient):
-    """Returns the squared norm of a gradient, in float64."""
-    if isinstance(gradient, tf.IndexedSlices):
-        # A row may be in it several times.
-        rows, places = tf.unique(gradient.indices)
-        gradient = tf.math.unsorted_segment_sum(
-            gradient.values, places, tf.size(rows)
-        )
-    if gradient.dtype in (tf.float16, tf.bfloat16):
-        gradient = tf.cast(gradient, tf.float32)
-    return tf.cast(2 * tf.nn.l2_loss(gradient), tf.float64)
-
-
-def process(function, gradients, variables, scale, may_overflow):
+def process(function, gradients, cycle):
     """Calls a `process_gradients`, without the scale of the loss.
 
     A `LossScaleOptimizer`, if there is one, must see overflows. Returns what is
     passed to the optimizer, and whether it is, a bool or a tensor.
     """
+    variables, scale = cycle.variables, cycle.loss_scale
     given = [
         None
         if gradient is None or overwrites(variable)
@@ -274,26 +263,20 @@ def process(function, gradients, variables, scale, may_overflow):
             "`tf.distribute` strategy, where replicas meet in it. Return a "
             f"list. Received: {tf.distribute.get_strategy()}"
         )
-    result = [
-        gradient
-        if overwrites(variable)
-        else new
-        if new is None
-        else tf.cast(new, variable.dtype) * tf.cast(scale, variable.dtype)
-        for gradient, new, variable in zip(
-            gradients, processed, variables, strict=True
-        )
-    ]
+    is_finite = all_finite(given, 1.0) if cycle.may_overflow else True
+
+    def scaled(gradient, new, variable):
+        if overwrites(variable):
+            return gradient
+        if new is None:
+            return None
+        new = tf.cast(new, variable.dtype) * tf.cast(scale, variable.dtype)
+        return new if is_finite is True else tf.where(is_finite, new, math.nan)
+
+    result = [*map(scaled, gradients, processed, variables)]
     if keep is not True:
         keep = tf.convert_to_tensor(keep)
-    if may_overflow:
-        is_finite = all_finite(given, 1.0)
-        result = [
-            gradient
-            if gradient is None or overwrites(variable)
-            else tf.where(is_finite, gradient, math.nan)
-            for gradient, variable in zip(result, variables, strict=True)
-        ]
-        keep = keep is True or keep | ~is_finite
+        if is_finite is not True:
+            keep |= ~is_finite
     # No weight moves unless all of them could be computed.
     return tf.tuple(result), keep
