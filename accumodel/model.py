@@ -341,7 +341,7 @@ class AccumulatingModel(keras.Model):
         is_default = not state.overrides("compute_loss")
         with state.loss_weights.watch(data, scales=is_default):
             loss = outcome.call_compute_loss(*given)
-        if is_default:
+        if is_default and replicas.count_replicas() > 1:
             loss += weights.missing_sums(self, (x, y))
         return loss
 

@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "no wait for the gradients of a nested function",
         "_update/engine.py",
-        "list(map(tf.identity, sums.values_of(gradients)))",
-        "sums.values_of(gradients)",
+        "return [*map(tf.identity, values)]",
+        "return [*values]",
         "test_cycles.py",
     ),
     Mutant(
@@ -163,8 +163,8 @@ MUTANTS = [
     Mutant(
         "a replica without samples gives its gradients",
         "_update/sums.py",
-        "return tf.math.multiply_no_nan(gradient, scale)",
-        "return gradient * scale",
+        "total.assign(tf.math.multiply_no_nan(gradient, scale))",
+        "total.assign(gradient * scale)",
         "test_distribution.py",
     ),
     Mutant(
@@ -212,8 +212,8 @@ MUTANTS = [
     Mutant(
         "train_on_batch gives each replica the whole batch",
         "_fit/train_function.py",
-        "return function(batches)\n        except BaseException",
-        "return function(iterator)\n        except BaseException",
+        "batches = replicas.split_over_replicas(batches, state.strategy)",
+        "pass",
         "test_distribution.py",
     ),
     Mutant(
@@ -739,7 +739,7 @@ MUTANTS = [
     ),
     Mutant(
         "a function in a step that was traced before counts nothing",
-        "_micro_batch/step.py",
+        "_update/engine.py",
         "if each not in self._added and each._untracked.added is not None:",
         "if False:",
         "test_traces.py",
@@ -761,8 +761,8 @@ MUTANTS = [
     Mutant(
         "replicas that normalize together have weights of their own",
         "_micro_batch/outcome.py",
-        "    if (\n        replicas == 1\n",
-        "    if (\n        True or replicas == 1\n",
+        "        if count_replicas() > 1:\n            shared_loss",
+        "        if False:\n            shared_loss",
         "test_distribution.py",
     ),
     Mutant(

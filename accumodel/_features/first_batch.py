@@ -54,7 +54,8 @@ from accumodel._micro_batch.split import (
     count_samples,
     on_host,
 )
-from accumodel._micro_batch.step import FedBatch, current_graph
+from accumodel._micro_batch.step import current_graph
+from accumodel._update.engine import FedBatch
 
 # The most samples that are looked at.
 _SAMPLES = 4

@@ -36,8 +36,8 @@ from accumodel._keras_and_tf import (
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.split import ALL
-from accumodel._micro_batch.step import FedBatch
 from accumodel._update.accumulators import build_accumulator
+from accumodel._update.engine import FedBatch
 
 
 def make_train_function(model, make):
@@ -47,7 +47,6 @@ def make_train_function(model, make):
         state.accumulators.forget_traces()
         _prepare_to_accumulate(state)
         _make(model, "train", _train, make)
-        model.train_function = _accumulating(state, model.train_function)
     else:
         make(force=True)
     if replicas.is_multi_worker(model.distribute_strategy):
@@ -83,21 +82,6 @@ def _prepare_to_accumulate(state):
     if model.built and is_needed:
         build_optimizer(model)
         build_accumulator(model, state.options)
-
-
-def _accumulating(state, function):
-    """Returns a train function that forgets the pending cycle if it fails."""
-
-    def train(iterator):
-        state.accumulators.is_live = True
-        batches = replicas.split_over_replicas(iterator, state.strategy)
-        try:
-            return function(batches)
-        except BaseException as error:
-            state.accumulators.forget_after(error)
-            raise
-
-    return train
 
 
 def _say_that_it_was_split(state, error):
@@ -187,7 +171,8 @@ def _around_batch(plan):
 def _make(model, name, run, make):
     """Makes the train or test function, of which `run` is the step.
 
-    Its variables are made before the first batch. Features may run it.
+    Its variables are made before the first batch. Features may run it. If it
+    fails, the pending cycle is forgotten.
     """
     state, trains = model._accumulation, name == "train"
     function = _make_by_keras(model, name, run, make)
@@ -195,20 +180,26 @@ def _make(model, name, run, make):
         function = around(function, trains)
     is_ready = False  # a layer that is never called is never built
 
-    def make_and_call(batches):
+    def run_batches(batches):
         nonlocal is_ready
-        if not is_ready:
-            batches = variables.make_first(state.plan(), trains, batches)
-            for take in state.features.at("first_batches"):
-                batches = take(batches, trains)
-            is_ready = True
+        if trains:
+            state.accumulators.is_live = True
+            batches = replicas.split_over_replicas(batches, state.strategy)
         try:
+            if not is_ready:
+                batches = variables.make_first(state.plan(), trains, batches)
+                for take in state.features.at("first_batches"):
+                    batches = take(batches, trains)
+                is_ready = True
             return function(batches)
-        except tf.errors.OpError as error:
-            _say_that_it_was_split(state, error)
+        except BaseException as error:
+            if isinstance(error, tf.errors.OpError):
+                _say_that_it_was_split(state, error)
+            if trains:
+                state.accumulators.forget_after(error)
             raise
 
-    setattr(model, f"{name}_function", make_and_call)
+    setattr(model, f"{name}_function", run_batches)
 
 
 def _make_by_keras(model, name, run, make):

@@ -11,7 +11,8 @@ from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._micro_batch.assignments import random_state
 from accumodel._micro_batch.outcome import forward
 from accumodel._micro_batch.split import count_samples
-from accumodel._micro_batch.step import FedBatch, one_step
+from accumodel._micro_batch.step import one_step
+from accumodel._update.engine import FedBatch
 
 
 def make_first(plan, trains, batches):

@@ -65,10 +65,17 @@ def _warn_about_unknown(name):
 
 
 def current_strategy():
-    """Returns the strategy in whose scope or step this runs, or `None`."""
+    """Returns the strategy in whose scope this runs, or `None`."""
     if not tf.distribute.has_strategy():
         return None
-    return tf.distribute.get_strategy()
+    strategy = tf.distribute.get_strategy()
+    if not tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "A `GradientAccumulator` makes variables, so it must be made in "
+            "`strategy.scope()`, before `strategy.run()`. "
+            f"Received: strategy={strategy}"
+        )
+    return strategy
 
 
 def count_replicas():
@@ -76,19 +83,10 @@ def count_replicas():
     return tf.distribute.get_strategy().num_replicas_in_sync
 
 
-def check_cross_replica_context(strategy):
-    """Raises if this is a step of the strategy, and not its scope."""
-    if strategy is not None and not tf.distribute.in_cross_replica_context():
-        raise ValueError(
-            "A `GradientAccumulator` makes variables, so it must be made in "
-            "`strategy.scope()`, before `strategy.run()`. "
-            f"Received: strategy={strategy}"
-        )
-
-
 def check_replica_context(made_under):
     """Raises unless this is a step of the strategy that is given."""
-    strategy = current_strategy()
+    has_strategy = tf.distribute.has_strategy()
+    strategy = tf.distribute.get_strategy() if has_strategy else None
     if strategy is not made_under or not tf.distribute.get_replica_context():
         raise ValueError(
             "Make a `GradientAccumulator`, its optimizer and its variables in "

@@ -17,7 +17,7 @@ they get what was in them before.
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.private_names import loss_trackers
 from accumodel._keras_and_tf.replicas import count_replicas
 from accumodel._micro_batch.split import first_leaf
 
@@ -30,15 +30,11 @@ class LossLogs:
         self._model = plan.model
         self._is_reported = False
         self._before = {}
-        for tracker in self._trackers():
+        for tracker in loss_trackers(self._model):
             self._before[tracker] = [*map(tf.identity, tracker.variables)]
             tracker.reset_state()
         # What the sum of all that `take` returns begins with.
         self.nothing = tf.zeros((len(self._before), 2), tf.float64)
-
-    def _trackers(self):
-        # In eager code, those of the outputs come with the first micro-batch.
-        return private_names.loss_trackers(self._model)
 
     def report(self, loss, weight, data):
         """Puts the losses of a micro-batch in the trackers, with their weights.
@@ -46,7 +42,7 @@ class LossLogs:
         Of a sum, the weight is `None`.
         """
         self._is_reported = True
-        trackers = self._trackers()
+        trackers = loss_trackers(self._model)
         if loss.shape.rank:  # without a reduction, and logged as a mean
             weight = tf.size(loss)
         weights = self._plan.loss_weights.of_outputs(
@@ -64,7 +60,7 @@ class LossLogs:
         if not self._is_reported:
             return 0.0
         losses = []
-        for tracker in self._trackers():
+        for tracker in loss_trackers(self._model):
             values = tracker.total, tracker.count
             losses.append([tf.cast(each, tf.float64) for each in values])
             tracker.reset_state()
@@ -79,7 +75,7 @@ class LossLogs:
         if not self._is_reported:
             return self._restore(logs)
         weight = samples
-        for i, tracker in enumerate(self._trackers()):
+        for i, tracker in enumerate(loss_trackers(self._model)):
             total, count = losses[i, 0], losses[i, 1]
             before = self._before.get(tracker, [])
             for variable, value in zip(tracker.variables, before, strict=False):
@@ -96,7 +92,7 @@ class LossLogs:
         results = self._model.get_metrics_result()
         if "compute_metrics" in self._plan.overridden:
             # Its other logs may have names of metrics, too.
-            names = {tracker.name for tracker in self._trackers()}
+            names = {tracker.name for tracker in loss_trackers(self._model)}
             results = {name: results[name] for name in names & results.keys()}
         return {name: results.get(name, value) for name, value in logs.items()}
 

@@ -42,7 +42,9 @@ def differentiate(plan, data, compute, sources=()):
         y_pred, loss = compute(x, y, sample_weight)
         step = (plan, x, y, y_pred, sample_weight, loss)
         own_weight = weigh(*step)
-        shared_loss, weight = weigh_replicas(plan, loss, own_weight)
+        shared_loss, weight = loss, own_weight
+        if count_replicas() > 1:
+            shared_loss, weight = weigh_replicas(plan, loss, own_weight)
         build_optimizer(model)
         scaled_loss = model.optimizer.scale_loss(shared_loss)
     gradients = tape.gradient(scaled_loss, [model.trainable_variables, sources])
@@ -74,8 +76,7 @@ def weigh_replicas(plan, loss, weight):
     """
     replicas = count_replicas()
     if (
-        replicas == 1
-        or weight is None
+        weight is None
         or "compute_loss" in plan.overridden
         or not any(norm.synchronized for norm in trained_norms(plan.model))
     ):

@@ -12,8 +12,6 @@ import typing
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf.replicas import check_replica_context
-
 _step: contextvars.ContextVar = contextvars.ContextVar("step", default=None)
 
 
@@ -43,55 +41,6 @@ class Plan:
         return bool(self.features.at("train"))
 
 
-class FedBatch:
-    """The accumulators that the micro-batches of one fed batch are added to.
-
-    If it `is_split`, each replica may have another number of micro-batches.
-    """
-
-    def __init__(self, is_split):
-        self.is_split = is_split
-        self._added: dict = {}
-        # See `clear_first`: a list of sums for each accumulator.
-        self.cleared: dict = {}
-
-    def check(self, accumulator):
-        """Raises unless this is a step of the accumulator's strategy."""
-        check_replica_context(accumulator._untracked.strategy)
-
-    def accumulate(self, accumulator, gradients, weight, **kwargs):
-        """Adds the gradients of a micro-batch, see `GradientAccumulator`."""
-        accumulator._add_to_fed_batch(gradients, weight, self, **kwargs)
-
-    def add(self, accumulator, present):
-        """Registers a micro-batch, and which variables got a gradient."""
-        before, was_conditional = self._added.get(accumulator, (present, False))
-        union = tuple(a or b for a, b in zip(present, before, strict=True))
-        is_conditional = was_conditional or current_step().is_conditional()
-        self._added[accumulator] = (union, is_conditional)
-        accumulator._untracked.added = union, is_conditional
-
-    def clear_first(self):
-        """Clears what XLA's step does not clear in the first of a cycle."""
-        for accumulator, sums in self.cleared.items():
-            if sums:
-                accumulator._clear_if_empty(sums)
-
-    def end(self, accumulators):
-        """Ends the fed batch in each accumulator that it was added to.
-
-        A `tf.function` in a custom step may be traced already: then it adds,
-        but registers nothing, so the accumulators themselves know. Returns
-        whether there is one.
-        """
-        for each in accumulators:
-            if each not in self._added and each._untracked.added is not None:
-                self._added[each] = (each._untracked.added[0], True)
-        for accumulator, (present, is_conditional) in self._added.items():
-            accumulator._end_fed_batch(present, is_conditional)
-        return bool(self._added)
-
-
 class Step:
     """One call of a `train_step` or `test_step` with one micro-batch."""
 
@@ -106,13 +55,6 @@ class Step:
         self.loss_data: typing.Any = None
         self._graph = current_graph()
         self._called: set = set()
-
-    def waits(self):
-        """Returns what to wait for until the data is there."""
-        leaves = tf.nest.flatten(self.data, expand_composites=True)
-        # `tf.identity`: a control dependency on what a nested `tf.function`
-        # returns is lost.
-        return [tf.identity(leaf) for leaf in leaves if tf.is_tensor(leaf)]
 
     def is_conditional(self):
         """Whether what is traced now may be left out when the step runs."""

@@ -296,10 +296,9 @@ def missing_sums(model, data):
     Keras sums up what has an axis, and divides the sum by the number of
     replicas, as if it were a mean.
     """
-    replicas = count_replicas()
-    losses = model.losses if replicas > 1 else []
-    vectors = [each for each in losses if not is_single(each, data)]
-    return sum(tf.reduce_sum(each) * (1 - 1 / replicas) for each in vectors)
+    vectors = [each for each in model.losses if not is_single(each, data)]
+    missing = 1 - 1 / count_replicas()
+    return sum(tf.reduce_sum(each) * missing for each in vectors)
 
 
 def _nonzero(value, samples):

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, replicas
 from accumodel._micro_batch.step import current_step
-from accumodel._update import sums
 from accumodel._update.engine import Engine
 
 
@@ -81,14 +80,10 @@ class GradientAccumulator(Engine):
     ) -> None:
         accum_steps = checks.check_accum_steps(accum_steps)
         checks.check_optimizer(optimizer, skip_nonfinite)
-        strategy = replicas.current_strategy()
-        replicas.check_cross_replica_context(strategy)
-        replicas.check_strategy(strategy)
-        variables = list(variables)
-        sums.check_variables(variables)
+        replicas.check_strategy(replicas.current_strategy())
         super().__init__(
             optimizer,
-            variables,
+            [*variables],
             accum_steps,
             (process_gradients, after_update),
             skip_nonfinite,

@@ -49,7 +49,7 @@ class _Untracked:
         # Which variables steps passed, maybe without a gradient; empty if all.
         self.named: list = []
         self.updates_every_batch = False  # whether each fed batch is a cycle
-        # What a fed batch last registered, see `FedBatch.add`.
+        # What a fed batch last registered, see `FedBatch.accumulate`.
         self.added: typing.Any = None
 
     def __getstate__(self):
@@ -57,16 +57,11 @@ class _Untracked:
         return {**vars(self), "updates": {}, "observers": []}
 
 
-def _present(gradients):
-    """Returns which gradients there are."""
-    return tuple(each is not None for each in gradients)
-
-
 class Engine(tf.Module):
     """The variables of an accumulator, and all that changes them.
 
-    `fit` adds the micro-batches of a fed batch by `_add_to_fed_batch`, of a
-    custom loop by `_add_alone`. For the arguments see `GradientAccumulator`.
+    `fit` adds the micro-batches of a `FedBatch`, a custom loop adds them alone.
+    For the arguments see `GradientAccumulator`.
     """
 
     def __init__(
@@ -86,11 +81,11 @@ class Engine(tf.Module):
         self._has_weights: bool | None = None
         self._untracked = _Untracked(strategy, variables)
         with tf.init_scope(), replicas.scope_of(strategy):
+            self._sums = sums.make_accumulators(variables)
             # Built now: an optimizer that copies the weights into its slots
             # (ScheduleFreeAdamW) would copy nothing inside a trace.
             if not optimizer.built:
                 optimizer.build(variables)
-            self._sums = [sums.make_accumulator(v) for v in variables]
             # Of each replica: the sum of the weights, by which the sums are
             # divided; the sum of their sizes; and the micro-batches added.
             # float64: it adds up many weights.
@@ -157,7 +152,7 @@ class Engine(tf.Module):
         step = current_step()
         if step is not None:
             step.check_called_once(self)
-        self._expected = _present(gradients)
+        self._expected = tuple(each is not None for each in gradients)
         before = self._untracked.named or named
         self._untracked.named = list(map(operator.or_, named, before))
 
@@ -166,24 +161,9 @@ class Engine(tf.Module):
     def _add_alone(self, gradients, weight):
         """Adds a micro-batch of a custom loop, which counts by itself."""
         accepted = self._add(gradients, weight, meets=True)
-        end = functools.partial(
-            self._end_step, _present(gradients), self._skip_nonfinite
-        )
+        present, may_be_nothing = self._expected, self._skip_nonfinite
+        end = functools.partial(self._end_step, present, may_be_nothing)
         replicas.across_replicas(end, accepted, 1 - tf.cast(accepted, tf.int64))
-
-    @recorded()
-    def _add_to_fed_batch(self, gradients, weight, fed_batch, **kwargs):
-        """Adds a micro-batch of a fed batch, which is counted in its end."""
-        # Those of one replica may be more than those of another.
-        meets = not fed_batch.is_split
-        accepted = self._add(gradients, weight, meets, **kwargs)
-        # A micro-batch that all replicas accept adds 1 / replicas on each.
-        # Later stages add 0, so that the end of the batch waits for them.
-        size = 1.0 if fed_batch.is_split else 1 / replicas.count_replicas()
-        size *= kwargs.get("may_begin", True)
-        accepted = tf.cast(accepted, tf.float64)
-        self._parts.assign_add([accepted * size, (1 - accepted) * size])
-        fed_batch.add(self, _present(gradients))
 
     def _end_fed_batch(self, present, is_conditional):
         """Ends a fed batch of which all micro-batches were added."""
@@ -217,7 +197,9 @@ class Engine(tf.Module):
         if is_compiled:
             is_used = tf.not_equal(weight, 0)
             gradients = [sums.zero_unless(is_used, each) for each in gradients]
-        accepted = self._accepts(gradients, weight, meets)
+        accepted = tf.identity(True)
+        if self._skip_nonfinite:
+            accepted = self._is_finite(gradients, weight, meets)
         # Keras divides the loss of each replica by their number, unless it is
         # a sum. The sums are those of one device.
         scale = tf.cast(weight, tf.float64)
@@ -277,16 +259,18 @@ class Engine(tf.Module):
         step = current_step()
         # A function in a step must not hold the data of its first trace.
         if step is not None and not step.is_conditional():
-            return step.waits()
-        if tf.is_symbolic_tensor(weight):
+            leaves = tf.nest.flatten(step.data, expand_composites=True)
+            values = filter(tf.is_tensor, leaves)
+        elif tf.is_symbolic_tensor(weight):
             return []  # it waits for itself
-        return list(map(tf.identity, sums.values_of(gradients)))
+        else:
+            values = sums.values_of(gradients)
+        # A control dependency on what a nested `tf.function` returns is lost.
+        return [*map(tf.identity, values)]
 
-    def _accepts(self, gradients, weight, meets):
+    def _is_finite(self, gradients, weight, meets):
         """Whether to add a micro-batch; all replicas agree if they meet."""
         with tf.control_dependencies([weight]):
-            if not self._skip_nonfinite:
-                return tf.identity(True)
             is_good = sums.all_finite(gradients, weight) | tf.equal(weight, 0)
         if meets:
             (bad,) = replicas.sum_over_replicas([tf.cast(~is_good, tf.float32)])
@@ -471,3 +455,63 @@ class Engine(tf.Module):
                 "variables, or use a `GradientAccumulator` for each set.",
                 stacklevel=3,
             )
+
+
+class FedBatch:
+    """The accumulators that the micro-batches of one fed batch are added to.
+
+    If it `is_split`, each replica may have another number of micro-batches.
+    """
+
+    def __init__(self, is_split):
+        self.is_split = is_split
+        self._added: dict = {}
+        # See `clear_first`: a list of sums for each accumulator.
+        self.cleared: dict = {}
+
+    def check(self, accumulator):
+        """Raises unless this is a step of the accumulator's strategy."""
+        replicas.check_replica_context(accumulator._untracked.strategy)
+
+    @recorded()
+    def accumulate(self, accumulator, gradients, weight, **kwargs):
+        """Adds a micro-batch, which is counted in the end.
+
+        And registers which variables got a gradient. See `Engine._add`.
+        """
+        # If it is split, replicas do not meet here.
+        accepted = accumulator._add(
+            gradients, weight, meets=not self.is_split, **kwargs
+        )
+        # A micro-batch that all replicas accept adds 1 / replicas on each.
+        # Later stages add 0, so that the end of the batch waits for them.
+        size = 1.0 if self.is_split else 1 / replicas.count_replicas()
+        size *= kwargs.get("may_begin", True)
+        accepted = tf.cast(accepted, tf.float64)
+        accumulator._parts.assign_add([accepted * size, (1 - accepted) * size])
+        present = tuple(each is not None for each in gradients)
+        before, was_conditional = self._added.get(accumulator, (present, False))
+        union = tuple(map(operator.or_, present, before))
+        is_conditional = was_conditional or current_step().is_conditional()
+        self._added[accumulator] = union, is_conditional
+        accumulator._untracked.added = union, is_conditional
+
+    def clear_first(self):
+        """Clears what XLA's step does not clear in the first of a cycle."""
+        for accumulator, these in self.cleared.items():
+            if these:
+                accumulator._clear_if_empty(these)
+
+    def end(self, accumulators):
+        """Ends the fed batch in each accumulator that it was added to.
+
+        A `tf.function` in a custom step may be traced already: then it adds,
+        but registers nothing, so the accumulators themselves know. Returns
+        whether there is one.
+        """
+        for each in accumulators:
+            if each not in self._added and each._untracked.added is not None:
+                self._added[each] = (each._untracked.added[0], True)
+        for accumulator, (present, is_conditional) in self._added.items():
+            accumulator._end_fed_batch(present, is_conditional)
+        return bool(self._added)

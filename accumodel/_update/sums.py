@@ -24,7 +24,8 @@ class Cycle(typing.NamedTuple):
     may_overflow: bool  # whether a cycle that overflowed makes no update
 
 
-def check_variables(variables):
+def make_accumulators(variables):
+    """Makes the sums of the gradients by some variables, or raises."""
     if not variables:
         raise ValueError(
             "`variables` must hold at least one variable to train. "
@@ -37,19 +38,18 @@ def check_variables(variables):
             "float8, cannot be accumulated on several replicas. Use one device "
             f"or another precision. Received: {overwritten[0]}"
         )
-
-
-def make_accumulator(variable):
-    dtype = tf.as_dtype(variable.dtype)
-    # Half types lose whole gradients when many are added: 511 gradients of
-    # 2.0 add up to 512 in bfloat16.
-    if dtype in (tf.float16, tf.bfloat16):
-        dtype = tf.float32
-    # On its variable's device, as the slots of an optimizer.
-    variable = tf_variable(variable)
-    extended = tf.distribute.get_strategy().extended
-    with extended.colocate_vars_with(variable):
-        return make_sum(variable.shape, dtype, "accumulator")
+    made = []
+    for variable in map(tf_variable, variables):
+        dtype = tf.as_dtype(variable.dtype)
+        # Half types lose whole gradients when many are added: 511 gradients
+        # of 2.0 add up to 512 in bfloat16.
+        if dtype in (tf.float16, tf.bfloat16):
+            dtype = tf.float32
+        # On its variable's device, as the slots of an optimizer.
+        extended = tf.distribute.get_strategy().extended
+        with extended.colocate_vars_with(variable):
+            made.append(make_sum(variable.shape, dtype, "accumulator"))
+    return made
 
 
 def make_counter(name):
@@ -72,7 +72,9 @@ def add(total, gradient, variable, scale, is_first):
         tf.raw_ops.ResourceScatterAdd(
             resource=total.handle,
             indices=gradient.indices,
-            updates=_times(tf.cast(gradient.values, dtype), scale),
+            updates=tf.math.multiply_no_nan(
+                tf.cast(gradient.values, dtype), scale
+            ),
         )
         return
     gradient = tf.cast(gradient, dtype)
@@ -80,18 +82,14 @@ def add(total, gradient, variable, scale, is_first):
         total.assign(gradient if is_first else tf.maximum(total, gradient))
     elif is_first:
         # The product takes the gradient's buffer, and the variable takes that.
-        total.assign(_times(gradient, scale))
+        # The gradient of a mean over nothing is not a number.
+        total.assign(tf.math.multiply_no_nan(gradient, scale))
     else:
         # `total -= (-scale) * gradient`: the one public op that multiplies and
         # adds in place, with no product to store.
         tf.raw_ops.ResourceApplyGradientDescent(
             var=total.handle, alpha=-scale, delta=gradient
         )
-
-
-def _times(gradient, scale):
-    """Multiplies; the gradient of a mean over nothing is not a number."""
-    return tf.math.multiply_no_nan(gradient, scale)
 
 
 def select(total, gradient, variable, scale, is_first):
