@@ -22,8 +22,8 @@ KerasModel = keras.Model
 def sum_of_weights(sample_weight, mask, dtype):
     """Returns the sum of the weights by which Keras multiplies losses.
 
-    Computed by Keras's own function, so that masks and sample weights of
-    different ranks are brought together as they are there.
+    By its own function, which brings together masks and sample weights of
+    different ranks.
     """
     module: typing.Any = importlib.import_module("keras.src.losses.loss")
     return module.reduce_weighted_values(
@@ -36,27 +36,22 @@ def sum_of_weights(sample_weight, mask, dtype):
 
 
 def compiled_losses(model):
-    """Returns the losses of `compile` with their weights, as Keras calls them.
+    """Returns pairs of a `keras.Loss` of `compile` and its weight, or `None`.
 
-    Returns:
-        List of pairs of a `keras.Loss` and its weight, a float or `None`. They
-        are known only after the first call.
+    As Keras calls them. They are known only after the first call.
     """
     if model._compile_loss is None:
         return []
-    return [
-        # Callbacks put plain tuples in the place of named ones.
-        (loss, weight)
-        for _, loss, weight, *_ in model._compile_loss._flat_losses or []
-    ]
+    losses = model._compile_loss._flat_losses or []
+    # Callbacks put plain tuples in the place of named ones.
+    return [(loss, weight) for _, loss, weight, *_ in losses]
 
 
 def loss_trackers(model):
-    """Returns the metric behind the log `loss`, and those of the outputs.
+    """Returns the metric behind the log `loss`, and those of several outputs.
 
-    It is not found by its name among `model.metrics`, which a subclass may
-    override, with a metric "loss" that it updates itself. Those of several
-    outputs are known only after the first call.
+    Not by its name among `model.metrics`: a subclass may have a metric "loss"
+    that it updates itself. The others are known only after the first call.
     """
     of_outputs = model._compile_loss.metrics if model._compile_loss else []
     return [model._loss_tracker, *of_outputs]
@@ -112,10 +107,7 @@ def is_seed(variable):
 
 
 def used_variables(graph):
-    """Returns the variables that a graph uses, as far as it is traced.
-
-    Those of the functions that it calls, too.
-    """
+    """Returns the variables that a graph uses so far, also in functions."""
     return [*graph._watched_variables]
 
 
@@ -229,10 +221,7 @@ def takes_resource(op):
 
 @functools.cache
 def is_stateful(op):
-    """Whether operations of a type may do more than to return tensors.
-
-    That of a function may.
-    """
+    """Whether operations of a type may do more than to return tensors."""
     definition = _definition_of(op)
     return definition is None or definition.is_stateful
 
@@ -243,10 +232,7 @@ def control_flow_context():
 
 
 def capture(tensor):
-    """Returns a tensor from outside of the function that is being traced.
-
-    As TensorFlow does for each operation that takes one.
-    """
+    """Returns a tensor from outside of the function that is being traced."""
     return tf.compat.v1.get_default_graph().capture(tensor)
 
 
