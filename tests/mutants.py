@@ -319,14 +319,14 @@ MUTANTS = [
     ),
     Mutant(
         "the second pass draws other numbers",
-        "_features/whole_batch/states.py",
-        "        self._assign(self._before)\n",
+        "_features/states.py",
+        "        self._assign(self.before)\n",
         "",
         "test_gradient_cache.py",
     ),
     Mutant(
         "what the loss wrote is lost",
-        "_features/whole_batch/states.py",
+        "_features/states.py",
         "        self._assign(after)\n",
         "        pass\n",
         "test_gradient_cache.py",
@@ -397,7 +397,7 @@ MUTANTS = [
     Mutant(
         "a part that draws without a seed of its own draws the first rows",
         "_features/whole_batch/stages.py",
-        'or part.reads(*self._plan.features.at("rows"))',
+        ' or part.reads(*self.plan.features.at("rows"))',
         "",
         "test_sync_batch_norm.py",
     ),
@@ -684,7 +684,7 @@ MUTANTS = [
     Mutant(
         "pairs of samples are joined",
         "_features/whole_batch/stages.py",
-        "    checks.check_no_pairs(plan, parts.data, graph.outputs)\n",
+        "        checks.check_no_pairs(plan, graph, x)\n",
         "",
         "test_refused_or_warned.py",
     ),

@@ -7,11 +7,7 @@ from accumodel._keras_and_tf import private_names
 
 
 class Part:
-    """Some operations of a `ModelGraph`, which run by themselves.
-
-    Those at a position in the order of all parts that make nested tensors, and
-    those that have effects.
-    """
+    """The operations at a position that make tensors, or have effects."""
 
     def __init__(self, graph, position, makes, effects=()):
         self._graph, self.makes = graph, makes
