@@ -866,8 +866,8 @@ MUTANTS = [
     Mutant(
         "samples and time in one axis are not known in eager code",
         "_features/random_numbers.py",
-        "if first is not None and first % samples == 0:",
-        "if False:",
+        "and sizes[0] % samples == 0:",
+        "and False:",
         "test_random.py",
     ),
     Mutant(
@@ -894,8 +894,8 @@ MUTANTS = [
     Mutant(
         "a function that was traced before draws the same again",
         "_features/random_numbers.py",
-        "if id(seed) not in known:",
-        "if False:",
+        "if id(seed) in known:",
+        "if True:",
         "test_random.py",
     ),
     Mutant(
@@ -908,8 +908,8 @@ MUTANTS = [
     Mutant(
         "the width of normal numbers is rounded to float32",
         "_features/random_numbers.py",
-        "tf.convert_to_tensor(each, dtype)",
-        "tf.cast(each, dtype)",
+        "tf.convert_to_tensor(stddev, dtype)",
+        "tf.cast(stddev, dtype)",
         "test_random.py",
     ),
     Mutant(

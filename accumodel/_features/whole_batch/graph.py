@@ -187,7 +187,7 @@ class ModelGraph:
                 self._of_samples.add(op.name)
 
     def _make_parts(self, positions, make):
-        """Returns parts. They make what `make` says, and what later ones take."""
+        """Returns parts that make what `make` says and what later ones take."""
         parts: list = []
         takes: dict = {}
         for position in reversed(positions):
