@@ -133,7 +133,7 @@ class Draws:
 
     @contextlib.contextmanager
     def replaced(self):
-        """In it, what is traced draws so when it runs."""
+        """In it, what is traced draws the rows when it runs."""
         self._around = current_graph()
         self._drawn.clear()
         with replaced_draws(self._draw, next=self._next):
@@ -256,18 +256,17 @@ class Draws:
                 seed=_apart(seed, apart)
             )
             start = tf.bitcast(start, tf.int64)
+        kwargs |= {"key": key, "alg": _ALGORITHM}
 
         def draw(j):
             with _host():
                 first = (j * all_rows + begin) * inner
                 counter = start + tf.stack([first // block, 0])
                 counter = tf.bitcast(counter, tf.uint64)
-            arguments = {"key": key, "counter": counter, "alg": _ALGORITHM}
             if is_aligned:
-                return operation(shape=shape[axis:], **arguments, **kwargs)
-            numbers = operation(
-                shape=[count + block - 1], **arguments, **kwargs
-            )
+                return operation(shape=shape[axis:], counter=counter, **kwargs)
+            size = count + block - 1
+            numbers = operation(shape=[size], counter=counter, **kwargs)
             numbers = tf.slice(numbers, [first % block], [count])
             return tf.reshape(numbers, shape[axis:])
 
