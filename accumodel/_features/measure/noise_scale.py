@@ -128,8 +128,8 @@ class Estimator(Observer):
         half = math.sqrt(max(width, 0.0))
         # Weights may be elements, of which a sample has several.
         unit = samples / n
-        values = s / g, max(middle - half, 0.0), middle + half
-        return Estimate(*(float(each * unit) for each in values), samples)
+        low, high = max(middle - half, 0.0) * unit, (middle + half) * unit
+        return Estimate(float(s / g * unit), float(low), float(high), samples)
 
 
 def _quantile(freedom):
@@ -206,9 +206,10 @@ class GradientNoiseScale(ObservingCallback):
         plan = self.model._accumulation.plan()
         if plan.needs_whole_batch or plan.features.at("order"):
             raise ValueError(
-                "`GradientNoiseScale` cannot be used with `gradient_cache`, "
-                "`sync_batch_norm` or `trim_padding`: a micro-batch is no "
-                "random sample of the gradient then. Remove one of them. "
+                "`GradientNoiseScale` cannot be used with "
+                "`gradient_cache=True`, `sync_batch_norm=True` or "
+                "`trim_padding`: a micro-batch is no random sample of the "
+                "gradient then. Remove one of them. "
                 f"Received: {plan.options.changed()}"
             )
         self._observed.begin(self.decay)

@@ -158,9 +158,6 @@ class ModelGraph:
             }
 
         self.forward = self._make_parts(range(self._last + 1), make)
-        self._takes = [
-            {each.name for each in part.takes} for part in self.forward
-        ]
         self.moved = [self._norms.variables[key] for key in self.new]
         self.moves = Part(self, self._last, [*self.new.values()])
 
@@ -199,7 +196,7 @@ class ModelGraph:
             ]
             effects = self._effects.get(self.stage_at(position), [])
             parts.insert(0, Part(self, position, makes, effects))
-            takes |= {each.name: each for each in parts[0].takes}
+            takes |= parts[0].takes
         return parts
 
     def norms_of(self, stage):
@@ -327,7 +324,7 @@ class ModelGraph:
             stage = end - position
             if all(
                 self.positions[each.op.name] == stage
-                or name in self._takes[stage]
+                or name in self.forward[stage].takes
                 for name, each in needed.items()
             ):
                 return position

@@ -15,16 +15,17 @@ class Part:
         self._flat = [each for each in flat if each is not None]
         self.is_empty = not self._flat
         self._operations, found = self._find(position, effects)
-        # What earlier parts make.
-        self.takes = [e for e in found.values() if not is_placeholder(e)]
+        # What earlier parts make, by names.
+        self.takes = {n: e for n, e in found.items() if not is_placeholder(e)}
         inputs = [each.name for each in graph.inputs]
         self.takes_inputs = not found.keys().isdisjoint(inputs)
+        others = found.keys() - self.takes.keys() - graph.captured.keys()
+        others -= {*inputs}
         # What it is called with: the inputs of the model, if it takes them,
         # what it takes, and other placeholders.
-        self.feeds = graph.inputs * self.takes_inputs + self.takes
-        others = found.keys() - graph.captured.keys()
-        others -= {each.name for each in self.feeds}
-        self.feeds += [found[name] for name in sorted(others)]
+        self.feeds = graph.inputs * self.takes_inputs + [
+            found[name] for name in (*self.takes, *sorted(others))
+        ]
         # The normalizations whose moments its stage makes.
         self.norms = graph.norms_of(graph.stage_at(position))
         # The variables that it assigns, by their ids.

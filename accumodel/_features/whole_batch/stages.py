@@ -77,8 +77,7 @@ class WholeBatch:
         """Trains on one fed batch, which the caller ends. Returns the logs."""
         data = as_tensors(data)
         run = _Run(plan, data, is_training=True)
-        # What is assigned between the two passes, which the second does not
-        # see.
+        # What is assigned between the two passes.
         states = States(plan.assigned["loss"])
         made = run.forward(states)
         with one_step(plan, data, fed_batch):
@@ -358,8 +357,7 @@ def _differentiate(run, states, outputs, added):
 def _as_keras(weight, own, samples):
     """Lets the gradients of all replicas add up, as Keras does.
 
-    A custom loss may be that of all replicas, of which each has a part of the
-    gradient: then it does not matter how many samples a replica has.
+    A custom loss may be that of all replicas, whatever samples one has.
     """
     replicas = count_replicas()
     if replicas == 1:
@@ -370,10 +368,10 @@ def _as_keras(weight, own, samples):
 
     def without_nan(value):
         # A replica without samples may have a mean over nothing.
-        if not value.dtype.is_floating:
-            return value
-        is_right = tf.math.is_finite(value) | (samples > 0)
-        return tf.where(is_right, value, tf.zeros_like(value))
+        if value.dtype.is_floating:
+            is_right = tf.math.is_finite(value) | (samples > 0)
+            value = tf.where(is_right, value, tf.zeros_like(value))
+        return value
 
     return weight, arrays.map_present(without_nan, own, expand_composites=True)
 
