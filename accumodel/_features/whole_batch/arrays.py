@@ -2,9 +2,10 @@
 
 import tensorflow as tf
 
+from accumodel._features.whole_batch.checks import check_length
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.loop import for_each
-from accumodel._micro_batch.split import on_host
+from accumodel._micro_batch.split import first_leaf, on_host
 
 
 def collect(run, count, is_apart):
@@ -80,14 +81,14 @@ def read(array, i):
         return array.read(tf.cast(i, tf.int32))
 
 
-def join(samples, array):
-    """Returns the rows of all parts, or the sum of scalars.
-
-    `samples` is what is known of their number, or `None`.
-    """
+def join(plan, parts, array):
+    """Returns the rows of all micro-batches, or the mean of scalars."""
     if not array.element_shape.rank:
-        return tf.reduce_sum(array.stack())
-    values = array.concat()
+        values = array.stack()
+        shares = parts.share(tf.range(parts.count))
+        return tf.reduce_sum(values * tf.cast(shares, values.dtype))
+    values = check_length(plan, parts.samples, array.concat())
+    samples = first_leaf(parts.data).shape[0]  # if it is known
     values.set_shape([samples, *array.element_shape[1:]])
     return values
 

@@ -78,17 +78,15 @@ def check_outputs(plan, graph):
             )
 
 
-def with_length(plan, parts, i, leaf):
-    """Returns a tensor whose rows are seen to be the samples of the part."""
-    begin, end = parts.bounds(i)
-    samples = end - begin
-    length = tf.shape(leaf, tf.int64)[0]
+def check_length(plan, samples, output):
+    """Returns an output of the batch, whose rows must be the samples."""
+    length = tf.shape(output, tf.int64)[0]
     check = tf.raw_ops.Assert(
         condition=tf.equal(length, samples),
         data=[_other_axis(plan), "length", length, "of samples", samples],
     )
     with tf.control_dependencies([check]):
-        return tf.identity(leaf)
+        return tf.identity(output)
 
 
 def _other_axis(plan):

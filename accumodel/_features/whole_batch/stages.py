@@ -38,7 +38,7 @@ from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import loop, outcome
 from accumodel._micro_batch.assignments import Recorder
-from accumodel._micro_batch.split import MicroBatches, as_tensors, first_leaf
+from accumodel._micro_batch.split import MicroBatches, as_tensors
 from accumodel._micro_batch.step import one_step
 
 
@@ -211,8 +211,7 @@ class _Run:
             if any(part.reads(variable) for part in graph.forward):
                 states.record(variable)
             variable.assign(value)
-        samples = first_leaf(self.parts.data).shape[0]
-        join = functools.partial(arrays.join, samples)
+        join = functools.partial(arrays.join, self.plan, self.parts)
         outputs, masks, losses = arrays.map_present(join, made["ends"])
         for output, mask in zip(tf.nest.flatten(outputs), masks, strict=True):
             if mask is not None:
@@ -220,23 +219,12 @@ class _Run:
         return outputs, [*zip(graph.owners, losses, strict=True)]
 
     def _run_stage(self, part):
-        plan, parts = self.plan, self.parts
         states = States(part.assigned)
         # Nothing may change in a run without data, see `loop`.
-        with tf.control_dependencies([parts.samples]):
+        with tf.control_dependencies([self.parts.samples]):
             states.save()
-        step = loop.make_step(plan, part)
-
-        def run_part(i):
-            def check(leaf):
-                if leaf.shape.rank:
-                    return checks.with_length(plan, parts, i, leaf)
-                return _scale(leaf, parts.share(i))  # a mean over samples
-
-            made = step(self._values_of(part, i))
-            return made | {"ends": arrays.map_present(check, made["ends"])}
-
-        made = self._collect(part, run_part)
+        step = loop.make_step(self.plan, part)
+        made = self._collect(part, lambda i: step(self._values_of(part, i)))
         moments = [array.stack() for array in made["moments"]]
         with tf.GradientTape() as tape:
             tape.watch(moments)
@@ -301,7 +289,8 @@ class _Run:
         """Returns the i-th micro-batch's part of a gradient by an output."""
         if gradient.shape.rank:
             return gradient[slice(*self.parts.bounds(i))]
-        return _scale(gradient, self.parts.share(i))
+        # Of a mean over samples.
+        return gradient * tf.cast(self.parts.share(i), gradient.dtype)
 
 
 def _total(gradients):
@@ -314,10 +303,6 @@ def _total(gradients):
 
 def _is_any(gradients):
     return any(each is not None for each in gradients)
-
-
-def _scale(value, share):
-    return value * tf.cast(share, value.dtype)
 
 
 # -- 2. The loss of the batch --------------------------------------------------
