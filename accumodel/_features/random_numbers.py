@@ -201,12 +201,12 @@ class Draws:
             seed = private_names.draw_seed(arguments.pop("seed", None))
         if not axes:
             return original(**arguments, seed=seed)
-        is_hidden = name == "normal" and _is_compiled()
         if (
             len(axes) > 1
-            or is_hidden
-            or name not in _OFFSETS
             or not self._are_in_order
+            or name not in _OFFSETS
+            # XLA makes normal numbers of two halves of the whole draw.
+            or (name == "normal" and _is_compiled())
         ):
             return original(**arguments, seed=_apart(seed, self.rows[0]))
         numbers = functools.partial(self._numbers, axes[0], sizes, seed)

@@ -89,7 +89,6 @@ class Part:
     def _definition(self):
         definition = tf.compat.v1.GraphDef()
         definition.versions.producer = tf.version.GRAPH_DEF_VERSION
-        has_functions = False
         for op in self._operations.values():
             node = op.node_def
             inputs = [
@@ -101,11 +100,11 @@ class Part:
             node.input[:] = sorted(inputs, key=lambda each: each[0] == "^")
             node.attr.pop("_class", None)  # where other operations are
             definition.node.append(node)
-            has_functions |= any(
-                value.HasField("func") or value.list.func
-                for value in node.attr.values()
-            )
-        if has_functions:
+        if any(
+            value.HasField("func") or value.list.func
+            for node in definition.node
+            for value in node.attr.values()
+        ):
             definition.library.CopyFrom(self._graph.definition.library)
         return definition
 
