@@ -33,8 +33,7 @@ from accumodel._memory import (
 )
 
 BATCH, MICRO_BATCH = 128, 16
-# The last batch is short.
-SAMPLES = BATCH * 5 // 2
+SAMPLES = BATCH * 5 // 2  # the last batch is short
 
 # How much further than reordered samples a way may be from plain Keras, and
 # what is rounding in any case.
@@ -102,17 +101,25 @@ def make_model_of_words(model_class, rate=0.0):
     return model_class(inputs, keras.layers.Dense(4, dtype="float32")(x))
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(typing.NamedTuple):
     """What is trained, and the ways to train it: the arguments of `compile`."""
 
     ways: dict
     model: typing.Callable = make_model
     data: typing.Callable = make_data
     loss: typing.Any = weighted_loss
-    # Does plain Keras do the same with samples in another order, up to
-    # rounding? Not if it draws for each place.
+    # Not if plain Keras draws random numbers, which depend on the order.
     reorders: bool = True
+
+    def batches(self, size):
+        return tf.data.Dataset.from_tensor_slices(self.data()).batch(size)
+
+    def compiled(self, model_class, jit, **arguments):
+        """Returns a new model of it."""
+        model = self.model(model_class)
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+        model.compile(optimizer, self.loss, jit_compile=jit, **arguments)
+        return model
 
 
 _SPLIT = {"micro_batch_size": MICRO_BATCH}
@@ -154,19 +161,18 @@ class Training:
 
     weights: list
     moved: float  # the most that a weight did
+    size: int | None = None  # of its micro-batches
     memory: float | None = None  # megabytes that a batch takes at its peak
     milliseconds: float | None = None  # of a micro-batch
-    # The weights if the samples of each batch are reversed.
-    reordered: list | None = None
+    reordered: list | None = None  # the weights if each batch is reversed
 
 
 def train(problem, arguments, jit, strategy=None):
-    """Trains in one of the ways for an epoch, and returns the `Training`."""
+    """Trains in one of the ways, and returns the `Training`."""
     with (strategy or tf.distribute.get_strategy()).scope():
-        model = compile_model(AccumulatingModel, problem, jit, **arguments)
-    samples = tf.data.Dataset.from_tensor_slices(problem.data())
-    fed = samples.batch(MICRO_BATCH if "accum_steps" in arguments else BATCH)
-    return measure(model, fed, fed)
+        model = problem.compiled(AccumulatingModel, jit, **arguments)
+    data = problem.batches(MICRO_BATCH if "accum_steps" in arguments else BATCH)
+    return measure(model, data, data)
 
 
 def train_keras(problem, jit):
@@ -174,41 +180,28 @@ def train_keras(problem, jit):
 
     The same model: its function need not be compiled again.
     """
-    model = compile_model(keras.Model, problem, jit)
+    model = problem.compiled(keras.Model, jit)
     model.optimizer.build(model.trainable_variables)
     variables = [*model.variables, *model.optimizer.variables]
     values = [keras.ops.convert_to_numpy(each) for each in variables]
-    samples = tf.data.Dataset.from_tensor_slices(problem.data())
-    large = samples.batch(BATCH)
-    training = measure(model, large, samples.batch(MICRO_BATCH))
+    data = problem.batches(BATCH)
+    training = measure(model, data, problem.batches(MICRO_BATCH))
     if problem.reorders:
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
-        fit(model, large.map(reverse))
-        training.reordered = model.get_weights()
+        training.reordered = fit(model, data.map(reverse)).weights
     return training
-
-
-def compile_model(model_class, problem, jit, **arguments):
-    model = problem.model(model_class)
-    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-    model.compile(optimizer, problem.loss, jit_compile=jit, **arguments)
-    return model
 
 
 def measure(model, data, micro_batches):
     """Trains for an epoch, and for more of them to see its memory and time."""
-    before = model.get_weights()
-    fit(model, data)
-    weights = model.get_weights()
-    training = Training(weights, distance(weights, before))
+    training = fit(model, data)
     gc.collect()
     held = live_memory()
     fit(model, data)
     if held is not None:
         training.memory = (peak_memory() - held) / 1e6
-    if micro_batches is not data:
-        fit(model, micro_batches)  # which are traced
+    fit(model, micro_batches)  # which may have to be traced
     begin = time.perf_counter()
     fit(model, micro_batches)
     seconds = time.perf_counter() - begin
@@ -217,9 +210,13 @@ def measure(model, data, micro_batches):
 
 
 def fit(model, data):
+    before = model.get_weights()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of small micro-batches, say
         model.fit(data, shuffle=False, verbose=0)
+    weights = model.get_weights()
+    size = getattr(model, "current_micro_batch_size", None)
+    return Training(weights, distance(weights, before), size)
 
 
 def reverse(*batch):
@@ -253,8 +250,10 @@ class Row:
     milliseconds_of_keras: float | None = None
     why: str = ""  # what was expected, if it failed, or why it cannot run
 
-    def fail(self, why):
-        self.passed, self.why = False, why
+    def expect(self, passed, what):
+        """Says what was expected if it did not happen, unless one was said."""
+        if self.passed is not False:
+            self.passed, self.why = passed, "" if passed else f"expected {what}"
 
     def judge(self, ours, plain):
         """Says whether the row holds, which must have measured something."""
@@ -267,18 +266,17 @@ class Row:
         if plain.reordered is not None:
             self.reordered = distance(plain.reordered, plain.weights)
             allowed = max(_FACTOR * self.reordered, allowed)
-        if not self.moved > _MOVES * allowed:  # or it is no number
-            self.fail(
-                "expected that training moves the weights by far more than "
-                f"rounding; measured {self.moved:.1e} next to {allowed:.1e}"
-            )
-        elif not self.differs <= allowed:
-            self.fail(
-                f"expected weights within {allowed:.1e} of the large batch; "
-                f"measured {self.differs:.1e}"
-            )
-        else:
-            self.passed = True
+        # Neither holds of what is no number.
+        self.expect(
+            self.moved > _MOVES * allowed,
+            "that training moves the weights by far more than rounding; "
+            f"measured {self.moved:.1e} next to {allowed:.1e}",
+        )
+        self.expect(
+            self.differs <= allowed,
+            f"weights within {allowed:.1e} of the large batch; "
+            f"measured {self.differs:.1e}",
+        )
 
 
 def compare(problem, precision, jit, strategy=None):
@@ -292,7 +290,7 @@ def compare(problem, precision, jit, strategy=None):
                 arguments = problem.ways[row.way]
                 row.judge(train(problem, arguments, jit, strategy), plain)
             except Exception as error:
-                row.fail(f"expected no error; got {describe_error(error)}")
+                row.expect(False, f"no error; got {describe_error(error)}")
             yield row
     except Exception as error:
         why = f"cannot run: plain Keras ends with {describe_error(error)}"
@@ -306,10 +304,10 @@ def find_cases():
     """Yields a precision, XLA, and why it cannot run, or an empty string."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
-        why = "cannot run: a CPU adds up in bfloat16, and rounds too much"
         yield "float32", False, ""
         yield "float32", True, ""
         yield "mixed_bfloat16", True, ""
+        why = "cannot run: a CPU adds up in bfloat16, and rounds too much"
         yield "mixed_bfloat16", False, why
         yield "mixed_float16", None, "cannot run: no GPU"
         return
@@ -324,19 +322,17 @@ def find_cases():
 
 def check_replicas():
     """Yields a row of all devices together."""
-    devices = tf.config.list_logical_devices("GPU")
-    reduction = None
-    if not devices:
-        devices = tf.config.list_logical_devices("CPU")
-        reduction = tf.distribute.ReductionToOneDevice()
+    gpus = tf.config.list_logical_devices("GPU")
+    devices = gpus or tf.config.list_logical_devices("CPU")
     if len(devices) < 2:
         yield Row("replicas", why="cannot run: one device")
         return
     strategy = tf.distribute.MirroredStrategy(
-        [each.name for each in devices], cross_device_ops=reduction
+        [each.name for each in devices],
+        None if gpus else tf.distribute.ReductionToOneDevice(),
     )
-    problem = Problem({"replicas": _SPLIT})
     # XLA is left aside on several replicas.
+    problem = Problem({"replicas": _SPLIT})
     yield from compare(problem, "float32", False, strategy)
 
 
@@ -348,37 +344,28 @@ def check_recovery():
     """Returns a row of a batch that does not fit in memory."""
     row = Row("auto, out of memory", "float32", False)
     auto = {"micro_batch_size": "auto"}
-    result, error = run_limited(_LIMIT, train_large, auto)
+    ours, error = run_limited(_LIMIT, train_large, AccumulatingModel, auto)
     if error:
-        row.fail(f"expected a training; it ended with {error}")
+        row.expect(False, f"a training; it ended with {error}")
         return row
-    ours, size = result
-    plain, _ = train_large()
-    plain.reordered = train_large(reorders=True)[0].weights
+    plain = train_large(keras.Model)
+    plain.reordered = train_large(keras.Model, change=reverse).weights
     row.judge(ours, plain)
-    if size >= _RECOVERY_BATCH:
-        row.fail(
-            f"expected that {_RECOVERY_BATCH} samples do not fit in {_LIMIT} "
-            "MB; all of them did"
-        )
+    row.expect(
+        ours.size < _RECOVERY_BATCH,
+        f"that {_RECOVERY_BATCH} samples do not fit in {_LIMIT} MB; all of "
+        "them did",
+    )
     return row
 
 
-def train_large(arguments=None, reorders=False):
-    """Makes one update from a batch that does not fit in `_LIMIT` megabytes.
-
-    Returns the `Training`, and the size of micro-batches that was found.
-    """
+def train_large(model_class, arguments=None, change=None):
+    """Makes one update from a batch that does not fit in `_LIMIT` megabytes."""
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    model_class = AccumulatingModel if arguments else keras.Model
-    model = compile_model(model_class, PROBLEMS[0], False, **(arguments or {}))
-    before = model.get_weights()
+    model = PROBLEMS[0].compiled(model_class, False, **(arguments or {}))
     samples = tf.data.Dataset.from_tensor_slices(make_data()).repeat()
-    data = samples.batch(_RECOVERY_BATCH).take(1)
-    fit(model, data.map(reverse) if reorders else data)
-    weights = model.get_weights()
-    size = getattr(model, "current_micro_batch_size", None)
-    return Training(weights, distance(weights, before)), size
+    batch = samples.batch(_RECOVERY_BATCH).take(1)
+    return fit(model, batch.map(change) if change else batch)
 
 
 def make_rows():
@@ -405,7 +392,7 @@ _REPORT = (
 def describe():
     """Returns what the figures are of, in a dict."""
     gpus = tf.config.list_physical_devices("GPU")
-    details = [tf.config.experimental.get_device_details(each) for each in gpus]
+    details = map(tf.config.experimental.get_device_details, gpus)
     names = [each.get("device_name", "GPU") for each in details]
     return {
         "accumodel": accumodel.__version__,
@@ -422,19 +409,17 @@ def describe():
 
 def line_of(row):
     """Returns a row as a line of text."""
-    figures = (
-        (row.differs, ".0e"),
-        (row.reordered, ".0e"),
-        (row.memory, ".0f"),
-        (row.memory_of_large_batch, ".0f"),
-        (row.milliseconds, ".1f"),
-        (row.milliseconds_of_keras, ".1f"),
-    )
+
+    def figures(form, *values):
+        return ["-" if each is None else format(each, form) for each in values]
+
     return _COLUMNS.format(
         row.way,
         row.precision,
         {True: "on", False: "off", None: "-"}[row.xla],
-        *("-" if value is None else format(value, f) for value, f in figures),
+        *figures(".0e", row.differs, row.reordered),
+        *figures(".0f", row.memory, row.memory_of_large_batch),
+        *figures(".1f", row.milliseconds, row.milliseconds_of_keras),
         {True: "ok", False: "FAILED", None: "-"}[row.passed],
         row.why,
     ).rstrip()
@@ -455,7 +440,6 @@ def main(path=None):
     heads = ("", "precision", "XLA", "differs", "order")
     print(_COLUMNS.format(*heads, "MB", "Keras", "ms", "Keras", "", ""))
     rows = []
-    before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
         for row in make_rows():
@@ -464,23 +448,19 @@ def main(path=None):
     except KeyboardInterrupt:
         print("Interrupted.")
         return 130
-    finally:
-        tf.config.experimental.enable_tensor_float_32_execution(before)
-    failed = [row for row in rows if row.passed is False]
-    measured = [row for row in rows if row.passed is not None]
-    if not measured:
-        print(f"\nNo row was measured. {_REPORT}")
-    elif failed:
-        print(f"\n{len(failed)} of {len(measured)} rows failed. {_REPORT}")
+    results = [row.passed for row in rows if row.passed is not None]
+    failed = results.count(False)
+    if failed:
+        print(f"\n{failed} of {len(results)} rows failed. {_REPORT}")
+    elif results:
+        print(f"\nAll {len(results)} rows hold.")
     else:
-        print(f"\nAll {len(measured)} rows hold.")
+        print(f"\nNo row was measured. {_REPORT}")
     if path:
-        figures = {
-            "environment": environment,
-            "rows": [dataclasses.asdict(row) for row in rows],
-        }
+        rows = [dataclasses.asdict(row) for row in rows]
+        figures = {"environment": environment, "rows": rows}
         pathlib.Path(path).write_text(json.dumps(figures, indent=2))
-    return int(bool(failed) or not measured)
+    return int(failed > 0 or not results)
 
 
 # In which what is freed goes back to the system, so that a later peak is seen.
@@ -510,10 +490,8 @@ def run(argv=None):
             pathlib.Path(arguments.json).write_text("")
         except OSError as error:
             parser.error(f"--json: {error}")
-    if (
-        sys.platform == "linux"
-        and not _ENVIRONMENT.items() <= os.environ.items()
-    ):
+    is_new = _ENVIRONMENT.items() <= os.environ.items()
+    if sys.platform == "linux" and not is_new:
         # Read when a process starts. It keeps its id, and gets the signals.
         os.execve(sys.executable, sys.orig_argv, os.environ | _ENVIRONMENT)
     return main(arguments.json)

@@ -50,14 +50,10 @@ def _gpus():
 
 
 def run_limited(limit, function, *arguments):
-    """Calls a function in a new process, in which it may run out of memory.
+    """Calls a function of a module in a new process, which may run out of it.
 
-    Args:
-        limit: Int or `None`. The megabytes that TensorFlow has for its tensors.
-        function: Function of a module.
-
-    Returns:
-        Tuple of what it returned and `None`, or of `None` and the error.
+    `limit` are the megabytes that TensorFlow has for its tensors, or `None`.
+    Returns what the function returned and `None`, or `None` and the error.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)

@@ -319,14 +319,14 @@ MUTANTS = [
     ),
     Mutant(
         "the second pass draws other numbers",
-        "_features/whole_batch/states.py",
-        "        self._assign(self._before)\n",
+        "_features/states.py",
+        "        self._assign(self.before)\n",
         "",
         "test_gradient_cache.py",
     ),
     Mutant(
         "what the loss wrote is lost",
-        "_features/whole_batch/states.py",
+        "_features/states.py",
         "        self._assign(after)\n",
         "        pass\n",
         "test_gradient_cache.py",
@@ -397,7 +397,7 @@ MUTANTS = [
     Mutant(
         "a part that draws without a seed of its own draws the first rows",
         "_features/whole_batch/stages.py",
-        'or part.reads(*self._plan.features.at("rows"))',
+        ' or part.reads(*self.plan.features.at("rows"))',
         "",
         "test_sync_batch_norm.py",
     ),
@@ -684,7 +684,7 @@ MUTANTS = [
     Mutant(
         "pairs of samples are joined",
         "_features/whole_batch/stages.py",
-        "    checks.check_no_pairs(plan, parts.data, graph.outputs)\n",
+        "        checks.check_no_pairs(plan, graph, x)\n",
         "",
         "test_refused_or_warned.py",
     ),
@@ -866,8 +866,8 @@ MUTANTS = [
     Mutant(
         "samples and time in one axis are not known in eager code",
         "_features/random_numbers.py",
-        "if first is not None and first % samples == 0:",
-        "if False:",
+        "and sizes[0] % samples == 0:",
+        "and False:",
         "test_random.py",
     ),
     Mutant(
@@ -894,8 +894,8 @@ MUTANTS = [
     Mutant(
         "a function that was traced before draws the same again",
         "_features/random_numbers.py",
-        "if id(seed) not in known:",
-        "if False:",
+        "if id(seed) in known:",
+        "if True:",
         "test_random.py",
     ),
     Mutant(
@@ -908,8 +908,8 @@ MUTANTS = [
     Mutant(
         "the width of normal numbers is rounded to float32",
         "_features/random_numbers.py",
-        "tf.convert_to_tensor(each, dtype)",
-        "tf.cast(each, dtype)",
+        "tf.convert_to_tensor(stddev, dtype)",
+        "tf.cast(stddev, dtype)",
         "test_random.py",
     ),
     Mutant(

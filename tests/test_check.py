@@ -16,7 +16,7 @@ import tensorflow as tf
 import accumodel
 from accumodel import _check
 from accumodel._features import random_numbers
-from accumodel._fit import accumulation
+from accumodel._features.whole_batch import stages
 from accumodel._memory import live_memory, peak_memory, run_limited
 from accumodel._micro_batch.weights import LossWeights
 
@@ -41,7 +41,7 @@ def dropped_cycle(monkeypatch):
 
 def own_statistics(monkeypatch):
     """Micro-batches normalize by themselves."""
-    monkeypatch.setattr(accumulation, "trained_norms", lambda model: [])
+    monkeypatch.setattr(stages, "trained_norms", lambda model: [])
 
 
 def other_rows(monkeypatch):

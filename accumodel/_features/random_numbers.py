@@ -32,13 +32,10 @@ import typing
 import keras
 import tensorflow as tf
 
+from accumodel._features.states import States
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._keras_and_tf.replicas import (
-    local_results,
-    make_sum,
-    scope_of,
-)
+from accumodel._keras_and_tf.replicas import local_results, make_sum, scope_of
 from accumodel._micro_batch.assignments import recorded
 from accumodel._micro_batch.split import on_host
 from accumodel._micro_batch.step import current_graph, current_step
@@ -78,36 +75,33 @@ class Draws:
 
     The variable `rows` holds three int64s: the first sample of the micro-batch,
     their number, and that of the fed batch. A variable, since a `tf.function`
-    in the model may be traced already. The dict
-    `plan.assigned["seeds"]` holds the states of seed generators that are known,
-    see `States`, and `plan.assigned["seeds in loops"]`, for those that draw in
-    one, how often a micro-batch draws from them outside of it.
+    in the model may be traced already. The dict `plan.assigned["seeds"]` holds
+    the states of seed generators that are known, and
+    `plan.assigned["seeds in loops"]`, for those that draw in one, how often a
+    micro-batch draws from them outside of it.
 
-    Args:
-        plan: The `Plan`.
-        assigned: Dict of the variables that the micro-batches assign, by their
-            ids, or `None` if that is not known.
+    `assigned` are the variables that the micro-batches assign, by their ids, or
+    `None` if that is not known.
     """
 
     def __init__(self, plan, assigned=None):
         self._model = plan.model
         (self.rows,) = plan.features.at("rows")
         self._are_in_order = not plan.features.at("order")
-        self._seeds = plan.assigned["seeds"]
+        self._seeds = States(plan.assigned["seeds"])
+        for key, state in [*self._seeds.variables.items()]:
+            if assigned is None or key in assigned:
+                self._seeds.record(state)
+        self._is_known = assigned is not None
         self._in_loops = plan.assigned["seeds in loops"]
         # Of each seed that is drawn in this scope, how often, and whether in a
         # loop.
         self._drawn: collections.Counter = collections.Counter()
-        self._graph = self._around = current_graph()
-        self._is_known = assigned is not None
+        self._around = current_graph()
         # The samples of the micro-batch, in an eager step.
         self._samples: int | None = None
         # Of the draw that takes a seed: `None` if it is taken by hand.
         self._has_rows: bool | None = None
-        self._before: dict = {}
-        for key, state in [*self._seeds.items()]:
-            if assigned is None or key in assigned:
-                self._note(state)
 
     @contextlib.contextmanager
     def of(self, parts, i):
@@ -126,7 +120,8 @@ class Draws:
             with self.replaced():
                 yield
             for key in self._used():
-                state, before = self._seeds[key], self._before[key]
+                state = self._seeds.variables[key]
+                before = self._seeds.before[key]
                 if key in self._in_loops:
                     before = state.value - [0, self._in_loops[key]]
                 with recorded():
@@ -138,7 +133,7 @@ class Draws:
 
     @contextlib.contextmanager
     def replaced(self):
-        """In it, what is traced draws so when it runs."""
+        """In it, what is traced draws the rows when it runs."""
         self._around = current_graph()
         self._drawn.clear()
         with replaced_draws(self._draw, next=self._next):
@@ -149,57 +144,45 @@ class Draws:
 
     def check(self, graph):
         """Raises if a graph draws numbers that are not drawn so."""
-        known = {id(each) for key in self._before for each in self._parts(key)}
-        for seed in filter(
-            private_names.is_seed, private_names.used_variables(graph)
-        ):
-            if id(seed) not in known:
-                owners = [
-                    f"the layer '{layer.name}'"
-                    for layer in private_names.flat_layers(self._model)
-                    if any(
-                        tf_variable(each) is seed for each in layer.variables
-                    )
-                ]
-                *_, owner = [f"the seed '{seed.name}'", *owners]
-                raise ValueError(
-                    "With `micro_batch_size`, a `tf.function` in the model "
-                    "that was traced before would draw the same random "
-                    "numbers for each micro-batch. Remove its decorator "
-                    "`@tf.function`: `fit` compiles the whole step. Received: "
-                    f"a function that draws the random numbers of {owner}"
-                )
+        known = {id(e) for key in self._seeds.before for e in self._parts(key)}
+        used = private_names.used_variables(graph)
+        for seed in filter(private_names.is_seed, used):
+            if id(seed) in known:
+                continue
+            owner = f"the seed '{seed.name}'"
+            for layer in private_names.flat_layers(self._model):
+                if any(tf_variable(each) is seed for each in layer.variables):
+                    owner = f"the layer '{layer.name}'"
+            raise ValueError(
+                "With `micro_batch_size`, a `tf.function` in the model that "
+                "was traced before would draw the same random numbers for each "
+                "micro-batch. Remove its decorator `@tf.function`: `fit` "
+                "compiles the whole step. Received: a function that draws the "
+                f"random numbers of {owner}"
+            )
 
     def _used(self):
         """Returns the keys of the seeds that this micro-batch draws from."""
-        graph = current_graph()
+        graph, keys = current_graph(), [*self._seeds.before]
         if self._is_known or graph is None:
-            return [*self._before]
+            return keys
         self.check(graph)
-        used = set(map(id, private_names.used_variables(graph)))
+        used = {*map(id, private_names.used_variables(graph))}
         return [
             key
-            for key in self._before
+            for key in keys
             if not used.isdisjoint(map(id, self._parts(key)))
         ]
 
     def _parts(self, key):
         """Returns the variables of a seed, one for each replica."""
-        return local_results(tf_variable(self._seeds[key]))
-
-    def _note(self, state):
-        """Reads the state of a seed generator before the first micro-batch."""
-        self._seeds[id(state)] = state
-        if id(state) not in self._before:
-            graph = self._graph
-            with tf.init_scope() if graph is None else graph.as_default():
-                self._before[id(state)] = tf.identity(state.value)
+        return local_results(tf_variable(self._seeds.variables[key]))
 
     def _next(self, original, generator, ordered=True):
         """Draws a seed, see `replaced_draws`."""
         is_in_loop = private_names.is_in_loop(self._around)
         is_of_one = is_in_loop and not self._has_rows
-        self._note(generator.state)
+        self._seeds.record(generator.state)
         self._drawn[id(generator.state), is_of_one] += 1
         seed = original(generator, ordered)
         if is_of_one or self._has_rows is not None:
@@ -212,55 +195,47 @@ class Draws:
         if name == "dropout" and arguments["rate"] in (0.0, 1.0):
             return original(**arguments)  # which draws nothing
         shape = _shape_of(name, arguments)
-        axes = self._axes(shape)
+        sizes = _sizes(shape)
+        axes = self._axes(sizes)
         with hooks.replaced(self, "_has_rows", bool(axes)):
             seed = private_names.draw_seed(arguments.pop("seed", None))
         if not axes:
             return original(**arguments, seed=seed)
-        is_hidden = name == "normal" and _is_compiled()
         if (
             len(axes) > 1
-            or is_hidden
-            or name not in _OFFSETS
             or not self._are_in_order
+            or name not in _OFFSETS
+            # XLA makes normal numbers of two halves of the whole draw.
+            or (name == "normal" and _is_compiled())
         ):
             return original(**arguments, seed=_apart(seed, self.rows[0]))
-        numbers = functools.partial(self._numbers, axes[0], seed)
+        numbers = functools.partial(self._numbers, axes[0], sizes, seed)
         return _OFFSETS[name](numbers, **arguments | {"shape": shape})
 
-    def _axes(self, shape):
+    def _axes(self, sizes):
         """Returns the axes of a draw that may be that of the samples.
 
         The first one is it, if it is as long as the samples may be. In an eager
         step all lengths are known: there it is one as long as the samples.
         """
         samples = self._samples
-        sizes = _sizes(shape)
         if sizes[:1] in ([None], [samples]):
             return [0]
         axes = [i for i, size in enumerate(sizes) if size in (None, samples)]
-        if samples is not None and samples > 1 and sizes:
-            first = sizes[0]
-            if first is not None and first % samples == 0:
-                axes.insert(0, 0)
+        if (samples or 0) > 1 and sizes and sizes[0] % samples == 0:
+            axes.insert(0, 0)
         return axes
 
-    def _numbers(self, axis, seed, operation, shape, drawn, **kwargs):
+    def _numbers(self, axis, sizes, seed, operation, shape, drawn, **kwargs):
         """Returns the rows of this micro-batch of a draw.
 
         They begin at `(j * all_rows + begin) * inner` numbers for each `j` of
         the axes before them. Their number may be a multiple of the samples; if
         it is not, they are not known, and get another seed.
 
-        Args:
-            axis: Int, the axis of the samples.
-            seed: Tensor, what `tf.random.stateless_*` takes.
-            operation: Function that draws, of TensorFlow's raw operations.
-            shape: Of the rows.
-            drawn: The dtype of the numbers.
-            **kwargs: Further arguments of the operation.
+        `shape` is that of the rows, and `sizes` what is known of it. The raw
+        `operation` of TensorFlow takes `kwargs`, and gives the dtype `drawn`.
         """
-        sizes = _sizes(shape)
         # How many of them come from one value of the counter.
         block = 4 if tf.as_dtype(drawn).size <= 4 else 2
         rest = sizes[axis + 1 :]
@@ -281,18 +256,17 @@ class Draws:
                 seed=_apart(seed, apart)
             )
             start = tf.bitcast(start, tf.int64)
+        kwargs |= {"key": key, "alg": _ALGORITHM}
 
         def draw(j):
             with _host():
                 first = (j * all_rows + begin) * inner
                 counter = start + tf.stack([first // block, 0])
                 counter = tf.bitcast(counter, tf.uint64)
-            arguments = {"key": key, "counter": counter, "alg": _ALGORITHM}
             if is_aligned:
-                return operation(shape=shape[axis:], **arguments, **kwargs)
-            numbers = operation(
-                shape=[count + block - 1], **arguments, **kwargs
-            )
+                return operation(shape=shape[axis:], counter=counter, **kwargs)
+            size = count + block - 1
+            numbers = operation(shape=[size], counter=counter, **kwargs)
             numbers = tf.slice(numbers, [first % block], [count])
             return tf.reshape(numbers, shape[axis:])
 
@@ -304,13 +278,11 @@ class Draws:
 
 
 def replaced_draws(draw, **others):
-    """Returns a scope in which random numbers are drawn otherwise.
+    """Returns a scope in which `draw` draws random numbers.
 
-    Args:
-        draw: Function of the name of a function that draws, of the function,
-            and of its arguments in a dict. Returns what is drawn.
-        **others: What replaces other functions of the hook, such as `next`.
-            A seed that is a tensor is taken as it is.
+    It is called with the name of a function of `keras.random`, the function,
+    and its arguments in a dict. `others` replace other functions of the hook,
+    such as `next`.
     """
 
     def call(name, original, *args, **kwargs):
@@ -318,12 +290,12 @@ def replaced_draws(draw, **others):
         return draw(name, original, bound.arguments)
 
     drawn = {name: functools.partial(call, name) for name in hooks.DRAWS}
-    return hooks.draws(**drawn, draw_seed=_draw_seed, **others)
 
+    def draw_seed(original, seed):
+        # One that is a tensor is drawn already.
+        return seed if tf.is_tensor(seed) else original(seed)
 
-def _draw_seed(original, seed):
-    # One that is a tensor is drawn already.
-    return seed if tf.is_tensor(seed) else original(seed)
+    return hooks.draws(**drawn, draw_seed=draw_seed, **others)
 
 
 def _apart(seed, begin):
@@ -358,19 +330,15 @@ def _sizes(shape):
 
 
 def _shape_of(name, arguments):
-    """Returns the shape of a draw."""
-    if name == "dropout":
-        return _noise_shape(**arguments)
+    """Returns the shape of a draw, as in Keras."""
     if name == "shuffle":
         return [_shape(arguments["x"])[arguments.get("axis", 0)]]
     if name == "categorical":
         return _shape(arguments["logits"])
-    return arguments["shape"]
-
-
-def _noise_shape(inputs, noise_shape=None, **_):
-    """Returns the shape of the numbers of dropout, as in Keras."""
-    shape = _shape(inputs)
+    if name != "dropout":
+        return arguments["shape"]
+    shape = _shape(arguments["inputs"])
+    noise_shape = arguments.get("noise_shape")
     if noise_shape is None:
         return shape
     # A number of samples is that of the fed batch.
@@ -402,10 +370,8 @@ def _normal(numbers, shape, mean=0.0, stddev=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     operation = tf.raw_ops.StatelessRandomNormalV2
     values = numbers(operation, shape, dtype, dtype=dtype)
-    mean, stddev = (
-        tf.convert_to_tensor(each, dtype) for each in (mean, stddev)
-    )
-    return values * stddev + mean
+    mean = tf.convert_to_tensor(mean, dtype)
+    return values * tf.convert_to_tensor(stddev, dtype) + mean
 
 
 def _randint(numbers, shape, minval, maxval, dtype="int32"):
@@ -423,8 +389,9 @@ def _randint(numbers, shape, minval, maxval, dtype="int32"):
 
 
 def _dropout(numbers, shape, inputs, rate, noise_shape=None):
+    operation = tf.raw_ops.StatelessRandomUniformV2
+
     def sample(shape, dtype):
-        operation = tf.raw_ops.StatelessRandomUniformV2
         return numbers(operation, shape, dtype, dtype=dtype)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample, shape)

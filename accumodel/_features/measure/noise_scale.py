@@ -117,9 +117,8 @@ class Estimator(Observer):
             return Estimate(batch=samples)
         t = _quantile(1 / fraction - 1)
         # The t^2-fold variances of the means, and their covariance.
-        vs, c, vg = np.array([ss - s * s, sg - s * g, gg - g * g]) * (
-            t * t * fraction / (1 - fraction)
-        )
+        factor = t * t * fraction / (1 - fraction)
+        vs, c, vg = factor * np.array([ss - s * s, sg - s * g, gg - g * g])
         if g <= 0 or g * g <= vg:  # the gradient may as well be zero
             return Estimate(batch=samples)
         # The interval of a ratio of means: Fieller 1954, "Some Problems in
@@ -127,21 +126,17 @@ class Estimator(Observer):
         middle = (s * g - c) / (g * g - vg)
         width = middle**2 - (s * s - vs) / (g * g - vg)
         half = math.sqrt(max(width, 0.0))
-        low, high = float(max(middle - half, 0.0)), float(middle + half)
         # Weights may be elements, of which a sample has several.
-        unit = float(samples / n)
-        value = float(s / g)
-        return Estimate(value * unit, low * unit, high * unit, samples)
+        unit = samples / n
+        low, high = max(middle - half, 0.0) * unit, (middle + half) * unit
+        return Estimate(float(s / g * unit), float(low), float(high), samples)
 
 
 def _quantile(freedom):
     """The 95 % quantile of Student's t (Abramowitz and Stegun 1964, 26.7.5)."""
     z = 1.6448536269514722  # that of the normal distribution
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    )
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    return z + (z**3 + z) / 4 / freedom + second / freedom**2
 
 
 class GradientNoiseScale(ObservingCallback):
@@ -212,11 +207,10 @@ class GradientNoiseScale(ObservingCallback):
         if plan.needs_whole_batch or plan.features.at("order"):
             raise ValueError(
                 "`GradientNoiseScale` cannot be used with "
-                "`gradient_cache=True` or `sync_batch_norm=True`, where the "
-                "gradient of a micro-batch depends on all others, nor with "
-                "`trim_padding`, which puts samples of equal lengths together: "
-                "a micro-batch is no random sample of the gradient. Remove one "
-                f"of them. Received: {plan.options.changed()}"
+                "`gradient_cache=True`, `sync_batch_norm=True` or "
+                "`trim_padding`: a micro-batch is no random sample of the "
+                "gradient then. Remove one of them. "
+                f"Received: {plan.options.changed()}"
             )
         self._observed.begin(self.decay)
         self._measured = Estimate()
@@ -225,9 +219,8 @@ class GradientNoiseScale(ObservingCallback):
         if math.isnan(self._measured.batch):
             warnings.warn(
                 "The noise scale cannot be measured: no update was made from "
-                "two micro-batches or more. Pass `compile` a "
-                "`micro_batch_size` that is less than the batch, or "
-                "`accum_steps`.",
+                "several micro-batches. Pass `compile` `accum_steps`, or a "
+                "`micro_batch_size` that is less than the batch.",
                 stacklevel=2,
             )
 
@@ -250,15 +243,12 @@ class GradientNoiseScale(ObservingCallback):
         value, low, high, batch = self._measured
         if math.isnan(value):
             print(
-                "The noise scale is not known: the gradients measured so far "
-                "may be nothing but noise. Train longer, or use larger "
-                "batches."
+                "The noise scale is not known: the gradients may be nothing "
+                "but noise. Train longer, or use larger batches."
             )
             return
-        print(
-            f"Noise scale: {value:.0f} samples, probably {low:.0f} to "
-            f"{high:.0f}"
-        )
+        interval = f"probably {low:.0f} to {high:.0f}"
+        print(f"Noise scale: {value:.0f} samples, {interval}")
         print(f"{'effective batch':>15}{'updates':>20}{'samples':>20}")
         for factor in (0.25, 0.5, 1, 2, 4):
             size = batch * factor

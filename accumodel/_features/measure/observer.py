@@ -76,7 +76,7 @@ class Observers:
         return True
 
     def begin_fit(self, given):
-        before, self._measuring = {*self._made.values()}, []
+        self._measuring = []
         places: collections.Counter = collections.Counter()
         for callback in given["callbacks"]:
             if isinstance(callback, ObservingCallback):
@@ -86,7 +86,7 @@ class Observers:
                     self._made[key] = callback._kind(self._state.strategy)
                 callback._observed = self._made[key]
                 self._measuring.append(callback._observed)
-        for each in before.difference(self._measuring):
+        for each in {*self._made.values()}.difference(self._measuring):
             each.forget_cycle()
 
     def end_fit(self):

@@ -1,38 +1,30 @@
 """What all micro-batches make, each tensor in a `tf.TensorArray`."""
 
-import contextlib
-
 import tensorflow as tf
 
+from accumodel._features.whole_batch.checks import check_length
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.loop import for_each
-from accumodel._micro_batch.split import on_host
+from accumodel._micro_batch.split import first_leaf, on_host
 
 
-def collect(run_part, parts, draws=None, is_apart=False):
-    """Runs all parts. Returns what they make, an array for each tensor.
+def collect(run, count, is_apart):
+    """Runs all micro-batches. Returns an array for each tensor that one makes.
 
-    `draws` is `None` if they draw no random numbers. With `is_apart`,
-    TensorFlow prepares the loop by itself.
+    With `is_apart`, TensorFlow prepares the loop by itself.
     """
     made = arrays = None
-
-    def run(i):
-        scope = draws.of(parts, i) if draws else contextlib.nullcontext()
-        with scope:
-            return run_part(i)
-
     if not tf.executing_eagerly():
         # Traced before the loop, which must know what there will be.
         function = tf.function(run, autograph=False)
-        concrete = function.get_concrete_function(tf.TensorSpec((), tf.int64))
-        run, made = concrete, concrete.structured_outputs
-        arrays = _make_arrays(made, parts.count)
+        run = function.get_concrete_function(tf.TensorSpec((), tf.int64))
+        made = run.structured_outputs
+        arrays = _make_arrays(made, count)
 
     def body(i, arrays):
         nonlocal made
         made = run(i)
-        arrays = arrays or _make_arrays(made, parts.count)
+        arrays = arrays or _make_arrays(made, count)
         with on_host():
             written = [
                 array.write(tf.cast(i, tf.int32), leaf)
@@ -41,7 +33,7 @@ def collect(run_part, parts, draws=None, is_apart=False):
         return (written,)
 
     finish = set_apart if is_apart else None
-    (arrays,) = for_each(body, parts.count, (arrays,), finish)
+    (arrays,) = for_each(body, count, (arrays,), finish)
     if tf.executing_eagerly():
         for array in arrays:  # else TensorFlow warns of those that are not
             array.mark_used()
@@ -58,33 +50,30 @@ def set_apart(end):
     """
     if end.op.type not in ("While", "StatelessWhile"):
         raise RuntimeError(
-            "accumodel does not know how this version of TensorFlow makes a "
-            "loop. Use a version that accumodel was tested with. Received: "
-            f"an operation of type {end.op.type} in TensorFlow {tf.__version__}"
+            f"accumodel does not know how TensorFlow {tf.__version__} makes a "
+            "loop. Use a version that it was tested with. Received: an "
+            f"operation of type {end.op.type}"
         )
     if not tf.config.list_physical_devices("GPU"):
         private_names.set_flag(end.op, "_lower_using_switch_merge", False)
 
 
-def _make_arrays(made, parts):
-    """Returns an array of all parts for each tensor that one makes."""
-
-    def shape_of_all(leaf):
-        if tf.executing_eagerly() and leaf.shape.rank:
-            return [None, *leaf.shape[1:]]
-        return leaf.shape
-
-    with on_host():
-        return [
-            tf.TensorArray(
+def _make_arrays(made, count):
+    arrays = []
+    for leaf in _tensors(made):
+        shape = leaf.shape
+        if tf.executing_eagerly() and shape.rank:  # other parts are longer
+            shape = [None, *shape[1:]]
+        with on_host():
+            array = tf.TensorArray(
                 leaf.dtype,
-                tf.cast(parts, tf.int32),
-                element_shape=shape_of_all(leaf),
+                tf.cast(count, tf.int32),
+                element_shape=shape,
                 infer_shape=False,
                 clear_after_read=False,
             )
-            for leaf in _tensors(made)
-        ]
+        arrays.append(array)
+    return arrays
 
 
 def read(array, i):
@@ -92,14 +81,14 @@ def read(array, i):
         return array.read(tf.cast(i, tf.int32))
 
 
-def join(samples, array):
-    """Returns the rows of all parts, or the sum of scalars.
-
-    `samples` is what is known of their number, or `None`.
-    """
+def join(plan, parts, array):
+    """Returns the rows of all micro-batches, or the mean of scalars."""
     if not array.element_shape.rank:
-        return tf.reduce_sum(array.stack())
-    values = array.concat()
+        values = array.stack()
+        shares = parts.share(tf.range(parts.count))
+        return tf.reduce_sum(values * tf.cast(shares, values.dtype))
+    values = check_length(plan, parts.samples, array.concat())
+    samples = first_leaf(parts.data).shape[0]  # if it is known
     values.set_shape([samples, *array.element_shape[1:]])
     return values
 

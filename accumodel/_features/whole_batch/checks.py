@@ -5,17 +5,9 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.assignments import (
-    Recorder,
     check_assignments,
     is_random,
     nodes_of,
-    random_state,
-)
-
-_OTHER_AXIS = (
-    "With `{}=True`, the first axis of each output of the model must be that "
-    "of the samples. Compute what all samples share in `compute_loss`, such as "
-    "the temperature of a contrastive loss."
 )
 
 
@@ -36,21 +28,20 @@ def check_slices_repeat(plan, graph):
     drawn += _random_operations(graph.as_graph_def())
     if drawn:
         raise ValueError(
-            f"With `{_option(plan)}=True`, `slice_data` is called twice and "
-            "must return the same, without random numbers. Draw them in the "
-            f"model or in the data set. Received: {drawn[0]}"
+            f"With {_option(plan)}, `slice_data` is called twice and must "
+            "return the same, without random numbers. Draw them in the model "
+            f"or in the data set. Received: {drawn[0]}"
         )
 
 
 def check_can_repeat(plan, definition):
     """Raises if a forward pass would not be the same a second time."""
-    why = f"With `{_option(plan)}=True`, the model is called twice"
-    found = _random_operations(definition)
-    if found:
+    why = f"With {_option(plan)}, the model is called twice"
+    for found in _random_operations(definition):
         raise ValueError(
             f"{why} and must draw the same random numbers, which `tf.random` "
             "does not. Use `keras.random` or a layer of Keras. "
-            f"Received: {found[0]}"
+            f"Received: {found}"
         )
     check_assignments(definition, why)
 
@@ -75,54 +66,60 @@ def check_outputs(plan, graph):
     for name, output in named:
         if not isinstance(output, tf.Tensor):
             raise ValueError(
-                f"With `{_option(plan)}=True`, the outputs of the model must "
-                "be dense tensors. Convert ragged and sparse ones by "
-                f"`to_tensor()` or `tf.sparse.to_dense`. Received: {name} of "
-                f"type {type(output).__name__}"
+                f"With {_option(plan)}, the outputs of the model must be dense "
+                "tensors. Convert others by `to_tensor()` or "
+                f"`tf.sparse.to_dense`. Received: {name} of type "
+                f"{type(output).__name__}"
             )
         # The number of samples in a part is not known.
         if output.shape.rank is None or output.shape[:1].as_list() != [None]:
-            message = _OTHER_AXIS.format(_option(plan))
             raise ValueError(
-                f"{message} Received: {name} of shape {output.shape}"
+                f"{_other_axis(plan)} Received: {name} of shape {output.shape}"
             )
 
 
-def with_length(plan, parts, i, leaf):
-    """Returns a tensor whose rows are seen to be the samples of the part."""
-    begin, end = parts.bounds(i)
-    samples = end - begin
-    length = tf.shape(leaf, tf.int64)[0]
-    message = _OTHER_AXIS.format(_option(plan))
+def check_length(plan, samples, output):
+    """Returns an output of the batch, whose rows must be the samples."""
+    length = tf.shape(output, tf.int64)[0]
     check = tf.raw_ops.Assert(
         condition=tf.equal(length, samples),
-        data=[message, "length", length, "of samples", samples],
+        data=[_other_axis(plan), "length", length, "of samples", samples],
     )
     with tf.control_dependencies([check]):
-        return tf.identity(leaf)
+        return tf.identity(output)
+
+
+def _other_axis(plan):
+    return (
+        f"With {_option(plan)}, the first axis of each output of the model "
+        "must be that of the samples. Compute what all samples share in "
+        "`compute_loss`, such as the temperature of a contrastive loss."
+    )
 
 
 def _option(plan):
     """Returns the argument of `compile` that the whole batch is joined for."""
-    is_cache = plan.options.gradient_cache
-    return "gradient_cache" if is_cache else "sync_batch_norm"
+    if plan.options.gradient_cache:
+        return "`gradient_cache=True`"
+    return "`sync_batch_norm=True`"
 
 
-def check_no_pairs(plan, data, outputs):
+def check_no_pairs(plan, graph, x):
     """Raises if another axis of an output grows with the samples.
 
     Such as the similarities of all pairs of samples: those of two parts would
     be missing.
     """
-    x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-    flat = [each for each in tf.nest.flatten(outputs) if each is not None]
+    outputs = [e for e in tf.nest.flatten(graph.outputs) if e is not None]
     if (
-        not any(None in each.shape[1:] for each in flat)
+        not any(None in each.shape[1:] for each in outputs)
         or "slice_data" in plan.overridden
-        or not all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(x))
+        or not all(
+            isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(x)
+        )
     ):
         return
-    shapes = [_shapes_of(plan.model, x, samples) for samples in (2, 3)]
+    shapes = [graph.shapes_of(outputs, samples) for samples in (2, 3)]
     for two, three in zip(*shapes, strict=True):
         if not two[1:].is_compatible_with(three[1:]):
             raise ValueError(
@@ -132,20 +129,3 @@ def check_no_pairs(plan, data, outputs):
                 "with `gradient_cache=True`. Received: an output of shape "
                 f"{two} for 2 samples, and {three} for 3"
             )
-
-
-def _shapes_of(model, x, samples):
-    """Returns the shapes of the outputs for a number of samples."""
-
-    def call(x):
-        with Recorder(lambda variable: None):
-            outputs = private_names.call_model(model, x, training=False)
-        return [each for each in tf.nest.flatten(outputs) if each is not None]
-
-    specs = tf.nest.map_structure(
-        lambda leaf: tf.TensorSpec([samples, *leaf.shape[1:]], leaf.dtype), x
-    )
-    state = random_state()
-    traced = tf.function(call, autograph=False).get_concrete_function(specs)
-    random_state(state)
-    return [each.shape for each in traced.structured_outputs]

@@ -46,11 +46,6 @@ _READS = (
 )
 
 
-def splits_at_norms(plan):
-    """Whether normalizations wait for the statistics of the fed batch."""
-    return plan.options.sync_batch_norm and bool(trained_norms(plan.model))
-
-
 class ModelGraph:
     """The forward pass for a micro-batch of inputs `x`, and its gradient."""
 
@@ -75,10 +70,10 @@ class ModelGraph:
         self.graph = function.graph
         captured = function.captured_inputs
         placeholders = function.inputs[len(function.inputs) - len(captured) :]
+        pairs = [*zip(placeholders, captured, strict=True)]
         # What it takes from outside, by the names of its placeholders.
-        names = [each.name for each in placeholders]
-        self.captured = dict(zip(names, captured, strict=True))
-        self._handles = dict(zip(map(id, captured), placeholders, strict=True))
+        self.captured = {inner.name: outer for inner, outer in pairs}
+        self._handles = {id(outer): inner for inner, outer in pairs}
         self.definition = self.graph.as_graph_def()
         if self.definition.library.function and not tf.executing_eagerly():
             # Else TensorFlow may forget functions that a part calls.
@@ -87,13 +82,13 @@ class ModelGraph:
 
     def _trace(self, x):
         # Here, since TensorFlow traces again if a variable was made.
-        splits = splits_at_norms(self._plan)
+        splits = self._plan.options.sync_batch_norm
         self._norms = Norms(trained_norms(self.model) if splits else [])
         self.norms = self._norms.calls
         self._context: typing.Any = private_names.control_flow_context()
         leaves = tf.nest.flatten(x, expand_composites=True)
         self.inputs = [*filter(tf.is_tensor, leaves)]
-        with self._norms.noted(), _Scope(self._record, self._norms) as scope:
+        with self._norms.noted(), _Scope(self) as scope:
             self.outputs = private_names.call_model(
                 self.model, x, self._is_training
             )
@@ -101,9 +96,8 @@ class ModelGraph:
             # The layers that these belong to.
             self.owners = _owners(self.model, losses)
         # The Keras masks of the flat outputs, or `None`.
-        self.masks = [
-            *map(private_names.mask_of, tf.nest.flatten(self.outputs))
-        ]
+        outputs = tf.nest.flatten(self.outputs)
+        self.masks = [*map(private_names.mask_of, outputs)]
         # What `add_loss` was given: tensors of shape `(samples, ...)`, or
         # scalars, which count as means over samples.
         self.losses = [
@@ -113,9 +107,6 @@ class ModelGraph:
         # What variables of normalizations become, by their ids.
         self.new = scope.state_mapping
 
-    def _record(self, variable):
-        self.assigned[id(variable)] = variable
-
     def handle(self, variable):
         """Returns the placeholder of a variable, or `None`."""
         return self._handles.get(id(tf_variable(variable).handle))
@@ -124,6 +115,27 @@ class ModelGraph:
         """Returns the operations that take a variable."""
         handle = self.handle(variable)
         return [] if handle is None else handle.consumers()
+
+    def shapes_of(self, tensors, samples):
+        """Returns what the shapes of tensors are for a number of samples."""
+        found: list = []
+
+        def trace():
+            feeds = {
+                each.name: tf.raw_ops.Placeholder(
+                    dtype=each.dtype, shape=[samples, *each.shape[1:]]
+                )
+                for each in self.inputs
+            }
+            for name, value in self.captured.items():
+                feeds[name] = private_names.capture(value)
+            names = [each.name for each in tensors]
+            found.extend(
+                tf.graph_util.import_graph_def(self.definition, feeds, names)
+            )
+
+        tf.function(trace, autograph=False).get_concrete_function()
+        return [each.shape for each in found]
 
     # -- the forward pass ------------------------------------------------------
 
@@ -146,9 +158,6 @@ class ModelGraph:
             }
 
         self.forward = self._make_parts(range(self._last + 1), make)
-        self._takes = [
-            {each.name for each in part.takes} for part in self.forward
-        ]
         self.moved = [self._norms.variables[key] for key in self.new]
         self.moves = Part(self, self._last, [*self.new.values()])
 
@@ -175,10 +184,7 @@ class ModelGraph:
                 self._of_samples.add(op.name)
 
     def _make_parts(self, positions, make):
-        """Returns the parts at some positions.
-
-        `make` returns what one of them makes, besides what later ones take.
-        """
+        """Returns parts that make what `make` says and what later ones take."""
         parts: list = []
         takes: dict = {}
         for position in reversed(positions):
@@ -190,7 +196,7 @@ class ModelGraph:
             ]
             effects = self._effects.get(self.stage_at(position), [])
             parts.insert(0, Part(self, position, makes, effects))
-            takes |= {each.name: each for each in parts[0].takes}
+            takes |= parts[0].takes
         return parts
 
     def norms_of(self, stage):
@@ -318,7 +324,7 @@ class ModelGraph:
             stage = end - position
             if all(
                 self.positions[each.op.name] == stage
-                or name in self._takes[stage]
+                or name in self.forward[stage].takes
                 for name, each in needed.items()
             ):
                 return position
@@ -341,9 +347,9 @@ class ModelGraph:
 class _Scope(Recorder):
     """Also keeps what normalizations assign, for it is known only once."""
 
-    def __init__(self, record, norms):
-        super().__init__(record)
-        self._norms = norms
+    def __init__(self, graph):
+        super().__init__(lambda each: graph.assigned.update({id(each): each}))
+        self._norms = graph._norms
 
     def add_update(self, update):
         variable, value = update

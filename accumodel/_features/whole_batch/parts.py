@@ -7,11 +7,7 @@ from accumodel._keras_and_tf import private_names
 
 
 class Part:
-    """Some operations of a `ModelGraph`, which run by themselves.
-
-    Those at a position in the order of all parts that make nested tensors, and
-    those that have effects.
-    """
+    """The operations at a position that make tensors, or have effects."""
 
     def __init__(self, graph, position, makes, effects=()):
         self._graph, self.makes = graph, makes
@@ -19,16 +15,17 @@ class Part:
         self._flat = [each for each in flat if each is not None]
         self.is_empty = not self._flat
         self._operations, found = self._find(position, effects)
-        # What earlier parts make.
-        self.takes = [e for e in found.values() if not is_placeholder(e)]
+        # What earlier parts make, by names.
+        self.takes = {n: e for n, e in found.items() if not is_placeholder(e)}
         inputs = [each.name for each in graph.inputs]
         self.takes_inputs = not found.keys().isdisjoint(inputs)
+        others = found.keys() - self.takes.keys() - graph.captured.keys()
+        others -= {*inputs}
         # What it is called with: the inputs of the model, if it takes them,
         # what it takes, and other placeholders.
-        self.feeds = graph.inputs * self.takes_inputs + self.takes
-        others = found.keys() - graph.captured.keys()
-        others -= {each.name for each in self.feeds}
-        self.feeds += [found[name] for name in sorted(others)]
+        self.feeds = graph.inputs * self.takes_inputs + [
+            found[name] for name in (*self.takes, *sorted(others))
+        ]
         # The normalizations whose moments its stage makes.
         self.norms = graph.norms_of(graph.stage_at(position))
         # The variables that it assigns, by their ids.
@@ -92,7 +89,6 @@ class Part:
     def _definition(self):
         definition = tf.compat.v1.GraphDef()
         definition.versions.producer = tf.version.GRAPH_DEF_VERSION
-        has_functions = False
         for op in self._operations.values():
             node = op.node_def
             inputs = [
@@ -104,11 +100,11 @@ class Part:
             node.input[:] = sorted(inputs, key=lambda each: each[0] == "^")
             node.attr.pop("_class", None)  # where other operations are
             definition.node.append(node)
-            has_functions |= any(
-                value.HasField("func") or value.list.func
-                for value in node.attr.values()
-            )
-        if has_functions:
+        if any(
+            value.HasField("func") or value.list.func
+            for node in definition.node
+            for value in node.attr.values()
+        ):
             definition.library.CopyFrom(self._graph.definition.library)
         return definition
 

@@ -21,6 +21,7 @@ the second time. So both draw the same numbers, and all is as after one pass.
 The moving averages of the normalizations move once.
 """
 
+import contextlib
 import functools
 import gc
 import typing
@@ -29,15 +30,15 @@ import keras
 import tensorflow as tf
 
 from accumodel._features.random_numbers import Draws
+from accumodel._features.states import States
 from accumodel._features.whole_batch import arrays, checks, sync_batch_norm
-from accumodel._features.whole_batch.graph import ModelGraph, splits_at_norms
-from accumodel._features.whole_batch.states import States
+from accumodel._features.whole_batch.graph import ModelGraph
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import loop, outcome
 from accumodel._micro_batch.assignments import Recorder
-from accumodel._micro_batch.split import MicroBatches, as_tensors, first_leaf
+from accumodel._micro_batch.split import MicroBatches, as_tensors
 from accumodel._micro_batch.step import one_step
 
 
@@ -73,111 +74,103 @@ class WholeBatch:
         return self._state.options.gradient_cache
 
     def train(self, plan, fed_batch, data):
-        return train(plan, fed_batch, data)
+        """Trains on one fed batch, which the caller ends. Returns the logs."""
+        data = as_tensors(data)
+        run = _Run(plan, data, is_training=True)
+        # What is assigned between the two passes.
+        states = States(plan.assigned["loss"])
+        made = run.forward(states)
+        with one_step(plan, data, fed_batch):
+            own, cache, weight, log = _differentiate(run, states, *made)
+            has_own = _is_any(own)
+            if not (own and (cache or has_own)):
+                plan.model.accumulate_gradients(own)  # says what is wrong
+                return log()
+        add = functools.partial(
+            fed_batch.accumulate, plan.ready_accumulator(), weight=weight
+        )
+        may_begin = True
+        if cache:
+            with states.rolled_back():
+                may_begin = run.backward(cache, fed_batch, add)
+        if run.is_in_stages and not tf.executing_eagerly():
+            # The graph of a large model, which TensorFlow does not need any
+            # more, takes 50 MB and is in circles.
+            del run
+            gc.collect()
+        with one_step(plan, data, fed_batch):
+            if has_own:
+                add(own, may_begin=may_begin)
+            return log()
 
     def test(self, plan, data):
-        return test(plan, data)
-
-
-def train(plan, fed_batch, data):
-    """Trains on one fed batch, which the caller ends. Returns the logs."""
-    data = as_tensors(data)
-    parts = MicroBatches(plan, data)
-    run = _Run(plan, parts, is_training=True)
-    # What is assigned between the two passes, which the second does not see.
-    states = States(plan.assigned["loss"])
-    made = run.forward(states)
-    with one_step(plan, data, fed_batch):
-        own, cache, weight, log = _differentiate(plan, parts, states, *made)
-        has_own = _is_any(own)
-        if not (own and (cache or has_own)):
-            plan.model.accumulate_gradients(own)  # says what is wrong
-            return log()
-    add = functools.partial(
-        fed_batch.accumulate, plan.ready_accumulator(), weight=weight
-    )
-    may_begin = True
-    if cache:
-        with states.rolled_back():
-            may_begin = run.backward(cache, fed_batch, add)
-    if splits_at_norms(plan) and not tf.executing_eagerly():
-        # The graph of a large model, which TensorFlow does not need any more,
-        # takes 50 MB and is in circles.
-        del run
-        gc.collect()
-    with one_step(plan, data, fed_batch):
-        if has_own:
-            add(own, may_begin=may_begin)
-        return log()
-
-
-def test(plan, data):
-    """Evaluates one fed batch, see `train`."""
-    data = as_tensors(data)
-    parts = MicroBatches(plan, data)
-    states = States({})
-    outputs, added = _Run(plan, parts, is_training=False).forward(states)
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    with one_step(plan, data):
-        outputs, loss = _compute_loss(
-            plan.model, states, outputs, added, False, x, y, sample_weight
-        )
-    step = (plan, x, y, outputs, sample_weight, loss)
-    return outcome.log(*step, weight=parts.samples)
-
-
-def _trace(plan, parts, is_training):
-    """Returns the `ModelGraph` of a micro-batch."""
-    specs: typing.Any = None
-
-    def slice_one(i):
-        nonlocal specs
-        x, *_ = keras.utils.unpack_x_y_sample_weight(parts.data_of(i))
-        specs = tf.nest.map_structure(
-            lambda leaf: (
-                tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
-            ),
-            x,
-        )
-
-    # In a function, where the number of samples is not known.
-    function = tf.function(slice_one, autograph=False)
-    sliced = function.get_concrete_function(tf.TensorSpec((), tf.int64))
-    if is_training:
-        checks.check_slices_repeat(plan, sliced.graph)
-    draws = Draws(plan)
-    with (
-        one_step(plan, specs, is_compiled=plan.is_compiled),
-        draws.replaced(),
-    ):
-        graph = ModelGraph(plan, specs, is_training)
-    draws.check(graph.graph)
-    checks.check_outputs(plan, graph)
-    if is_training:
-        checks.check_can_repeat(plan, graph.definition)
-    graph.cut()
-    checks.check_no_pairs(plan, parts.data, graph.outputs)
-    return graph
+        """Evaluates one fed batch, see `train`."""
+        data = as_tensors(data)
+        run = _Run(plan, data, is_training=False)
+        states = States({})
+        outputs, added = run.forward(states)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with one_step(plan, data):
+            outputs, loss = _compute_loss(
+                plan.model, states, outputs, added, False, x, y, sample_weight
+            )
+        step = (plan, x, y, outputs, sample_weight, loss)
+        return outcome.log(*step, weight=run.parts.samples)
 
 
 class _Run:
     """All micro-batches of a fed batch, through the parts of a `ModelGraph`."""
 
-    def __init__(self, plan, parts, is_training):
-        self._plan, self._parts = plan, parts
-        self._graph = _trace(plan, parts, is_training)
+    def __init__(self, plan, data, is_training):
+        self.plan, self.parts = plan, MicroBatches(plan, data)
+        self._graph = self._trace(is_training)
+        self.is_in_stages = len(self._graph.forward) > 1
         # By the name of a tensor of the graph, a function of the number of a
         # micro-batch.
         self._values: dict = {}
         # What the backward pass needs of each stage.
         self._stages: list = []
 
+    def _trace(self, is_training):
+        """Returns the `ModelGraph` of a micro-batch."""
+        plan, x = self.plan, None
+
+        def spec(leaf):
+            return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
+
+        def slice_one(i):
+            nonlocal x
+            x = tf.nest.map_structure(spec, self._x_of(i))
+
+        # In a function, where the number of samples is not known.
+        function = tf.function(slice_one, autograph=False)
+        sliced = function.get_concrete_function(tf.TensorSpec((), tf.int64))
+        if is_training:
+            checks.check_slices_repeat(plan, sliced.graph)
+        draws = Draws(plan)
+        with (
+            one_step(plan, x, is_compiled=plan.is_compiled),
+            draws.replaced(),
+        ):
+            graph = ModelGraph(plan, x, is_training)
+        draws.check(graph.graph)
+        checks.check_outputs(plan, graph)
+        if is_training:
+            checks.check_can_repeat(plan, graph.definition)
+        checks.check_no_pairs(plan, graph, x)
+        graph.cut()
+        return graph
+
+    def _x_of(self, i):
+        """Returns the inputs of the i-th micro-batch."""
+        x, *_ = keras.utils.unpack_x_y_sample_weight(self.parts.data_of(i))
+        return x
+
     def _values_of(self, part, i):
         """Returns what a part is called with for the i-th micro-batch."""
         values = []
         if part.takes_inputs:
-            x, *_ = keras.utils.unpack_x_y_sample_weight(self._parts.data_of(i))
-            leaves = tf.nest.flatten(x, expand_composites=True)
+            leaves = tf.nest.flatten(self._x_of(i), expand_composites=True)
             values = [*filter(tf.is_tensor, leaves)]
         rest = part.feeds[len(values) :]
         return values + [self._values[each.name](i) for each in rest]
@@ -187,11 +180,16 @@ class _Run:
 
         Keeps what other parts take, and returns what it makes, in arrays.
         """
-        may_draw = part.assigned or part.reads(*self._plan.features.at("rows"))
-        draws = Draws(self._plan, part.assigned) if may_draw else None
-        # A model with many loops takes long to prepare.
-        is_apart &= len(self._graph.forward) > 1
-        made = arrays.collect(run_part, self._parts, draws, is_apart)
+        draws = None
+        if part.assigned or part.reads(*self.plan.features.at("rows")):
+            draws = Draws(self.plan, part.assigned)
+
+        def run(i):
+            with draws.of(self.parts, i) if draws else contextlib.nullcontext():
+                return run_part(i)
+
+        is_apart &= self.is_in_stages  # many loops take long to prepare
+        made = arrays.collect(run, self.parts.count, is_apart)
         for each, array in zip(part.makes["keeps"], made["keeps"], strict=True):
             self._values[each.name] = functools.partial(arrays.read, array)
         return made
@@ -213,33 +211,20 @@ class _Run:
             if any(part.reads(variable) for part in graph.forward):
                 states.record(variable)
             variable.assign(value)
-        samples = first_leaf(self._parts.data).shape[0]
-        outputs, masks, losses = arrays.map_present(
-            functools.partial(arrays.join, samples), made["ends"]
-        )
+        join = functools.partial(arrays.join, self.plan, self.parts)
+        outputs, masks, losses = arrays.map_present(join, made["ends"])
         for output, mask in zip(tf.nest.flatten(outputs), masks, strict=True):
             if mask is not None:
                 private_names.set_mask(output, mask)
         return outputs, [*zip(graph.owners, losses, strict=True)]
 
     def _run_stage(self, part):
-        plan, parts = self._plan, self._parts
         states = States(part.assigned)
         # Nothing may change in a run without data, see `loop`.
-        with tf.control_dependencies([parts.samples]):
+        with tf.control_dependencies([self.parts.samples]):
             states.save()
-        step = loop.make_step(plan, part)
-
-        def run_part(i):
-            def check(leaf):
-                if leaf.shape.rank:
-                    return checks.with_length(plan, parts, i, leaf)
-                return _scale(leaf, parts.share(i))  # a mean over samples
-
-            made = step(self._values_of(part, i))
-            return made | {"ends": arrays.map_present(check, made["ends"])}
-
-        made = self._collect(part, run_part)
+        step = loop.make_step(self.plan, part)
+        made = self._collect(part, lambda i: step(self._values_of(part, i)))
         moments = [array.stack() for array in made["moments"]]
         with tf.GradientTape() as tape:
             tape.watch(moments)
@@ -278,7 +263,7 @@ class _Run:
             for name, array in made["by_statistics"].items():
                 by_statistics[name] = tf.reduce_sum(array.stack(), 0)
             # What the next stages add to has begun.
-            may_begin &= not any(map(_is_any, part.makes["own"]))
+            may_begin &= not _is_any(tf.nest.flatten(part.makes["own"]))
             fed_batch.cleared.clear()
         return may_begin
 
@@ -291,10 +276,10 @@ class _Run:
                 add(own, share=share, may_begin=may_begin)
             return made
 
-        step = loop.make_step(self._plan, replay, fed_batch)
+        step = loop.make_step(self.plan, replay, fed_batch)
 
         def run_part(i):
-            share = self._parts.share(i) if may_begin else 0.0
+            share = self.parts.share(i) if may_begin else 0.0
             return step((self._values_of(part, i), share))
 
         # The condition to begin the sums would hold all gradients.
@@ -303,8 +288,9 @@ class _Run:
     def _cut(self, gradient, i):
         """Returns the i-th micro-batch's part of a gradient by an output."""
         if gradient.shape.rank:
-            return gradient[slice(*self._parts.bounds(i))]
-        return _scale(gradient, self._parts.share(i))
+            return gradient[slice(*self.parts.bounds(i))]
+        # Of a mean over samples.
+        return gradient * tf.cast(self.parts.share(i), gradient.dtype)
 
 
 def _total(gradients):
@@ -319,20 +305,17 @@ def _is_any(gradients):
     return any(each is not None for each in gradients)
 
 
-def _scale(value, share):
-    return value * tf.cast(share, value.dtype)
-
-
 # -- 2. The loss of the batch --------------------------------------------------
 
 
-def _differentiate(plan, parts, states, outputs, added):
+def _differentiate(run, states, outputs, added):
     """Computes the loss of the batch, and its gradients.
 
     Returns those of the trainable variables that the loss itself uses; those of
-    the flat outputs and losses in a dict by their places; the weight of the fed
-    batch; and a function that updates the metrics and returns the logs.
+    the flat outputs and losses by their places; the weight of the fed batch;
+    and a function that updates the metrics and returns the logs.
     """
+    plan, samples = run.plan, run.parts.samples
     ends = tf.nest.flatten([outputs, [loss for _, loss in added]])
     watched = {
         i: each
@@ -344,7 +327,7 @@ def _differentiate(plan, parts, states, outputs, added):
         _compute_loss, plan.model, states, outputs, added, True
     )
     (own, by_ends), weight, log = outcome.differentiate(
-        plan, parts.data, compute_loss, [*watched.values()]
+        plan, run.parts.data, compute_loss, [*watched.values()]
     )
     cache = {
         i: tf.convert_to_tensor(gradient)  # some are `tf.IndexedSlices`
@@ -352,15 +335,14 @@ def _differentiate(plan, parts, states, outputs, added):
         if gradient is not None
     }
     if "compute_loss" in plan.overridden:
-        weight, own = _as_keras(weight, own, parts.samples)
-    return own, cache, weight, functools.partial(log, weight=parts.samples)
+        weight, own = _as_keras(weight, own, samples)
+    return own, cache, weight, functools.partial(log, weight=samples)
 
 
 def _as_keras(weight, own, samples):
     """Lets the gradients of all replicas add up, as Keras does.
 
-    A custom loss may be that of all replicas, of which each has a part of the
-    gradient: then it does not matter how many samples a replica has.
+    A custom loss may be that of all replicas, whatever samples one has.
     """
     replicas = count_replicas()
     if replicas == 1:
@@ -371,10 +353,10 @@ def _as_keras(weight, own, samples):
 
     def without_nan(value):
         # A replica without samples may have a mean over nothing.
-        if not value.dtype.is_floating:
-            return value
-        is_right = tf.math.is_finite(value) | (samples > 0)
-        return tf.where(is_right, value, tf.zeros_like(value))
+        if value.dtype.is_floating:
+            is_right = tf.math.is_finite(value) | (samples > 0)
+            value = tf.where(is_right, value, tf.zeros_like(value))
+        return value
 
     return weight, arrays.map_present(without_nan, own, expand_composites=True)
 

@@ -37,7 +37,7 @@ class Norms:
 
     def __init__(self, layers):
         self._layers = layers
-        self._graph: typing.Any = None
+        self._graph = current_graph()
         # The `Norm`s, in the order in which they are called.
         self.calls: list = []
         # The variables that they may assign, by their ids.
@@ -46,12 +46,10 @@ class Norms:
             self._hold(layer)
 
     def _hold(self, layer):
-        held = layer.non_trainable_variables
-        self.variables.update(zip(map(id, held), held, strict=True))
+        self.variables |= {id(e): e for e in layer.non_trainable_variables}
 
     def noted(self):
         """Returns the scope of a forward pass, which is traced once."""
-        self._graph = current_graph()
         return self._replaced(self._note)
 
     def _note(self, layer, inputs, mask):
@@ -61,7 +59,7 @@ class Norms:
                 "called in a loop, a condition or a `tf.function`, such as in "
                 "the cell of a `keras.layers.RNN`, of which a part cannot run",
             )
-        self._hold(layer)
+        self._hold(layer)  # it may have been built now
         moments = _compute_moments(inputs, mask, layer.axis)
         given = tf.raw_ops.Placeholder(dtype=inputs.dtype, shape=moments.shape)
         statistics = tf.raw_ops.Placeholder(
@@ -176,10 +174,9 @@ def join(norm, moments):
 
 def _refuse(layer, why):
     raise ValueError(
-        "`sync_batch_norm=True` cannot split the model at a "
-        "`BatchNormalization`. Call it outside of loops, conditions and "
-        "functions, and let it compute its statistics as "
-        "`keras.layers.BatchNormalization` does. Or freeze it "
+        "`sync_batch_norm=True` cannot split the model at this layer. Call it "
+        "outside of loops, conditions and functions, and let it compute its "
+        "statistics as `keras.layers.BatchNormalization` does. Or freeze it "
         "(`trainable=False`), or use `GroupNormalization`. "
         f"Received: layer={layer}, {why}"
     )

@@ -1,0 +1,50 @@
+"""What a step assigns, to be put back for a second pass or micro-batch."""
+
+import contextlib
+
+import tensorflow as tf
+
+from accumodel._micro_batch.step import current_graph
+
+
+class States:
+    """What is assigned in one step, as it was before.
+
+    `variables`, those of Keras that are known to be assigned, by their ids,
+    grows and outlives this: a `tf.function` that is traced already assigns what
+    it did, but Python does not see it.
+    """
+
+    def __init__(self, variables):
+        self._graph = current_graph()
+        self.variables = variables
+        self.before: dict = {}  # their values, by the same ids
+
+    def save(self):
+        """Reads the variables that are known and were not read yet."""
+        for variable in [*self.variables.values()]:
+            self.record(variable)
+
+    def record(self, variable):
+        """Reads a variable that is about to be assigned."""
+        key, graph = id(variable), self._graph
+        self.variables[key] = variable
+        if key not in self.before:
+            with tf.init_scope() if graph is None else graph.as_default():
+                self.before[key] = tf.identity(variable.value)
+
+    @contextlib.contextmanager
+    def rolled_back(self):
+        """While it is open, the variables are as they were before."""
+        after = {
+            key: tf.identity(self.variables[key].value) for key in self.before
+        }
+        self._assign(self.before)
+        try:
+            yield
+        finally:
+            self._assign(after)
+
+    def _assign(self, values):
+        for key, value in values.items():
+            self.variables[key].assign(value)
