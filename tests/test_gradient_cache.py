@@ -97,20 +97,6 @@ class TowerInTheLoss(InBatchSoftmax):
         return in_batch_softmax(y_pred, keys, ops.exp(self.log_scale))
 
 
-class BarlowTwins(Towers):
-    def compute_loss(
-        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-    ):
-        def standardize(z):
-            deviation = ops.std(z, axis=0) + 1e-3
-            return (z - ops.mean(z, axis=0)) / deviation
-
-        a, b = standardize(y_pred["a"]), standardize(y_pred["b"])
-        samples = ops.cast(ops.shape(a)[0], a.dtype)
-        correlation = ops.transpose(a) @ b / samples
-        return ops.sum((correlation - ops.eye(4, dtype=a.dtype)) ** 2)
-
-
 def made(base):
     """Returns what makes a model of this base class and Keras's, or ours."""
 
@@ -177,9 +163,6 @@ IN_BATCH = cases.Case(
 )
 CASES = {
     "in-batch softmax": IN_BATCH,
-    "Barlow Twins": cases.Case(
-        make=made(BarlowTwins), data=two_views, loss=lambda: None
-    ),
     "a tower in the loss": cases.Case(
         make=made(TowerInTheLoss), data=two_views, loss=lambda: None
     ),
@@ -226,7 +209,6 @@ CASES = {
     ),
 }
 RARE = (
-    "Barlow Twins",
     "a mask and weights",
     "a tower in the loss",
     "supervised contrastive",
@@ -494,13 +476,6 @@ WAYS = {
     "two in a call": {"steps_per_execution": 2},
     "graph": {},
 }
-
-
-# With XLA and in a plain graph, the second pass is looked at below.
-@pytest.mark.parametrize("way", [weekly("eager"), weekly("two in a call")])
-def test_every_way_to_run(way):
-    case = dataclasses.replace(in_float64(IN_BATCH), compile=WAYS[way])
-    check_cache(case)
 
 
 @pytest.mark.filterwarnings("ignore::accumodel.InexactWarning")

@@ -17,7 +17,6 @@ from helpers import (
     make_model,
     make_sequential,
     make_subclassed,
-    names,
     train,
     weekly,
 )
@@ -61,52 +60,11 @@ def test_100_samples_in_4_times_8_make_the_12_updates_of_the_big_batch(
     assert distance(model, reference) < 1e-6
 
 
-def test_logs_are_those_of_the_micro_batches_under_the_same_names(data):
-    reference = make_model(keras.Model)
-    # A learning rate of zero: the logs of all steps are of the same weights.
-    expected = train(
-        reference, data, 8, keras.optimizers.SGD(0.0), metrics=["accuracy"]
-    )
-    model = make_model()
-    logs = train(
-        model,
-        data,
-        8,
-        keras.optimizers.SGD(0.0),
-        metrics=["accuracy"],
-        accum_steps=4,
-    )
-    assert list(logs.history) == list(expected.history)
-    for name, values in expected.history.items():
-        np.testing.assert_allclose(logs.history[name], values, rtol=1e-6)
-
-
 def test_progress_bar_has_a_step_for_each_micro_batch(data, capsys):
     model = make_model()
     model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
     model.fit(*data, batch_size=8, verbose=2)
     assert capsys.readouterr().out.startswith("13/13 - ")
-
-
-@pytest.mark.parametrize(
-    "name", names(KINDS, rare=("functional", "sequential"))
-)
-def test_evaluate_and_predict_are_those_of_keras(name, data):
-    kind = KINDS[name]
-    reference = make_model(keras.Model, kind)
-    train(reference, data, batch_size=32)
-    model = make_model(make=kind)
-    train(model, data, batch_size=8, accum_steps=4)
-    np.testing.assert_allclose(
-        model.predict(data[0], verbose=0),
-        reference.predict(data[0], verbose=0),
-        atol=1e-6,
-    )
-    np.testing.assert_allclose(
-        model.evaluate(*data, verbose=0),
-        reference.evaluate(*data, verbose=0),
-        rtol=1e-6,
-    )
 
 
 def test_train_on_batch_updates_on_the_nth_call(data):
@@ -143,19 +101,6 @@ def test_kinds_of_models_train_and_save_in_any_order(order, data, tmp_path):
         model.save_weights(tmp_path / "model.weights.h5")
         assert int(model.optimizer.iterations) == 4
     assert AccumulatingModel.__bases__ == bases
-
-
-@pytest.mark.weekly
-def test_a_subclass_built_functionally_leaves_the_other_subclasses_alone(data):
-    class Named(AccumulatingModel):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-
-    model = make_model(Named)
-    assert model.inputs
-    train(model, data, batch_size=8, accum_steps=4, epochs=1)
-    train(make_model(make=make_subclassed), data, 8, accum_steps=4, epochs=1)
-    train(make_model(Named), data, batch_size=8, accum_steps=4, epochs=1)
 
 
 def test_built_with_inputs_and_outputs_it_is_functional_for_keras():
@@ -357,22 +302,6 @@ def test_remainder_says_what_becomes_of_a_short_last_cycle(
     assert watch.pending == pending
 
 
-@pytest.mark.weekly
-def test_drop_equals_the_big_batch_that_drops_its_remainder(data):
-    dataset = tf.data.Dataset.from_tensor_slices(data)
-    reference = make_model(keras.Model)
-    reference.compile("adam", "sparse_categorical_crossentropy")
-    reference.fit(
-        dataset.batch(32, drop_remainder=True),
-        epochs=3,
-        shuffle=False,
-        verbose=0,
-    )
-    model = make_model()
-    train(model, data, batch_size=8, accum_steps=4, remainder="drop")
-    assert distance(model, reference) < 1e-6
-
-
 def test_carry_goes_on_in_the_next_epoch_and_the_next_fit(data):
     # 3 times 13 micro-batches are 39: the 13 cycles of 3 cross all borders.
     repeated = tf.data.Dataset.from_tensor_slices(data).batch(8).repeat(3)
@@ -405,19 +334,6 @@ def test_validation_sees_the_updated_weights(data):
     np.testing.assert_allclose(
         logs.history["val_loss"], expected.history["val_loss"], rtol=1e-6
     )
-
-
-@pytest.mark.filterwarnings("ignore:Your input ran out")  # as in plain Keras
-def test_data_of_unknown_length_count_no_micro_batch_that_never_came(data):
-    reference = make_model(keras.Model)
-    train(reference, data, batch_size=32)
-    dataset = tf.data.Dataset.from_tensor_slices(data).batch(8)
-    dataset = dataset.filter(lambda x, y: True)  # forgets the length
-    model = make_model()
-    model.compile("adam", "sparse_categorical_crossentropy", accum_steps=4)
-    model.fit(dataset, epochs=3, shuffle=False, verbose=0)
-    assert int(model.optimizer.iterations) == 12
-    assert distance(model, reference) < 1e-6
 
 
 class Interrupt(keras.callbacks.Callback):
@@ -570,17 +486,6 @@ def test_leaving_1_needs_no_other_trace_in_a_custom_loop(data):
         step(batch)
         iterations.append(int(model.optimizer.iterations))
     assert iterations == [1, 1, 2, 2, 3]
-
-
-@pytest.mark.weekly
-def test_with_accum_steps_1_the_step_is_that_of_keras(data):
-    reference = make_model(keras.Model)
-    expected = train(reference, data, batch_size=8)
-    model = make_model()
-    logs = train(model, data, batch_size=8)
-    assert model._gradient_accumulator is None
-    assert logs.history == expected.history
-    assert distance(model, reference) == 0.0
 
 
 @pytest.mark.parametrize("accum_steps", [1, 4])

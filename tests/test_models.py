@@ -91,19 +91,6 @@ def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
         np.testing.assert_array_equal(copied(x), model(x))
 
 
-def test_an_adopted_model_ends_with_the_weights_of_the_big_batch(points):
-    reference, model = Linear(), Linear()
-    for each in (reference, model):
-        each(points[0])
-    model.set_weights(reference.get_weights())
-    reference.compile(SGD(0.1, momentum=0.9), "mse")
-    fit(reference, *points, 32)
-    accumulating = AccumulatingModel.from_model(model)
-    accumulating.compile(SGD(0.1, momentum=0.9), "mse", accum_steps=4)
-    fit(accumulating, *points, 8)
-    assert distance(model, reference) < 1e-6
-
-
 @keras.saving.register_keras_serializable("test_models")
 class Reordered(keras.Model):
     """Keras's order of its weights is not that of its attributes."""

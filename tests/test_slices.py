@@ -433,73 +433,6 @@ def test_a_log_of_a_custom_step_is_left_as_it_is():
 # -- the cycle -------------------------------------------------------------
 
 
-@pytest.mark.weekly
-def test_with_accum_steps_fed_batches_make_a_cycle(samples, tmp_path):
-    x, y = samples
-    reference = compiled(cases.dense(keras.Model))
-    reference.fit(x, y, batch_size=64, epochs=2, shuffle=False, verbose=0)
-    keras.utils.set_random_seed(0)
-    model = compiled(
-        cases.dense(AccumulatingModel), micro_batch_size=5, accum_steps=2
-    )
-    model.fit(x, y, batch_size=32, epochs=2, shuffle=False, verbose=0)
-    assert updates(model) == updates(reference) == 4
-    assert distance(model, reference) < 1e-6
-    reference.train_on_batch(x[:64], y[:64])
-    model.train_on_batch(x[:32], y[:32])
-    assert model.pending_steps == 1
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(
-        tmp_path / "model.keras", {"AccumulatingModel": AccumulatingModel}
-    )
-    assert loaded.pending_steps == 1
-    assert (loaded.micro_batch_size, loaded.accum_steps) == (5, 2)
-    for each in (model, loaded):
-        each.train_on_batch(x[32:64], y[32:64])
-        assert distance(each, reference) < 1e-6
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("jit_compile", [False, weekly(True)])
-def test_batches_that_need_no_cut(jit_compile):
-    x, targets = cases.two_targets(40, np.random.default_rng(0))
-
-    def train_on(model, begin, end):
-        part = {name: each[begin:end] for name, each in targets.items()}
-        return model.train_on_batch(x[begin:end], part, return_dict=True)
-
-    models = []
-    for model_class, kwargs in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": 8}),
-    ):
-        keras.utils.set_random_seed(0)
-        model = cases.two_outputs(model_class)
-        model.compile(
-            "adam",
-            {"kind": "sparse_categorical_crossentropy", "size": "mse"},
-            metrics={"kind": ["accuracy"], "size": ["mae"]},
-            jit_compile=jit_compile,
-            **kwargs,
-        )
-        models.append(model)
-    reference, model = models
-    dataset = tf.data.Dataset.from_tensor_slices((x, targets)).batch(7)
-    histories = [
-        each.fit(dataset, shuffle=False, verbose=0).history for each in models
-    ]
-    check_logs(*reversed(histories))
-    check_logs(train_on(model, 0, 24), train_on(reference, 0, 24))
-    # In the middle of a cycle:
-    model.accum_steps = 2
-    train_on(model, 0, 8)
-    model.accum_steps = 1
-    train_on(model, 8, 16)
-    train_on(reference, 0, 16)
-    assert distance(model, reference) < 1e-6
-    assert updates(model) == updates(reference) == 8
-
-
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_skip_nonfinite_leaves_micro_batches_out(samples, run_eagerly):
     x, y = samples
@@ -523,24 +456,6 @@ def test_skip_nonfinite_leaves_micro_batches_out(samples, run_eagerly):
     assert updates(model) == 1
     for a, b in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_an_overflow_in_a_part_skips_the_update():
-    case = cases.Case(
-        make=lambda cls: cases.dense(cls),
-        data=cases.with_an_overflow,
-        loss=lambda: "mse",
-        sizes=[[32]] * 3,
-        policy="mixed_float16",
-    )
-    big, _ = datasets(case)
-    reference, _ = train_case(case, keras.Model, big)
-    model, _ = train_case(case, AccumulatingModel, big, micro_batch_size=8)
-    for name in ("iterations", "dynamic_scale", "step_counter"):
-        assert float(getattr(model.optimizer, name)) == float(
-            getattr(reference.optimizer, name)
-        )
-    assert distance(model, reference) < 2e-3
 
 
 class FailsAt(keras.layers.Layer):
@@ -763,25 +678,6 @@ def test_replicas_with_different_numbers_of_parts(run_eagerly):
         case, AccumulatingModel, big, mirrored(2), micro_batch_size=2
     )
     assert distance(model, reference) < 1e-6
-
-
-@pytest.mark.slow
-def test_skip_nonfinite_on_replicas_takes_each_part_by_itself(samples):
-    x, y = samples
-    x[1] = np.nan  # in the first part of the first replica
-    good = np.r_[4:32]
-    reference = compiled(cases.dense(keras.Model))
-    reference.train_on_batch(x[good], y[good])
-    keras.utils.set_random_seed(0)
-    with mirrored(2).scope():
-        model = compiled(
-            cases.dense(AccumulatingModel),
-            micro_batch_size=4,
-            skip_nonfinite=True,
-        )
-    model.train_on_batch(x[:32], y[:32])
-    assert distance(model, reference) < 1e-6
-    assert model.skipped_steps == 1
 
 
 # -- refused ---------------------------------------------------------------

@@ -4,7 +4,6 @@ The reference is plain Keras with the same fed batches, and no slices.
 """
 
 import dataclasses
-import warnings
 
 import cases
 import keras
@@ -23,7 +22,6 @@ from helpers import (
     weekly,
 )
 
-import accumodel
 from accumodel import AccumulatingModel
 
 layers = keras.layers
@@ -537,14 +535,6 @@ def test_it_is_saved(tmp_path):
     assert loaded.get_compile_config()["sync_batch_norm"] is True
 
 
-def test_no_warning_of_small_micro_batches():
-    model = chain(AccumulatingModel)
-    model.compile("sgd", "sparse_categorical_crossentropy", **SYNC)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.fit(*cases.classes(16, np.random.default_rng(0)), verbose=0)
-
-
 # -- keras.applications --------------------------------------------------------
 
 
@@ -719,11 +709,3 @@ def test_what_cannot_be_combined(make, message, arguments):
     model = make()
     with pytest.raises(ValueError, match=message):
         model.compile("sgd", "mse", **SYNC | arguments)
-
-
-def test_the_noise_scale_is_refused():
-    model = chain(AccumulatingModel)
-    model.compile("sgd", "sparse_categorical_crossentropy", **SYNC)
-    x, y = cases.classes(16, np.random.default_rng(0))
-    with pytest.raises(ValueError, match="sync_batch_norm=True"):
-        model.fit(x, y, callbacks=[accumodel.GradientNoiseScale()], verbose=0)
