@@ -433,6 +433,20 @@ def test_a_log_of_a_custom_step_is_left_as_it_is():
 # -- the cycle -------------------------------------------------------------
 
 
+def test_cycles_of_several_batches_may_begin_and_end_at_any_time(samples):
+    x, y = samples
+    reference = compiled(cases.dense(keras.Model))
+    keras.utils.set_random_seed(0)
+    model = compiled(cases.dense(AccumulatingModel), micro_batch_size=5)
+    for steps, begin, end in ((1, 0, 8), (2, 8, 30), (1, 30, 37)):
+        model.accum_steps = steps
+        model.train_on_batch(x[begin:end], y[begin:end])
+    assert model.pending_steps == 0
+    for begin, end in ((0, 8), (8, 37)):
+        reference.train_on_batch(x[begin:end], y[begin:end])
+    assert distance(model, reference) < 1e-6
+
+
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_skip_nonfinite_leaves_micro_batches_out(samples, run_eagerly):
     x, y = samples
