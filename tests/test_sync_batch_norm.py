@@ -281,10 +281,12 @@ def run(case, model_class=AccumulatingModel, strategy=None, **kwargs):
 
 
 def check_sync(case, **kwargs):
+    # XLA draws other numbers.
     jit = {k: v for k, v in kwargs.items() if k == "jit_compile"}
     reference, expected = run(case, keras.Model, **jit)
     model, logs = run(case, **{**SYNC, **kwargs})
     check_weights(model, reference, case)
+    logs["epochs"].pop("micro_batch_size", None)  # of "auto"
     check_logs(logs["epochs"], expected["epochs"])
     for ours, theirs in zip(logs["batches"], expected["batches"], strict=True):
         check_logs(ours, theirs)
@@ -306,15 +308,9 @@ RARE = (
 NEWEST = ("called again", "in layers", "unusual")
 
 
-@pytest.mark.table
-@pytest.mark.filterwarnings("ignore:.*does not support masking")
-@pytest.mark.parametrize(
-    "name",
-    [slow(each) if each in NEWEST else each for each in names(CASES, RARE)],
-)
-def test_as_the_whole_batch(name):
+def check_case(name, **kwargs):
     case = in_float64(CASES[name])
-    model, reference = check_sync(case)
+    model, reference = check_sync(case, **kwargs)
     big, _ = datasets(case)
     ours, theirs = (
         each.evaluate(big, verbose=0) for each in (model, reference)
@@ -322,40 +318,31 @@ def test_as_the_whole_batch(name):
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-WAYS = {
-    "eager": {"run_eagerly": True},
-    "XLA": {"jit_compile": True},
-    "two in a call": {"steps_per_execution": 2},
-    "one sample at a time": {"micro_batch_size": 1},
-    "no cut": {"micro_batch_size": 100},
-    "a size that is found": {"micro_batch_size": "auto"},
-}
-
-
-# The others run once a week: each way is one with each feature, too.
-OFTEN = [("in layers", "XLA"), ("subclassed", "a size that is found")]
-
-
+@pytest.mark.table
+@pytest.mark.filterwarnings("ignore:.*does not support masking")
 @pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        slow(name, way) if (name, way) in OFTEN else weekly(name, way)
-        for name in ("two outputs", "in layers", "subclassed", "recurrent")
-        for way in WAYS
-    ],
+    "name",
+    [slow(each) if each in NEWEST else each for each in names(CASES, RARE)],
 )
-def test_every_way_to_run(name, way):
-    case = in_float64(CASES[name], sizes=[[11], [7]], epochs=1)
-    arguments = WAYS[way]
-    # Alone, Keras logs the losses of outputs in another way, and XLA draws
-    # other numbers.
-    same = ("run_eagerly", "jit_compile")
-    plain = {key: arguments[key] for key in same if key in arguments}
-    reference, expected = run(case, keras.Model, **plain)
-    model, logs = run(case, **SYNC | arguments)
-    check_weights(model, reference, case)
-    logs["epochs"].pop("micro_batch_size", None)  # of "auto"
-    check_logs(logs["epochs"], expected["epochs"])
+def test_as_the_whole_batch(name):
+    check_case(name)
+
+
+# `test_where_features_meet.py` has all ways of a simple model.
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        slow("in layers", {"jit_compile": True}),
+        weekly("recurrent", {"jit_compile": True}),
+        weekly("subclassed", {"run_eagerly": True}),
+        slow("subclassed", {"micro_batch_size": "auto"}),
+        weekly("recurrent", {"micro_batch_size": 1}),
+        weekly("in layers", {"micro_batch_size": 100}),
+    ],
+    ids=str,
+)
+def test_other_ways_to_run(name, kwargs):
+    check_case(name, **kwargs)
 
 
 class Always(layers.Layer):
@@ -538,35 +525,33 @@ def test_it_is_saved(tmp_path):
 # -- keras.applications --------------------------------------------------------
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
-    ("name", "size"),
+    "name",
     [
-        weekly("MobileNetV2", 32),
-        weekly("ResNet50V2", 32),
-        weekly("MobileNetV3Small", 32),
-        weekly("EfficientNetB0", 32),
-        weekly("DenseNet121", 32),
+        "MobileNetV2",
+        "ResNet50V2",
+        "MobileNetV3Small",
+        "EfficientNetB0",
+        "DenseNet121",
+        "NASNetMobile",
     ],
 )
-def test_applications(name, size):
+def test_applications(name):
     """One update by plain SGD, in float64: they are deep, and amplify."""
+    shape = 32, 32, 3
 
     def make(model_class):
+        # With their dropout on.
         base = getattr(keras.applications, name)(
-            input_shape=(size, size, 3),
-            include_top=False,
-            weights=None,
-            pooling="avg",
+            input_shape=shape, include_top=False, weights=None, pooling="avg"
         )
-        for layer in base.layers:
-            if isinstance(layer, layers.Dropout):
-                layer.rate = 0.0
-        inputs = keras.Input((size, size, 3))
+        inputs = keras.Input(shape)
         return classifier(model_class, inputs, base(inputs))
 
     def images(samples, rng):
         y = rng.integers(cases.CLASSES, size=samples)
-        return rng.uniform(0, 255, (samples, size, size, 3)), y
+        return rng.uniform(0, 255, (samples, *shape)), y
 
     case = in_float64(
         cases.Case(
