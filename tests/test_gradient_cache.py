@@ -682,47 +682,10 @@ def test_both_passes_give_the_same_bits(jit_compile):
 # -- what is refused -----------------------------------------------------------
 
 
-class CustomTrainStep(AccumulatingModel):
-    def train_step(self, data):
-        return {}
-
-
-class CustomGradients(AccumulatingModel):
-    def compute_gradients(self, data):
-        return super().compute_gradients(data)
-
-
-@pytest.mark.parametrize(
-    ("model_class", "arguments", "error", "message"),
-    [
-        (AccumulatingModel, {"gradient_cache": 1}, TypeError, "a bool"),
-        (
-            AccumulatingModel,
-            {"micro_batch_size": None},
-            ValueError,
-            "pass `micro_batch_size`",
-        ),
-        (
-            AccumulatingModel,
-            {"skip_nonfinite": True},
-            ValueError,
-            "cannot be combined with `skip_nonfinite`",
-        ),
-        (CustomTrainStep, {}, ValueError, "custom `train_step`"),
-        (CustomGradients, {}, ValueError, "custom `compute_gradients`"),
-    ],
-)
-def test_arguments_that_do_not_go_together(
-    model_class, arguments, error, message
-):
-    keras_model = cases.dense(keras.Model)
-    model = model_class(keras_model.input, keras_model.output)
-    model.compile("adam", "mse")
-    arguments = {"micro_batch_size": 8, "gradient_cache": True, **arguments}
-    with pytest.raises(error, match=message):
-        model.compile("sgd", "mae", **arguments)
-    assert model.loss == "mse"
-    assert model.micro_batch_size is None
+def test_what_is_no_bool():
+    model = cases.dense(AccumulatingModel)
+    with pytest.raises(TypeError, match="`gradient_cache` must be a bool"):
+        model.compile("sgd", "mse", micro_batch_size=8, gradient_cache=1)
 
 
 def test_the_size_cannot_be_taken_away():

@@ -630,16 +630,6 @@ def rematerialized(call, x):
     return tf.recompute_grad(lambda x: call())(x)
 
 
-class CustomTrainStep(AccumulatingModel):
-    def train_step(self, data):
-        return {}
-
-
-def with_custom_step():
-    model = chain(keras.Model)
-    return CustomTrainStep(model.input, model.output)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -672,25 +662,3 @@ def test_what_cannot_be_split_is_refused_by_name(make, message):
     model.trainable = False
     model.layers[-1].trainable = True
     model.compile("sgd", "mse", **SYNC)
-
-
-@pytest.mark.parametrize(
-    ("make", "message", "arguments"),
-    [
-        (
-            lambda: chain(AccumulatingModel),
-            "`sync_batch_norm` is for .* pass `micro_batch_size`",
-            {"micro_batch_size": None},
-        ),
-        (
-            lambda: chain(AccumulatingModel),
-            "`sync_batch_norm` cannot be combined with `skip_nonfinite`",
-            {"skip_nonfinite": True},
-        ),
-        (with_custom_step, "custom `train_step`", {}),
-    ],
-)
-def test_what_cannot_be_combined(make, message, arguments):
-    model = make()
-    with pytest.raises(ValueError, match=message):
-        model.compile("sgd", "mse", **SYNC | arguments)
