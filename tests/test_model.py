@@ -113,19 +113,6 @@ def test_built_with_inputs_and_outputs_it_is_functional_for_keras():
     assert list(map(type, clone.layers)) == list(map(type, model.layers))
 
 
-def test_from_model_shares_layers_and_weights(data):
-    model = keras.Sequential(
-        [keras.Input((20,)), keras.layers.Dense(3, activation="softmax")]
-    )
-    accumulating = AccumulatingModel.from_model(model)
-    train(accumulating, data, batch_size=8, accum_steps=4)
-    assert accumulating.weights[0] is model.weights[0]
-    np.testing.assert_array_equal(
-        accumulating.predict(data[0], verbose=0),
-        model.predict(data[0], verbose=0),
-    )
-
-
 def test_from_model_keeps_nested_inputs_and_outputs():
     inputs = {
         "a": keras.Input((2,), name="a"),
@@ -194,22 +181,30 @@ def make_registered(model_class):
 
 @pytest.mark.table
 @pytest.mark.parametrize(
-    "make", [make_functional, weekly(make_sequential), make_registered]
+    ("make", "kwargs"),
+    [
+        (make_functional, {"remainder": "drop", "skip_nonfinite": True}),
+        weekly(make_sequential, {}),
+        (
+            make_registered,
+            {
+                "micro_batch_size": 3,
+                "gradient_cache": True,
+                "sync_batch_norm": True,
+            },
+        ),
+    ],
 )
-def test_a_keras_file_comes_back_compiled_as_it_was(make, data, tmp_path):
+def test_a_keras_file_comes_back_compiled_as_it_was(
+    make, kwargs, data, tmp_path
+):
     model = make_model(make=make)
-    train(
-        model,
-        data,
-        batch_size=8,
-        accum_steps=4,
-        remainder="drop",
-        skip_nonfinite=True,
-    )
+    train(model, data, batch_size=8, accum_steps=4, **kwargs)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert isinstance(loaded, AccumulatingModel)
     assert loaded.accum_steps == 4
+    assert kwargs.items() <= loaded.get_compile_config().items()
     assert loaded.get_compile_config() == model.get_compile_config()
     for each in (model, loaded):
         each.fit(*data, batch_size=8, shuffle=False, verbose=0)
@@ -342,12 +337,18 @@ class Interrupt(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def test_an_interrupted_fit_leaves_nothing_behind_for_the_next(data):
+def interrupted(data, **kwargs):
     model = make_model()
-    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+    loss = "sparse_categorical_crossentropy"
+    model.compile("sgd", loss, accum_steps=4, **kwargs)
     with pytest.raises(KeyboardInterrupt):
         model.fit(*data, batch_size=8, callbacks=[Interrupt()], verbose=0)
     assert model.pending_steps == 2
+    return model
+
+
+def test_an_interrupted_fit_leaves_nothing_behind_for_the_next(data):
+    model = interrupted(data)
     reference = make_model(keras.Model)
     reference.compile("sgd", "sparse_categorical_crossentropy")
     reference.set_weights(model.get_weights())
@@ -358,15 +359,7 @@ def test_an_interrupted_fit_leaves_nothing_behind_for_the_next(data):
 
 
 def test_an_interrupted_fit_carries_its_cycle_where_that_was_asked_for(data):
-    model = make_model()
-    model.compile(
-        "sgd",
-        "sparse_categorical_crossentropy",
-        accum_steps=4,
-        remainder="carry",
-    )
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(*data, batch_size=8, callbacks=[Interrupt()], verbose=0)
+    model = interrupted(data, remainder="carry")
     model.fit(*data, batch_size=8, verbose=0)
     assert model.pending_steps == (6 + 13) % 4
 

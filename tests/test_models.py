@@ -180,8 +180,10 @@ def test_from_model_keeps_what_was_set_on_a_model(sequential):
         model = keras.Model(model.inputs, model.outputs)
     model.tokenizer = str.split
     model.describe = types.MethodType(lambda self: self.name, model)
+    weights = list(map(id, model.weights))
     for _ in range(2):
         model = AccumulatingModel.from_model(model)
+        assert list(map(id, model.weights)) == weights
         assert model.tokenizer("a b") == ["a", "b"]
         assert model.describe.__self__ is model
     assert not model.compiled

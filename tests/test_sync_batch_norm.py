@@ -41,11 +41,6 @@ def chain(model_class, **kwargs):
     return classifier(model_class, inputs, Norm(scale=False)(x))
 
 
-def on_the_inputs(model_class):
-    inputs = keras.Input((cases.FEATURES,))
-    return classifier(model_class, inputs, Norm()(inputs))
-
-
 def residual(model_class):
     """Blocks with parallel branches, and channels that are not last."""
     inputs = keras.Input((cases.FEATURES,))
@@ -76,30 +71,11 @@ def frozen(model_class):
     return model
 
 
-def nested(model_class):
-    """A model in a model, called twice, and a sequential one."""
-    inner = residual(keras.Model)
-    head = keras.Sequential([layers.Dense(4, "tanh"), Norm(), layers.ReLU()])
-    head.build((None, 2 * cases.CLASSES))
-    inputs = keras.Input((cases.FEATURES,))
-    x = [inner(inputs, training=True), inner(-inputs)]
-    return classifier(model_class, inputs, head(layers.Concatenate()(x)))
-
-
 def masked(model_class):
     inputs = keras.Input((None,), dtype="int64")
     x = layers.Embedding(9, 4, mask_zero=True, trainable=False)(inputs)
     x = layers.TimeDistributed(layers.Dense(4, "tanh"))(Norm()(x))
     x = layers.GlobalAveragePooling1D()(Norm()(x))
-    return classifier(model_class, inputs, x)
-
-
-def masked_inside(model_class):
-    """Keras warns of masks that enter a model, where they have an effect."""
-    inner = keras.Sequential([keras.Input((6, 4)), Norm()])
-    inputs = keras.Input((6,), dtype="int64")
-    x = layers.Embedding(9, 4, mask_zero=True, trainable=False)(inputs)
-    x = layers.GlobalAveragePooling1D()(inner(x))
     return classifier(model_class, inputs, x)
 
 
@@ -245,13 +221,10 @@ CASES = {
     "a chain": cases.Case(
         make=chain, compile={"metrics": ["accuracy"]}, sizes=[[22], [9], [3]]
     ),
-    "on the inputs": cases.Case(make=on_the_inputs),
     "residual": cases.Case(make=residual),
     "called again": cases.Case(make=called_again),
     "frozen": cases.Case(make=frozen),
-    "nested": cases.Case(make=nested),
     "masked": cases.Case(make=masked, data=tokens),
-    "masked inside": cases.Case(make=masked_inside, data=tokens),
     "sample weights": cases.Case(
         make=chain,
         data=cases.weighted_classes,
@@ -296,10 +269,7 @@ def check_sync(case, **kwargs):
 RARE = (
     "contrastive",
     "frozen",
-    "masked inside",
-    "on the inputs",
     "residual",
-    "nested",
     "sample weights",
     "two outputs",
 )
@@ -512,14 +482,6 @@ def test_without_batch_normalization_nothing_changes():
         for value in (True, False)
     )
     assert distance(with_it, without) == 0
-
-
-def test_it_is_saved(tmp_path):
-    model = chain(AccumulatingModel)
-    model.compile("sgd", "mse", **SYNC)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    assert loaded.get_compile_config()["sync_batch_norm"] is True
 
 
 # -- keras.applications --------------------------------------------------------
