@@ -6,6 +6,7 @@ import itertools
 import pathlib
 import re
 
+import cases
 import keras
 import numpy as np
 import pytest
@@ -16,13 +17,8 @@ import accumodel
 from accumodel import AccumulatingModel
 from accumodel._features import FEATURES as FEATURES_OF_THE_LIBRARY
 
-# The batch size of `fit` and the arguments of `compile`, of batches of 8.
 WAYS = {
-    "int": (8, {"micro_batch_size": 3}),
-    "auto": (8, {"micro_batch_size": "auto"}),
-    "steps": (4, {"accum_steps": 2}),
-    "both": (4, {"accum_steps": 2, "micro_batch_size": 3}),
-    "cache": (8, {"micro_batch_size": 3, "gradient_cache": True}),
+    **cases.WAYS,
     "sync": (8, {"micro_batch_size": 3, "sync_batch_norm": True}),
     "trim": (8, {"micro_batch_size": 3, "trim_padding": 0}),
 }
