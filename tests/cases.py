@@ -83,11 +83,6 @@ def two_targets(samples, rng):
     return x, {"kind": y, "size": rng.normal(size=(samples, 2))}
 
 
-def two_targets_in_a_tuple(samples, rng):
-    x, y = two_targets(samples, rng)
-    return x, (y["kind"], y["size"])
-
-
 def two_inputs(samples, rng):
     x, y = classes(samples, rng)
     return {"a": x[:, :3], "b": x[:, 3:]}, y
@@ -190,11 +185,6 @@ def two_outputs(model_class):
     return model_class(inputs, {"kind": kind, "size": size})
 
 
-def two_outputs_in_a_tuple(model_class):
-    model = two_outputs(keras.Model)
-    return model_class(model.input, tuple(model.outputs))
-
-
 def two_masked_outputs(model_class):
     inputs = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
@@ -216,13 +206,6 @@ def two_input_model(model_class):
 def with_frozen_layer(model_class):
     model = dense(model_class)
     model.layers[1].trainable = False
-    return model
-
-
-def with_freed_layer(model_class):
-    model = with_frozen_layer(model_class)
-    model.compile("sgd", "mse")
-    model.layers[1].trainable = True
     return model
 
 
@@ -488,6 +471,7 @@ def linear(model_class, units=CLASSES):
     return model_class(inputs, keras.layers.Dense(units)(inputs))
 
 
+# The batch size of `fit` and the arguments of `compile`, of batches of 8.
 WAYS = {
     "int": (8, {"micro_batch_size": 3}),
     "auto": (8, {"micro_batch_size": "auto"}),

@@ -1,20 +1,18 @@
-"""A training script that may be killed at any time, and started again.
+"""A training that goes on from a file, as `test_state.py` does in a process.
 
-It saves after each micro-batch, in one atomic step, and begins where the newest
-file says. `test_state.py` runs it in processes of its own.
+`python resumed.py FOLDER STEPS`: the micro-batches after which it was saved.
 """
 
-import os
 import pathlib
+import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import accumodel
 
 ACCUM_STEPS = 5
-EPOCHS = 3
-STEPS = EPOCHS * 13  # 13 micro-batches: two cycles, and a remainder of three
 
 
 def make_data():
@@ -46,40 +44,26 @@ def train(model, begin, end):
         yield step + 1
 
 
-def main(folder):
-    folder = pathlib.Path(folder)
-    model = make_model()
-    begin = 0
-    saved = sorted(folder.glob("step*.weights.h5"))
-    if saved:
-        model.load_weights(saved[-1])
-        begin = int(saved[-1].name[4:8])
-    for step in train(model, begin, STEPS):
-        model.save_weights(folder / "new.weights.h5")
-        os.replace(
-            folder / "new.weights.h5", folder / f"step{step:04}.weights.h5"
-        )
-    np.savez(folder / "final.npz", *model.get_weights())
-
-
 def go_on(folder, steps):
     """Ends the training from each file in `folder`, and saves the weights."""
-    import tensorflow as tf
-
     for step in steps:
         for name in ("plain.weights.h5", "sharded.weights.json", "whole.keras"):
             model = make_model()
             model.load_weights(folder / f"{step}-{name}")
-            finish(model, step, folder / f"{step}-{name}.npz")
+            finish(model, int(step), folder / f"{step}-{name}.npz")
         model = keras.models.load_model(folder / f"{step}-whole.keras")
-        finish(model, step, folder / f"{step}-loaded.npz")
+        finish(model, int(step), folder / f"{step}-loaded.npz")
         model = make_model()
         checkpoint = tf.train.Checkpoint(model=model)
         checkpoint.read(folder / f"{step}-checkpoint")
-        finish(model, step, folder / f"{step}-checkpoint.npz")
+        finish(model, int(step), folder / f"{step}-checkpoint.npz")
 
 
 def finish(model, begin, path):
     for _ in train(model, begin, 2 * 13):
         pass
     np.savez(path, *model.get_weights())
+
+
+if __name__ == "__main__":
+    go_on(pathlib.Path(sys.argv[1]), sys.argv[2:])

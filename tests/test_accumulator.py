@@ -105,19 +105,6 @@ def test_sparse_gradients_touch_their_rows_and_repeated_ones_add_up():
     )
 
 
-def test_variables_without_gradient_are_skipped_as_by_keras():
-    used, unused = make_variables()
-    # Weight decay would change it, were it not skipped.
-    optimizer = keras.optimizers.AdamW(weight_decay=0.5)
-    accumulator = GradientAccumulator(optimizer, [used, unused], 2)
-    unused.assign([1.0, 1.0])
-    accumulator.accumulate([tf.ones_like(used), None])
-    with pytest.warns(UserWarning, match="Gradients do not exist"):
-        accumulator.accumulate([tf.ones_like(used), None])
-    np.testing.assert_array_equal(unused, [1.0, 1.0])
-    assert used[0, 0] < 1.0
-
-
 @pytest.mark.parametrize(
     ("gradient", "weight"),
     [
@@ -140,18 +127,6 @@ def test_skip_nonfinite_leaves_a_micro_batch_out_and_counts_it(
     assert (accumulator.pending_steps, accumulator.skipped_steps) == (1, 1)
     accumulator.accumulate([3 * tf.ones(2)])
     np.testing.assert_array_equal(variable, [-2.0, -2.0])
-
-
-def test_variables_of_several_dtypes_keep_them():
-    variables = [
-        keras.Variable(np.zeros(2), dtype=dtype, name=dtype)
-        for dtype in ("float16", "float32", "float64")
-    ]
-    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), variables, 2)
-    for value in (1.0, 2.0):
-        accumulator.accumulate(gradients_of(value, variables), weight=3)
-    for variable in variables:
-        np.testing.assert_array_equal(variable, [-1.5, -1.5])
 
 
 def test_plain_tensorflow_variables_will_do():

@@ -19,7 +19,6 @@ from helpers import (
     compiled,
     distance,
     mirrored,
-    names,
     slow,
     updates,
     weekly,
@@ -77,19 +76,6 @@ class Limit(keras.layers.Layer):
         return identity(inputs)
 
 
-def with_states(model_class, limit):
-    """A model with all that a forward pass may write."""
-    inputs = keras.Input((FEATURES,))
-    x = limit(keras.layers.Dense(5, activation="tanh")(inputs))
-    x = keras.layers.BatchNormalization()(x)
-    x = keras.layers.Dropout(0.3, seed=1)(x)
-    heads = [
-        keras.layers.Dense(CLASSES, activation="softmax", name=name)(x)
-        for name in ("kind", "again")
-    ]
-    return model_class(inputs, heads)
-
-
 def plain(model_class, limit=None):
     inputs = keras.Input((FEATURES,))
     x = limit(inputs) if limit else inputs
@@ -101,69 +87,6 @@ def plain(model_class, limit=None):
 @pytest.fixture
 def samples():
     return classes(72, np.random.default_rng(0))
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize(
-    ("backward", "kwargs"),
-    [
-        (False, {}),
-        weekly(False, {"run_eagerly": True}),
-        weekly(True, {"steps_per_execution": 2}),
-        weekly(True, {"gradient_cache": True}),
-        slow(True, {"sync_batch_norm": True}),
-    ],
-    ids=str,
-)
-def test_all_is_as_if_the_size_had_been_known(samples, backward, kwargs):
-    """Weights, batch norm, seeds, metrics, logs and validation: bit for bit."""
-    x, y = samples
-    targets = {"kind": y, "again": y}
-    runs = []
-    for size in (6, "auto"):
-        keras.utils.set_random_seed(0)
-        limit = Limit(backward)
-        model = with_states(AccumulatingModel, limit)
-        model.compile(
-            "adam",
-            ["sparse_categorical_crossentropy"] * 2,
-            metrics=[["accuracy"]] * 2,
-            micro_batch_size=size,
-            **kwargs,
-        )
-        if size == "auto":
-            with pytest.warns(UserWarning, match="from now on") as caught:
-                history = fit(model, x, targets)
-            sizes = [str(each.message) for each in caught]
-            if "sync_batch_norm" not in kwargs:
-                assert "normalizes each micro-batch" in sizes.pop()
-            assert len(sizes) == 2  # 12 and 6
-            assert history.pop("micro_batch_size") == [6, 6]
-        else:
-            history = fit(model, x, targets)
-        runs.append((model, history, limit))
-    (expected, logs, _), (model, found, limit) = runs
-    assert found == logs
-    for a, b in zip(model.variables, expected.variables, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert updates(model) == updates(expected)
-    assert model.micro_batch_size == "auto"
-    assert model.current_micro_batch_size == 6
-    # Each size is tried once.
-    assert limit.sizes[0] == 24
-    assert limit.sizes.count(24) == limit.sizes.count(12) == 1
-
-
-def fit(model, x, y):
-    return model.fit(
-        x,
-        y,
-        batch_size=24,
-        epochs=2,
-        shuffle=False,
-        validation_split=1 / 3,
-        verbose=0,
-    ).history
 
 
 @pytest.mark.parametrize("cache", [False, weekly(True)])
@@ -494,49 +417,16 @@ def recurrent(inputs):
     return keras.layers.RNN(DroppingCell())(repeated)
 
 
-LAYERS = {
-    "a variable that is assigned and read": lambda: Center(),
-    "a trained weight that is assigned": lambda: Clamped(FEATURES),
-    "dropout in a function": lambda: InnerDropout(0.3, seed=1),
-    "dropout in the cell of an RNN": lambda: recurrent,
-    "SpectralNormalization": lambda: keras.layers.SpectralNormalization(
-        keras.layers.Dense(FEATURES)
-    ),
-}
-RARE = ("a trained weight that is assigned", "dropout in the cell of an RNN")
-
-
-@pytest.mark.table
-@pytest.mark.filterwarnings("ignore:.* changes in the step of each")
-@pytest.mark.parametrize("cache", [False, weekly(True)])
-@pytest.mark.parametrize("name", names(LAYERS, RARE))
-def test_what_a_step_assigns_is_put_back(samples, name, cache):
-    """Weights and states of an int, where a micro-batch failed before."""
-    models = []
-    for size in (6, "auto"):
-        keras.utils.set_random_seed(0)
-        layer, limit = LAYERS[name](), Limit()
-        model = plain(AccumulatingModel, lambda x, a=layer, b=limit: b(a(x)))
-        compiled(model, micro_batch_size=size, gradient_cache=cache)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Out of memory")
-            model.fit(*samples, batch_size=24, shuffle=False, verbose=0)
-        models.append(model)
-    for a, b in zip(models[0].variables, models[1].variables, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert models[1].current_micro_batch_size == 6
-
-
 class TwoAccumulators(AccumulatingModel):
     """Each trains a layer; the second one makes updates of several batches."""
 
-    def __init__(self, accum_steps):
+    def __init__(self, accum_steps, limit=None):
         super().__init__()
         self.parts = [
             keras.layers.Dense(5, activation="tanh"),
             keras.layers.Dense(CLASSES, activation="softmax"),
         ]
-        self.limit = Limit()
+        self.limit = limit or Limit()
         self.steps = [1, accum_steps]
 
     def build(self, shape):
@@ -565,17 +455,81 @@ class TwoAccumulators(AccumulatingModel):
         return {"loss": loss}
 
 
-def test_a_custom_train_step_is_run_again(samples):
-    models = []
+STATES = "normalization and dropout"
+LAYERS = {
+    STATES: lambda: keras.Sequential(
+        [
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3, seed=1),
+        ]
+    ),
+    "a variable that is assigned and read": Center,
+    "a trained weight that is assigned": lambda: Clamped(FEATURES),
+    "dropout in a function": lambda: InnerDropout(0.3, seed=1),
+    "dropout in the cell of an RNN": lambda: recurrent,
+    "SpectralNormalization": lambda: keras.layers.SpectralNormalization(
+        keras.layers.Dense(FEATURES)
+    ),
+    "two accumulators": None,
+}
+RARE = ("a trained weight that is assigned", "dropout in the cell of an RNN")
+
+
+@pytest.mark.table
+@pytest.mark.filterwarnings("ignore:.* changes in the step of each")
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        *[weekly(name, {}) if name in RARE else (name, {}) for name in LAYERS],
+        *[
+            weekly(name, {"gradient_cache": True})
+            for name in LAYERS
+            if LAYERS[name]
+        ],
+        weekly(STATES, {"run_eagerly": True}),
+        weekly(STATES, {"steps_per_execution": 2}),
+        slow(STATES, {"sync_batch_norm": True}),
+    ],
+    ids=str,
+)
+def test_all_is_as_if_the_size_had_been_known(samples, name, kwargs):
+    """Weights, states, logs and validation, bit for bit, after a failure."""
+    runs = []
     for size in (6, "auto"):
         keras.utils.set_random_seed(0)
-        model = compiled(TwoAccumulators(1), "sgd", micro_batch_size=size)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Out of memory")
-            model.fit(*samples, batch_size=24, shuffle=False, verbose=0)
-        models.append(model)
-    for a, b in zip(models[0].variables, models[1].variables, strict=True):
+        limit = Limit(backward=bool(kwargs) and name == STATES)
+        if name == "two accumulators":
+            model = compiled(TwoAccumulators(1, limit), micro_batch_size=size)
+        else:
+            layer = LAYERS[name]()
+            model = plain(
+                AccumulatingModel, lambda x, a=layer, b=limit: b(a(x))
+            )
+            metrics = ["accuracy"]
+            compiled(model, micro_batch_size=size, metrics=metrics, **kwargs)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", message="Out of memory")
+            history = model.fit(
+                *samples,
+                batch_size=24,
+                epochs=2,
+                shuffle=False,
+                validation_split=1 / 3,
+                verbose=0,
+            ).history
+        runs.append((model, history))
+    (expected, logs), (model, found) = runs
+    assert len(caught) == 2  # 12 and 6
+    assert found.pop("micro_batch_size") == [6, 6]
+    assert found == logs
+    for a, b in zip(model.variables, expected.variables, strict=True):
         np.testing.assert_array_equal(a, b)
+    assert updates(model) == updates(expected)
+    assert model.micro_batch_size == "auto"
+    assert model.current_micro_batch_size == 6
+    # Each size is tried once.
+    assert limit.sizes[0] == 24
+    assert limit.sizes.count(24) == limit.sizes.count(12) == 1
 
 
 def schedule(samples):

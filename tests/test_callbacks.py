@@ -39,32 +39,30 @@ def test_the_schedule_sets_the_steps_of_each_epoch(data):
     assert distance(model, reference) < 1e-6
 
 
-def test_a_dict_sets_the_steps_of_its_epochs_and_keeps_them(data):
+@pytest.mark.parametrize(
+    ("schedule", "accum_steps", "first", "expected"),
+    [
+        ({1: 1, 3: 4}, 3, 0, [3, 1, 1, 4, 4]),
+        # A resumed `fit` takes the last entry before it. More steps than there
+        # are batches are not warned of: they do not last.
+        ({1: 2, 3: 4}, 99, 2, [2, 4, 4]),
+    ],
+)
+def test_a_dict_sets_the_steps_of_its_epochs_and_keeps_them(
+    schedule, accum_steps, first, expected, data
+):
     model = make_model()
-    model.compile("adam", "sparse_categorical_crossentropy", accum_steps=3)
+    loss = "sparse_categorical_crossentropy"
+    model.compile("adam", loss, accum_steps=accum_steps)
     logs = model.fit(
         *data,
         batch_size=8,
+        initial_epoch=first,
         epochs=5,
         verbose=0,
-        callbacks=[AccumStepsScheduler({1: 1, 3: 4})],
+        callbacks=[AccumStepsScheduler(schedule)],
     )
-    assert logs.history["accum_steps"] == [3, 1, 1, 4, 4]
-
-
-def test_a_resumed_fit_takes_the_last_entry_before_it(data):
-    model = make_model()
-    # More than there are batches, which is not warned of: it does not last.
-    model.compile("adam", "sparse_categorical_crossentropy", accum_steps=99)
-    logs = model.fit(
-        *data,
-        batch_size=8,
-        initial_epoch=2,
-        epochs=5,
-        verbose=0,
-        callbacks=[AccumStepsScheduler({1: 2, 3: 4})],
-    )
-    assert logs.history["accum_steps"] == [2, 4, 4]
+    assert logs.history["accum_steps"] == expected
 
 
 @pytest.mark.parametrize(

@@ -416,33 +416,6 @@ def test_one_array_of_sample_weights_for_several_outputs_is_exact():
         )
 
 
-@pytest.mark.weekly
-def test_weights_of_each_output_are_exact_with_the_gradient_cache():
-    rng = np.random.default_rng(0)
-    x, y = data()
-    weights = tuple(rng.uniform(0.1, 3.0, (2, SAMPLES)).astype("float32"))
-
-    def fitted(base, **kwargs):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((3,))
-        model = base(inputs, [keras.layers.Dense(1)(inputs) for _ in "ab"])
-        losses = [
-            keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-            for _ in "ab"
-        ]
-        model.compile(keras.optimizers.SGD(0.1), losses, **kwargs)
-        model.fit(
-            x, (y, -y), SAMPLES, sample_weight=weights, shuffle=False, verbose=0
-        )
-        return model
-
-    plain = fitted(keras.Model)
-    with pytest.warns(UserWarning, match="`gradient_cache=True`"):
-        assert distance(fitted(AccumulatingModel, micro_batch_size=4), plain)
-    cached = fitted(AccumulatingModel, micro_batch_size=4, gradient_cache=True)
-    assert distance(cached, plain) < 1e-6
-
-
 class ReducesItself(keras.losses.MeanSquaredError):
     """With a `__call__` of its own, as a loss of Keras 3.16."""
 

@@ -10,10 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import (
-    distance,
-    weekly,
-)
+from helpers import distance, names, weekly
 
 import accumodel
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -89,19 +86,6 @@ def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
     ):
         assert (type(copied), copied.accum_steps) == (type(accumulating), 4)
         np.testing.assert_array_equal(copied(x), model(x))
-
-
-def test_an_adopted_model_ends_with_the_weights_of_the_big_batch(points):
-    reference, model = Linear(), Linear()
-    for each in (reference, model):
-        each(points[0])
-    model.set_weights(reference.get_weights())
-    reference.compile(SGD(0.1, momentum=0.9), "mse")
-    fit(reference, *points, 32)
-    accumulating = AccumulatingModel.from_model(model)
-    accumulating.compile(SGD(0.1, momentum=0.9), "mse", accum_steps=4)
-    fit(accumulating, *points, 8)
-    assert distance(model, reference) < 1e-6
 
 
 @keras.saving.register_keras_serializable("test_models")
@@ -196,8 +180,10 @@ def test_from_model_keeps_what_was_set_on_a_model(sequential):
         model = keras.Model(model.inputs, model.outputs)
     model.tokenizer = str.split
     model.describe = types.MethodType(lambda self: self.name, model)
+    weights = list(map(id, model.weights))
     for _ in range(2):
         model = AccumulatingModel.from_model(model)
+        assert list(map(id, model.weights)) == weights
         assert model.tokenizer("a b") == ["a", "b"]
         assert model.describe.__self__ is model
     assert not model.compiled
@@ -241,48 +227,36 @@ def test_from_model_says_that_a_compiled_model_has_to_be_compiled(points):
     assert int(model.optimizer.iterations) == 12 + 12
 
 
-class OwnSubclass(Linear):
-    def train_step(self, data):
-        return {}
-
-
-class OwnSequential(keras.Sequential):
-    def train_step(self, data):
-        return {}
-
-
-class OwnFunctional(keras.Model):
-    def train_step(self, data):
-        return {}
-
-
-class OwnAccumulating(AccumulatingModel):
-    def train_step(self, data):
-        return {}
-
-
-def make_own(model_class):
+def functional(model_class):
     inputs = keras.Input((3,))
-    outputs = keras.layers.Dense(1)(inputs)
-    if model_class is OwnSubclass:
-        return OwnSubclass()
-    if model_class is OwnSequential:
-        return OwnSequential([inputs, keras.layers.Dense(1)])
-    return model_class(inputs, outputs)
+    return model_class(inputs, keras.layers.Dense(1)(inputs))
+
+
+def sequential(model_class):
+    return model_class([keras.Input((3,)), keras.layers.Dense(1)])
 
 
 @pytest.mark.parametrize(
-    ("model_class", "match"),
+    ("make", "base", "match"),
     [
-        (OwnSubclass, r"custom `train_step`.*class Model\(Acc.*OwnSubclass\)"),
-        (OwnSequential, "custom `train_step`"),
-        (OwnFunctional, "custom `train_step`"),
-        (OwnAccumulating, "accumulates already, in its own way"),
+        (
+            lambda made: made(),
+            Linear,
+            r"custom `train_step`.*class Model\(Acc.*Own\)",
+        ),
+        (sequential, keras.Sequential, "custom `train_step`"),
+        (functional, keras.Model, "custom `train_step`"),
+        (
+            functional,
+            AccumulatingModel,
+            "accumulates already, in its own way",
+        ),
     ],
 )
-def test_from_model_refuses_to_lose_a_custom_train_step(model_class, match):
+def test_from_model_refuses_to_lose_a_custom_train_step(make, base, match):
+    own = type("Own", (base,), {"train_step": lambda self, data: {}})
     with pytest.raises(TypeError, match=match):
-        AccumulatingModel.from_model(make_own(model_class))
+        AccumulatingModel.from_model(make(own))
 
 
 class Halves(keras.Model):
@@ -324,8 +298,8 @@ def test_from_model_keeps_other_custom_methods(functional, points):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: make_own(AccumulatingModel),
-        lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]),
+        lambda: functional(AccumulatingModel),
+        lambda: sequential(keras.Sequential),
         Linear,
     ],
     ids=["functional", "sequential", "subclass"],
@@ -569,9 +543,9 @@ def test_arguments_that_another_base_class_does_not_take(points, tmp_path):
 
 def test_in_the_place_of_keras_model(points, monkeypatch):
     """To reach a library that calls `keras.Model`."""
-    plain = make_own(keras.Model)
+    plain = functional(keras.Model)
     monkeypatch.setattr(keras, "Model", AccumulatingModel)
-    model = make_own(keras.Model)
+    model = functional(keras.Model)
     model.compile("sgd", "mse", micro_batch_size=4)
     fit(model, points[0][:, :3], points[1][:, :1], 32)
 
@@ -724,10 +698,15 @@ def test_from_model_takes_a_keras_hub_task(tmp_path):
 
 
 class GAN(AccumulatingModel):
-    """Both players look at the weights of before the update."""
+    """Both players look at the weights of before the update.
 
-    def __init__(self):
+    Args:
+        hold: Function that makes of two accumulators what the model holds.
+    """
+
+    def __init__(self, hold):
         super().__init__()
+        self.hold = hold
         self.generator = keras.Sequential(
             [keras.Input((3,)), keras.layers.Dense(5, activation="tanh")]
         )
@@ -740,43 +719,47 @@ class GAN(AccumulatingModel):
         )
         self.built = True
 
-    def compile(self, accum_steps, **kwargs):
-        super().compile(accum_steps=accum_steps, **kwargs)
-        self.generator_optimizer = keras.optimizers.Adam(0.01, epsilon=1e-2)
-        self.critic_optimizer = SGD(0.1, momentum=0.9)
-        self.generator_accumulator = GradientAccumulator(
-            self.generator_optimizer,
-            self.generator.trainable_variables,
-            accum_steps,
-        )
-        self.critic_accumulator = GradientAccumulator(
-            self.critic_optimizer, self.critic.trainable_variables, accum_steps
-        )
+    def compile(self, accum_steps):
+        super().compile(accum_steps=accum_steps)
+        self.optimizers = [
+            keras.optimizers.Adam(0.01, epsilon=1e-2),
+            SGD(0.1, momentum=0.9),
+        ]
+        players = self.generator, self.critic
+        accumulators = [
+            GradientAccumulator(each, player.trainable_variables, accum_steps)
+            for each, player in zip(self.optimizers, players, strict=True)
+        ]
+        self.first = accumulators[0]  # may be another name of the same
+        self.accumulators = self.hold(accumulators)
+        self.all = lambda: accumulators
 
     def train_step(self, data):
         noise, real, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape(persistent=True) as tape:
             false = self.critic(self.generator(noise))
             true = self.critic(real)
-            generator_loss = tf.reduce_mean(tf.nn.softplus(-false))
-            critic_loss = tf.reduce_mean(
-                tf.nn.softplus(false) + tf.nn.softplus(-true)
+            losses = (
+                tf.reduce_mean(tf.nn.softplus(-false)),
+                tf.reduce_mean(tf.nn.softplus(false) + tf.nn.softplus(-true)),
             )
-        samples = tf.shape(noise)[0]
-        self.generator_accumulator.accumulate(
-            tape.gradient(generator_loss, self.generator.trainable_variables),
-            samples,
-        )
-        self.critic_accumulator.accumulate(
-            tape.gradient(critic_loss, self.critic.trainable_variables),
-            samples,
-        )
-        return {"generator_loss": generator_loss, "critic_loss": critic_loss}
+        for accumulator, loss in zip(self.all(), losses, strict=True):
+            gradients = tape.gradient(loss, accumulator.variables)
+            accumulator.accumulate(gradients, tf.shape(noise)[0])
+        return {"generator": losses[0], "critic": losses[1]}
 
 
-def make_gan(accum_steps):
+HOLD = {
+    "attributes": lambda each: each[1],
+    "list": list,
+    "tuple": tuple,
+    "dict": lambda each: dict(zip("ab", each, strict=True)),
+}
+
+
+def make_gan(accum_steps, hold=list):
     keras.utils.set_random_seed(0)
-    model = GAN()
+    model = GAN(hold)
     model.compile(accum_steps)
     return model
 
@@ -790,99 +773,36 @@ def noise_and_real():
 def test_a_gan_with_two_optimizers(noise_and_real):
     reference = fit(make_gan(1), *noise_and_real, 32)
     model = fit(make_gan(4), *noise_and_real, 8)
-    for optimizer in (model.generator_optimizer, model.critic_optimizer):
-        assert int(optimizer.iterations) == 12
+    assert [int(each.iterations) for each in model.optimizers] == [12, 12]
     assert distance(model, reference) < 1e-6
     scheduler = accumodel.AccumStepsScheduler(lambda epoch, steps: 2)
     fit(model, *noise_and_real, 8, callbacks=[scheduler])
-    assert model.generator_accumulator.accum_steps == 2
-    assert int(model.critic_optimizer.iterations) == 12 + 3 * 7
+    for each in model.all():
+        assert each.accum_steps == 2
+        assert int(each.optimizer.iterations) == 12 + 3 * 7
 
 
-def test_the_cycles_of_all_accumulators_are_saved(noise_and_real, tmp_path):
+@pytest.mark.parametrize("hold", names(HOLD, rare=("list", "tuple")))
+def test_the_cycles_of_all_accumulators_are_saved(
+    hold, noise_and_real, tmp_path
+):
     noise, real = noise_and_real
-    model = make_gan(4)
+    model, restored = (make_gan(4, HOLD[hold]) for _ in range(2))
     for _ in range(6):
         model.train_on_batch(noise[:8], real[:8])
     assert model.pending_steps == 2
     model.save_weights(tmp_path / "mid.weights.h5")
-    restored = make_gan(4)
     restored.load_weights(tmp_path / "mid.weights.h5")
-    assert restored.generator_accumulator.pending_steps == 2
+    assert [each.pending_steps for each in restored.all()] == [2, 2]
     for each in (model, restored):
         each.train_on_batch(noise[8:], real[8:])
         each.apply_accumulated_gradients()
         assert each.pending_steps == 0
     assert distance(restored, model) == 0
-    other = make_gan(4)
-    other.critic_accumulator = None
+    other = make_gan(4, lambda each: None)
     with pytest.raises(ValueError, match="this model does not have"):
         other.load_weights(tmp_path / "mid.weights.h5")
     assert other.pending_steps == 0
-
-
-class TwoPlayers(AccumulatingModel):
-    """Holds its accumulators in a list, tuple or dict."""
-
-    def __init__(self, hold):
-        super().__init__()
-        self.hold = hold
-        self.players = [keras.layers.Dense(1), keras.layers.Dense(1)]
-        for player in self.players:
-            player.build((None, 3))
-        self.built = True
-
-    def compile(self):
-        super().compile(accum_steps=4)
-        self.optimizers = [SGD(0.1), SGD(0.1)]
-        accumulators = [
-            GradientAccumulator(optimizer, player.trainable_variables, 4)
-            for optimizer, player in zip(
-                self.optimizers, self.players, strict=True
-            )
-        ]
-        self.accumulators = self.hold(accumulators)
-        self.first = accumulators[0]  # another name of the same
-
-    def train_step(self, data):
-        accumulators = self.accumulators
-        if isinstance(accumulators, dict):
-            accumulators = accumulators.values()
-        for player, accumulator in zip(self.players, accumulators, strict=True):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(player(data[0]) ** 2)
-            gradients = tape.gradient(loss, accumulator.variables)
-            accumulator.accumulate(gradients, tf.shape(data[0])[0])
-        return {"loss": loss}
-
-
-@pytest.mark.parametrize(
-    "hold",
-    [
-        weekly(list),
-        weekly(tuple),
-        lambda each: dict(zip("ab", each, strict=True)),
-    ],
-    ids=["list", "tuple", "dict"],
-)
-def test_accumulators_in_a_container(hold, noise_and_real, tmp_path):
-    models = []
-    for _ in range(2):
-        keras.utils.set_random_seed(0)
-        models.append(TwoPlayers(hold))
-        models[-1].compile()
-    model, restored = models
-    fit(model, *noise_and_real, 8)
-    assert [int(each.iterations) for each in model.optimizers] == [12, 12]
-    model.train_on_batch(*noise_and_real)
-    assert model.pending_steps == 1
-    model.save_weights(tmp_path / "mid.weights.h5")
-    restored.load_weights(tmp_path / "mid.weights.h5")
-    for each in models:
-        each.train_on_batch(*noise_and_real)
-        assert each.pending_steps == 2
-        each.apply_accumulated_gradients()
-    assert distance(restored, model) == 0
 
 
 # -- variables that not every batch trains -------------------------------------

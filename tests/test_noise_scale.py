@@ -10,8 +10,6 @@ import tensorflow as tf
 from cases import dense
 from helpers import (
     as_dataset,
-    distance,
-    make_model,
     mirrored,
     names,
     weekly,
@@ -231,21 +229,6 @@ def test_an_interval_holds_the_truth_in_nine_of_ten_runs():
         assert batch == 64
         hits += low <= truth <= high
     assert 85 <= hits <= 95
-
-
-def test_weights_are_the_same_bits():
-    keras.config.set_dtype_policy("float32")
-    x, y = np.random.rand(100, 20), np.random.randint(3, size=100)
-    models = []
-    for callbacks in ([], [GradientNoiseScale()]):
-        model = make_model()
-        loss = "sparse_categorical_crossentropy"
-        model.compile("adam", loss, micro_batch_size=8)
-        model.fit(
-            x, y, batch_size=32, shuffle=False, callbacks=callbacks, verbose=0
-        )
-        models.append(model)
-    assert distance(*models) == 0
 
 
 def test_elements_are_reported_as_samples():

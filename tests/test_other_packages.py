@@ -146,40 +146,6 @@ def test_keras_hub_retina_net(cache):
             model.fit(*data, batch_size=8, shuffle=False, verbose=0)
 
 
-def test_keras_hub_text_classifier():
-    keras_hub = pytest.importorskip("keras_hub", reason="see the docstring")
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(2, 12, size=(24, 1))
-    padding = np.arange(12) < lengths
-    x = {
-        "token_ids": np.where(padding, rng.integers(1, 30, (24, 12)), 0),
-        "segment_ids": np.zeros((24, 12), int),
-        "padding_mask": padding,
-    }
-
-    def make():
-        backbone = keras_hub.models.BertBackbone(
-            vocabulary_size=30,
-            num_layers=2,
-            num_heads=2,
-            hidden_dim=16,
-            intermediate_dim=32,
-            max_sequence_length=12,
-            dropout=0.0,
-        )
-        return keras_hub.models.BertTextClassifier(
-            backbone, num_classes=3, dropout=0.0
-        )
-
-    compare(
-        make,
-        (x, rng.integers(3, size=24)),
-        12,
-        lambda: {"optimizer": keras.optimizers.SGD(0.1)},
-        micro_batch_size=5,
-    )
-
-
 @pytest.mark.parametrize(
     "name", ["CategoricalDiceCELoss", "CategoricalDiceLoss"]
 )

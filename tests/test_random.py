@@ -530,39 +530,6 @@ def test_after_an_error_no_rows_are_left():
     assert not np.any(rows)
 
 
-class Fails(layers.Layer):
-    """Memory runs out with more than so many samples at once."""
-
-    def __init__(self, limit):
-        super().__init__()
-        self.limit = limit
-
-    def call(self, inputs):
-        def check(values):
-            if len(values) > self.limit:
-                raise MemoryError
-            return values
-
-        checked = tf.numpy_function(check, [inputs], inputs.dtype)
-        return inputs + 0.0 * tf.stop_gradient(
-            tf.ensure_shape(checked, inputs.shape)
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Out of memory")
-def test_the_size_changes_nothing_but_memory():
-    def drops(limit=100):
-        return lambda: keras.Sequential([layers.Dropout(0.4), Fails(limit)])
-
-    plain = train(keras.Model, drops())
-    for size in (1, 5, 64):
-        check(train(AccumulatingModel, drops(), micro_batch_size=size), plain)
-    found = train(AccumulatingModel, drops(3), micro_batch_size="auto")
-    assert found.current_micro_batch_size == 3
-    check(found, plain)
-
-
 def halve(shape, seed):
     return keras.random.uniform((shape[0] // 2, 5), seed=seed)
 
@@ -615,34 +582,3 @@ def test_what_is_not_known_differs_in_each_micro_batch(name):
     first, second = drawn
     assert first.shape == second.shape
     assert not np.isclose(first, second).any()
-
-
-@pytest.mark.parametrize(
-    "name", [weekly("EfficientNetB0"), weekly("NASNetMobile")]
-)
-def test_applications_with_their_dropout_on(name):
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(7, 32, 32, 3)), rng.integers(3, size=7)
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    try:
-        models = []
-        for kwargs in (None, {"micro_batch_size": 3, "sync_batch_norm": True}):
-            keras.utils.set_random_seed(0)
-            model = getattr(keras.applications, name)(
-                weights=None, input_shape=(32, 32, 3), classes=3
-            )
-            if kwargs:
-                model = AccumulatingModel.from_model(model)
-            model.compile(
-                keras.optimizers.SGD(0.01),
-                "sparse_categorical_crossentropy",
-                jit_compile=False,
-                **kwargs or {},
-            )
-            model.fit(x, y, batch_size=7, verbose=0)
-            models.append(model)
-    finally:
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
-    check(*models, 1e-8)

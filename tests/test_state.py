@@ -2,10 +2,9 @@
 
 import copy
 import functools
-import multiprocessing
 import pickle
-import random
-import time
+import subprocess
+import sys
 import zipfile
 
 import h5py
@@ -14,34 +13,10 @@ import numpy as np
 import pytest
 import resumed
 import tensorflow as tf
-from helpers import (
-    distance,
-    make_functional,
-    make_sequential,
-    weekly,
-)
+from helpers import distance, make_functional, make_sequential, weekly
 
 from accumodel import AccumulatingModel, GradientAccumulator
 from accumodel._update import files
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """Starts processes that have imported everything already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["accumodel"])
-    return context
-
-
-def run(processes, function, *arguments):
-    process = processes.Process(target=function, args=arguments)
-    process.start()
-    process.join(240)
-    alive = process.is_alive()
-    process.kill()
-    process.join()
-    assert not alive
-    assert process.exitcode == 0
 
 
 def weights_in(path):
@@ -73,8 +48,18 @@ def plain_after_a_step():
 def save(model, path):
     if path.suffix == ".keras":
         model.save(path)
-    else:
+    elif path.suffix == ".h5":
         model.save_weights(path)
+    else:
+        tf.train.Checkpoint(model=model).write(path)
+
+
+def load(model, path):
+    if path.suffix:
+        model.load_weights(path)
+    else:
+        checkpoint = tf.train.Checkpoint(model=model)
+        checkpoint.read(path).expect_partial()
 
 
 @pytest.mark.table
@@ -94,18 +79,16 @@ def save(model, path):
             functools.partial(resumed.make_model, accum_steps=1),
             "file.weights.h5",
         ),
-        (
-            functools.partial(in_mid_cycle, 10),
-            resumed.make_model,
-            "file.keras",
-        ),
+        (functools.partial(in_mid_cycle, 10), resumed.make_model, "file.keras"),
+        (plain_after_a_step, functools.partial(in_mid_cycle, 10), "checkpoint"),
+        (functools.partial(in_mid_cycle, 10), plain_after_a_step, "checkpoint"),
     ],
 )
 def test_between_cycles_files_are_those_of_keras(write, read, name, tmp_path):
     written = write()
     save(written, tmp_path / name)
     model = read()
-    model.load_weights(tmp_path / name)
+    load(model, tmp_path / name)
     variables = [*model.variables, *model.optimizer.variables]
     expected = [*written.variables, *written.optimizer.variables]
     for actual, desired in zip(variables, expected, strict=True):
@@ -113,34 +96,14 @@ def test_between_cycles_files_are_those_of_keras(write, read, name, tmp_path):
 
 
 def test_a_file_of_a_cycles_end_clears_what_was_pending(tmp_path):
-    in_mid_cycle(10).save_weights(tmp_path / "end.weights.h5")
-    tf.train.Checkpoint(model=in_mid_cycle(10)).write(tmp_path / "checkpoint")
-    model = in_mid_cycle()
-    model.load_weights(tmp_path / "end.weights.h5")
-    assert model.pending_steps == 0
-    model = in_mid_cycle()
-    tf.train.Checkpoint(model=model).read(tmp_path / "checkpoint")
-    assert model.pending_steps == 0
+    for name in ("end.weights.h5", "checkpoint"):
+        save(in_mid_cycle(10), tmp_path / name)
+        model = in_mid_cycle()
+        load(model, tmp_path / name)
+        assert model.pending_steps == 0
     model = in_mid_cycle()
     model.set_state_tree(in_mid_cycle(10).get_state_tree())
     assert model.pending_steps == 0
-
-
-def test_checkpoints_of_a_cycles_end_and_of_plain_models_are_exchanged(
-    tmp_path,
-):
-    for write, read in (
-        (plain_after_a_step, functools.partial(in_mid_cycle, 10)),
-        (functools.partial(in_mid_cycle, 10), plain_after_a_step),
-    ):
-        written = write()
-        path = tf.train.Checkpoint(model=written).save(tmp_path / "a")
-        model = read()
-        tf.train.Checkpoint(model=model).restore(path).expect_partial()
-        variables = [*model.variables, *model.optimizer.variables]
-        expected = [*written.variables, *written.optimizer.variables]
-        for actual, desired in zip(variables, expected, strict=True):
-            np.testing.assert_array_equal(actual, desired)
 
 
 def test_a_checkpoint_that_is_restored_before_compile_waits_for_it(tmp_path):
@@ -247,12 +210,10 @@ def test_a_legacy_file_holds_no_cycle_and_clears_it(tmp_path):
     assert model.pending_steps == 0
 
 
-# Micro-batches of a cycle, which begins with 5: 0 to 4 are pending.
-@pytest.mark.weekly
-@pytest.mark.parametrize("steps", [(5, 6, 7, 8, 9)])
-def test_each_micro_batch_goes_on_bit_for_bit_in_a_new_process(
-    steps, processes, tmp_path
-):
+@pytest.mark.slow
+def test_each_micro_batch_goes_on_bit_for_bit_in_a_new_process(tmp_path):
+    # Micro-batches of a cycle, which begins with 5: 0 to 4 are pending.
+    steps = 5, 6, 7, 8, 9
     model = resumed.make_model()
     for step in resumed.train(model, 0, 2 * 13):
         if step in steps:
@@ -262,9 +223,9 @@ def test_each_micro_batch_goes_on_bit_for_bit_in_a_new_process(
             model.save_weights(
                 tmp_path / f"{step}-sharded.weights.json", max_shard_size=4e-6
             )
-            checkpoint = tf.train.Checkpoint(model=model)
-            checkpoint.write(tmp_path / f"{step}-checkpoint")
-    run(processes, resumed.go_on, tmp_path, steps)
+            save(model, tmp_path / f"{step}-checkpoint")
+    command = [sys.executable, resumed.__file__, tmp_path, *map(str, steps)]
+    subprocess.run(command, check=True, timeout=240)
     results = sorted(tmp_path.glob("*.npz"))
     assert len(results) == 5 * len(steps)
     for path in results:
@@ -603,35 +564,6 @@ def test_a_failure_in_a_step_forgets_the_pending_cycle(
         results.append(each.get_weights())
     for a, b in zip(*results, strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.slow
-def test_a_killed_training_ends_as_one_that_was_not(processes, tmp_path):
-    expected = resumed.make_model()
-    for _ in resumed.train(expected, 0, resumed.STEPS):
-        pass
-    moments = random.Random(0)
-    for number in range(3):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        process = processes.Process(target=resumed.main, args=(folder,))
-        process.start()
-        begun = folder / f"step{moments.randrange(1, 30):04}.weights.h5"
-        deadline = time.monotonic() + 120
-        while not begun.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(moments.uniform(0.0, 0.05))
-        process.kill()
-        process.join()
-        assert process.exitcode == -9
-        assert not (folder / "final.npz").exists()
-        run(processes, resumed.main, folder)
-        for weight, desired in zip(
-            weights_in(folder / "final.npz"),
-            expected.get_weights(),
-            strict=True,
-        ):
-            np.testing.assert_allclose(weight, desired, rtol=0, atol=1e-6)
 
 
 # -- bad files -----------------------------------------------------------------

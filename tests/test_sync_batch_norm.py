@@ -4,7 +4,6 @@ The reference is plain Keras with the same fed batches, and no slices.
 """
 
 import dataclasses
-import warnings
 
 import cases
 import keras
@@ -23,7 +22,6 @@ from helpers import (
     weekly,
 )
 
-import accumodel
 from accumodel import AccumulatingModel
 
 layers = keras.layers
@@ -41,11 +39,6 @@ def chain(model_class, **kwargs):
     x = Norm(momentum=0.7, epsilon=0.01, **kwargs)(x)
     x = layers.Dense(6, "gelu")(x)
     return classifier(model_class, inputs, Norm(scale=False)(x))
-
-
-def on_the_inputs(model_class):
-    inputs = keras.Input((cases.FEATURES,))
-    return classifier(model_class, inputs, Norm()(inputs))
 
 
 def residual(model_class):
@@ -78,30 +71,11 @@ def frozen(model_class):
     return model
 
 
-def nested(model_class):
-    """A model in a model, called twice, and a sequential one."""
-    inner = residual(keras.Model)
-    head = keras.Sequential([layers.Dense(4, "tanh"), Norm(), layers.ReLU()])
-    head.build((None, 2 * cases.CLASSES))
-    inputs = keras.Input((cases.FEATURES,))
-    x = [inner(inputs, training=True), inner(-inputs)]
-    return classifier(model_class, inputs, head(layers.Concatenate()(x)))
-
-
 def masked(model_class):
     inputs = keras.Input((None,), dtype="int64")
     x = layers.Embedding(9, 4, mask_zero=True, trainable=False)(inputs)
     x = layers.TimeDistributed(layers.Dense(4, "tanh"))(Norm()(x))
     x = layers.GlobalAveragePooling1D()(Norm()(x))
-    return classifier(model_class, inputs, x)
-
-
-def masked_inside(model_class):
-    """Keras warns of masks that enter a model, where they have an effect."""
-    inner = keras.Sequential([keras.Input((6, 4)), Norm()])
-    inputs = keras.Input((6,), dtype="int64")
-    x = layers.Embedding(9, 4, mask_zero=True, trainable=False)(inputs)
-    x = layers.GlobalAveragePooling1D()(inner(x))
     return classifier(model_class, inputs, x)
 
 
@@ -247,13 +221,10 @@ CASES = {
     "a chain": cases.Case(
         make=chain, compile={"metrics": ["accuracy"]}, sizes=[[22], [9], [3]]
     ),
-    "on the inputs": cases.Case(make=on_the_inputs),
     "residual": cases.Case(make=residual),
     "called again": cases.Case(make=called_again),
     "frozen": cases.Case(make=frozen),
-    "nested": cases.Case(make=nested),
     "masked": cases.Case(make=masked, data=tokens),
-    "masked inside": cases.Case(make=masked_inside, data=tokens),
     "sample weights": cases.Case(
         make=chain,
         data=cases.weighted_classes,
@@ -283,10 +254,12 @@ def run(case, model_class=AccumulatingModel, strategy=None, **kwargs):
 
 
 def check_sync(case, **kwargs):
+    # XLA draws other numbers.
     jit = {k: v for k, v in kwargs.items() if k == "jit_compile"}
     reference, expected = run(case, keras.Model, **jit)
     model, logs = run(case, **{**SYNC, **kwargs})
     check_weights(model, reference, case)
+    logs["epochs"].pop("micro_batch_size", None)  # of "auto"
     check_logs(logs["epochs"], expected["epochs"])
     for ours, theirs in zip(logs["batches"], expected["batches"], strict=True):
         check_logs(ours, theirs)
@@ -296,16 +269,23 @@ def check_sync(case, **kwargs):
 RARE = (
     "contrastive",
     "frozen",
-    "masked inside",
-    "on the inputs",
     "residual",
-    "nested",
     "sample weights",
     "two outputs",
 )
 
 # Not on the oldest versions.
 NEWEST = ("called again", "in layers", "unusual")
+
+
+def check_case(name, **kwargs):
+    case = in_float64(CASES[name])
+    model, reference = check_sync(case, **kwargs)
+    big, _ = datasets(case)
+    ours, theirs = (
+        each.evaluate(big, verbose=0) for each in (model, reference)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 @pytest.mark.table
@@ -315,49 +295,24 @@ NEWEST = ("called again", "in layers", "unusual")
     [slow(each) if each in NEWEST else each for each in names(CASES, RARE)],
 )
 def test_as_the_whole_batch(name):
-    case = in_float64(CASES[name])
-    model, reference = check_sync(case)
-    big, _ = datasets(case)
-    ours, theirs = (
-        each.evaluate(big, verbose=0) for each in (model, reference)
-    )
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    check_case(name)
 
 
-WAYS = {
-    "eager": {"run_eagerly": True},
-    "XLA": {"jit_compile": True},
-    "two in a call": {"steps_per_execution": 2},
-    "one sample at a time": {"micro_batch_size": 1},
-    "no cut": {"micro_batch_size": 100},
-    "a size that is found": {"micro_batch_size": "auto"},
-}
-
-
-# The others run once a week: each way is one with each feature, too.
-OFTEN = [("in layers", "XLA"), ("subclassed", "a size that is found")]
-
-
+# `test_where_features_meet.py` has all ways of a simple model.
 @pytest.mark.parametrize(
-    ("name", "way"),
+    ("name", "kwargs"),
     [
-        slow(name, way) if (name, way) in OFTEN else weekly(name, way)
-        for name in ("two outputs", "in layers", "subclassed", "recurrent")
-        for way in WAYS
+        slow("in layers", {"jit_compile": True}),
+        weekly("recurrent", {"jit_compile": True}),
+        weekly("subclassed", {"run_eagerly": True}),
+        slow("subclassed", {"micro_batch_size": "auto"}),
+        weekly("recurrent", {"micro_batch_size": 1}),
+        weekly("in layers", {"micro_batch_size": 100}),
     ],
+    ids=str,
 )
-def test_every_way_to_run(name, way):
-    case = in_float64(CASES[name], sizes=[[11], [7]], epochs=1)
-    arguments = WAYS[way]
-    # Alone, Keras logs the losses of outputs in another way, and XLA draws
-    # other numbers.
-    same = ("run_eagerly", "jit_compile")
-    plain = {key: arguments[key] for key in same if key in arguments}
-    reference, expected = run(case, keras.Model, **plain)
-    model, logs = run(case, **SYNC | arguments)
-    check_weights(model, reference, case)
-    logs["epochs"].pop("micro_batch_size", None)  # of "auto"
-    check_logs(logs["epochs"], expected["epochs"])
+def test_other_ways_to_run(name, kwargs):
+    check_case(name, **kwargs)
 
 
 class Always(layers.Layer):
@@ -529,54 +484,36 @@ def test_without_batch_normalization_nothing_changes():
     assert distance(with_it, without) == 0
 
 
-def test_it_is_saved(tmp_path):
-    model = chain(AccumulatingModel)
-    model.compile("sgd", "mse", **SYNC)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    assert loaded.get_compile_config()["sync_batch_norm"] is True
-
-
-def test_no_warning_of_small_micro_batches():
-    model = chain(AccumulatingModel)
-    model.compile("sgd", "sparse_categorical_crossentropy", **SYNC)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.fit(*cases.classes(16, np.random.default_rng(0)), verbose=0)
-
-
 # -- keras.applications --------------------------------------------------------
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
-    ("name", "size"),
+    "name",
     [
-        weekly("MobileNetV2", 32),
-        weekly("ResNet50V2", 32),
-        weekly("MobileNetV3Small", 32),
-        weekly("EfficientNetB0", 32),
-        weekly("DenseNet121", 32),
+        "MobileNetV2",
+        "ResNet50V2",
+        "MobileNetV3Small",
+        "EfficientNetB0",
+        "DenseNet121",
+        "NASNetMobile",
     ],
 )
-def test_applications(name, size):
+def test_applications(name):
     """One update by plain SGD, in float64: they are deep, and amplify."""
+    shape = 32, 32, 3
 
     def make(model_class):
+        # With their dropout on.
         base = getattr(keras.applications, name)(
-            input_shape=(size, size, 3),
-            include_top=False,
-            weights=None,
-            pooling="avg",
+            input_shape=shape, include_top=False, weights=None, pooling="avg"
         )
-        for layer in base.layers:
-            if isinstance(layer, layers.Dropout):
-                layer.rate = 0.0
-        inputs = keras.Input((size, size, 3))
+        inputs = keras.Input(shape)
         return classifier(model_class, inputs, base(inputs))
 
     def images(samples, rng):
         y = rng.integers(cases.CLASSES, size=samples)
-        return rng.uniform(0, 255, (samples, size, size, 3)), y
+        return rng.uniform(0, 255, (samples, *shape)), y
 
     case = in_float64(
         cases.Case(
@@ -655,16 +592,6 @@ def rematerialized(call, x):
     return tf.recompute_grad(lambda x: call())(x)
 
 
-class CustomTrainStep(AccumulatingModel):
-    def train_step(self, data):
-        return {}
-
-
-def with_custom_step():
-    model = chain(keras.Model)
-    return CustomTrainStep(model.input, model.output)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -697,33 +624,3 @@ def test_what_cannot_be_split_is_refused_by_name(make, message):
     model.trainable = False
     model.layers[-1].trainable = True
     model.compile("sgd", "mse", **SYNC)
-
-
-@pytest.mark.parametrize(
-    ("make", "message", "arguments"),
-    [
-        (
-            lambda: chain(AccumulatingModel),
-            "`sync_batch_norm` is for .* pass `micro_batch_size`",
-            {"micro_batch_size": None},
-        ),
-        (
-            lambda: chain(AccumulatingModel),
-            "`sync_batch_norm` cannot be combined with `skip_nonfinite`",
-            {"skip_nonfinite": True},
-        ),
-        (with_custom_step, "custom `train_step`", {}),
-    ],
-)
-def test_what_cannot_be_combined(make, message, arguments):
-    model = make()
-    with pytest.raises(ValueError, match=message):
-        model.compile("sgd", "mse", **SYNC | arguments)
-
-
-def test_the_noise_scale_is_refused():
-    model = chain(AccumulatingModel)
-    model.compile("sgd", "sparse_categorical_crossentropy", **SYNC)
-    x, y = cases.classes(16, np.random.default_rng(0))
-    with pytest.raises(ValueError, match="sync_batch_norm=True"):
-        model.fit(x, y, callbacks=[accumodel.GradientNoiseScale()], verbose=0)

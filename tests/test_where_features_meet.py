@@ -6,6 +6,7 @@ import itertools
 import pathlib
 import re
 
+import cases
 import keras
 import numpy as np
 import pytest
@@ -16,13 +17,8 @@ import accumodel
 from accumodel import AccumulatingModel
 from accumodel._features import FEATURES as FEATURES_OF_THE_LIBRARY
 
-# The batch size of `fit` and the arguments of `compile`, of batches of 8.
 WAYS = {
-    "int": (8, {"micro_batch_size": 3}),
-    "auto": (8, {"micro_batch_size": "auto"}),
-    "steps": (4, {"accum_steps": 2}),
-    "both": (4, {"accum_steps": 2, "micro_batch_size": 3}),
-    "cache": (8, {"micro_batch_size": 3, "gradient_cache": True}),
+    **cases.WAYS,
     "sync": (8, {"micro_batch_size": 3, "sync_batch_norm": True}),
     "trim": (8, {"micro_batch_size": 3, "trim_padding": 0}),
 }
@@ -293,6 +289,38 @@ def test_each_way_with_each_feature(way, feature):
         assert type(model).calls > 0
     if feature == "spare layer":
         assert type(model).traces < 10  # and 12 batches or 24
+
+
+@pytest.mark.parametrize(
+    ("argument", "other"),
+    [
+        (argument, other)
+        for each in FEATURES_OF_THE_LIBRARY
+        for argument in getattr(each, "ARGUMENTS", ())
+        for other in ("micro_batch_size", *each.CONFLICTS)
+    ],
+)
+def test_what_cannot_be_combined_is_refused_and_changes_nothing(
+    argument, other
+):
+    base = AccumulatingModel
+    value = 0 if argument == "trim_padding" else True
+    kwargs = {"micro_batch_size": 8, argument: value}
+    match = f"`{argument}` cannot be combined with .*`{other}`"
+    if other == "micro_batch_size":
+        kwargs[other] = None
+        match = f"`{argument}` is for .* pass `micro_batch_size`"
+    elif callable(getattr(base, other, None)):
+        method = getattr(base, other)
+        base = type("Custom", (base,), {other: lambda *args: method(*args)})
+    else:
+        kwargs[other] = True
+    model = pooled(base)
+    model.compile("adam", "mse")
+    with pytest.raises(ValueError, match=match):
+        model.compile("sgd", "mae", **kwargs)
+    assert model.loss == "mse"
+    assert model.micro_batch_size is None
 
 
 def test_the_documentation_names_what_cannot_be_combined():
