@@ -135,8 +135,8 @@ class Estimator(Observer):
 def _quantile(freedom):
     """The 95 % quantile of Student's t (Abramowitz and Stegun 1964, 26.7.5)."""
     z = 1.6448536269514722  # that of the normal distribution
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    return z + (z**3 + z) / 4 / freedom + second / freedom**2
+    second = 5 * z**5 + 16 * z**3 + 3 * z
+    return z + (z**3 + z) / (4 * freedom) + second / (96 * freedom**2)
 
 
 class GradientNoiseScale(ObservingCallback):
