@@ -978,15 +978,15 @@ MUTANTS = [
     Mutant(
         "another input is cut whatever it holds",
         "_features/trim_padding.py",
-        "if self._change(padded)[0]:",
+        "if self._find_change(padded)[0]:",
         "if False:",
         "test_trim_padding.py",
     ),
     Mutant(
         "all words that the check feeds are the same",
         "_features/trim_padding.py",
-        "(2,) if is_mask else (4, 3, 2)",
-        "(2,)",
+        "else (4, 3, 2):",
+        "else (2,):",
         "test_trim_padding.py",
     ),
     Mutant(
