@@ -430,6 +430,23 @@ def test_what_is_exact_is_silent(name, way):
     assert not messages(make, made, **WAYS[way])
 
 
+class NoiseOfFeatures(layers.Layer):
+    """Draws as many numbers for all samples as there may be samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def call(self, inputs):
+        shape = inputs.shape[1:]
+        return inputs * keras.random.normal(shape, 1.0, seed=self.seed)
+
+
+@pytest.mark.parametrize("way", ["size", "steps"])
+def test_numbers_that_all_samples_share_are_silent(way):
+    assert not messages(around(NoiseOfFeatures), "mse", **WAYS[way])
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_padding_that_is_cut_off_is_silent(run_eagerly):
     """Though it draws other numbers."""

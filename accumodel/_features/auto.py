@@ -18,10 +18,8 @@ pending when a batch begins, such as from a file, is dropped with a warning. Who
 splits by memory needs no `accum_steps`: the large batch itself can be fed.
 """
 
-import functools
 import itertools
 import warnings
-import weakref
 
 import tensorflow as tf
 
@@ -35,23 +33,22 @@ from accumodel._micro_batch.assignments import Recorder, check_assignments
 from accumodel._micro_batch.split import ALL, count_of_each_replica
 
 _WHILE_UPDATING = (
-    "Out of memory while the optimizer made an update. Some weights may be "
-    "updated and others not, so load the last checkpoint, in a new process. A "
+    "Out of memory while the optimizer made an update, so some weights may be "
+    "updated and others not: load the last checkpoint, in a new process. A "
     "smaller `micro_batch_size` does not help: use an optimizer that needs "
     "less memory, or a smaller model."
 )
 _ONE_SAMPLE = (
     "Out of memory with one sample in the model at once, so "
-    '`micro_batch_size="auto"` cannot help. Use a smaller model, smaller or '
-    "shorter samples, or `mixed_bfloat16`. If it is not memory that is missing "
-    "but an algorithm for a layer, the error above says so. The weights are "
-    "those of the last update."
+    '`micro_batch_size="auto"` cannot help. Use a smaller model, shorter '
+    "samples or `mixed_bfloat16`; or see above whether an algorithm for a "
+    "layer is missing, and not memory. The weights are those of the last "
+    "update."
 )
-
 _WHOLE_LOSS = (
     " With `gradient_cache=True` or `sync_batch_norm=True`, the loss is "
-    "computed from all samples of a batch at once, whatever the size of the "
-    "micro-batches: if that is what does not fit, feed smaller batches."
+    "computed from all samples of a batch at once: if that does not fit, feed "
+    "smaller batches."
 )
 
 # How GPUs say it when they do not raise a `ResourceExhaustedError`.
@@ -83,10 +80,9 @@ def _check_steps(accum_steps, owner=""):
     """Raises if several batches would make one update."""
     if accum_steps > 1:
         raise ValueError(
-            '`micro_batch_size="auto"` needs `accum_steps=1`: if memory runs '
-            "out, only the last batch can be run again. Feed the large batch "
-            "itself, which is split as memory allows, or use an int as "
-            f"`micro_batch_size`. Received: accum_steps={accum_steps}{owner}"
+            '`micro_batch_size="auto"` needs `accum_steps=1`: only the last '
+            "batch can be run again. Feed the large batch itself, or use an "
+            f"int. Received: accum_steps={accum_steps}{owner}"
         )
 
 
@@ -102,8 +98,6 @@ class Auto:
         self._assigned = state.assigned["auto"]
         # What they were before this batch: lists of pairs `(part, value)`.
         self._before: dict = {}
-        # Functions that are traced.
-        self._traced: weakref.WeakSet = weakref.WeakSet()
         state.assign_size(ALL)
 
     @staticmethod
@@ -119,8 +113,8 @@ class Auto:
         if is_multi_worker(model.distribute_strategy):
             raise ValueError(
                 '`micro_batch_size="auto"` cannot be used with several '
-                "workers, of which one may run out of memory alone. Use an "
-                f"int. Received: strategy={model.distribute_strategy}"
+                "workers: one may run out of memory alone. Use an int. "
+                f"Received: strategy={model.distribute_strategy}"
             )
 
     def current_size(self):
@@ -129,34 +123,33 @@ class Auto:
     # -- in Python, around the step --------------------------------------------
 
     def around(self, function, trains):
-        return functools.partial(self._run, function, trains)
+        """Returns a function that runs each batch until memory suffices.
 
-    def _run(self, function, trains, batches):
-        """Calls a function that trains or tests, until memory suffices.
-
-        Returns the logs of the last batch. What `batches` raise is not retried.
+        It returns the logs of the last one. What `batches` raise is not
+        retried.
         """
-        self._trace(function, batches)
-        logs = None
-        for _ in range(self._model.steps_per_execution):
-            data = next(batches, None)
-            if data is not None:
+        is_traced = False
+
+        def run(batches):
+            nonlocal is_traced
+            spec = getattr(batches, "element_spec", None)
+            if not (is_traced or spec is None or self._model.run_eagerly):
+                # For what is known of the shapes of all batches, as Keras does,
+                # which gives the function the iterator.
+                tf.function(
+                    lambda data: function(iter([data])), autograph=False
+                ).get_concrete_function(spec)
+                is_traced = True
+            logs = None
+            for data in itertools.islice(
+                batches, self._model.steps_per_execution
+            ):
                 logs = self._run_one(function, trains, data)
-        if logs is None:
-            raise StopIteration
-        return logs
+            if logs is None:
+                raise StopIteration
+            return logs
 
-    def _trace(self, function, batches):
-        """Traces a function for what is known of the shapes of all batches.
-
-        As Keras does, which gives the function the iterator.
-        """
-        spec = getattr(batches, "element_spec", None)
-        if spec is None or function in self._traced or self._model.run_eagerly:
-            return
-        self._traced.add(function)
-        step = tf.function(lambda data: function(iter([data])), autograph=False)
-        step.get_concrete_function(spec)
+        return run
 
     def _run_one(self, function, trains, data):
         cycles = self._state.accumulators
@@ -222,11 +215,9 @@ class Auto:
 
     def _largest_part(self, data):
         """Returns the samples in the largest micro-batch of a fed batch."""
-        largest = 0
-        for samples in count_of_each_replica(data, self._state.strategy):
-            parts = -(-samples // self._size)
-            largest = max(largest, -(-samples // parts) if parts else 0)
-        return largest
+        counts = count_of_each_replica(data, self._state.strategy)
+        parts = [max(-(-samples // self._size), 1) for samples in counts]
+        return max(-(-n // k) for n, k in zip(counts, parts, strict=True))
 
     def end_epoch(self, logs):
         """Adds the size that was found to the logs of an epoch."""

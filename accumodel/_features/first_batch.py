@@ -9,10 +9,10 @@ user's own model and data, before the first update:
     both must be the same up to rounding, and so must what both assign
 
 Both run op by op, so nothing is traced or compiled for them. If they differ,
-they run once more in a graph, as the training does, and the first of them
-again, to see whether it can be repeated at all. All that is assigned is put
-back. What cannot be put back is not checked. An error in the check is none of
-the training.
+the first runs again, to see whether it can be repeated. Then both run in a
+graph, as in the training: there it is known which numbers are drawn for each
+sample. All that is assigned is put back. What cannot be put back is not
+checked. An error in the check is none of the training.
 """
 
 import collections
@@ -41,7 +41,6 @@ from accumodel._keras_and_tf.replicas import (
     make_sum,
     scope_of,
 )
-from accumodel._micro_batch import loop
 from accumodel._micro_batch.assignments import (
     Recorder,
     is_random,
@@ -52,9 +51,8 @@ from accumodel._micro_batch.split import (
     MicroBatches,
     as_tensors,
     count_samples,
-    on_host,
 )
-from accumodel._micro_batch.step import current_graph
+from accumodel._micro_batch.step import current_graph, one_step
 from accumodel._update.engine import FedBatch
 
 # The most samples that are looked at.
@@ -65,7 +63,7 @@ _BATCH_SIZE = 32
 # What rounding is less than, as a share of the largest entry of all gradients.
 # It is 2e-7 in float32 and 3e-3 in bfloat16 as a rule; what is wrong is 3e-2
 # and more.
-_ROUNDING, _ROUNDING_OF_HALF_TYPES = 1e-3, 3e-2
+_ROUNDING, _ROUNDING_OF_HALF = 1e-3, 3e-2
 
 # In the types of the operations that act outside of TensorFlow.
 _OUTSIDE = ("Print", "PyFunc")
@@ -104,10 +102,13 @@ class FirstBatch:
         self._is_done = True
         replicas = self._state.strategy.num_replicas_in_sync
         end = -(-(self._state.batch_size or _BATCH_SIZE) // replicas)
-        data = tf.nest.map_structure(
-            lambda each: None if each is None else _as_keras_feeds(each[:end]),
-            data,
-        )
+
+        def take(leaf):
+            if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
+                leaf = leaf.astype(keras.config.floatx())  # as Keras feeds it
+            return None if leaf is None else leaf[:end]
+
+        data = tf.nest.map_structure(take, data)
         self._batch = keras.utils.pack_x_y_sample_weight(*data)
 
     def first_batches(self, batches, trains):
@@ -115,8 +116,9 @@ class FirstBatch:
         if not trains or not self._must_look():
             return batches
         spec = getattr(batches, "element_spec", None)
-        leaves = tf.nest.flatten(spec)
-        if spec is not None and not all(isinstance(x, _SPECS) for x in leaves):
+        if spec is not None and not all(
+            isinstance(each, _SPECS) for each in tf.nest.flatten(spec)
+        ):
             return batches  # of several replicas, or with nothing in a place
         self._is_done = True
         self._batch = first = next(batches, None)
@@ -124,16 +126,12 @@ class FirstBatch:
             return batches
         if spec is None:
             return itertools.chain([first], batches)
-        steps = self._state.model.steps_per_execution
+        rest = itertools.islice(
+            batches, self._state.model.steps_per_execution - 1
+        )
         # The step is traced for what is known of the shapes of all batches.
-        if steps == 1 and all(isinstance(x, tf.TensorSpec) for x in leaves):
-            data = tf.data.Dataset.range(1)
-            return iter(data.map(lambda _: _forget_shapes(first, spec)))
         data = tf.data.Dataset.from_generator(
-            lambda: itertools.chain(
-                [first], itertools.islice(batches, steps - 1)
-            ),
-            output_signature=spec,
+            lambda: itertools.chain([first], rest), output_signature=spec
         )
         return iter(data)
 
@@ -168,11 +166,10 @@ class FirstBatch:
         self._has_warned = True
         warnings.warn(
             "Batch normalization normalizes each micro-batch by itself, so the "
-            "weights are not those of the large batch. Pass `compile` "
-            "`sync_batch_norm=True` with `micro_batch_size`, which is exact "
-            "and takes a second forward pass; or use "
-            "`keras.layers.GroupNormalization`; or freeze the layer. Without "
-            "these, use micro-batches of at least 8 samples. "
+            "weights are not those of the large batch. Compile with "
+            "`micro_batch_size` and `sync_batch_norm=True`, which is exact; or "
+            "use `keras.layers.GroupNormalization`, or freeze the layer. If "
+            "not, use micro-batches of at least 8 samples. "
             "`compile(verify=False)` hides this warning.",
             InexactWarning,
             stacklevel=2,
@@ -187,39 +184,37 @@ class FirstBatch:
         found: list = []
 
         def run():
-            with _nothing_left_behind():
-                found.append(_Check(plan, train_step, data).run(graph))
+            with _nothing_left_behind(plan.model):
+                found.append(_Check(plan, train_step, data).message(graph))
 
-        if graph is None:
-            run()
-        else:  # another thread is outside of the trace
-            thread = threading.Thread(target=run, daemon=True)
-            thread.start()
-            thread.join()
+        # Another thread is outside of the trace and of all strategies.
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join()
         if any(found):
             warnings.warn(found[0], InexactWarning, stacklevel=2)
 
 
-def _forget_shapes(batch, spec):
-    """Returns a batch of whose shapes only what `spec` says is known."""
-    return tf.nest.map_structure(
-        lambda leaf, spec: tf.raw_ops.PlaceholderWithDefault(
-            input=leaf, shape=spec.shape
-        ),
-        batch,
-        spec,
-    )
-
-
 @contextlib.contextmanager
-def _nothing_left_behind():
-    """In it, nothing is raised or warned of, traced or drawn for good.
+def _nothing_left_behind(model):
+    """In it, nothing is raised, warned of, traced, drawn or counted for good.
 
     In one thread at a time, as it changes what all of them share.
     """
-    with _lock, warnings.catch_warnings(), contextlib.suppress(Exception):
-        random, runs_eagerly = random_state(), tf.config.functions_run_eagerly()
+    with (
+        _lock,
+        warnings.catch_warnings(),
+        contextlib.suppress(Exception),
+        hooks.without_updates(),
+    ):
         warnings.simplefilter("ignore")
+        random, runs_eagerly = random_state(), tf.config.functions_run_eagerly()
+        numbers = [
+            (vars(owner), name, value)
+            for owner in _owners(model)
+            for name, value in vars(owner).items()
+            if isinstance(value, int | float)  # such as a counter
+        ]
         # A `tf.function` in the model must not keep what is traced here.
         tf.config.run_functions_eagerly(True)
         try:
@@ -227,41 +222,8 @@ def _nothing_left_behind():
         finally:
             tf.config.run_functions_eagerly(runs_eagerly)
             random_state(random)
-
-
-class _Sums:
-    """Sums of gradients, beside those of the accumulators.
-
-    A model may be large: a single gradient is kept as it is, and not copied.
-    """
-
-    def __init__(self):
-        # Of each accumulator and place, a gradient and its factor.
-        self._sums: dict = {}
-        self._weights: dict = collections.defaultdict(float)
-
-    def add(self, accumulator, gradients, weight, share):
-        """Adds the gradients of a micro-batch, of which a share counts."""
-        factor = 1.0
-        if weight is not None:
-            factor = float(weight)
-            self._weights[accumulator] += factor * float(share)
-        for i, gradient in enumerate(gradients):
-            if gradient is not None and factor:
-                new = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
-                term = np.asarray(new), factor
-                if (accumulator, i) in self._sums:
-                    total = np.multiply(*self._sums.pop((accumulator, i)))
-                    total += np.multiply(*term)
-                    term = total, 1.0
-                self._sums[accumulator, i] = term
-
-    def divide(self):
-        """Returns them by accumulators and the places of their variables."""
-        for key, (value, factor) in self._sums.items():
-            factor /= self._weights[key[0]] or 1.0
-            self._sums[key] = value if factor == 1 else value * factor
-        return self._sums
+            for attributes, name, value in numbers:
+                attributes[name] = value
 
 
 class _Taken(FedBatch):
@@ -269,26 +231,71 @@ class _Taken(FedBatch):
 
     def __init__(self):
         super().__init__(is_split=True)
-        self.parts: list = []  # in a graph, what to give `_Sums.add`
-        self.sums = _Sums()  # in eager code
+        # What to add when a graph runs: lists of arguments of `take`.
+        self.traced: list = []
+        # Of each accumulator and place, pairs of a gradient and its factor.
+        self._terms: dict = collections.defaultdict(list)
+        self._weights: dict = collections.defaultdict(float)
 
     def check(self, accumulator):
         pass  # it is outside of all strategies
 
     def accumulate(self, accumulator, gradients, weight, **kwargs):
         share = kwargs.get("share", 1.0) * kwargs.get("may_begin", True)
-        part = accumulator, [*gradients], weight, share
         if tf.executing_eagerly():
-            self.sums.add(*part)
+            self.take(accumulator, share, gradients, weight)
         else:
-            self.parts.append(part)
+            self.traced.append([accumulator, share, [*gradients], weight])
+
+    def take(self, accumulator, share, gradients, weight):
+        factor = 1.0
+        if weight is not None:
+            factor = float(weight)
+            self._weights[accumulator] += factor * float(share)
+        for i, gradient in enumerate(gradients):
+            if gradient is not None and factor:
+                dense = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+                self._terms[accumulator, i].append((np.asarray(dense), factor))
+
+    def means(self):
+        """Returns them by accumulators and the places of their variables."""
+        for (accumulator, i), terms in self._terms.items():
+            weight = self._weights[accumulator] or 1.0
+            # A model may be large: a single gradient is not copied.
+            scaled = [
+                value if factor == weight else value * (factor / weight)
+                for value, factor in terms
+            ]
+            self._terms[accumulator, i] = functools.reduce(np.add, scaled)
+        return self._terms
 
 
-class _Result(typing.NamedTuple):
-    """What one way makes of the samples, in dicts of arrays."""
+class _Run(Recorder):
+    """What one way computes, and the ids of what it reads and assigns."""
 
-    gradients: dict  # see `_Sums.divide`
-    assigned: dict  # by the ids of the variables
+    def __init__(self, model):
+        super().__init__(self._note)
+        self.gradients: dict = {}  # see `_Taken.means`
+        # Pairs of a variable and its value.
+        self._before: dict = {}
+        self.assigned: dict = {}
+        for each in itertools.chain(*map(_held, _owners(model))):
+            if isinstance(each, tf.Variable):  # of which it is not seen
+                self._note(each)
+        self.read = {*self._before}
+
+    def _note(self, variable):
+        if id(variable) not in self._before:
+            self._before[id(variable)] = variable, _value(variable)
+
+    def get_current_value(self, variable):
+        self.read.add(id(variable))
+        return super().get_current_value(variable)
+
+    def put_back(self):
+        for key, (variable, value) in self._before.items():
+            self.assigned[key] = variable, _value(variable)
+            variable.assign(value)
 
 
 class _OwnRows(RandomNumbers):
@@ -299,88 +306,80 @@ class _OwnRows(RandomNumbers):
 
 
 class _Check:
+    """Compares some samples in two micro-batches with those in one piece."""
+
     def __init__(self, plan, train_step, data):
         self._model, self._train_step = plan.model, train_step
         data = as_tensors(data)
         self._count = _count(plan, data)
-        with on_host():
-            self._size = tf.Variable(0, trainable=False, dtype=tf.int64)
-        self._plan = dataclasses.replace(
-            plan,
-            options=dataclasses.replace(
-                plan.options, micro_batch_size=_SAMPLES
-            ),
-            is_compiled=False,
-            size=self._size,
-            assigned=collections.defaultdict(dict),
-            features=Features([_OwnRows(), *self._cutting(plan.features)]),
-        )
-        self._plain = self._plan
-        if plan.needs_whole_batch or self._is_trimmed():
-            self._plain = dataclasses.replace(
-                self._plan,
-                options=dataclasses.replace(
-                    self._plan.options,
-                    gradient_cache=False,
-                    sync_batch_norm=False,
-                    trim_padding=None,
-                ),
-                features=Features(self._plan.features[:1]),
-            )
-        # Variables of TensorFlow, of which it is not seen what happens to them.
-        self._raw = [
-            variable
-            for owner in self._owners()
-            for variable in _held(owner)
-            if isinstance(variable, tf.Variable)
+        self._is_trimmed = bool(plan.features.at("order"))
+        rows = _OwnRows()
+        computing = [
+            each
+            for each in plan.features
+            if Features([each]).at("train", "order")
         ]
-        # What is assigned, by the ids of the variables, and what is read.
-        self._variables = {id(each): each for each in self._raw}
-        self._read = {*self._variables}
-        self._traced: dict = {}
+        self._whole = dataclasses.replace(
+            plan,
+            is_compiled=False,
+            size=tf.constant(self._count, tf.int64),
+            assigned=collections.defaultdict(dict),
+            features=Features([rows]),
+        )
+        self._parts = dataclasses.replace(
+            self._whole,
+            size=tf.constant(-(-self._count // 2), tf.int64),
+            features=Features([rows, *computing]),
+        )
+        is_half = any(
+            each.compute_dtype in ("bfloat16", "float16")
+            for each in private_names.flat_layers(self._model)
+        )
+        self._rounding = _ROUNDING_OF_HALF if is_half else _ROUNDING
         zero = tf.constant(0, tf.int64)
-        with self._put_back(1) as before, self._watched(before):
+        with self._watched():
             self._data = self._model.slice_data(data, zero, zero + self._count)
 
-    def _cutting(self, features):
-        """Returns those that change how the gradient is computed."""
-        return [
-            each for each in features if Features([each]).at("train", "order")
-        ]
-
-    def _is_trimmed(self):
-        return bool(self._plan.features.at("order"))
-
-    def run(self, graph):
-        """Returns what to say, or `None`."""
+    def message(self, graph):
+        """Returns what to say, or `None`; `graph` is that of the training."""
         if self._count < 2:
             return None
-        with self._same_numbers(), hooks.without_updates():
-            return self._run(graph)
-
-    def _run(self, graph):
         if graph is None:
-            graph = self._trace(self._plain)[0].graph
+            with self._watched():
+                graph = self._traced(self._whole, _Taken()).graph
         if not self._can_repeat(graph):
             return None
-        found = self._compare(self._run_eagerly)
-        is_sure = self._model.run_eagerly or self._plan.needs_whole_batch
+        found = self._compare()
+        is_sure = self._model.run_eagerly or self._parts.needs_whole_batch
         if found is not None and not is_sure:
-            found = self._compare(self._run_graph)
+            found = self._compare(in_graph=True)
         if found is None:
             return None
         variable, share = found
-        if share is None:
-            return self._say_state(variable)
-        return self._say_gradient(variable, share)
+        name = getattr(variable, "path", variable.name)
+        text = self._say(name, share)
+        return text and f"{text} {_OFF} Received: model={self._model}"
 
     def _can_repeat(self, graph):
         """Whether all that a step changes can be put back, and drawn again."""
-        with scope_of(self._model.distribute_strategy):
+        model, state = self._model, self._model._accumulation
+        owners = [*_owners(model), state, *state.accumulators]
+        owners += [*state.features, *self._parts.features]
+        for observers in state.features.at("observers"):
+            owners += observers()
+        optimizers = [each.optimizer for each in state.accumulators]
+        variables = [
+            *itertools.chain(*map(_held, owners)),
+            *model.variables,
+            *(x for each in model.metrics for x in each.variables),
+            *(x for each in optimizers for x in each.variables),
+            *filter(private_names.is_seed, private_names.used_variables(graph)),
+        ]
+        with scope_of(model.distribute_strategy):
             known = {
                 id(part.handle)
-                for each in self._known_variables(graph)
-                for part in local_results(each)
+                for each in variables
+                for part in local_results(tf_variable(each))
             }
         return all(
             each.dtype != tf.resource or id(each) in known
@@ -390,37 +389,72 @@ class _Check:
             for node in nodes_of(graph.as_graph_def())
         )
 
-    def _known_variables(self, graph):
-        state, metrics = self._model._accumulation, self._model.metrics
-        owners = [*self._owners(), self, state, *state.accumulators]
-        owners += [*state.features, *self._plan.features]
-        for observers in state.features.at("observers"):
-            owners += observers()
-        for each in owners:
-            yield from map(tf_variable, _held(each))
-        optimizers = [each.optimizer for each in state.accumulators]
-        for each in [self._model, *metrics, *optimizers]:
-            yield from map(tf_variable, each.variables)
-        yield from filter(
-            private_names.is_seed, private_names.used_variables(graph)
-        )
+    # -- one way ---------------------------------------------------------------
 
-    def _owners(self):
-        """Returns the model, its layers and losses."""
-        layers = private_names.flat_layers(self._model)
-        losses = private_names.compiled_losses(self._model)
-        return [self._model, *layers, *(loss for loss, _ in losses)]
+    def _run(self, plan, in_graph=False):
+        """Returns the `_Run` of a plan."""
+        taken, parts = _Taken(), range(-(-self._count // int(plan.size)))
+        with self._watched() as run:
+            if plan.needs_whole_batch:
+                (train,) = plan.features.at("train")
+                train(plan, taken, self._data)
+            elif in_graph:
+                function = self._traced(plan, taken)
+                for i in parts:
+                    outputs = iter(function(tf.constant(i, tf.int64)))
+                    for accumulator, share, *_ in taken.traced:
+                        taken.take(accumulator, share, *next(outputs))
+            else:
+                for i in parts:
+                    self._run_part(plan, taken, tf.constant(i, tf.int64))
+        run.gradients = taken.means()
+        return run
+
+    def _traced(self, plan, taken):
+        """Returns a function of the number of a part, as a graph."""
+
+        def run(i):
+            self._run_part(plan, taken, i)
+            return [each[2:] for each in taken.traced]
+
+        function = tf.function(run, autograph=False)
+        return function.get_concrete_function(tf.TensorSpec((), tf.int64))
+
+    def _run_part(self, plan, taken, i):
+        with self._part(plan, i) as data, one_step(plan, data, taken):
+            self._train_step(data)
+
+    @contextlib.contextmanager
+    def _part(self, plan, i):
+        """Yields the i-th micro-batch, in the scope of its random numbers."""
+        parts = MicroBatches(plan, self._data)
+        # By design, those of samples in another order are others.
+        draws = same_draws() if self._is_trimmed else Draws(plan).of(parts, i)
+        with draws, parts.padded():
+            yield parts.data_of(i)
+
+    @contextlib.contextmanager
+    def _watched(self):
+        """Yields a `_Run`; in the end, what was assigned is put back."""
+        with contextlib.ExitStack() as stack:
+            for each in self._model._accumulation.accumulators:
+                stack.enter_context(hooks.replaced(each, "_has_weights", None))
+            if not self._whole.options.sync_batch_norm:  # a warning says so
+                stack.enter_context(hooks.replaced_moments(_inference))
+            run = _Run(self._model)
+            stack.callback(run.put_back)
+            yield stack.enter_context(run)
 
     # -- what differs ----------------------------------------------------------
 
-    def _compare(self, run):
-        """Returns what differs in parts, or `None`; see `_difference`."""
-        parts = run(self._plan, 2)  # first, as it takes more memory
-        whole = run(self._plain, 1)
+    def _compare(self, in_graph=False):
+        """Returns what differs, or `None`; see `_difference`."""
+        parts = self._run(self._parts, in_graph)  # first, as it is larger
+        whole = self._run(self._whole, in_graph)
         found = self._difference(whole, parts)
-        if found is None:
-            return None
-        if self._difference(whole, run(self._plain, 1)) is not None:
+        if found is None or in_graph:
+            return found
+        if self._difference(whole, self._run(self._whole)) is not None:
             return None  # it draws numbers that nobody can repeat
         return found
 
@@ -429,15 +463,19 @@ class _Check:
 
         And of its gradient, by how much; of what is assigned to it, `None`.
         """
-        bound = _ROUNDING
-        for layer in private_names.flat_layers(self._model):
-            if getattr(layer, "compute_dtype", None) in ("bfloat16", "float16"):
-                bound = _ROUNDING_OF_HALF_TYPES
-        for key, value in whole.assigned.items():
-            if key in self._read and not _is_close(
-                value, parts.assigned.get(key), bound
+        ignored = {
+            id(variable)
+            for each in [*self._model.metrics, *trained_norms(self._model)]
+            for variable in each.variables
+        }
+        for key, (variable, value) in whole.assigned.items():
+            _, other = parts.assigned.get(key, (None, None))
+            is_seed = private_names.is_seed(tf_variable(variable))
+            if key in whole.read - ignored and not (
+                (is_seed and self._is_trimmed)  # see `_part`
+                or _is_close(value, other, self._rounding)
             ):
-                return self._variables[key], None
+                return variable, None
         values = whole.gradients.values()
         scale = max((np.abs(each).max(initial=0) for each in values), default=0)
         if not 0 < scale < np.inf:
@@ -448,67 +486,64 @@ class _Check:
             for key, each in whole.gradients.items()
         }
         key = max(shares, key=shares.__getitem__)
-        is_overflow = bound != _ROUNDING and not np.isfinite(shares[key])
-        if shares[key] <= bound or is_overflow:  # of a scaled loss
+        is_half = self._rounding != _ROUNDING
+        is_overflow = is_half and not np.isfinite(shares[key])
+        if shares[key] <= self._rounding or is_overflow:  # of a scaled loss
             return None
         accumulator, i = key
         return accumulator.variables[i], shares[key]
 
-    def _say_gradient(self, variable, share):
+    def _say(self, name, share):
+        """Returns what differs of a variable, and why."""
+        if share is None:
+            return (
+                f"The variable '{name}' changes in the step of each "
+                "micro-batch, and is read there, so the weights will not be "
+                "those of the large batch. Change it in `after_update`, once "
+                "for each update, or call the layer with `training=False`."
+            )
         layer = self._first_layer()
         if layer is not None:
             cause = (
                 f"The outputs of the layer '{layer.name}' differ already: it "
                 "looks at several samples at once, or at their number. Apply "
-                "it to the data set by `dataset.map`, or compute this in the "
-                "loss, with `gradient_cache=True`."
+                "it by `dataset.map`, or compute this in the loss, with "
+                "`gradient_cache=True`."
             )
         elif self._model._accumulation.loss_weights.warned:
             return None  # a warning has said why
         else:
             cause = (
-                "The loss compares samples, is divided by a statistic of the "
-                "batch, or adds up the samples itself; or a custom step "
-                "changes the gradient of each micro-batch. Return one loss per "
-                "sample, which depends on no other sample; or use "
-                "`gradient_cache=True`; or override `micro_batch_weight` to "
-                "return what the loss is divided by (`None` for a sum); or "
-                "change gradients in `process_gradients`."
+                "The loss compares or adds up samples, or is divided by a "
+                "statistic of the batch; or a custom step changes the gradient "
+                "of each micro-batch. Return one loss per sample, which "
+                "depends on no other; or use `gradient_cache=True`; or return "
+                "in `micro_batch_weight` what the loss is divided by (`None` "
+                "for a sum); or change gradients in `process_gradients`."
             )
-        name = _name(variable)
         return (
             "The first batch shows that the weights will not be those of the "
-            f"large batch. {self._count} of its samples were tried in one "
-            "piece and in two micro-batches, and the gradients by the variable "
-            f"'{name}' differ by {share:.2g} times the largest gradient. "
-            f"{cause} {_OFF} Received: model={self._model}"
-        )
-
-    def _say_state(self, variable):
-        return (
-            f"The variable '{_name(variable)}' changes in the step of each "
-            "micro-batch, and is read there. So the weights will not be those "
-            "of the large batch. Move in `after_update` what should move once "
-            "for each update, or call the layer with `training=False`. "
-            f"{_OFF} Received: model={self._model}"
+            f"large batch. With {self._count} of its samples in one piece and "
+            f"in two micro-batches, the gradients by the variable '{name}' "
+            f"differ by {share:.2g} times the largest gradient. {cause}"
         )
 
     def _first_layer(self):
         """Returns the first layer whose outputs differ in parts, or `None`."""
+        halves = dataclasses.replace(self._whole, size=self._parts.size)
         with contextlib.suppress(Exception):
-            (whole,) = self._outputs(1)
-            for made in zip(whole, *self._outputs(2), strict=True):
-                (layer, one), (_, left), (_, right) = made
-                for a, *b in zip(one, left, right, strict=True):
-                    if not _is_close(a, np.concatenate(b), _ROUNDING):
+            calls = [self._outputs(self._whole, 0)]
+            calls += [self._outputs(halves, i) for i in (0, 1)]
+            for (layer, whole), *parts in zip(*calls, strict=True):
+                halved = zip(*(outputs for _, outputs in parts), strict=True)
+                for one, both in zip(whole, halved, strict=True):
+                    joined = np.concatenate(both)
+                    if not _is_close(one, joined, self._rounding):
                         return layer
         return None
 
-    def _outputs(self, count):
-        """Returns the layers that each part calls, with their outputs."""
-        return [self._outputs_of(i, count) for i in range(count)]
-
-    def _outputs_of(self, i, count):
+    def _outputs(self, plan, i):
+        """Returns the layers that the i-th part calls, with their outputs."""
         made: list = []
 
         def call_and_note(layer, call, *args, **kwargs):
@@ -517,162 +552,16 @@ class _Check:
             made.append((layer, [x.numpy() for x in leaves if x.shape.rank]))
             return outputs
 
-        i = tf.constant(i, tf.int64)
         with contextlib.ExitStack() as stack:
-            before = stack.enter_context(self._put_back(count))
-            stack.enter_context(self._watched(before))
-            parts = MicroBatches(self._plain, self._data)
-            stack.enter_context(self._draws(parts, i))
+            stack.enter_context(self._watched())
+            part = self._part(plan, tf.constant(i, tf.int64))
+            data = stack.enter_context(part)
             for layer in private_names.flat_layers(self._model):
                 call = functools.partial(call_and_note, layer, layer.call)
                 stack.enter_context(hooks.replaced(layer, "call", call))
-            x, *_ = keras.utils.unpack_x_y_sample_weight(parts.data_of(i))
+            x, *_ = keras.utils.unpack_x_y_sample_weight(data)
             private_names.call_model(self._model, x, training=True)
         return made
-
-    # -- the ways --------------------------------------------------------------
-
-    def _run_eagerly(self, plan, count):
-        """Returns the `_Result` of the samples in this many micro-batches."""
-        with self._put_back(count) as before:
-            taken = _Taken()
-            with self._watched(before, is_plain=plan is self._plain):
-                if plan.needs_whole_batch:
-                    (train,) = plan.features.at("train")
-                    train(plan, taken, self._data)
-                else:
-                    for i in range(count):
-                        self._run_part(plan, taken, tf.constant(i, tf.int64))
-            return _Result(taken.sums.divide(), self._values(before))
-
-    def _run_part(self, plan, taken, i):
-        parts = MicroBatches(plan, self._data)
-        step = loop.make_step(plan, self._train_step, taken)
-        with self._draws(parts, i), parts.padded():
-            step(parts.data_of(i))
-
-    def _draws(self, parts, i):
-        """Returns the scope of the random numbers of a part."""
-        if self._is_trimmed():  # by design, it draws other numbers
-            return same_draws()
-        return Draws(self._plan).of(parts, i)
-
-    def _run_graph(self, plan, count):
-        """Does what `_run_eagerly` does, as the training does it."""
-        concrete, (accumulators, shares) = self._trace(plan)
-        with self._put_back(count) as before:
-            for key, variable in self._variables.items():
-                before[key] = _value(variable)
-            sums = _Sums()
-            for i in range(count):
-                outputs = concrete(tf.constant(i, tf.int64))
-                for part in zip(accumulators, *outputs, shares, strict=True):
-                    sums.add(*part)
-            return _Result(sums.divide(), self._values(before))
-
-    def _trace(self, plan):
-        """Returns a function of the number of a part, and the rest."""
-        if id(plan) not in self._traced:
-            rest: list = []
-
-            def run(i):
-                taken = _Taken()
-                with self._watched({}):
-                    self._run_part(plan, taken, i)
-                accumulators, gradients, weights, shares = zip(
-                    *taken.parts, strict=True
-                )
-                rest[:] = accumulators, shares
-                return gradients, weights
-
-            spec = tf.TensorSpec((), tf.int64)
-            function = tf.function(run, autograph=False)
-            with self._put_back(1):
-                concrete = function.get_concrete_function(spec)
-            self._traced[id(plan)] = concrete, rest
-        return self._traced[id(plan)]
-
-    @contextlib.contextmanager
-    def _same_numbers(self):
-        """In it, numbers of Python in attributes, such as counters, may move.
-
-        In the end they are as they were.
-        """
-        before = [
-            (owner, name, value)
-            for owner in self._owners()
-            for name, value in vars(owner).items()
-            if isinstance(value, int | float)
-        ]
-        try:
-            yield
-        finally:
-            for owner, name, value in before:
-                vars(owner)[name] = value
-
-    @contextlib.contextmanager
-    def _put_back(self, count):
-        """In it, samples are in so many parts. Puts back what is assigned."""
-        self._size.assign(-(-self._count // count))
-        state = self._model._accumulation
-        weights = {each: each._has_weights for each in state.accumulators}
-        before = {id(each): _value(each) for each in self._raw}
-        for each in weights:
-            each._has_weights = None
-        try:
-            yield before
-        finally:
-            for key, value in before.items():
-                self._variables[key].assign(value)
-            for each, has_weights in weights.items():
-                each._has_weights = has_weights
-
-    @contextlib.contextmanager
-    def _watched(self, before, is_plain=True):
-        """In it, what is assigned is read before."""
-
-        def record(variable):
-            self._variables[id(variable)] = variable
-            if id(variable) not in before:
-                before[id(variable)] = _value(variable)
-
-        with contextlib.ExitStack() as stack:
-            # Stages read what they put back.
-            read = self._read if is_plain else set()
-            stack.enter_context(_Watcher(record, read))
-            if not self._plan.options.sync_batch_norm:  # a warning says so
-                stack.enter_context(hooks.replaced_moments(_inference))
-            yield
-
-    def _values(self, keys):
-        """Returns what was assigned, without metrics and normalizations."""
-        left_out = {
-            id(variable)
-            for each in [*self._model.metrics, *trained_norms(self._model)]
-            for variable in each.variables
-        }
-        return {
-            key: _value(variable)
-            for key, variable in self._variables.items()
-            if key in keys.keys() - left_out
-            and not (self._is_trimmed() and _is_seed(variable))
-        }
-
-
-def _is_seed(variable):
-    return private_names.is_seed(tf_variable(variable))
-
-
-class _Watcher(Recorder):
-    """Also knows what is read."""
-
-    def __init__(self, record, read):
-        super().__init__(record)
-        self._reads = read
-
-    def get_current_value(self, variable):
-        self._reads.add(id(variable))
-        return super().get_current_value(variable)
 
 
 def _count(plan, data):
@@ -696,17 +585,16 @@ def _makes_cycles(model):
     return max([state.options.accum_steps, *steps]) > 1
 
 
-def _as_keras_feeds(leaf):
-    """Returns an array of floats in the precision of Keras."""
-    if isinstance(leaf, np.ndarray) and np.issubdtype(leaf.dtype, np.floating):
-        return leaf.astype(keras.config.floatx())
-    return leaf
-
-
 def _inference(layer, inputs, mask):
     """Returns what a normalization uses in inference."""
     moving = layer.moving_mean, layer.moving_variance
     return tuple(tf.cast(each, inputs.dtype) for each in moving)
+
+
+def _owners(model):
+    """Returns a model, its layers and losses."""
+    losses = [loss for loss, _ in private_names.compiled_losses(model)]
+    return [model, *private_names.flat_layers(model), *losses]
 
 
 def _held(owner):
@@ -716,10 +604,6 @@ def _held(owner):
         for each in values if isinstance(values, list | tuple) else [values]:
             if isinstance(each, tf.Variable | keras.Variable):
                 yield each
-
-
-def _name(variable):
-    return getattr(variable, "path", variable.name)
 
 
 def _value(variable):

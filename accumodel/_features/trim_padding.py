@@ -42,13 +42,8 @@ _MEANING = (
     'padding, such as `"padding_mask"`, of shape `(samples, length)`, or the '
     "number that the only integer input is padded with, such as `0`. Received: "
 )
-_CUSTOM = {
-    "compute_gradients",
-    "compute_loss",
-    "compute_metrics",
-    "test_step",
-    "train_step",
-}
+# What touches no position of an output.
+_MAY_BE_CUSTOM = {"micro_batch_weight", "process_gradients"}
 
 
 class Trimming(typing.NamedTuple):
@@ -147,20 +142,9 @@ class Ordered:
         cut = iter(self._cut)
         return _map(lambda leaf: leaf[:, :width] if next(cut) else leaf, part)
 
-    @contextlib.contextmanager
     def padded(self):
         """In it, losses and metrics reduce what was cut as if it were not."""
-        padding = _Padding(self._widths)
-        with padding.hooked():
-            yield
-        if padding.unseen:
-            raise ValueError(
-                "With `trim_padding`, a compiled loss must be called with the "
-                "targets that were fed, and return one loss for each position. "
-                "A loss that calls others, or overrides `__call__`, does not. "
-                "Compile one loss for each output, or no `trim_padding`. "
-                f"Received: loss={self._model.loss}"
-            )
+        return _Padding(self._widths).hooked(self._model)
 
 
 def _map(function, data):
@@ -194,24 +178,20 @@ def _ends(leaf, padding):
 class _Padding:
     """Puts zeros where targets were cut, in what losses and metrics reduce.
 
-    Args:
-        widths: List. Those that the flat targets had, `None` if none was cut.
-
-    Attributes:
-        unseen: Set of the targets that were cut, and of which no loss had a
-            value for each position.
+    `widths` are those that the flat targets had, `None` if none was cut.
     """
 
     def __init__(self, widths):
         self._widths = widths
-        self.unseen = {i for i, each in enumerate(widths) if each is not None}
+        # Of those that were cut, no loss has had a value for each position.
+        self._unseen = {i for i, each in enumerate(widths) if each is not None}
         # The target whose losses or metrics are computed, if it was cut.
         self._place: int | None = None
         # What is padded, by ids, with the tensor, which keeps its id.
         self._padded: dict = {}
 
     @contextlib.contextmanager
-    def hooked(self):
+    def hooked(self, model):
         """In it, Keras calls the methods below instead of its functions."""
         with (
             hooks.losses(
@@ -223,6 +203,14 @@ class _Padding:
             ),
         ):
             yield
+        if self._unseen:
+            raise ValueError(
+                "With `trim_padding`, a compiled loss must be called with the "
+                "targets that were fed, and return one loss for each position. "
+                "A loss that calls others, or overrides `__call__`, does not: "
+                "compile one loss for each output. "
+                f"Received: loss={model.loss}"
+            )
 
     def _call(self, original, owner, y_true, y_pred, sample_weight=None):
         """Calls a loss, or updates the metrics of an output."""
@@ -243,12 +231,12 @@ class _Padding:
         counts = not (is_wide or ignores or (is_masked and not others))
         if counts and any(cut):
             raise ValueError(
-                "With `trim_padding`, the losses and metrics of an output for "
-                "each position need weights that are 0 at padding: Keras "
-                "counts it otherwise. Feed a `sample_weight` of shape "
-                "`(samples, length)`, and compile `weighted_metrics` instead "
-                "of `metrics`. Or, for losses and means, let the layers pass "
-                f"on a mask. Received: sample_weight={sample_weight} and {why}"
+                "With `trim_padding`, an output for each position needs "
+                "weights that are 0 at padding, or Keras counts it. Feed a "
+                "`sample_weight` of shape `(samples, length)`, with "
+                "`weighted_metrics` instead of `metrics`; or, for losses and "
+                "means, let the layers pass on a mask. Received: "
+                f"sample_weight={sample_weight} and {why}"
             )
         place = cut.index(True) if any(cut) else None
         with hooks.replaced(self, "_place", place):
@@ -274,7 +262,7 @@ class _Padding:
         # As Keras does first: a function may return a Python number.
         values = keras.ops.convert_to_tensor(values, kwargs.get("dtype"))
         if len(values.shape) > 1:
-            self.unseen.discard(self._place)
+            self._unseen.discard(self._place)
         given = [self._pad(each) for each in (values, sample_weight, mask)]
         return original(*given, *how, **kwargs)
 
@@ -293,33 +281,27 @@ class _Padding:
 
 
 def _find_trimming(plan, data):
-    """Returns the `Trimming` of a model.
-
-    Raises:
-        ValueError: If its batches cannot be cut, or if its outputs would not be
-            the same.
-    """
+    """Returns the `Trimming` of a model, or raises if it sees its padding."""
     model, key = plan.model, plan.options.trim_padding
     for path, leaf in _leaves(data):
         if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
             raise ValueError(
-                "`trim_padding` is for dense arrays. Ragged and sparse ones "
-                "hold no padding: remove it, or convert them by `to_tensor` or "
-                f"`tf.sparse.to_dense`. Received: {type(leaf).__name__} at "
-                f"{path}"
+                "`trim_padding` is for dense arrays: remove it, or convert "
+                "them by `to_tensor` or `tf.sparse.to_dense`. Received: "
+                f"{type(leaf).__name__} at {path}"
             )
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
     place, names = _find_place(model, key, x)
     with tf.init_scope():
-        trimming = _Probe(model, x, place, key, names).run()
-    custom = sorted(plan.overridden.intersection(_CUSTOM))
+        padding = 0 if isinstance(key, str) else key
+        trimming = _Probe(model, x, place, padding, names).run()
+    custom = sorted(plan.overridden - _MAY_BE_CUSTOM)
     if custom and any(trimming.follows.values()):
         raise ValueError(
             "`trim_padding` does not know what a custom method does with the "
             "positions of an output that are cut off. Use compiled losses and "
-            "metrics, or remove `trim_padding`. Received: a custom "
-            f"`{custom[0]}` of {type(model).__name__}, with an output for "
-            "each position"
+            f"metrics. Received: a custom `{custom[0]}` of "
+            f"{type(model).__name__}, with an output for each position"
         )
     return trimming
 
@@ -344,43 +326,41 @@ def _find_place(model, key, x):
 class _Probe:
     """Runs a model on two samples, with and without their padding."""
 
-    def __init__(self, model, x, place, key, names):
-        self._model, self._x, self._names = model, x, names
-        self._place, self._leaves = place, keras.tree.flatten(x)
-        width = self._leaves[place].shape[1]
-        self._cut = [_is_wide(leaf, width) for leaf in self._leaves]
+    def __init__(self, model, x, place, padding, names):
+        self._model, self._x, self._place, self._names = model, x, place, names
+        leaves = keras.tree.flatten(x)
+        width = leaves[place].shape[1]
+        self._cut = [_is_wide(leaf, width) for leaf in leaves]
+        # What the inputs that are cut hold there.
         self._paddings = {i: 0 for i, is_cut in enumerate(self._cut) if is_cut}
-        self._paddings[place] = 0 if isinstance(key, str) else key
+        self._paddings[place] = padding
         self._full = min(width or _LONGEST_OF_ANY, _LONGEST)
         self._end = max(1, self._full // 2)
         ends = [[self._end], [max(1, self._end // 2)]]
         self._used = tf.range(self._full) < ends
-        layers = [model, *private_names.flat_layers(model)]
-        dtypes = {each.compute_dtype for each in layers}
-        self._rounding = max(_ROUNDING.get(each, 1e-13) for each in dtypes)
         self._weights = _ordinary_weights(model)
         # Of the vocabulary of each input, with padding: as many as it has, but
         # no more than 4. Masks have 2.
         self._words = [2] * len(names)
         for i, name in enumerate(names):
-            is_mask = str(name).endswith("mask")
-            for self._words[i] in (2,) if is_mask else (4, 3, 2):
+            for words in (2,) if str(name).endswith("mask") else (4, 3, 2):
+                self._words[i] = words
                 with contextlib.suppress(ValueError):
                     self._call(self._full, self._paddings, True)
                     break
-
-    def run(self):
-        """Returns the `Trimming`, or raises."""
-        # Without padding, in training and in inference.
+        # What comes out without padding, in training and in inference.
         self._short = {
             training: self._call(self._end, self._paddings, training)
             for training in (True, False)
         }
+
+    def run(self):
+        """Returns the `Trimming`, or raises."""
         follows = self._find_wide()
         padded = [self._place]
-        if self._change(padded)[0]:  # not all others are ignored
+        if self._find_change(padded)[0]:  # not all others are ignored
             padded = [*self._paddings]
-            change, training = self._change(padded)
+            change, training = self._find_change(padded)
             if change:
                 raise ValueError(
                     "`trim_padding` cannot be used with a model that sees its "
@@ -388,13 +368,12 @@ class _Probe:
                     "standard deviation if padding is cut off, with "
                     f"training={training}. Let its layers mask padding, as "
                     "attention, RNNs and `GlobalAveragePooling1D` do if they "
-                    "get a mask, or remove `trim_padding`. Received: "
-                    f"{self._model}, of which the inputs "
+                    f"get a mask. Received: {self._model}, of which the inputs "
                     f"{[self._names[i] for i in padded]} would be cut"
                 )
             for i in self._paddings:
                 fewer = [j for j in padded if j != i]
-                if i != self._place and not self._change(fewer)[0]:
+                if i != self._place and not self._find_change(fewer)[0]:
                     padded = fewer
         paddings = {i: self._paddings[i] for i in padded}
         return Trimming(self._place, self._cut, paddings, follows)
@@ -411,46 +390,48 @@ class _Probe:
             if is_wide and b.shape != [2, self._end, *a.shape[2:]]:
                 raise ValueError(
                     "`trim_padding` needs outputs that are as wide as the "
-                    "inputs, or have the same shape for all widths. If an "
-                    "output has no last position, as to predict the next word, "
-                    "return that one too, and let it weigh 0. Received: an "
-                    f"output of shape {tuple(b.shape)} for {self._end} "
-                    "positions"
+                    "inputs, or have the same shape for all widths. If one has "
+                    "no last position, as to predict the next word, return it, "
+                    "too, and let it weigh 0. Received: an output of shape "
+                    f"{tuple(b.shape)} for {self._end} positions"
                 )
             follows[()] |= is_wide
             keys = [path[:1], (i,), *((name,) for name in names[i : i + 1])]
             follows |= dict.fromkeys(filter(None, keys), is_wide)
         return follows
 
-    def _change(self, padded):
+    def _find_change(self, padded):
         """Returns what changes if padding is cut off, and 0 if it is rounding.
 
         And whether in training. Inputs that are not `padded` hold anything.
         """
+        layers = [self._model, *private_names.flat_layers(self._model)]
+        dtypes = {each.compute_dtype for each in layers}
+        rounding = max(_ROUNDING.get(each, 1e-13) for each in dtypes)
         for training, short in self._short.items():
             long = self._call(self._full, padded, training)
             change = self._difference(long, short)
-            if not change <= self._rounding:  # not a number, too
+            if not change <= rounding:  # not a number, too
+                weights = _ordinary_weights(self._model, rounding / 20)
                 rounded = self._call(
-                    self._end, self._paddings, training, self._rounding / 20
+                    self._end, self._paddings, training, weights
                 )
                 if not change <= _FACTOR * self._difference(rounded, short):
                     return change, training
         return 0.0, None
 
-    def _call(self, width, padded, training, rounding=0.0):
+    def _call(self, width, padded, training, weights=None):
         """Calls the model; what it assigns is dropped.
 
-        Returns:
-            List of pairs of a path and an output. And of those of `"mask"` and
-            a mask, and of `None` and an added loss or what was assigned.
+        Returns pairs of a path and an output, of `"mask"` and a mask, and of
+        `None` and an added loss or what was assigned.
         """
-        x = [self._feed(i, width, padded) for i in range(len(self._leaves))]
+        leaves = enumerate(keras.tree.flatten(self._x))
+        x = [self._feed(i, leaf, width, padded) for i, leaf in leaves]
         x = keras.tree.pack_sequence_as(self._x, x)
-        weights = self._weights
-        if rounding:
-            weights = _ordinary_weights(self._model, rounding)
-        scope = keras.StatelessScope(weights, collect_losses=True)
+        scope = keras.StatelessScope(
+            weights or self._weights, collect_losses=True
+        )
         before = {**scope.state_mapping}
         try:
             with same_draws(), scope:
@@ -471,6 +452,29 @@ class _Probe:
         results += [(None, a) for key, a in values if before.get(key) is not a]
         return results
 
+    def _feed(self, i, leaf, width, padded):
+        """Returns random values for an input; they are not padding."""
+        padding = self._paddings.get(i, 0)
+        shape = [2, *(size or 1 for size in leaf.shape[1:])][: leaf.shape.rank]
+        if self._cut[i]:
+            shape[1] = self._full
+        if leaf.dtype.is_floating:
+            values = tf.random.stateless_normal(shape, [i, 0], dtype=leaf.dtype)
+        else:
+            words = tf.random.stateless_uniform(
+                shape, [i, 0], 1, self._words[i], "int64"
+            )
+            # In the vocabulary: below its padding, if it is not 0.
+            words = padding - words if padding > 0 else padding + words
+            is_text = leaf.dtype == tf.string
+            values = (
+                tf.as_string(words) if is_text else tf.cast(words, leaf.dtype)
+            )
+        if i in padded:
+            used = tf.reshape(self._used, [*shape[:2], *([1] * len(shape[2:]))])
+            values = tf.where(used, values, tf.cast(padding, leaf.dtype))
+        return values[:, :width] if self._cut[i] else values
+
     def _difference(self, long, short):
         """Returns how many standard deviations results are apart."""
         if len(long) != len(short):
@@ -490,32 +494,6 @@ class _Probe:
             error = np.abs(a - b).max(initial=0)
             errors.append(error and error / max(scale, 1e-30))
         return np.max(errors)  # not a number, if one is none
-
-    def _feed(self, i, width, padded):
-        """Returns random values for an input; they are not padding."""
-        leaf, padding = self._leaves[i], self._paddings.get(i, 0)
-        shape = [2, *(size or 1 for size in leaf.shape[1:])][: leaf.shape.rank]
-        if self._cut[i]:
-            shape[1] = self._full
-        draw = [2, *shape], [i, 0]
-        if leaf.dtype.is_floating:
-            values, rest = tf.random.stateless_normal(*draw, dtype=leaf.dtype)
-        else:
-            words = tf.random.stateless_uniform(
-                *draw, 1, self._words[i], "int64"
-            )
-            # In the vocabulary: below its padding, if it is not 0.
-            words = padding - words if padding > 0 else padding + words
-            is_text = leaf.dtype == tf.string
-            values, rest = (
-                tf.as_string(words) if is_text else tf.cast(words, leaf.dtype)
-            )
-        if not self._cut[i]:
-            return values
-        if i in padded:
-            rest = tf.fill(shape, tf.cast(padding, leaf.dtype))
-        used = tf.reshape(self._used, [*shape[:2], *([1] * len(shape[2:]))])
-        return tf.where(used, values, rest)[:, :width]
 
 
 def same_draws():
