@@ -11,12 +11,7 @@ import keras
 from accumodel._features import FEATURES
 from accumodel._fit import train_function
 from accumodel._fit.accumulation import Accumulation
-from accumodel._keras_and_tf import (
-    checks,
-    construction,
-    hooks,
-    replicas,
-)
+from accumodel._keras_and_tf import checks, construction, hooks, replicas
 from accumodel._micro_batch import outcome, split, weights
 from accumodel._micro_batch.step import current_step, this_step
 from accumodel._update import files
@@ -339,8 +334,11 @@ class AccumulatingModel(keras.Model):
         if not state.accumulates:
             return outcome.call_compute_loss(*given)
         is_default = not state.overrides("compute_loss")
-        with state.loss_weights.watch(data, scales=is_default):
+        with hooks.recorded_reductions(scales=is_default) as reductions:
             loss = outcome.call_compute_loss(*given)
+        step = current_step()
+        if step is not None:
+            step.reductions, step.loss_data = reductions, data
         if is_default and replicas.count_replicas() > 1:
             loss += weights.missing_sums(self, (x, y))
         return loss
@@ -547,7 +545,7 @@ class AccumulatingModel(keras.Model):
     fit.__signature__ = inspect.signature(keras.Model.fit)  # type: ignore
 
     def train_on_batch(self, *args, **kwargs):
-        self._accumulation.loss_weights.share(None, None)
+        self._accumulation.loss_weights.begin_fit(None, None)
         return super().train_on_batch(*args, **kwargs)
 
     def make_train_function(self, force=False):

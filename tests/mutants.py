@@ -92,9 +92,8 @@ MUTANTS = [
     Mutant(
         "no end of the cycle at the end of an epoch",
         "_fit/end_of_cycle.py",
-        "            self._warn_about_short_epochs(self._batches)\n"
-        "        self._end_cycle()",
-        "            self._warn_about_short_epochs(self._batches)",
+        "        self._batches = 0\n        self._end_cycle()",
+        "        self._batches = 0",
         "test_model.py",
     ),
     Mutant(
@@ -313,8 +312,8 @@ MUTANTS = [
     Mutant(
         "the gradients of the loss itself count again",
         "_features/whole_batch/stages.py",
-        "add(own, may_begin=may_begin)",
-        "add(own, may_begin=True)",
+        "return None if has_begun else 1.0",
+        "return 1.0",
         "test_gradient_cache.py",
     ),
     Mutant(
@@ -341,8 +340,8 @@ MUTANTS = [
     Mutant(
         "the update does not wait for the stages that are not counted",
         "_update/engine.py",
-        'size *= kwargs.get("may_begin", True)',
-        'if not kwargs.get("may_begin", True):\n            return',
+        "size *= fraction is not None",
+        "if fraction is None:\n            return",
         "test_auto.py",
     ),
     Mutant(
@@ -1041,8 +1040,8 @@ MUTANTS = [
     Mutant(
         "an update that is left out is followed",
         "_update/engine.py",
-        "if self._process_gradients is None:\n                self._follow()",
-        "if True:\n                self._follow()",
+        "if self._process_gradients is None:\n            follow()",
+        "if True:\n            follow()",
         "test_after_update.py",
     ),
     Mutant(

@@ -28,13 +28,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._features.random_numbers import Draws, RandomNumbers
+from accumodel._features.random_numbers import RandomNumbers
 from accumodel._features.trim_padding import same_draws
 from accumodel._fit.points import Features
 from accumodel._keras_and_tf import hooks, private_names
-from accumodel._keras_and_tf.batch_norms import trained_norms
 from accumodel._keras_and_tf.checks import InexactWarning
-from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf.optimizers import tf_variable, trained_norms
 from accumodel._keras_and_tf.replicas import (
     is_multi_worker,
     local_results,
@@ -47,18 +46,12 @@ from accumodel._micro_batch.assignments import (
     nodes_of,
     random_state,
 )
-from accumodel._micro_batch.split import (
-    MicroBatches,
-    as_tensors,
-    count_samples,
-)
+from accumodel._micro_batch.split import MicroBatches, as_tensors, count_samples
 from accumodel._micro_batch.step import current_graph, one_step
 from accumodel._update.engine import FedBatch
 
 # The most samples that are looked at.
 _SAMPLES = 4
-# What `fit` feeds if it is not told.
-_BATCH_SIZE = 32
 
 # What rounding is less than, as a share of the largest entry of all gradients.
 # It is 2e-7 in float32 and 3e-3 in bfloat16 as a rule; what is wrong is 3e-2
@@ -67,8 +60,6 @@ _ROUNDING, _ROUNDING_OF_HALF = 1e-3, 3e-2
 
 # In the types of the operations that act outside of TensorFlow.
 _OUTSIDE = ("Print", "PyFunc")
-
-_OFF = "`compile(verify=False)` switches this check off."
 
 _lock = threading.Lock()
 
@@ -101,7 +92,7 @@ class FirstBatch:
             return
         self._is_done = True
         replicas = self._state.strategy.num_replicas_in_sync
-        end = -(-(self._state.batch_size or _BATCH_SIZE) // replicas)
+        end = -(-(self._state.batch_size or 32) // replicas)
 
         def take(leaf):
             if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
@@ -116,9 +107,8 @@ class FirstBatch:
         if not trains or not self._must_look():
             return batches
         spec = getattr(batches, "element_spec", None)
-        if spec is not None and not all(
-            isinstance(each, _SPECS) for each in tf.nest.flatten(spec)
-        ):
+        leaves = [] if spec is None else tf.nest.flatten(spec)
+        if not all(isinstance(each, _SPECS) for each in leaves):
             return batches  # of several replicas, or with nothing in a place
         self._is_done = True
         self._batch = first = next(batches, None)
@@ -126,9 +116,8 @@ class FirstBatch:
             return batches
         if spec is None:
             return itertools.chain([first], batches)
-        rest = itertools.islice(
-            batches, self._state.model.steps_per_execution - 1
-        )
+        count = self._state.model.steps_per_execution - 1
+        rest = itertools.islice(batches, count)
         # The step is traced for what is known of the shapes of all batches.
         data = tf.data.Dataset.from_generator(
             lambda: itertools.chain([first], rest), output_signature=spec
@@ -240,18 +229,17 @@ class _Taken(FedBatch):
     def check(self, accumulator):
         pass  # it is outside of all strategies
 
-    def accumulate(self, accumulator, gradients, weight, **kwargs):
-        share = kwargs.get("share", 1.0) * kwargs.get("may_begin", True)
+    def accumulate(self, accumulator, gradients, weight, fraction=1.0):
         if tf.executing_eagerly():
-            self.take(accumulator, share, gradients, weight)
+            self.take(accumulator, fraction, gradients, weight)
         else:
-            self.traced.append([accumulator, share, [*gradients], weight])
+            self.traced.append([accumulator, fraction, [*gradients], weight])
 
-    def take(self, accumulator, share, gradients, weight):
+    def take(self, accumulator, fraction, gradients, weight):
         factor = 1.0
         if weight is not None:
             factor = float(weight)
-            self._weights[accumulator] += factor * float(share)
+            self._weights[accumulator] += factor * float(fraction or 0.0)
         for i, gradient in enumerate(gradients):
             if gradient is not None and factor:
                 dense = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
@@ -298,11 +286,17 @@ class _Run(Recorder):
             variable.assign(value)
 
 
-class _OwnRows(RandomNumbers):
+class _OwnNumbers(RandomNumbers):
     """Has a variable outside of all strategies."""
 
-    def __init__(self):
+    def __init__(self, is_trimmed):
         self.rows = make_sum((3,), tf.int64, "rows")
+        self._is_trimmed = is_trimmed
+
+    def around_parts(self, plan):
+        if self._is_trimmed:  # by design, the training draws others
+            return lambda parts, i: same_draws()
+        return super().around_parts(plan)
 
 
 class _Check:
@@ -313,7 +307,7 @@ class _Check:
         data = as_tensors(data)
         self._count = _count(plan, data)
         self._is_trimmed = bool(plan.features.at("order"))
-        rows = _OwnRows()
+        numbers = _OwnNumbers(self._is_trimmed)
         computing = [
             each
             for each in plan.features
@@ -324,18 +318,17 @@ class _Check:
             is_compiled=False,
             size=tf.constant(self._count, tf.int64),
             assigned=collections.defaultdict(dict),
-            features=Features([rows]),
+            features=Features([numbers]),
         )
         self._parts = dataclasses.replace(
             self._whole,
             size=tf.constant(-(-self._count // 2), tf.int64),
-            features=Features([rows, *computing]),
+            features=Features([numbers, *computing]),
         )
-        is_half = any(
-            each.compute_dtype in ("bfloat16", "float16")
-            for each in private_names.flat_layers(self._model)
-        )
-        self._rounding = _ROUNDING_OF_HALF if is_half else _ROUNDING
+        layers = private_names.flat_layers(self._model)
+        dtypes = {each.compute_dtype for each in layers}
+        self._is_half = not dtypes.isdisjoint(("bfloat16", "float16"))
+        self._rounding = _ROUNDING_OF_HALF if self._is_half else _ROUNDING
         zero = tf.constant(0, tf.int64)
         with self._watched():
             self._data = self._model.slice_data(data, zero, zero + self._count)
@@ -358,7 +351,10 @@ class _Check:
         variable, share = found
         name = getattr(variable, "path", variable.name)
         text = self._say(name, share)
-        return text and f"{text} {_OFF} Received: model={self._model}"
+        return text and (
+            f"{text} `compile(verify=False)` switches this check off. "
+            f"Received: model={self._model}"
+        )
 
     def _can_repeat(self, graph):
         """Whether all that a step changes can be put back, and drawn again."""
@@ -402,8 +398,8 @@ class _Check:
                 function = self._traced(plan, taken)
                 for i in parts:
                     outputs = iter(function(tf.constant(i, tf.int64)))
-                    for accumulator, share, *_ in taken.traced:
-                        taken.take(accumulator, share, *next(outputs))
+                    for accumulator, fraction, *_ in taken.traced:
+                        taken.take(accumulator, fraction, *next(outputs))
             else:
                 for i in parts:
                     self._run_part(plan, taken, tf.constant(i, tf.int64))
@@ -426,11 +422,11 @@ class _Check:
 
     @contextlib.contextmanager
     def _part(self, plan, i):
-        """Yields the i-th micro-batch, in the scope of its random numbers."""
+        """Yields the i-th micro-batch, in the scopes of the features."""
         parts = MicroBatches(plan, self._data)
-        # By design, those of samples in another order are others.
-        draws = same_draws() if self._is_trimmed else Draws(plan).of(parts, i)
-        with draws, parts.padded():
+        with contextlib.ExitStack() as stack:
+            for make in plan.features.at("around_parts"):
+                stack.enter_context(make(plan)(parts, i))
             yield parts.data_of(i)
 
     @contextlib.contextmanager
@@ -472,7 +468,7 @@ class _Check:
             _, other = parts.assigned.get(key, (None, None))
             is_seed = private_names.is_seed(tf_variable(variable))
             if key in whole.read - ignored and not (
-                (is_seed and self._is_trimmed)  # see `_part`
+                (is_seed and self._is_trimmed)  # see `_OwnNumbers`
                 or _is_close(value, other, self._rounding)
             ):
                 return variable, None
@@ -486,8 +482,7 @@ class _Check:
             for key, each in whole.gradients.items()
         }
         key = max(shares, key=shares.__getitem__)
-        is_half = self._rounding != _ROUNDING
-        is_overflow = is_half and not np.isfinite(shares[key])
+        is_overflow = self._is_half and not np.isfinite(shares[key])
         if shares[key] <= self._rounding or is_overflow:  # of a scaled loss
             return None
         accumulator, i = key
@@ -537,8 +532,7 @@ class _Check:
             for (layer, whole), *parts in zip(*calls, strict=True):
                 halved = zip(*(outputs for _, outputs in parts), strict=True)
                 for one, both in zip(whole, halved, strict=True):
-                    joined = np.concatenate(both)
-                    if not _is_close(one, joined, self._rounding):
+                    if not _is_close(one, np.concatenate(both), self._rounding):
                         return layer
         return None
 

@@ -110,10 +110,10 @@ class Draws:
         After the last one, the seeds stay as they are.
         """
         begin, end = parts.bounds(i)
-        is_last = parts.is_last(i)
         self._samples = int(end - begin) if tf.executing_eagerly() else None
         with on_host():
             rows = tf.stack([begin, end - begin, parts.samples])
+            is_last = tf.equal(end, parts.samples)
         with recorded():
             self.rows.assign(rows)
         try:

@@ -86,6 +86,9 @@ class Trimmer:
                 f"{type(value).__name__})"
             )
 
+    def around_parts(self, plan):
+        return lambda parts, i: parts.ordered.padded()
+
     def order(self, plan, data):
         """Returns the `Ordered` batch."""
         data = _map(keras.ops.convert_to_tensor, data)  # if it is eager

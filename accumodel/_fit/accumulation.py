@@ -103,7 +103,7 @@ class Accumulation:
     def fit(self, super_fit, args, kwargs):
         """Trains the model by Keras or another base class."""
         given, args, kwargs = with_end_of_cycle(args, kwargs)
-        self.loss_weights.share(given.get("y"), given.get("sample_weight"))
+        self.loss_weights.begin_fit(given.get("y"), given.get("sample_weight"))
         self.batch_size = given["batch_size"]
         for begin in self.features.at("begin_fit"):
             begin(given)

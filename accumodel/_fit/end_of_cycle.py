@@ -24,9 +24,6 @@ class EndOfCycle(keras.callbacks.Callback):
         state = self.model._accumulation
         state.accumulators.begin_fit(state.options.remainder)
 
-    def on_epoch_begin(self, epoch, logs=None):
-        self._batches = 0
-
     def on_train_batch_end(self, batch, logs=None):
         steps = self.params.get("steps")
         # Not when the epoch begins: a schedule may set another value then.
@@ -47,6 +44,7 @@ class EndOfCycle(keras.callbacks.Callback):
         ):
             # The length of the data was not known before.
             self._warn_about_short_epochs(self._batches)
+        self._batches = 0
         self._end_cycle()
         state.accumulators.warn_about_unsure_updates()
         for end in state.features.at("end_epoch"):

@@ -27,12 +27,7 @@ import functools
 import tensorflow as tf
 
 from accumodel._fit import variables
-from accumodel._keras_and_tf import (
-    checks,
-    hooks,
-    private_names,
-    replicas,
-)
+from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.split import ALL
@@ -44,7 +39,8 @@ def make_train_function(model, make):
     """Makes `model.train_function`; `make` is Keras's method of this name."""
     state = model._accumulation
     if state.accumulates or state.accumulators.by_name():
-        state.accumulators.forget_traces()
+        for each in state.accumulators:  # the optimizer may have changed
+            each._untracked.updates.clear()
         _prepare_to_accumulate(state)
         _make(model, "train", _train, make)
     else:
@@ -184,7 +180,8 @@ def _make(model, name, run, make):
         nonlocal is_ready
         if trains:
             state.accumulators.is_live = True
-            batches = replicas.split_over_replicas(batches, state.strategy)
+            if not isinstance(batches, replicas.ITERATORS):
+                batches = replicas.split_over_replicas(batches, state.strategy)
         try:
             if not is_ready:
                 batches = variables.make_first(state.plan(), trains, batches)

@@ -14,11 +14,7 @@ import warnings
 
 import keras
 
-from accumodel._keras_and_tf.checks import (
-    is_ours,
-    other_order,
-    overrides,
-)
+from accumodel._keras_and_tf.checks import is_ours, other_order, overrides
 from accumodel._keras_and_tf.hooks import replaced
 from accumodel._keras_and_tf.private_names import KerasModel, track_alike
 

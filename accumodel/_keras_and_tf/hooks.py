@@ -273,16 +273,14 @@ DRAWS = (
 )
 
 
-def _find_draws():
-    module = _module("backend.tensorflow.random")
-    return [
-        *((module, name) for name in (*DRAWS, "draw_seed")),
+# If one is not there, a step with `micro_batch_size` raises when it is traced.
+draws = Hook(
+    lambda: [
+        *((_module("backend.tensorflow.random"), name) for name in DRAWS),
+        (_module("backend.tensorflow.random"), "draw_seed"),
         (keras.random.SeedGenerator, "next"),
     ]
-
-
-# If one is not there, a step with `micro_batch_size` raises when it is traced.
-draws = Hook(_find_draws)
+)
 
 
 # -- several replicas ----------------------------------------------------------

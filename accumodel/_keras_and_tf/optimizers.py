@@ -1,8 +1,9 @@
-"""What optimizers and the variables that they update are."""
+"""What optimizers, variables and normalizations are."""
 
 import keras
 import tensorflow as tf
 
+from accumodel._keras_and_tf.private_names import flat_layers
 from accumodel._keras_and_tf.replicas import scope_of
 
 
@@ -42,3 +43,10 @@ def overwrites(variable):
 def tf_variable(variable):
     """Returns the `tf.Variable` of a Keras variable, and any other as it is."""
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def trained_norms(model):
+    """Returns the normalizations in a model that training updates."""
+    norm = keras.layers.BatchNormalization
+    norms = [each for each in flat_layers(model) if isinstance(each, norm)]
+    return [each for each in norms if each.trainable]

@@ -186,10 +186,9 @@ def split_over_replicas(batches, strategy):
     """Returns the batches of `train_on_batch` with a part for each replica.
 
     Keras gives each replica the whole batch, which would then weigh as much as
-    there are replicas next to the batches of `fit`, which are returned as they
-    are.
+    there are replicas next to the batches of `fit`.
     """
-    if isinstance(batches, ITERATORS) or strategy.num_replicas_in_sync == 1:
+    if strategy.num_replicas_in_sync == 1:
         return batches
     replicas = len(strategy.extended.worker_devices)  # of this worker
 

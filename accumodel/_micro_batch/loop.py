@@ -71,7 +71,6 @@ def run(plan, function, data, fed_batch=None):
         with contextlib.ExitStack() as stack:
             for scope in scopes:
                 stack.enter_context(scope(parts, i))
-            stack.enter_context(parts.padded())
             logs = step(parts.data_of(i))
         losses += of_batch.take()
         if tf.executing_eagerly():

@@ -45,10 +45,11 @@ class LossLogs:
         trackers = loss_trackers(self._model)
         if loss.shape.rank:  # without a reduction, and logged as a mean
             weight = tf.size(loss)
-        weights = self._plan.loss_weights.of_outputs(
-            data, len(trackers) - 1, weight
-        )
-        for each, divisor in zip(trackers, [weight, *weights], strict=True):
+        weights, outputs = [weight], len(trackers) - 1
+        if outputs:
+            of_outputs = self._plan.loss_weights.output_weights
+            weights += of_outputs(data, outputs, weight)
+        for each, divisor in zip(trackers, weights, strict=True):
             loss = each.result()
             if divisor is not None:
                 loss *= tf.cast(divisor, loss.dtype)

@@ -7,8 +7,7 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.batch_norms import trained_norms
-from accumodel._keras_and_tf.optimizers import build_optimizer
+from accumodel._keras_and_tf.optimizers import build_optimizer, trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch.split import count_samples
 from accumodel._micro_batch.step import current_step

@@ -48,12 +48,12 @@ class MicroBatches:
     def __init__(self, plan, data):
         self._model, self.data = plan.model, data
         self.samples = _count_samples(data, "slice_data" in plan.overridden)
-        self._ordered = None
+        self.ordered = None
         with on_host():
             self.count = tf.maximum(-(-self.samples // plan.size), 1)
             for order in plan.features.at("order"):
-                self._ordered = order(plan, data)
-                self.data = self._ordered.data
+                self.ordered = order(plan, data)
+                self.data = self.ordered.data
 
     def bounds(self, i):
         """Returns the first sample of the i-th, and the first after it."""
@@ -61,30 +61,20 @@ class MicroBatches:
         with on_host():
             return i * n // count, (i + 1) * n // count
 
-    def share(self, i):
+    def fraction(self, i):
         """Returns how much of the samples are in the i-th."""
         begin, end = self.bounds(i)
         return tf.math.divide_no_nan(
             tf.cast(end - begin, tf.float64), tf.cast(self.samples, tf.float64)
         )
 
-    def is_last(self, i):
-        with on_host():
-            return tf.equal(i + 1, self.count)
-
-    def padded(self):
-        """Returns the scope in which one is as if no padding were cut off."""
-        if self._ordered is None:
-            return contextlib.nullcontext()
-        return self._ordered.padded()
-
     def data_of(self, i):
-        """Returns the data of the i-th."""
+        begin, end = self.bounds(i)
         with on_host():
-            data = self._model.slice_data(self.data, *self.bounds(i))
-            if self._ordered is None:
-                return data
-            return self._ordered.cut(data, *self.bounds(i))
+            data = self._model.slice_data(self.data, begin, end)
+            if self.ordered is not None:
+                data = self.ordered.cut(data, begin, end)
+            return data
 
 
 def as_tensors(data):

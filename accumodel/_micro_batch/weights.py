@@ -16,13 +16,12 @@ an axis of samples, such as one number, are taken for means over the samples. If
 they are not, the check on the first batch tells.
 """
 
-import contextlib
 import warnings
 
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks, private_names
+from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.replicas import count_replicas
 from accumodel._micro_batch.split import count_samples, first_leaf
@@ -51,25 +50,13 @@ class LossWeights:
         # of which Keras makes one for each.
         self.shares_sample_weight = False
 
-    def share(self, y, sample_weight):
+    def begin_fit(self, y, sample_weight):
         """Finds out if one array of sample weights serves several outputs."""
         self.shares_sample_weight = (
             sample_weight is not None
             and keras.tree.is_nested(y)
             and not keras.tree.is_nested(sample_weight)
         )
-
-    @contextlib.contextmanager
-    def watch(self, data, scales):
-        """While it is open, records what the losses that are called reduce.
-
-        The data are `(x, y, y_pred, sample_weight)`.
-        """
-        with hooks.recorded_reductions(scales) as reductions:
-            yield
-        step = current_step()
-        if step is not None:
-            step.reductions, step.loss_data = reductions, data
 
     def weight(self, plan, data):
         """Returns the weight of the micro-batch that was last computed.
@@ -135,7 +122,7 @@ class LossWeights:
         value = next(iter(divisors.values()), None)
         return samples if value is None else _nonzero(value, samples)
 
-    def of_outputs(self, data, outputs, weight):
+    def output_weights(self, data, outputs, weight):
         """Returns the weight of each output's logged loss, `None` for a sum.
 
         `weight` is that of the whole loss.

@@ -70,11 +70,6 @@ class Accumulators:
         for each in self:
             each._warn_about_unsure_updates()
 
-    def forget_traces(self):
-        """Lets updates be traced again: the optimizer may have changed."""
-        for each in self:
-            each._untracked.updates.clear()
-
     def is_updating(self):
         """Whether a step that failed had begun to make an update."""
         return any(phase < 0 for each in self for phase in each._phases())

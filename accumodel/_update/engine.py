@@ -180,13 +180,13 @@ class Engine(tf.Module):
         skipped = tf.cast(tf.round(skipped), tf.int64)
         replicas.across_replicas(end, added > 0, skipped)
 
-    def _add(self, gradients, weight, meets, share=1.0, may_begin=True):
+    def _add(self, gradients, weight, meets, fraction=1.0):
         """Adds a micro-batch to this replica's sums.
 
-        If several gradients, each with the whole weight, add up to one of a
-        micro-batch, `share` is how much of the weight each adds to the total,
-        and only the first ones may begin a cycle. Returns whether it was added,
-        after all of it was.
+        If several gradients, each with the whole weight, add up to that of the
+        fed batch, `fraction` is how much of the weight each adds to the total.
+        It is `None` if the cycle has begun with others. Returns whether it was
+        added, after all of it was.
         """
         self._is_traced |= not tf.executing_eagerly()
         divides = weight is not None
@@ -231,14 +231,14 @@ class Engine(tf.Module):
             for each in self._untracked.observers:
                 each.add(gradients, self.variables, given, is_first, amount)
             triples = zip(self._sums, gradients, self.variables, strict=True)
-            how = [*triples], scale, is_first if may_begin else None
+            how = [*triples], scale, None if fraction is None else is_first
             if is_compiled:
                 cleared = step.fed_batch.cleared.setdefault(self, [])
                 cleared += sums.select_each(*how)
             else:
                 sums.add_each(*how, self._phase)
-            if may_begin:
-                each = tf.cast(weight, tf.float64) * float(divides) * share
+            if fraction is not None:
+                each = tf.cast(weight, tf.float64) * float(divides) * fraction
                 new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
                 self._totals.assign_add(tf.where(amount > 0, new, 0.0))
 
@@ -431,15 +431,18 @@ class Engine(tf.Module):
             each.record(value, is_update)
         # Not before all weights have moved: until then `phase` says so.
         with tf.control_dependencies([*itertools.chain(*results)]):
-            if self._process_gradients is None:
-                self._follow()
-            else:  # which may have left it out
-                tf.cond(is_update, self._follow, lambda: None)
+            if self._after_update is not None:
+                self._follow(is_update)
             self._reset()
 
-    def _follow(self):
-        if self._after_update is not None:
+    def _follow(self, is_update):
+        def follow():
             self._after_update()
+
+        if self._process_gradients is None:
+            follow()
+        else:  # which may have left the update out
+            tf.cond(is_update, follow, lambda: None)
 
     def _warn_about_unsure_updates(self):
         if not tf.executing_eagerly() or not self._unsure.numpy():
@@ -474,19 +477,17 @@ class FedBatch:
         replicas.check_replica_context(accumulator._untracked.strategy)
 
     @recorded()
-    def accumulate(self, accumulator, gradients, weight, **kwargs):
+    def accumulate(self, accumulator, gradients, weight, fraction=1.0):
         """Adds a micro-batch, which is counted in the end.
 
         And registers which variables got a gradient. See `Engine._add`.
         """
-        # If it is split, replicas do not meet here.
-        accepted = accumulator._add(
-            gradients, weight, meets=not self.is_split, **kwargs
-        )
+        meets = not self.is_split
+        accepted = accumulator._add(gradients, weight, meets, fraction)
         # A micro-batch that all replicas accept adds 1 / replicas on each.
         # Later stages add 0, so that the end of the batch waits for them.
         size = 1.0 if self.is_split else 1 / replicas.count_replicas()
-        size *= kwargs.get("may_begin", True)
+        size *= fraction is not None
         accepted = tf.cast(accepted, tf.float64)
         accumulator._parts.assign_add([accepted * size, (1 - accepted) * size])
         present = tuple(each is not None for each in gradients)

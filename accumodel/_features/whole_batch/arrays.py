@@ -85,8 +85,8 @@ def join(plan, parts, array):
     """Returns the rows of all micro-batches, or the mean of scalars."""
     if not array.element_shape.rank:
         values = array.stack()
-        shares = parts.share(tf.range(parts.count))
-        return tf.reduce_sum(values * tf.cast(shares, values.dtype))
+        fractions = parts.fraction(tf.range(parts.count))
+        return tf.reduce_sum(values * tf.cast(fractions, values.dtype))
     values = check_length(plan, parts.samples, array.concat())
     samples = first_leaf(parts.data).shape[0]  # if it is known
     values.set_shape([samples, *array.element_shape[1:]])

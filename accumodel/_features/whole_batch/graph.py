@@ -28,8 +28,7 @@ import tensorflow as tf
 from accumodel._features.whole_batch.parts import Part, is_placeholder
 from accumodel._features.whole_batch.sync_batch_norm import Norms
 from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.batch_norms import trained_norms
-from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf.optimizers import tf_variable, trained_norms
 from accumodel._micro_batch import weights
 from accumodel._micro_batch.assignments import Recorder
 

@@ -34,7 +34,7 @@ from accumodel._features.states import States
 from accumodel._features.whole_batch import arrays, checks, sync_batch_norm
 from accumodel._features.whole_batch.graph import ModelGraph
 from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.batch_norms import trained_norms
+from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import loop, outcome
 from accumodel._micro_batch.assignments import Recorder
@@ -89,10 +89,10 @@ class WholeBatch:
         add = functools.partial(
             fed_batch.accumulate, plan.ready_accumulator(), weight=weight
         )
-        may_begin = True
+        fraction = 1.0  # of the weight
         if cache:
             with states.rolled_back():
-                may_begin = run.backward(cache, fed_batch, add)
+                fraction = run.backward(cache, fed_batch, add)
         if run.is_in_stages and not tf.executing_eagerly():
             # The graph of a large model, which TensorFlow does not need any
             # more, takes 50 MB and is in circles.
@@ -100,7 +100,7 @@ class WholeBatch:
             gc.collect()
         with one_step(plan, data, fed_batch):
             if has_own:
-                add(own, may_begin=may_begin)
+                add(own, fraction=fraction)
             return log()
 
     def test(self, plan, data):
@@ -239,14 +239,14 @@ class _Run:
     def backward(self, cache, fed_batch, add):
         """Runs all stages backward, and adds the gradients of the variables.
 
-        Returns whether other gradients may begin the sums.
+        Returns the fraction of the weight that is left, see `Engine._add`.
         """
         graph = self._graph
         given, parts = graph.differentiate([graph.ends[i] for i in cache])
         for each, gradient in zip(given, cache.values(), strict=True):
             self._values[each.name] = functools.partial(self._cut, gradient)
         by_statistics: dict = {}
-        may_begin = True
+        has_begun = False
         for part in parts:
             states, tape, joined, moments = self._stages.pop()
             given = [
@@ -259,38 +259,38 @@ class _Run:
             if part.is_empty:  # such as of layers that are frozen
                 continue
             with states.rolled_back():
-                made = self._run_backward(part, fed_batch, add, may_begin)
+                made = self._run_backward(part, fed_batch, add, has_begun)
             for name, array in made["by_statistics"].items():
                 by_statistics[name] = tf.reduce_sum(array.stack(), 0)
             # What the next stages add to has begun.
-            may_begin &= not _is_any(tf.nest.flatten(part.makes["own"]))
+            has_begun |= _is_any(tf.nest.flatten(part.makes["own"]))
             fed_batch.cleared.clear()
-        return may_begin
+        return None if has_begun else 1.0
 
-    def _run_backward(self, part, fed_batch, add, may_begin):
+    def _run_backward(self, part, fed_batch, add, has_begun):
         def replay(arguments):
-            values, share = arguments
+            values, fraction = arguments
             made = part(values)
             own = [*map(_total, made.pop("own"))]
             if _is_any(own):
-                add(own, share=share, may_begin=may_begin)
+                add(own, fraction=fraction)
             return made
 
         step = loop.make_step(self.plan, replay, fed_batch)
 
         def run_part(i):
-            share = self.parts.share(i) if may_begin else 0.0
-            return step((self._values_of(part, i), share))
+            fraction = None if has_begun else self.parts.fraction(i)
+            return step((self._values_of(part, i), fraction))
 
         # The condition to begin the sums would hold all gradients.
-        return self._collect(part, run_part, is_apart=not may_begin)
+        return self._collect(part, run_part, is_apart=has_begun)
 
     def _cut(self, gradient, i):
         """Returns the i-th micro-batch's part of a gradient by an output."""
         if gradient.shape.rank:
             return gradient[slice(*self.parts.bounds(i))]
         # Of a mean over samples.
-        return gradient * tf.cast(self.parts.share(i), gradient.dtype)
+        return gradient * tf.cast(self.parts.fraction(i), gradient.dtype)
 
 
 def _total(gradients):
