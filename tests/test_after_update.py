@@ -44,12 +44,6 @@ def copy_at_times(model):
     tf.cond(model.optimizer.iterations % 2 == 0, copy, lambda: None)
 
 
-def normalize(model):
-    """As of sparse autoencoders: rows of length 1."""
-    kernel = model.net.kernel
-    kernel.assign(tf.math.l2_normalize(kernel, axis=0))
-
-
 def move_codes(model):
     """As of VQ-VAE: each code moves to the mean of what is nearest to it."""
     codes = model.codes
@@ -86,7 +80,6 @@ SCRIPTS = {
     "average": (average, 0.0),
     "target": (average, 0.5),  # of BYOL: the loss depends on the average
     "copies": (copy_at_times, 0.5),
-    "normalized": (normalize, 0.0),
     "codebook": (move_codes, 0.0),
 }
 

@@ -613,6 +613,7 @@ sys.path.insert(0, {folder!r})
 import conftest  # logical devices
 import keras, numpy as np, tensorflow as tf
 import cases, test_auto
+from helpers import compiled
 from accumodel import AccumulatingModel
 x, y = cases.classes(72, np.random.default_rng(0))
 x[20] = test_auto.LARGE  # in the second half of the first batch of 24
@@ -620,17 +621,10 @@ strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 found = []
 for size in (6, "auto"):
     keras.utils.set_random_seed(0)
+    limit = test_auto.Limit(large=True) if size == "auto" else None
     with strategy.scope():
-        inputs = keras.Input((cases.FEATURES,))
-        h = test_auto.Limit(large=True)(inputs) if size == "auto" else inputs
-        h = keras.layers.BatchNormalization()(h)
-        h = keras.layers.Dropout(0.3, seed=1)(h)
-        outputs = keras.layers.Dense(cases.CLASSES, activation="softmax")(h)
-        model = AccumulatingModel(inputs, outputs)
-        model.compile(
-            "adam", "sparse_categorical_crossentropy",
-            micro_batch_size=size,
-        )
+        model = test_auto.plain(AccumulatingModel, limit)
+        compiled(model, micro_batch_size=size)
     model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
     found.append([each.numpy() for each in model.variables])
 assert model.current_micro_batch_size == 6

@@ -339,3 +339,45 @@ def test_a_failing_gradient_of_a_nested_function_adds_nothing(skip_nonfinite):
     np.testing.assert_array_equal(accumulator._totals, [2.0, 2.0, 1.0])
     for total in accumulator._sums:
         np.testing.assert_array_equal(total, [2.0])
+
+
+def momentum():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def make_stateful(model_class):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input(batch_shape=(4, 5, 3))
+    x = keras.layers.LSTM(6, stateful=True)(inputs)
+    return model_class(inputs, keras.layers.Dense(1)(x))
+
+
+@pytest.mark.weekly
+def test_a_stateful_rnn_goes_on_from_micro_batch_to_micro_batch():
+    rng = np.random.default_rng(0)
+    x = rng.random((6, 4, 5, 3)).astype("float32")
+    y = rng.random((6, 4, 1)).astype("float32")
+    # A large batch would hold other states, so the reference is a loop by hand.
+    reference, optimizer = make_stateful(keras.Model), momentum()
+    variables = reference.trainable_variables
+    for cycle in ((0, 1, 2, 3), (4, 5)):
+        gradients = []
+        for i in cycle:
+            with tf.GradientTape() as tape:
+                y_pred = reference(x[i], training=True)
+                loss = tf.reduce_mean((y_pred - y[i]) ** 2)
+            gradients.append(tape.gradient(loss, variables))
+        means = [
+            sum(each) / len(cycle) for each in zip(*gradients, strict=True)
+        ]
+        optimizer.apply_gradients(zip(means, variables, strict=True))
+    model = make_stateful(AccumulatingModel)
+    model.compile(momentum(), "mse", accum_steps=4)
+    x, y = x.reshape(-1, 5, 3), y.reshape(-1, 1)
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    assert distance(model, reference) < 1e-6
+    for state, expected in zip(
+        model.layers[1].states, reference.layers[1].states, strict=True
+    ):
+        assert np.abs(expected).max() > 0.01
+        np.testing.assert_allclose(state, expected, atol=1e-6)

@@ -507,11 +507,6 @@ def test_one_replica_is_as_no_strategy(kwargs, built):
         def call(self, inputs):
             return self.head(inputs)
 
-    def functional():
-        inputs = keras.Input((cases.FEATURES,))
-        head = keras.layers.Dense(cases.CLASSES, activation="softmax")
-        return AccumulatingModel(inputs, head(inputs))
-
     batches = cases.classes(32, np.random.default_rng(0))
     batches = tf.data.Dataset.from_tensor_slices(batches).batch(8)
     # If batches are fetched to the device in advance, TensorFlow 2.21 ends the
@@ -526,7 +521,7 @@ def test_one_replica_is_as_no_strategy(kwargs, built):
     ):
         keras.utils.set_random_seed(0)
         with strategy.scope():
-            model = functional() if built else Unbuilt()
+            model = cases.dense(AccumulatingModel) if built else Unbuilt()
             model.compile("adam", "sparse_categorical_crossentropy", **kwargs)
         model.fit(data, shuffle=False, verbose=0)
         model.evaluate(data, verbose=0)

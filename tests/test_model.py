@@ -89,20 +89,6 @@ def test_train_on_batch_updates_on_the_nth_call(data):
 # -- one process, many models ----------------------------------------------
 
 
-@pytest.mark.weekly
-@pytest.mark.parametrize(
-    "order", [list(KINDS), weekly([*KINDS][::-1])], ids="-".join
-)
-def test_kinds_of_models_train_and_save_in_any_order(order, data, tmp_path):
-    bases = AccumulatingModel.__bases__
-    for name in order * 2:
-        model = make_model(make=KINDS[name])
-        train(model, data, batch_size=8, accum_steps=4, epochs=1)
-        model.save_weights(tmp_path / "model.weights.h5")
-        assert int(model.optimizer.iterations) == 4
-    assert AccumulatingModel.__bases__ == bases
-
-
 def test_built_with_inputs_and_outputs_it_is_functional_for_keras():
     functional = type(make_functional(keras.Model))
     model = make_model()

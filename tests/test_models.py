@@ -580,52 +580,6 @@ def test_a_train_step_that_updates_by_itself_is_told_of(points):
     assert sum("nothing was accumulated" in each for each in messages) == 1
 
 
-@pytest.mark.slow
-def test_a_subclass_of_a_keras_hub_task():
-    keras_hub = pytest.importorskip(
-        "keras_hub", reason="its newest release needs the newest TensorFlow"
-    )
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(1, 30, size=(20, 8))
-    x = {
-        "token_ids": tokens,
-        "segment_ids": np.zeros_like(tokens),
-        "padding_mask": rng.random(tokens.shape) < 0.8,
-    }
-    x["padding_mask"][:, 0] = True
-    y = rng.integers(3, size=20)
-    sizes = {
-        "vocabulary_size": 30,
-        "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 8,
-        "intermediate_dim": 16,
-        "dropout": 0.0,
-        "max_sequence_length": 8,
-    }
-
-    class Bert(AccumulatingModel, keras_hub.models.BertTextClassifier):
-        pass
-
-    results = []
-    for model_class, batch_size, kwargs in (
-        (keras_hub.models.BertTextClassifier, 8, {}),
-        (Bert, 2, {"accum_steps": 4}),
-    ):
-        keras.utils.set_random_seed(0)
-        backbone = keras_hub.models.BertBackbone(**sizes)
-        model = model_class(backbone, num_classes=3, dropout=0.0)
-        model.compile(
-            optimizer=SGD(0.1, global_clipnorm=1.0),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            **kwargs,
-        )
-        results.append(fit(model, x, y, batch_size))
-    reference, model = results
-    assert int(model.optimizer.iterations) == 9
-    assert distance(model, reference) < 1e-6
-
-
 WORDS = "the a cat dog sat ran on mat log and saw good bad".split()  # noqa: SIM905
 
 

@@ -173,68 +173,6 @@ def test_medicai_losses_of_volumes(name):
     )
 
 
-def make_res_net(models, strides=(1, 2), size=3, **kwargs):
-    blocks = len(strides)
-    return models.ResNetBackbone(
-        input_conv_filters=[64],
-        input_conv_kernel_sizes=[size],
-        stackwise_num_filters=[64] * blocks,
-        stackwise_num_blocks=[1] * blocks,
-        stackwise_num_strides=strides,
-        image_shape=(64, 64, 3),
-        **kwargs,
-    )
-
-
-def make_basic_res_net(models):
-    return make_res_net(
-        models, block_type="basic_block", use_pre_activation=False
-    )
-
-
-def make_mobile_net(models):
-    """With squeeze-and-excite blocks, which are layers of keras-hub."""
-    return models.MobileNetBackbone(
-        stackwise_expansion=[[40, 56], [64, 144]],
-        stackwise_num_blocks=[2, 2],
-        stackwise_num_filters=[[16, 16], [24, 24]],
-        stackwise_kernel_size=[[3, 3], [5, 5]],
-        stackwise_num_strides=[[2, 1], [1, 1]],
-        stackwise_se_ratio=[[None, None], [0.25, 0.25]],
-        stackwise_activation=[["relu", "relu"], ["hard_swish", "hard_swish"]],
-        stackwise_padding=[[1, 1], [2, 2]],
-        output_num_filters=64,
-        input_num_filters=16,
-        input_activation="hard_swish",
-        output_activation="hard_swish",
-        depthwise_filters=8,
-        depthwise_stride=2,
-        depthwise_residual=False,
-        squeeze_and_excite=0.5,
-        last_layer_filter=64,
-        image_shape=(64, 64, 3),
-    )
-
-
-def make_deep_lab(models):
-    encoder = make_res_net(
-        models,
-        (1, 2),
-        7,
-        block_type="bottleneck_block",
-        use_pre_activation=True,
-    )
-    return models.DeepLabV3Backbone(
-        image_encoder=encoder,
-        low_level_feature_key="P2",
-        spatial_pyramid_pooling_key="P3",
-        dilation_rates=[2, 4],
-        upsampling_size=2,
-        image_shape=(64, 64, 3),
-        projection_filters=8,
-    )
-
-
 def normalize_together(make, x):
     """Compares batch normalization in float64 with that of plain Keras."""
     x, y = np.random.default_rng(0).normal(size=(10, *x)), np.ones((10, 3))
@@ -253,23 +191,6 @@ def normalize_together(make, x):
     finally:
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
-
-
-# The last layer of the encoder of DeepLab is not used.
-@pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize(
-    "make_backbone", [make_basic_res_net, make_mobile_net, make_deep_lab]
-)
-def test_keras_hub_backbones_with_batch_normalization(make_backbone):
-    keras_hub = pytest.importorskip("keras_hub", reason="see the docstring")
-
-    def make():
-        inputs = keras.Input((64, 64, 3))
-        x = make_backbone(keras_hub.models)(inputs)
-        x = keras.layers.GlobalAveragePooling2D()(x)
-        return keras.Model(inputs, keras.layers.Dense(3)(x))
-
-    normalize_together(make, (64, 64, 3))
 
 
 def test_keras_tcn_with_batch_normalization():

@@ -243,7 +243,8 @@ def test_evaluate_does_not_take_two_arrays_of_weights_for_one():
     x, y = cases.sequences(2)
     weights = np.random.default_rng(0).random((2, 16))
     model.fit(x, y, sample_weight=weights[0], batch_size=8, verbose=0)
-    with pytest.warns(UserWarning, match="different masks or sample weights"):
+    match = "different masks or sample weights.*`gradient_cache=True`"
+    with pytest.warns(UserWarning, match=match):
         model.evaluate(x, y, sample_weight=list(weights), verbose=0)
 
 

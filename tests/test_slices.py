@@ -4,6 +4,7 @@
 """
 
 import functools
+import itertools
 
 import cases
 import keras
@@ -596,7 +597,9 @@ class Players(AccumulatingModel):
         super().compile(**kwargs)
         self.accumulators = [
             GradientAccumulator(
-                keras.optimizers.SGD(0.1), layer.trainable_variables
+                keras.optimizers.SGD(0.1),
+                layer.trainable_variables,
+                self.accum_steps,
             )
             for layer in (self.first, self.second)
         ]
@@ -623,29 +626,35 @@ class Players(AccumulatingModel):
 
 
 @pytest.mark.parametrize(
-    "make_strategy",
+    ("make_strategy", "kwargs"),
     [
-        lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
-        weekly(lambda: mirrored(2)),
+        (
+            lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
+            {"micro_batch_size": 3},
+        ),
+        (tf.distribute.get_strategy, {"accum_steps": 2}),
+        weekly(lambda: mirrored(2), {"micro_batch_size": 3}),
     ],
-    ids=["one device", "two replicas"],
+    ids=["one device", "steps", "two replicas"],
 )
 def test_two_accumulators_of_which_one_is_called_in_turns(
-    samples, make_strategy
+    samples, make_strategy, kwargs
 ):
     x, y = (each.astype("float32") for each in samples)
     models = []
-    for strategy, kwargs in (
+    for strategy, arguments in (
         (tf.distribute.get_strategy(), {}),
-        (make_strategy(), {"micro_batch_size": 3}),
+        (make_strategy(), kwargs),
     ):
         keras.utils.set_random_seed(0)
         with strategy.scope():
             model = Players()
-            model.compile(**kwargs)
+            model.compile(**arguments)
         for i in range(4):
             model.turn.assign(i)
-            model.train_on_batch(x[: 10 + i], y[: 10 + i])
+            cuts = [0, 4, 10 + i] if "accum_steps" in arguments else [0, 10 + i]
+            for begin, end in itertools.pairwise(cuts):
+                model.train_on_batch(x[begin:end], y[begin:end])
         iterations = [
             int(strategy.experimental_local_results(i.value)[0])
             for i in (each.optimizer.iterations for each in model.accumulators)

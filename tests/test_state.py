@@ -151,22 +151,6 @@ def test_a_checkpoint_of_a_custom_loop_restores_the_pending_cycle(tmp_path):
         np.testing.assert_array_equal(actual, desired)
 
 
-def test_a_manager_restores_each_of_its_checkpoints(tmp_path):
-    model = in_mid_cycle(1)
-    checkpoint = tf.train.Checkpoint(model=model)
-    manager = tf.train.CheckpointManager(checkpoint, tmp_path, max_to_keep=None)
-    x, y = resumed.make_data()
-    pending = []
-    for _ in range(6):
-        manager.save()
-        pending.append(model.pending_steps)
-        model.train_on_batch(x[:8], y[:8])
-    assert 0 in pending
-    for path, expected in zip(manager.checkpoints, pending, strict=True):
-        checkpoint.restore(path)
-        assert model.pending_steps == expected
-
-
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
 def test_a_cycle_of_what_is_no_longer_trained_is_left_out(tmp_path):
     model = make_functional(AccumulatingModel)

@@ -423,38 +423,6 @@ def test_with_the_gradient_cache_and_without_it():
     )
 
 
-class Drops(layers.Layer):
-    """Is not told of `training`, but the layer in it is."""
-
-    def __init__(self):
-        super().__init__()
-        self.drop = layers.Dropout(0.5, seed=3)
-
-    def call(self, x):
-        return self.drop(x)
-
-
-def noisy(model_class):
-    """Each stage draws; one layer does so in two of them."""
-    inputs = keras.Input((cases.FEATURES,))
-    drop = layers.Dropout(0.5, seed=1)
-    x = drop(layers.Dense(8, "tanh")(inputs))
-    x = layers.GaussianNoise(0.1, seed=2)(Norm()(x))
-    x = Drops()(x)
-    x = drop(layers.Dense(8, "tanh")(x))
-    return classifier(model_class, inputs, Norm()(x))
-
-
-@pytest.mark.weekly
-def test_both_passes_draw_the_same_numbers():
-    """Uncut, all is as in plain Keras. Cut, gradients are those of the loss."""
-    case = in_float64(cases.Case(make=noisy, epochs=1))
-    reference, _ = run(case, keras.Model)
-    model, _ = run(case, micro_batch_size=100, sync_batch_norm=True)
-    for ours, theirs in zip(model.variables, reference.variables, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-9)
-
-
 def shared_over_replicas(model_class):
     return chain(model_class, synchronized=True)
 

@@ -30,6 +30,12 @@ class DecoratedHelper(AccumulatingModel):
         return add(self, x, y)
 
 
+def linear(made):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    return made(inputs, keras.layers.Dense(1)(inputs))
+
+
 def add(model, x, y):
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean((model(x) - y) ** 2)
@@ -45,9 +51,7 @@ def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
     made, run_eagerly
 ):
     def fit(made, **kwargs):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((4,))
-        model = made(inputs, keras.layers.Dense(1)(inputs))
+        model = linear(made)
         model.compile(keras.optimizers.SGD(0.1), **kwargs)
         for callbacks in ([], [accumodel.GradientNorm()]):
             model.fit(
@@ -60,9 +64,7 @@ def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
     x, y = rng.normal(size=(16, 4)), rng.normal(size=(16, 1))
     model = fit(made, accum_steps=2, run_eagerly=run_eagerly)
     assert int(model.optimizer.iterations) == 4
-    keras.utils.set_random_seed(0)
-    inputs = keras.Input((4,))
-    plain = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    plain = linear(keras.Model)
     plain.compile(keras.optimizers.SGD(0.1), "mse")
     plain.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert distance(model, plain) < 1e-6
@@ -74,8 +76,7 @@ def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
 def test_after_compile_a_function_in_a_step_trains_or_is_refused(
     made, collects
 ):
-    inputs = keras.Input((4,))
-    model = made(inputs, keras.layers.Dense(1)(inputs))
+    model = linear(made)
     x, y = np.ones((16, 4)), np.ones((16, 1))
     model.compile("sgd", accum_steps=2)
     model.fit(x, y, batch_size=4, verbose=0)
@@ -95,12 +96,11 @@ def test_after_compile_a_function_in_a_step_trains_or_is_refused(
 def test_a_new_train_function_updates_as_the_optimizer_says_now():
     x, y = np.ones((8, 4)), 9 * np.ones((8, 1))
     models = []
-    for base, kwargs in ((keras.Model, {}), (AccumulatingModel, {})):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((4,))
-        model = base(inputs, keras.layers.Dense(1)(inputs))
-        if base is AccumulatingModel:
-            kwargs = {"micro_batch_size": 4}
+    for base, kwargs in (
+        (keras.Model, {}),
+        (AccumulatingModel, {"micro_batch_size": 4}),
+    ):
+        model = linear(base)
         model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
         model.fit(x, y, verbose=0)
         model.optimizer.clipnorm = 1e-3
