@@ -74,10 +74,7 @@ CASES = {
     "run_eagerly": cases.Case(
         compile={"run_eagerly": True}, sizes=[[8, 3, 5], [1, 2]], epochs=1
     ),
-    "float64": cases.Case(
-        policy="float64",
-        tolerance=1e-12,
-    ),
+    "float64": cases.Case(policy="float64", tolerance=1e-12),
     **cases.LOG_CASES,
 }
 if "MultiOptimizer" in cases.OPTIMIZERS:
@@ -377,11 +374,7 @@ def test_a_cycle_makes_one_reduction_and_at_its_end():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "experimental.CentralStorageStrategy",
-        "ParameterServerStrategy",
-    ],
+    "name", ["experimental.CentralStorageStrategy", "ParameterServerStrategy"]
 )
 def test_strategies_that_would_be_wrong_are_refused_by_name(name, monkeypatch):
     strategy_class = operator.attrgetter(name)(tf.distribute)

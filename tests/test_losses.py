@@ -11,12 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import (
-    distance,
-    sgd,
-    train_both,
-    weekly,
-)
+from helpers import distance, sgd, train_both, weekly
 from keras.src.losses.loss import reduce_weighted_values
 
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -302,9 +297,7 @@ class KnownOnly(AccumulatingModel):
 
 @pytest.mark.table
 @pytest.mark.parametrize(
-    ("place", "kwargs"),
-    [(0, {}), (4, {}), (4, {"jit_compile": True})],
-    ids=str,
+    ("place", "kwargs"), [(0, {}), (4, {}), (4, {"jit_compile": True})], ids=str
 )
 def test_a_micro_batch_that_weighs_nothing_may_be_not_a_number(place, kwargs):
     x, y = data()
