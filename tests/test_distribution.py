@@ -116,17 +116,13 @@ def test_every_case_on_two_replicas_is_that_of_one_device(name):
 
 
 @pytest.mark.slow
-def test_masked_sequences_on_three_replicas():
-    check_case(
-        cases.Case(make=cases.recurrent, data=cases.tokens),
-        mirrored(3),
-        ["cut"],
-    )
-
-
-@pytest.mark.slow
-def test_one_device_strategy():
-    check_case(cases.Case(), tf.distribute.OneDeviceStrategy("CPU:1"), ["cut"])
+@pytest.mark.parametrize(
+    "make_strategy",
+    [lambda: mirrored(3), lambda: tf.distribute.OneDeviceStrategy("CPU:1")],
+)
+def test_masked_sequences_under_other_strategies(make_strategy):
+    case = cases.Case(make=cases.recurrent, data=cases.tokens)
+    check_case(case, make_strategy(), ["cut"])
 
 
 class LossOfKnownTokens(AccumulatingModel):

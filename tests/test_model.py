@@ -465,18 +465,31 @@ def test_leaving_1_needs_no_other_trace_in_a_custom_loop(data):
     assert iterations == [1, 1, 2, 2, 3]
 
 
-@pytest.mark.parametrize("accum_steps", [1, 4])
-def test_custom_compute_gradients_is_called_for_every_n(accum_steps, data):
+@pytest.mark.parametrize(
+    ("batch_size", "kwargs"),
+    [
+        (32, {}),
+        (8, {"accum_steps": 4}),
+        (32, {"micro_batch_size": 5}),
+        (32, {"micro_batch_size": 5, "run_eagerly": True}),
+    ],
+    ids=str,
+)
+def test_custom_compute_gradients_is_called_for_each_micro_batch(
+    batch_size, kwargs, data
+):
     class Doubled(AccumulatingModel):
         def compute_gradients(self, data):
             gradients, weight, logs = super().compute_gradients(data)
+            logs["size"] = tf.shape(data[0])[0]
             return [2 * gradient for gradient in gradients], weight, logs
 
     reference = make_model(keras.Model)
-    train(reference, data, 8 * accum_steps, keras.optimizers.SGD(0.2))
+    train(reference, data, 32, keras.optimizers.SGD(0.2))
     model = make_model(Doubled)
-    train(model, data, 8, keras.optimizers.SGD(0.1), accum_steps=accum_steps)
+    logs = train(model, data, batch_size, keras.optimizers.SGD(0.1), **kwargs)
     assert distance(model, reference) < 1e-6
+    assert logs.history["size"] == [4] * 3  # of the last one
 
 
 @pytest.mark.table

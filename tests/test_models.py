@@ -151,6 +151,7 @@ def test_from_model_keeps_the_class_and_its_files(make, points, tmp_path):
     with pytest.warns(UserWarning, match="is not: call its `compile`"):
         ours = AccumulatingModel.from_model(model)
     assert isinstance(ours, type(model))
+    assert not ours.compiled
     assert ours.name_of_data == "points"
     assert list(map(id, ours.weights)) == list(map(id, model.weights))
     assert list(map(id, ours.layers)) == list(map(id, model.layers))
@@ -213,18 +214,6 @@ def test_from_model_tells_of_weights_that_only_the_new_model_has():
 
     with pytest.warns(UserWarning, match="has a custom `build`"):
         AccumulatingModel.from_model(Builds())
-
-
-def test_from_model_says_that_a_compiled_model_has_to_be_compiled(points):
-    model = Linear()
-    model.compile(keras.optimizers.Adam(), "mse")
-    fit(model, *points, 32)
-    with pytest.warns(UserWarning, match=r"is not: call its `compile`"):
-        accumulating = AccumulatingModel.from_model(model)
-    assert not accumulating.compiled
-    accumulating.compile(model.optimizer, "mse", accum_steps=4)
-    fit(accumulating, *points, 8)
-    assert int(model.optimizer.iterations) == 12 + 12
 
 
 def functional(model_class):

@@ -206,13 +206,6 @@ class WithTable(AccumulatingModel):
         return self.head(tf.gather(inputs["all"], inputs["id"]))
 
 
-class CutsTable(WithTable):
-    def slice_data(self, data, begin, end):
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        ids, y = super().slice_data((x["id"], y), begin, end)
-        return {"id": ids, "all": x["all"]}, y
-
-
 @pytest.mark.table
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
@@ -222,16 +215,6 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
         "all": rng.normal(size=(5, 4)).astype("float32"),
     }
     y = rng.normal(size=(12, 1)).astype("float32")
-    models = []
-    for size in (None, 5):
-        keras.utils.set_random_seed(0)
-        model = CutsTable()
-        model.compile(
-            "sgd", "mse", run_eagerly=run_eagerly, micro_batch_size=size
-        )
-        model.train_on_batch(x, y)
-        models.append(model)
-    assert distance(*models) < 1e-6
     model = WithTable()
     model.compile("sgd", "mse", run_eagerly=run_eagerly, micro_batch_size=5)
     match = (
@@ -502,33 +485,6 @@ def test_a_failure_in_the_middle_leaves_no_part_behind(
 
 
 # -- custom steps ----------------------------------------------------------
-
-
-class OwnGradients(AccumulatingModel):
-    def compute_gradients(self, data):
-        gradients, weight, logs = super().compute_gradients(data)
-        size = tf.cast(tf.shape(data[0])[0], "float32")
-        return [2 * each for each in gradients], weight, {"size": size, **logs}
-
-
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_custom_compute_gradients_get_a_part(samples, run_eagerly):
-    x, y = samples
-    optimizer = cases.OPTIMIZERS["SGD"]
-    model = cases.dense(OwnGradients)
-    compiled(
-        model,
-        optimizer=optimizer(),
-        micro_batch_size=30,
-        run_eagerly=run_eagerly,
-    )
-    logs = model.train_on_batch(x, y, return_dict=True)
-    assert logs["size"] == 25
-    keras.utils.set_random_seed(0)
-    reference = cases.dense(keras.Model)
-    compiled(reference, optimizer=keras.optimizers.SGD(0.6))
-    reference.train_on_batch(x, y)
-    assert distance(model, reference) < 1e-6
 
 
 class LogsTheSize(AccumulatingModel):
