@@ -394,19 +394,6 @@ def test_mixed_precision(policy, tolerance):
 
 
 @pytest.mark.weekly
-@pytest.mark.filterwarnings("ignore:Batch normalization")
-def test_fed_batches_of_a_cycle_have_statistics_each():
-    """As with `accum_steps` alone, which does not cut them."""
-    case = in_float64(CASES["a chain"], sizes=cases.SHORT_LAST_MICRO_BATCH)
-    _, fed = datasets(case)
-    models = [
-        train_case(case, AccumulatingModel, fed, accum_steps=4, **kwargs)[0]
-        for kwargs in ({}, {"micro_batch_size": 3, "sync_batch_norm": True})
-    ]
-    assert distance(*models) <= 1e-9
-
-
-@pytest.mark.weekly
 def test_with_the_gradient_cache_and_without_it():
     case = in_float64(CASES["contrastive"])
     assert (
