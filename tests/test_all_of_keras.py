@@ -83,10 +83,7 @@ def check_exact_or_told(make, data, messages, tolerance, run_eagerly=True):
         caught.clear()
         try:
             model, _ = fitted(
-                AccumulatingModel,
-                make,
-                data,
-                micro_batch_size=MICRO_BATCH_SIZE,
+                AccumulatingModel, make, data, micro_batch_size=MICRO_BATCH_SIZE
             )
         except ValueError as error:
             if not any(each in str(error) for each in messages):
@@ -109,9 +106,7 @@ LOSSES = exported(keras.losses, keras.losses.Loss)
 
 LOSSES_LEFT_OUT = {"Loss": "a base class"}
 
-LOSSES_TOLD = [
-    "Return one loss per sample, which depends on no other sample",
-]
+LOSSES_TOLD = ["Return one loss per sample, which depends on no other sample"]
 
 
 def classes_of_steps(rng):

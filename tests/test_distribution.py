@@ -74,10 +74,7 @@ CASES = {
     "run_eagerly": cases.Case(
         compile={"run_eagerly": True}, sizes=[[8, 3, 5], [1, 2]], epochs=1
     ),
-    "float64": cases.Case(
-        policy="float64",
-        tolerance=1e-12,
-    ),
+    "float64": cases.Case(policy="float64", tolerance=1e-12),
     **cases.LOG_CASES,
 }
 if "MultiOptimizer" in cases.OPTIMIZERS:
@@ -119,17 +116,13 @@ def test_every_case_on_two_replicas_is_that_of_one_device(name):
 
 
 @pytest.mark.slow
-def test_masked_sequences_on_three_replicas():
-    check_case(
-        cases.Case(make=cases.recurrent, data=cases.tokens),
-        mirrored(3),
-        ["cut"],
-    )
-
-
-@pytest.mark.slow
-def test_one_device_strategy():
-    check_case(cases.Case(), tf.distribute.OneDeviceStrategy("CPU:1"), ["cut"])
+@pytest.mark.parametrize(
+    "make_strategy",
+    [lambda: mirrored(3), lambda: tf.distribute.OneDeviceStrategy("CPU:1")],
+)
+def test_masked_sequences_under_other_strategies(make_strategy):
+    case = cases.Case(make=cases.recurrent, data=cases.tokens)
+    check_case(case, make_strategy(), ["cut"])
 
 
 class LossOfKnownTokens(AccumulatingModel):
@@ -377,11 +370,7 @@ def test_a_cycle_makes_one_reduction_and_at_its_end():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "experimental.CentralStorageStrategy",
-        "ParameterServerStrategy",
-    ],
+    "name", ["experimental.CentralStorageStrategy", "ParameterServerStrategy"]
 )
 def test_strategies_that_would_be_wrong_are_refused_by_name(name, monkeypatch):
     strategy_class = operator.attrgetter(name)(tf.distribute)

@@ -60,8 +60,7 @@ def find_programs():
 
 @pytest.mark.table
 @pytest.mark.parametrize(
-    "module",
-    [accumulator, callbacks, gradient_norm, model, noise_scale],
+    "module", [accumulator, callbacks, gradient_norm, model, noise_scale]
 )
 def test_examples_in_docstrings_run(module):
     names = {
@@ -210,8 +209,7 @@ def test_benchmarks_run_and_write_figures_and_picture(
 
 @pytest.mark.weekly
 @pytest.mark.parametrize(
-    ("size", "arguments"),
-    [(128, "--limit 250"), (64, "--limit 300 --jit")],
+    ("size", "arguments"), [(128, "--limit 250"), (64, "--limit 300 --jit")]
 )
 def test_the_benchmark_of_memory_lets_it_run_out(size, arguments, tmp_path):
     command = f"memory --sizes {size} {arguments}"

@@ -75,11 +75,20 @@ CALLBACKS = {
         lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
         EMA,
     ),
+    "TensorBoard": (
+        lambda: keras.callbacks.TensorBoard(
+            "logs", update_freq="batch", histogram_freq=1
+        ),
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_do_what_they_do_in_large_batches(name, data):
+def test_callbacks_do_what_they_do_in_large_batches(
+    name, data, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # some save files
     callback, kwargs = CALLBACKS[name]
     models, (plain, ours) = in_both_ways(data, [callback], **kwargs)
     assert distance(*models) < 1e-6

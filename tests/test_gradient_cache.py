@@ -386,10 +386,7 @@ def test_custom_models(base, size):
     results = []
     for model_class, arguments in (
         (keras.Model, {}),
-        (
-            AccumulatingModel,
-            {"micro_batch_size": size, "gradient_cache": True},
-        ),
+        (AccumulatingModel, {"micro_batch_size": size, "gradient_cache": True}),
     ):
         random.seed(0)
         big, _ = datasets(case)
@@ -769,10 +766,7 @@ def test_an_axis_that_does_not_grow_with_the_samples_is_exact(run_eagerly):
     models = []
     for base, kwargs in (
         (keras.Model, {}),
-        (
-            AccumulatingModel,
-            {"micro_batch_size": 4, "gradient_cache": True},
-        ),
+        (AccumulatingModel, {"micro_batch_size": 4, "gradient_cache": True}),
     ):
         keras.utils.set_random_seed(0)
         model = make(base)

@@ -66,11 +66,7 @@ def test_logs_output_and_warnings_are_the_same(compile_args, data):
             warnings.simplefilter("always")
             model.compile("adam", LOSS, **compile_args)
             history = model.fit(
-                *data,
-                batch_size=8,
-                epochs=2,
-                validation_data=data,
-                verbose=2,
+                *data, batch_size=8, epochs=2, validation_data=data, verbose=2
             )
             model.train_on_batch(*data)
             model.summary()

@@ -11,12 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import (
-    distance,
-    sgd,
-    train_both,
-    weekly,
-)
+from helpers import distance, sgd, train_both, weekly
 from keras.src.losses.loss import reduce_weighted_values
 
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -258,12 +253,14 @@ def lookups():
     return x, rng.normal(size=(10, 1)).astype("float32")
 
 
-def test_samples_are_counted_by_targets_and_not_by_a_table():
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_samples_are_counted_by_targets_and_not_by_a_table(run_eagerly):
     models = []
     for size in (None, 4):  # parts of 3, 3 and 4
         keras.utils.set_random_seed(0)
         model = LooksUp()
-        model.compile(keras.optimizers.SGD(0.5), micro_batch_size=size)
+        sgd = keras.optimizers.SGD(0.5)
+        model.compile(sgd, micro_batch_size=size, run_eagerly=run_eagerly)
         model.train_on_batch(*lookups())
         models.append(model)
     assert distance(*models) < 1e-6
@@ -302,9 +299,7 @@ class KnownOnly(AccumulatingModel):
 
 @pytest.mark.table
 @pytest.mark.parametrize(
-    ("place", "kwargs"),
-    [(0, {}), (4, {}), (4, {"jit_compile": True})],
-    ids=str,
+    ("place", "kwargs"), [(0, {}), (4, {}), (4, {"jit_compile": True})], ids=str
 )
 def test_a_micro_batch_that_weighs_nothing_may_be_not_a_number(place, kwargs):
     x, y = data()

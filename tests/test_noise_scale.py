@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import dense
-from helpers import (
-    as_dataset,
-    mirrored,
-    names,
-    weekly,
-)
+from helpers import as_dataset, mirrored, names, weekly
 
 import accumodel
 from accumodel import AccumulatingModel, GradientAccumulator, GradientNoiseScale
@@ -145,10 +140,7 @@ def test_every_way_measures_the_same(name):
     x, y = population(24)
     callback = GradientNoiseScale()
     history = make(**arguments).fit(
-        as_dataset((x, y), fed),
-        shuffle=False,
-        callbacks=[callback],
-        verbose=0,
+        as_dataset((x, y), fed), shuffle=False, callbacks=[callback], verbose=0
     )
     expected = reference(x, y, [6] * 4)
     np.testing.assert_allclose(measured(callback), expected, rtol=1e-10)
@@ -263,12 +255,7 @@ def test_overflows_are_left_out():
     model = linear(optimizer=optimizer, micro_batch_size=6)
     callback = GradientNoiseScale(0.9)
     model.fit(
-        x,
-        y,
-        batch_size=24,
-        shuffle=False,
-        callbacks=[callback],
-        verbose=0,
+        x, y, batch_size=24, shuffle=False, callbacks=[callback], verbose=0
     )
     # Of 20 cycles, one was left out; the scale was halved after it.
     assert np.isclose(callback._observed._averages.numpy()[0], 1 - 0.9**19)
