@@ -1,5 +1,6 @@
-"""`AccumStepsScheduler`: another `accum_steps` for other epochs."""
+"""`AccumStepsScheduler`: another `accum_steps` as the training goes on."""
 
+import typing
 from collections.abc import Callable, Mapping
 
 import keras
@@ -8,7 +9,7 @@ from accumodel._keras_and_tf.checks import check_accum_steps, check_accumulates
 
 
 class AccumStepsScheduler(keras.callbacks.Callback):
-    """Sets `accum_steps` when an epoch begins.
+    """Sets `accum_steps` by epochs, updates or samples.
 
     A growing effective batch does for the noise of the gradients what a
     decaying learning rate does (Smith et al. 2018, arXiv 1711.00489). The logs
@@ -29,61 +30,97 @@ class AccumStepsScheduler(keras.callbacks.Callback):
         [1, 1, 4]
 
     Args:
-        schedule: A dict from epochs (ints, from 0) to their `accum_steps`
-            (ints); other epochs keep the present value, and a `fit` that
-            begins with a later epoch takes that of the last entry before it.
-            Or a function that takes the epoch and the present `accum_steps`,
-            and returns the new one.
+        schedule: A dict from epochs, updates or samples (ints, from 0) to the
+            `accum_steps` (ints) from there on. Or a function that takes their
+            number so far and the present `accum_steps`, and returns the new
+            one.
+        by: `"epoch"`, `"update"` or `"sample"`: what `schedule` counts. Updates
+            are the `iterations` of the optimizer, each of as many samples as a
+            full cycle has, and a value takes effect with the next cycle.
+            Defaults to `"epoch"`.
 
     Raises:
         TypeError: If `schedule` is neither, or holds something other than
-            ints; when training begins, if the model does not accumulate; when
-            an epoch begins, if the function does not return an int.
+            ints; when training begins, if the model does not accumulate; later,
+            if the function does not return an int.
         ValueError: If `schedule` holds or returns less than 1, or holds a
-            negative epoch; when an epoch begins, if it is more than 1 and
-            `micro_batch_size` is `"auto"`.
+            negative key; if `by` is none of these; when training begins, if
+            samples are to be counted and `fit` does not know the `batch_size`;
+            later, if the value is more than 1 and `micro_batch_size` is
+            `"auto"`.
     """
 
     def __init__(
-        self, schedule: Mapping[int, int] | Callable[[int, int], int]
+        self,
+        schedule: Mapping[int, int] | Callable[[int, int], int],
+        by: typing.Literal["epoch", "update", "sample"] = "epoch",
     ) -> None:
         super().__init__()
+        if by not in ("epoch", "update", "sample"):
+            raise ValueError(
+                '`by` must be "epoch", "update" or "sample". '
+                f"Received: by={by!r}"
+            )
         if isinstance(schedule, Mapping):
             message = (
-                "The keys of `schedule` must be epochs, integers from 0. "
+                f"The keys of `schedule` must be {by}s, integers from 0. "
                 f"Received: schedule={schedule}"
             )
-            for epoch, accum_steps in schedule.items():
+            for key, accum_steps in schedule.items():
                 check_accum_steps(accum_steps)
-                if isinstance(epoch, bool) or not isinstance(epoch, int):
+                if isinstance(key, bool) or not isinstance(key, int):
                     raise TypeError(message)
-                if epoch < 0:
+                if key < 0:
                     raise ValueError(message)
         elif not callable(schedule):
             raise TypeError(
-                "`schedule` must be a dict from epochs to `accum_steps`, or a "
+                f"`schedule` must be a dict from {by}s to `accum_steps`, or a "
                 f"function. Received: schedule={schedule!r}"
             )
-        self.schedule = schedule
-        self._is_first = False
+        self.schedule, self.by = schedule, by
+        # Of the updates that were followed: how many, and what was counted.
+        self._updates = self._count = 0
 
     # It runs before callbacks that write the logs.
     _adds_to_logs = True
 
     def on_train_begin(self, logs=None):
         check_accumulates(self.model, self)
-        self._is_first = True
+        if self.by == "sample" and not self.model._accumulation.batch_size:
+            raise ValueError(
+                '`AccumStepsScheduler(by="sample")` needs a `fit` that knows '
+                "the number of samples in a batch. Feed batches of a fixed "
+                'size, or use `by="update"`. Received: data of unknown size'
+            )
+        if self.by != "epoch":
+            begun = self.model.optimizer.iterations
+            self._updates = int(begun if self.by == "update" else 0)
+            self._count = self._updates
+            self._follow_updates(self._find_steps(self.model.accum_steps))
+
+    def _find_steps(self, present):
+        if not isinstance(self.schedule, Mapping):
+            return self.schedule(self._count, present)
+        begun = [key for key in self.schedule if key <= self._count]
+        return self.schedule[max(begun)] if begun else present
+
+    def _follow_updates(self, steps):
+        """Sets what follows `steps` after the updates that were made since."""
+        while self._updates < int(self.model.optimizer.iterations):
+            samples = steps * (self.model._accumulation.batch_size or 0)
+            self._count += samples if self.by == "sample" else 1
+            self._updates += 1
+            steps = self._find_steps(steps)
+        self.model.accum_steps = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.by != "epoch" and not self.model.pending_steps:
+            self._follow_updates(self.model.accum_steps)
 
     def on_epoch_begin(self, epoch, logs=None):
-        present = self.model.accum_steps
-        if not isinstance(self.schedule, Mapping):
-            present = self.schedule(epoch, present)
-        elif epoch in self.schedule or self._is_first:
-            # Of a `fit` that was resumed, the entry is one before.
-            begun = [key for key in self.schedule if key <= epoch]
-            present = self.schedule[max(begun)] if begun else present
-        self._is_first = False
-        self.model.accum_steps = present
+        if self.by == "epoch":
+            self._count = epoch
+            self.model.accum_steps = self._find_steps(self.model.accum_steps)
 
     def on_epoch_end(self, epoch, logs=None):
         if logs is not None:

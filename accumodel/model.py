@@ -28,9 +28,9 @@ class AccumulatingModel(keras.Model):
       micro-batches, and makes one update of them.
     - `accum_steps`: the number of `fit` batches for one update.
 
-    The weights are those of plain Keras with the large batch. Everything else
-    of `compile`, `fit`, `evaluate`, `predict` and `save` works as Keras
-    documents it.
+    The weights are those of plain Keras with the large batch, with the same
+    dropout for each sample. Everything else of `compile`, `fit`, `evaluate`,
+    `predict` and `save` works as Keras documents it.
 
     Examples:
         >>> inputs = keras.Input((20,))
@@ -140,7 +140,7 @@ class AccumulatingModel(keras.Model):
                 each micro-batch and the update. The default, `"auto"`, does so
                 on a GPU, unless several replicas train.
             accum_steps: Positive int. Batches that `fit` feeds for one update.
-                Each draws its own random numbers, as in Keras. Defaults to `1`.
+                Defaults to `1`.
             micro_batch_size: Positive int, `"auto"` or `None`. The most samples
                 that go through the model at once, on each replica: a batch that
                 `fit` or `evaluate` feeds is split into parts as equal as can
@@ -148,9 +148,8 @@ class AccumulatingModel(keras.Model):
                 memory runs out, and runs the batch again. It needs
                 `accum_steps=1`: feed the large batch itself. It is experimental
                 on GPUs, where recovery has not been measured; on a CPU the
-                system often ends the process instead.
-                Dropout and other layers draw the random numbers of the whole
-                batch, whatever the size. Defaults to `None`: no batch is split.
+                system often ends the process instead. Defaults to `None`: no
+                batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
                 from all samples of a batch, by a second forward pass (Gao et
                 al. 2021, arXiv 2101.06983). Defaults to `False`.
@@ -586,7 +585,8 @@ class AccumulatingModel(keras.Model):
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
-        files.save(self._accumulation.accumulators, store)
+        state = self._accumulation
+        files.save(state.accumulators, state.features, store)
 
     def load_own_variables(self, store):
         super().load_own_variables(self._accumulation.load_cycles(store))

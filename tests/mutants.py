@@ -494,8 +494,8 @@ MUTANTS = [
     Mutant(
         "a resumed fit does not follow its schedule",
         "callbacks.py",
-        "elif epoch in self.schedule or self._is_first:",
-        "elif epoch in self.schedule:",
+        "if key <= self._count]",
+        "if key == self._count]",
         "test_callbacks.py",
     ),
     Mutant(
@@ -809,8 +809,29 @@ MUTANTS = [
     Mutant(
         "seeds move on in each micro-batch",
         "_features/random_numbers.py",
-        "state.assign(tf.where(is_last, state.value, before))",
+        "state.assign(tf.where(keep, state.value, before))",
         "state.assign(state.value)",
+        "test_random.py",
+    ),
+    Mutant(
+        "each fed batch of a cycle draws the first rows",
+        "_features/random_numbers.py",
+        "                        begin += before\n",
+        "",
+        "test_random.py",
+    ),
+    Mutant(
+        "the end of a cycle does not move its seeds",
+        "_features/random_numbers.py",
+        "state.assign(state.value + tf.cast(move, state.dtype))",
+        "pass",
+        "test_random.py",
+    ),
+    Mutant(
+        "the samples of fed batches are not counted",
+        "_update/engine.py",
+        "            for count_batch in self._untracked.counts:",
+        "            for count_batch in []:",
         "test_random.py",
     ),
     Mutant(

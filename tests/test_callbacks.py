@@ -92,6 +92,60 @@ def test_a_schedule_that_returns_no_step_count_is_refused(value, error, data):
     assert model.accum_steps == 2
 
 
+@pytest.mark.parametrize(
+    ("schedule", "by", "ends"),
+    [
+        ({0: 1, 2: 2, 4: 3}, "update", [1, 2, 4, 6, 9, 12, 15]),
+        ({3: 2}, "update", [1, 2, 3, 5, 7, 9, 11, 13, 15]),
+        # Batches of 4 samples.
+        ({0: 1, 8: 2, 20: 4}, "sample", [1, 2, 4, 6, 10, 14]),
+        (
+            lambda count, steps: 1 + count // 12,
+            "sample",
+            [1, 2, 3, 5, 7, 10, 14],
+        ),
+        (lambda count, steps: 2 * steps, "update", [2, 6, 14]),
+    ],
+)
+@pytest.mark.parametrize("fits", [1, 2])
+def test_a_ramp_counts_updates_or_samples(schedule, by, ends, fits):
+    """In two epochs of 8 batches, in one `fit` or two; cycles are carried."""
+    if ends == [2, 6, 14] and fits == 2:
+        ends = [2, 6]  # a second `fit` asks for the next length at once
+    inputs = keras.Input((3,))
+    model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse", remainder="carry")
+    updates = [0]
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: updates.append(
+            int(model.optimizer.iterations)
+        )
+    )
+    for _ in range(fits):
+        logs = model.fit(
+            np.ones((32, 3)),
+            np.ones((32, 1)),
+            batch_size=4,
+            epochs=2 // fits,
+            callbacks=[AccumStepsScheduler(schedule, by=by), note],
+            verbose=0,
+        )
+    assert [*np.flatnonzero(np.diff(updates)) + 1] == ends
+    assert logs.history["accum_steps"][-1] == model.accum_steps
+
+
+def test_samples_of_batches_of_unknown_size_are_not_counted():
+    inputs = keras.Input((3,))
+    model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    batches = ((np.ones((n, 3)), np.ones((n, 1))) for n in (2, 3))
+    ramp = AccumStepsScheduler({0: 2}, by="sample")
+    with pytest.raises(ValueError, match="of a fixed size, or use"):
+        model.fit(batches, callbacks=[ramp], shuffle=False, verbose=0)
+    with pytest.raises(ValueError, match=r"by='epochs'"):
+        AccumStepsScheduler({0: 2}, by="epochs")
+
+
 def test_a_model_that_does_not_accumulate_is_refused(data):
     model = make_model(keras.Model)
     model.compile("sgd", "sparse_categorical_crossentropy")

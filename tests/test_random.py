@@ -44,8 +44,22 @@ WAYS = {
     "auto": {"micro_batch_size": "auto"},
     "eager": {"micro_batch_size": 4, "run_eagerly": True},
     "one sample": {"micro_batch_size": 1},
+    # Fed as 2 x 3.
+    "steps": {"accum_steps": 2},
+    "steps and size": {"accum_steps": 2, "micro_batch_size": 2},
+    "steps, xla": {"accum_steps": 2, "jit_compile": True},
+    "steps, cache": {
+        "accum_steps": 2,
+        "micro_batch_size": 2,
+        "gradient_cache": True,
+    },
+    "steps, eager": {"accum_steps": 2, "run_eagerly": True},
 }
 EVERY_DAY = [
+    ("dropout", "steps"),
+    ("dropout", "steps, cache"),
+    ("latents first", "steps"),
+    ("one sample at a time, by Keras", "steps and size"),
     ("dropout", "size"),
     ("dropout", "auto"),
     ("weights", "size"),
@@ -61,6 +75,8 @@ NEWEST = [
     ("dropout", "cache"),
     ("dropout", "eager"),
     ("dropout", "xla"),
+    ("dropout", "steps, xla"),
+    ("dropout", "steps, eager"),
     ("in an LSTM", "size"),
     ("augmentation", "size"),
 ]
@@ -71,6 +87,12 @@ NOT_EXACT = [
     ("integers", "eager"),
     ("Gaussian dropout", "xla"),
     ("latents first", "xla"),
+    ("Gaussian dropout", "steps, xla"),
+    ("latents first", "steps, xla"),
+    ("latents first", "steps, eager"),
+    ("integers", "steps, eager"),
+    ("one sample at a time", "steps, eager"),
+    ("one sample at a time, by Keras", "steps, eager"),
     ("one sample at a time", "eager"),
     ("one sample at a time, by Keras", "eager"),
 ]
@@ -197,7 +219,14 @@ def data(dtype="float32"):
 
 
 def train(
-    base, layer, seed=0, strategy=None, batch_size=9, samples=21, **kwargs
+    base,
+    layer,
+    seed=0,
+    strategy=None,
+    batch_size=9,
+    samples=21,
+    feed=None,
+    **kwargs,
 ):
     keras.utils.set_random_seed(seed)
     with (strategy or tf.distribute.get_strategy()).scope():
@@ -208,7 +237,12 @@ def train(
             keras.optimizers.SGD(0.1), "mse", **{"jit_compile": False} | kwargs
         )
     x, y = (each[:samples] for each in data())
-    model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+    if feed is not None:
+        feed(model, x, y)
+    else:
+        # Of which the number of samples in a batch is not known.
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
+        model.fit(batches, shuffle=False, verbose=0)
     return model
 
 
@@ -234,10 +268,185 @@ def check(model, plain, tolerance=1e-6):
     ],
 )
 def test_draws_are_those_of_the_large_batch(name, way):
-    kwargs = WAYS[way]
+    kwargs, sizes, own = WAYS[way], {}, {}
+    if "accum_steps" in kwargs:
+        sizes = {"batch_size": 6, "samples": 18}
+        own = {"batch_size": 3}
     jit_compile = kwargs.get("jit_compile", False)
-    plain = train(keras.Model, LAYERS[name], jit_compile=jit_compile)
-    check(train(AccumulatingModel, LAYERS[name], **kwargs), plain)
+    plain = train(keras.Model, LAYERS[name], jit_compile=jit_compile, **sizes)
+    check(
+        train(AccumulatingModel, LAYERS[name], **kwargs, **sizes | own), plain
+    )
+
+
+# The large batches, and how they are fed: how many samples, in turns.
+LARGE, FED = (9, 9, 3), (4, 1, 4, 3, 2, 4, 3)
+
+
+def in_batches(sizes, steps=None, between=None):
+    """Returns how to feed batches of these sizes."""
+
+    def feed(model, x, y):
+        begin = 0
+        for i, size in enumerate(sizes):
+            end = begin + size
+            if steps:
+                model.accum_steps = steps[i]
+            model.train_on_batch(x[begin:end], y[begin:end])
+            begin = end
+            if between and i in (0, 3):
+                model = between(model, x, y)
+
+    return feed
+
+
+def of_unknown_length(model, x, y):
+    """The epoch ends with a run without data, in which no seed may move."""
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(3)
+    batches = batches.filter(lambda *_: True)
+    model.fit(batches, shuffle=False, verbose=0)
+
+
+def evaluate(model, x, y):
+    model.evaluate(x, y, verbose=0)
+    model.predict(x, verbose=0)
+    return model
+
+
+def carry(model, x, y):
+    # Epochs of 5 batches of 3, and cycles of 3 of them.
+    model.fit(x[:15], y[:15], batch_size=3, epochs=3, shuffle=False, verbose=0)
+
+
+def carried(model, x, y):
+    places = np.tile(np.arange(15), 3)
+    for begin in range(0, 45, 9):
+        batch = places[begin : begin + 9]
+        model.train_on_batch(x[batch], y[batch])
+
+
+SITUATIONS = {
+    "unequal": (in_batches(FED), LARGE, {"accum_steps": 3}),
+    "unknown length": (of_unknown_length, LARGE, {"accum_steps": 3}),
+    "evaluated": (in_batches(FED, between=evaluate), LARGE, {"accum_steps": 3}),
+    "parts": (
+        in_batches(FED, between=evaluate),
+        LARGE,
+        {"accum_steps": 3, "micro_batch_size": 2},
+    ),
+    "steps change": (
+        in_batches((3, 3, 3, 3, 3, 3, 3), (1, 2, 2, 3, 3, 3, 1)),
+        (3, 6, 9, 3),
+        {"accum_steps": 1},
+    ),
+    "carried": (carry, carried, {"accum_steps": 3, "remainder": "carry"}),
+    "a batch is skipped": (
+        in_batches((1, 4, 4, 1, 9), (2, 2, 2, 2, 1)),
+        lambda model, x, y: in_batches((8, 10))(model, x[1:], y[1:]),
+        {"accum_steps": 2, "skip_nonfinite": True},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_cycles_of_several_batches_draw_on(name, monkeypatch):
+    feed, large, kwargs = SITUATIONS[name]
+    feed_large = large if callable(large) else in_batches(large)
+    if name == "a batch is skipped":
+        x, y = data()
+        x[0] = np.nan
+        monkeypatch.setitem(globals(), "data", lambda: (x, y))
+    plain = train(keras.Model, LAYERS["dropout"], feed=feed_large)
+
+    def feed_and_end(model, x, y):
+        feed(model, x, y)
+        model.apply_accumulated_gradients()
+
+    ours = train(
+        AccumulatingModel, LAYERS["dropout"], feed=feed_and_end, **kwargs
+    )
+    check(ours, plain)
+
+
+@pytest.mark.parametrize("kwargs", [{}, slow({"micro_batch_size": 2})])
+@pytest.mark.parametrize("cut", [1, 4, 5])
+def test_a_file_of_a_pending_cycle_goes_on_drawing(cut, kwargs, tmp_path):
+    def feed(model, x, y):
+        in_batches(FED[:cut])(model, x, y)
+        model.save(tmp_path / "model.keras")
+
+    model = train(
+        AccumulatingModel,
+        lambda: layers.Dropout(0.4),
+        feed=feed,
+        accum_steps=3,
+        **kwargs,
+    )
+    keras.utils.set_random_seed(3)  # layers without a seed take others
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.pending_steps == model.pending_steps > 0
+    x, y = data()
+    done = sum(FED[:cut])
+    in_batches(FED[cut:])(loaded, x[done:], y[done:])
+    loaded.apply_accumulated_gradients()
+    plain = train(keras.Model, LAYERS["dropout"], feed=in_batches(LARGE))
+    check(loaded, plain)
+
+
+def test_a_file_of_a_cycles_end_holds_no_random_numbers(tmp_path):
+    model = train(
+        AccumulatingModel,
+        LAYERS["dropout"],
+        feed=in_batches(FED[:3]),
+        accum_steps=3,
+    )
+    store: dict = {}
+    model.save_own_variables(store)
+    assert not any("accumulated" in each for each in store)
+
+
+class DrawsLatents(AccumulatingModel):
+    """Draws in its step, which calls `accumulate_gradients`."""
+
+    accumulates = True
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        noise = keras.random.normal(keras.ops.shape(x), seed=self.generator)
+        with tf.GradientTape() as tape:
+            errors = self(x + noise, training=True) - tf.cast(y, x.dtype)
+            loss = tf.reduce_mean(errors**2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        if self.accumulates:
+            self.accumulate_gradients(gradients, tf.shape(x)[0])
+        else:
+            self.optimizer.apply_gradients(
+                zip(gradients, self.trainable_variables, strict=True)
+            )
+        return {"error": loss}
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, slow({"micro_batch_size": 2}), slow({"run_eagerly": True})],
+    ids=str,
+)
+def test_a_custom_step_draws_on(kwargs):
+    models = []
+    for accumulates in (False, True):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4, 5))
+        outputs = layers.Dense(5)(layers.Dropout(0.3)(inputs))
+        model = DrawsLatents(inputs, outputs)
+        model.generator = keras.random.SeedGenerator(3)
+        model.accumulates = accumulates
+        own = {"accum_steps": 3} | kwargs if accumulates else {}
+        model.compile(keras.optimizers.SGD(0.1), jit_compile=False, **own)
+        in_batches(FED if accumulates else LARGE)(model, *data())
+        model.apply_accumulated_gradients()
+        models.append(model)
+    check(*models)
 
 
 def test_another_seed_is_seen():

@@ -293,10 +293,13 @@ class _OwnNumbers(RandomNumbers):
         self.rows = make_sum((3,), tf.int64, "rows")
         self._is_trimmed = is_trimmed
 
-    def around_parts(self, plan):
+    def around_parts(self, plan, trains):
         if self._is_trimmed:  # by design, the training draws others
             return lambda parts, i: same_draws()
-        return super().around_parts(plan)
+        return super().around_parts(plan, trains)
+
+    def spans_batches(self):
+        return False
 
 
 class _Check:
@@ -426,7 +429,7 @@ class _Check:
         parts = MicroBatches(plan, self._data)
         with contextlib.ExitStack() as stack:
             for make in plan.features.at("around_parts"):
-                stack.enter_context(make(plan)(parts, i))
+                stack.enter_context(make(plan, True)(parts, i))
             yield parts.data_of(i)
 
     @contextlib.contextmanager

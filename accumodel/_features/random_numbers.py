@@ -1,11 +1,15 @@
-"""The random numbers of a fed batch, in micro-batches.
+"""The random numbers of the large batch, in micro-batches.
 
-Plain Keras draws once for all samples of a batch. So each micro-batch begins
-with the seeds that the fed batch began with, and takes its own rows:
+Plain Keras draws once for all samples of a batch. So each micro-batch of a
+cycle begins with the seeds that the cycle began with, and takes its own rows:
 
     for each micro-batch:
         draw(samples, ...)  ->  rows begin to end of draw(all samples, ...)
         but after the last one: put the seeds back
+
+If several fed batches make a cycle, nobody knows which is the last one. So the
+seeds are always put back, and the end of the cycle moves them by what one pass
+draws. Rows begin at the number of samples that were fed before in the cycle.
 
 A draw of TensorFlow is a counter: a block of numbers is a function of the seed
 and of the number of the block (Philox: Salmon et al. 2011, "Parallel random
@@ -16,7 +20,9 @@ Draws without an axis of samples are the same for all micro-batches. In a graph
 the size of that axis is not known, and that of the others mostly is. What
 cannot be drawn from the middle takes another seed for each micro-batch, and so
 does what has several axes that may be the one, and all of it if the samples are
-put in another order, see `trim_padding`.
+put in another order, see `trim_padding`. If there are other axes before that of
+the samples, rows depend on how many samples there are: a cycle of several fed
+batches is taken for a full one of batches of this size.
 
 In a loop, a draw without an axis of samples is taken for one of a single
 sample: its seed goes on from micro-batch to micro-batch.
@@ -30,12 +36,18 @@ import math
 import typing
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from accumodel._features.states import States
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._keras_and_tf.replicas import local_results, make_sum, scope_of
+from accumodel._keras_and_tf.replicas import (
+    local_results,
+    make_sum,
+    on_each_replica,
+    scope_of,
+)
 from accumodel._micro_batch.assignments import recorded
 from accumodel._micro_batch.split import on_host
 from accumodel._micro_batch.step import current_graph, current_step
@@ -47,27 +59,105 @@ _ALGORITHM = tf.random.Algorithm.AUTO_SELECT.value
 # Between the seeds of two samples: layers may have seeds like 1, 2 and 3.
 _FAR = 1_000_003
 
+# More seeds than any model has.
+_SEEDS = 4096
+
 
 class RandomNumbers:
-    """Lets the micro-batches of a model draw what the fed batch draws."""
+    """Lets the micro-batches of a model draw what the large batch draws."""
 
     # A `tf.function` in the model that is traced already reads its variable.
     IS_FOR_LIFE = True
 
     def __init__(self, state):
+        self._state = state
         with tf.init_scope(), scope_of(state.strategy):
             # XLA reads it on the device.
             self.rows = make_sum((3,), tf.int64, "rows")
+            # The samples of this cycle before this fed batch, and in it.
+            self.fed = make_sum((2,), tf.int64, "fed")
+            # For each seed that is known, how far the cycle will move it.
+            self.moves = make_sum((_SEEDS, 2), tf.int64, "moves")
 
     @staticmethod
     def is_on(options):
-        return options.micro_batch_size is not None
+        return options.micro_batch_size is not None or options.accum_steps > 1
 
-    def around_parts(self, plan):
-        return Draws(plan).of
+    def around_parts(self, plan, trains):
+        return Draws(plan, trains).of
 
     def around_trace(self, plan):
         return Draws(plan).replaced()
+
+    # -- cycles of several fed batches -----------------------------------------
+
+    def spans_batches(self):
+        return self._state.spans_batches
+
+    def count_batch(self):
+        def count():
+            before, new = tf.unstack(self.fed)
+            self.fed.assign([before + new, 0])
+
+        if self._seeds():
+            on_each_replica(count)
+
+    def forget_cycle(self):
+        """Moves the seeds of a cycle to where the large batch leaves them."""
+        seeds = self._seeds()
+
+        def end():
+            moves = self.moves[: len(seeds)] * tf.cast(
+                self.fed[0] > 0, tf.int64
+            )
+            for state, move in zip(seeds, tf.unstack(moves), strict=True):
+                state.assign(state.value + tf.cast(move, state.dtype))
+            self.moves.assign(tf.zeros_like(self.moves))
+            self.fed.assign(tf.zeros(2, tf.int64))
+
+        if seeds and self.spans_batches():
+            with scope_of(self._state.strategy):
+                on_each_replica(end)
+
+    def _seeds(self):
+        return [*self._state.assigned["seeds"].values()]
+
+    def note_moves(self, moves):
+        """Notes how far seeds are to be moved, in a dict by their keys."""
+        keys = [*self._state.assigned["seeds"]]
+        places = [[keys.index(key)] for key in moves]
+        new = tf.cast(tf.stack([*moves.values()]), tf.int64)
+        self.moves.assign(tf.tensor_scatter_nd_update(self.moves, places, new))
+
+    def save_cycle(self):
+        """Returns what a file holds of a pending cycle, in a dict of arrays."""
+        if not self._seeds():
+            return {}
+        places = {id(v): i for i, v in enumerate(self._state.model.variables)}
+        with scope_of(self._state.strategy):
+            moves = local_results(self.moves)[0].numpy()
+            # Of those that are the model's: place, state, and move.
+            return {
+                "samples": np.asarray(tf.identity(self.fed))[0],
+                "seeds": [
+                    (places[id(state)], *np.array(state), *move)
+                    for state, move in zip(self._seeds(), moves, strict=False)
+                    if id(state) in places
+                ],
+            }
+
+    def load_cycle(self, cycle):
+        """Goes on from what `save_cycle` returned, if a file has it."""
+        moves = {}
+        for place, *values in cycle.get("seeds", ()):
+            state = self._state.model.variables[place]
+            state.assign(values[:2])
+            self._state.assigned["seeds"][id(state)] = state
+            moves[id(state)] = values[2:]
+        with scope_of(self._state.strategy):
+            if moves:
+                on_each_replica(self.note_moves, moves)
+            self.fed.assign([cycle.get("samples", 0), 0])
 
 
 class Draws:
@@ -84,9 +174,13 @@ class Draws:
     `None` if that is not known.
     """
 
-    def __init__(self, plan, assigned=None):
+    def __init__(self, plan, trains=False, assigned=None):
         self._model = plan.model
-        (self.rows,) = plan.features.at("rows")
+        self._feature = next(
+            each for each in plan.features if isinstance(each, RandomNumbers)
+        )
+        self._spans = trains and self._feature.spans_batches()
+        self.rows = self._feature.rows
         self._are_in_order = not plan.features.at("order")
         self._seeds = States(plan.assigned["seeds"])
         for key, state in [*self._seeds.variables.items()]:
@@ -98,10 +192,12 @@ class Draws:
         # loop.
         self._drawn: collections.Counter = collections.Counter()
         self._around = current_graph()
-        # The samples of the micro-batch, in an eager step.
+        # The samples of the micro-batch, if their number is known.
         self._samples: int | None = None
         # Of the draw that takes a seed: `None` if it is taken by hand.
         self._has_rows: bool | None = None
+        self._open: typing.Any = lambda: None
+        self._waits: list = []
 
     @contextlib.contextmanager
     def of(self, parts, i):
@@ -109,27 +205,69 @@ class Draws:
 
         After the last one, the seeds stay as they are.
         """
-        begin, end = parts.bounds(i)
-        self._samples = int(end - begin) if tf.executing_eagerly() else None
-        with on_host():
-            rows = tf.stack([begin, end - begin, parts.samples])
-            is_last = tf.equal(end, parts.samples)
-        with recorded():
-            self.rows.assign(rows)
+        self._around, is_last = current_graph(), None
+
+        def open_once():
+            """Assigns the `rows` before the first draw. Not all models draw."""
+            nonlocal is_last
+            if is_last is not None:
+                return
+            graph = self._around
+            with tf.init_scope() if graph is None else graph.as_default():
+                begin, end = parts.bounds(i)
+                self._samples = parts.known_length(begin, end)
+                # Without data, no seed may move.
+                self._waits = [] if parts.is_split else [parts.samples]
+                with on_host(), recorded():
+                    is_last, size = tf.equal(end, parts.samples), end - begin
+                    samples = parts.samples
+                    if self._spans:
+                        before = tf.identity(self._feature.fed)[0]
+                        self._feature.fed.assign([before, samples])
+                        begin += before
+                        own = self._model._gradient_accumulator
+                        of_model = self._model.accum_steps
+                        samples *= of_model if own is None else own._accum_steps
+                    self.rows.assign([begin, size, samples])
+
+        self._open = open_once
+        if self._is_known or self._seeds.before:
+            open_once()
         try:
             with self.replaced():
                 yield
-            for key in self._used():
-                state = self._seeds.variables[key]
-                before = self._seeds.before[key]
-                if key in self._in_loops:
-                    before = state.value - [0, self._in_loops[key]]
-                with recorded():
-                    state.assign(tf.where(is_last, state.value, before))
+            self._put_back(parts, is_last)
         finally:
-            # What is traced here may be called without micro-batches.
+            self._open = lambda: None
+            if is_last is not None:
+                # What is traced here may be called without micro-batches.
+                with recorded():
+                    self.rows.assign(tf.zeros(3, tf.int64))
+
+    def _put_back(self, parts, is_last):
+        """Puts the seeds back, unless this micro-batch ends the large batch."""
+        graph = current_graph()
+        if parts.is_split and graph is not None and not self._is_known:
+            self.check(graph)
+        own = self._model._gradient_accumulator
+        is_counted = own is not None and own._untracked.added is not None
+        if self._spans and (is_counted or self._is_known):
+            keep = False  # what ends the cycle moves them
+        elif parts.is_split:
+            keep = is_last
+        else:
+            return
+        moves = {}
+        for key in [] if is_last is None else self._used(graph):
+            state, before = self._seeds.variables[key], self._seeds.before[key]
+            if key in self._in_loops:
+                before = state.value - [0, self._in_loops[key]]
+            if keep is False:
+                moves[key] = state.value - before
             with recorded():
-                self.rows.assign(tf.zeros(3, tf.int64))
+                state.assign(tf.where(keep, state.value, before))
+        if moves:
+            self._feature.note_moves(moves)
 
     @contextlib.contextmanager
     def replaced(self):
@@ -161,12 +299,11 @@ class Draws:
                 f"random numbers of {owner}"
             )
 
-    def _used(self):
+    def _used(self, graph):
         """Returns the keys of the seeds that this micro-batch draws from."""
-        graph, keys = current_graph(), [*self._seeds.before]
+        keys = [*self._seeds.before]
         if self._is_known or graph is None:
             return keys
-        self.check(graph)
         used = {*map(id, private_names.used_variables(graph))}
         return [
             key
@@ -182,9 +319,11 @@ class Draws:
         """Draws a seed, see `replaced_draws`."""
         is_in_loop = private_names.is_in_loop(self._around)
         is_of_one = is_in_loop and not self._has_rows
+        self._open()
         self._seeds.record(generator.state)
         self._drawn[id(generator.state), is_of_one] += 1
-        seed = original(generator, ordered)
+        with tf.control_dependencies(self._waits):
+            seed = original(generator, ordered)
         if is_of_one or self._has_rows is not None:
             return seed
         # It is not known what for.
@@ -194,6 +333,7 @@ class Draws:
         """Calls a function of `keras.random`, see `replaced_draws`."""
         if name == "dropout" and arguments["rate"] in (0.0, 1.0):
             return original(**arguments)  # which draws nothing
+        self._open()
         shape = _shape_of(name, arguments)
         sizes = _sizes(shape)
         axes = self._axes(sizes)
@@ -229,7 +369,7 @@ class Draws:
     def _numbers(self, axis, sizes, seed, operation, shape, drawn, **kwargs):
         """Returns the rows of this micro-batch of a draw.
 
-        They begin at `(j * all_rows + begin) * inner` numbers for each `j` of
+        They begin at `(j * all_rows + begin) * inner` numbers, for each `j` of
         the axes before them. Their number may be a multiple of the samples; if
         it is not, they are not known, and get another seed.
 
@@ -244,36 +384,38 @@ class Draws:
         with _host():
             begin, samples, of_batch = tf.unstack(rows)
             shape = tf.cast(shape, tf.int64)
-            own, inner = shape[axis], tf.reduce_prod(shape[axis + 1 :])
-            count = own * inner
+            own, inner = shape[axis], math.prod(each or 0 for each in rest)
+            if None in rest:
+                inner = tf.reduce_prod(shape[axis + 1 :])
             samples = tf.maximum(samples, 1)
             multiple = own // samples
             # Nothing if the rows are so many for each sample.
             apart = begin * tf.cast(own % samples > 0, tf.int64)
             begin = (begin - apart) * multiple
-            all_rows = tf.maximum(of_batch * multiple, own)
             key, start = tf.raw_ops.StatelessRandomGetKeyCounter(
                 seed=_apart(seed, apart)
             )
             start = tf.bitcast(start, tf.int64)
         kwargs |= {"key": key, "alg": _ALGORITHM}
 
-        def draw(j):
+        def draw(begin):
             with _host():
-                first = (j * all_rows + begin) * inner
+                first = begin * inner
                 counter = start + tf.stack([first // block, 0])
                 counter = tf.bitcast(counter, tf.uint64)
             if is_aligned:
                 return operation(shape=shape[axis:], counter=counter, **kwargs)
+            count = own * inner
             size = count + block - 1
             numbers = operation(shape=[size], counter=counter, **kwargs)
             numbers = tf.slice(numbers, [first % block], [count])
             return tf.reshape(numbers, shape[axis:])
 
         if axis == 0:
-            return draw(0)
-        before = tf.range(math.prod(sizes[:axis]), dtype=tf.int64)
-        numbers = tf.map_fn(draw, before, fn_output_signature=drawn)
+            return draw(begin)
+        all_rows = tf.maximum(of_batch * multiple, own)
+        begins = tf.range(math.prod(sizes[:axis]), dtype=tf.int64) * all_rows
+        numbers = tf.map_fn(draw, begins + begin, fn_output_signature=drawn)
         return tf.reshape(numbers, shape)
 
 

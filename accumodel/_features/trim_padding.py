@@ -86,7 +86,7 @@ class Trimmer:
                 f"{type(value).__name__})"
             )
 
-    def around_parts(self, plan):
+    def around_parts(self, plan, trains):
         return lambda parts, i: parts.ordered.padded()
 
     def order(self, plan, data):

@@ -139,8 +139,10 @@ class Accumulation:
         if self.model.compiled:  # else it is loaded for inference
             if files.OWN in cycles:
                 self.begin_to_accumulate(spans_batches=True)
-                build_accumulator(self.model, self.options)
+                self.ready_accumulator()
             files.load(self.accumulators, cycles)
+            for load in self.features.at("load_cycle"):
+                load(cycles.get(files.OWN, {}))
         return store
 
     def overrides(self, name):
@@ -185,6 +187,7 @@ class Accumulation:
         if options.accum_steps > 1:
             self.begin_to_accumulate(spans_batches=True)
         self.options = options
+        self._use(options)
         self.accumulators.set_accum_steps(options.accum_steps)
 
     def set_micro_batch_size(self, value):
@@ -254,6 +257,8 @@ class Accumulation:
         accumulator._untracked.updates_every_batch = not self.spans_batches
         observers = [each() for each in self.features.at("observers")]
         accumulator._untracked.observers = [*itertools.chain(*observers)]
+        accumulator._untracked.counts = self.features.at("count_batch")
+        accumulator._untracked.forgets = self.features.at("forget_cycle")
         return accumulator
 
     def make_functions_again(self):

@@ -20,7 +20,7 @@ has a method for each point that it takes part in.
 | trains)`                       | returns the same batches                    |
 | `around(function, trains)`     | for what to call instead of a function      |
 | `around_batch()`,              | for scopes in which a fed batch, or one of  |
-| `around_parts(plan)`,          | its micro-batches, is traced; the last, if  |
+| `around_parts(plan, trains)`,  | its micro-batches, is traced; the last, if  |
 | `around_trace(plan)`           | only to make variables                      |
 | `order(plan, data)`            | for a fed batch that is put in order, and   |
 |                                | knows how to cut each micro-batch           |
@@ -33,6 +33,10 @@ has a method for each point that it takes part in.
 |                                | added, and before it counts                 |
 | `observers()`                  | for what a `GradientAccumulator` tells of   |
 |                                | each micro-batch, cycle and update          |
+| `count_batch()`,               | when a fed batch counts, and when its cycle |
+| `forget_cycle()`               | ends or is forgotten                        |
+| `save_cycle()`,                | for what files hold of a pending cycle      |
+| `load_cycle(cycle)`            |                                             |
 | `current_size()`               | for the largest micro-batch so far          |
 """
 

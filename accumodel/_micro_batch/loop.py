@@ -55,15 +55,19 @@ def run(plan, function, data, fed_batch=None):
 
     Returns its logs. If nothing trains, `fed_batch` is `None`.
     """
+    parts, trains = MicroBatches(plan, data), fed_batch is not None
+    scopes = [make(plan, trains) for make in plan.features.at("around_parts")]
     if not plan.is_split:
-        return make_step(plan, function, fed_batch)(data)
-    parts = MicroBatches(plan, data)
+        step = make_step(plan, function, fed_batch)
+        with contextlib.ExitStack() as stack:
+            for scope in scopes:
+                stack.enter_context(scope(parts, 0))
+            return step(data)
     # A data set of unknown length ends with a run without data, in which
     # nothing may change.
     with tf.control_dependencies([parts.samples]):
         of_batch = LossLogs(plan)
     step = make_step(plan, function, fed_batch, of_batch)
-    scopes = [make(plan) for make in plan.features.at("around_parts")]
     specs = None
 
     def body(i, _, losses):

@@ -5,6 +5,7 @@ equal as they can be: the i-th begins at sample `i * n // k`.
 """
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -39,27 +40,40 @@ _NO_TARGETS = (
 
 
 class MicroBatches:
-    """The micro-batches of one fed batch.
+    """The micro-batches of one fed batch; one if it is not split.
 
     `samples`, of the fed batch, and `count`, the number of micro-batches, are
     scalar int64 tensors.
     """
 
     def __init__(self, plan, data):
-        self._model, self.data = plan.model, data
-        self.samples = _count_samples(data, "slice_data" in plan.overridden)
+        self._model, self.data, self.is_split = plan.model, data, plan.is_split
+        self._may_differ = "slice_data" in plan.overridden
         self.ordered = None
         with on_host():
-            self.count = tf.maximum(-(-self.samples // plan.size), 1)
+            self.count = 1
+            if self.is_split:
+                self.count = tf.maximum(-(-self.samples // plan.size), 1)
             for order in plan.features.at("order"):
                 self.ordered = order(plan, data)
                 self.data = self.ordered.data
+
+    @functools.cached_property
+    def samples(self):
+        # A batch that is not split may be anything: nobody else counts it.
+        return _count_samples(self.data, self.is_split and self._may_differ)
 
     def bounds(self, i):
         """Returns the first sample of the i-th, and the first after it."""
         n, count = self.samples, self.count
         with on_host():
             return i * n // count, (i + 1) * n // count
+
+    def known_length(self, begin, end):
+        """Returns how many samples one has, or `None` if it is not known."""
+        if not self.is_split:
+            return first_leaf(self.data).shape[0]
+        return int(end - begin) if tf.executing_eagerly() else None
 
     def fraction(self, i):
         """Returns how much of the samples are in the i-th."""

@@ -46,6 +46,10 @@ class _Untracked:
         self.variables = variables
         self.updates: dict = {}  # compiled, by what they update and measure
         self.observers: list = []  # what it tells of each cycle
+        # Functions that are called when a fed batch counts, and when a cycle
+        # ends.
+        self.counts: list = []
+        self.forgets: list = []
         # Which variables steps passed, maybe without a gradient; empty if all.
         self.named: list = []
         self.updates_every_batch = False  # whether each fed batch is a cycle
@@ -54,7 +58,8 @@ class _Untracked:
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
-        return {**vars(self), "updates": {}, "observers": []}
+        own: dict = {"observers": [], "counts": [], "forgets": []}
+        return vars(self) | own | {"updates": {}}
 
 
 class Engine(tf.Module):
@@ -118,6 +123,8 @@ class Engine(tf.Module):
         self._phase.assign(0.0)
         for each in self._untracked.observers:
             each.forget_cycle()
+        for forget in self._untracked.forgets:
+            forget()
 
     def _phases(self):
         """Returns what a step that failed left in `phase`, on each replica."""
@@ -360,6 +367,8 @@ class Engine(tf.Module):
             is_begun = self._count > 0
             self._given.assign((self._given & is_begun) | present)
             self._count.assign_add(1)
+            for count_batch in self._untracked.counts:
+                count_batch()
             update = functools.partial(self._update, present)
             if is_last:
                 update()

@@ -13,6 +13,8 @@ the weights, and for each accumulator of the model, arrays with these names:
 | `scales_loss`   | bool, whether the losses were scaled                       |
 | `given`         | bools, which of them got a gradient                        |
 | `sum_3`         | the sum for the fourth of them, if it got one              |
+| `samples`,      | of random numbers, see `RandomNumbers.save_cycle`          |
+| `seeds`         |                                                            |
 
 Sums and totals are those of one device, on any number of replicas.
 """
@@ -34,7 +36,7 @@ _PREFIX = "accumulated:"
 OWN = "_accumulator"
 
 
-def save(accumulators, store):
+def save(accumulators, features, store):
     """Adds the pending cycles to the dict of a model's own variables."""
     for attribute, each in accumulators.by_name().items():
         if not each.pending_steps:
@@ -46,7 +48,11 @@ def save(accumulators, store):
                 stacklevel=2,
             )
             continue
-        for name, value in read(each, accumulators.model).items():
+        cycle = read(each, accumulators.model)
+        if attribute == OWN:
+            for save_cycle in features.at("save_cycle"):
+                cycle |= save_cycle()
+        for name, value in cycle.items():
             store[f"{_PREFIX}{attribute}:{name}"] = value
 
 

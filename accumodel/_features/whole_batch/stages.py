@@ -123,6 +123,7 @@ class _Run:
 
     def __init__(self, plan, data, is_training):
         self.plan, self.parts = plan, MicroBatches(plan, data)
+        self._is_training = is_training
         self._graph = self._trace(is_training)
         self.is_in_stages = len(self._graph.forward) > 1
         # By the name of a tensor of the graph, a function of the number of a
@@ -147,7 +148,7 @@ class _Run:
         sliced = function.get_concrete_function(tf.TensorSpec((), tf.int64))
         if is_training:
             checks.check_slices_repeat(plan, sliced.graph)
-        draws = Draws(plan)
+        draws = Draws(plan, is_training)
         with (
             one_step(plan, x, is_compiled=plan.is_compiled),
             draws.replaced(),
@@ -182,7 +183,7 @@ class _Run:
         """
         draws = None
         if part.assigned or part.reads(*self.plan.features.at("rows")):
-            draws = Draws(self.plan, part.assigned)
+            draws = Draws(self.plan, self._is_training, part.assigned)
 
         def run(i):
             with draws.of(self.parts, i) if draws else contextlib.nullcontext():
