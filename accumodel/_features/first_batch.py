@@ -318,6 +318,7 @@ class _Check:
         ]
         self._whole = dataclasses.replace(
             plan,
+            options=dataclasses.replace(plan.options, micro_batch_size=1),
             is_compiled=False,
             size=tf.constant(self._count, tf.int64),
             assigned=collections.defaultdict(dict),

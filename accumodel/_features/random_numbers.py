@@ -157,7 +157,8 @@ class RandomNumbers:
         with scope_of(self._state.strategy):
             if moves:
                 on_each_replica(self.note_moves, moves)
-            self.fed.assign([cycle.get("samples", 0), 0])
+            samples = tf.constant([cycle.get("samples", 0), 0], tf.int64)
+            self.fed.assign(samples)
 
 
 class Draws:
