@@ -39,7 +39,7 @@ def test_sdist_holds_what_the_tests_need(sdist):
         "CITATION.cff",
         "LICENSE",
         "accumodel/**/*.py",
-        "benchmarks/*.py",
+        "benchmarks/**/*.py",
         "docs/**/*.*",
         "examples/*.py",
         "mkdocs.yml",

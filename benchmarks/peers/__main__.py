@@ -36,7 +36,7 @@ PEERS = {
         "keras_2", ("gradient-accumulator==0.5.2", "tensorflow==2.12.0")
     ),
     "optax": Peer("optax_multi_steps", ("optax==0.2.8", JAX)),
-    "pytorch": Peer("torch_loop", (TORCH, "numpy")),
+    "pytorch": Peer("torch_loop", (TORCH,)),
     "accelerate": Peer("torch_accelerate", ("accelerate==1.15.0", TORCH)),
     "transformers": Peer(
         "torch_transformers",
@@ -55,7 +55,7 @@ def make_environment(name, requirements):
     if not done.exists() or done.read_text() != wanted:
         venv.create(folder, clear=True, with_pip=True)
         subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", *requirements],
+            [python, "-m", "pip", "install", "--quiet", "numpy", *requirements],
             check=True,
             stderr=subprocess.PIPE,
             text=True,
