@@ -35,7 +35,6 @@ PAGES = sorted(ROOT.glob("docs/**/*.md"))
 
 LONG_PAGES = (
     "batch-normalization.md",
-    "contrastive-more.md",
     "contrastive.md",
     "padding.md",
     "remainders-and-masks.md",
@@ -132,6 +131,12 @@ def test_links_lead_to_files_and_headings(page):
             headings = re.findall(r"^#+ (.*)", linked.read_text(), re.M)
             slugs = [slugify(heading, "-") for heading in headings]
             assert anchor in slugs, target
+
+
+def test_llms_txt_links_to_pages():
+    text = (ROOT / "docs" / "llms.txt").read_text()
+    for target in re.findall(r"\]\((.*?)/\)", text):
+        assert ROOT / "docs" / f"{target}.md" in PAGES, target
 
 
 @pytest.mark.slow
