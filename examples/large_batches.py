@@ -53,7 +53,7 @@ x_train, y_train = images[:1400], labels[:1400]
 x_test, y_test = images[1400:], labels[1400:]
 
 fig, axes = plt.subplots(1, 8, figsize=(8, 1.2))
-for axis, image in zip(axes, x_train):
+for axis, image in zip(axes, x_train[:8], strict=True):
     axis.imshow(image, cmap="gray_r")
     axis.axis("off")
 plt.show()
@@ -159,7 +159,7 @@ largest difference of any weight from the large batch.
 
 
 def distances(weights):
-    pairs = zip(weights, large_weights)
+    pairs = zip(weights, large_weights, strict=True)
     return [np.abs(each - reference).max() for each, reference in pairs]
 
 

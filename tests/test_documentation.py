@@ -168,7 +168,7 @@ def test_notebooks_hold_the_outputs_of_one_run(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebooks_run(path):
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300).execute()
+    nbclient.NotebookClient(notebook, timeout=600).execute()
 
 
 def run_benchmark(command):
