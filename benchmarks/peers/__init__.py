@@ -5,6 +5,6 @@ with micro-batches by the framework's own accumulation. The tables show the
 largest difference of any weight between the two.
 
 Each framework gets an environment of its own, in `build/peers`, with the
-versions below. They take some 15 GB. If PyTorch comes with CUDA there, they
+versions below. They take some 13 GB. If PyTorch comes with CUDA there, they
 take several times that: point pip to PyTorch's own index for CPUs.
 """
