@@ -26,6 +26,8 @@ from accumodel import callbacks, model
 from accumodel._features.measure import gradient_norm, noise_scale
 from accumodel._update import accumulator
 from benchmarks import exactness, memory, speed
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers import keras_3, run
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
@@ -33,7 +35,6 @@ PAGES = sorted(ROOT.glob("docs/**/*.md"))
 
 LONG_PAGES = (
     "batch-normalization.md",
-    "contrastive-more.md",
     "contrastive.md",
     "padding.md",
     "remainders-and-masks.md",
@@ -132,6 +133,12 @@ def test_links_lead_to_files_and_headings(page):
             assert anchor in slugs, target
 
 
+def test_llms_txt_links_to_pages():
+    text = (ROOT / "docs" / "llms.txt").read_text()
+    for target in re.findall(r"\]\((.*?)/\)", text):
+        assert ROOT / "docs" / f"{target}.md" in PAGES, target
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     subprocess.run(
@@ -161,7 +168,7 @@ def test_notebooks_hold_the_outputs_of_one_run(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebooks_run(path):
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300).execute()
+    nbclient.NotebookClient(notebook, timeout=600).execute()
 
 
 def run_benchmark(command):
@@ -278,3 +285,42 @@ def test_the_comparison_with_keras_finds_accumodel_exact(tmp_path, monkeypatch):
             assert row["micro_batch_size"] < 1e-6
         else:  # longer trainings magnify rounding, as much as in Keras
             assert row["micro_batch_size"] < 30 * row["reversed"]
+
+
+def test_the_support_matrix_is_that_of_the_workflows():
+    program = [sys.executable, ROOT / ".ci" / "support_matrix.py"]
+    table = subprocess.run(program, check=True, stdout=subprocess.PIPE).stdout
+    assert table.decode() in (ROOT / "docs" / "reference.md").read_text()
+
+
+def test_the_comparison_has_a_row_for_each_peer_with_its_versions():
+    page = (ROOT / "docs" / "how-it-compares.md").read_text()
+    for name, peer in peers.PEERS.items():
+        rows = re.findall(rf"^\| {name} \| (.*) \|$", page, re.M)
+        figures, versions = (row.split(" | ") for row in rows)
+        assert len(figures) == len(run.CASES)
+        assert versions[0] == ", ".join(peer.requirements)
+
+
+def test_the_comparison_says_what_was_not_installed_or_does_not_exist():
+    def train(case, batch_size, steps):
+        if case.layer:
+            raise NotImplementedError
+        return [np.zeros(2), np.full(3, float(batch_size))]
+
+    distances = run.compare(train)
+    assert distances["full cycles"] == 24  # 32 at once, or 8
+    assert distances["batch norm"] is None
+    failed = subprocess.CalledProcessError(1, "pip", stderr="a\nno such one")
+    with mock.patch.object(peers, "measure", side_effect=[distances, failed]):
+        figures = peers.measure_all(["optax", "lightning"])
+    assert list(peers.make_table(figures).columns[0].cells) == ["optax"]
+    assert list(peers.make_version_table(figures).columns[1].cells) == [
+        "optax==0.2.8, jax==0.10.2",
+        "not installed: no such one",
+    ]
+
+
+@pytest.mark.weekly
+def test_the_comparison_finds_accumodel_exact_in_all_cases():
+    assert max(run.compare(keras_3.train).values()) < 1e-6

@@ -47,6 +47,23 @@ def test_the_demonstration_trains_where_plain_keras_runs_out_of_memory(
 
 
 @pytest.mark.weekly
+def test_the_example_of_large_batches_ends_with_the_weights_of_the_large_one():
+    program = ROOT / "examples" / "large_batches.py"
+    run = subprocess.run(
+        [sys.executable, program],
+        env={**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)},
+        timeout=300,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    large, own, ours = run.stdout.splitlines()
+    accuracies = [line.split()[-6] for line in (large, ours)]
+    assert accuracies[0] == accuracies[1]
+    assert float(ours.split()[-1]) < 1e-4 < 1e-2 < float(own.split()[-1])
+
+
+@pytest.mark.weekly
 def test_multi_worker_resumes_and_ends_with_the_weights_of_the_large_batch(
     tmp_path,
 ):

@@ -1,5 +1,6 @@
 """What PyPI shows and holds: the description, the README, the sdist."""
 
+import json
 import pathlib
 import re
 import subprocess
@@ -8,6 +9,9 @@ import tarfile
 import tomllib
 
 import pytest
+import yaml
+
+import accumodel
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -39,7 +43,7 @@ def test_sdist_holds_what_the_tests_need(sdist):
         "CITATION.cff",
         "LICENSE",
         "accumodel/**/*.py",
-        "benchmarks/*.py",
+        "benchmarks/**/*.py",
         "docs/**/*.*",
         "examples/*.py",
         "mkdocs.yml",
@@ -71,3 +75,17 @@ def test_description_has_the_words_that_people_search_for():
     assert "gradient accumulation" in project["keywords"]
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert project["description"] in citation
+    zenodo = json.loads((ROOT / ".zenodo.json").read_text(encoding="utf-8"))
+    assert zenodo["description"] == project["description"]
+    assert set(zenodo["keywords"]) <= set(re.findall("- (.*)", citation))
+
+
+def test_the_recipe_needs_what_the_package_needs():
+    text = (ROOT / ".ci" / "recipe.yaml").read_text(encoding="utf-8")
+    recipe = yaml.safe_load(text)
+    assert recipe["context"]["version"] == accumodel.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python, *others = recipe["requirements"]["run"]
+    assert python == "python >=${{ python_min }}"
+    assert project["requires-python"] == f">={recipe['context']['python_min']}"
+    assert [each.replace(" ", "") for each in others] == project["dependencies"]
