@@ -96,26 +96,31 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             begun = self.model.optimizer.iterations
             self._updates = int(begun if self.by == "update" else 0)
             self._count = self._updates
-            self._follow_updates(self._find_steps(self.model.accum_steps))
+            steps = self._find_steps(self.model.accum_steps)
+            self.model.accum_steps = self._follow_updates(steps)
 
     def _find_steps(self, present):
         if not isinstance(self.schedule, Mapping):
-            return self.schedule(self._count, present)
+            return check_accum_steps(self.schedule(self._count, present))
         begun = [key for key in self.schedule if key <= self._count]
         return self.schedule[max(begun)] if begun else present
 
     def _follow_updates(self, steps):
-        """Sets what follows `steps` after the updates that were made since."""
-        while self._updates < int(self.model.optimizer.iterations):
+        """Returns what follows after the updates that were made since."""
+        updates = int(self.model.optimizer.iterations)
+        while self._updates < updates:
             samples = steps * (self.model._accumulation.batch_size or 0)
             self._count += samples if self.by == "sample" else 1
             self._updates += 1
             steps = self._find_steps(steps)
-        self.model.accum_steps = steps
+        return steps
 
     def on_train_batch_end(self, batch, logs=None):
         if self.by != "epoch" and not self.model.pending_steps:
-            self._follow_updates(self.model.accum_steps)
+            present = self.model.accum_steps
+            steps = self._follow_updates(present)
+            if steps != present:  # to set it takes a while
+                self.model.accum_steps = steps
 
     def on_epoch_begin(self, epoch, logs=None):
         if self.by == "epoch":

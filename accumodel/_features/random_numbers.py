@@ -107,9 +107,8 @@ class RandomNumbers:
         seeds = self._seeds()
 
         def end():
-            moves = self.moves[: len(seeds)] * tf.cast(
-                self.fed[0] > 0, tf.int64
-            )
+            is_begun = tf.cast(self.fed[0] > 0, tf.int64)
+            moves = self.moves[: len(seeds)] * is_begun
             for state, move in zip(seeds, tf.unstack(moves), strict=True):
                 state.assign(state.value + tf.cast(move, state.dtype))
             self.moves.assign(tf.zeros_like(self.moves))
@@ -204,7 +203,8 @@ class Draws:
     def of(self, parts, i):
         """In it, the i-th micro-batch draws what the fed batch draws for it.
 
-        After the last one, the seeds stay as they are.
+        After the last one, the seeds stay as they are, unless other fed batches
+        may follow in the cycle.
         """
         self._around, is_last = current_graph(), None
 

@@ -63,8 +63,8 @@ class EndOfCycle(keras.callbacks.Callback):
         hooks = [name for name in HOOKS if state.overrides(name)]
         advice = ""
         if model.accum_steps > 1 and not state.accumulators.by_name():
-            what = f"`accum_steps` is {model.accum_steps}, but nothing was "
-            what += "accumulated"
+            steps = model.accum_steps
+            what = f"`accum_steps` is {steps}, but nothing was accumulated"
         elif hooks and model._gradient_accumulator is None:
             what = f"`{hooks[0]}` was not called"
             advice = f" Or pass it to a `GradientAccumulator({hooks[0]}=...)`."

@@ -205,20 +205,22 @@ def _make_by_keras(model, name, run, make):
     # Without `@tf.function`: else a custom one would not run when it is traced
     # for something else.
     step = functools.partial(run, model, getattr(step, "python_function", step))
-    before = model.jit_compile, model.run_eagerly
-    model.jit_compile, made = False, []
-    try:
-        for run_eagerly in (model.run_eagerly, True):
-            model.run_eagerly = run_eagerly
+
+    def make_function(run_eagerly):
+        before = model.jit_compile, model.run_eagerly
+        model.jit_compile, model.run_eagerly = False, run_eagerly
+        try:
             with hooks.replaced(model, f"{name}_step", step):
                 make(force=True)
-            made.append(getattr(model, f"{name}_function"))
-    finally:
-        model.jit_compile, model.run_eagerly = before
-    function, eager = made
+        finally:
+            model.jit_compile, model.run_eagerly = before
+        return getattr(model, f"{name}_function")
+
+    function = make_function(model.run_eagerly)
     is_one = model.run_eagerly or not private_names.nests_functions()
     if is_one or model.steps_per_execution > 1:
         return function
+    eager = make_function(run_eagerly=True)
 
     # One function instead of two. And Keras would wait for each step.
     @functools.partial(tf.function, reduce_retracing=True, autograph=False)

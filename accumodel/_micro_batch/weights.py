@@ -76,14 +76,13 @@ class LossWeights:
             )
         divisors = self._of_model(step.reductions)
         # A vector that `add_loss` was given is summed up by Keras.
-        losses = self._model.losses
-        vectors = [each for each in losses if not is_single(each, data)]
+        vectors = summed_losses(self._model, data)
         if vectors:
             divisors.setdefault(None)
         if len(divisors) > 1 and plan.needs_whole_batch:
             return samples  # each fed batch has its own loss
         if [*divisors] == [None]:
-            if len(losses) > len(vectors):
+            if len(self._model.losses) > len(vectors):
                 self._warn(
                     "The loss of this model is a sum, so scalars of `add_loss` "
                     "and of regularizers count once per micro-batch. Use mean "
@@ -277,15 +276,20 @@ def added_losses(model):
     return losses[: len(losses) - len(regularized)]
 
 
+def summed_losses(model, data):
+    """Returns what `add_loss` was given with an axis, which Keras sums up."""
+    return [each for each in model.losses if not is_single(each, data)]
+
+
 def missing_sums(model, data):
     """Returns what makes the sums of `add_loss` those of one device.
 
-    Keras sums up what has an axis, and divides the sum by the number of
-    replicas, as if it were a mean.
+    Keras divides them by the number of replicas, as if they were means.
     """
-    vectors = [each for each in model.losses if not is_single(each, data)]
     missing = 1 - 1 / count_replicas()
-    return sum(tf.reduce_sum(each) * missing for each in vectors)
+    return sum(
+        tf.reduce_sum(each) * missing for each in summed_losses(model, data)
+    )
 
 
 def _nonzero(value, samples):
