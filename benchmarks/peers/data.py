@@ -1,4 +1,8 @@
-"""The same cases, samples and first weights for all, in NumPy only."""
+"""The same cases, samples and first weights for all.
+
+In NumPy only, as the environments have little else in common. What Keras 2 and
+Keras 3 share gets the module `keras` as an argument.
+"""
 
 import dataclasses
 import math
@@ -72,3 +76,32 @@ def make_weights():
         rng.normal(size=(UNITS, CLASSES)).astype("float32") / 4,
         np.zeros(CLASSES, "float32"),
     ]
+
+
+def make_keras_model(keras, case, make_layer, make_model):
+    """Returns the model of a case.
+
+    `make_layer` makes the layer between the two, if the case has one.
+    `make_model` gets inputs and outputs.
+    """
+    masked = case.loss == "masked"
+    inputs = keras.Input((None, FEATURES) if masked else (FEATURES,))
+    x = keras.layers.Masking()(inputs) if masked else inputs
+    first = keras.layers.Dense(UNITS, activation="tanh")
+    last = keras.layers.Dense(CLASSES)
+    x = first(x)
+    if case.layer:
+        x = make_layer()(x)
+    model = make_model(inputs, last(x))
+    weights = make_weights()
+    first.set_weights(weights[:2])
+    last.set_weights(weights[2:])
+    return model
+
+
+def make_keras_optimizer(keras, case, **kwargs):
+    schedule = keras.optimizers.schedules.CosineDecay
+    rate = schedule(LEARNING_RATE, case.updates) if case.schedule else None
+    if case.average:
+        kwargs |= {"use_ema": True, "ema_momentum": AVERAGE}
+    return keras.optimizers.SGD(rate or LEARNING_RATE, **kwargs)

@@ -1,19 +1,17 @@
 """The package GradientAccumulator, with the Keras 2 that it needs."""
 
+import functools
+
 import tensorflow as tf
 from gradient_accumulator import GradientAccumulateModel
 from gradient_accumulator.layers import AccumBatchNormalization
 
 from benchmarks.peers.data import (
-    AVERAGE,
-    CLASSES,
     DROPOUT,
     EPOCHS,
-    FEATURES,
-    LEARNING_RATE,
-    UNITS,
     make_data,
-    make_weights,
+    make_keras_model,
+    make_keras_optimizer,
 )
 
 keras = tf.keras
@@ -34,31 +32,15 @@ def make_layer(name, steps):
 
 
 def make_model(case, steps):
-    masked = case.loss == "masked"
-    inputs = keras.Input((None, FEATURES) if masked else (FEATURES,))
-    x = keras.layers.Masking()(inputs) if masked else inputs
-    first = keras.layers.Dense(UNITS, activation="tanh")
-    last = keras.layers.Dense(CLASSES)
-    x = first(x)
-    if case.layer:
-        x = make_layer(case.layer, steps)(x)
-    if steps == 1:
-        model = keras.Model(inputs, last(x))
-    else:
-        model = GradientAccumulateModel(
-            accum_steps=steps, inputs=inputs, outputs=last(x)
+    def make(inputs, outputs):
+        if steps == 1:
+            return keras.Model(inputs, outputs)
+        return GradientAccumulateModel(
+            accum_steps=steps, inputs=inputs, outputs=outputs
         )
-    weights = make_weights()
-    first.set_weights(weights[:2])
-    last.set_weights(weights[2:])
-    return model
 
-
-def make_optimizer(case):
-    schedule = keras.optimizers.schedules.CosineDecay
-    rate = schedule(LEARNING_RATE, case.updates) if case.schedule else None
-    average = {"use_ema": True, "ema_momentum": AVERAGE} if case.average else {}
-    return keras.optimizers.SGD(rate or LEARNING_RATE, **average)
+    layer = functools.partial(make_layer, case.layer, steps)
+    return make_keras_model(keras, case, layer, make)
 
 
 def train(case, batch_size, steps):
@@ -68,7 +50,7 @@ def train(case, batch_size, steps):
     model = make_model(case, steps)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     loss = in_batch_loss if case.loss == "pairs" else loss
-    model.compile(make_optimizer(case), loss)
+    model.compile(make_keras_optimizer(keras, case), loss)
     x, y, _ = make_data(case)
     model.fit(
         x, y, batch_size=batch_size, epochs=EPOCHS, shuffle=False, verbose=0

@@ -3,16 +3,12 @@
 import keras
 
 from benchmarks.peers.data import (
-    AVERAGE,
-    CLASSES,
     DROPOUT,
     EPOCHS,
-    FEATURES,
-    LEARNING_RATE,
     MICRO_BATCH,
-    UNITS,
     make_data,
-    make_weights,
+    make_keras_model,
+    make_keras_optimizer,
 )
 
 LAYERS = {
@@ -29,19 +25,8 @@ def in_batch_loss(y_true, y_pred):
 
 
 def make_model(case, model_class):
-    masked = case.loss == "masked"
-    inputs = keras.Input((None, FEATURES) if masked else (FEATURES,))
-    x = keras.layers.Masking()(inputs) if masked else inputs
-    first = keras.layers.Dense(UNITS, activation="tanh")
-    last = keras.layers.Dense(CLASSES)
-    x = first(x)
-    if case.layer:
-        x = LAYERS[case.layer]()(x)
-    model = model_class(inputs, last(x))
-    weights = make_weights()
-    first.set_weights(weights[:2])
-    last.set_weights(weights[2:])
-    return model
+    layer = LAYERS.get(case.layer)
+    return make_keras_model(keras, case, layer, model_class)
 
 
 def make_loss(case):
@@ -52,14 +37,6 @@ def make_loss(case):
     return keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction=reduction
     )
-
-
-def make_optimizer(case, **kwargs):
-    schedule = keras.optimizers.schedules.CosineDecay
-    rate = schedule(LEARNING_RATE, case.updates) if case.schedule else None
-    if case.average:
-        kwargs |= {"use_ema": True, "ema_momentum": AVERAGE}
-    return keras.optimizers.SGD(rate or LEARNING_RATE, **kwargs)
 
 
 def fit(model, case, batch_size):
@@ -81,11 +58,11 @@ def train(case, batch_size, steps):
 
     if steps == 1:
         model = make_model(case, keras.Model)
-        model.compile(make_optimizer(case), make_loss(case))
+        model.compile(make_keras_optimizer(keras, case), make_loss(case))
     else:  # the batches stay those of the large batch
         model = make_model(case, accumodel.AccumulatingModel)
         model.compile(
-            make_optimizer(case),
+            make_keras_optimizer(keras, case),
             make_loss(case),
             micro_batch_size=MICRO_BATCH,
             gradient_cache=case.loss == "pairs",
