@@ -486,3 +486,46 @@ def test_nothing_of_keras_is_replaced_until_a_model_accumulates():
         assert seen == [is_kerass, is_kerass]
         seen.clear()
     assert module.reduce_weighted_values is before
+
+
+def test_keras_rematerializes_by_a_function_of_the_backend():
+    called = []
+
+    def call(function, *args, **kwargs):
+        called.append(function)
+        return function(*args, **kwargs)
+
+    with keras.RematScope(mode="full"):
+        dense = keras.layers.Dense(1)
+    with hooks.rematerialized(call):
+        dense(tf.ones((1, 1)))
+        keras.remat(tf.identity)(tf.ones(()))
+    assert called == [dense.call, tf.identity]
+
+
+def test_keras_knows_globally_how_layers_are_called():
+    class Block(keras.layers.Layer):
+        def call(self, x):
+            scopes.append(hooks.keep_call())
+            return x
+
+    scopes: list = []
+    dropout = keras.layers.Dropout(0.5)
+    inputs = keras.Input((9,))
+    model = keras.Model(inputs, Block(dtype="mixed_float16")(inputs))
+    scopes.clear()
+    model(tf.ones((9, 9)), training=True)
+    weight = keras.Variable([1.0])
+    with scopes[0]():
+        assert 0 in np.array(dropout(tf.ones((9, 9))))
+        assert weight.value.dtype == "float16"
+    assert 0 not in np.array(dropout(tf.ones((9, 9))))
+    assert weight.value.dtype == "float32"
+
+
+@pytest.mark.parametrize("mode", ["full", "list_of_layers"])
+def test_a_layer_knows_the_mode_of_its_scope(mode):
+    with keras.RematScope(mode=mode, layer_names=["dense"]):
+        layer = keras.layers.Dense(1, name="dense")
+    assert private_names.is_named_by_scope(layer) == (mode == "list_of_layers")
+    assert not private_names.is_named_by_scope(keras.layers.Dense(1))

@@ -8,7 +8,16 @@ from accumodel._features.auto import Auto
 from accumodel._features.first_batch import FirstBatch
 from accumodel._features.measure.observer import Observers
 from accumodel._features.random_numbers import RandomNumbers
+from accumodel._features.rematerialization import Rematerialization
 from accumodel._features.trim_padding import Trimmer
 from accumodel._features.whole_batch.stages import WholeBatch
 
-FEATURES = (FirstBatch, Auto, RandomNumbers, WholeBatch, Trimmer, Observers)
+FEATURES = (
+    FirstBatch,
+    Auto,
+    RandomNumbers,
+    WholeBatch,
+    Trimmer,
+    Observers,
+    Rematerialization,
+)

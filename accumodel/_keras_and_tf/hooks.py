@@ -7,6 +7,8 @@ happens if Keras changes it, and `tests/test_keras_names.py` has a test for it.
 """
 
 import contextlib
+import contextvars
+import copy
 import functools
 import importlib
 import inspect
@@ -56,7 +58,6 @@ class Hook:
         self._originals: dict = {}
         self._local = threading.local()
 
-    @contextlib.contextmanager
     def __call__(self, **functions):
         """In it, `function(original, ...)` is called, not `original(...)`."""
         outer = getattr(self._local, "functions", {})
@@ -64,6 +65,15 @@ class Hook:
             name: [each, *outer.get(name, ())]
             for name, each in functions.items()
         }
+        return self._open(outer | inner)
+
+    def keep(self):
+        """Returns a function for scopes in which all is called as now."""
+        kept = getattr(self._local, "functions", {})
+        return lambda: self._open(kept)
+
+    @contextlib.contextmanager
+    def _open(self, functions):
         with _lock:
             if not self._users:
                 places = self._find()
@@ -72,7 +82,7 @@ class Hook:
                     setattr(owner, name, self._dispatch(name, original))
             self._users += 1
         try:
-            with replaced(self._local, "functions", outer | inner):
+            with replaced(self._local, "functions", functions):
                 yield
         finally:
             with _lock:
@@ -281,6 +291,72 @@ draws = Hook(
         (keras.random.SeedGenerator, "next"),
     ]
 )
+
+
+# -- rematerialization ---------------------------------------------------------
+
+_rematerialize: contextvars.ContextVar = contextvars.ContextVar(
+    "rematerialize", default=None
+)
+
+
+@contextlib.contextmanager
+def rematerialized(call):
+    """In it, `call(function, ...)` is called, not `tf.recompute_grad`."""
+    token = _rematerialize.set(call)
+    try:
+        yield
+    finally:
+        _rematerialize.reset(token)
+
+
+def _see_rematerialized():
+    # For good: a layer may wrap its functions when it is made. If Keras changes
+    # it, its own error remains.
+    module = _module("backend.tensorflow.core")
+    original: typing.Any = getattr(module, "remat", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def remat(function):
+        by_keras = original(function)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if _module("backend").in_symbolic_scope():
+                return function(*args, **kwargs)  # only shapes are inferred
+            inside = _rematerialize.get()
+            if inside is None:
+                return by_keras(*args, **kwargs)
+            return inside(function, *args, **kwargs)
+
+        return call
+
+    module.remat = remat
+
+
+_see_rematerialized()
+
+
+def keep_call():
+    """Returns a function for scopes in which layers are called as now.
+
+    Keras keeps globally whether they train, and to what dtype variables are
+    cast. If it does so elsewhere, gradients are wrong.
+    """
+    tracker = _module("backend.common.global_state").GLOBAL_STATE_TRACKER
+    names = ("autocast_scope", "current_call_ctx")
+    kept = [(name, copy.copy(getattr(tracker, name, None))) for name in names]
+
+    @contextlib.contextmanager
+    def scope():
+        with contextlib.ExitStack() as stack:
+            for name, value in kept:  # calls change it
+                stack.enter_context(replaced(tracker, name, copy.copy(value)))
+            yield
+
+    return scope
 
 
 # -- several replicas ----------------------------------------------------------

@@ -82,7 +82,8 @@ def _check_masks():
             "accumodel does not know where this version of Keras keeps the "
             "mask of an output, and the loss would count padding. Use a "
             "version of Keras that accumodel was tested with, or no "
-            f"`gradient_cache`. Received: Keras {keras.__version__}"
+            "`gradient_cache` and no `keras.RematScope`. "
+            f"Received: Keras {keras.__version__}"
         )
 
 
@@ -152,6 +153,11 @@ def flat_layers(model):
 def is_built(model):
     """Whether a model and all layers in it have their variables."""
     return all(layer.built for layer in [model, *flat_layers(model)])
+
+
+def is_named_by_scope(layer):
+    """Whether the `keras.RematScope` of a layer names those it is for."""
+    return getattr(layer._remat_mode, "mode", None) == "list_of_layers"
 
 
 # What Keras keeps of a layer besides its variables and layers.

@@ -1,0 +1,411 @@
+"""Layers that are made under `keras.RematScope` train as without it."""
+
+import contextlib
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import mirrored, slow
+
+import accumodel
+from accumodel import AccumulatingModel
+from accumodel._memory import run_limited
+
+layers, ops = keras.layers, keras.ops
+
+
+class Block(layers.Layer):
+    """Layers in a layer, of which some are called with keywords."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, 4, dropout=0.3, seed=3)
+        self.hidden = layers.Dense(8, activation="gelu")
+        self.dropout = layers.Dropout(0.3, seed=5)
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+        self.hidden.build(shape)
+
+    def call(self, x):
+        x = x + self.dropout(self.attention(x, x, use_causal_mask=True))
+        self.add_loss(ops.mean(ops.cast(x, "float32") ** 2))
+        return x + self.dropout(self.hidden(x))
+
+
+class Several(layers.Layer):
+    """Several inputs, and nested outputs, of which one is an int."""
+
+    def call(self, inputs, scale, factor=2.0):
+        product = ops.tanh(inputs * scale) * factor
+        return {
+            "product": [product, ops.tanh(scale)],
+            "longest": ops.argmax(product, axis=1),
+        }
+
+
+class Repeated(layers.Layer):
+    """`keras.remat`, of a method, and when the layer is made."""
+
+    is_on = True
+
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(1)
+        self.dense = layers.Dense(8)
+        remat = keras.remat if Repeated.is_on else lambda function: function
+        self.run = remat(self.run_once)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def run_once(self, x):
+        return keras.random.dropout(
+            self.dense(x), 0.3, seed=self.seed_generator
+        )
+
+    def call(self, x):
+        return self.run(x)
+
+
+class Masked(layers.Layer):
+    """Layers in it look at a mask that it passes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.masking, self.gru = layers.Masking(), layers.GRU(8)
+
+    def build(self, shape):
+        self.gru.build(shape)
+
+    def call(self, x):
+        return layers.RepeatVector(6)(self.gru(self.masking(x)))
+
+
+class Positions(layers.Layer):
+    """Takes no tensors that have gradients."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(6, 8), name="table")
+
+    def call(self, ids):
+        return ops.take(self.table, ids, axis=0)
+
+
+class Counter(layers.Layer):
+    """Reads what it assigns."""
+
+    def build(self, shape):
+        self.count = self.add_weight(
+            shape=(), initializer="ones", trainable=False, name="count"
+        )
+
+    def call(self, x):
+        x = ops.tanh(x) * self.count
+        self.count.assign(self.count + 1)
+        return ops.tanh(x)
+
+
+def several(x):
+    made = Several()(x, layers.Dense(8)(x), factor=3.0)
+    longest = layers.Embedding(6, 8)(made["longest"])
+    return layers.Add()(
+        [
+            *made["product"],
+            layers.RepeatVector(6)(layers.GlobalMaxPooling1D()(longest)),
+        ]
+    )
+
+
+def shared(x):
+    block = layers.Dense(8, activation="tanh")
+    return block(layers.Dropout(0.3, seed=2)(block(x)))
+
+
+def states(x):
+    outputs, state, _ = layers.LSTM(
+        8, return_sequences=True, return_state=True
+    )(x)
+    return layers.Add()([outputs, layers.RepeatVector(6)(state)])
+
+
+def positions(x):
+    ids = ops.argmax(x, axis=-1) % 6
+    return layers.Add()([x, Positions()(ids), layers.Embedding(6, 8)(ids)])
+
+
+LAYERS = {
+    "dense": lambda x: layers.Dense(
+        8,
+        activation="relu",
+    )(x),
+    "dropout": lambda x: layers.Dropout(0.5, seed=7)(layers.Dense(8)(x)),
+    "block": lambda x: Block()(Block()(x)),
+    "several": several,
+    "repeated": lambda x: Repeated()(x),
+    "masked": lambda x: Masked()(x),
+    "mask": lambda x: layers.GRU(8, return_sequences=True)(layers.Masking()(x)),
+    "positions": positions,
+    "shared": shared,
+    "states": states,
+    "rnn": lambda x: layers.Bidirectional(
+        layers.LSTM(
+            4, dropout=0.3, recurrent_dropout=0.3, seed=2, return_sequences=True
+        )
+    )(x),
+    "convolution": lambda x: layers.SpatialDropout1D(0.3, seed=4)(
+        layers.Conv1D(8, 3, padding="same")(x)
+    ),
+}
+# What is fed at once, the arguments of `compile`, and those of the scope.
+WAYS = {
+    "plain": (16, {}),
+    "micro-batches": (16, {"micro_batch_size": 5}),
+    "cycles": (4, {"accum_steps": 4}),
+    "XLA": (16, {"micro_batch_size": 5, "jit_compile": True}),
+    "eager": (16, {"micro_batch_size": 5, "run_eagerly": True}),
+    "cache": (16, {"micro_batch_size": 5, "gradient_cache": True}),
+    "auto": (16, {"micro_batch_size": "auto"}),
+    "half": (16, {"micro_batch_size": 5}),
+    "replicas": (16, {"micro_batch_size": 3}),
+}
+
+
+def make(kind, base, **scope):
+    keras.utils.set_random_seed(0)
+    Repeated.is_on = bool(scope)
+    inputs = keras.Input((6, 8))
+    with keras.RematScope(**scope) if scope else contextlib.nullcontext():
+        hidden = LAYERS.get(kind, kind)(inputs)
+    hidden = layers.GlobalAveragePooling1D()(hidden)
+    return base(inputs, layers.Dense(1)(hidden))
+
+
+def data():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(32, 6, 8)), rng.normal(size=(32, 1))
+
+
+def train(kind, base, size, strategy=None, scope=None, **kwargs):
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = make(kind, base, **scope or {})
+        model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
+    model.fit(*data(), batch_size=size, epochs=2, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_of_the_same_model_without_the_scope(kind, way):
+    size, kwargs = WAYS[way]
+    strategy = mirrored(2) if way == "replicas" else None
+    tolerance = 1e-6
+    if way == "half":
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        tolerance = 1e-2
+    try:
+        jit = {"jit_compile": kwargs.get("jit_compile", False)}
+        if way in ("half", "replicas"):  # other rounding, and draws
+            reference = train(
+                kind, AccumulatingModel, size, strategy, **jit | kwargs
+            )
+        else:
+            reference = train(kind, keras.Model, 16, **jit)
+        model = train(
+            kind,
+            AccumulatingModel,
+            size,
+            strategy,
+            {"mode": "full"},
+            **jit | kwargs,
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+    check(model, reference, tolerance)
+
+
+def check(model, reference, tolerance=1e-6):
+    pairs = zip(reference.variables, model.variables, strict=True)
+    for expected, variable in pairs:
+        np.testing.assert_allclose(
+            np.array(variable, "float64"),
+            np.array(expected, "float64"),
+            atol=tolerance,
+            err_msg=expected.path,
+        )
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [
+        {"mode": "activations"},
+        {"mode": "larger_than", "output_size_threshold": 1},
+        {"mode": "list_of_layers", "layer_names": ["block", "dense"]},
+    ],
+    ids=lambda scope: scope["mode"],
+)
+def test_modes(scope):
+    reference = train("block", keras.Model, 16, jit_compile=False)
+    model = train(
+        "block", AccumulatingModel, 16, None, scope, micro_batch_size=5
+    )
+    check(model, reference)
+
+
+def norm(x):
+    return layers.Dense(8)(layers.BatchNormalization()(layers.Dense(8)(x)))
+
+
+def counter(x):
+    return Counter()(layers.Dense(8)(x))
+
+
+@pytest.mark.parametrize("kind", [norm, counter])
+def test_what_is_assigned_is_assigned_once(kind):
+    reference = train(kind, keras.Model, 16, jit_compile=False)
+    scope = {"mode": "full"}
+    model = train(kind, AccumulatingModel, 16, None, scope, jit_compile=False)
+    check(model, reference)
+
+
+def test_normalizations_of_the_batch():
+    reference = train(norm, keras.Model, 16, jit_compile=False)
+    train_synchronized = functools.partial(
+        train,
+        norm,
+        AccumulatingModel,
+        16,
+        micro_batch_size=5,
+        sync_batch_norm=True,
+    )
+    scope = {"mode": "list_of_layers", "layer_names": ["dense", "dense_1"]}
+    check(train_synchronized(scope=scope), reference, 3e-6)
+    with pytest.raises(
+        ValueError, match=r"batch_normalization.*\n*.*rematerialized"
+    ):
+        train_synchronized(scope={"mode": "full"})
+
+
+class Loop(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        def add(i, x):
+            return i + 1, x + keras.random.normal((), seed=self.seed_generator)
+
+        return ops.while_loop(lambda i, x: i < 3, add, (0, x))[1]
+
+
+@pytest.mark.parametrize(
+    ("layer", "what"),
+    [
+        (Loop, "Received.*seed_generator_state"),
+        (
+            lambda: layers.SpectralNormalization(layers.Dense(8)),
+            "Received.*kernel",
+        ),
+    ],
+)
+def test_refused(layer, what):
+    with pytest.raises(ValueError, match=what):
+        train(
+            lambda x: layer()(x), AccumulatingModel, 16, None, {"mode": "full"}
+        )
+
+
+def test_custom_loop():
+    (x, y), losses = data(), keras.losses.MeanSquaredError()
+    reference = train("block", keras.Model, 32, jit_compile=False)
+    model = make("block", AccumulatingModel, mode="full")
+    accumulator = accumodel.GradientAccumulator(
+        keras.optimizers.SGD(0.1), model.trainable_variables
+    )
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = losses(y, model(x, training=True)) + sum(model.losses)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        accumulator.accumulate(gradients)
+
+    for _ in range(2):
+        step(x, y)
+    check(model, reference)
+
+
+def test_a_part_of_a_model_in_a_custom_step():
+    class Custom(AccumulatingModel):
+        def __init__(self, part):
+            super().__init__()
+            self.part = part
+
+        def call(self, x):
+            return self.part(x)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.part(x, training=True) - y) ** 2)
+                loss += sum(self.part.losses)
+            variables = self.trainable_variables
+            gradients = tape.gradient(loss, variables)
+            self.accumulate_gradients(gradients, tf.shape(x)[0])
+            return {}
+
+    reference = train("block", keras.Model, 16, jit_compile=False)
+    model = Custom(make("block", keras.Model, mode="full"))
+    model.compile(keras.optimizers.SGD(0.1), "mse", micro_batch_size=5)
+    model.fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0)
+    check(model.part, reference)
+
+
+def test_other_models_are_left_alone():
+    with keras.RematScope(mode="full"):
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(ValueError, match="custom_gradient"):
+        model.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
+
+
+class Wide(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.norm = layers.LayerNormalization()
+        self.hidden = layers.Dense(512, activation="gelu")
+        self.outer = layers.Dense(128)
+        self.dropout = layers.Dropout(0.1, seed=1)
+
+    def build(self, shape):
+        self.norm.build(shape)
+        self.hidden.build(shape)
+        self.outer.build((*shape[:-1], 512))
+
+    def call(self, x):
+        hidden = self.hidden(self.norm(x))
+        return x + self.dropout(self.outer(hidden))
+
+
+def train_wide(in_scope, jit):
+    scope = keras.RematScope() if in_scope else contextlib.nullcontext()
+    inputs = hidden = keras.Input((512, 128))
+    with scope:
+        for _ in range(8):
+            hidden = Wide()(hidden)
+    outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))
+    model = AccumulatingModel(inputs, outputs)
+    model.compile("sgd", "mse", jit_compile=jit, micro_batch_size=4)
+    x, y = np.ones((4, 512, 128), "float32"), np.ones((4, 1))
+    model.fit(x, y, batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize("jit", [False, slow(True)])
+def test_a_model_that_does_not_fit_trains_in_the_scope(jit):
+    limited = functools.partial(run_limited, 100, train_wide)
+    _, error = limited(False, jit)
+    assert error
+    assert limited(True, jit) == (None, None)
