@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 import keras
 
 from accumodel._features import FEATURES
-from accumodel._features.rematerialization import rematerialized
 from accumodel._fit import train_function
 from accumodel._fit.accumulation import Accumulation
 from accumodel._keras_and_tf import checks, construction, hooks, replicas
@@ -86,10 +85,6 @@ class AccumulatingModel(keras.Model):
             type(self), args, kwargs, AccumulatingModel, Functional
         ):
             super().__init__(*args, **kwargs)
-
-    def __call__(self, *args, **kwargs):
-        with rematerialized():
-            return super().__call__(*args, **kwargs)
 
     @classmethod
     def from_model(cls, model: keras.Model) -> typing.Self:

@@ -837,7 +837,7 @@ MUTANTS = [
     Mutant(
         "what is rematerialized reads what it assigned before",
         "_features/rematerialization.py",
-        "keras.StatelessScope(assigned, collect_losses=True)",
+        "keras.StatelessScope([*pairs], collect_losses=True)",
         "keras.StatelessScope((), collect_losses=True)",
         "test_rematerialization.py",
     ),

@@ -488,33 +488,42 @@ def test_nothing_of_keras_is_replaced_until_a_model_accumulates():
     assert module.reduce_weighted_values is before
 
 
-def test_keras_rematerializes_by_a_function_of_the_backend():
+def test_keras_rematerializes_by_a_function_of_the_backend(monkeypatch):
+    module = importlib.import_module("keras.src.backend.tensorflow.core")
+    monkeypatch.setattr(module, "remat", lambda function: by_keras)
     called = []
 
-    def call(function, *args, **kwargs):
-        called.append(function)
-        return function(*args, **kwargs)
+    def call(function, by_keras, *args):
+        called.append((function, by_keras))
+        return function(*args)
 
+    def by_keras():
+        pass
+
+    hooks.replace_rematerialized(call)
     with keras.RematScope(mode="full"):
         dense = keras.layers.Dense(1)
-    with hooks.rematerialized(call):
-        dense(tf.ones((1, 1)))
-        keras.remat(tf.identity)(tf.ones(()))
-    assert called == [dense.call, tf.identity]
+    dense(keras.Input((1,)))  # only shapes are inferred
+    dense(tf.ones((1, 1)))
+    keras.remat(tf.identity)(tf.ones(()))
+    assert called == [(dense.call, by_keras), (tf.identity, by_keras)]
 
 
 def test_keras_knows_globally_how_layers_are_called():
     class Block(keras.layers.Layer):
         def call(self, x):
             scopes.append(hooks.keep_call())
+            seen.append(hooks.outer_layer())
             return x
 
     scopes: list = []
+    seen: list = []
     dropout = keras.layers.Dropout(0.5)
     inputs = keras.Input((9,))
     model = keras.Model(inputs, Block(dtype="mixed_float16")(inputs))
     scopes.clear()
     model(tf.ones((9, 9)), training=True)
+    assert seen[-1] is model
     weight = keras.Variable([1.0])
     with scopes[0]():
         assert 0 in np.array(dropout(tf.ones((9, 9))))
@@ -525,7 +534,12 @@ def test_keras_knows_globally_how_layers_are_called():
 
 @pytest.mark.parametrize("mode", ["full", "list_of_layers"])
 def test_a_layer_knows_the_mode_of_its_scope(mode):
-    with keras.RematScope(mode=mode, layer_names=["dense"]):
-        layer = keras.layers.Dense(1, name="dense")
-    assert private_names.is_named_by_scope(layer) == (mode == "list_of_layers")
-    assert not private_names.is_named_by_scope(keras.layers.Dense(1))
+    with keras.RematScope(mode=mode, layer_names=["model"]):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        unbuilt = keras.layers.Dense(1)
+    is_named = mode == "list_of_layers"
+    assert private_names.can_run_twice(model.call) == is_named
+    assert private_names.can_run_twice(model.compute_loss)
+    assert private_names.can_run_twice(model.layers[0].call)
+    assert not private_names.can_run_twice(unbuilt.call)
+    assert private_names.can_run_twice(tf.identity)

@@ -62,9 +62,9 @@ class Repeated(layers.Layer):
         self.dense.build(shape)
 
     def run_once(self, x):
-        return keras.random.dropout(
-            self.dense(x), 0.3, seed=self.seed_generator
-        )
+        x = self.dense(x)
+        self.add_loss(ops.mean(x**2))
+        return keras.random.dropout(x, 0.3, seed=self.seed_generator)
 
     def call(self, x):
         return self.run(x)
@@ -315,6 +315,17 @@ def test_refused(layer, what):
     with pytest.raises(ValueError, match=what):
         train(
             lambda x: layer()(x), AccumulatingModel, 16, None, {"mode": "full"}
+        )
+
+
+def test_a_function_that_adds_losses_is_refused():
+    dense = layers.Dense(8, activity_regularizer="l2")
+    dense.build((None, 6, 8))
+    with pytest.raises(ValueError, match="method of a layer"):
+        train(
+            lambda x: layers.Lambda(keras.remat(lambda y: dense(y)))(x),
+            AccumulatingModel,
+            16,
         )
 
 

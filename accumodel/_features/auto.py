@@ -41,10 +41,9 @@ _WHILE_UPDATING = (
 _ONE_SAMPLE = (
     "Out of memory with one sample in the model at once, so "
     '`micro_batch_size="auto"` cannot help. Make the blocks of the model under '
-    "`keras.RematScope`, which keeps only their inputs for the gradient; use "
-    "`mixed_bfloat16`, shorter samples or a smaller model; or see above "
-    "whether an algorithm for a layer is missing, and not memory. The weights "
-    "are those of the last update."
+    "`keras.RematScope`; use `mixed_bfloat16`, shorter samples or a smaller "
+    "model; or see above whether an algorithm for a layer is missing, and not "
+    "memory. The weights are those of the last update."
 )
 _WHOLE_LOSS = (
     " With `gradient_cache=True` or `sync_batch_norm=True`, the loss is "

@@ -15,7 +15,7 @@ A layer in another one of the scope is part of that one. A model is not
 rematerialized as one, unless the scope names it: its layers are.
 """
 
-import operator
+import threading
 import typing
 
 import keras
@@ -24,41 +24,28 @@ import tensorflow as tf
 from accumodel._features.states import States
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.assignments import Recorder
-from accumodel._micro_batch.step import current_graph
+from accumodel._micro_batch.step import current_graph, current_step
+
+# Whether a function is open that is rematerialized, in this thread.
+_local = threading.local()
 
 
-class Rematerialization:
-    """Lets layers train in a step that no accumulating model calls."""
-
-    def __init__(self, state):
-        pass
-
-    @staticmethod
-    def is_on(options):
-        return True
-
-    def around_parts(self, plan, trains):
-        return lambda parts, i: rematerialized()
-
-    def around_trace(self, plan):
-        return rematerialized()
-
-
-def rematerialized():
-    """Returns a scope in which what Keras rematerializes can train."""
-    return hooks.rematerialized(_call)
-
-
-def _call(function, *args, **kwargs):
-    """Calls a function that Keras would give to `tf.recompute_grad`."""
-    owner: typing.Any = getattr(function, "__self__", None)
-    is_layers = isinstance(owner, keras.Model) and function == owner.call
-    if (is_layers and not private_names.is_named_by_scope(owner)) or (
-        # No variables can be made in a scope that records.
-        isinstance(owner, keras.Layer) and not private_names.is_built(owner)
-    ):
+def call(function, by_keras, *args, **kwargs):
+    """Calls a function of which Keras made `by_keras`."""
+    is_inside = getattr(_local, "is_open", False)
+    is_ours = current_step() or hasattr(hooks.outer_layer(), "_accumulation")
+    if not (is_inside or is_ours):
+        return by_keras(*args, **kwargs)
+    # No variables can be made in a scope that records.
+    if is_inside or not private_names.can_run_twice(function):
         return function(*args, **kwargs)
     outputs, losses = _Call(function, args, kwargs).run()
+    owner: typing.Any = getattr(function, "__self__", None)
+    if losses and not isinstance(owner, keras.Layer):
+        raise ValueError(
+            "With `keras.remat`, what adds losses must be a method of a layer. "
+            f"Received: {function}"
+        )
     for loss in losses:
         owner.add_loss(loss)
     return outputs
@@ -86,18 +73,20 @@ class _Call:
 
         # TensorFlow wants one source at least.
         outputs = run_first(*_sources(self._inputs), tf.zeros(()))
-        new = dict(zip(map(id, _sources(made)), outputs, strict=True))
-        return _map(lambda t: _with_mask_of(t, new.get(id(t), t)), made)
+        new = {}
+        for source, output in zip(_sources(made), outputs, strict=True):
+            private_names.set_mask(output, private_names.mask_of(source))
+            new[id(source)] = output
+        return _map(lambda each: new.get(id(each), each), made)
 
     def _differentiate(self, *gradients, variables=()):
         """Runs the second pass, and returns the gradients of the sources."""
         late = _after(gradients)
         inputs = _map(late, self._inputs)
-        sources, before = _sources(inputs), self._states.before
-        assigned = [
-            (self._states.variables[k], late(before[k])) for k in before
-        ]
-        scope = keras.StatelessScope(assigned, collect_losses=True)
+        sources, values = _sources(inputs), self._states.before.values()
+        keys = self._states.variables.values()
+        pairs = zip(keys, map(late, values), strict=True)
+        scope = keras.StatelessScope([*pairs], collect_losses=True)
         with tf.GradientTape() as tape, self._as_called():
             tape.watch(sources)
             made = self._run(inputs, scope)
@@ -107,7 +96,7 @@ class _Call:
 
     def _run(self, inputs, scope):
         args, kwargs = inputs
-        inside = hooks.rematerialized(operator.call)
+        inside = hooks.replaced(_local, "is_open", True)
         with self._draws(), inside, scope:
             return self._function(*args, **kwargs), scope.losses
 
@@ -123,30 +112,20 @@ class _Call:
 
 
 def _after(gradients):
-    """Returns a function that returns a tensor when gradients are there.
-
-    By a condition that is true, which no compiler knows.
-    """
+    """Returns a function that returns a tensor when gradients are there."""
     flat = [tf.reshape(tf.convert_to_tensor(each), [-1]) for each in gradients]
-    first = [tf.math.real(tf.reduce_sum(each[:1])) for each in flat]
-    seen = tf.add_n([tf.cast(each, tf.float32) for each in first])
-    is_there = tf.logical_not(tf.tanh(seen) > 2)
+    first = [tf.cast(tf.math.real(each[:1]), tf.float32) for each in flat]
+    # It is true, which no compiler knows.
+    is_there = tf.logical_not(tf.tanh(tf.reduce_sum(tf.concat(first, 0))) > 2)
 
     def late(tensor):
         if not isinstance(tensor, tf.Tensor):
             return tensor
         made = tf.where(is_there, tensor, tf.zeros_like(tensor))
-        made.set_shape(tensor.shape)
-        return _with_mask_of(tensor, made, late)
+        private_names.set_mask(made, late(private_names.mask_of(tensor)))
+        return made
 
     return late
-
-
-def _with_mask_of(tensor, made, late=lambda mask: mask):
-    mask = None if made is tensor else private_names.mask_of(tensor)
-    if mask is not None:
-        private_names.set_mask(made, late(mask))
-    return made
 
 
 def _map(function, structure):

@@ -7,7 +7,6 @@ happens if Keras changes it, and `tests/test_keras_names.py` has a test for it.
 """
 
 import contextlib
-import contextvars
 import copy
 import functools
 import importlib
@@ -295,48 +294,36 @@ draws = Hook(
 
 # -- rematerialization ---------------------------------------------------------
 
-_rematerialize: contextvars.ContextVar = contextvars.ContextVar(
-    "rematerialize", default=None
-)
 
+def replace_rematerialized(call):
+    """Lets `call(function, by_keras, ...)` run what Keras rematerializes.
 
-@contextlib.contextmanager
-def rematerialized(call):
-    """In it, `call(function, ...)` is called, not `tf.recompute_grad`."""
-    token = _rematerialize.set(call)
-    try:
-        yield
-    finally:
-        _rematerialize.reset(token)
-
-
-def _see_rematerialized():
-    # For good: a layer may wrap its functions when it is made. If Keras changes
-    # it, its own error remains.
+    For good: a layer may wrap its functions when it is made. If Keras changes
+    it, its own error remains.
+    """
     module = _module("backend.tensorflow.core")
     original: typing.Any = getattr(module, "remat", None)
-    if original is None:
-        return
 
-    @functools.wraps(original)
     def remat(function):
         by_keras = original(function)
 
         @functools.wraps(function)
-        def call(*args, **kwargs):
-            if _module("backend").in_symbolic_scope():
-                return function(*args, **kwargs)  # only shapes are inferred
-            inside = _rematerialize.get()
-            if inside is None:
-                return by_keras(*args, **kwargs)
-            return inside(function, *args, **kwargs)
+        def run(*args, **kwargs):
+            if _module("backend").in_symbolic_scope():  # to infer shapes
+                return function(*args, **kwargs)
+            return call(function, by_keras, *args, **kwargs)
 
-        return call
+        return run
 
-    module.remat = remat
+    if original is not None:
+        module.remat = remat
 
 
-_see_rematerialized()
+def outer_layer():
+    """Returns the layer whose call called the others, or `None`."""
+    state = _module("backend.common.global_state")
+    call = state.get_global_attribute("current_call_ctx")
+    return getattr(call, "entry_layer", None)
 
 
 def keep_call():
@@ -346,14 +333,13 @@ def keep_call():
     cast. If it does so elsewhere, gradients are wrong.
     """
     tracker = _module("backend.common.global_state").GLOBAL_STATE_TRACKER
-    names = ("autocast_scope", "current_call_ctx")
-    kept = [(name, copy.copy(getattr(tracker, name, None))) for name in names]
+    dtype = getattr(tracker, "autocast_scope", None)
+    call = copy.copy(getattr(tracker, "current_call_ctx", None))
 
     @contextlib.contextmanager
     def scope():
-        with contextlib.ExitStack() as stack:
-            for name, value in kept:  # calls change it
-                stack.enter_context(replaced(tracker, name, copy.copy(value)))
+        cast = replaced(tracker, "autocast_scope", dtype)
+        with cast, replaced(tracker, "current_call_ctx", call):
             yield
 
     return scope

@@ -81,8 +81,7 @@ def _check_masks():
         raise RuntimeError(
             "accumodel does not know where this version of Keras keeps the "
             "mask of an output, and the loss would count padding. Use a "
-            "version of Keras that accumodel was tested with, or no "
-            "`gradient_cache` and no `keras.RematScope`. "
+            "version of Keras that accumodel was tested with. "
             f"Received: Keras {keras.__version__}"
         )
 
@@ -155,9 +154,13 @@ def is_built(model):
     return all(layer.built for layer in [model, *flat_layers(model)])
 
 
-def is_named_by_scope(layer):
-    """Whether the `keras.RematScope` of a layer names those it is for."""
-    return getattr(layer._remat_mode, "mode", None) == "list_of_layers"
+def can_run_twice(method):
+    """Whether its layer is built, and no model that its scope does not name."""
+    layer = getattr(method, "__self__", None)
+    if isinstance(layer, KerasModel) and method == layer.call:
+        mode = getattr(layer._remat_mode, "mode", None)
+        return is_built(layer) and mode == "list_of_layers"
+    return not isinstance(layer, keras.Layer) or is_built(layer)
 
 
 # What Keras keeps of a layer besides its variables and layers.
