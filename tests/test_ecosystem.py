@@ -160,32 +160,9 @@ def with_lora(model_class):
     return model
 
 
-def rematerialized(mode):
-    def make(model_class):
-        if model_class is keras.Model:
-            return make_functional(model_class)
-        with keras.RematScope(mode):
-            model = make_functional(model_class)
-        assert model.layers[1]._remat_mode.mode == mode
-        return model
-
-    return make
-
-
-# In a graph TensorFlow cannot recompute the call of a layer with keywords, in
-# Keras's models either.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "run_eagerly"),
-    [
-        (with_lora, False),
-        (rematerialized("activations"), False),
-        (rematerialized("full"), True),
-    ],
-    ids=["LoRA", "activations", "full"],
-)
-def test_what_keras_makes_of_the_layers_of_a_model(make, run_eagerly, data):
-    models, _ = in_both_ways(data, make=make, run_eagerly=run_eagerly)
+def test_lora(data):
+    models, _ = in_both_ways(data, make=with_lora)
     assert distance(*models) < 1e-6
 
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import mirrored, slow
+from helpers import mirrored
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -63,7 +63,7 @@ class Repeated(layers.Layer):
 
     def run_once(self, x):
         x = self.dense(x)
-        self.add_loss(ops.mean(x**2))
+        self.add_loss(ops.mean(ops.cast(x, "float32") ** 2))
         return keras.random.dropout(x, 0.3, seed=self.seed_generator)
 
     def call(self, x):
@@ -168,7 +168,8 @@ WAYS = {
     "eager": (16, {"micro_batch_size": 5, "run_eagerly": True}),
     "cache": (16, {"micro_batch_size": 5, "gradient_cache": True}),
     "auto": (16, {"micro_batch_size": "auto"}),
-    "half": (16, {"micro_batch_size": 5}),
+    "bfloat16": (16, {"micro_batch_size": 5}),
+    "float16": (16, {"micro_batch_size": 5}),
     "replicas": (16, {"micro_batch_size": 3}),
 }
 
@@ -202,13 +203,13 @@ def train(kind, base, size, strategy=None, scope=None, **kwargs):
 def test_weights_of_the_same_model_without_the_scope(kind, way):
     size, kwargs = WAYS[way]
     strategy = mirrored(2) if way == "replicas" else None
-    tolerance = 1e-6
-    if way == "half":
-        keras.config.set_dtype_policy("mixed_bfloat16")
+    tolerance, is_half = 1e-6, "float16" in way
+    if is_half:
+        keras.config.set_dtype_policy(f"mixed_{way}")
         tolerance = 1e-2
     try:
         jit = {"jit_compile": kwargs.get("jit_compile", False)}
-        if way in ("half", "replicas"):  # other rounding, and draws
+        if is_half or way == "replicas":  # other rounding, and draws
             reference = train(
                 kind, AccumulatingModel, size, strategy, **jit | kwargs
             )
@@ -375,6 +376,53 @@ def test_a_part_of_a_model_in_a_custom_step():
     check(model.part, reference)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Bert", "GPT2"])
+def test_backbones_of_keras_hub(kind):
+    keras_hub = pytest.importorskip(
+        "keras_hub", reason="its newest release needs the newest TensorFlow"
+    )
+    rng = np.random.default_rng(0)
+    x = {
+        "token_ids": rng.integers(1, 50, (16, 12)),
+        "padding_mask": np.arange(12) < rng.integers(4, 13, (16, 1)),
+        "segment_ids": np.zeros((16, 12), int),
+    }
+
+    def train_backbone(base, scope, **kwargs):
+        keras.utils.set_random_seed(0)
+        with scope:
+            backbone = getattr(keras_hub.models, f"{kind}Backbone")(
+                vocabulary_size=50,
+                num_layers=2,
+                num_heads=2,
+                hidden_dim=8,
+                intermediate_dim=16,
+                dropout=0.2,
+                max_sequence_length=12,
+            )
+        if kind == "Bert":
+            outputs = backbone.output["pooled_output"]
+        else:
+            outputs = layers.GlobalAveragePooling1D()(backbone.output)
+        model = base(backbone.input, layers.Dense(1)(outputs))
+        model.compile(keras.optimizers.SGD(0.01), "mse", **kwargs)
+        fed = {each.name: x[each.name] for each in model.inputs}
+        model.fit(fed, x["token_ids"][:, :1] / 50, verbose=0, batch_size=16)
+        return model
+
+    reference = train_backbone(
+        keras.Model, contextlib.nullcontext(), jit_compile=False
+    )
+    model = train_backbone(
+        AccumulatingModel,
+        keras.RematScope(),
+        micro_batch_size=5,
+        jit_compile=False,
+    )
+    check(model, reference)
+
+
 def test_other_models_are_left_alone():
     with keras.RematScope(mode="full"):
         model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
@@ -409,14 +457,15 @@ def train_wide(in_scope, jit):
             hidden = Wide()(hidden)
     outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))
     model = AccumulatingModel(inputs, outputs)
-    model.compile("sgd", "mse", jit_compile=jit, micro_batch_size=4)
-    x, y = np.ones((4, 512, 128), "float32"), np.ones((4, 1))
-    model.fit(x, y, batch_size=4, verbose=0)
+    model.compile("sgd", "mse", jit_compile=jit, micro_batch_size=8)
+    x, y = np.ones((8, 512, 128), "float32"), np.ones((8, 1))
+    model.fit(x, y, batch_size=8, verbose=0)
 
 
-@pytest.mark.parametrize("jit", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", [False, True])
 def test_a_model_that_does_not_fit_trains_in_the_scope(jit):
-    limited = functools.partial(run_limited, 100, train_wide)
+    limited = functools.partial(run_limited, 200, train_wide)
     _, error = limited(False, jit)
     assert error
     assert limited(True, jit) == (None, None)
