@@ -844,8 +844,15 @@ MUTANTS = [
     Mutant(
         "the second pass draws other rows",
         "_features/rematerialization.py",
-        "with self._draws(), inside, scope:",
-        "with inside, scope:",
+        "with self._draws(), hooks",
+        "with hooks",
+        "test_rematerialization.py",
+    ),
+    Mutant(
+        "random numbers of TensorFlow may be rematerialized",
+        "_features/rematerialization.py",
+        "if is_random(each.node_def):",
+        "if False:",
         "test_rematerialization.py",
     ),
     Mutant(

@@ -302,6 +302,11 @@ class Loop(layers.Layer):
         return ops.while_loop(lambda i, x: i < 3, add, (0, x))[1]
 
 
+class TensorFlowDropout(layers.Layer):
+    def call(self, x):
+        return tf.nn.dropout(x, 0.5)
+
+
 @pytest.mark.parametrize(
     ("layer", "what"),
     [
@@ -310,6 +315,7 @@ class Loop(layers.Layer):
             lambda: layers.SpectralNormalization(layers.Dense(8)),
             "Received.*kernel",
         ),
+        (lambda: TensorFlowDropout(), "Received.*RandomUniform"),
     ],
 )
 def test_refused(layer, what):
@@ -322,7 +328,7 @@ def test_refused(layer, what):
 def test_a_function_that_adds_losses_is_refused():
     dense = layers.Dense(8, activity_regularizer="l2")
     dense.build((None, 6, 8))
-    with pytest.raises(ValueError, match="method of a layer"):
+    with pytest.raises(ValueError, match="Received: a loss"):
         train(
             lambda x: layers.Lambda(keras.remat(lambda y: dense(y)))(x),
             AccumulatingModel,

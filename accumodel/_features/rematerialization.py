@@ -10,9 +10,6 @@ Keras wraps `tf.recompute_grad`, which fails in `fit`, draws other numbers in
 the second pass, and assigns twice. Here, the second pass draws with the seeds
 of the first, reads what that read, and its assignments are dropped. Its inputs
 depend on the gradient: it would run early otherwise, and XLA would merge both.
-
-A layer in another one of the scope is part of that one. A model is not
-rematerialized as one, unless the scope names it: its layers are.
 """
 
 import threading
@@ -23,7 +20,7 @@ import tensorflow as tf
 
 from accumodel._features.states import States
 from accumodel._keras_and_tf import hooks, private_names
-from accumodel._micro_batch.assignments import Recorder
+from accumodel._micro_batch.assignments import Recorder, is_random
 from accumodel._micro_batch.step import current_graph, current_step
 
 # Whether a function is open that is rematerialized, in this thread.
@@ -36,19 +33,10 @@ def call(function, by_keras, *args, **kwargs):
     is_ours = current_step() or hasattr(hooks.outer_layer(), "_accumulation")
     if not (is_inside or is_ours):
         return by_keras(*args, **kwargs)
-    # No variables can be made in a scope that records.
+    # It is part of the outer one. In what records, no variables can be made.
     if is_inside or not private_names.can_run_twice(function):
         return function(*args, **kwargs)
-    outputs, losses = _Call(function, args, kwargs).run()
-    owner: typing.Any = getattr(function, "__self__", None)
-    if losses and not isinstance(owner, keras.Layer):
-        raise ValueError(
-            "With `keras.remat`, what adds losses must be a method of a layer. "
-            f"Received: {function}"
-        )
-    for loss in losses:
-        owner.add_loss(loss)
-    return outputs
+    return _Call(function, args, kwargs).run()
 
 
 class _Call:
@@ -58,17 +46,21 @@ class _Call:
         self._function, self._inputs = function, (args, kwargs)
         self._graph = current_graph()
         self._as_called, self._draws = hooks.keep_call(), hooks.draws.keep()
-        # What the first pass assigned, seeds too, as it was before.
-        self._states = States({})
+        self._states = States({})  # what the first pass assigns, seeds too
 
     def run(self):
-        """Returns what the function returns, and the losses that it adds."""
+        """Returns what the function returns."""
         made: typing.Any = None
+        operations = getattr(self._graph, "get_operations", list)
 
         @tf.custom_gradient
         def run_first(*_):
             nonlocal made
+            begin = len(operations())
             made = self._run(self._inputs, Recorder(self._record))
+            for each in operations()[begin:]:
+                if is_random(each.node_def):
+                    self._refuse(f"the operation '{each.name}'")
             return _sources(made), self._differentiate
 
         # TensorFlow wants one source at least.
@@ -77,7 +69,13 @@ class _Call:
         for source, output in zip(_sources(made), outputs, strict=True):
             private_names.set_mask(output, private_names.mask_of(source))
             new[id(source)] = output
-        return _map(lambda each: new.get(id(each), each), made)
+        outputs, losses = _map(lambda each: new.get(id(each), each), made)
+        owner: typing.Any = getattr(self._function, "__self__", None)
+        for loss in losses:
+            if not isinstance(owner, keras.Layer):
+                self._refuse("a loss that is added")
+            owner.add_loss(loss)
+        return outputs
 
     def _differentiate(self, *gradients, variables=()):
         """Runs the second pass, and returns the gradients of the sources."""
@@ -96,19 +94,22 @@ class _Call:
 
     def _run(self, inputs, scope):
         args, kwargs = inputs
-        inside = hooks.replaced(_local, "is_open", True)
-        with self._draws(), inside, scope:
+        with self._draws(), hooks.replaced(_local, "is_open", True), scope:
             return self._function(*args, **kwargs), scope.losses
 
     def _record(self, variable):
         if variable.trainable or current_graph() is not self._graph:
-            raise ValueError(
-                "With `keras.RematScope` a layer runs twice, and must not "
-                "assign trained weights, nor anything, such as the state of "
-                "random numbers, in a loop or a condition. Make it outside of "
-                f"the scope. Received: {self._function}, '{variable.path}'"
-            )
+            self._refuse(f"'{variable.path}'")
         self._states.record(variable)
+
+    def _refuse(self, what):
+        raise ValueError(
+            "What is rematerialized runs twice. It must not assign trained "
+            "weights, assign or draw anything in a loop or a condition, or "
+            "draw random numbers other than those of `keras.random`; and only "
+            "layers can add losses. Make it outside of `keras.RematScope`. "
+            f"Received: {what} in {self._function}"
+        )
 
 
 def _after(gradients):

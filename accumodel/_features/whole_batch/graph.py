@@ -308,10 +308,9 @@ class ModelGraph:
         """Returns the first part that has what an operation needs."""
         waits = [each for c in op.control_inputs for each in c.outputs[:1]]
         before = [*op.inputs, *waits]
-        for each in before:  # what a loop keeps for its gradient is made later
-            if each.op.name not in self.positions:
-                position = self._find_position(each.op, first, end)
-                self.positions[each.op.name] = position
+        # What a loop keeps for its gradient is made later.
+        for each in [e.op for e in before if e.op.name not in self.positions]:
+            self.positions[each.name] = self._find_position(each, first, end)
         if not all(map(self.is_of_batch, before)):
             self._of_samples.add(op.name)
         needed = {e.name: e for each in before for e in self._bases(each)}
