@@ -24,7 +24,6 @@ _check_backend()
 
 # ruff: noqa: E402
 from accumodel._features.measure.gradient_norm import GradientNorm
-from accumodel._features.measure.noise_scale import GradientNoiseScale
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._update.accumulator import GradientAccumulator
 from accumodel.callbacks import AccumStepsScheduler
@@ -35,7 +34,6 @@ __all__ = [
     "AccumStepsScheduler",
     "AccumulatingModel",
     "GradientAccumulator",
-    "GradientNoiseScale",
     "GradientNorm",
     "InexactWarning",
 ]

@@ -2,10 +2,10 @@
 
 A batch of 8 micro-batches is cut by `micro_batch_size`: alone; with
 `gradient_cache=True`; with `sync_batch_norm=True`; with the callback
-`GradientNoiseScale`, or `GradientNorm`; with a `process_gradients` that returns
-what it is given; and by `micro_batch_size="auto"` after it has found the same
-size. All run in turns in one process. Times are of one micro-batch, lower
-quartiles over the rounds, and ratios are ratios of these quartiles.
+`GradientNorm`; with a `process_gradients` that returns what it is given; and by
+`micro_batch_size="auto"` after it has found the same size. All run in turns in
+one process. Times are of one micro-batch, lower quartiles over the rounds, and
+ratios are ratios of these quartiles.
 """
 
 import keras
@@ -40,13 +40,6 @@ def make_ways(make, jit):
         ("cache", {"micro_batch_size": size, "gradient_cache": True}),
         ("norm", {"micro_batch_size": size, "sync_batch_norm": True}),
         (
-            "noise",
-            {
-                "micro_batch_size": size,
-                "callback": accumodel.GradientNoiseScale(),
-            },
-        ),
-        (
             "gradient",
             {"micro_batch_size": size, "callback": accumodel.GradientNorm()},
         ),
@@ -69,7 +62,7 @@ def make_ways(make, jit):
 
 def summarize(times):
     alone, *others = lower_quartiles(times).values()
-    names = ("cache", "norm", "noise", "gradient", "hook", "auto")
+    names = ("cache", "norm", "gradient", "hook", "auto")
     return {
         "alone": alone,
         **dict(zip(names, others, strict=True)),

@@ -14,11 +14,10 @@ Keras, and with `micro_batch_size="auto"`. The table shows how that ended.
 With `--parameters`, the unit is copies of the parameters. Two models of about
 90 million, next to which activations are small, are trained for three updates
 by Adam, on the CPU: by plain `keras.Model` with one micro-batch; and with 4
-micro-batches in a cycle by Keras, by `accum_steps`, by `micro_batch_size`, and
-by that with the callback `GradientNoiseScale`; and by "auto" with a batch of
-one micro-batch, which fits. Each runs in a separate process. The table shows
-the peak over the built model of plain, and by how much those of the others are
-higher. Memory that is not live must not count:
+micro-batches in a cycle by Keras, by `accum_steps` and by `micro_batch_size`;
+and by "auto" with a batch of one micro-batch, which fits. Each runs in a
+separate process. The table shows the peak over the built model of plain, and by
+how much those of the others are higher. Memory that is not live must not count:
 
 - `TF_ENABLE_ONEDNN_OPTS=0`: oneDNN would keep buffers of its own.
 - `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_`: glibc returns freed
@@ -60,7 +59,7 @@ LARGE = {
         transformer, layers=7, width=1024, length=32, samples=2
     ),
 }
-COPIES = ("plain", "Keras", "accum_steps", "micro_batch_size", "auto", "noise")
+COPIES = ("plain", "Keras", "accum_steps", "micro_batch_size", "auto")
 
 
 def make_model(model_class):
@@ -168,14 +167,15 @@ def measure_copies(make, jit, way):
     if way in ("plain", "Keras"):
         model_class = keras.Model
     model, data = make(model_class)
-    cut = {"batches": STEPS, "micro_batch_size": len(data[1])}
     kwargs = {
         "plain": {},
         "Keras": {"optimizer": {"gradient_accumulation_steps": STEPS}},
         "accum_steps": {"accum_steps": STEPS},
-        "micro_batch_size": cut,
+        "micro_batch_size": {
+            "batches": STEPS,
+            "micro_batch_size": len(data[1]),
+        },
         "auto": {"micro_batch_size": "auto"},
-        "noise": {**cut, "callback": accumodel.GradientNoiseScale()},
     }[way]
     built = live_memory()
     step, _ = make_step(lambda _: (model, data), model_class, jit, **kwargs)

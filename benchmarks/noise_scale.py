@@ -1,64 +1,22 @@
 """`python -m benchmarks.noise_scale`: the noise scale while a model learns.
 
-A small model learns to guess the next character of Python's help topics from
-the 16 before it, in batches of 512 that are cut into micro-batches of 64.
-`GradientNoiseScale` measures the noise scale, which grows while the model
-learns. It is the model and the data of `docs/when-not-to.md`.
+It is that of `examples/noise_scale.py`, in which a small model learns to guess
+the next character of a text.
 """
 
-import pydoc_data.topics
-
-import keras
 import matplotlib
 import matplotlib.figure
-import numpy as np
 import rich.table
 
-import accumodel
 from benchmarks.report import GRAY, make_parser, report
+from examples.noise_scale import train
 
-BATCH = 512
-MICRO_BATCH = 64
-SAMPLES = 100 * BATCH
-CHARACTERS = 16
-
-
-def load_data():
-    """Returns windows of the text, and the character after each."""
-    text = "".join(pydoc_data.topics.topics.values())
-    codes = np.frombuffer(text.encode("ascii", "replace"), "uint8")
-    windows = np.lib.stride_tricks.sliding_window_view(codes, CHARACTERS + 1)
-    windows = np.random.default_rng(0).permutation(windows)[:SAMPLES]
-    return windows[:, :-1], windows[:, -1]
-
-
-def make_model():
-    keras.utils.set_random_seed(0)
-    inputs = keras.Input((CHARACTERS,), dtype="int32")
-    x = keras.layers.Embedding(128, 16)(inputs)
-    x = keras.layers.Flatten()(x)
-    x = keras.layers.Dense(128, activation="gelu")(x)
-    outputs = keras.layers.Dense(128, activation="softmax")(x)
-    return accumodel.AccumulatingModel(inputs, outputs)
+BATCH = 512  # of the example
 
 
 def measure(epochs):
     """Returns a dict for each epoch."""
-    x, y = load_data()
-    model = make_model()
-    model.compile(
-        keras.optimizers.Adam(0.002),
-        "sparse_categorical_crossentropy",
-        micro_batch_size=MICRO_BATCH,
-    )
-    history = model.fit(
-        x,
-        y,
-        batch_size=BATCH,
-        epochs=epochs,
-        callbacks=[accumodel.GradientNoiseScale()],
-        verbose=0,
-    ).history
+    history, _ = train(epochs)
     names = ("loss", "noise_scale", "noise_scale_low", "noise_scale_high")
     return [
         {"epoch": epoch + 1, **{name: history[name][epoch] for name in names}}

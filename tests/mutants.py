@@ -436,20 +436,6 @@ MUTANTS = [
         "test_sync_batch_norm.py",
     ),
     Mutant(
-        "the noise of all micro-batches weighs the same",
-        "_features/measure/noise_scale.py",
-        "factor = weight * count_replicas() ** 2",
-        "factor = tf.sign(weight) * count_replicas() ** 2",
-        "test_noise_scale.py",
-    ),
-    Mutant(
-        "overflows stay in the average",
-        "_features/measure/noise_scale.py",
-        "is_finite = tf.reduce_all(tf.math.is_finite(new))",
-        "is_finite = tf.constant(True)",
-        "test_noise_scale.py",
-    ),
-    Mutant(
         "a part that fails leaves what it wrote",
         "_features/auto.py",
         "                    part.assign(value)",
@@ -499,13 +485,6 @@ MUTANTS = [
         "test_callbacks.py",
     ),
     Mutant(
-        "what was measured of an ended cycle stays",
-        "_update/engine.py",
-        "each.forget_cycle()",
-        "pass",
-        "test_noise_scale.py",
-    ),
-    Mutant(
         "an error leaves half-added sums in a custom loop",
         "_update/engine.py",
         "is_broken = tf.not_equal(self._phase, 0)",
@@ -527,13 +506,6 @@ MUTANTS = [
         "test_exactness.py",
     ),
     Mutant(
-        "a fit with the noise scale measures for ever",
-        "_features/measure/observer.py",
-        "    def end_fit(self):\n        self._measuring = []\n",
-        "    def end_fit(self):\n        pass\n",
-        "test_noise_scale.py",
-    ),
-    Mutant(
         "weights of a subclass in another order",
         "_keras_and_tf/private_names.py",
         "made._tracker.add_to_store(name, each)",
@@ -546,13 +518,6 @@ MUTANTS = [
         "return test(data) if called is model else original(called, data)",
         "return original(called, data)",
         "test_models.py",
-    ),
-    Mutant(
-        "noise scales share an estimator",
-        "_features/measure/observer.py",
-        "key = callback._kind, places[callback._kind]",
-        "key = callback._kind, 0",
-        "test_noise_scale.py",
     ),
     Mutant(
         "a loop that does not split is let pass",
@@ -798,13 +763,6 @@ MUTANTS = [
         "sums.all_finite(gradients, weight) | tf.equal(weight, 0)",
         "sums.all_finite(gradients, weight)",
         "test_losses.py",
-    ),
-    Mutant(
-        "what weighs nothing is of no noise scale",
-        "_features/measure/noise_scale.py",
-        "square = tf.math.multiply_no_nan(square, factor)",
-        "square *= factor",
-        "test_noise_scale.py",
     ),
     Mutant(
         "seeds move on in each micro-batch",

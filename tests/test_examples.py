@@ -9,9 +9,12 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from helpers import as_dataset, distance, weekly
 
+import accumodel
 from benchmarks.workers import run_workers
-from examples import multi_worker, recalibrate_batch_norm
+from examples import multi_worker, noise_scale, recalibrate_batch_norm
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -130,3 +133,136 @@ def test_the_program_prints_accuracies_before_and_after(capsys):
         before, after, difference = map(float, row.split()[-3:])
         assert difference == pytest.approx(after - before, abs=2e-3)
     assert len(rows) == 2
+
+
+# -- the noise scale -----------------------------------------------------------
+
+
+def population(samples):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(samples, 5)).astype("float32")
+    noise = rng.normal(size=(samples, 1)).astype("float32")
+    return x, x @ np.full((5, 1), 0.5, "float32") + noise
+
+
+def linear(base=noise_scale.NoiseScaleModel, rate=0.0, **kwargs):
+    inputs = keras.Input((5,))
+    layer = keras.layers.Dense(1, kernel_initializer="zeros", use_bias=False)
+    model = base(inputs, layer(inputs))
+    model.compile(keras.optimizers.SGD(rate), "mse", **kwargs)
+    return model
+
+
+def by_hand(gradients, sizes):
+    """Returns the variance and the squared norm of one update."""
+    parts = np.split(gradients, np.cumsum(sizes)[:-1])
+    n = sum(sizes)
+    squares = sum(len(p) * (p.mean(0) ** 2).sum() for p in parts)
+    of_mean = (gradients.mean(0) ** 2).sum()
+    variance = (squares - n * of_mean) / (len(sizes) - 1)
+    return variance, of_mean - variance / n
+
+
+def averages(model):
+    weight, *sums = model.averages.numpy()
+    return np.array(sums[:2]) / weight
+
+
+# How a model is compiled, what is fed, and in which parts it is computed.
+SAME = {
+    "accum_steps": ({"accum_steps": 4}, [8, 8, 8, 3], [8, 8, 8, 3]),
+    "slices": ({"micro_batch_size": 6}, [24], [6] * 4),
+    "both": ({"micro_batch_size": 6, "accum_steps": 2}, [12, 12], [6] * 4),
+    "XLA": ({"micro_batch_size": 6, "jit_compile": True}, [24], [6] * 4),
+    "eager": ({"micro_batch_size": 6, "run_eagerly": True}, [24], [6] * 4),
+}
+
+
+@pytest.mark.parametrize(
+    "way", [way if way == "slices" else weekly(way) for way in SAME]
+)
+def test_the_noise_is_that_of_the_gradients_of_the_micro_batches(way):
+    kwargs, fed, sizes = SAME[way]
+    x, y = population(sum(sizes))
+    model = linear(verify=True, **kwargs)
+    history = model.fit(
+        as_dataset((x, y), fed),
+        shuffle=False,
+        callbacks=[noise_scale.NoiseScale()],
+        verbose=0,
+    ).history
+    expected = by_hand(-2 * x * y, sizes)  # of weights of zero
+    np.testing.assert_allclose(averages(model), expected, rtol=1e-5)
+    assert np.isnan(history["noise_scale"][0])  # of a single update
+
+
+@pytest.mark.weekly
+def test_rows_that_are_repeated_are_added_first():
+    ids = np.array([[0, 0, 1], [2, 0, 1], [1, 1, 1], [0, 2, 2]])
+    y = np.arange(4.0)[:, None]
+    inputs = keras.Input((3,), dtype="int32")
+    layer = keras.layers.Embedding(3, 1, embeddings_initializer="zeros")
+    outputs = keras.ops.sum(layer(inputs), axis=1)
+    model = noise_scale.NoiseScaleModel(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.0), "mse", micro_batch_size=1)
+    callbacks = [noise_scale.NoiseScale()]
+    model.fit(ids, y, batch_size=4, callbacks=callbacks, verbose=0)
+    counts = np.stack([(ids == i).sum(1) for i in range(3)], 1)
+    expected = by_hand(-2 * counts * y, [1] * 4)
+    np.testing.assert_allclose(averages(model), expected, rtol=1e-5)
+
+
+@pytest.mark.weekly
+def test_an_interval_holds_the_truth_in_nine_of_ten_runs():
+    """Of updates from 8 micro-batches of 8 samples with normal gradients."""
+    mean = np.full(5, 0.5)
+    truth = 5 / (mean**2).sum()
+    rng = np.random.default_rng(0)
+    model, callback = linear(), noise_scale.NoiseScale()
+    callback.set_model(model)
+
+    def update(gradients):
+        squares = 8 * tf.reduce_sum(gradients**2)
+        model.sums.update_state([squares, 64.0, 8.0])
+        model.process_gradients([tf.reduce_mean(gradients, 0)])
+        return squares
+
+    run = tf.function(lambda updates: tf.map_fn(update, updates))
+    hits = 0
+    for _ in range(100):
+        callback.on_train_begin()
+        run(mean + rng.normal(size=(300, 8, 5)) / np.sqrt(8))
+        _, low, high = callback.estimate()
+        hits += low <= truth <= high
+    assert 85 <= hits <= 95
+
+
+@pytest.mark.weekly
+def test_it_changes_no_weight_and_gives_advice(capsys):
+    x, y = population(3200)
+    models, callback = [], noise_scale.NoiseScale()
+    for base in (noise_scale.NoiseScaleModel, accumodel.AccumulatingModel):
+        models.append(linear(base, 0.001, accum_steps=4))
+        callbacks = [] if models[1:] else [callback]
+        fit = {"shuffle": False, "callbacks": callbacks, "verbose": 0}
+        history = models[-1].fit(x, y, batch_size=8, **fit).history
+        if callbacks:
+            value = history["noise_scale"][0]
+            assert history["noise_scale_low"][0] < value
+            assert history["noise_scale_high"][0] > value
+    assert distance(*models) == 0
+    callback.advise()
+    printed = capsys.readouterr().out
+    assert f"Noise scale: {value:.0f} samples" in printed
+    assert f"{1 + value / 32:.2f} x the least" in printed
+    assert f"{1 + 32 / value:.2f} x the least" in printed
+
+
+@pytest.mark.weekly
+def test_pure_noise_has_no_noise_scale():
+    x, y = population(240)
+    y = np.random.default_rng(3).normal(size=y.shape)  # not of x
+    callbacks = [noise_scale.NoiseScale()]
+    model = linear(micro_batch_size=6)
+    logs = model.fit(x, y, batch_size=24, callbacks=callbacks, verbose=0)
+    assert np.isnan(logs.history["noise_scale_low"][0])

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from helpers import as_dataset, distance, mirrored, slow, weekly
 
-from accumodel import AccumulatingModel, GradientNoiseScale, GradientNorm
+from accumodel import AccumulatingModel, GradientNorm
 
 SAMPLES, LENGTH, WORDS = 20, 60, 12
 
@@ -821,13 +821,6 @@ def test_refused(name):
         compile_and_fit()
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
-
-
-def test_a_noise_scale_is_refused():
-    model = lstm(AccumulatingModel)
-    model.compile("sgd", cross_entropy(), micro_batch_size=5, trim_padding=0)
-    with pytest.raises(ValueError, match="no random sample"):
-        model.fit(words(), of_samples(), callbacks=[GradientNoiseScale()])
 
 
 def test_without_a_size_it_is_refused_later_too():

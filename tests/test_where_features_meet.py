@@ -13,7 +13,6 @@ import pytest
 import tensorflow as tf
 from helpers import distance, mirrored, slow
 
-import accumodel
 from accumodel import AccumulatingModel
 from accumodel._features import FEATURES as FEATURES_OF_THE_LIBRARY
 
@@ -161,7 +160,6 @@ FEATURES = {
     "after_update": (averaged, {}),
     "executions": (pooled, {"steps_per_execution": 2}),
     "skipping": (pooled, {"skip_nonfinite": True}),
-    "noise": (pooled, {"callbacks": [accumodel.GradientNoiseScale]}),
     "replicas": (pooled, {"is_mirrored": True}),
     "eager": (with_layer(Adds), {"run_eagerly": True}),
     "xla": (with_layer(Adds), {"jit_compile": True}),
@@ -169,14 +167,10 @@ FEATURES = {
 
 # What the features here are called in the table of what cannot be combined.
 NAMES = {"overridden": "accumulate_gradients", "skipping": "skip_nonfinite"}
-# And a callback, which sees the model when training begins.
-NOISE = ("cache", "sync", "trim")
 
 
 def refusal(way, feature):
     """Returns the name by which a pair is refused, or `None`."""
-    if feature == "noise" and way in NOISE:
-        return "GradientNoiseScale"
     name = NAMES.get(feature)
     for each in FEATURES_OF_THE_LIBRARY:
         arguments = getattr(each, "ARGUMENTS", ())
@@ -188,7 +182,6 @@ def refusal(way, feature):
 
 # What is warned of, and whether the weights are exact.
 WARNED = {
-    ("auto", "noise"): ("cannot be measured", True),  # one micro-batch
     **{
         (way, "normalization"): ("sync_batch_norm=True", False)
         for way in WAYS
@@ -202,7 +195,7 @@ DRAWS_OTHERS = {(way, "dropout") for way in ("steps", "both", "trim")}
 # Not on the oldest versions. `"auto"` has one micro-batch here, and what goes
 # with `accum_steps` and with an int mostly goes with both.
 NEWEST = {
-    "auto": {"masks", "outputs", "executions", "noise", "replicas", "xla"},
+    "auto": {"masks", "outputs", "executions", "replicas", "xla"},
     "both": FEATURES.keys() - {"masks", "skipping", "overridden"},
     "cache": {"replicas"},
     "sync": {"replicas"},
