@@ -23,10 +23,9 @@ def _check_backend():
 _check_backend()
 
 # ruff: noqa: E402
-from accumodel._features.measure.gradient_norm import GradientNorm
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._update.accumulator import GradientAccumulator
-from accumodel.callbacks import AccumStepsScheduler
+from accumodel.callbacks import AccumStepsScheduler, GradientNorm
 from accumodel.model import AccumulatingModel
 
 __version__ = "0.1.0"

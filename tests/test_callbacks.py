@@ -192,9 +192,9 @@ def test_callbacks_may_be_passed_by_keyword_as_tools_do():
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"micro_batch_size": 8}])
-def test_a_callback_may_have_an_observer_of_its_own(kwargs, data):
+def test_a_callback_may_have_norms_of_its_own(kwargs, data):
     class Watches(keras.callbacks.Callback):
-        _observer = _kind = object()
+        _norms = keep_norms = object()
 
     model = make_model(AccumulatingModel)
     model.compile("sgd", "sparse_categorical_crossentropy", **kwargs)

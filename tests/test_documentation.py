@@ -23,7 +23,6 @@ from markdown.extensions.toc import slugify
 
 import accumodel
 from accumodel import callbacks, model
-from accumodel._features.measure import gradient_norm
 from accumodel._update import accumulator
 from benchmarks import exactness, memory, speed
 from benchmarks.peers import __main__ as peers
@@ -59,9 +58,7 @@ def find_programs():
 
 
 @pytest.mark.table
-@pytest.mark.parametrize(
-    "module", [accumulator, callbacks, gradient_norm, model]
-)
+@pytest.mark.parametrize("module", [accumulator, callbacks, model])
 def test_examples_in_docstrings_run(module):
     names = {
         "accumodel": accumodel,

@@ -278,6 +278,38 @@ def test_it_measures_in_its_fit_only_and_refuses_custom_accumulators():
         )
 
 
+def test_it_ends_with_its_fit_and_does_not_trace_again():
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    traces = []
+
+    class Counts(AccumulatingModel):
+        def compute_gradients(self, data):
+            traces.append(0)
+            return super().compute_gradients(data)
+
+    inputs = keras.Input((6,))
+    model = Counts(inputs, keras.layers.Dense(2)(inputs))
+    model.compile("sgd", "mse", micro_batch_size=5)
+
+    def fit(callbacks):
+        model.fit(*data(), batch_size=10, callbacks=callbacks, verbose=0)
+        return len(traces)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit([accumodel.GradientNorm(), Stops()])
+    expected = len(traces)
+    for _ in range(3):
+        assert fit([accumodel.GradientNorm()]) == expected
+    before = model._accumulation.norms.numpy()
+    assert before[2] == 1 + 3 * 4
+    model.train_on_batch(*data())
+    assert fit([]) == expected + 1
+    np.testing.assert_array_equal(model._accumulation.norms, before)
+
+
 WRONG = {
     "the clipped and their norm": (
         lambda gradients: tf.clip_by_global_norm(gradients, 1.0),

@@ -365,8 +365,6 @@ class _Check:
         model, state = self._model, self._model._accumulation
         owners = [*_owners(model), state, *state.accumulators]
         owners += [*state.features, *self._parts.features]
-        for observers in state.features.at("observers"):
-            owners += observers()
         optimizers = [each.optimizer for each in state.accumulators]
         variables = [
             *itertools.chain(*map(_held, owners)),

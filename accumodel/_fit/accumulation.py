@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import itertools
 import typing
 
 import tensorflow as tf
@@ -26,6 +25,7 @@ from accumodel._update.accumulators import (
     Accumulators,
     build_accumulator,
 )
+from accumodel._update.sums import make_norms
 
 # What a step does otherwise if the user's model has its own.
 _OVERRIDABLE = (
@@ -60,6 +60,10 @@ class Accumulation:
         self.size: typing.Any = None
         # The samples in a batch of `fit`, if they are known.
         self.batch_size: typing.Any = None
+        # A `tf.Variable` once a callback has asked for it, see
+        # `sums.make_norms`; and whether this `fit` needs it.
+        self.norms: typing.Any = None
+        self.keeps_norms = False
         self.features = Features()  # those that are on
         self._made: dict = {}  # features, by their classes
         self._traced_with: typing.Any = None
@@ -111,6 +115,7 @@ class Accumulation:
             with self._averages_of_updates():
                 return super_fit(*args, **kwargs)
         finally:
+            self.keeps_norms = False
             for end in self.features.at("end_fit"):
                 end()
 
@@ -239,6 +244,18 @@ class Accumulation:
             self.spans_batches |= spans_batches
             self.make_functions_again()
 
+    def keep_norms(self):
+        """Lets the accumulator keep the norms of the updates of this `fit`.
+
+        A callback calls it before the train function is made.
+        """
+        if self.norms is None:
+            with tf.init_scope(), scope_of(self.strategy):
+                self.norms = make_norms()
+        self.keeps_norms = True
+        self.begin_to_accumulate()
+        return self.norms
+
     def ready_accumulator(self):
         """Returns the accumulator of the trainable variables."""
         model = self.model
@@ -255,8 +272,7 @@ class Accumulation:
             )
         self.accumulators.is_live = True
         accumulator._untracked.updates_every_batch = not self.spans_batches
-        observers = [each() for each in self.features.at("observers")]
-        accumulator._untracked.observers = [*itertools.chain(*observers)]
+        accumulator._untracked.norms = self.norms if self.keeps_norms else None
         accumulator._untracked.counts = self.features.at("count_batch")
         accumulator._untracked.forgets = self.features.at("forget_cycle")
         return accumulator
@@ -271,7 +287,6 @@ class Accumulation:
 
     def must_trace_again(self):
         """Whether the train function was traced for something else."""
-        now = [each() for each in self.features.at("observers")]
-        now.append(self.loss_weights.shares_sample_weight)
+        now = self.keeps_norms, self.loss_weights.shares_sample_weight
         before, self._traced_with = self._traced_with, now
         return self.accumulates and before is not None and before != now

@@ -31,8 +31,6 @@ has a method for each point that it takes part in.
 | `check_graph(graph)`           | when a micro-batch was traced               |
 | `end_batch(plan, train_step)`  | when all micro-batches of a fed batch were  |
 |                                | added, and before it counts                 |
-| `observers()`                  | for what a `GradientAccumulator` tells of   |
-|                                | each micro-batch, cycle and update          |
 | `count_batch()`,               | when a fed batch counts, and when its cycle |
 | `forget_cycle()`               | ends or is forgotten                        |
 | `save_cycle()`,                | for what files hold of a pending cycle      |

@@ -45,7 +45,7 @@ class _Untracked:
         self.strategy = strategy
         self.variables = variables
         self.updates: dict = {}  # compiled, by what they update and measure
-        self.observers: list = []  # what it tells of each cycle
+        self.norms: typing.Any = None  # see `sums.keep_norm`
         # Functions that are called when a fed batch counts, and when a cycle
         # ends.
         self.counts: list = []
@@ -58,8 +58,8 @@ class _Untracked:
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
-        own: dict = {"observers": [], "counts": [], "forgets": []}
-        return vars(self) | own | {"updates": {}}
+        own: dict = {"updates": {}, "counts": [], "forgets": []}
+        return vars(self) | own | {"norms": None}
 
 
 class Engine(tf.Module):
@@ -121,8 +121,6 @@ class Engine(tf.Module):
         self._totals.assign(tf.zeros(3, tf.float64))
         self._count.assign(0)
         self._phase.assign(0.0)
-        for each in self._untracked.observers:
-            each.forget_cycle()
         for forget in self._untracked.forgets:
             forget()
 
@@ -234,9 +232,6 @@ class Engine(tf.Module):
 
         @recorded()
         def add():
-            given = weight if divides else None
-            for each in self._untracked.observers:
-                each.add(gradients, self.variables, given, is_first, amount)
             triples = zip(self._sums, gradients, self.variables, strict=True)
             how = [*triples], scale, None if fraction is None else is_first
             if is_compiled:
@@ -289,37 +284,31 @@ class Engine(tf.Module):
         sums.clear(these, tf.equal(self._totals[2], 0))
 
     def _reduce(self, present):
-        """Returns the `Cycle` of all replicas, and what observers added."""
-        observers = self._untracked.observers
+        """Returns the `Cycle` of all replicas."""
         # In the widest dtype of the sums, so as to travel with them.
         widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
-        values = [self._totals, *(each.sums for each in observers)]
-        values = [v if v is None else tf.cast(v, widest) for v in values]
-        values += [
+        values = [
             total if is_present else None
             for total, is_present in zip(self._sums, present, strict=True)
         ]
-        totals, *values = replicas.sum_over_replicas(values)
-        cycle = sums.Cycle(
-            totals,
-            values[len(observers) :],
+        totals, *values = replicas.sum_over_replicas(
+            [tf.cast(self._totals, widest), *values]
+        )
+        return sums.Cycle(
+            values,
             self.variables,
             # Not a division of each sum: XLA would store all quotients at once.
             1 / sums.make_divisor(totals[0], totals[1]),
             tf.cast(self.optimizer.scale_loss(tf.ones(())), tf.float64),
             optimizers.scales_loss(self.optimizer),
         )
-        return cycle, values[: len(observers)]
 
     def _apply_gradients(self, present):
         """Passes the reduced and divided sums to the optimizer.
 
-        Returns whether there was an update, and a list of what each observer
-        measured. They are there when all variables are updated.
+        Returns whether there was an update, when all variables are updated.
         """
-        cycle, observed = self._reduce(present)
-        pairs = zip(self._untracked.observers, observed, strict=True)
-        measured = [each.measure(cycle, own) for each, own in pairs]
+        cycle = self._reduce(present)
         gradients: typing.Any = (
             sums.multiply(total, cycle.factor, variable)
             for total, variable in zip(cycle.sums, self.variables, strict=True)
@@ -329,6 +318,8 @@ class Engine(tf.Module):
             gradients, keep = sums.process(
                 self._process_gradients, [*gradients], cycle
             )
+        if self._untracked.norms is not None:
+            sums.keep_norm(self._untracked.norms, cycle, keep)
 
         def apply():
             named = self._untracked.named or itertools.repeat(True)
@@ -345,7 +336,7 @@ class Engine(tf.Module):
         # What reads a variable waits for what assigns to it.
         waits = map(optimizers.tf_variable, self.variables)
         with tf.control_dependencies([each.read_value() for each in waits]):
-            return tf.identity(keep), list(map(tf.identity, measured))
+            return tf.identity(keep)
 
     # -- once for all replicas: the end of a batch, and the update -------------
 
@@ -420,7 +411,7 @@ class Engine(tf.Module):
             self._reduce_and_apply(present)
             return
         updates = self._untracked.updates
-        key = present, *self._untracked.observers
+        key = present, self._untracked.norms is None
         if key not in updates:
             updates[key] = compile_update(
                 functools.partial(self._reduce_and_apply, present),
@@ -432,16 +423,12 @@ class Engine(tf.Module):
     def _reduce_and_apply(self, present):
         own = optimizers.with_inner_optimizers(self.optimizer)
         with without_own_reduction(own):
-            results = replicas.on_each_replica(self._apply_gradients, present)
-        results = list(map(replicas.local_results, tf.nest.flatten(results)))
-        (is_update, *_), *measured = results
-        observers = self._untracked.observers
-        for each, (value, *_) in zip(observers, measured, strict=True):
-            each.record(value, is_update)
+            updates = replicas.on_each_replica(self._apply_gradients, present)
         # Not before all weights have moved: until then `phase` says so.
-        with tf.control_dependencies([*itertools.chain(*results)]):
+        updates = replicas.local_results(updates)
+        with tf.control_dependencies([*updates]):
             if self._after_update is not None:
-                self._follow(is_update)
+                self._follow(updates[0])
             self._reset()
 
     def _follow(self, is_update):

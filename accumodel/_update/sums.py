@@ -14,9 +14,8 @@ _CANCELLED = 1e-9
 
 
 class Cycle(typing.NamedTuple):
-    """What observers are told of a cycle that ends, over all replicas."""
+    """A cycle that ends, over all replicas."""
 
-    totals: typing.Any  # see `Engine`
     sums: list  # of the gradients, or `None`
     variables: list
     factor: typing.Any  # by which the sums are multiplied
@@ -200,22 +199,33 @@ def all_finite(gradients, weight):
     return tf.reduce_all([*map(tf.reduce_all, map(tf.math.is_finite, values))])
 
 
-def squared_norm(gradients, variables):
-    """Returns the squared norm of all gradients that there are, in float64."""
-    squares = []
-    for gradient, variable in zip(gradients, variables, strict=True):
-        if gradient is None or overwrites(variable):
-            continue
-        if isinstance(gradient, tf.IndexedSlices):
-            # A row may be in it several times.
-            rows, places = tf.unique(gradient.indices)
-            gradient = tf.math.unsorted_segment_sum(
-                gradient.values, places, tf.size(rows)
-            )
-        if gradient.dtype in (tf.float16, tf.bfloat16):
-            gradient = tf.cast(gradient, tf.float32)
-        squares.append(tf.cast(2 * tf.nn.l2_loss(gradient), tf.float64))
-    return tf.add_n(squares)
+def make_norms():
+    """Makes a variable for norms: the last, the sum of all, and their number.
+
+    All replicas have the same.
+    """
+    return tf.Variable(
+        tf.zeros(3, tf.float64),
+        trainable=False,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+    )
+
+
+def keep_norm(norms, cycle, is_update):
+    """Keeps the norm of the gradient of a cycle, if it makes an update."""
+    squares = [
+        tf.cast(2 * tf.nn.l2_loss(total), norms.dtype)
+        for total, variable in zip(cycle.sums, cycle.variables, strict=True)
+        if total is not None and not overwrites(variable)
+    ]
+    norm = tf.sqrt(tf.add_n(squares)) / cycle.loss_scale
+    norm *= tf.cast(cycle.factor, norm.dtype)
+    if cycle.may_overflow:
+        is_update &= tf.math.is_finite(norm)
+    _, total, updates = tf.unstack(norms)
+    new = tf.stack([norm, total + norm, updates + 1])
+    norms.assign(tf.where(is_update, new, norms))
 
 
 def process(function, gradients, cycle):
