@@ -544,9 +544,9 @@ def rematerialized(call, x):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (OwnMoments, "own_moments.* of its own in a custom `_moments`"),
-        (OwnCall, "own_call.* of its own in a custom `call`"),
-        (OwnAverages, "own_averages.* of its own in a custom `call`"),
+        (OwnMoments, "own_moments.* statistics of its own"),
+        (OwnCall, "own_call.* statistics of its own"),
+        (OwnAverages, "own_averages.* statistics of its own"),
         (lambda: layers.RNN(Cell(2)), "hidden_norm.*called in a loop"),
         (lambda: In(in_condition), "hidden_norm.* a condition"),
         (lambda: In(in_loop), "hidden_norm.* a loop"),

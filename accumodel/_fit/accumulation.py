@@ -193,7 +193,8 @@ class Accumulation:
             self.begin_to_accumulate(spans_batches=True)
         self.options = options
         self._use(options)
-        self.accumulators.set_accum_steps(options.accum_steps)
+        for each in self.accumulators:
+            each.accum_steps = options.accum_steps
 
     def set_micro_batch_size(self, value):
         model, before = self.model, self.options.micro_batch_size

@@ -46,7 +46,8 @@ class EndOfCycle(keras.callbacks.Callback):
             self._warn_about_short_epochs(self._batches)
         self._batches = 0
         self._end_cycle()
-        state.accumulators.warn_about_unsure_updates()
+        for accumulator in state.accumulators:
+            accumulator._warn_about_unsure_updates()
         for end in state.features.at("end_epoch"):
             end(logs)
 

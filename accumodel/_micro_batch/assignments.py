@@ -9,22 +9,21 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
 
-# Prefixes of the types of operations that take a variable, a table or the like,
-# and leave it as it is. Of random numbers, `is_random` knows.
-_HARMLESS = (
-    "Collective",
-    "IteratorGetNext",
+# Prefixes of the types of operations that read a variable or a table, and do
+# nothing else.
+READS = (
     "LookupTableExport",
     "LookupTableFind",
     "LookupTableSize",
     "ReadVariableOp",
     "ResourceGather",
-    "Rng",
-    "Stateful",
     "VarIsInitialized",
     "VariableShape",
-    "Write",  # of summaries
 )
+
+# And of others that leave what they take as it is: summaries are written. Of
+# random numbers, `is_random` knows.
+_OTHERS = ("Collective", "IteratorGetNext", "Rng", "Stateful", "Write")
 
 # And of those that would not be the same a second time.
 _RANDOM = (
@@ -79,7 +78,7 @@ def check_assignments(definition, why):
     for node in nodes_of(definition):
         if (
             _RECORDED not in node.name
-            and not node.op.startswith(_HARMLESS)
+            and not node.op.startswith(READS + _OTHERS)
             and private_names.takes_resource(node.op)
         ):
             raise ValueError(

@@ -29,13 +29,8 @@ _OTHERS = (
 )
 _OTHER_TARGETS = (
     "With `micro_batch_size`, all targets must hold the same number of "
-    "samples. Feed what these share with the inputs, and override "
-    "`slice_data`. Received: "
-)
-_NO_TARGETS = (
-    "With `micro_batch_size` and without targets, all arrays of a batch must "
-    "hold the same number of samples. Or feed a target with one row for each "
-    "sample. Received: "
+    "samples, and without targets, all arrays. Feed what samples share with "
+    "the inputs, and one row for each sample as a target. Received: "
 )
 
 
@@ -163,9 +158,7 @@ def _count_samples(data, may_differ):
     """
     values = tf.nest.flatten(first_leaf(data), expand_composites=True)
     if may_differ:
-        leaves, are_targets = _counted(data)
-        message = _OTHER_TARGETS if are_targets else _NO_TARGETS
-        values += _check_lengths(leaves, message)
+        values += _check_lengths(_counted(data), _OTHER_TARGETS)
     with tf.control_dependencies(values):
         return tf.identity(count_samples(data))
 
@@ -175,7 +168,7 @@ def _counted(data):
 
     These are the targets: inputs may hold arrays of other lengths, such as the
     nodes of graphs, or a table that all samples share. Without targets, they
-    are the inputs. Also returns which.
+    are the inputs.
     """
     leaves = _leaves(data)
     targets = [
@@ -183,12 +176,12 @@ def _counted(data):
         for path, leaf in leaves
         if isinstance(data, tuple) and path[0] == 1
     ]
-    return targets or leaves, bool(targets)
+    return targets or leaves
 
 
 def first_leaf(data):
     """Returns an array whose length is the number of samples."""
-    leaves, _ = _counted(data)
+    leaves = _counted(data)
     if not leaves:
         raise ValueError(
             "A batch must hold at least one array with an axis of samples. "

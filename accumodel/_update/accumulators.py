@@ -54,10 +54,6 @@ class Accumulators:
     def skipped_steps(self):
         return sum(each.skipped_steps for each in self)
 
-    def set_accum_steps(self, value):
-        for each in self:
-            each.accum_steps = value
-
     def apply(self):
         for each in self:
             each.apply()
@@ -65,10 +61,6 @@ class Accumulators:
     def reset(self):
         for each in self:
             each.reset()
-
-    def warn_about_unsure_updates(self):
-        for each in self:
-            each._warn_about_unsure_updates()
 
     def is_updating(self):
         """Whether a step that failed had begun to make an update."""

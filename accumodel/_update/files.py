@@ -151,19 +151,16 @@ def _check(accumulator, model, cycle):
             "`LossScaleOptimizer` only if it was used then",
             f"scales_loss={cycle['scales_loss']}",
         )
-    if cycle["pending_steps"] < 1 or cycle["totals"].shape != (3,):
-        _refuse(
-            "is damaged",
-            f"pending_steps={cycle['pending_steps']}, totals={cycle['totals']}",
-        )
+    count, totals, wrong = cycle["pending_steps"], cycle["totals"], {}
     for i, total in enumerate(accumulator._sums):
         value = cycle.get(f"sum_{i}", total)
         if value.shape != total.shape or value.dtype != total.dtype:
-            _refuse(
-                "belongs to another model",
-                f"a sum of shape {value.shape} and dtype {value.dtype} for "
-                f"shape {tuple(total.shape)} and dtype {total.dtype.name}",
-            )
+            wrong[f"sum_{i}"] = value.shape, value.dtype
+    if wrong or count < 1 or totals.shape != (3,):
+        _refuse(
+            "is damaged, or belongs to another model",
+            f"pending_steps={count}, totals={totals}, wrong sums={wrong}",
+        )
 
 
 def _refuse(what, received):

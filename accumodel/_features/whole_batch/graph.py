@@ -30,19 +30,7 @@ from accumodel._features.whole_batch.sync_batch_norm import Norms
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import tf_variable, trained_norms
 from accumodel._micro_batch import weights
-from accumodel._micro_batch.assignments import Recorder
-
-# Prefixes of the types of operations that read a variable or a table, and do
-# nothing else.
-_READS = (
-    "LookupTableExport",
-    "LookupTableFind",
-    "LookupTableSize",
-    "ReadVariableOp",
-    "ResourceGather",
-    "VarIsInitialized",
-    "VariableShape",
-)
+from accumodel._micro_batch.assignments import READS, Recorder
 
 
 class ModelGraph:
@@ -175,7 +163,7 @@ class ModelGraph:
             self.positions[op.name] = stage
             is_pinned = op.name in inputs
             if private_names.is_stateful(op.type):
-                is_read = op.type.startswith(_READS)
+                is_read = op.type.startswith(READS)
                 is_pinned = not is_read or op.inputs[0].name in assigned
                 if not is_read:
                     self._effects.setdefault(stage, []).append(op)

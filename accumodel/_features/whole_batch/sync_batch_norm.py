@@ -95,16 +95,14 @@ class Norms:
         called = {id(norm.layer) for norm in self.calls}
         for layer in self._layers:
             variables = layer.non_trainable_variables
-            custom = [
-                name
-                for name in ("call", "_moments")
-                if getattr(type(layer), name)
+            is_custom = any(
+                getattr(type(layer), name)
                 is not getattr(keras.layers.BatchNormalization, name)
-            ]
-            is_own = is_training and custom and id(layer) not in called
+                for name in ("call", "_moments")
+            )
+            is_own = is_training and is_custom and id(layer) not in called
             if is_own or not own.isdisjoint(map(id, variables)):
-                where = f" in a custom `{custom[0]}`" if custom else ""
-                _refuse(layer, f"which computes statistics of its own{where}")
+                _refuse(layer, "which computes statistics of its own")
             uses = [op.type for each in variables for op in graph.uses(each)]
             if any(use != "ReadVariableOp" for use in uses):
                 _refuse(
