@@ -669,8 +669,8 @@ MUTANTS = [
     Mutant(
         "an overflow is added inside of XLA",
         "_update/engine.py",
-        "amount = tf.cast(accepted, tf.float64)",
-        "amount = tf.ones((), tf.float64)",
+        "self._totals.assign_add(tf.where(accepted, new, 0.0))",
+        "self._totals.assign_add(new)",
         "test_model.py",
     ),
     Mutant(

@@ -157,9 +157,8 @@ class FirstBatch:
             "Batch normalization normalizes each micro-batch by itself, so the "
             "weights are not those of the large batch. Compile with "
             "`micro_batch_size` and `sync_batch_norm=True`, which is exact; or "
-            "use `keras.layers.GroupNormalization`, or freeze the layer. If "
-            "not, use micro-batches of at least 8 samples. "
-            "`compile(verify=False)` hides this warning.",
+            "use `GroupNormalization`, or freeze the layer, or use at least 8 "
+            "samples. `compile(verify=False)` hides this warning.",
             InexactWarning,
             stacklevel=2,
         )
@@ -512,11 +511,10 @@ class _Check:
         else:
             cause = (
                 "The loss compares or adds up samples, or is divided by a "
-                "statistic of the batch; or a custom step changes the gradient "
-                "of each micro-batch. Return one loss per sample, which "
-                "depends on no other; or use `gradient_cache=True`; or return "
-                "in `micro_batch_weight` what the loss is divided by (`None` "
-                "for a sum); or change gradients in `process_gradients`."
+                "statistic of the batch; or a custom step changes gradients. "
+                "Return one loss per sample; or use `gradient_cache=True`; or "
+                "return in `micro_batch_weight` what the loss is divided by "
+                "(`None` for a sum); or override `process_gradients`."
             )
         return (
             "The first batch shows that the weights will not be those of the "

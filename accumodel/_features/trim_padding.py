@@ -210,8 +210,7 @@ class _Padding:
             raise ValueError(
                 "With `trim_padding`, a compiled loss must be called with the "
                 "targets that were fed, and return one loss for each position. "
-                "A loss that calls others, or overrides `__call__`, does not: "
-                "compile one loss for each output. "
+                "Do not call other losses in one, nor override `__call__`. "
                 f"Received: loss={model.loss}"
             )
 
@@ -235,11 +234,10 @@ class _Padding:
         if counts and any(cut):
             raise ValueError(
                 "With `trim_padding`, an output for each position needs "
-                "weights that are 0 at padding, or Keras counts it. Feed a "
-                "`sample_weight` of shape `(samples, length)`, with "
-                "`weighted_metrics` instead of `metrics`; or, for losses and "
-                "means, let the layers pass on a mask. Received: "
-                f"sample_weight={sample_weight} and {why}"
+                "weights that are 0 at padding. Feed a `sample_weight` of "
+                "shape `(samples, length)`, with `weighted_metrics` instead of "
+                "`metrics`; or, for losses and means, let layers pass on a "
+                f"mask. Received: sample_weight={sample_weight} and {why}"
             )
         place = cut.index(True) if any(cut) else None
         with hooks.replaced(self, "_place", place):
@@ -301,10 +299,9 @@ def _find_trimming(plan, data):
     custom = sorted(plan.overridden - _MAY_BE_CUSTOM)
     if custom and any(trimming.follows.values()):
         raise ValueError(
-            "`trim_padding` does not know what a custom method does with the "
-            "positions of an output that are cut off. Use compiled losses and "
-            f"metrics. Received: a custom `{custom[0]}` of "
-            f"{type(model).__name__}, with an output for each position"
+            "`trim_padding` cuts off positions of an output, which a custom "
+            "method may need. Use compiled losses and metrics. "
+            f"Received: a custom `{custom[0]}` of {type(model).__name__}"
         )
     return trimming
 
@@ -369,9 +366,8 @@ class _Probe:
                     "`trim_padding` cannot be used with a model that sees its "
                     f"padding: its outputs change by {change:.2g} times their "
                     "standard deviation if padding is cut off, with "
-                    f"training={training}. Let its layers mask padding, as "
-                    "attention, RNNs and `GlobalAveragePooling1D` do if they "
-                    f"get a mask. Received: {self._model}, of which the inputs "
+                    f"training={training}. Let its layers mask padding. "
+                    f"Received: {self._model}, of which the inputs "
                     f"{[self._names[i] for i in padded]} would be cut"
                 )
             for i in self._paddings:
@@ -393,10 +389,10 @@ class _Probe:
             if is_wide and b.shape != [2, self._end, *a.shape[2:]]:
                 raise ValueError(
                     "`trim_padding` needs outputs that are as wide as the "
-                    "inputs, or have the same shape for all widths. If one has "
-                    "no last position, as to predict the next word, return it, "
-                    "too, and let it weigh 0. Received: an output of shape "
-                    f"{tuple(b.shape)} for {self._end} positions"
+                    "inputs, or have the same shape for all widths. Return a "
+                    "last position that is missing, and let it weigh 0. "
+                    f"Received: an output of shape {tuple(b.shape)} for "
+                    f"{self._end} positions"
                 )
             follows[()] |= is_wide
             keys = [path[:1], (i,), *((name,) for name in names[i : i + 1])]

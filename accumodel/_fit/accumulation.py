@@ -25,7 +25,6 @@ from accumodel._update.accumulators import (
     Accumulators,
     build_accumulator,
 )
-from accumodel._update.sums import make_norms
 
 # What a step does otherwise if the user's model has its own.
 _OVERRIDABLE = (
@@ -60,8 +59,8 @@ class Accumulation:
         self.size: typing.Any = None
         # The samples in a batch of `fit`, if they are known.
         self.batch_size: typing.Any = None
-        # A `tf.Variable` once a callback has asked for it, see
-        # `sums.make_norms`; and whether this `fit` needs it.
+        # The last norm of a gradient, the sum of all, and their number, in a
+        # `tf.Variable`, if a callback has asked; and whether one of this `fit`.
         self.norms: typing.Any = None
         self.keeps_norms = False
         self.features = Features()  # those that are on
@@ -252,7 +251,13 @@ class Accumulation:
         """
         if self.norms is None:
             with tf.init_scope(), scope_of(self.strategy):
-                self.norms = make_norms()
+                self.norms = tf.Variable(
+                    tf.zeros(3, tf.float64),
+                    trainable=False,
+                    # All replicas have the same.
+                    synchronization=tf.VariableSynchronization.ON_READ,
+                    aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+                )
         self.keeps_norms = True
         self.begin_to_accumulate()
         return self.norms

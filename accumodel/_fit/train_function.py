@@ -14,11 +14,9 @@ Every fed batch goes one way:
 A feature may `train` or `test` a fed batch instead of the loop. The test
 function goes the same way, without gradients.
 
-Keras compiles the whole step as one XLA cluster. A condition inside a cluster
-carries every variable that it may write through it, which takes longer than
-forward and backward together, and a loop over micro-batches would be compiled
-for each number of samples. So Keras is told not to compile: what runs for a
-micro-batch is compiled, and the update, each by itself.
+Keras would compile the whole step as one XLA cluster. It is told not to: what
+runs for a micro-batch is compiled, and the update, each by itself. A condition
+in a cluster would carry all variables that it may write.
 """
 
 import contextlib
@@ -91,10 +89,9 @@ def _say_that_it_was_split(state, error):
         batch = "The batch" if samples is None else f"A batch of {samples}"
         error.add_note(
             f"accumodel: {batch} was split into micro-batches of at most "
-            f"{size} samples (`micro_batch_size`). A model that needs all "
-            "samples of a batch at once, such as the nodes of one graph, "
-            "cannot be split: use `accum_steps` instead. If a batch holds "
-            "arrays without an axis of samples, override `slice_data`."
+            f"{size} samples (`micro_batch_size`). If the model needs all "
+            "samples of a batch at once, use `accum_steps` instead. If a batch "
+            "holds arrays without an axis of samples, override `slice_data`."
         )
 
 
@@ -127,8 +124,7 @@ def _train(model, train_step, data):
             "micro-batch of a batch, and must add up its gradients. Call "
             "`self.accumulate_gradients(gradients, weight)` instead of "
             "`self.optimizer.apply_gradients(...)`. Received: the "
-            f"`train_step` of {type(model).__name__}, which accumulates "
-            "nothing"
+            f"`train_step` of {type(model).__name__}"
         )
     return logs
 

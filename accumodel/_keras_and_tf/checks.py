@@ -102,8 +102,8 @@ def check_can_accumulate(model, options):
     if options.micro_batch_size is not None:
         for why, received in _cannot_split(model, options):
             raise ValueError(
-                f"`micro_batch_size` cannot be used with {why}. "
-                f"Received: {received}"
+                f"`micro_batch_size` cannot be used with {why}. Or feed "
+                f"micro-batches, and use `accum_steps`. Received: {received}"
             )
 
 
@@ -113,8 +113,7 @@ def _cannot_split(model, options):
         if overrides(model, name):
             yield (
                 f"a custom `{name}`: batches are split in the function that "
-                "accumodel's own makes. Remove it, or feed micro-batches and "
-                "use `accum_steps`",
+                "accumodel's own makes. Remove it",
                 f"a model of {type(model).__name__}",
             )
     is_one = model.distribute_strategy.num_replicas_in_sync == 1
@@ -122,8 +121,7 @@ def _cannot_split(model, options):
         if getattr(layer, "stateful", False):
             yield (
                 "a stateful layer, which would carry its state from one "
-                "micro-batch to the next. Use `stateful=False`, or feed "
-                "micro-batches and use `accum_steps`",
+                "micro-batch to the next. Use `stateful=False`",
                 f"layer={layer}",
             )
         if is_one:
@@ -135,15 +133,14 @@ def _cannot_split(model, options):
             yield (
                 "`BatchNormalization(synchronized=True)` on several replicas, "
                 "whose numbers of micro-batches may differ. Use "
-                "`sync_batch_norm=True`, `synchronized=False` or `accum_steps`",
+                "`sync_batch_norm=True` or `synchronized=False`",
                 f"layer={layer}",
             )
         for variable in layer.non_trainable_variables:
             if variable.aggregation != "none":
                 yield (
                     "a layer whose replicas meet each time that it assigns its "
-                    "state: their numbers of micro-batches may differ. Use "
-                    "`accum_steps`",
+                    "state: their numbers of micro-batches may differ",
                     f"layer={layer}, with a weight of aggregation="
                     f'"{variable.aggregation}": {variable.path}',
                 )
@@ -151,8 +148,7 @@ def _cannot_split(model, options):
         if tensor.shape[0] is not None:
             yield (
                 "`keras.Input(batch_size=...)`, which fixes the number of "
-                "samples that go through the model at once. Leave `batch_size` "
-                "out",
+                "samples that go through the model. Leave `batch_size` out",
                 f"input={tensor}",
             )
 
@@ -184,8 +180,8 @@ def _check_train_step(cls):
     if is_ours(ours) and theirs.train_step is not KerasModel.train_step:
         raise TypeError(
             f"`{theirs.train_step.__qualname__}` would not be called: "
-            f"{cls.__name__} derives from `AccumulatingModel` first, which has "
-            f"its own. Override `train_step` in {cls.__name__}, and call "
+            "`AccumulatingModel`, the first base class, has its own. Override "
+            f"`train_step` in {cls.__name__}, and call "
             "`self.accumulate_gradients(gradients, weight)` instead of "
             "`self.optimizer.apply_gradients(...)`. "
             f"{other_order(theirs)} Received: class={cls}"
@@ -207,17 +203,15 @@ def check_optimizer(optimizer, skip_nonfinite):
         steps = getattr(each, "gradient_accumulation_steps", None)
         if steps:
             raise ValueError(
-                "`optimizer` has `gradient_accumulation_steps` set, so "
-                "gradients would be accumulated twice. Remove it and use "
-                "`accum_steps`. "
+                "`optimizer` would accumulate gradients a second time. Use "
+                "`accum_steps` only. "
                 f"Received: gradient_accumulation_steps={steps}"
             )
     if skip_nonfinite and scales_loss(optimizer):
         raise ValueError(
             "`skip_nonfinite=True` cannot be combined with a "
-            "`LossScaleOptimizer`, which must see overflows to adjust its "
-            "scale and already skips those updates. Remove `skip_nonfinite`. "
-            f"Received: skip_nonfinite={skip_nonfinite}"
+            "`LossScaleOptimizer`, which must see overflows, and skips those "
+            f"updates. Remove it. Received: skip_nonfinite={skip_nonfinite}"
         )
 
 

@@ -94,9 +94,8 @@ def check_model(model, accumulating):
     if overrides(model, "train_step"):
         name = type(model).__name__
         raise TypeError(
-            f"{name} has a custom `train_step`, which calls the optimizer for "
-            f"each batch. Derive from both, `class Model(AccumulatingModel, "
-            f"{name})`, with a `train_step` that calls "
+            f"{name} has a custom `train_step`. Derive from both, `class "
+            f"Model(AccumulatingModel, {name})`, with one that calls "
             "`self.accumulate_gradients(gradients, weight)` instead of "
             "`self.optimizer.apply_gradients(...)`. "
             f"{other_order(type(model))} Received: model={model}"
@@ -110,16 +109,15 @@ def check_model(model, accumulating):
     classes = [each for each in type(model).__mro__ if not is_ours(each)]
     if not model.built and any("build" in vars(each) for each in classes):
         warnings.warn(
-            "`model` is not built, and its class has a custom `build`: the "
-            "model that `from_model` returns will have its own weights. Call "
-            "`model` on a batch first if you use both.",
+            "`model` is not built, and its class has a custom `build`: what "
+            "`from_model` returns will have its own weights. Call `model` on a "
+            "batch first if you use both.",
             stacklevel=3,
         )
     if model.compiled:
         warnings.warn(
-            "`model` is compiled, and the model that `from_model` returns is "
-            "not: call its `compile`. With `compile(model.optimizer, ...)` it "
-            "continues with the state of the optimizer.",
+            "`model` is compiled, and what `from_model` returns is not: call "
+            "its `compile`, with `model.optimizer` to continue with its state.",
             stacklevel=3,
         )
 

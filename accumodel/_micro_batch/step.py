@@ -67,9 +67,9 @@ class Step:
             raise ValueError(
                 "Gradients were accumulated twice in one `train_step`, and "
                 "each call counts as a micro-batch. Add up the losses or the "
-                "gradients and accumulate them once. If several optimizers "
-                "train, give each a `GradientAccumulator`. Received: a second "
-                f"call for {len(accumulator.variables)} variables"
+                "gradients first, or give each optimizer a "
+                "`GradientAccumulator`. Received: a second call for "
+                f"{len(accumulator.variables)} variables"
             )
         self._called.add(call)
 

@@ -92,9 +92,9 @@ class LossWeights:
         if None in divisors:
             raise ValueError(
                 "The losses of this model are sums and means, and one weight "
-                "cannot be right for both. Use mean reductions everywhere and "
-                "scale them by `loss_weights`, pass `add_loss` a scalar mean, "
-                "or override `micro_batch_weight`. Received: reductions="
+                "cannot be right for both. Use means, scaled by "
+                "`loss_weights`, or override `micro_batch_weight`. "
+                "Received: reductions="
                 f"{[each.reduction for each in step.reductions]} and "
                 f"{len(vectors)} vectors from `add_loss`"
             )
@@ -102,9 +102,8 @@ class LossWeights:
             self._warn(
                 "The losses of this model are averaged over different masks "
                 "or sample weights, so no single weight is exact for all: each "
-                "micro-batch weighs its number of samples. With "
-                "`micro_batch_size`, `gradient_cache=True` is exact. Or "
-                "override `micro_batch_weight` to choose another weight."
+                "micro-batch weighs its number of samples. Use "
+                "`gradient_cache=True`, or override `micro_batch_weight`."
             )
             return samples
         if divisors.keys() - {_SAMPLES} and any(
@@ -114,9 +113,8 @@ class LossWeights:
             self._warn(
                 "The compiled loss is averaged over a mask or sample weights, "
                 "and a scalar of `add_loss`, such as an activity regularizer, "
-                "over samples: no single weight is exact for both. Each "
-                "micro-batch weighs what the compiled loss is divided by. "
-                "Override `micro_batch_weight` if the samples matter more."
+                "over samples: no single weight is exact for both. Override "
+                "`micro_batch_weight` if the samples matter more."
             )
         value = next(iter(divisors.values()), None)
         return samples if value is None else _nonzero(value, samples)

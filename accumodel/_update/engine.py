@@ -223,10 +223,8 @@ class Engine(tf.Module):
         with tf.control_dependencies([begun]):
             # Then the sums are those of an earlier cycle.
             is_first = tf.equal(self._totals[2], 0)
-        amount = tf.ones((), tf.float64)
         if is_compiled and self._skip_nonfinite:
             # A condition in an XLA cluster would carry all sums through it.
-            amount = tf.cast(accepted, tf.float64)
             gradients = [sums.zero_unless(accepted, each) for each in gradients]
             scale = tf.where(accepted, scale, tf.zeros_like(scale))
 
@@ -242,7 +240,7 @@ class Engine(tf.Module):
             if fraction is not None:
                 each = tf.cast(weight, tf.float64) * float(divides) * fraction
                 new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
-                self._totals.assign_add(tf.where(amount > 0, new, 0.0))
+                self._totals.assign_add(tf.where(accepted, new, 0.0))
 
         if is_compiled or not self._skip_nonfinite:
             add()
@@ -448,10 +446,9 @@ class Engine(tf.Module):
             self._has_warned = True
             warnings.warn(
                 "The micro-batches of a cycle trained different sets of "
-                "variables. Those that got no gradient in that cycle were "
-                "updated with a gradient of zero, so momentum and weight "
-                "decay may have changed them. Let whole cycles train the same "
-                "variables, or use a `GradientAccumulator` for each set.",
+                "variables. Those that got no gradient in it were updated with "
+                "zeros, by which momentum and weight decay may change them. "
+                "Use a `GradientAccumulator` for each set.",
                 stacklevel=3,
             )
 

@@ -67,9 +67,8 @@ def load(accumulators, cycles):
     found = accumulators.by_name()
     if not cycles.keys() <= found.keys():
         raise ValueError(
-            "The file holds a pending cycle of an accumulator that this model "
-            f"does not have. Received: {list(cycles)}, but the model has "
-            f"{list(found)}"
+            "The file holds a cycle of an accumulator that this model does not "
+            f"have. Received: {list(cycles)}, but the model has {list(found)}"
         )
     for attribute, cycle in cycles.items():
         _check(found[attribute], accumulators.model, cycle)

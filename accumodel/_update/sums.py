@@ -33,9 +33,8 @@ def make_accumulators(variables):
     overwritten = [each for each in variables if overwrites(each)]
     if overwritten and count_replicas() > 1:
         raise ValueError(
-            "Variables that their gradients overwrite, such as the scales of "
-            "float8, cannot be accumulated on several replicas. Use one device "
-            f"or another precision. Received: {overwritten[0]}"
+            "The scales of float8 cannot be accumulated on several replicas. "
+            f"Use one device or another precision. Received: {overwritten[0]}"
         )
     made = []
     for variable in map(tf_variable, variables):
@@ -199,19 +198,6 @@ def all_finite(gradients, weight):
     return tf.reduce_all([*map(tf.reduce_all, map(tf.math.is_finite, values))])
 
 
-def make_norms():
-    """Makes a variable for norms: the last, the sum of all, and their number.
-
-    All replicas have the same.
-    """
-    return tf.Variable(
-        tf.zeros(3, tf.float64),
-        trainable=False,
-        synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-    )
-
-
 def keep_norm(norms, cycle, is_update):
     """Keeps the norm of the gradient of a cycle, if it makes an update."""
     squares = [
@@ -252,8 +238,7 @@ def process(function, gradients, cycle):
         raise ValueError(
             "`process_gradients` must return a list with a gradient or `None` "
             f"for each of the {len(variables)} trainable variables, or a tuple "
-            "of such a list and a bool, whether to make the update. "
-            f"Received: {returned}"
+            f"of such a list and a bool. Received: {returned}"
         )
     for new, variable in zip(processed, variables, strict=True):
         if new is None:

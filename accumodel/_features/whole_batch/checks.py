@@ -123,9 +123,8 @@ def check_no_pairs(plan, graph, x):
     for two, three in zip(*shapes, strict=True):
         if not two[1:].is_compatible_with(three[1:]):
             raise ValueError(
-                "The model computes something for pairs of samples, and no "
-                "micro-batch has the pairs of two micro-batches. Return the "
-                "embeddings, and compute the similarities in `compute_loss`, "
-                "with `gradient_cache=True`. Received: an output of shape "
-                f"{two} for 2 samples, and {three} for 3"
+                "The model computes something for pairs of samples, which may "
+                "be in two micro-batches. Compute similarities in "
+                "`compute_loss`, with `gradient_cache=True`. Received: an "
+                f"output of shape {two} for 2 samples, and {three} for 3"
             )
