@@ -238,6 +238,12 @@ def check_gradients(gradients, variables):
             "loss does not depend on any of them. "
             f"Received: gradients={gradients}"
         )
+    check_shapes(gradients, variables, "`gradients` must have")
+    return gradients, named
+
+
+def check_shapes(gradients, variables, what):
+    """Raises unless the gradients that there are have the right shapes."""
     for gradient, variable in zip(gradients, variables, strict=True):
         if gradient is None:
             continue
@@ -245,11 +251,10 @@ def check_gradients(gradients, variables):
             gradient = tf.convert_to_tensor(gradient)
         if not gradient.shape.is_compatible_with(variable.shape):
             raise ValueError(
-                "`gradients` must have the shapes of the variables, "
+                f"{what} the shapes of the variables, "
                 f"{tuple(variable.shape)} for '{variable.name}'. "
                 f"Received: a gradient of shape {tuple(gradient.shape)}"
             )
-    return gradients, named
 
 
 def _match(pairs, variables):

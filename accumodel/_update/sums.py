@@ -5,6 +5,7 @@ import typing
 
 import tensorflow as tf
 
+from accumodel._keras_and_tf.checks import check_shapes
 from accumodel._keras_and_tf.optimizers import overwrites, tf_variable
 from accumodel._keras_and_tf.replicas import count_replicas, make_sum
 from accumodel._micro_batch.assignments import recorded
@@ -240,16 +241,8 @@ def process(function, gradients, cycle):
             f"for each of the {len(variables)} trainable variables, or a tuple "
             f"of such a list and a bool. Received: {returned}"
         )
-    for new, variable in zip(processed, variables, strict=True):
-        if new is None:
-            continue
-        shape = tf.convert_to_tensor(new).shape
-        if not shape.is_compatible_with(variable.shape):
-            raise ValueError(
-                "`process_gradients` must return gradients of the shapes of "
-                f"the variables, {tuple(variable.shape)} for "
-                f"'{variable.name}'. Received: a gradient of shape {shape}"
-            )
+    what = "`process_gradients` must return gradients of"
+    check_shapes(processed, variables, what)
     if keep is not True and tf.distribute.has_strategy():
         raise ValueError(
             "`process_gradients` cannot leave out an update under a "
