@@ -606,8 +606,8 @@ MUTANTS = [
     Mutant(
         "targets may differ in length",
         "_micro_batch/split.py",
-        "    if may_differ:\n",
-        "    if False:\n",
+        "        if self.is_split and self._may_differ:",
+        "        if False:",
         "test_refused_or_warned.py",
     ),
     Mutant(

@@ -13,12 +13,7 @@ REMAINDERS = ("apply", "carry", "drop")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `compile` was told. The defaults are those of `compile`.
-
-    Raises:
-        TypeError: If a number has another type.
-        ValueError: If an argument has no meaning.
-    """
+    """What `compile` was told, by default as there. Raises if it is wrong."""
 
     accum_steps: int = 1
     micro_batch_size: int | typing.Literal["auto"] | None = None

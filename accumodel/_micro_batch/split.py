@@ -55,8 +55,13 @@ class MicroBatches:
 
     @functools.cached_property
     def samples(self):
-        # A batch that is not split may be anything: nobody else counts it.
-        return _count_samples(self.data, self.is_split and self._may_differ)
+        values = tf.nest.flatten(first_leaf(self.data), expand_composites=True)
+        # For a custom `slice_data`, some arrays may have other lengths. A batch
+        # that is not split may be anything.
+        if self.is_split and self._may_differ:
+            values += _check_lengths(_counted(self.data), _OTHER_TARGETS)
+        with tf.control_dependencies(values):  # it waits for the data
+            return tf.identity(count_samples(self.data))
 
     def bounds(self, i):
         """Returns the first sample of the i-th, and the first after it."""
@@ -149,18 +154,6 @@ def count_of_each_replica(data, strategy):
         ]
     batches = [keras.tree.pack_sequence_as(data, each) for each in batches]
     return [int(first_leaf(each).shape[0]) for each in batches]
-
-
-def _count_samples(data, may_differ):
-    """Returns the number of samples; it waits for the data if it is known.
-
-    For a custom `slice_data`, some arrays of it may have other lengths.
-    """
-    values = tf.nest.flatten(first_leaf(data), expand_composites=True)
-    if may_differ:
-        values += _check_lengths(_counted(data), _OTHER_TARGETS)
-    with tf.control_dependencies(values):
-        return tf.identity(count_samples(data))
 
 
 def _counted(data):

@@ -59,9 +59,7 @@ def save(accumulators, features, store):
 def load(accumulators, cycles):
     """Replaces the pending cycles by those that `split` returned.
 
-    Raises:
-        ValueError: If a cycle does not belong to this model. Then no cycle is
-            pending.
+    If one does not belong to this model, it raises, and no cycle is pending.
     """
     accumulators.reset()
     found = accumulators.by_name()
