@@ -736,7 +736,7 @@ REFUSED = {
     "a mean without a mask": (a_mean_of_all, {}, "sees its padding"),
     "a convolution": (convolution, {}, "sees its padding"),
     "half as wide": (half_as_wide, {}, "as wide as the inputs"),
-    "one position less": (one_less, {}, "no last position"),
+    "one position less": (one_less, {}, "a last position that is missing"),
     **{
         f"{name} that sees padding": (
             make,
@@ -770,7 +770,7 @@ REFUSED = {
     "a composite loss": (
         tagger,
         {"y": of_words(), "loss": Composite()},
-        "A loss that calls others",
+        "not call other losses in one",
     ),
     "a loss of whole sequences": (
         tagger,
