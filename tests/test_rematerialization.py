@@ -198,6 +198,8 @@ def train(kind, base, size, strategy=None, scope=None, **kwargs):
 
 
 @pytest.mark.table
+# The nightly of Keras 3.16 says it of GRU and LSTM, in plain models too.
+@pytest.mark.filterwarnings("ignore:.*does not support masking")
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_of_the_same_model_without_the_scope(kind, way):
@@ -386,7 +388,9 @@ def test_a_part_of_a_model_in_a_custom_step():
 @pytest.mark.parametrize("kind", ["Bert", "GPT2"])
 def test_backbones_of_keras_hub(kind):
     keras_hub = pytest.importorskip(
-        "keras_hub", reason="its newest release needs the newest TensorFlow"
+        "keras_hub",
+        reason="it fits neither the oldest TensorFlow nor the next Keras",
+        exc_type=ImportError,
     )
     rng = np.random.default_rng(0)
     x = {

@@ -65,16 +65,13 @@ class _Call:
 
         # TensorFlow wants one source at least.
         outputs = run_first(*_sources(self._inputs), tf.zeros(()))
-        new = {}
-        for source, output in zip(_sources(made), outputs, strict=True):
-            private_names.set_mask(output, private_names.mask_of(source))
-            new[id(source)] = output
+        new = dict(zip(map(id, _sources(made)), outputs, strict=True))
         outputs, losses = _map(lambda each: new.get(id(each), each), made)
-        owner: typing.Any = getattr(self._function, "__self__", None)
+        layer: typing.Any = private_names.layer_of(self._function)
+        if losses and layer is None:
+            self._refuse("a loss that is added")
         for loss in losses:
-            if not isinstance(owner, keras.Layer):
-                self._refuse("a loss that is added")
-            owner.add_loss(loss)
+            layer.add_loss(loss)
         return outputs
 
     def _differentiate(self, *gradients, variables=()):

@@ -301,7 +301,9 @@ def replace_rematerialized(call):
     For good: a layer may wrap its functions when it is made. If Keras changes
     it, its own error remains.
     """
-    module = _module("backend.tensorflow.core")
+    backend = _module("backend")
+    # `core` is in `ops` from Keras 3.16 on.
+    module: typing.Any = getattr(backend, "ops", None) or backend.core
     original: typing.Any = getattr(module, "remat", None)
 
     def remat(function):
@@ -309,7 +311,7 @@ def replace_rematerialized(call):
 
         @functools.wraps(function)
         def run(*args, **kwargs):
-            if _module("backend").in_symbolic_scope():  # to infer shapes
+            if backend.in_symbolic_scope():  # to infer shapes
                 return function(*args, **kwargs)
             return call(function, by_keras, *args, **kwargs)
 

@@ -154,13 +154,22 @@ def is_built(model):
     return all(layer.built for layer in [model, *flat_layers(model)])
 
 
-def can_run_twice(method):
+def layer_of(function):
+    """Returns the layer whose method it is, or `None`. Keras 3.16 wraps it."""
+    for each in (function, getattr(function, "__wrapped__", None)):
+        layer = getattr(each, "__self__", None)
+        if isinstance(layer, keras.Layer):
+            return layer
+    return None
+
+
+def can_run_twice(function):
     """Whether its layer is built, and no model that its scope does not name."""
-    layer = getattr(method, "__self__", None)
-    if isinstance(layer, KerasModel) and method == layer.call:
+    layer = layer_of(function)
+    if isinstance(layer, KerasModel) and function.__name__ == "call":
         mode = getattr(layer._remat_mode, "mode", None)
         return is_built(layer) and mode == "list_of_layers"
-    return not isinstance(layer, keras.Layer) or is_built(layer)
+    return layer is None or is_built(layer)
 
 
 # What Keras keeps of a layer besides its variables and layers.
