@@ -39,8 +39,8 @@ _WHILE_UPDATING = (
     "less memory, or a smaller model."
 )
 _ONE_SAMPLE = (
-    "Out of memory with one sample in the model at once, so "
-    '`micro_batch_size="auto"` cannot help. Make the blocks of the model under '
+    "Out of memory with one sample in the model at once, so no "
+    "`micro_batch_size` can help. Make the blocks of the model under "
     "`keras.RematScope`; use `mixed_bfloat16`, shorter samples or a smaller "
     "model; or see above whether an algorithm for a layer is missing, and not "
     "memory. The weights are those of the last update."
@@ -89,6 +89,8 @@ def _check_steps(accum_steps, owner=""):
 class Auto:
     """Runs a fed batch of a model until memory suffices."""
 
+    NAME = "auto"
+
     def __init__(self, state):
         self._model, self._state = state.model, state
         # The most samples that went through the model at once.
@@ -100,19 +102,20 @@ class Auto:
         self._before: dict = {}
         state.assign_size(ALL)
 
-    @staticmethod
-    def is_on(options):
-        return options.micro_batch_size == "auto"
+    @classmethod
+    def is_on(cls, options):
+        return options.micro_batch_size == cls.NAME
 
-    @staticmethod
-    def check(model, options):
-        """Refuses what `micro_batch_size="auto"` cannot go with."""
-        if options.micro_batch_size != "auto":
+    @classmethod
+    def check(cls, model, options):
+        """Refuses what this `micro_batch_size` cannot go with."""
+        if not cls.is_on(options):
             return
-        _check_steps(options.accum_steps)
+        if cls is Auto:
+            _check_steps(options.accum_steps)
         if is_multi_worker(model.distribute_strategy):
             raise ValueError(
-                '`micro_batch_size="auto"` cannot be used with several '
+                f'`micro_batch_size="{cls.NAME}"` cannot be used with several '
                 "workers: one may run out of memory alone. Use an int. "
                 f"Received: strategy={model.distribute_strategy}"
             )
@@ -166,7 +169,7 @@ class Auto:
                 if not is_out_of_memory(error):
                     raise
                 if trains and cycles.is_updating():
-                    _give_up(_WHILE_UPDATING, error)
+                    give_up(_WHILE_UPDATING, error)
                 for part, value in itertools.chain(*self._before.values()):
                     part.assign(value)
                 if trains:
@@ -196,7 +199,7 @@ class Auto:
             self._largest = None
             self._assign_size(ALL)
             is_joined = self._state.plan().needs_whole_batch
-            _give_up(_ONE_SAMPLE + _WHOLE_LOSS * is_joined, error)
+            give_up(_ONE_SAMPLE + _WHOLE_LOSS * is_joined, error)
         self._assign_size(-(-failed // 2))
         # Python shows what a line warns of only once.
         globals().pop("__warningregistry__", None)
@@ -243,8 +246,8 @@ class Auto:
         """Raises if a step assigns what cannot be put back."""
         check_assignments(
             graph.as_graph_def(),
-            'With `micro_batch_size="auto"`, a batch is run again if memory '
-            "runs out",
+            f'With `micro_batch_size="{self.NAME}"`, a batch is run again if '
+            "memory runs out",
         )
 
     def around_batch(self):
@@ -259,5 +262,5 @@ class Auto:
                 self._before[id(variable)] = self._value(variable)
 
 
-def _give_up(text, error):
+def give_up(text, error):
     raise tf.errors.ResourceExhaustedError(None, None, text) from error

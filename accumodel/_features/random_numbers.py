@@ -121,6 +121,7 @@ class RandomNumbers:
     def _seeds(self):
         return [*self._state.assigned["seeds"].values()]
 
+    @recorded()
     def note_moves(self, moves):
         """Notes how far seeds are to be moved, in a dict by their keys."""
         keys = [*self._state.assigned["seeds"]]

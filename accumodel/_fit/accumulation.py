@@ -209,7 +209,7 @@ class Accumulation:
         if not self.accumulates:
             xla.warn_about_replicas(model)
         self._use(options)
-        if {before, value} & {None, "auto"}:
+        if not isinstance(before, int) or not isinstance(value, int):
             self.accumulates = True
             self.make_functions_again()
 

@@ -16,7 +16,7 @@ class Options:
     """What `compile` was told, by default as there. Raises if it is wrong."""
 
     accum_steps: int = 1
-    micro_batch_size: int | typing.Literal["auto"] | None = None
+    micro_batch_size: int | typing.Literal["auto", "fastest"] | None = None
     gradient_cache: bool = False
     sync_batch_norm: bool = False
     trim_padding: str | int | None = None

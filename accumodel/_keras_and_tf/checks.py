@@ -34,13 +34,13 @@ def check_accum_steps(value):
 
 def check_micro_batch_size(value):
     """Returns `value`, an int as an `int`, or says what is wrong with it."""
-    if value is None or (isinstance(value, str) and value == "auto"):
+    if isinstance(value, str | None) and value in (None, "auto", "fastest"):
         return value
     return _check_positive(
         "micro_batch_size",
         value,
         "a positive integer, the largest number of samples that go through the "
-        'model at once, `"auto"` or `None`',
+        'model at once, `"auto"`, `"fastest"` or `None`',
     )
 
 
