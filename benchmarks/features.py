@@ -73,14 +73,14 @@ def summarize(times):
     }
 
 
-def make_table(rows):
-    table = rich.table.Table(title="ms per micro-batch, 8 in a batch")
+def make_table(title, rows):
+    table = rich.table.Table(title=title)
     for name in rows[0]:
         table.add_column(name, justify="left" if name == "model" else "right")
     for row in rows:
         table.add_row(
             *(
-                f"{value:.2f}" if isinstance(value, float) else value
+                f"{value:.2f}" if isinstance(value, float) else str(value)
                 for value in row.values()
             )
         )
@@ -94,7 +94,8 @@ def main():
         {**of, **summarize(times)}
         for of, times in measure_models(arguments, make_ways)
     ]
-    report(arguments, rows, [make_table(rows)])
+    title = "ms per micro-batch, 8 in a batch"
+    report(arguments, rows, [make_table(title, rows)])
 
 
 if __name__ == "__main__":

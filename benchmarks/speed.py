@@ -87,6 +87,16 @@ def embedding(model_class):
     return model_class(inputs, outputs), data
 
 
+def lstm(model_class):
+    """Two layers of 128, micro-batches of 16 sequences of 32."""
+    inputs = keras.Input((32, 64))
+    x = keras.layers.LSTM(128, return_sequences=True)(inputs)
+    outputs = keras.layers.Dense(10)(keras.layers.LSTM(128)(x))
+    rng = np.random.default_rng(0)
+    data = rng.random((16, 32, 64), "float32"), rng.integers(10, size=16)
+    return model_class(inputs, outputs), data
+
+
 def tiny(model_class):
     """784-128-10, micro-batches of 32: what a step costs beside arithmetic."""
     inputs = keras.Input((784,))
@@ -113,8 +123,9 @@ def normalized(model_class):
 
 WORKLOADS = {
     each.__name__: each
-    for each in (mlp, cnn, transformer, embedding, tiny, normalized)
+    for each in (mlp, cnn, transformer, embedding, lstm, tiny, normalized)
 } | {
+    "mlp of 3 layers": functools.partial(mlp, layers=3),
     "cnn with dropout": functools.partial(cnn, rate=0.3),
     "transformer with dropout": functools.partial(transformer, rate=0.3),
 }
@@ -371,7 +382,8 @@ def measure_model(make_ways, model, jit, rounds, calls):
 
 
 def main():
-    others = ("normalized", "cnn with dropout", "transformer with dropout")
+    others = ("lstm", "normalized", "mlp of 3 layers")
+    others += ("cnn with dropout", "transformer with dropout")
     models = [name for name in WORKLOADS if name not in others]
     parser = make_speed_parser(__doc__, models)
     parser.add_argument("--steps", nargs="+", type=int, default=[1, 2, 8, 32])

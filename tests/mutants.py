@@ -471,6 +471,27 @@ MUTANTS = [
         "test_auto.py",
     ),
     Mutant(
+        "a search takes the largest of the sizes that are nearly the fastest",
+        "_features/fastest.py",
+        "self._assign_size(min(k",
+        "self._assign_size(max(k",
+        "test_fastest.py",
+    ),
+    Mutant(
+        "a short batch is timed",
+        "_features/fastest.py",
+        "if is_alike or not times:",
+        "if True:",
+        "test_fastest.py",
+    ),
+    Mutant(
+        "a batch in the middle of a cycle is run again",
+        "_features/fastest.py",
+        "        if self._is_pending:",
+        "        if False:",
+        "test_fastest.py",
+    ),
+    Mutant(
         "averages of no update replace the weights",
         "_fit/accumulation.py",
         "if optimizer.iterations.numpy():",

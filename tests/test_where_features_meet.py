@@ -20,6 +20,7 @@ WAYS = {
     **cases.WAYS,
     "sync": (8, {"micro_batch_size": 3, "sync_batch_norm": True}),
     "trim": (8, {"micro_batch_size": 3, "trim_padding": 0}),
+    "fastest": (4, {"accum_steps": 2, "micro_batch_size": "fastest"}),
 }
 
 
@@ -197,6 +198,7 @@ DRAWS_OTHERS = {(way, "dropout") for way in ("steps", "both", "trim")}
 NEWEST = {
     "auto": {"masks", "outputs", "executions", "replicas", "xla"},
     "both": FEATURES.keys() - {"masks", "skipping", "overridden"},
+    "fastest": FEATURES.keys() - {"state", "dropout"},
     "cache": {"replicas"},
     "sync": {"replicas"},
     "trim": {"replicas"},

@@ -98,7 +98,7 @@ class Fastest(Auto):
         self._assign_size(min(k for k in sizes if found[k] <= _NEARLY * best))
         is_whole = self._size == ALL
         self._largest = self._largest_part(data) if is_whole else self._size
-        if self._fit.get("verbose", self._fit):
+        if self._fit and self._fit.get("verbose", 1):
             print(f"\nThe fastest micro_batch_size is {self._largest}.")
 
     def _halve(self, data, error):
