@@ -58,7 +58,7 @@ def summarize(times):
 def main():
     models = ["mlp of 3 layers", "cnn", "transformer", "lstm"]
     parser = make_speed_parser(__doc__, models, plot=False)
-    parser.set_defaults(jit=["off"], calls=1)
+    parser.set_defaults(jit=["off"], calls=2)
     parser.add_argument("--threads", type=int, help="default: all cores")
     arguments = parser.parse_args()
     if arguments.threads:  # TensorFlow reads them in each process
