@@ -25,7 +25,7 @@ _check_backend()
 # ruff: noqa: E402
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._update.accumulator import GradientAccumulator
-from accumodel.callbacks import AccumStepsScheduler, GradientNorm
+from accumodel.callbacks import AccumStepsScheduler
 from accumodel.model import AccumulatingModel
 
 __version__ = "0.1.0"
@@ -33,6 +33,5 @@ __all__ = [
     "AccumStepsScheduler",
     "AccumulatingModel",
     "GradientAccumulator",
-    "GradientNorm",
     "InexactWarning",
 ]

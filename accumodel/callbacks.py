@@ -1,6 +1,5 @@
-"""The callbacks: a schedule of `accum_steps`, and the norm of the gradient."""
+"""`AccumStepsScheduler`: another `accum_steps` as the training goes on."""
 
-import math
 import typing
 from collections.abc import Callable, Mapping
 
@@ -131,62 +130,3 @@ class AccumStepsScheduler(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if logs is not None:
             logs["accum_steps"] = self.model.accum_steps
-
-
-class GradientNorm(keras.callbacks.Callback):
-    """Logs the norm of the gradient of the effective batch.
-
-    The logs of each batch that made an update gain `gradient_norm`, and those
-    of each epoch, and so the `History`, `TensorBoard` and `CSVLogger`, its mean
-    over the updates of the epoch. It is the norm that the optimizer's
-    `global_clipnorm` looks at: of the gradient of all samples of the update, on
-    all replicas, without the factor of a loss scale, before
-    `process_gradients` and before clipping. It works with `accum_steps=1`, too.
-
-    Examples:
-        >>> inputs = keras.Input((3,))
-        >>> model = accumodel.AccumulatingModel(
-        ...     inputs, keras.layers.Dense(1)(inputs)
-        ... )
-        >>> model.compile("sgd", "mse", micro_batch_size=4)
-        >>> history = model.fit(
-        ...     np.ones((32, 3)), np.ones((32, 1)), batch_size=16, verbose=0,
-        ...     callbacks=[accumodel.GradientNorm()],
-        ... )
-        >>> len(history.history["gradient_norm"])
-        1
-
-    Raises:
-        TypeError: When training begins, if the model does not accumulate.
-        ValueError: When training begins, if the model has a custom
-            `GradientAccumulator`.
-    """
-
-    _adds_to_logs = True
-
-    def set_model(self, model):
-        super().set_model(model)
-        check_accumulates(model, self)
-        state = model._accumulation
-        if {*state.accumulators} - {model._gradient_accumulator}:
-            raise ValueError(
-                "`GradientNorm` measures what a `train_step` passes to "
-                "`self.accumulate_gradients`, not what it passes to a custom "
-                f"`GradientAccumulator`. Received: model={model}"
-            )
-        self._norms = state.keep_norms()
-        self._at_batch = self._at_epoch = self._norms.numpy()
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self._at_epoch = self._norms.numpy()
-
-    def on_train_batch_end(self, batch, logs=None):
-        before, self._at_batch = self._at_batch, self._norms.numpy()
-        if logs is not None and self._at_batch[2] > before[2]:
-            logs["gradient_norm"] = float(self._at_batch[0])
-
-    def on_epoch_end(self, epoch, logs=None):
-        _, total, updates = self._norms - self._at_epoch
-        if logs is not None:
-            mean = float(total / updates) if updates else math.nan
-            logs["gradient_norm"] = mean

@@ -1,11 +1,11 @@
 """`python -m benchmarks.features`: what the other features add to slices.
 
 A batch of 8 micro-batches is cut by `micro_batch_size`: alone; with
-`gradient_cache=True`; with `sync_batch_norm=True`; with the callback
-`GradientNorm`; with a `process_gradients` that returns what it is given; and by
-`micro_batch_size="auto"` after it has found the same size. All run in turns in
-one process. Times are of one micro-batch, lower quartiles over the rounds, and
-ratios are ratios of these quartiles.
+`gradient_cache=True`; with `sync_batch_norm=True`; with a `process_gradients`
+that returns what it is given; and by `micro_batch_size="auto"` after it has
+found the same size. All run in turns in one process. Times are of one
+micro-batch, lower quartiles over the rounds, and ratios are ratios of these
+quartiles.
 """
 
 import keras
@@ -39,10 +39,6 @@ def make_ways(make, jit):
         ("alone", {"micro_batch_size": size}),
         ("cache", {"micro_batch_size": size, "gradient_cache": True}),
         ("norm", {"micro_batch_size": size, "sync_batch_norm": True}),
-        (
-            "gradient",
-            {"micro_batch_size": size, "callback": accumodel.GradientNorm()},
-        ),
         ("hook", {"micro_batch_size": size}),
         ("auto", {"micro_batch_size": "auto"}),
     ):
@@ -62,7 +58,7 @@ def make_ways(make, jit):
 
 def summarize(times):
     alone, *others = lower_quartiles(times).values()
-    names = ("cache", "norm", "gradient", "hook", "auto")
+    names = ("cache", "norm", "hook", "auto")
     return {
         "alone": alone,
         **dict(zip(names, others, strict=True)),

@@ -149,15 +149,7 @@ class Floor(keras.Model):
         return logs | {f"gradient {i}": each for i, each in enumerate(flat)}
 
 
-def make_step(
-    make,
-    model_class,
-    jit,
-    optimizer=None,
-    batches=1,
-    callback=None,
-    **kwargs,
-):
+def make_step(make, model_class, jit, optimizer=None, batches=1, **kwargs):
     """Returns a function that trains on one batch, and its model."""
     keras.utils.set_random_seed(0)
     model, data = make(model_class)
@@ -171,17 +163,8 @@ def make_step(
         **kwargs,
     )
     model.optimizer.build(model.trainable_variables)
-    dataset = tf.data.Dataset.from_tensors(data).repeat()
-    iterator = iter(dataset)
+    iterator = iter(tf.data.Dataset.from_tensors(data).repeat())
     model.make_train_function()
-    if callback:  # what `fit` traces does what the callback needs, also later
-        model.fit(
-            dataset,
-            steps_per_epoch=1,
-            callbacks=[callback],
-            shuffle=False,
-            verbose=0,
-        )
     return lambda: model.train_function(iterator), model
 
 

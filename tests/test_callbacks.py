@@ -191,16 +191,6 @@ def test_callbacks_may_be_passed_by_keyword_as_tools_do():
     assert int(model.optimizer.iterations) == 6
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"micro_batch_size": 8}])
-def test_a_callback_may_have_norms_of_its_own(kwargs, data):
-    class Watches(keras.callbacks.Callback):
-        _norms = keep_norms = object()
-
-    model = make_model(AccumulatingModel)
-    model.compile("sgd", "sparse_categorical_crossentropy", **kwargs)
-    model.fit(*data, verbose=0, callbacks=[Watches()])
-
-
 def test_a_callback_may_change_the_weights_of_losses():
     """By plain tuples in Keras's list, which Keras unpacks."""
 

@@ -233,30 +233,12 @@ def test_the_benchmark_of_memory_counts_copies(tmp_path, monkeypatch):
         assert all(np.isfinite(row[way]) for way in memory.COPIES)
 
 
-@pytest.mark.slow
-def test_benchmarks_measure_what_a_callback_adds():
-    callback = accumodel.GradientNorm()
-    step, _ = speed.make_step(
-        speed.tiny,
-        accumodel.AccumulatingModel,
-        jit=False,
-        batches=2,
-        callback=callback,
-        micro_batch_size=32,
-    )
-    callback.on_epoch_begin(0)  # forgets what `fit` measured
-    step()
-    logs: dict = {}
-    callback.on_epoch_end(0, logs)
-    assert np.isfinite(logs["gradient_norm"])
-
-
 @pytest.mark.weekly
 @pytest.mark.filterwarnings("ignore:`accum_steps` is 8")  # of so few samples
 def test_other_benchmarks_compare_what_they_say(tmp_path):
     command = "features --models tiny --jit off --rounds=1 --calls=8"
     (row,) = figures_of(command, tmp_path)
-    for name in ("cache", "norm", "gradient", "auto"):
+    for name in ("cache", "norm", "hook", "auto"):
         ratio = row[name] / row["alone"]
         assert row[f"{name} / alone"] == pytest.approx(ratio)
     figures = figures_of("padding --samples 32 --rounds 1 --units 8", tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from helpers import as_dataset, distance, mirrored, slow, weekly
 
-from accumodel import AccumulatingModel, GradientNorm
+from accumodel import AccumulatingModel
 
 SAMPLES, LENGTH, WORDS = 20, 60, 12
 
@@ -267,7 +267,6 @@ FEATURES = {
         {},
     ),
     "replicas": ({"batches": (20,)}, {"strategy": 2}),
-    "GradientNorm": ({}, {"fit": {"callbacks": 1}}),
     "class weights": ({"fit": {"class_weight": {0: 1.0, 1: 3.0}}}, {}),
 }
 
@@ -284,8 +283,6 @@ def test_it_goes_with_other_features(name):
     both, ours = ({**each} for each in FEATURES[name])
     if "strategy" in ours:
         ours["strategy"] = mirrored(ours["strategy"])
-    if "fit" in ours:
-        ours["fit"] = {"callbacks": [GradientNorm()]}
     make, y = tagger, of_words()
     if name == "class weights":
         make, y = lstm, of_samples()

@@ -59,10 +59,6 @@ class Accumulation:
         self.size: typing.Any = None
         # The samples in a batch of `fit`, if they are known.
         self.batch_size: typing.Any = None
-        # The last norm of a gradient, the sum of all, and their number, in a
-        # `tf.Variable`, if a callback has asked; and whether one of this `fit`.
-        self.norms: typing.Any = None
-        self.keeps_norms = False
         self.features = Features()  # those that are on
         self._made: dict = {}  # features, by their classes
         self._traced_with: typing.Any = None
@@ -114,7 +110,6 @@ class Accumulation:
             with self._averages_of_updates():
                 return super_fit(*args, **kwargs)
         finally:
-            self.keeps_norms = False
             for end in self.features.at("end_fit"):
                 end()
 
@@ -142,7 +137,7 @@ class Accumulation:
         cycles, store = files.split(store)
         if self.model.compiled:  # else it is loaded for inference
             if files.OWN in cycles:
-                self.begin_to_accumulate(spans_batches=True)
+                self.begin_to_span_batches()
                 self.ready_accumulator()
             files.load(self.accumulators, cycles)
             for load in self.features.at("load_cycle"):
@@ -189,7 +184,7 @@ class Accumulation:
         checks.check_compiled(self.model, "accum_steps")
         self._check(options)
         if options.accum_steps > 1:
-            self.begin_to_accumulate(spans_batches=True)
+            self.begin_to_span_batches()
         self.options = options
         self._use(options)
         for each in self.accumulators:
@@ -234,33 +229,14 @@ class Accumulation:
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
         self.size.assign(value)
 
-    def begin_to_accumulate(self, spans_batches=False):
-        """Lets gradients go through an accumulator from now on."""
-        if not self.accumulates or spans_batches > self.spans_batches:
+    def begin_to_span_batches(self):
+        """Lets several fed batches make an update from now on."""
+        if not self.spans_batches:
             checks.check_can_accumulate(self.model, self.options)
             if not self.accumulates:
                 xla.warn_about_replicas(self.model)
-            self.accumulates = True
-            self.spans_batches |= spans_batches
+            self.accumulates = self.spans_batches = True
             self.make_functions_again()
-
-    def keep_norms(self):
-        """Lets the accumulator keep the norms of the updates of this `fit`.
-
-        A callback calls it before the train function is made.
-        """
-        if self.norms is None:
-            with tf.init_scope(), scope_of(self.strategy):
-                self.norms = tf.Variable(
-                    tf.zeros(3, tf.float64),
-                    trainable=False,
-                    # All replicas have the same.
-                    synchronization=tf.VariableSynchronization.ON_READ,
-                    aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-                )
-        self.keeps_norms = True
-        self.begin_to_accumulate()
-        return self.norms
 
     def ready_accumulator(self):
         """Returns the accumulator of the trainable variables."""
@@ -278,7 +254,6 @@ class Accumulation:
             )
         self.accumulators.is_live = True
         accumulator._untracked.updates_every_batch = not self.spans_batches
-        accumulator._untracked.norms = self.norms if self.keeps_norms else None
         accumulator._untracked.counts = self.features.at("count_batch")
         accumulator._untracked.forgets = self.features.at("forget_cycle")
         return accumulator
@@ -293,6 +268,6 @@ class Accumulation:
 
     def must_trace_again(self):
         """Whether the train function was traced for something else."""
-        now = self.keeps_norms, self.loss_weights.shares_sample_weight
+        now = self.loss_weights.shares_sample_weight
         before, self._traced_with = self._traced_with, now
         return self.accumulates and before is not None and before != now

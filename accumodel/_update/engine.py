@@ -44,8 +44,7 @@ class _Untracked:
     def __init__(self, strategy, variables):
         self.strategy = strategy
         self.variables = variables
-        self.updates: dict = {}  # compiled, by what they update and measure
-        self.norms: typing.Any = None  # see `sums.keep_norm`
+        self.updates: dict = {}  # compiled, by what they update
         # Functions that are called when a fed batch counts, and when a cycle
         # ends.
         self.counts: list = []
@@ -59,7 +58,7 @@ class _Untracked:
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
         own: dict = {"updates": {}, "counts": [], "forgets": []}
-        return vars(self) | own | {"norms": None}
+        return vars(self) | own
 
 
 class Engine(tf.Module):
@@ -316,8 +315,6 @@ class Engine(tf.Module):
             gradients, keep = sums.process(
                 self._process_gradients, [*gradients], cycle
             )
-        if self._untracked.norms is not None:
-            sums.keep_norm(self._untracked.norms, cycle, keep)
 
         def apply():
             named = self._untracked.named or itertools.repeat(True)
@@ -409,14 +406,13 @@ class Engine(tf.Module):
             self._reduce_and_apply(present)
             return
         updates = self._untracked.updates
-        key = present, self._untracked.norms is None
-        if key not in updates:
-            updates[key] = compile_update(
+        if present not in updates:
+            updates[present] = compile_update(
                 functools.partial(self._reduce_and_apply, present),
                 self._sums,
                 None if strategy is not None else self._jit_compile,
             )
-        updates[key]()
+        updates[present]()
 
     def _reduce_and_apply(self, present):
         own = optimizers.with_inner_optimizers(self.optimizer)

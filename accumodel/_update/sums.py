@@ -199,22 +199,6 @@ def all_finite(gradients, weight):
     return tf.reduce_all([*map(tf.reduce_all, map(tf.math.is_finite, values))])
 
 
-def keep_norm(norms, cycle, is_update):
-    """Keeps the norm of the gradient of a cycle, if it makes an update."""
-    squares = [
-        tf.cast(2 * tf.nn.l2_loss(total), norms.dtype)
-        for total, variable in zip(cycle.sums, cycle.variables, strict=True)
-        if total is not None and not overwrites(variable)
-    ]
-    norm = tf.sqrt(tf.add_n(squares)) / cycle.loss_scale
-    norm *= tf.cast(cycle.factor, norm.dtype)
-    if cycle.may_overflow:
-        is_update &= tf.math.is_finite(norm)
-    _, total, updates = tf.unstack(norms)
-    new = tf.stack([norm, total + norm, updates + 1])
-    norms.assign(tf.where(is_update, new, norms))
-
-
 def process(function, gradients, cycle):
     """Calls a `process_gradients`, without the scale of the loss.
 
