@@ -9,6 +9,7 @@ that are nearly the fastest stays.
 import math
 import time
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -33,7 +34,8 @@ class Fastest(Auto):
 
     def __init__(self, state):
         super().__init__(state)
-        self._fit: dict = {}  # the arguments of `fit`
+        self._callback = keras.callbacks.Callback()  # whose `params` Keras sets
+        self._initial_epoch = 0
         self._fits = ALL  # the largest size that fits, as far as is known
         self._is_pending = False  # the cycle, when a batch begins
         self._fed = -1  # batches of this search; -1 before, `_FED` after it
@@ -46,10 +48,8 @@ class Fastest(Auto):
         self._is_pending = self._state.accumulators.pending_steps > 0
 
     def begin_fit(self, given):
-        self._fit = given
-
-    def end_fit(self):
-        self._fit = {}
+        self._callback = given["callbacks"][0]
+        self._initial_epoch = given.get("initial_epoch", 0)
 
     def _run_one(self, function, trains, data):
         self._is_pending = False
@@ -75,11 +75,10 @@ class Fastest(Auto):
 
     def _begin(self, length):
         """Begins a search, unless it is known that `fit` is too short."""
-        if self._fit:
-            known = self._fit["callbacks"][0].params  # by Keras
-            epochs = known["epochs"] - self._fit.get("initial_epoch", 0)
-            if (known["steps"] or _LONG) * epochs < _LONG:
-                return
+        params = self._callback.params or {}
+        epochs = params.get("epochs", 1) - self._initial_epoch
+        if (params.get("steps") or _LONG) * epochs < _LONG:
+            return
         self._assign_size(self._fits)
         self._largest, self._times, self._length = None, {}, length
         self._fed = self._others = 0
@@ -98,7 +97,7 @@ class Fastest(Auto):
         self._assign_size(min(k for k in sizes if found[k] <= _NEARLY * best))
         is_whole = self._size == ALL
         self._largest = self._largest_part(data) if is_whole else self._size
-        if self._fit and self._fit.get("verbose", 1):
+        if (self._callback.params or {}).get("verbose"):
             print(f"\nThe fastest micro_batch_size is {self._largest}.")
 
     def _halve(self, data, error):

@@ -106,12 +106,8 @@ class Accumulation:
         self.batch_size = given["batch_size"]
         for begin in self.features.at("begin_fit"):
             begin(given)
-        try:
-            with self._averages_of_updates():
-                return super_fit(*args, **kwargs)
-        finally:
-            for end in self.features.at("end_fit"):
-                end()
+        with self._averages_of_updates():
+            return super_fit(*args, **kwargs)
 
     def _averages_of_updates(self):
         """Returns a scope in which averages of no update replace no weights.

@@ -14,7 +14,7 @@ has a method for each point that it takes part in.
 | `ARGUMENTS`, `CONFLICTS`       | after that: its arguments of `compile`, and |
 |                                | a dict of what they cannot be combined with |
 | `is_needed()`                  | when a step is planned                      |
-| `begin_fit(given)`, `end_fit`, | by `fit`, with its arguments by name, and   |
+| `begin_fit(given)`,            | by `fit`, with its arguments by name, and   |
 | `end_epoch(logs)`              | at the end of each epoch                    |
 | `first_batches(batches,        | before a function runs for the first time;  |
 | trains)`                       | returns the same batches                    |
