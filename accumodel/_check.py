@@ -10,9 +10,7 @@ import argparse
 import dataclasses
 import functools
 import gc
-import json
 import os
-import pathlib
 import platform
 import sys
 import time
@@ -425,10 +423,9 @@ def line_of(row):
     ).rstrip()
 
 
-def main(path=None):
+def main():
     """Measures and prints all rows. Returns 0 if all hold, otherwise 1."""
-    environment = describe()
-    for name, value in environment.items():
+    for name, value in describe().items():
         print(f"{name:16} {value}")
     print(
         "\ndiffers: the largest difference of any weight from plain Keras with "
@@ -456,10 +453,6 @@ def main(path=None):
         print(f"\nAll {len(results)} rows hold.")
     else:
         print(f"\nNo row was measured. {_REPORT}")
-    if path:
-        rows = [dataclasses.asdict(row) for row in rows]
-        figures = {"environment": environment, "rows": rows}
-        pathlib.Path(path).write_text(json.dumps(figures, indent=2))
     return int(failed > 0 or not results)
 
 
@@ -480,18 +473,11 @@ def run(argv=None):
         "this machine? `--check` tells, in a few minutes.",
     )
     parser.add_argument("--check", action="store_true", help="find it out")
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
-    arguments = parser.parse_args(argv)
-    if not arguments.check:
+    if not parser.parse_args(argv).check:
         parser.print_help()
         return 2
-    if arguments.json:
-        try:  # before minutes of measuring
-            pathlib.Path(arguments.json).write_text("")
-        except OSError as error:
-            parser.error(f"--json: {error}")
     is_new = _ENVIRONMENT.items() <= os.environ.items()
     if sys.platform == "linux" and not is_new:
         # Read when a process starts. It keeps its id, and gets the signals.
         os.execve(sys.executable, sys.orig_argv, os.environ | _ENVIRONMENT)
-    return main(arguments.json)
+    return main()
