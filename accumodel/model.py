@@ -227,9 +227,7 @@ class AccumulatingModel(keras.Model):
         self._accumulation.set_accum_steps(value)
 
     @property
-    def micro_batch_size(
-        self,
-    ) -> int | typing.Literal["auto", "fastest"] | None:
+    def micro_batch_size(self) -> int | str | None:
         """Int, string or `None`. Samples that go through the model at once.
 
         It may be set between or during fits and takes effect with the next
@@ -245,9 +243,7 @@ class AccumulatingModel(keras.Model):
         return self._accumulation.options.micro_batch_size
 
     @micro_batch_size.setter
-    def micro_batch_size(
-        self, value: int | typing.Literal["auto", "fastest"] | None
-    ) -> None:
+    def micro_batch_size(self, value: int | str | None) -> None:
         self._accumulation.set_micro_batch_size(value)
 
     @property

@@ -218,9 +218,7 @@ class _Padding:
         """Calls a loss, or updates the metrics of an output."""
         _, y, _ = keras.utils.unpack_x_y_sample_weight(current_step().data)
         pairs = zip(_leaves(y), self._widths, strict=True)
-        cut = [
-            each is y_true and width is not None for (_, each), width in pairs
-        ]
+        cut = [each is y_true and size is not None for (_, each), size in pairs]
         means = keras.metrics.MeanMetricWrapper  # only they look at masks
         is_loss = isinstance(owner, keras.losses.Loss)
         metrics = [] if is_loss else owner.metrics
@@ -428,9 +426,8 @@ class _Probe:
         leaves = enumerate(keras.tree.flatten(self._x))
         x = [self._feed(i, leaf, width, padded) for i, leaf in leaves]
         x = keras.tree.pack_sequence_as(self._x, x)
-        scope = keras.StatelessScope(
-            weights or self._weights, collect_losses=True
-        )
+        weights = weights or self._weights
+        scope = keras.StatelessScope(weights, collect_losses=True)
         before = {**scope.state_mapping}
         try:
             with same_draws(), scope:

@@ -126,10 +126,8 @@ def _cannot_split(model, options):
             )
         if is_one:
             continue
-        if (
-            getattr(layer, "synchronized", False)
-            and not options.sync_batch_norm
-        ):
+        is_synchronized = getattr(layer, "synchronized", False)
+        if is_synchronized and not options.sync_batch_norm:
             yield (
                 "`BatchNormalization(synchronized=True)` on several replicas, "
                 "whose numbers of micro-batches may differ. Use "

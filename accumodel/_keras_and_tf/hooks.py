@@ -301,9 +301,9 @@ def replace_rematerialized(call):
     For good: a layer may wrap its functions when it is made. If Keras changes
     it, its own error remains.
     """
-    backend = _module("backend")
-    # `core` is in `ops` from Keras 3.16 on.
-    module: typing.Any = getattr(backend, "ops", None) or backend.core
+    backend: typing.Any = _module("backend")
+    core = getattr(backend, "core", backend)  # in `ops` from Keras 3.16 on
+    module = getattr(backend, "ops", core)
     original: typing.Any = getattr(module, "remat", None)
 
     def remat(function):

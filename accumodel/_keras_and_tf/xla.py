@@ -50,9 +50,8 @@ def pays_to_compile(update, sums):
     there is deliberate.
     """
     parameters = sum(v.shape.num_elements() for v in sums)
-    if not _MANY <= parameters < _TOO_MANY or tf.config.list_physical_devices(
-        "GPU"
-    ):
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus or not _MANY <= parameters < _TOO_MANY:
         return False
     try:
         with tf.init_scope(), warnings.catch_warnings():

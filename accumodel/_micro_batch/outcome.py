@@ -98,10 +98,8 @@ def log(plan, x, y, y_pred, sample_weight, loss, weight):
         of_batch = tf.where(samples > 0, scaled, 0)
     # Averaged as the losses of the micro-batches make up the whole.
     tracker, *_ = private_names.loss_trackers(model)
-    tracker.update_state(
-        of_batch,
-        sample_weight=samples if weight is None else weight,
-    )
+    own = samples if weight is None else weight
+    tracker.update_state(of_batch, sample_weight=own)
     step = current_step()
     if step is not None and step.losses and not step.is_conditional():
         step.losses.report(loss, weight, (x, y))

@@ -93,12 +93,12 @@ class MicroBatches:
 
 def as_tensors(data):
     """Returns a batch without NumPy arrays, which eager code may get."""
-    return keras.tree.map_structure(
-        lambda leaf: (
-            tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
-        ),
-        data,
-    )
+
+    def convert(leaf):
+        is_array = isinstance(leaf, np.ndarray)
+        return tf.convert_to_tensor(leaf) if is_array else leaf
+
+    return keras.tree.map_structure(convert, data)
 
 
 def slice_data(data, begin, end):
@@ -127,11 +127,8 @@ def _has_samples(leaf):
 
 def _leaves(data):
     """Returns pairs of the path and the leaf, for those that have samples."""
-    return [
-        (path, leaf)
-        for path, leaf in keras.tree.flatten_with_path(data)
-        if _has_samples(leaf)
-    ]
+    pairs = keras.tree.flatten_with_path(data)
+    return [pair for pair in pairs if _has_samples(pair[1])]
 
 
 def _length(leaf):
@@ -144,7 +141,6 @@ def _length(leaf):
 
 def count_of_each_replica(data, strategy):
     """Returns the samples of each replica in a list of ints."""
-
     with scope_of(strategy):
         # One array if all replicas get the same batch.
         leaves = [local_results(leaf) for leaf in keras.tree.flatten(data)]
@@ -164,11 +160,8 @@ def _counted(data):
     are the inputs.
     """
     leaves = _leaves(data)
-    targets = [
-        (path, leaf)
-        for path, leaf in leaves
-        if isinstance(data, tuple) and path[0] == 1
-    ]
+    is_tuple = isinstance(data, tuple)
+    targets = [each for each in leaves if is_tuple and each[0][0] == 1]
     return targets or leaves
 
 

@@ -57,8 +57,7 @@ class _Untracked:
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
-        own: dict = {"updates": {}, "counts": [], "forgets": []}
-        return vars(self) | own
+        return vars(self) | {"updates": {}, "counts": [], "forgets": []}
 
 
 class Engine(tf.Module):

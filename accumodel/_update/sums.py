@@ -177,15 +177,14 @@ def multiply(total, factor, variable):
 def zero_unless(accepted, gradient):
     if gradient is None:
         return None
-    return tf.nest.map_structure(
-        lambda each: (
-            tf.where(accepted, each, tf.zeros((), each.dtype))
-            if each.dtype.is_floating
-            else each
-        ),
-        gradient,
-        expand_composites=True,
-    )
+
+    def zero(each):
+        zeros = tf.zeros((), each.dtype)
+        return (
+            tf.where(accepted, each, zeros) if each.dtype.is_floating else each
+        )
+
+    return tf.nest.map_structure(zero, gradient, expand_composites=True)
 
 
 def values_of(gradients):
