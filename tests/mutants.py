@@ -190,8 +190,8 @@ MUTANTS = [
     Mutant(
         "the logged loss is a mean of means",
         "_micro_batch/outcome.py",
-        "sample_weight=samples if weight is None else weight,",
-        "",
+        "tracker.update_state(of_batch, sample_weight=own)",
+        "tracker.update_state(of_batch)",
         "test_exactness.py",
     ),
     Mutant(
