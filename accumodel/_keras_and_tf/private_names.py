@@ -156,11 +156,11 @@ def is_built(model):
 
 def layer_of(function):
     """Returns the layer whose method it is, or `None`. Keras 3.16 wraps it."""
-    for each in (function, getattr(function, "__wrapped__", None)):
-        layer = getattr(each, "__self__", None)
-        if isinstance(layer, keras.Layer):
-            return layer
-    return None
+    wrapped = getattr(function, "__wrapped__", None)
+    owners = [getattr(each, "__self__", None) for each in (function, wrapped)]
+    return next(
+        (each for each in owners if isinstance(each, keras.Layer)), None
+    )
 
 
 def can_run_twice(function):
