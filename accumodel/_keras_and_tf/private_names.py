@@ -158,9 +158,7 @@ def layer_of(function):
     """Returns the layer whose method it is, or `None`. Keras 3.16 wraps it."""
     wrapped = getattr(function, "__wrapped__", None)
     owners = [getattr(each, "__self__", None) for each in (function, wrapped)]
-    return next(
-        (each for each in owners if isinstance(each, keras.Layer)), None
-    )
+    return next((x for x in owners if isinstance(x, keras.Layer)), None)
 
 
 def can_run_twice(function):
