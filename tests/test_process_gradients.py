@@ -91,9 +91,7 @@ def test_every_replica_gets_the_gradient_of_all(way):
     assert distance(model, reference) < 1e-6
     optimizer = functools.partial(keras.optimizers.SGD, 0.1)
     _, logs = train(LogsNorm, optimizer, batch_size, replicas(), **kwargs)
-    np.testing.assert_allclose(
-        logs["gradient_norm"], expected_norms(), rtol=1e-5
-    )
+    check_norms(logs, kwargs)
 
 
 class Unscaled(AccumulatingModel):
@@ -188,8 +186,8 @@ def test_a_custom_loop_has_it_too():
 # -- the norm --------------------------------------------------------------
 
 
-def expected_norms():
-    """Returns the mean of each epoch in plain Keras."""
+def expected_norms(batches):
+    """Returns the mean of the first batches of each epoch in plain Keras."""
     made = []
 
     class Norms(keras.optimizers.SGD):
@@ -199,7 +197,13 @@ def expected_norms():
             return super().apply_gradients(pairs)
 
     train(keras.Model, lambda: Norms(0.1), run_eagerly=True)
-    return np.reshape(made, (2, -1)).mean(1)
+    return np.reshape(made, (2, -1))[:, :batches].mean(1)
+
+
+def check_norms(logs, kwargs):
+    # The update of a short last cycle follows the logs.
+    expected = expected_norms(3 if "accum_steps" in kwargs else 4)
+    np.testing.assert_allclose(logs["gradient_norm"], expected, rtol=1e-5)
 
 
 class LogsNorm(AccumulatingModel):
@@ -220,9 +224,7 @@ def test_a_metric_logs_what_it_sees(way):
     batch_size, kwargs = WAYS[way]
     optimizer = functools.partial(keras.optimizers.SGD, 0.1)
     _, logs = train(LogsNorm, optimizer, batch_size, **kwargs)
-    np.testing.assert_allclose(
-        logs["gradient_norm"], expected_norms(), rtol=1e-5
-    )
+    check_norms(logs, kwargs)
 
 
 WRONG = {
