@@ -84,6 +84,20 @@ class Masked(layers.Layer):
         return layers.RepeatVector(6)(self.gru(self.masking(x)))
 
 
+class Inner(layers.Layer):
+    """A layer in it makes the mask of its outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = layers.Embedding(8, 8, mask_zero=True)
+
+    def build(self, shape):
+        self.embedding.build(shape[:-1])
+
+    def call(self, x):
+        return self.embedding(ops.argmax(x, axis=-1))
+
+
 class Positions(layers.Layer):
     """Takes no tensors that have gradients."""
 
@@ -147,6 +161,7 @@ LAYERS = {
     "repeated": lambda x: Repeated()(x),
     "masked": lambda x: Masked()(x),
     "mask": lambda x: layers.GRU(8, return_sequences=True)(layers.Masking()(x)),
+    "inner mask": lambda x: Inner()(x),
     "positions": positions,
     "shared": shared,
     "states": states,

@@ -1,10 +1,8 @@
 """`keras.RematScope`, so that it trains, and with the right random numbers.
 
 Of a layer that was made in the scope, the gradient needs only what it takes and
-returns (Chen et al. 2016, "Training deep nets with sublinear memory cost"):
-
-    outputs = layer(inputs)     # the first pass
-    layer(inputs)               # the second, when their gradient is there
+returns: it is called again when the gradient of its outputs is there (Chen et
+al. 2016, "Training deep nets with sublinear memory cost").
 
 Keras wraps `tf.recompute_grad`, which fails in `fit`, draws other numbers in
 the second pass, and assigns twice. Here, the second pass draws with the seeds
@@ -23,8 +21,7 @@ from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.assignments import Recorder, is_random
 from accumodel._micro_batch.step import current_graph, current_step
 
-# Whether a function is open that is rematerialized, in this thread.
-_local = threading.local()
+_local = threading.local()  # `is_open`: whether one is rematerialized
 
 
 def call(function, by_keras, *args, **kwargs):
@@ -65,7 +62,10 @@ class _Call:
 
         # TensorFlow wants one source at least.
         outputs = run_first(*_sources(self._inputs), tf.zeros(()))
-        new = dict(zip(map(id, _sources(made)), outputs, strict=True))
+        new = {}
+        for source, output in zip(_sources(made), outputs, strict=True):
+            private_names.set_mask(output, private_names.mask_of(source))
+            new[id(source)] = output
         outputs, losses = _map(lambda each: new.get(id(each), each), made)
         layer: typing.Any = private_names.layer_of(self._function)
         if losses and layer is None:
