@@ -333,6 +333,8 @@ class TensorFlowDropout(layers.Layer):
             "Received.*kernel",
         ),
         (lambda: TensorFlowDropout(), "Received.*RandomUniform"),
+        (lambda: called_in(loop), "Received: a call in a loop"),
+        (lambda: called_in(condition), "Received: a call in a loop"),
     ],
 )
 def test_refused(layer, what):
@@ -340,6 +342,29 @@ def test_refused(layer, what):
         train(
             lambda x: layer()(x), AccumulatingModel, 16, None, {"mode": "full"}
         )
+
+
+def loop(layer, x):
+    return ops.fori_loop(0, 2, lambda i, each: layer(each), x)
+
+
+def condition(layer, x):
+    return ops.cond(ops.sum(x) > 0, lambda: layer(x), lambda: x)
+
+
+def called_in(function):
+    """Returns a model, which is not rematerialized as one."""
+    inner = layers.Dense(8)
+    inner.build((None, 6, 8))
+
+    class Outer(keras.Model):
+        def build(self, shape):
+            self.inner = inner
+
+        def call(self, x):
+            return function(self.inner, x)
+
+    return Outer()
 
 
 def test_a_function_that_adds_losses_is_refused():

@@ -76,6 +76,9 @@ class _Call:
 
     def _differentiate(self, *gradients, variables=()):
         """Runs the second pass, and returns the gradients of the sources."""
+        # TensorFlow would fail in its gradient of a loop or a condition.
+        if type(current_graph()) is not type(self._graph):
+            self._refuse("a call in a loop or a condition")
         late = _after(gradients)
         inputs = _map(late, self._inputs)
         sources, values = _sources(inputs), self._states.before.values()
@@ -102,7 +105,7 @@ class _Call:
     def _refuse(self, what):
         raise ValueError(
             "What is rematerialized runs twice. It must not assign trained "
-            "weights, assign or draw anything in a loop or a condition, or "
+            "weights; be called, assign or draw in a loop or a condition; or "
             "draw random numbers other than those of `keras.random`; and only "
             "layers can add losses. Make it outside of `keras.RematScope`. "
             f"Received: {what} in {self._function}"
@@ -132,9 +135,6 @@ def _map(function, structure):
 
 def _sources(structure):
     """Returns the tensors that have gradients."""
-    return [
-        each
-        for each in tf.nest.flatten(structure, expand_composites=True)
-        if isinstance(each, tf.Tensor)
-        and (each.dtype.is_floating or each.dtype.is_complex)
-    ]
+    flat = tf.nest.flatten(structure, expand_composites=True)
+    tensors = [each for each in flat if isinstance(each, tf.Tensor)]
+    return [x for x in tensors if x.dtype.is_floating or x.dtype.is_complex]
