@@ -802,7 +802,7 @@ MUTANTS = [
     Mutant(
         "what is rematerialized reads what it assigned before",
         "_features/rematerialization.py",
-        "keras.StatelessScope([*pairs], collect_losses=True)",
+        "keras.StatelessScope(pairs, collect_losses=True)",
         "keras.StatelessScope((), collect_losses=True)",
         "test_rematerialization.py",
     ),

@@ -283,7 +283,41 @@ def counter(x):
     return Counter()(layers.Dense(8)(x))
 
 
-@pytest.mark.parametrize("kind", [norm, counter])
+class Scaled(layers.Layer):
+    """Reads what another layer assigns later."""
+
+    def __init__(self, counter):
+        super().__init__()
+        self.counter = counter
+
+    def call(self, x):
+        return ops.tanh(x * self.counter.count)
+
+
+def read_before(x):
+    counter = Counter()
+    counter.build(None)
+    return counter(Scaled(counter)(layers.Dense(8)(x)))
+
+
+def remat_of_a_layer(x):
+    dense = layers.Dense(8, activity_regularizer="l2")
+    dense.build((None, 6, 8))
+    return Holder(dense)(x)
+
+
+class Holder(layers.Layer):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        remat = keras.remat if Repeated.is_on else lambda function: function
+        self.run = remat(layer)
+
+    def call(self, x):
+        return self.run(x)
+
+
+@pytest.mark.parametrize("kind", [norm, counter, read_before, remat_of_a_layer])
 def test_what_is_assigned_is_assigned_once(kind):
     reference = train(kind, keras.Model, 16, jit_compile=False)
     scope = {"mode": "full"}

@@ -261,7 +261,7 @@ class _Run(Recorder):
     """What one way computes, and the ids of what it reads and assigns."""
 
     def __init__(self, model):
-        super().__init__(self._note)
+        super().__init__(self._note, lambda each: self.read.add(id(each)))
         self.gradients: dict = {}  # see `_Taken.means`
         # Pairs of a variable and its value.
         self._before: dict = {}
@@ -269,15 +269,11 @@ class _Run(Recorder):
         for each in itertools.chain(*map(_held, _owners(model))):
             if isinstance(each, tf.Variable):  # of which it is not seen
                 self._note(each)
-        self.read = {*self._before}
+        self.read: set = {*self._before}
 
     def _note(self, variable):
         if id(variable) not in self._before:
             self._before[id(variable)] = variable, _value(variable)
-
-    def get_current_value(self, variable):
-        self.read.add(id(variable))
-        return super().get_current_value(variable)
 
     def put_back(self):
         for key, (variable, value) in self._before.items():

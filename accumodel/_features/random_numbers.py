@@ -522,13 +522,9 @@ def _randint(numbers, shape, minval, maxval, dtype="int32"):
     drawn = tf.as_dtype(dtype)
     if drawn not in (tf.int32, tf.int64):
         drawn = tf.int64
-    values = numbers(
-        tf.raw_ops.StatelessRandomUniformIntV2,
-        shape,
-        drawn,
-        minval=tf.cast(minval, drawn),
-        maxval=tf.cast(maxval, drawn),
-    )
+    operation = tf.raw_ops.StatelessRandomUniformIntV2
+    minval, maxval = tf.cast(minval, drawn), tf.cast(maxval, drawn)
+    values = numbers(operation, shape, drawn, minval=minval, maxval=maxval)
     return tf.cast(values, dtype)
 
 

@@ -43,7 +43,8 @@ class _Call:
         self._function, self._inputs = function, (args, kwargs)
         self._graph = current_graph()
         self._as_called, self._draws = hooks.keep_call(), hooks.draws.keep()
-        self._states = States({})  # what the first pass assigns, seeds too
+        self._states = States({})  # what the first pass reads and assigns
+        self._assigned: set = set()  # the keys of these, seeds too
 
     def run(self):
         """Returns what the function returns."""
@@ -54,7 +55,8 @@ class _Call:
         def run_first(*_):
             nonlocal made
             begin = len(operations())
-            made = self._run(self._inputs, Recorder(self._record))
+            scope = Recorder(self._record, self._read)
+            made = self._run(self._inputs, scope)
             for each in operations()[begin:]:
                 if is_random(each.node_def):
                     self._refuse(f"the operation '{each.name}'")
@@ -81,10 +83,12 @@ class _Call:
             self._refuse("a call in a loop or a condition")
         late = _after(gradients)
         inputs = _map(late, self._inputs)
-        sources, values = _sources(inputs), self._states.before.values()
-        keys = self._states.variables.values()
-        pairs = zip(keys, map(late, values), strict=True)
-        scope = keras.StatelessScope([*pairs], collect_losses=True)
+        sources, states = _sources(inputs), self._states
+        pairs = [
+            (states.variables[k], late(v) if k in self._assigned else v)
+            for k, v in states.before.items()
+        ]
+        scope = keras.StatelessScope(pairs, collect_losses=True)
         with tf.GradientTape() as tape, self._as_called():
             tape.watch(sources)
             made = self._run(inputs, scope)
@@ -101,6 +105,11 @@ class _Call:
         if variable.trainable or current_graph() is not self._graph:
             self._refuse(f"'{variable.path}'")
         self._states.record(variable)
+        self._assigned.add(id(variable))
+
+    def _read(self, variable):
+        if not variable.trainable:  # which other layers may assign
+            self._states.record(variable)
 
     def _refuse(self, what):
         raise ValueError(

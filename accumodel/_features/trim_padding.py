@@ -410,9 +410,8 @@ class _Probe:
             change = self._difference(long, short)
             if not change <= rounding:  # not a number, too
                 weights = _ordinary_weights(self._model, rounding / 20)
-                rounded = self._call(
-                    self._end, self._paddings, training, weights
-                )
+                given = self._end, self._paddings, training, weights
+                rounded = self._call(*given)
                 if not change <= _FACTOR * self._difference(rounded, short):
                     return change, training
         return 0.0, None
@@ -457,15 +456,13 @@ class _Probe:
         if leaf.dtype.is_floating:
             values = tf.random.stateless_normal(shape, [i, 0], dtype=leaf.dtype)
         else:
-            words = tf.random.stateless_uniform(
-                shape, [i, 0], 1, self._words[i], "int64"
-            )
+            end = self._words[i]
+            words = tf.random.stateless_uniform(shape, [i, 0], 1, end, "int64")
             # In the vocabulary: below its padding, if it is not 0.
             words = padding - words if padding > 0 else padding + words
-            is_text = leaf.dtype == tf.string
-            values = (
-                tf.as_string(words) if is_text else tf.cast(words, leaf.dtype)
-            )
+            values = tf.as_string(words)
+            if leaf.dtype != tf.string:
+                values = tf.cast(words, leaf.dtype)
         if i in padded:
             used = tf.reshape(self._used, [*shape[:2], *([1] * len(shape[2:]))])
             values = tf.where(used, values, tf.cast(padding, leaf.dtype))

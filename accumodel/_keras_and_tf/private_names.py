@@ -157,14 +157,15 @@ def is_built(model):
 def layer_of(function):
     """Returns the layer whose method it is, or `None`. Keras 3.16 wraps it."""
     wrapped = getattr(function, "__wrapped__", None)
-    owners = [getattr(each, "__self__", None) for each in (function, wrapped)]
+    owners = [getattr(each, "__self__", each) for each in (function, wrapped)]
     return next((x for x in owners if isinstance(x, keras.Layer)), None)
 
 
 def can_run_twice(function):
     """Whether its layer is built, and no model that its scope does not name."""
     layer = layer_of(function)
-    if isinstance(layer, KerasModel) and function.__name__ == "call":
+    name = getattr(function, "__name__", None)  # a layer has none
+    if isinstance(layer, KerasModel) and name == "call":
         mode = getattr(layer._remat_mode, "mode", None)
         return is_built(layer) and mode == "list_of_layers"
     return layer is None or is_built(layer)

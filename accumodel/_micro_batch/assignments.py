@@ -96,13 +96,13 @@ def is_random(node):
 class Recorder(keras.StatelessScope):
     """In it, variables of Keras are read and assigned as without it.
 
-    But `record` is called with each variable that is about to be assigned, and
-    what stands in `state_mapping` is read instead of the variable.
+    But `record` is called with each before it is assigned, `read` with each
+    that is read, and what stands in `state_mapping` is read instead.
     """
 
-    def __init__(self, record):
+    def __init__(self, record, read=lambda variable: None):
         super().__init__(collect_losses=True)
-        self._record = record
+        self._record, self._read = record, read
 
     @contextlib.contextmanager
     def left(self):
@@ -117,6 +117,7 @@ class Recorder(keras.StatelessScope):
         if id(variable) in self.state_mapping:
             return self.state_mapping[id(variable)]
         with self.left():
+            self._read(variable)
             return variable.value
 
     def add_update(self, update):
