@@ -414,6 +414,20 @@ def test_a_function_that_adds_losses_is_refused():
         )
 
 
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_cell_of_an_rnn_outside_of_the_scope(run_eagerly):
+    def rnn(x):
+        with keras.RematScope() if Repeated.is_on else contextlib.nullcontext():
+            cell = layers.GRUCell(8, dropout=0.3, seed=2)
+        return layers.RNN(cell, return_sequences=True)(x)
+
+    jit = {"jit_compile": False, "run_eagerly": run_eagerly}
+    reference = train(rnn, keras.Model, 16, **jit)
+    # `make` says by it whether there is a scope; it is none for the others.
+    scope = {"mode": "list_of_layers", "layer_names": ["none"]}
+    check(train(rnn, AccumulatingModel, 16, None, scope, **jit), reference)
+
+
 def test_custom_loop():
     (x, y), losses = data(), keras.losses.MeanSquaredError()
     reference = train("block", keras.Model, 32, jit_compile=False)

@@ -164,6 +164,8 @@ def layer_of(function):
 def can_run_twice(function):
     """Whether its layer is built, and no model that its scope does not name."""
     layer = layer_of(function)
+    if hasattr(layer, "state_size") and not isinstance(layer, keras.layers.RNN):
+        return False  # a cell, whose RNN calls it in a loop
     name = getattr(function, "__name__", None)  # a layer has none
     if isinstance(layer, KerasModel) and name == "call":
         mode = getattr(layer._remat_mode, "mode", None)
