@@ -267,7 +267,7 @@ class AccumulatingModel(keras.Model):
     @property
     def skipped_steps(self) -> int:
         """Int. Micro-batches that `skip_nonfinite` left out, of all."""
-        return self._accumulation.accumulators.skipped_steps
+        return sum(x.skipped_steps for x in self._accumulation.accumulators)
 
     def train_step(self, data: typing.Any) -> dict:
         """Trains on one micro-batch; the last one of a cycle updates.

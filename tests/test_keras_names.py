@@ -540,6 +540,8 @@ def test_a_layer_knows_the_mode_of_its_scope(mode):
     with keras.RematScope(mode=mode, layer_names=["model"]):
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         unbuilt = keras.layers.Dense(1)
+    assert private_names.is_rematerialized(model)
+    assert not private_names.is_rematerialized(keras.Sequential())
     is_named = mode == "list_of_layers"
     assert private_names.can_run_twice(model.call) == is_named
     assert private_names.can_run_twice(model.compute_loss)

@@ -11,6 +11,7 @@ from accumodel._fit.end_of_cycle import with_end_of_cycle
 from accumodel._fit.options import Options
 from accumodel._fit.points import Features
 from accumodel._keras_and_tf import checks, hooks, xla
+from accumodel._keras_and_tf.private_names import is_rematerialized
 from accumodel._keras_and_tf.replicas import (
     across_replicas,
     check_workers_agree,
@@ -74,6 +75,8 @@ class Accumulation:
             options = Options(**own)
             self._check(options)
             accumulates = options.accumulates or any(map(self.overrides, HOOKS))
+            # Else, a second pass may read weights that have moved.
+            accumulates |= is_rematerialized(model)
             super_compile(*args, **kwargs)
             checks.check_optimizer(model.optimizer, options.skip_nonfinite)
             if accumulates:

@@ -161,6 +161,11 @@ def layer_of(function):
     return next((x for x in owners if isinstance(x, keras.Layer)), None)
 
 
+def is_rematerialized(model):
+    """Whether layers of a model were made in a `keras.RematScope`."""
+    return any(each._remat_mode for each in [model, *flat_layers(model)])
+
+
 def can_run_twice(function):
     """Whether its layer is built, and no model that its scope does not name."""
     layer = layer_of(function)

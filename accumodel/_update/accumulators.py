@@ -50,10 +50,6 @@ class Accumulators:
     def pending_steps(self):
         return max((each.pending_steps for each in self), default=0)
 
-    @property
-    def skipped_steps(self):
-        return sum(each.skipped_steps for each in self)
-
     def apply(self):
         for each in self:
             each.apply()
