@@ -33,6 +33,18 @@ def names(table, rare):
     return [weekly(name) if name in rare else name for name in table]
 
 
+# Samples to feed, and arguments of `compile`, for updates of 12 samples.
+WAYS = {
+    "plain": (12, {}),
+    "size": (12, {"micro_batch_size": 5}),
+    "auto": (12, {"micro_batch_size": "auto"}),
+    "steps": (4, {"accum_steps": 3}),
+    "both": (6, {"accum_steps": 2, "micro_batch_size": 4}),
+    "cache": (12, {"micro_batch_size": 5, "gradient_cache": True}),
+    "xla": (12, {"micro_batch_size": 5, "jit_compile": True}),
+    "eager": (12, {"micro_batch_size": 5, "run_eagerly": True}),
+}
+
 # What is no positive integer, and the error that says so.
 NO_COUNTS = [
     (0, ValueError),

@@ -6,21 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, names, weekly
+from helpers import WAYS, distance, names, weekly
 
 import accumodel
 from accumodel import AccumulatingModel
-
-WAYS = {
-    "plain": (12, {}),
-    "size": (12, {"micro_batch_size": 5}),
-    "auto": (12, {"micro_batch_size": "auto"}),
-    "steps": (4, {"accum_steps": 3}),
-    "both": (6, {"accum_steps": 2, "micro_batch_size": 4}),
-    "cache": (12, {"micro_batch_size": 5, "gradient_cache": True}),
-    "xla": (12, {"micro_batch_size": 5, "jit_compile": True}),
-    "eager": (12, {"micro_batch_size": 5, "run_eagerly": True}),
-}
 
 
 def data():

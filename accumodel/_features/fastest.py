@@ -1,9 +1,8 @@
 """`micro_batch_size="fastest"`: try sizes while training, and keep the best.
 
 Weights do not depend on the size, so the batches of a search train as all
-others. It begins with what fits, as `"auto"`, and times some batches of each
-size. Then it halves the size, until it gets slower twice. The smallest of those
-that are nearly the fastest stays.
+others. It begins with what fits, as `"auto"`, times some batches, and halves
+the size until it gets slower twice. The smallest of the nearly fastest stays.
 """
 
 import math

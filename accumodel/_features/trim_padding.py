@@ -460,8 +460,9 @@ class _Probe:
             words = tf.random.stateless_uniform(shape, [i, 0], 1, end, "int64")
             # In the vocabulary: below its padding, if it is not 0.
             words = padding - words if padding > 0 else padding + words
-            values = tf.as_string(words)
-            if leaf.dtype != tf.string:
+            if leaf.dtype == tf.string:
+                values = tf.as_string(words)
+            else:
                 values = tf.cast(words, leaf.dtype)
         if i in padded:
             used = tf.reshape(self._used, [*shape[:2], *([1] * len(shape[2:]))])
