@@ -1,5 +1,6 @@
 """The end of a cycle: what happens when an epoch of `fit` begins and ends."""
 
+import inspect
 import warnings
 
 import keras
@@ -99,8 +100,8 @@ class EndOfCycle(keras.callbacks.Callback):
         )
 
 
-# The first parameters of `fit`.
-_FIT = ("x", "y", "batch_size", "epochs", "verbose", "callbacks")
+# The parameters of `fit`, without `self`.
+_FIT = (*inspect.signature(keras.Model.fit).parameters,)[1:]
 
 
 def with_end_of_cycle(args, kwargs):
@@ -119,6 +120,8 @@ def with_end_of_cycle(args, kwargs):
         # A distributed data set has none, and a scalar no samples.
         shape = getattr(keras.tree.flatten(spec)[0], "shape", None)
         batch_size = shape[0] if shape is not None and shape.rank else None
+    elif all(hasattr(x, "shape") for x in keras.tree.flatten(given.get("x"))):
+        batch_size = batch_size or 32  # Keras's default for arrays
     # Those that add to the logs come before those that write them.
     callbacks = sorted(
         keras.tree.flatten(callbacks or []),
