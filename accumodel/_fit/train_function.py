@@ -83,7 +83,8 @@ def _say_that_it_was_split(state, error):
     others = tf.errors.OutOfRangeError | tf.errors.ResourceExhaustedError
     if state.options.micro_batch_size is None or isinstance(error, others):
         return
-    size, samples = int(state.size), state.batch_size
+    size = int(tf.convert_to_tensor(state.size))  # a mirrored one is no number
+    samples = state.batch_size
     is_split = size < ALL and (samples is None or size < samples)
     if is_split and "micro_batch_size" not in str(error):
         batch = "The batch" if samples is None else f"A batch of {samples}"
