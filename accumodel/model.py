@@ -587,7 +587,7 @@ class AccumulatingModel(keras.Model):
     def save_own_variables(self, store):
         super().save_own_variables(store)
         state = self._accumulation
-        files.save(state.accumulators, state.features, store)
+        files.save(state.accumulators, state.numbers, store)
 
     def load_own_variables(self, store):
         super().load_own_variables(self._accumulation.load_cycles(store))

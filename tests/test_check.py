@@ -15,9 +15,9 @@ import tensorflow as tf
 
 import accumodel
 from accumodel import _check
-from accumodel._features import random_numbers
 from accumodel._features.whole_batch import stages
 from accumodel._memory import live_memory, peak_memory, run_limited
+from accumodel._micro_batch import random_numbers
 from accumodel._micro_batch.weights import LossWeights
 
 OWN, CACHE, NORMALIZED, DROPOUT, _ = _check.PROBLEMS

@@ -735,7 +735,7 @@ def test_after_an_error_no_rows_are_left():
     model.compile("sgd", "mse", micro_batch_size=4, run_eagerly=True)
     with pytest.raises(MemoryError):
         model.fit(*data(), batch_size=9, verbose=0)
-    (rows,) = model._accumulation.features.at("rows")
+    rows = model._accumulation.numbers.rows
     assert not np.any(rows)
 
 

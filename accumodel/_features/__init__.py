@@ -8,10 +8,9 @@ from accumodel._features import rematerialization
 from accumodel._features.auto import Auto
 from accumodel._features.fastest import Fastest
 from accumodel._features.first_batch import FirstBatch
-from accumodel._features.random_numbers import RandomNumbers
 from accumodel._features.trim_padding import Trimmer
 from accumodel._features.whole_batch.stages import WholeBatch
 from accumodel._keras_and_tf import hooks
 
-FEATURES = (FirstBatch, Auto, Fastest, RandomNumbers, WholeBatch, Trimmer)
+FEATURES = (FirstBatch, Auto, Fastest, WholeBatch, Trimmer)
 hooks.replace_rematerialized(rematerialization.call)

@@ -28,7 +28,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._features.random_numbers import RandomNumbers
 from accumodel._features.trim_padding import same_draws
 from accumodel._fit.points import Features
 from accumodel._keras_and_tf import hooks, private_names
@@ -46,6 +45,7 @@ from accumodel._micro_batch.assignments import (
     nodes_of,
     random_state,
 )
+from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._micro_batch.split import MicroBatches, as_tensors, count_samples
 from accumodel._micro_batch.step import current_graph, one_step
 from accumodel._update.engine import FedBatch
@@ -170,15 +170,21 @@ class FirstBatch:
             return
         graph = current_graph()
         found: list = []
+        done = threading.Event()
 
         def run():
-            with _nothing_left_behind(plan.model):
-                found.append(_Check(plan, train_step, data).message(graph))
+            try:
+                with _nothing_left_behind(plan.model):
+                    found.append(_Check(plan, train_step, data).message(graph))
+            finally:
+                done.set()
 
         # Another thread is outside of the trace and of all strategies.
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join()
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            done.wait()
+        finally:  # after Ctrl-C too: what it has changed must be put back
+            done.wait()
         if any(found):
             warnings.warn(found[0], InexactWarning, stacklevel=2)
 
@@ -317,12 +323,13 @@ class _Check:
             is_compiled=False,
             size=tf.constant(self._count, tf.int64),
             assigned=collections.defaultdict(dict),
-            features=Features([numbers]),
+            numbers=numbers,
+            features=Features(),
         )
         self._parts = dataclasses.replace(
             self._whole,
             size=tf.constant(-(-self._count // 2), tf.int64),
-            features=Features([numbers, *computing]),
+            features=Features(computing),
         )
         layers = private_names.flat_layers(self._model)
         dtypes = {each.compute_dtype for each in layers}
@@ -359,7 +366,8 @@ class _Check:
         """Whether all that a step changes can be put back, and drawn again."""
         model, state = self._model, self._model._accumulation
         owners = [*_owners(model), state, *state.accumulators]
-        owners += [*state.features, *self._parts.features]
+        owners += [self._whole.numbers, *state.features]
+        owners += [] if state.numbers is None else [state.numbers]
         optimizers = [each.optimizer for each in state.accumulators]
         variables = [
             *itertools.chain(*map(_held, owners)),
@@ -422,8 +430,8 @@ class _Check:
         """Yields the i-th micro-batch, in the scopes of the features."""
         parts = MicroBatches(plan, self._data)
         with contextlib.ExitStack() as stack:
-            for make in plan.features.at("around_parts"):
-                stack.enter_context(make(plan, True)(parts, i))
+            for scope in plan.around_parts(trains=True):
+                stack.enter_context(scope(parts, i))
             yield parts.data_of(i)
 
     @contextlib.contextmanager

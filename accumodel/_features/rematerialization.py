@@ -16,9 +16,9 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._features.states import States
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.assignments import Recorder, is_random
+from accumodel._micro_batch.states import States
 from accumodel._micro_batch.step import current_graph, current_step
 
 _local = threading.local()  # `is_open`: whether one is rematerialized

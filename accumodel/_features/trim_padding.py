@@ -21,8 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._features.random_numbers import replaced_draws
 from accumodel._keras_and_tf import hooks, private_names
+from accumodel._micro_batch.random_numbers import replaced_draws
 from accumodel._micro_batch.step import current_step
 
 # Few widths, 16, 24, 32, 48 and so on: XLA compiles each.

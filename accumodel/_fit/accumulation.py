@@ -17,6 +17,7 @@ from accumodel._keras_and_tf.replicas import (
     check_workers_agree,
     scope_of,
 )
+from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._micro_batch.split import on_host
 from accumodel._micro_batch.step import Plan, current_step
 from accumodel._micro_batch.weights import LossWeights
@@ -60,8 +61,10 @@ class Accumulation:
         self.size: typing.Any = None
         # The samples in a batch of `fit`, if they are known.
         self.batch_size: typing.Any = None
+        # The `RandomNumbers`, for life: a `tf.function` in the model may read
+        # its variable.
+        self.numbers: typing.Any = None
         self.features = Features()  # those that are on
-        self._made: dict = {}  # features, by their classes
         self._traced_with: typing.Any = None
 
     @property
@@ -139,8 +142,8 @@ class Accumulation:
                 self.begin_to_span_batches()
                 self.ready_accumulator()
             files.load(self.accumulators, cycles)
-            for load in self.features.at("load_cycle"):
-                load(cycles.get(files.OWN, {}))
+            if self.numbers is not None:
+                self.numbers.load_cycle(cycles.get(files.OWN, {}))
         return store
 
     def overrides(self, name):
@@ -174,6 +177,7 @@ class Accumulation:
             size=self.size,
             assigned=self.assigned,
             loss_weights=self.loss_weights,
+            numbers=self.numbers,
             features=self.features.needed(),
             ready_accumulator=self.ready_accumulator,
         )
@@ -212,15 +216,16 @@ class Accumulation:
         size = options.micro_batch_size
         if isinstance(size, int):  # else a feature assigns it
             self.assign_size(size)
-        kinds = [each for each in self._kinds if each.is_on(options)]
-        kept = {
-            kind: each
-            for kind, each in self._made.items()
-            if hasattr(kind, "IS_FOR_LIFE") or (kind in kinds and not are_new)
-        }
-        made = {each: kept.get(each) or each(self) for each in kinds}
-        self._made = kept | made
-        self.features = Features(made.values())
+        if self.numbers is None and (
+            size is not None or options.accum_steps > 1
+        ):
+            self.numbers = RandomNumbers(self)
+        before = {} if are_new else {type(each): each for each in self.features}
+        self.features = Features(
+            before.get(kind) or kind(self)
+            for kind in self._kinds
+            if kind.is_on(options)
+        )
 
     def assign_size(self, value):
         if self.size is None:
@@ -253,8 +258,7 @@ class Accumulation:
             )
         self.accumulators.is_live = True
         accumulator._untracked.updates_every_batch = not self.spans_batches
-        accumulator._untracked.counts = self.features.at("count_batch")
-        accumulator._untracked.forgets = self.features.at("forget_cycle")
+        accumulator._untracked.numbers = self.numbers
         return accumulator
 
     def make_functions_again(self):

@@ -9,7 +9,6 @@ has a method for each point that it takes part in.
 |--------------------------------|---------------------------------------------|
 | `is_on(options)`               | when options change; static: whether the    |
 |                                | feature is to be made                       |
-| `IS_FOR_LIFE`                  | by `compile`, which else makes a new one    |
 | `check(model, options)`        | before that; static: raises                 |
 | `ARGUMENTS`, `CONFLICTS`       | after that: its arguments of `compile`, and |
 |                                | a dict of what they cannot be combined with |
@@ -20,8 +19,7 @@ has a method for each point that it takes part in.
 | trains)`                       | returns the same batches                    |
 | `around(function, trains)`     | for what to call instead of a function      |
 | `around_batch()`,              | for scopes in which a fed batch, or one of  |
-| `around_parts(plan, trains)`,  | its micro-batches, is traced; the last, if  |
-| `around_trace(plan)`           | only to make variables                      |
+| `around_parts(plan, trains)`   | its micro-batches, is traced                |
 | `order(plan, data)`            | for a fed batch that is put in order, and   |
 |                                | knows how to cut each micro-batch           |
 | `train(plan, fed_batch, data)`,| instead of the loop over the micro-batches  |
@@ -31,10 +29,6 @@ has a method for each point that it takes part in.
 | `check_graph(graph)`           | when a micro-batch was traced               |
 | `end_batch(plan, train_step)`  | when all micro-batches of a fed batch were  |
 |                                | added, and before it counts                 |
-| `count_batch()`,               | when a fed batch counts, and when its cycle |
-| `forget_cycle()`               | ends or is forgotten                        |
-| `save_cycle()`,                | for what files hold of a pending cycle      |
-| `load_cycle(cycle)`            |                                             |
 | `current_size()`               | for the largest micro-batch so far          |
 """
 

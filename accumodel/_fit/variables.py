@@ -10,6 +10,7 @@ from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._micro_batch.assignments import random_state
 from accumodel._micro_batch.outcome import forward
+from accumodel._micro_batch.random_numbers import Draws
 from accumodel._micro_batch.split import count_samples
 from accumodel._micro_batch.step import one_step
 from accumodel._update.engine import FedBatch
@@ -71,8 +72,7 @@ def _trace(plan, step, data):
         with contextlib.ExitStack() as stack:
             fed_batch = FedBatch(is_split=True)
             stack.enter_context(one_step(plan, data, fed_batch))
-            for scope in plan.features.at("around_trace"):
-                stack.enter_context(scope(plan))
+            stack.enter_context(Draws(plan).replaced())
             step(model.slice_data(data, tf.zeros_like(end), end))
 
     with scope_of(model.distribute_strategy):

@@ -56,7 +56,7 @@ def run(plan, function, data, fed_batch=None):
     Returns its logs. If nothing trains, `fed_batch` is `None`.
     """
     parts, trains = MicroBatches(plan, data), fed_batch is not None
-    scopes = [make(plan, trains) for make in plan.features.at("around_parts")]
+    scopes = plan.around_parts(trains)
     if not plan.is_split:
         step = make_step(plan, function, fed_batch)
         with contextlib.ExitStack() as stack:

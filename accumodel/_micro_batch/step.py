@@ -27,6 +27,7 @@ class Plan:
     size: typing.Any  # a `tf.Variable`, or `None`, see `Accumulation`
     assigned: dict  # see `Accumulation`
     loss_weights: typing.Any  # the `LossWeights`
+    numbers: typing.Any  # the `RandomNumbers`, or `None` if none is split
     features: typing.Any  # the `Features` that take part
     ready_accumulator: typing.Any  # a function, see `Accumulation`
 
@@ -34,6 +35,12 @@ class Plan:
     def is_split(self):
         """Whether fed batches are split into micro-batches."""
         return self.options.micro_batch_size is not None
+
+    def around_parts(self, trains):
+        """Returns scopes of micro-batches, each of `parts` and a number."""
+        makers = [] if self.numbers is None else [self.numbers.around_parts]
+        makers += self.features.at("around_parts")
+        return [make(self, trains) for make in makers]
 
     @property
     def needs_whole_batch(self):

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, replicas
 from accumodel._micro_batch.step import current_step
-from accumodel._update.engine import Engine
+from accumodel._update.engine import Engine, FedBatch
 
 
 class GradientAccumulator(Engine):
@@ -147,28 +147,31 @@ class GradientAccumulator(Engine):
         """
         gradients, named = checks.check_gradients(gradients, self.variables)
         step = current_step()
-        fed_batch = None if step is None else step.fed_batch
-        if fed_batch is None:
-            replicas.check_replica_context(self._untracked.strategy)
-        else:
-            fed_batch.check(self)
+        in_fit = step is not None and step.fed_batch is not None
+        # In a custom loop, each micro-batch is a fed batch.
+        fed_batch = step.fed_batch if in_fit else FedBatch(is_split=False)
+        fed_batch.check(self)
         self._note(gradients, named, weight is not None)
-        if fed_batch is None:
-            self._add_alone(gradients, weight)
-        else:
-            fed_batch.accumulate(self, gradients, weight)
+        fed_batch.accumulate(self, gradients, weight)
+        if not in_fit:
+            fed_batch.end([self])
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.
 
         The sums are divided by the summed weights and passed to the optimizer,
-        once.
+        once. If the last `accumulate` failed, the cycle is forgotten instead:
+        some of its gradients may have been added, and others not.
         """
         update = functools.partial(self._update, self._expected)
+
+        def end():
+            is_broken = tf.not_equal(self._phase, 0)
+            tf.cond(is_broken, self._reset, lambda: None)
+            tf.cond(self._count > 0, update, lambda: None)
+
         with replicas.scope_of(self._untracked.strategy):
-            replicas.across_replicas(
-                lambda: tf.cond(self._count > 0, update, lambda: None)
-            )
+            replicas.across_replicas(end)
         self._warn_about_unsure_updates()
 
     def reset(self) -> None:

@@ -45,10 +45,8 @@ class _Untracked:
         self.strategy = strategy
         self.variables = variables
         self.updates: dict = {}  # compiled, by what they update
-        # Functions that are called when a fed batch counts, and when a cycle
-        # ends.
-        self.counts: list = []
-        self.forgets: list = []
+        # The model's `RandomNumbers`, if it is its own accumulator.
+        self.numbers: typing.Any = None
         # Which variables steps passed, maybe without a gradient; empty if all.
         self.named: list = []
         self.updates_every_batch = False  # whether each fed batch is a cycle
@@ -57,14 +55,14 @@ class _Untracked:
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
-        return vars(self) | {"updates": {}, "counts": [], "forgets": []}
+        return vars(self) | {"updates": {}, "numbers": None}
 
 
 class Engine(tf.Module):
     """The variables of an accumulator, and all that changes them.
 
-    `fit` adds the micro-batches of a `FedBatch`, a custom loop adds them alone.
-    For the arguments see `GradientAccumulator`.
+    It adds the micro-batches of a `FedBatch`. For the arguments see
+    `GradientAccumulator`.
     """
 
     def __init__(
@@ -119,8 +117,8 @@ class Engine(tf.Module):
         self._totals.assign(tf.zeros(3, tf.float64))
         self._count.assign(0)
         self._phase.assign(0.0)
-        for forget in self._untracked.forgets:
-            forget()
+        if self._untracked.numbers is not None:
+            self._untracked.numbers.forget_cycle()
 
     def _phases(self):
         """Returns what a step that failed left in `phase`, on each replica."""
@@ -161,13 +159,6 @@ class Engine(tf.Module):
 
     # -- on each replica: a micro-batch ----------------------------------------
 
-    def _add_alone(self, gradients, weight):
-        """Adds a micro-batch of a custom loop, which counts by itself."""
-        accepted = self._add(gradients, weight, meets=True)
-        present, may_be_nothing = self._expected, self._skip_nonfinite
-        end = functools.partial(self._end_step, present, may_be_nothing)
-        replicas.across_replicas(end, accepted, 1 - tf.cast(accepted, tf.int64))
-
     def _end_fed_batch(self, present, is_conditional):
         """Ends a fed batch of which all micro-batches were added."""
         may_be_nothing = self._skip_nonfinite or is_conditional
@@ -175,13 +166,8 @@ class Engine(tf.Module):
         if may_be_nothing:
             (parts,) = replicas.sum_over_replicas([parts])
         self._parts.assign(tf.zeros_like(parts))
-        added, skipped = tf.unstack(parts)
-        is_last = self._untracked.updates_every_batch
-        end = functools.partial(
-            self._end_step, present, may_be_nothing, is_last=is_last
-        )
-        skipped = tf.cast(tf.round(skipped), tf.int64)
-        replicas.across_replicas(end, added > 0, skipped)
+        end = functools.partial(self._end_step, present, may_be_nothing)
+        replicas.across_replicas(end, parts)
 
     def _add(self, gradients, weight, meets, fraction=1.0):
         """Adds a micro-batch to this replica's sums.
@@ -334,17 +320,15 @@ class Engine(tf.Module):
 
     # -- once for all replicas: the end of a batch, and the update -------------
 
-    def _end_step(
-        self, present, may_be_nothing, accepted, skipped, is_last=False
-    ):
+    def _end_step(self, present, may_be_nothing, parts):
         """Counts the fed batch, and updates if it is the cycle's last.
 
-        `accepted`, whether it was added, and `skipped`, how many micro-batches
-        of it were not, are of each replica, and all alike.
+        `parts`, how many of its micro-batches were added and how many skipped,
+        is of each replica, and all alike.
         """
         # All of them: another replica may still fail, and then no weight moves.
-        waits = replicas.local_results(accepted)
-        accepted, skipped = waits[0], replicas.local_results(skipped)[0]
+        waits = replicas.local_results(parts)
+        added, skipped = tf.unstack(waits[0])
 
         def count():
             if may_be_nothing and replicas.count_replicas() > 1:
@@ -352,10 +336,10 @@ class Engine(tf.Module):
             is_begun = self._count > 0
             self._given.assign((self._given & is_begun) | present)
             self._count.assign_add(1)
-            for count_batch in self._untracked.counts:
-                count_batch()
+            if self._untracked.numbers is not None:
+                self._untracked.numbers.count_batch()
             update = functools.partial(self._update, present)
-            if is_last:
+            if self._untracked.updates_every_batch:
                 update()
             else:
                 is_full = self._count >= self._accum_steps
@@ -363,8 +347,8 @@ class Engine(tf.Module):
 
         with tf.control_dependencies(waits):
             if may_be_nothing:
-                self._skipped.assign_add(skipped)
-                tf.cond(accepted, count, lambda: None)
+                self._skipped.assign_add(tf.cast(tf.round(skipped), tf.int64))
+                tf.cond(added > 0, count, lambda: None)
             else:
                 count()
 
@@ -481,9 +465,12 @@ class FedBatch:
         present = tuple(each is not None for each in gradients)
         before, was_conditional = self._added.get(accumulator, (present, False))
         union = tuple(map(operator.or_, present, before))
-        is_conditional = was_conditional or current_step().is_conditional()
+        step = current_step()
+        in_fit = step is not None and step.fed_batch is self
+        is_conditional = was_conditional or (in_fit and step.is_conditional())
         self._added[accumulator] = union, is_conditional
-        accumulator._untracked.added = union, is_conditional
+        if in_fit:
+            accumulator._untracked.added = union, is_conditional
 
     def clear_first(self):
         """Clears what XLA's step does not clear in the first of a cycle."""

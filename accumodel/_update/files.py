@@ -36,7 +36,7 @@ _PREFIX = "accumulated:"
 OWN = "_accumulator"
 
 
-def save(accumulators, features, store):
+def save(accumulators, numbers, store):
     """Adds the pending cycles to the dict of a model's own variables."""
     for attribute, each in accumulators.by_name().items():
         if not each.pending_steps:
@@ -49,9 +49,8 @@ def save(accumulators, features, store):
             )
             continue
         cycle = read(each, accumulators.model)
-        if attribute == OWN:
-            for save_cycle in features.at("save_cycle"):
-                cycle |= save_cycle()
+        if attribute == OWN and numbers is not None:
+            cycle |= numbers.save_cycle()
         for name, value in cycle.items():
             store[f"{_PREFIX}{attribute}:{name}"] = value
 

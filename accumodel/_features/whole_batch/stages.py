@@ -29,8 +29,6 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._features.random_numbers import Draws
-from accumodel._features.states import States
 from accumodel._features.whole_batch import arrays, checks, sync_batch_norm
 from accumodel._features.whole_batch.graph import ModelGraph
 from accumodel._keras_and_tf import private_names
@@ -38,7 +36,9 @@ from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import loop, outcome
 from accumodel._micro_batch.assignments import Recorder
+from accumodel._micro_batch.random_numbers import Draws
 from accumodel._micro_batch.split import MicroBatches, as_tensors
+from accumodel._micro_batch.states import States
 from accumodel._micro_batch.step import one_step
 
 
@@ -182,7 +182,7 @@ class _Run:
         Keeps what other parts take, and returns what it makes, in arrays.
         """
         draws = None
-        if part.assigned or part.reads(*self.plan.features.at("rows")):
+        if part.assigned or part.reads(self.plan.numbers.rows):
             draws = Draws(self.plan, self._is_training, part.assigned)
 
         def run(i):

@@ -39,7 +39,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._features.states import States
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._keras_and_tf.replicas import (
@@ -50,6 +49,7 @@ from accumodel._keras_and_tf.replicas import (
 )
 from accumodel._micro_batch.assignments import recorded
 from accumodel._micro_batch.split import on_host
+from accumodel._micro_batch.states import States
 from accumodel._micro_batch.step import current_graph, current_step
 
 # Philox, on CPUs and GPUs. To name it would let XLA compile it into all that
@@ -66,9 +66,6 @@ _SEEDS = 4096
 class RandomNumbers:
     """Lets the micro-batches of a model draw what the large batch draws."""
 
-    # A `tf.function` in the model that is traced already reads its variable.
-    IS_FOR_LIFE = True
-
     def __init__(self, state):
         self._state = state
         with tf.init_scope(), scope_of(state.strategy):
@@ -79,15 +76,9 @@ class RandomNumbers:
             # For each seed that is known, how far the cycle will move it.
             self.moves = make_sum((_SEEDS, 2), tf.int64, "moves")
 
-    @staticmethod
-    def is_on(options):
-        return options.micro_batch_size is not None or options.accum_steps > 1
-
     def around_parts(self, plan, trains):
+        """Returns a scope of each micro-batch, by `parts` and its number."""
         return Draws(plan, trains).of
-
-    def around_trace(self, plan):
-        return Draws(plan).replaced()
 
     # -- cycles of several fed batches -----------------------------------------
 
@@ -177,11 +168,9 @@ class Draws:
 
     def __init__(self, plan, trains=False, assigned=None):
         self._model = plan.model
-        self._feature = next(
-            each for each in plan.features if isinstance(each, RandomNumbers)
-        )
-        self._spans = trains and self._feature.spans_batches()
-        self.rows = self._feature.rows
+        self._of_model = plan.numbers
+        self._spans = trains and plan.numbers.spans_batches()
+        self.rows = plan.numbers.rows
         self._are_in_order = not plan.features.at("order")
         self._seeds = States(plan.assigned["seeds"])
         for key, state in [*self._seeds.variables.items()]:
@@ -224,8 +213,8 @@ class Draws:
                     is_last, size = tf.equal(end, parts.samples), end - begin
                     samples = parts.samples
                     if self._spans:
-                        before = tf.identity(self._feature.fed)[0]
-                        self._feature.fed.assign([before, samples])
+                        before = tf.identity(self._of_model.fed)[0]
+                        self._of_model.fed.assign([before, samples])
                         begin += before
                         own = self._model._gradient_accumulator
                         of_model = self._model.accum_steps
@@ -269,7 +258,7 @@ class Draws:
             with recorded():
                 state.assign(tf.where(keep, state.value, before))
         if moves:
-            self._feature.note_moves(moves)
+            self._of_model.note_moves(moves)
 
     @contextlib.contextmanager
     def replaced(self):
