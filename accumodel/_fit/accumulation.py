@@ -187,9 +187,11 @@ class Accumulation:
         checks.check_compiled(self.model, "accum_steps")
         self._check(options)
         if options.accum_steps > 1:
-            self.begin_to_span_batches()
+            checks.check_can_accumulate(self.model, options)
         self.options = options
         self._use(options)
+        if options.accum_steps > 1:
+            self.begin_to_span_batches()
         for each in self.accumulators:
             each.accum_steps = options.accum_steps
 

@@ -39,6 +39,7 @@ def make_train_function(model, make):
     if state.accumulates or state.accumulators.by_name():
         for each in state.accumulators:  # the optimizer may have changed
             each._untracked.updates.clear()
+            each._untracked.numbers = state.numbers
         _prepare_to_accumulate(state)
         _make(model, "train", _train, make)
     else:

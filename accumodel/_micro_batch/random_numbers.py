@@ -3,13 +3,13 @@
 Plain Keras draws once for all samples of a batch. So each micro-batch of a
 cycle begins with the seeds that the cycle began with, and takes its own rows:
 
-    for each micro-batch:
+    for each micro-batch, but the first of the cycle:
+        go back to the seeds with which the cycle began
         draw(samples, ...)  ->  rows begin to end of draw(all samples, ...)
-        but after the last one: put the seeds back
 
-If several fed batches make a cycle, nobody knows which is the last one. So the
-seeds are always put back, and the end of the cycle moves them by what one pass
-draws. Rows begin at the number of samples that were fed before in the cycle.
+So the last one leaves the seeds where the large batch does, whichever it is.
+Rows begin at the number of samples that were fed before in the cycle. A cycle
+that is forgotten puts the seeds back.
 
 A draw of TensorFlow is a counter: a block of numbers is a function of the seed
 and of the number of the block (Philox: Salmon et al. 2011, "Parallel random
@@ -42,6 +42,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._keras_and_tf.replicas import (
+    count_replicas,
     local_results,
     make_sum,
     on_each_replica,
@@ -71,85 +72,137 @@ class RandomNumbers:
         with tf.init_scope(), scope_of(state.strategy):
             # XLA reads it on the device.
             self.rows = make_sum((3,), tf.int64, "rows")
-            # The samples of this cycle before this fed batch, and in it.
-            self.fed = make_sum((2,), tf.int64, "fed")
-            # For each seed that is known, how far the cycle will move it.
-            self.moves = make_sum((_SEEDS, 2), tf.int64, "moves")
+            # The samples of this cycle before this fed batch, and in it; and
+            # the number of the cycle.
+            self.fed = make_sum((3,), tf.int64, "fed")
+            # Of each seed that is known: the number of the last cycle that
+            # drew from it, from 1; its state when that began; and the state
+            # with which the next fed batch begins. float64 holds them all.
+            self.begins = make_sum((_SEEDS, 5), tf.float64, "begins")
 
     def around_parts(self, plan, trains):
         """Returns a scope of each micro-batch, by `parts` and its number."""
         return Draws(plan, trains).of
 
-    # -- cycles of several fed batches -----------------------------------------
+    # -- the seeds of a cycle --------------------------------------------------
 
     def spans_batches(self):
         return self._state.spans_batches
 
-    def count_batch(self):
-        def count():
-            before, new = tf.unstack(self.fed)
-            self.fed.assign([before + new, 0])
+    def begin_batch(self, samples):
+        """Counts the samples of a fed batch of a training."""
+        before, new, cycle = tf.unstack(self.fed)
+        # If no accumulator has counted the last fed batch, it was all there is.
+        is_lost = tf.cast(new > 0, tf.int64)
+        before *= 1 - is_lost
+        self.fed.assign([before, samples, cycle + is_lost])
 
-        if self._seeds():
+    def begin_seed(self, state):
+        """Notes where a seed begins, or goes back to where the cycle did."""
+        place = [*self._state.assigned["seeds"]].index(id(state))
+        now = tf.cast(state.value, tf.float64)
+        cycle = self._cycle()
+        row = tf.concat([[cycle], now, now], 0)
+        if self.spans_batches():
+            before = self._row(place)
+            row = tf.where(before[0] == cycle, before, row)
+            # Not by Keras: a scope may record what the model assigns.
+            tf_variable(state).assign(tf.cast(row[3:], state.dtype))
+        self._write(place, row)
+
+    def go_on(self, state, value):
+        """Lets the next fed batch of the cycle begin with this state."""
+        place = [*self._state.assigned["seeds"]].index(id(state))
+        row = self._row(place)
+        value = tf.cast(value, tf.float64)
+        self._write(place, tf.concat([row[:3], value], 0))
+
+    def _cycle(self):
+        return tf.cast(self.fed[2] + 1, tf.float64)
+
+    def _row(self, place):
+        # One row, where an index would read the whole table.
+        return tf.raw_ops.ResourceGather(
+            resource=self.begins.handle, indices=place, dtype=tf.float64
+        )
+
+    def _write(self, place, row):
+        tf.raw_ops.ResourceScatterUpdate(
+            resource=self.begins.handle, indices=place, updates=row
+        )
+
+    def count_batch(self, is_added=True):
+        """Ends a fed batch; one that was left out is as if it was not fed."""
+
+        def count():
+            before, new, cycle = tf.unstack(self.fed)
+            before += new * tf.cast(is_added, tf.int64)
+            self.fed.assign([before, 0, cycle])
+
+        if self._seeds() and self.spans_batches():
             on_each_replica(count)
 
-    def forget_cycle(self):
-        """Moves the seeds of a cycle to where the large batch leaves them."""
-        seeds = self._seeds()
-
-        def end():
-            is_begun = tf.cast(self.fed[0] > 0, tf.int64)
-            moves = self.moves[: len(seeds)] * is_begun
-            for state, move in zip(seeds, tf.unstack(moves), strict=True):
-                state.assign(state.value + tf.cast(move, state.dtype))
-            self.moves.assign(tf.zeros_like(self.moves))
-            self.fed.assign(tf.zeros(2, tf.int64))
-
-        if seeds and self.spans_batches():
+    def end_cycle(self):
+        """Ends a cycle that made an update."""
+        if self._seeds():
             with scope_of(self._state.strategy):
-                on_each_replica(end)
+                on_each_replica(self._end)
+
+    def forget_cycle(self):
+        """Puts the seeds back to where the cycle began."""
+
+        def forget():
+            cycle = self._cycle()
+            for place, state in enumerate(seeds):
+                number, *first = tf.unstack(self._row(place)[:3])
+                first = tf.cast(tf.stack(first), state.dtype)
+                state.assign(tf.where(number == cycle, first, state.value))
+            self._end()
+
+        seeds = self._seeds()
+        if seeds:
+            with scope_of(self._state.strategy):
+                on_each_replica(forget)
+
+    def _end(self):
+        self.fed.assign([0, 0, self.fed[2] + 1])
 
     def _seeds(self):
         return [*self._state.assigned["seeds"].values()]
 
-    @recorded()
-    def note_moves(self, moves):
-        """Notes how far seeds are to be moved, in a dict by their keys."""
-        keys = [*self._state.assigned["seeds"]]
-        places = [[keys.index(key)] for key in moves]
-        new = tf.cast(tf.stack([*moves.values()]), tf.int64)
-        self.moves.assign(tf.tensor_scatter_nd_update(self.moves, places, new))
-
     def save_cycle(self):
         """Returns what a file holds of a pending cycle, in a dict of arrays."""
-        if not self._seeds():
-            return {}
         places = {id(v): i for i, v in enumerate(self._state.model.variables)}
         with scope_of(self._state.strategy):
-            moves = local_results(self.moves)[0].numpy()
-            # Of those that are the model's: place, state, and move.
-            return {
-                "samples": np.asarray(tf.identity(self.fed))[0],
-                "seeds": [
-                    (places[id(state)], *np.array(state), *move)
-                    for state, move in zip(self._seeds(), moves, strict=False)
-                    if id(state) in places
-                ],
-            }
+            samples = np.asarray(tf.identity(self.fed))[0]
+            now = local_results(self.fed)[0].numpy()[2] + 1
+            begins = local_results(self.begins)[0].numpy()
+        # Of those that are the model's: place, state, and where it begins.
+        seeds = [
+            (places[id(state)], *np.array(state), *row)
+            for state, (cycle, *row) in zip(self._seeds(), begins, strict=False)
+            if id(state) in places and cycle == now
+        ]
+        return {"samples": samples, "seeds": seeds} if self._seeds() else {}
 
     def load_cycle(self, cycle):
         """Goes on from what `save_cycle` returned, if a file has it."""
-        moves = {}
+        begins = np.zeros((_SEEDS, 5))
+        known = self._state.assigned["seeds"]
         for place, *values in cycle.get("seeds", ()):
-            state = self._state.model.variables[place]
+            state = self._state.model.variables[int(place)]
             state.assign(values[:2])
-            self._state.assigned["seeds"][id(state)] = state
-            moves[id(state)] = values[2:]
+            known[id(state)] = state
+            begins[[*known].index(id(state))] = [1, *values[2:]]
+
+        def write():
+            self.begins.assign(begins)
+            # A file holds the samples of all replicas.
+            samples = cycle.get("samples", 0) // count_replicas()
+            self.fed.assign([samples, 0, 0])
+
         with scope_of(self._state.strategy):
-            if moves:
-                on_each_replica(self.note_moves, moves)
-            samples = tf.constant([cycle.get("samples", 0), 0], tf.int64)
-            self.fed.assign(samples)
+            on_each_replica(write)
 
 
 class Draws:
@@ -173,10 +226,14 @@ class Draws:
         self.rows = plan.numbers.rows
         self._are_in_order = not plan.features.at("order")
         self._seeds = States(plan.assigned["seeds"])
-        for key, state in [*self._seeds.variables.items()]:
-            if assigned is None or key in assigned:
-                self._seeds.record(state)
+        self._known = [
+            state
+            for key, state in self._seeds.variables.items()
+            if assigned is None or key in assigned
+        ]
         self._is_known = assigned is not None
+        # Whether a training begins with these draws, and has begun.
+        self._begins, self._is_begun = trains and not self._is_known, False
         self._in_loops = plan.assigned["seeds in loops"]
         # Of each seed that is drawn in this scope, how often, and whether in a
         # loop.
@@ -191,11 +248,7 @@ class Draws:
 
     @contextlib.contextmanager
     def of(self, parts, i):
-        """In it, the i-th micro-batch draws what the fed batch draws for it.
-
-        After the last one, the seeds stay as they are, unless other fed batches
-        may follow in the cycle.
-        """
+        """Scope in which the i-th micro-batch draws its rows."""
         self._around, is_last = current_graph(), None
 
         def open_once():
@@ -209,20 +262,19 @@ class Draws:
                 self._samples = parts.known_length(begin, end)
                 # Without data, no seed may move.
                 self._waits = [] if parts.is_split else [parts.samples]
+                self.begin(parts)
                 with on_host(), recorded():
                     is_last, size = tf.equal(end, parts.samples), end - begin
                     samples = parts.samples
                     if self._spans:
-                        before = tf.identity(self._of_model.fed)[0]
-                        self._of_model.fed.assign([before, samples])
-                        begin += before
+                        begin += tf.identity(self._of_model.fed)[0]
                         own = self._model._gradient_accumulator
                         of_model = self._model.accum_steps
                         samples *= of_model if own is None else own._accum_steps
                     self.rows.assign([begin, size, samples])
 
         self._open = open_once
-        if self._is_known or self._seeds.before:
+        if self._is_known or self._known:
             open_once()
         try:
             with self.replaced():
@@ -240,25 +292,37 @@ class Draws:
         graph = current_graph()
         if parts.is_split and graph is not None and not self._is_known:
             self.check(graph)
-        own = self._model._gradient_accumulator
-        is_counted = own is not None and own._untracked.added is not None
-        if self._spans and (is_counted or self._is_known):
-            keep = False  # what ends the cycle moves them
-        elif parts.is_split:
-            keep = is_last
-        else:
-            return
-        moves = {}
         for key in [] if is_last is None else self._used(graph):
             state, before = self._seeds.variables[key], self._seeds.before[key]
-            if key in self._in_loops:
-                before = state.value - [0, self._in_loops[key]]
-            if keep is False:
-                moves[key] = state.value - before
             with recorded():
-                state.assign(tf.where(keep, state.value, before))
-        if moves:
-            self._of_model.note_moves(moves)
+                if key in self._in_loops:
+                    before = state.value - [0, self._in_loops[key]]
+                    if self._spans:
+                        self._of_model.go_on(state, before)
+                if parts.is_split:
+                    state.assign(tf.where(is_last, state.value, before))
+
+    def begin(self, parts):
+        """Begins the fed batch, with the seeds of its cycle."""
+        if self._is_begun:
+            return
+        self._is_begun = True
+        if self._begins and self._spans:
+            with self._seeds.outside(), recorded():
+                self._of_model.begin_batch(parts.samples)
+        for state in self._known:
+            # Without data, no seed may move.
+            with tf.control_dependencies([parts.samples]):
+                self._record(state)
+
+    def _record(self, state):
+        """Reads a seed before the fed batch draws from it."""
+        key = id(state)
+        self._seeds.variables[key] = state
+        if self._begins and self._is_begun and key not in self._seeds.before:
+            with self._seeds.outside(), recorded():
+                self._of_model.begin_seed(state)
+        self._seeds.record(state)
 
     @contextlib.contextmanager
     def replaced(self):
@@ -311,7 +375,7 @@ class Draws:
         is_in_loop = private_names.is_in_loop(self._around)
         is_of_one = is_in_loop and not self._has_rows
         self._open()
-        self._seeds.record(generator.state)
+        self._record(generator.state)
         self._drawn[id(generator.state), is_of_one] += 1
         with tf.control_dependencies(self._waits):
             seed = original(generator, ordered)

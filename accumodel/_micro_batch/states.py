@@ -27,11 +27,16 @@ class States:
 
     def record(self, variable):
         """Reads a variable that is about to be assigned."""
-        key, graph = id(variable), self._graph
+        key = id(variable)
         self.variables[key] = variable
         if key not in self.before:
-            with tf.init_scope() if graph is None else graph.as_default():
+            with self.outside():
                 self.before[key] = tf.identity(variable.value)
+
+    def outside(self):
+        """Returns a scope in which all is part of the step itself."""
+        graph = self._graph
+        return tf.init_scope() if graph is None else graph.as_default()
 
     @contextlib.contextmanager
     def rolled_back(self):

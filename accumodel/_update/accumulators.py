@@ -120,6 +120,7 @@ class Accumulators:
             self.adds_in_function |= is_conditional
         del self.model._gradient_accumulator  # what is tracked, too
         if pending:
+            accumulator.reset()  # seeds too
             _warn_about_dropped(pending, "compile")
 
     def trains_the_same(self, accumulator):

@@ -45,7 +45,7 @@ class _Untracked:
         self.strategy = strategy
         self.variables = variables
         self.updates: dict = {}  # compiled, by what they update
-        # The model's `RandomNumbers`, if it is its own accumulator.
+        # The `RandomNumbers` of the model that holds it, if there are any.
         self.numbers: typing.Any = None
         # Which variables steps passed, maybe without a gradient; empty if all.
         self.named: list = []
@@ -112,13 +112,19 @@ class Engine(tf.Module):
         """List. The variables that it trains."""
         return self._untracked.variables
 
-    def _reset(self):
+    def _end_cycle(self):
         # The next micro-batch overwrites the sums: it saves a pass over them.
         self._totals.assign(tf.zeros(3, tf.float64))
         self._count.assign(0)
         self._phase.assign(0.0)
         if self._untracked.numbers is not None:
+            self._untracked.numbers.end_cycle()
+
+    def _reset(self):
+        """Forgets the pending cycle, and the random numbers that it drew."""
+        if self._untracked.numbers is not None:
             self._untracked.numbers.forget_cycle()
+        self._end_cycle()
 
     def _phases(self):
         """Returns what a step that failed left in `phase`, on each replica."""
@@ -336,8 +342,6 @@ class Engine(tf.Module):
             is_begun = self._count > 0
             self._given.assign((self._given & is_begun) | present)
             self._count.assign_add(1)
-            if self._untracked.numbers is not None:
-                self._untracked.numbers.count_batch()
             update = functools.partial(self._update, present)
             if self._untracked.updates_every_batch:
                 update()
@@ -346,6 +350,9 @@ class Engine(tf.Module):
                 tf.cond(is_full, update, lambda: None)
 
         with tf.control_dependencies(waits):
+            if self._untracked.numbers is not None:
+                is_added = added > 0 if may_be_nothing else True
+                self._untracked.numbers.count_batch(is_added)
             if may_be_nothing:
                 self._skipped.assign_add(tf.cast(tf.round(skipped), tf.int64))
                 tf.cond(added > 0, count, lambda: None)
@@ -406,7 +413,7 @@ class Engine(tf.Module):
         with tf.control_dependencies([*updates]):
             if self._after_update is not None:
                 self._follow(updates[0])
-            self._reset()
+            self._end_cycle()
 
     def _follow(self, is_update):
         def follow():

@@ -155,6 +155,7 @@ class _Run:
         ):
             graph = ModelGraph(plan, x, is_training)
         draws.check(graph.graph)
+        Draws(plan, is_training).begin(self.parts)
         checks.check_outputs(plan, graph)
         if is_training:
             checks.check_can_repeat(plan, graph.definition)
