@@ -71,6 +71,10 @@ class Hook:
         kept = getattr(self._local, "functions", {})
         return lambda: self._open(kept)
 
+    def none(self):
+        """Returns a scope in which all is called as by Keras."""
+        return self._open({})
+
     @contextlib.contextmanager
     def _open(self, functions):
         with _lock:
@@ -281,10 +285,13 @@ DRAWS = (
     "uniform",
 )
 
+# What makes variables, and draws initial values for them.
+BUILDS = ("_maybe_build", "add_weight")
 
 # If one is not there, a step with `micro_batch_size` raises when it is traced.
 draws = Hook(
     lambda: [
+        *((keras.layers.Layer, name) for name in BUILDS),
         *((_module("backend.tensorflow.random"), name) for name in DRAWS),
         (_module("backend.tensorflow.random"), "draw_seed"),
         (keras.random.SeedGenerator, "next"),

@@ -238,6 +238,7 @@ class Draws:
         # Of each seed that is drawn in this scope, how often, and whether in a
         # loop.
         self._drawn: collections.Counter = collections.Counter()
+        self._initial: dict = {}  # seeds of initial weights, by their ids
         self._around = current_graph()
         # The samples of the micro-batch, if their number is known.
         self._samples: int | None = None
@@ -329,7 +330,7 @@ class Draws:
         """In it, what is traced draws the rows when it runs."""
         self._around = current_graph()
         self._drawn.clear()
-        with replaced_draws(self._draw, next=self._next):
+        with replaced_draws(self._draw, self._next_initial, next=self._next):
             yield
         for key, is_in_loop in [*self._drawn]:
             if is_in_loop:
@@ -337,7 +338,9 @@ class Draws:
 
     def check(self, graph):
         """Raises if a graph draws numbers that are not drawn so."""
-        known = {id(e) for key in self._seeds.before for e in self._parts(key)}
+        seeds = [self._seeds.variables[key] for key in self._seeds.before]
+        seeds += self._initial.values()
+        known = {id(part) for seed in seeds for part in _parts(seed)}
         used = private_names.used_variables(graph)
         for seed in filter(private_names.is_seed, used):
             if id(seed) in known:
@@ -363,12 +366,12 @@ class Draws:
         return [
             key
             for key in keys
-            if not used.isdisjoint(map(id, self._parts(key)))
+            if not used.isdisjoint(map(id, _parts(self._seeds.variables[key])))
         ]
 
-    def _parts(self, key):
-        """Returns the variables of a seed, one for each replica."""
-        return local_results(tf_variable(self._seeds.variables[key]))
+    def _next_initial(self, original, generator, ordered=True):
+        self._initial[id(generator.state)] = generator.state
+        return original(generator, ordered)
 
     def _next(self, original, generator, ordered=True):
         """Draws a seed, see `replaced_draws`."""
@@ -474,12 +477,12 @@ class Draws:
         return tf.reshape(numbers, shape)
 
 
-def replaced_draws(draw, **others):
+def replaced_draws(draw, initial=None, **others):
     """Returns a scope in which `draw` draws random numbers.
 
     It is called with the name of a function of `keras.random`, the function,
     and its arguments in a dict. `others` replace other functions of the hook,
-    such as `next`.
+    such as `next`, and `initial` replaces `next` while variables are made.
     """
 
     def call(name, original, *args, **kwargs):
@@ -492,7 +495,19 @@ def replaced_draws(draw, **others):
         # One that is a tensor is drawn already.
         return seed if tf.is_tensor(seed) else original(seed)
 
-    return hooks.draws(**drawn, draw_seed=draw_seed, **others)
+    def build(original, *args, **kwargs):
+        # Initial weights are no draws of a step.
+        kept = {} if initial is None else {"next": initial}
+        with hooks.draws.none(), hooks.draws(**kept):
+            return original(*args, **kwargs)
+
+    others |= {"draw_seed": draw_seed, **dict.fromkeys(hooks.BUILDS, build)}
+    return hooks.draws(**drawn, **others)
+
+
+def _parts(seed):
+    """Returns the variables of a seed, one for each replica."""
+    return local_results(tf_variable(seed))
 
 
 def _apart(seed, begin):
