@@ -168,12 +168,12 @@ class Auto:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                if trains and cycles.is_updating():
+                if trains and any(each.is_updating() for each in cycles):
                     give_up(_WHILE_UPDATING, error)
                 for part, value in itertools.chain(*self._before.values()):
                     part.assign(value)
-                if trains:
-                    cycles.forget()
+                for each in cycles if trains else []:
+                    each.forget()
                 self._halve(data, error)
         self._largest = max(self._largest_part(data), self._largest or 0)
         return logs

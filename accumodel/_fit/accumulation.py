@@ -27,6 +27,7 @@ from accumodel._update.accumulators import (
     Accumulators,
     build_accumulator,
 )
+from accumodel._update.engine import fitted
 
 # What a step does otherwise if the user's model has its own.
 _OVERRIDABLE = (
@@ -112,8 +113,12 @@ class Accumulation:
         self.batch_size = given["batch_size"]
         for begin in self.features.at("begin_fit"):
             begin(given)
-        with self._averages_of_updates():
-            return super_fit(*args, **kwargs)
+        token = fitted.set(self.accumulators)
+        try:
+            with self._averages_of_updates():
+                return super_fit(*args, **kwargs)
+        finally:
+            fitted.reset(token)
 
     def _averages_of_updates(self):
         """Returns a scope in which averages of no update replace no weights.

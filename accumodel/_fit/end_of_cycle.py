@@ -64,7 +64,7 @@ class EndOfCycle(keras.callbacks.Callback):
         model, state = self.model, self.model._accumulation
         hooks = [name for name in HOOKS if state.overrides(name)]
         advice = ""
-        if model.accum_steps > 1 and not state.accumulators.by_name():
+        if model.accum_steps > 1 and not [*state.accumulators]:
             steps = model.accum_steps
             what = f"`accum_steps` is {steps}, but nothing was accumulated"
         elif hooks and model._gradient_accumulator is None:

@@ -36,10 +36,8 @@ from accumodel._update.engine import FedBatch
 def make_train_function(model, make):
     """Makes `model.train_function`; `make` is Keras's method of this name."""
     state = model._accumulation
-    if state.accumulates or state.accumulators.by_name():
-        for each in state.accumulators:  # the optimizer may have changed
-            each._untracked.updates.clear()
-            each._untracked.numbers = state.numbers
+    if state.accumulates or [*state.accumulators]:
+        state.accumulators.prepare(state.options, state.numbers)
         _prepare_to_accumulate(state)
         _make(model, "train", _train, make)
     else:
@@ -72,7 +70,7 @@ def _prepare_to_accumulate(state):
     # Layers may have been built since `compile`.
     checks.check_can_accumulate(model, state.options)
     is_needed = not state.overrides("train_step") or (
-        model.micro_batch_size is not None and not state.accumulators.by_name()
+        model.micro_batch_size is not None and not [*state.accumulators]
     )
     if model.built and is_needed:
         build_optimizer(model)
@@ -188,10 +186,10 @@ def _make(model, name, run, make):
                 is_ready = True
             return function(batches)
         except BaseException as error:
+            if trains:
+                state.accumulators.step_failed(error)
             if isinstance(error, tf.errors.OpError):
                 _say_that_it_was_split(state, error)
-            if trains:
-                state.accumulators.forget_after(error)
             raise
 
     setattr(model, f"{name}_function", run_batches)

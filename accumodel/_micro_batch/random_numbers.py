@@ -142,11 +142,17 @@ class RandomNumbers:
         if self._seeds() and self.spans_batches():
             on_each_replica(count)
 
-    def end_cycle(self):
-        """Ends a cycle that made an update."""
+    def end_cycle(self, after=()):
+        """Ends a cycle that made an update, when the tensors `after` exist."""
+
+        def end():
+            # Replicas do not inherit these.
+            with tf.control_dependencies([*after]):
+                self._end()
+
         if self._seeds():
             with scope_of(self._state.strategy):
-                on_each_replica(self._end)
+                on_each_replica(end)
 
     def forget_cycle(self):
         """Puts the seeds back to where the cycle began."""

@@ -1,5 +1,6 @@
 """`GradientAccumulator`: the sums of one optimizer, for custom loops too."""
 
+import contextlib
 import functools
 import typing
 from collections.abc import Callable, Iterable
@@ -9,7 +10,7 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, replicas
 from accumodel._micro_batch.step import current_step
-from accumodel._update.engine import Engine, FedBatch
+from accumodel._update.engine import Engine, FedBatch, fitted, step_failed
 
 
 class GradientAccumulator(Engine):
@@ -49,7 +50,9 @@ class GradientAccumulator(Engine):
             is called, once per cycle.
         variables: List of the trainable variables, in the order in which
             `accumulate` is given their gradients.
-        accum_steps: Positive int. Micro-batches in a cycle. Defaults to `1`.
+        accum_steps: Positive int or `None`. Micro-batches in a cycle. Defaults
+            to `None`: that of the `AccumulatingModel` that holds it, or 1 in a
+            custom loop.
         process_gradients: Function of a list of gradients, once per update,
             see `AccumulatingModel.process_gradients`. Defaults to `None`.
         after_update: Function without arguments, once after each update, see
@@ -71,24 +74,27 @@ class GradientAccumulator(Engine):
         self,
         optimizer: keras.Optimizer,
         variables: Iterable,
-        accum_steps: int = 1,
+        accum_steps: int | None = None,
         *,
         process_gradients: Callable | None = None,
         after_update: Callable | None = None,
         skip_nonfinite: bool = False,
         jit_compile: bool | typing.Literal["auto"] = False,
     ) -> None:
-        accum_steps = checks.check_accum_steps(accum_steps)
+        steps = checks.check_accum_steps(
+            1 if accum_steps is None else accum_steps
+        )
         checks.check_optimizer(optimizer, skip_nonfinite)
         replicas.check_strategy(replicas.current_strategy())
         super().__init__(
             optimizer,
             [*variables],
-            accum_steps,
+            steps,
             (process_gradients, after_update),
             skip_nonfinite,
             jit_compile,
         )
+        self._follows_model = accum_steps is None
 
     @property
     def accum_steps(self) -> int:
@@ -146,15 +152,38 @@ class GradientAccumulator(Engine):
                 or if it is called twice in one `train_step` of a model.
         """
         gradients, named = checks.check_gradients(gradients, self.variables)
-        step = current_step()
+        step, holder = current_step(), fitted.get()
         in_fit = step is not None and step.fed_batch is not None
+        if holder is not None and holder.trains_some_of(self):
+            holder.check_holds(self)
         # In a custom loop, each micro-batch is a fed batch.
         fed_batch = step.fed_batch if in_fit else FedBatch(is_split=False)
         fed_batch.check(self)
         self._note(gradients, named, weight is not None)
-        fed_batch.accumulate(self, gradients, weight)
-        if not in_fit:
+        if in_fit:  # which ends the fed batch, and knows of errors
+            fed_batch.accumulate(self, gradients, weight)
+            return
+        with self._step():
+            replicas.across_replicas(self.forget_if_broken)
+            fed_batch.accumulate(self, gradients, weight)
             fed_batch.end([self])
+
+    @contextlib.contextmanager
+    def _step(self):
+        """Scope of a step of a custom loop; if it fails, all is forgotten.
+
+        For a `tf.function`, and on one of several replicas, the next step does
+        it: see `forget_if_broken`.
+        """
+        try:
+            yield
+        except BaseException as error:
+            has_others = tf.distribute.has_strategy()
+            if has_others and tf.distribute.in_cross_replica_context():
+                has_others = False
+            if tf.executing_eagerly() and not has_others:
+                step_failed([self], error)
+            raise
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.
@@ -166,11 +195,10 @@ class GradientAccumulator(Engine):
         update = functools.partial(self._update, self._expected)
 
         def end():
-            is_broken = tf.not_equal(self._phase, 0)
-            tf.cond(is_broken, self._reset, lambda: None)
+            self.forget_if_broken()
             tf.cond(self._count > 0, update, lambda: None)
 
-        with replicas.scope_of(self._untracked.strategy):
+        with self._step(), replicas.scope_of(self._untracked.strategy):
             replicas.across_replicas(end)
         self._warn_about_unsure_updates()
 

@@ -9,6 +9,7 @@ from accumodel._keras_and_tf.checks import overrides
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._update import files
 from accumodel._update.accumulator import GradientAccumulator
+from accumodel._update.engine import step_failed
 
 # The methods of a model that its accumulator calls.
 HOOKS = ("process_gradients", "after_update")
@@ -16,9 +17,13 @@ HOOKS = ("process_gradients", "after_update")
 # The attribute that holds the model's own accumulator.
 _ATTRIBUTE = "_gradient_accumulator"
 
+# How deep, and in whose objects not, to look for others.
+_DEPTH = 3
+_LIBRARIES = ("accumodel", "builtins", "keras", "numpy", "tensorflow")
+
 
 class Accumulators:
-    """All accumulators in attributes of a model, and in lists and dicts."""
+    """All accumulators that a model holds."""
 
     def __init__(self, model):
         self.model = model
@@ -29,64 +34,67 @@ class Accumulators:
         self.adds_in_function = False
 
     def by_name(self):
-        """Returns the accumulators in a dict, by what holds them."""
-        attributes = vars(self.model).items()
-        named = [*attributes]
-        for name, value in attributes:
-            value = [*value.values()] if isinstance(value, dict) else value
-            if isinstance(value, list | tuple):
-                named += [(f"{name}.{i}", each) for i, each in enumerate(value)]
+        """Returns those that attributes hold in a dict, by what holds them.
+
+        In lists and dicts too, and in the attributes of other objects.
+        """
         found: dict = {}
-        for name, value in named:
+        seen = {id(self.model)}
+
+        def find(name, value, depth=_DEPTH):
             if isinstance(value, GradientAccumulator):
                 name = files.OWN if name == _ATTRIBUTE else name
                 found.setdefault(value, name)
+            elif depth and id(value) not in seen:
+                seen.add(id(value))
+                for key, each in _held_by(value):
+                    find(f"{name}.{key}", each, depth - 1)
+
+        for name, value in vars(self.model).items():
+            find(name, value)
         return {name: each for each, name in found.items()}
 
     def __iter__(self):
         return iter(self.by_name().values())
+
+    def check_holds(self, accumulator):
+        """Raises if the model does not know an accumulator that its step uses.
+
+        Its last short cycle would be lost, and no file would hold it.
+        """
+        if accumulator not in [*self]:
+            raise ValueError(
+                "A `train_step` uses a `GradientAccumulator` that the model "
+                "does not hold: it would not end its cycle with the epoch. "
+                "Make it an attribute of the model, `self.accumulator = "
+                "GradientAccumulator(...)`. Received: an accumulator of "
+                f"{len(accumulator.variables)} variables in a step of "
+                f"{type(self.model).__name__}"
+            )
+
+    def prepare(self, options, numbers):
+        """Lets them follow the model, before its step is traced."""
+        for accumulator in self:
+            accumulator.follow(options.accum_steps, numbers)
 
     @property
     def pending_steps(self):
         return max((each.pending_steps for each in self), default=0)
 
     def apply(self):
-        for each in self:
-            each.apply()
+        try:
+            for accumulator in self:
+                accumulator.apply()
+        except BaseException as error:
+            self.step_failed(error)  # of all, not of this one alone
+            raise
 
     def reset(self):
         for each in self:
             each.reset()
 
-    def is_updating(self):
-        """Whether a step that failed had begun to make an update."""
-        return any(phase < 0 for each in self for phase in each._phases())
-
-    def forget(self):
-        """Forgets the pending cycles after a step that failed."""
-        for each in self:
-            each._forget()
-
-    def forget_after(self, error):
-        """Forgets the pending cycles if a step failed; a note says so."""
-        # The end of the data, and Ctrl-C, come between two steps as a rule.
-        is_end = isinstance(error, StopIteration | tf.errors.OutOfRangeError)
-        is_failure = isinstance(error, Exception) and not is_end
-        if not is_failure and not any(any(each._phases()) for each in self):
-            return
-        pending, is_updating = self.pending_steps, self.is_updating()
-        self.forget()
-        if is_updating:
-            error.add_note(
-                "accumodel: The error came while the optimizer made an update. "
-                "Some weights may be updated and others not: load the last "
-                "checkpoint."
-            )
-        elif pending:
-            error.add_note(
-                f"accumodel: The pending cycle of {pending} batches is "
-                "forgotten. No weight has moved since the last update."
-            )
+    def step_failed(self, error):
+        step_failed([*self], error)
 
     def drop(self, name, otherwise=""):
         """Forgets what is pending before `name`, with a warning."""
@@ -123,6 +131,11 @@ class Accumulators:
             accumulator.reset()  # seeds too
             _warn_about_dropped(pending, "compile")
 
+    def trains_some_of(self, accumulator):
+        """Whether an accumulator trains weights of this model."""
+        weights = {*map(id, self.model.trainable_weights)}
+        return not weights.isdisjoint(map(id, accumulator.variables))
+
     def trains_the_same(self, accumulator):
         """Whether an accumulator fits what `compile` and `trainable` say."""
         places = [*map(id, self.model.trainable_variables)]
@@ -130,6 +143,17 @@ class Accumulators:
             accumulator.optimizer is self.model.optimizer
             and [*map(id, accumulator.variables)] == places
         )
+
+
+def _held_by(value):
+    """Returns pairs of a key and a value, of an object that may hold some."""
+    if isinstance(value, dict):
+        return enumerate([*value.values()])
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    # Objects of libraries hold no accumulators, and much else.
+    is_library = type(value).__module__.split(".")[0] in _LIBRARIES
+    return [] if is_library else [*getattr(value, "__dict__", {}).items()]
 
 
 def _warn_about_dropped(pending, name, otherwise=""):

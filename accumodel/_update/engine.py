@@ -19,15 +19,18 @@ The algorithm, in which `sums`, `total` and `count` are variables:
 
 A gradient is freed when it was added, so the sums are the only copy of the
 parameters that this needs. An error between the first and the last sum leaves
-them half-added: `phase` tells, and the pending cycle is forgotten.
+them half-added. So whatever fails, the pending cycle is forgotten: see
+`step_failed`, and `forget_if_broken` for a `tf.function` of a custom loop.
 """
 
+import contextvars
 import functools
 import itertools
 import operator
 import typing
 import warnings
 
+import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import optimizers, replicas
@@ -112,13 +115,13 @@ class Engine(tf.Module):
         """List. The variables that it trains."""
         return self._untracked.variables
 
-    def _end_cycle(self):
+    def _end_cycle(self, after=()):
         # The next micro-batch overwrites the sums: it saves a pass over them.
         self._totals.assign(tf.zeros(3, tf.float64))
         self._count.assign(0)
         self._phase.assign(0.0)
         if self._untracked.numbers is not None:
-            self._untracked.numbers.end_cycle()
+            self._untracked.numbers.end_cycle(after)
 
     def _reset(self):
         """Forgets the pending cycle, and the random numbers that it drew."""
@@ -126,13 +129,37 @@ class Engine(tf.Module):
             self._untracked.numbers.forget_cycle()
         self._end_cycle()
 
-    def _phases(self):
-        """Returns what a step that failed left in `phase`, on each replica."""
-        with replicas.scope_of(self._untracked.strategy):
-            # Those of this worker: the others may not be here to reduce.
-            return [*map(float, replicas.local_results(self._phase))]
+    def is_broken(self):
+        """Whether a step that failed has left a fed batch half-added."""
+        values = self._local(self._phase), self._local(self._parts)
+        return any(map(np.any, itertools.chain(*values)))
 
-    def _forget(self):
+    def is_updating(self):
+        """Whether a step that failed had begun to make an update."""
+        return any(phase < 0 for phase in self._local(self._phase))
+
+    def _local(self, variable):
+        # Of this worker: the others may not be here to reduce.
+        with replicas.scope_of(self._untracked.strategy):
+            return [x.numpy() for x in replicas.local_results(variable)]
+
+    def follow(self, accum_steps, numbers):
+        """Follows the model that holds it, of which `numbers` is part."""
+        self._untracked.updates.clear()  # the optimizer may have changed
+        self._untracked.numbers = numbers
+        if self._follows_model:
+            self._accum_steps.assign(accum_steps)
+
+    def forget_if_broken(self):
+        """Forgets the pending cycle if the last step of a custom loop failed.
+
+        Once for all replicas, which do not know of each other.
+        """
+        # Their phases have one sign.
+        is_broken = tf.not_equal(self._phase, 0)
+        tf.cond(is_broken, self._reset, lambda: None)
+
+    def forget(self):
         """Forgets the pending cycle after a step that failed."""
         with replicas.scope_of(self._untracked.strategy):
             self._reset()
@@ -201,14 +228,6 @@ class Engine(tf.Module):
         if divides:
             scale *= replicas.count_replicas()
         with tf.control_dependencies([scale]):
-            # After a step that failed, a new cycle begins. `fit` forgets the
-            # old one; replicas of a custom loop do not know of each other.
-            in_fit = step is not None and step.fed_batch is not None
-            if not in_fit and not tf.distribute.has_strategy():
-                is_broken = tf.not_equal(self._phase, 0)
-                for each in (self._totals, self._count):
-                    zeros = tf.zeros_like(each)
-                    each.assign(tf.where(is_broken, zeros, each))
             begun = tf.identity(self._phase.assign(1.0))
         with tf.control_dependencies([begun]):
             # Then the sums are those of an earlier cycle.
@@ -413,7 +432,7 @@ class Engine(tf.Module):
         with tf.control_dependencies([*updates]):
             if self._after_update is not None:
                 self._follow(updates[0])
-            self._end_cycle()
+            self._end_cycle(updates)
 
     def _follow(self, is_update):
         def follow():
@@ -437,6 +456,50 @@ class Engine(tf.Module):
                 "Use a `GradientAccumulator` for each set.",
                 stacklevel=3,
             )
+
+
+def step_failed(accumulators, error):
+    """Forgets the pending cycles of accumulators after an error in a step.
+
+    The one contract of errors: first all is forgotten, then the error, which is
+    the user's, gets notes. Nothing in here raises. The end of the data is no
+    failure, and Ctrl-C is one only in the middle of a fed batch.
+    """
+    is_end = isinstance(error, StopIteration | tf.errors.OutOfRangeError)
+    try:
+        pending = max((x.pending_steps for x in accumulators), default=0)
+        is_updating = any(each.is_updating() for each in accumulators)
+        if (isinstance(error, Exception) and not is_end) or any(
+            each.is_broken() for each in accumulators
+        ):
+            for accumulator in accumulators:
+                accumulator.forget()
+        elif is_end or pending:
+            return
+        else:  # what it has drawn goes back
+            for accumulator in accumulators:
+                accumulator.reset()
+    except Exception as other:
+        error.add_note(
+            "accumodel: The pending cycle could not be forgotten. Call "
+            f"`compile` before the next `fit`. Received: {other!r}"
+        )
+        return
+    if is_updating:
+        error.add_note(
+            "accumodel: The error came while the optimizer made an update. "
+            "Some weights may be updated and others not: load the last "
+            "checkpoint."
+        )
+    elif pending:
+        error.add_note(
+            f"accumodel: The pending cycle of {pending} batches is "
+            "forgotten. No weight has moved since the last update."
+        )
+
+
+# The `Accumulators` of the model that `fit` trains in this thread.
+fitted: contextvars.ContextVar = contextvars.ContextVar("fitted", default=None)
 
 
 class FedBatch:
