@@ -45,7 +45,8 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             if the function does not return an int.
         ValueError: If `schedule` holds or returns less than 1, or holds a
             negative key; if `by` is none of these; when training begins, if
-            samples are to be counted and `fit` does not know the `batch_size`;
+            samples are to be counted and `fit` does not know the `batch_size`,
+            or if updates or samples are with `steps_per_execution` above 1;
             later, if the value is more than 1 and `micro_batch_size` is
             `"auto"`.
     """
@@ -93,6 +94,14 @@ class AccumStepsScheduler(keras.callbacks.Callback):
                 'size, or use `by="update"`. Received: data of unknown size'
             )
         if self.by != "epoch":
+            steps = self.model.steps_per_execution
+            if steps > 1:
+                raise ValueError(
+                    f'`AccumStepsScheduler(by="{self.by}")` must see each '
+                    "batch, and callbacks see every `steps_per_execution`-th. "
+                    'Use `steps_per_execution=1` or `by="epoch"`. '
+                    f"Received: steps_per_execution={steps}"
+                )
             begun = self.model.optimizer.iterations
             self._updates = int(begun if self.by == "update" else 0)
             self._count = self._updates
@@ -106,7 +115,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
         return self.schedule[max(begun)] if begun else present
 
     def _follow_updates(self, steps):
-        """Returns what follows after the updates that were made since."""
+        """Returns `steps`, or what follows the updates that were made since."""
         updates = int(self.model.optimizer.iterations)
         while self._updates < updates:
             samples = steps * (self.model._accumulation.batch_size or 0)
@@ -115,17 +124,24 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             steps = self._find_steps(steps)
         return steps
 
+    def _follow(self):
+        present = self.model.accum_steps
+        steps = self._follow_updates(present)
+        if steps != present:  # to set it takes a while
+            self.model.accum_steps = steps
+
     def on_train_batch_end(self, batch, logs=None):
         if self.by != "epoch" and not self.model.pending_steps:
-            present = self.model.accum_steps
-            steps = self._follow_updates(present)
-            if steps != present:  # to set it takes a while
-                self.model.accum_steps = steps
+            self._follow()
 
     def on_epoch_begin(self, epoch, logs=None):
         if self.by == "epoch":
             self._count = epoch
             self.model.accum_steps = self._find_steps(self.model.accum_steps)
+        else:
+            # The short last cycle of an epoch has made an update. And
+            # `BackupAndRestore` has loaded updates since `on_train_begin`.
+            self._follow()
 
     def on_epoch_end(self, epoch, logs=None):
         if logs is not None:

@@ -11,14 +11,17 @@ batch. What `D` is follows from how Keras reduces a loss
 | `mean_with_sample_weight`     | the sample weights that no mask hides |
 | `sum`, `none`                 | nothing is divided                    |
 
-A loss that combines others was divided by what these were. Else, values without
-an axis of samples, such as one number, are taken for means over the samples. If
-they are not, the check on the first batch tells.
+A loss that combines others was divided by what these were. If they are sums, it
+may divide them itself: then it is computed of four made-up samples, and of
+three of them and the fourth, which shows whether it is a sum or a mean. Else,
+values without an axis of samples, such as one number, are taken for means over
+the samples. If they are not, the check on the first batch tells.
 """
 
 import warnings
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
@@ -194,11 +197,13 @@ class LossWeights:
         for each in reductions:
             inner = [x for x in each.inner if x.reduction not in _UNREDUCED]
             found = self._divisors(inner) or self._divisor(each)
+            if inner and None in found and _is_mean(each):
+                found = {_SAMPLES: None}
             divisors = found | divisors
         return divisors
 
     def _divisor(self, reduction):
-        values, sample_weight, mask, name, _ = reduction
+        values, sample_weight, mask, name, *_ = reduction
         if name not in (*_MEANS, *_SUMS):
             raise ValueError(
                 "accumodel does not know what a loss with this reduction is "
@@ -232,6 +237,32 @@ class LossWeights:
         if not is_exact and message not in self.warned:
             self.warned.add(message)
             warnings.warn(message, InexactWarning, stacklevel=2)
+
+
+def _is_mean(reduction):
+    """Whether a loss of sums is their mean over the samples, by measurement."""
+    numbers = np.random.default_rng(0)
+
+    def make_up(leaf):
+        shape = [4, *(size or 3 for size in leaf.shape[1:])]
+        dtype = tf.as_dtype(leaf.dtype)
+        values = numbers.uniform(0.1, 0.9, shape)
+        if not dtype.is_floating:  # such as classes
+            values = np.arange(4).reshape(-1, *[1] * (len(shape) - 1)) % 2
+        return tf.cast(tf.broadcast_to(values, shape), dtype)
+
+    with tf.init_scope():
+        data = tf.nest.map_structure(make_up, reduction.data)
+
+        def loss(begin, end):
+            rows = tf.nest.map_structure(lambda leaf: leaf[begin:end], data)
+            return float(reduction.compute(*rows))
+
+        try:
+            whole, three, one = loss(0, 4), loss(0, 3), loss(3, 4)
+        except Exception:  # such as of other shapes: by its sums, as before
+            return False
+    return abs(3 * three + one - 4 * whole) < 1e-3 * abs(whole)
 
 
 def is_single(values, data):

@@ -18,7 +18,7 @@ HOOKS = ("process_gradients", "after_update")
 _ATTRIBUTE = "_gradient_accumulator"
 
 # How deep, and in whose objects not, to look for others.
-_DEPTH = 3
+_DEPTH = 4
 _LIBRARIES = ("accumodel", "builtins", "keras", "numpy", "tensorflow")
 
 
@@ -40,18 +40,17 @@ class Accumulators:
         """
         found: dict = {}
         seen = {id(self.model)}
-
-        def find(name, value, depth=_DEPTH):
-            if isinstance(value, GradientAccumulator):
-                name = files.OWN if name == _ATTRIBUTE else name
-                found.setdefault(value, name)
-            elif depth and id(value) not in seen:
-                seen.add(id(value))
-                for key, each in _held_by(value):
-                    find(f"{name}.{key}", each, depth - 1)
-
-        for name, value in vars(self.model).items():
-            find(name, value)
+        level = [*vars(self.model).items()]
+        for _ in range(_DEPTH):
+            deeper = []
+            for name, value in level:
+                if isinstance(value, GradientAccumulator):
+                    name = files.OWN if name == _ATTRIBUTE else name
+                    found.setdefault(value, name)
+                elif id(value) not in seen:
+                    seen.add(id(value))
+                    deeper += [(f"{name}.{k}", v) for k, v in _held_by(value)]
+            level = deeper
         return {name: each for each, name in found.items()}
 
     def __iter__(self):

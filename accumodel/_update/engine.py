@@ -115,6 +115,13 @@ class Engine(tf.Module):
         """List. The variables that it trains."""
         return self._untracked.variables
 
+    # Private, of TensorFlow: what a `SavedModel` or a checkpoint holds. If it
+    # is renamed, a `SavedModel` holds the sums, which nobody reads.
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        if save_type == "savedmodel":
+            return {}
+        return super()._trackable_children(save_type, **kwargs)
+
     def _end_cycle(self, after=()):
         # The next micro-batch overwrites the sums: it saves a pass over them.
         self._totals.assign(tf.zeros(3, tf.float64))
