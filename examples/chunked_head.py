@@ -3,9 +3,8 @@
 The logits of 4,096 tokens of a vocabulary of 32,768 words take 540 MB, and as
 much for their gradient. `micro_batch_size=1` cannot split a sample. So
 `chunked_loss` accumulates over positions: head and loss run on 256 at a time.
-It takes no more arithmetic, and one more copy of the weights of the head. Copy
-it with `ChunkedHeadModel` if you need it. It is for one device, and for heads
-without random numbers: put dropout before the head.
+It takes no more arithmetic, and a copy of the head's weights. Copy it with
+`ChunkedHeadModel`; for one device, and without random numbers in the head.
 
 The program trains a small language model on Python's help topics with the
 logits whole and in chunks, and compares memory, time and weights. It takes two
@@ -61,16 +60,14 @@ def chunked_loss(head, variables, hidden, targets, weights, chunk, training):
                 losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
                     targets[i], logits
                 )
-                of_chunk = tf.reduce_sum(weights[i] * losses)
+                part = tf.reduce_sum(weights[i] * losses)
             if training:
-                at, *more = tape.gradient(
-                    of_chunk, [at, *values], unconnected_gradients="zero"
-                )
+                at, *more = tape.gradient(part, [at, *values], None, "zero")
                 of_hidden = of_hidden.write(i, at)
                 of_values = [*map(tf.add, of_values, more)]
             hits = tf.argmax(logits, -1, targets.dtype) == targets[i]
             right += tf.reduce_sum(weights[i] * tf.cast(hits, weights.dtype))
-            return i + 1, loss + of_chunk, right, of_hidden, of_values
+            return i + 1, loss + part, right, of_hidden, of_values
 
         count, zero = tf.shape(hidden)[0], tf.zeros((), weights.dtype)
         of_hidden = tf.TensorArray(
