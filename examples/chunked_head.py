@@ -3,12 +3,11 @@
 The logits of 4,096 tokens of a vocabulary of 32,768 words take 540 MB, and as
 much for their gradient. `micro_batch_size=1` cannot split a sample. So
 `chunked_loss` accumulates over positions: head and loss run on 256 at a time.
-It takes no more arithmetic, and a copy of the head's weights. Copy it with
-`ChunkedHeadModel`; for one device, and without random numbers in the head.
+It takes no more arithmetic, and a copy of the head's weights. The head must not
+draw random numbers. Copy it with `ChunkedHeadModel` if you need it.
 
-The program trains a small language model on Python's help topics with the
-logits whole and in chunks, and compares memory, time and weights. It takes two
-minutes on two cores: `python examples/chunked_head.py --plot chunked_head.svg`
+The program trains on Python's help topics in both ways, in two minutes on two
+cores: `python examples/chunked_head.py --plot chunked_head.svg`
 """
 
 import argparse
@@ -131,7 +130,8 @@ class ChunkedHeadModel(accumodel.AccumulatingModel):
         count = tf.reduce_sum(weights)
         accuracy = tf.math.divide_no_nan(right, count)
         self.accuracy.update_state(accuracy, sample_weight=count)
-        return tf.math.divide_no_nan(loss, count) + sum(self.losses)
+        loss = tf.math.divide_no_nan(loss, count) + sum(self.losses)
+        return loss / self.distribute_strategy.num_replicas_in_sync
 
     def micro_batch_weight(self, x, y, y_pred, sample_weight):
         # What the loss was divided by: micro-batches differ in it.
