@@ -10,11 +10,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import as_dataset, distance, weekly
+from helpers import as_dataset, distance, names, weekly
 
 import accumodel
 from benchmarks.workers import run_workers
-from examples import multi_worker, noise_scale, recalibrate_batch_norm
+from examples import (
+    chunked_head,
+    multi_worker,
+    noise_scale,
+    recalibrate_batch_norm,
+)
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -266,3 +271,148 @@ def test_pure_noise_has_no_noise_scale():
     model = linear(micro_batch_size=6)
     logs = model.fit(x, y, batch_size=24, callbacks=callbacks, verbose=0)
     assert np.isnan(logs.history["noise_scale_low"][0])
+
+
+# -- the head in chunks --------------------------------------------------------
+
+# What differs from a plain training in batches of 10: the policy, the model,
+# the data, `fit` and `compile`.
+HEADS = {
+    "mask": {"micro_batch_size": 3},
+    "no mask": {"mask": False, "micro_batch_size": 3},
+    "weights of samples": {"weights": (22, 1), "micro_batch_size": 3},
+    "weights of tokens": {"weights": (22, 7), "micro_batch_size": 3},
+    "whole batch": {"weights": (22, 7)},
+    "accum_steps": {"weights": (22, 7), "batch_size": 5, "accum_steps": 2},
+    "both": {"batch_size": 5, "accum_steps": 2, "micro_batch_size": 2},
+    "dropout": {"dropout": 0.5, "micro_batch_size": 3},
+    "tied": {"tied": True, "mask": False, "micro_batch_size": 3},
+    "bfloat16": {"policy": "mixed_bfloat16", "micro_batch_size": 3},
+    "float16": {"policy": "mixed_float16", "micro_batch_size": 3},
+    "XLA": {"weights": (22, 7), "micro_batch_size": 3, "jit_compile": True},
+    "eager": {"micro_batch_size": 5, "run_eagerly": True},
+    "gradient_cache": {"micro_batch_size": 3, "gradient_cache": True},
+}
+
+
+def train_head(
+    is_chunked,
+    policy="float32",
+    tied=False,
+    mask=True,
+    dropout=0.0,
+    weights=None,
+    batch_size=10,
+    **kwargs,
+):
+    """Returns the logs and weights of a model of words, some of them padding.
+
+    A plain one has all logits at once.
+    """
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(1, 50, (2, 22, 7))
+    x[np.arange(7) >= rng.integers(1, 8, (22, 1))] = 0
+    x[3] = 0  # nothing counts
+    weights = weights and rng.random(weights).astype("float32")
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(policy)
+    inputs = keras.Input((7,), dtype="int32")
+    words = keras.layers.ReversibleEmbedding(50, 8, mask_zero=mask)
+    hidden = keras.layers.Dropout(dropout)(words(inputs))
+    hidden = keras.layers.Dense(8, "tanh")(hidden)
+    head = keras.layers.Dense(50, kernel_regularizer="l2")
+    head.build(hidden.shape)
+    keras.config.set_dtype_policy("float32")
+    if is_chunked:
+        model = chunked_head.ChunkedHeadModel(
+            inputs, hidden, head=words if tied else head, chunk=5
+        )
+    else:
+        outputs = words(hidden, reverse=True) if tied else head(hidden)
+        model = keras.Model(inputs, outputs)
+        kwargs = {
+            "loss": keras.losses.SparseCategoricalCrossentropy(
+                from_logits=True, reduction="mean_with_sample_weight"
+            ),
+            "weighted_metrics": ["accuracy"],
+        }
+        batch_size = 10
+    model.compile(keras.optimizers.SGD(0.5), **kwargs)
+    logs = model.fit(
+        x,
+        y,
+        batch_size,
+        epochs=2,
+        sample_weight=weights,
+        validation_data=(x[:9], y[:9]),
+        shuffle=False,
+        verbose=0,
+    ).history
+    return logs, model.get_weights()
+
+
+@pytest.mark.parametrize("row", names(HEADS, HEADS.keys() - {"mask"}))
+def test_a_head_in_chunks_gives_the_weights_of_whole_logits(row):
+    logs, weights = train_head(True, **HEADS[row])
+    expected, desired = train_head(False, **HEADS[row])
+    assert distance(weights, desired) < (2e-3 if "float16" in row else 1e-6)
+    # Each batch counts once in the loss of a plain epoch.
+    ignored = {"loss"} if HEADS[row].get("accum_steps") else set()
+    assert logs.keys() == expected.keys()
+    for name in logs.keys() - ignored:
+        np.testing.assert_allclose(logs[name], expected[name], rtol=1e-4)
+
+
+@pytest.mark.weekly
+def test_a_causal_model_of_keras_hub_trains_with_its_head_in_chunks():
+    keras_hub = pytest.importorskip("keras_hub")
+    tokens = np.random.default_rng(0).integers(50, size=(12, 8))
+    kept = np.arange(7) < np.arange(1, 13)[:, None]
+    x = {"token_ids": tokens[:, :-1], "padding_mask": kept}
+    fit = {"y": tokens[:, 1:], "sample_weight": kept.astype("float32")}
+    fit |= {"batch_size": 12, "epochs": 2, "shuffle": False, "verbose": 0}
+
+    def make_task():
+        keras.utils.set_random_seed(0)
+        return keras_hub.models.GPT2CausalLM(
+            keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
+        )
+
+    reference = make_task()
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="mean_with_sample_weight"
+    )
+    reference.compile(keras.optimizers.SGD(0.5), loss)
+    expected = reference.fit(x, **fit).history
+
+    task = make_task()
+    model = chunked_head.ChunkedHeadModel(
+        task.backbone.input,
+        task.backbone.output,
+        head=task.backbone.token_embedding,
+        chunk=5,
+    )
+    model.compile(keras.optimizers.SGD(0.5), micro_batch_size=5)
+    logs = model.fit(x, **fit).history
+    assert distance(task, reference) < 1e-6
+    np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
+
+
+@pytest.mark.weekly
+def test_chunks_of_the_head_take_less_than_half_of_the_memory(tmp_path):
+    run = subprocess.run(
+        [sys.executable, chunked_head.__file__, "--plot=chunks.svg"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        timeout=900,  # two minutes, where nothing else runs
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    whole, logs, chunks, same_logs, difference, saved = run.stdout.splitlines()
+    peaks = [float(line.split()[-8]) for line in (whole, chunks)]
+    assert 2 * peaks[1] < peaks[0]
+    assert logs == same_logs
+    assert float(difference.split()[-1].rstrip(".")) < 1e-4
+    assert saved == "Saved chunks.svg."
+    assert (tmp_path / "chunks.svg").stat().st_size > 1000
