@@ -6,7 +6,7 @@ import cases
 import keras
 import numpy as np
 import pytest
-from helpers import distance, make_model, train
+from helpers import distance, make_model, train, weekly
 
 import accumodel
 from accumodel import AccumStepsScheduler, AccumulatingModel
@@ -132,6 +132,91 @@ def test_a_ramp_counts_updates_or_samples(schedule, by, ends, fits):
         )
     assert [*np.flatnonzero(np.diff(updates)) + 1] == ends
     assert logs.history["accum_steps"][-1] == model.accum_steps
+
+
+@pytest.mark.parametrize(
+    ("schedule", "by", "sizes"),
+    [
+        ({0: 2, 3: 4}, "update", [2, 2, 1, 4, 1]),
+        ({0: 2, 10: 4}, "sample", [2, 2, 1, 4, 1]),
+        (lambda updates, present: updates + 1, "update", [1, 2, 2, 4, 1]),
+    ],
+)
+def test_a_ramp_goes_on_after_a_short_last_cycle(schedule, by, sizes):
+    """In epochs of 5 batches of 2."""
+    model = cases.linear(AccumulatingModel)
+    model.compile("sgd", "mse", accum_steps=2)
+    x, y = cases.features()[:10], np.ones((10, cases.CLASSES))
+    seen = [(0, 0)]
+
+    def note(new):
+        seen.append((seen[-1][0] + new, int(model.optimizer.iterations)))
+
+    callback = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: note(1),
+        on_epoch_end=lambda epoch, logs: note(0),
+    )
+    ramp = AccumStepsScheduler(schedule, by=by)
+    how = {"batch_size": 2, "epochs": 2, "verbose": 0}
+    model.fit(x, y, callbacks=[ramp, callback], **how)
+    batches, updates = np.transpose(seen)
+    ends = batches[1:][np.diff(updates) > 0]
+    assert [*np.diff(ends, prepend=0)] == sizes
+
+
+@pytest.mark.parametrize("is_first", [True, weekly(False)])
+@pytest.mark.parametrize(
+    ("schedule", "by"),
+    [
+        ({0: 1, 3: 2, 6: 4}, "update"),
+        weekly({0: 1, 30: 2, 90: 4}, "sample"),
+        (lambda count, steps: min(2 * steps, 8), "sample"),
+        weekly(lambda count, steps: min(2 * steps, 8), "update"),
+    ],
+)
+def test_a_ramp_is_resumed_by_a_backup(schedule, by, is_first, tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 3)), rng.normal(size=(60, 1))
+
+    class Crash(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise RuntimeError("pre-empted")
+
+    def fit(*callbacks, folder="backup"):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((3,))
+        model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("adam", "mse")
+        pair = [
+            AccumStepsScheduler(schedule, by=by),
+            keras.callbacks.BackupAndRestore(tmp_path / folder),
+        ]
+        callbacks = [*(pair if is_first else pair[::-1]), *callbacks]
+        model.fit(
+            x, y, batch_size=5, epochs=3, shuffle=False, verbose=0,
+            callbacks=callbacks,
+        )  # fmt: skip
+        return model
+
+    expected = fit(folder="other")
+    with pytest.raises(RuntimeError, match="pre-empted"):
+        fit(Crash())
+    assert distance(fit(), expected) == 0
+
+
+def test_a_ramp_that_cannot_see_each_batch_is_refused(data):
+    model = make_model()
+    model.compile(
+        "sgd", "sparse_categorical_crossentropy", steps_per_execution=2
+    )
+    for by in ("update", "sample"):
+        ramp = AccumStepsScheduler({0: 1}, by=by)
+        with pytest.raises(ValueError, match="steps_per_execution=1"):
+            model.fit(*data, callbacks=[ramp], verbose=0)
+    by_epoch = AccumStepsScheduler({0: 2})
+    model.fit(*data, batch_size=25, callbacks=[by_epoch], verbose=0)
+    assert int(model.optimizer.iterations) == 2
 
 
 def test_samples_of_batches_of_unknown_size_are_not_counted():

@@ -325,7 +325,30 @@ def carried(model, x, y):
         model.train_on_batch(x[batch], y[batch])
 
 
+def drop_the_last(model, x, y):
+    """In each epoch, three cycles of two batches of 3, and one batch."""
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(3)
+    model.fit(batches, epochs=2, shuffle=False, verbose=0)
+
+
+def without_the_last(model, x, y):
+    in_batches((6, 6, 6))(model, x, y)
+    in_batches((6, 6, 6))(model, x, y)
+
+
+def forget_some(model, x, y):
+    in_batches((3, 3))(model, x, y)
+    model.reset_accumulated_gradients()
+    in_batches(FED)(model, x, y)
+
+
 SITUATIONS = {
+    "dropped": (
+        drop_the_last,
+        without_the_last,
+        {"accum_steps": 2, "remainder": "drop"},
+    ),
+    "forgotten": (forget_some, LARGE, {"accum_steps": 3}),
     "unequal": (in_batches(FED), LARGE, {"accum_steps": 3}),
     "unknown length": (of_unknown_length, LARGE, {"accum_steps": 3}),
     "evaluated": (in_batches(FED, between=evaluate), LARGE, {"accum_steps": 3}),
@@ -404,6 +427,87 @@ def test_a_file_of_a_cycles_end_holds_no_random_numbers(tmp_path):
     store: dict = {}
     model.save_own_variables(store)
     assert not any("accumulated" in each for each in store)
+
+
+class DrawsInUpdates(AccumulatingModel):
+    """Draws from the seed of its dropout after each forward pass."""
+
+    def process_gradients(self, gradients):
+        seed = self.layers[-2].seed_generator
+        return [
+            each + 0.1 * keras.random.normal(each.shape, seed=seed)
+            for each in gradients
+        ]
+
+    def after_update(self):
+        seed = self.layers[-2].seed_generator
+        weight = self.trainable_variables[0]
+        weight.assign_add(0.1 * keras.random.normal(weight.shape, seed=seed))
+
+
+class DrawsInSteps(keras.Model):
+    """The same by plain Keras."""
+
+    process_gradients = DrawsInUpdates.process_gradients
+    after_update = DrawsInUpdates.after_update
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        variables = self.trainable_variables
+        gradients = self.process_gradients(tape.gradient(loss, variables))
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        self.after_update()
+        return {"error": loss}
+
+
+@pytest.mark.parametrize(
+    ("fed", "kwargs"),
+    [
+        ((3, 3, 3, 3, 3, 3), {"accum_steps": 3}),
+        slow((9, 9), {"micro_batch_size": 4}),
+        slow((3, 3, 3, 3, 3, 3), {"accum_steps": 3, "run_eagerly": True}),
+    ],
+    ids=str,
+)
+def test_an_update_draws_from_the_seeds_of_a_step(fed, kwargs):
+    layer, large = LAYERS["dropout"], in_batches((9, 9))
+    plain = train(DrawsInSteps, layer, feed=large)
+    ours = train(DrawsInUpdates, layer, feed=in_batches(fed), **kwargs)
+    check(ours, plain)
+
+
+@pytest.mark.parametrize("seed", [None, weekly("a generator")])
+def test_initial_weights_are_no_draws_of_a_step(seed):
+    """An axis of the weights is as long as the batch, 2."""
+
+    class Stack(AccumulatingModel, keras.Sequential):
+        pass
+
+    def make(base):
+        keras.utils.set_random_seed(0)
+        own = keras.random.SeedGenerator(3) if seed else None
+        normal = keras.initializers.RandomNormal(seed=own)
+        return base(
+            [layers.LSTM(2), layers.Dense(2, kernel_initializer=normal)]
+        )
+
+    x, y = data()
+    models = []
+    for base, size, kwargs in (
+        (keras.Sequential, 6, {}),
+        (Stack, 2, {"accum_steps": 3}),
+        (Stack, 6, {"micro_batch_size": 2}),
+    ):
+        model = make(base)
+        model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
+        batches = tf.data.Dataset.from_tensor_slices((x[:12], y[:12, 0, :2]))
+        batches = batches.batch(size, drop_remainder=True)
+        model.fit(batches, shuffle=False, verbose=0)
+        models.append(model)
+    for model in models[1:]:
+        check(model, models[0])
 
 
 class DrawsLatents(AccumulatingModel):
