@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import messages_of
+from helpers import messages_of, mirrored
 
 import accumodel
 from accumodel import GradientAccumulator
@@ -146,10 +146,10 @@ def test_after_a_failing_update_a_new_cycle_begins():
     accumulator = GradientAccumulator(Failing(), [variable], 3)
     for value in (1.0, 2.0):
         accumulator.accumulate([tf.fill((2,), value)])
-    with pytest.raises(RuntimeError, match="no update today"):
+    with pytest.raises(RuntimeError, match="no update today") as caught:
         accumulator.apply()
-    assert accumulator.pending_steps == 2
-    np.testing.assert_array_equal(accumulator._sums[0], [3.0, 3.0])
+    assert "load the last checkpoint" in caught.value.__notes__[0]
+    assert accumulator.pending_steps == 0
     np.testing.assert_array_equal(variable, [0.0, 0.0])
     accumulator.accumulate([tf.fill((2,), 4.0)])
     assert accumulator.pending_steps == 1
@@ -250,11 +250,15 @@ def test_a_copy_trains_its_own_variables(duplicate, traced):
     np.testing.assert_array_equal(copied.variables[0], [0.0])
 
 
-def test_an_error_in_a_custom_loop_begins_a_new_cycle():
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("ends", ["next steps", "apply"])
+def test_an_error_in_a_custom_loop_begins_a_new_cycle(ends, replicas):
     """It comes when one gradient is added, and the other not."""
-    variables = [keras.Variable([0.0]), keras.Variable([0.0])]
-    optimizer = keras.optimizers.SGD(1.0)
-    accumulator = GradientAccumulator(optimizer, variables, accum_steps=2)
+    strategy = mirrored(2) if replicas == 2 else tf.distribute.get_strategy()
+    with strategy.scope():
+        variables = [keras.Variable([0.0]), keras.Variable([0.0])]
+        optimizer = keras.optimizers.SGD(1.0)
+        accumulator = GradientAccumulator(optimizer, variables, accum_steps=2)
     fails = []
 
     def fail(value):
@@ -263,21 +267,116 @@ def test_an_error_in_a_custom_loop_begins_a_new_cycle():
             raise RuntimeError("in a gradient")
         return value
 
+    def add(value, weight):
+        checked = tf.numpy_function(fail, [value], tf.float32)
+        gradients = [tf.ensure_shape(checked, (1,)), value / replicas]
+        gradients[0] /= replicas  # as Keras divides losses
+        accumulator.accumulate(gradients, weight)
+
     @tf.function
     def step(value, weight):
-        checked = tf.numpy_function(fail, [value], tf.float32)
-        gradients = [tf.ensure_shape(checked, (1,)), value]
-        accumulator.accumulate(gradients, weight)
+        strategy.run(add, (value, weight))
 
     step(tf.constant([100.0]), tf.constant(1.0))
     fails.append(True)
     with pytest.raises(Exception, match="in a gradient"):
         step(tf.constant([1000.0]), tf.constant(1.0))
     fails.clear()
-    for value in (1.0, 3.0):
-        step(tf.constant([value]), tf.constant(1.0))
+    expected = [0.0, 0.0]
+    if ends == "next steps":
+        expected = [-2.0, -2.0]
+        for value in (1.0, 3.0):
+            step(tf.constant([value]), tf.constant(1.0))
+    accumulator.apply()
     assert accumulator.pending_steps == 0
-    assert [float(each[0]) for each in variables] == [-2.0, -2.0]
+    assert [float(each.value[0]) for each in variables] == expected
+
+
+def test_an_error_in_an_eager_loop_forgets_the_cycle_and_says_so():
+    def fail():
+        raise ValueError("in after_update")
+
+    accumulator = GradientAccumulator(
+        keras.optimizers.SGD(1.0), [keras.Variable([0.0])], 2, after_update=fail
+    )
+    accumulator.accumulate([tf.ones(1)])
+    with pytest.raises(ValueError, match="in after_update") as caught:
+        accumulator.accumulate([tf.ones(1)])
+    assert "load the last checkpoint" in caught.value.__notes__[0]
+    assert accumulator.pending_steps == 0
+    # What is refused before anything is added leaves the cycle.
+    accumulator.accumulate([tf.ones(1)])
+    with pytest.raises(ValueError, match="must hold one entry"):
+        accumulator.accumulate([])
+    assert accumulator.pending_steps == 1
+
+
+class Holder:
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda each: Holder([each]),
+        lambda each: [[each]],
+        lambda each: {"players": Holder(each)},
+    ],
+    ids=["object", "lists", "dict"],
+)
+@pytest.mark.parametrize(
+    ("number", "compiled", "updates"), [(4, 1, 3), (None, 4, 3), (2, 4, 5)]
+)
+def test_a_model_knows_what_it_holds(hold, number, compiled, updates):
+    """10 batches: the last short cycle ends with the epoch."""
+    model = Holds(hold)
+    model.make(number)
+    model.compile("sgd", accum_steps=compiled)
+    model.fit(np.ones((10, 3)), batch_size=1, verbose=0)
+    assert int(model.own.optimizer.iterations) == updates
+    assert model.own.pending_steps == 0
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"micro_batch_size": 1}], ids=str)
+def test_what_no_attribute_holds_is_refused(kwargs):
+    model = Holds(lambda each: None)
+    model.make(4)
+    model.compile("sgd", **kwargs)
+    with pytest.raises(ValueError, match="the model does not hold"):
+        model.fit(np.ones((10, 3)), batch_size=2, verbose=0)
+
+
+class Holds(accumodel.AccumulatingModel):
+    """Its step uses an accumulator that `hold` puts into an attribute."""
+
+    def __init__(self, hold):
+        super().__init__()
+        self.net, self.hold = keras.layers.Dense(1), hold
+        self.net.build((None, 3))
+        self.built = True
+
+    def make(self, number):
+        args = [] if number is None else [number]
+        accumulator = GradientAccumulator(
+            keras.optimizers.SGD(0.1), self.net.trainable_variables, *args
+        )
+        self.held = self.hold(accumulator)
+        HELD[self.net.name] = accumulator
+
+    @property
+    def own(self):
+        return HELD[self.net.name]
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.net(data) ** 2)
+        gradients = tape.gradient(loss, self.net.trainable_variables)
+        self.own.accumulate(gradients, tf.shape(data)[0])
+        return {"error": loss}
+
+
+HELD: dict = {}
 
 
 def test_sums_may_follow_means_when_nothing_is_pending():

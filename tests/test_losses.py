@@ -70,6 +70,33 @@ def test_one_number_is_a_mean_whatever_the_reduction(reduction, way):
         np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
 
 
+SQUARES = keras.losses.MeanSquaredError(reduction="sum")
+ERRORS = keras.losses.MeanAbsoluteError()
+
+
+def by_samples(y, p):
+    return SQUARES(y, p) / keras.ops.cast(keras.ops.shape(y)[0], "float32")
+
+
+# By the number of samples a sum is a mean, which no reduction shows.
+DIVIDED = {
+    "by the samples": by_samples,
+    "by a number": lambda y, p: SQUARES(y, p) / 12,
+    "next to a mean": lambda y, p: by_samples(y, p) + ERRORS(y, p),
+}
+
+
+@pytest.mark.parametrize("way", ["split", "steps"])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_loss_of_sums_is_measured(name, way):
+    batch_size, kwargs = WAYS[way]
+    plain, _ = linear(keras.Model, DIVIDED[name])
+    model, _ = linear(
+        AccumulatingModel, DIVIDED[name], batch_size=batch_size, **kwargs
+    )
+    assert distance(model, plain) < 1e-6
+
+
 class SaysThatItSums(AccumulatingModel):
     def micro_batch_weight(self, x, y, y_pred, sample_weight):
         return None
