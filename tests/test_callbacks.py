@@ -229,6 +229,9 @@ def test_samples_of_batches_of_unknown_size_are_not_counted():
         model.fit(batches, callbacks=[ramp], shuffle=False, verbose=0)
     with pytest.raises(ValueError, match=r"by='epochs'"):
         AccumStepsScheduler({0: 2}, by="epochs")
+    # Arrays come in batches of 32 by default.
+    logs = model.fit(np.ones((96, 3)), np.ones((96, 1)), callbacks=[ramp])
+    assert logs.history["accum_steps"] == [2]
 
 
 def test_a_model_that_does_not_accumulate_is_refused(data):

@@ -398,22 +398,21 @@ def test_all_losses_none_next_to_add_loss():
     assert distance(*models) < 1e-6
 
 
-@pytest.mark.weekly
-def test_one_array_of_sample_weights_for_several_outputs_is_exact():
+@pytest.mark.parametrize("is_named", [False, weekly(True)])
+def test_one_array_of_sample_weights_for_several_outputs_is_exact(is_named):
     def make(model_class):
         inputs = keras.Input((cases.FEATURES,))
         heads = [keras.layers.Dense(2)(inputs) for _ in range(2)]
         return model_class(inputs, heads)
 
     def fit(model, size):
-        model.fit(
-            cases.features(),
-            [cases.features()[:, :2] * sign for sign in (1, -1)],
-            sample_weight=np.linspace(0.1, 3.0, 24),
-            batch_size=size,
-            shuffle=False,
-            verbose=0,
-        )
+        x, weights = cases.features(), np.linspace(0.1, 3.0, 24)
+        y = [x[:, :2] * sign for sign in (1, -1)]
+        if is_named:
+            how = {"batch_size": size, "shuffle": False, "verbose": 0}
+            model.fit(x, y, sample_weight=weights, **how)
+        else:  # as Keras documents their order
+            model.fit(x, y, size, 1, 0, None, 0.0, None, False, None, weights)
 
     losses = [
         keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
