@@ -8,8 +8,10 @@ Keras wraps `tf.recompute_grad`, which fails in `fit`, draws other numbers in
 the second pass, and assigns twice. Here, the second pass draws with the seeds
 of the first, reads what that read, and its assignments are dropped. Its inputs
 depend on the gradient: it would run early otherwise, and XLA would merge both.
+An eager step would keep all in any case: there, nothing runs twice.
 """
 
+import collections
 import threading
 import typing
 
@@ -17,8 +19,12 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names
-from accumodel._micro_batch.assignments import Recorder, is_random
-from accumodel._micro_batch.states import States
+from accumodel._micro_batch.assignments import (
+    Recorder,
+    is_hidden,
+    is_random,
+    with_called,
+)
 from accumodel._micro_batch.step import current_graph, current_step
 
 _local = threading.local()  # `is_open`: whether one is rematerialized
@@ -31,7 +37,8 @@ def call(function, by_keras, *args, **kwargs):
     if not (is_inside or is_ours):
         return by_keras(*args, **kwargs)
     # It is part of the outer one. In what records, no variables can be made.
-    if is_inside or not private_names.can_run_twice(function):
+    can_run_twice = private_names.can_run_twice(function)
+    if is_inside or tf.executing_eagerly() or not can_run_twice:
         return function(*args, **kwargs)
     return _Call(function, args, kwargs).run()
 
@@ -41,15 +48,17 @@ class _Call:
 
     def __init__(self, function, args, kwargs):
         self._function, self._inputs = function, (args, kwargs)
-        self._graph = current_graph()
+        self._graph: typing.Any = current_graph()
         self._as_called, self._draws = hooks.keep_call(), hooks.draws.keep()
-        self._states = States({})  # what the first pass reads and assigns
-        self._assigned: set = set()  # the keys of these, seeds too
+        # By the id of a variable, how often the first pass assigns it. And by
+        # this and how often it was assigned before: what is read.
+        self._assigned: collections.Counter = collections.Counter()
+        self._values: dict = {}
 
     def run(self):
         """Returns what the function returns."""
         made: typing.Any = None
-        operations = getattr(self._graph, "get_operations", list)
+        operations = self._graph.get_operations
 
         @tf.custom_gradient
         def run_first(*_):
@@ -57,15 +66,18 @@ class _Call:
             begin = len(operations())
             scope = Recorder(self._record, self._read)
             made = self._run(self._inputs, scope)
-            for each in operations()[begin:]:
-                if is_random(each.node_def):
-                    self._refuse(f"the operation '{each.name}'")
-            return _sources(made), self._differentiate
+            nodes = [each.node_def for each in operations()[begin:]]
+            for node in with_called(nodes, self._graph):
+                if is_random(node) or is_hidden(node):
+                    self._refuse(f"the operation '{node.name}'")
+            # If a model is cut into stages, the one that returns this keeps
+            # what the second pass needs.
+            return [*_sources(made), *self._needed()], self._differentiate
 
         # TensorFlow wants one source at least.
         outputs = run_first(*_sources(self._inputs), tf.zeros(()))
         new = {}
-        for source, output in zip(_sources(made), outputs, strict=True):
+        for source, output in zip(_sources(made), outputs, strict=False):
             private_names.set_mask(output, private_names.mask_of(source))
             new[id(source)] = output
         outputs, losses = _map(lambda each: new.get(id(each), each), made)
@@ -81,17 +93,18 @@ class _Call:
         # TensorFlow would fail in its gradient of a loop or a condition.
         if type(current_graph()) is not type(self._graph):
             self._refuse("a call in a loop or a condition")
+        gradients = gradients[: len(gradients) - len(self._needed())]
         late = _after(gradients)
         inputs = _map(late, self._inputs)
-        sources, states = _sources(inputs), self._states
-        pairs = [
-            (states.variables[k], late(v) if k in self._assigned else v)
-            for k, v in states.before.items()
-        ]
-        scope = keras.StatelessScope(pairs, collect_losses=True)
-        with tf.GradientTape() as tape, self._as_called():
+        sources = _sources(inputs)
+        values = {
+            key: late(value) if key[0] in self._assigned else value
+            for key, value in self._values.items()
+        }
+        once = tf.summary.record_if(False)  # they are written already
+        with tf.GradientTape() as tape, self._as_called(), once:
             tape.watch(sources)
-            made = self._run(inputs, scope)
+            made = self._run(inputs, _Replay(values))
         found = tape.gradient(_sources(made), [*sources, *variables], gradients)
         of_inputs = [*found[: len(sources)], None]
         return (of_inputs, found[len(sources) :]) if variables else of_inputs
@@ -104,21 +117,48 @@ class _Call:
     def _record(self, variable):
         if variable.trainable or current_graph() is not self._graph:
             self._refuse(f"'{variable.path}'")
-        self._states.record(variable)
-        self._assigned.add(id(variable))
+        self._assigned[id(variable)] += 1
 
     def _read(self, variable):
-        if not variable.trainable:  # which other layers may assign
-            self._states.record(variable)
+        key = id(variable), self._assigned[id(variable)]
+        # Other layers may assign what is not trained.
+        if not variable.trainable and key not in self._values:
+            with self._graph.as_default():
+                self._values[key] = tf.identity(variable.value)
+
+    def _needed(self):
+        inputs = _tensors(self._inputs)
+        masks = _tensors([*map(private_names.mask_of, inputs)])
+        return [*inputs, *masks, *self._values.values()]
 
     def _refuse(self, what):
         raise ValueError(
             "What is rematerialized runs twice. It must not assign trained "
-            "weights; be called, assign or draw in a loop or a condition; or "
-            "draw random numbers other than those of `keras.random`; and only "
-            "layers can add losses. Make it outside of `keras.RematScope`. "
+            "weights, or a `tf.Variable` that is not made with `add_weight`; be "
+            "called, assign or draw in a loop or a condition; or draw random "
+            "numbers other than those of `keras.random`; and only layers can "
+            "add losses. Make it outside of `keras.RematScope`. "
             f"Received: {what} in {self._function}"
         )
+
+
+class _Replay(keras.StatelessScope):
+    """Scope in which variables are what the first pass read.
+
+    Also after an assignment: as of a variable, no gradient flows through it,
+    and replicas may have brought together what they assign.
+    """
+
+    def __init__(self, values):
+        super().__init__(collect_losses=True)
+        self._values, self._assigned = values, collections.Counter()
+
+    def add_update(self, update):
+        self._assigned[id(update[0])] += 1
+
+    def get_current_value(self, variable):
+        key = id(variable)
+        return self._values.get((key, self._assigned[key]))
 
 
 def _after(gradients):
@@ -144,6 +184,10 @@ def _map(function, structure):
 
 def _sources(structure):
     """Returns the tensors that have gradients."""
-    flat = tf.nest.flatten(structure, expand_composites=True)
-    tensors = [each for each in flat if isinstance(each, tf.Tensor)]
+    tensors = _tensors(structure)
     return [x for x in tensors if x.dtype.is_floating or x.dtype.is_complex]
+
+
+def _tensors(structure):
+    flat = tf.nest.flatten(structure, expand_composites=True)
+    return [each for each in flat if isinstance(each, tf.Tensor)]

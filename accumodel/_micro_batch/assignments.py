@@ -27,6 +27,7 @@ _OTHERS = ("Collective", "IteratorGetNext", "Rng", "Stateful", "Write")
 
 # And of those that would not be the same a second time.
 _RANDOM = (
+    "IteratorGetNext",
     "Multinomial",
     "ParameterizedTruncatedNormal",
     "Random",
@@ -70,17 +71,26 @@ def nodes_of(definition):
     return nodes
 
 
+def with_called(nodes, graph):
+    """Returns operations of a graph and of all functions that they call."""
+    nodes, library = [*nodes], None
+    for node in nodes:  # which grows
+        for value in node.attr.values():
+            for function in (value.func, *value.list.func):
+                if function.name and library is None:
+                    library = graph.as_graph_def().library.function
+                    library = {e.signature.name: e.node_def for e in library}
+                nodes += (library or {}).pop(function.name, ())
+    return nodes
+
+
 def check_assignments(definition, why):
     """Raises if a `GraphDef` assigns a variable behind Keras's back.
 
     The error begins with `why` that would be wrong.
     """
     for node in nodes_of(definition):
-        if (
-            _RECORDED not in node.name
-            and not node.op.startswith(READS + _OTHERS)
-            and private_names.takes_resource(node.op)
-        ):
+        if is_hidden(node):
             raise ValueError(
                 f"{why}, and a `tf.Variable` that it assigns would change "
                 "twice. Make it with `self.add_weight(...)`. Received: the "
@@ -88,8 +98,17 @@ def check_assignments(definition, why):
             )
 
 
+def is_hidden(node):
+    """Whether an operation assigns a variable behind Keras's back."""
+    return (
+        _RECORDED not in node.name
+        and not node.op.startswith(READS + _OTHERS)
+        and private_names.takes_resource(node.op)
+    )
+
+
 def is_random(node):
-    """Whether an operation would draw other numbers a second time."""
+    """Whether an operation would return other numbers a second time."""
     return node.op.startswith(_RANDOM) or node.op.endswith("CandidateSampler")
 
 
