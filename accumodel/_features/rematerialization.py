@@ -65,8 +65,10 @@ class _Call:
             nonlocal made
             begin = len(operations())
             scope = Recorder(self._record, self._read)
-            made = self._run(self._inputs, scope)
-            nodes = [each.node_def for each in operations()[begin:]]
+            with tf.name_scope("remat") as name:  # replicas take turns
+                made = self._run(self._inputs, scope)
+            own = [e for e in operations()[begin:] if e.name.startswith(name)]
+            nodes = [each.node_def for each in own]
             for node in with_called(nodes, self._graph):
                 if is_random(node) or is_hidden(node):
                     self._refuse(f"the operation '{node.name}'")
@@ -134,7 +136,7 @@ class _Call:
     def _refuse(self, what):
         raise ValueError(
             "What is rematerialized runs twice. It must not assign trained "
-            "weights, or a `tf.Variable` that is not made with `add_weight`; be "
+            "weights, or a `tf.Variable` that `add_weight` did not make; be "
             "called, assign or draw in a loop or a condition; or draw random "
             "numbers other than those of `keras.random`; and only layers can "
             "add losses. Make it outside of `keras.RematScope`. "

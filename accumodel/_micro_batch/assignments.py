@@ -23,7 +23,14 @@ READS = (
 
 # And of others that leave what they take as it is: summaries are written. Of
 # random numbers, `is_random` knows.
-_OTHERS = ("Collective", "IteratorGetNext", "Rng", "Stateful", "Write")
+_OTHERS = (
+    "Collective",
+    "FlushSummaryWriter",
+    "IteratorGetNext",
+    "Rng",
+    "Stateful",
+    "Write",
+)
 
 # And of those that would not be the same a second time.
 _RANDOM = (
