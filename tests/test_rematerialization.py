@@ -343,6 +343,84 @@ def test_normalizations_of_the_batch():
         train_synchronized(scope={"mode": "full"})
 
 
+class Keeper(layers.Layer):
+    """Reads what it assigns."""
+
+    def __init__(self, keep, **kwargs):
+        super().__init__()
+        self.keep, self.dense = keep, layers.Dense(8, "tanh")
+        self.seed_generator = keras.random.SeedGenerator(7)
+        self.kept = self.add_weight(
+            shape=(8,), initializer="ones", trainable=False, **kwargs
+        )
+        self.raw = tf.Variable(tf.ones(8), trainable=False)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x, training=None):
+        x = self.dense(x)
+        return self.keep(self, x) if training else x
+
+
+def mean(layer, x):
+    batch = ops.mean(ops.cast(x, "float32"), (0, 1))
+    layer.kept.assign(0.5 * layer.kept + 0.5 * batch)
+    return x - layer.kept
+
+
+def codebook(layer, x):
+    layer.kept.assign_add(0.1 * (ops.mean(x, (0, 1)) - layer.kept))
+    x -= layer.kept
+    layer.kept.assign_sub(0.1 * ops.max(x, (0, 1)))
+    return x * layer.kept
+
+
+def spectral(layer, x):
+    kernel = ops.convert_to_tensor(layer.dense.kernel)
+    layer.kept.assign(ops.normalize((kernel @ layer.kept[:, None])[:, 0]))
+    return x / ops.norm(layer.kept @ kernel)
+
+
+def drawn(layer, x):
+    noise = keras.random.normal(ops.shape(x), seed=layer.seed_generator)
+    return keras.random.dropout(x + noise, 0.3, seed=layer.seed_generator)
+
+
+def once(layer, x):
+    """Assigns, but not what it reads: as without micro-batches."""
+    layer.kept.assign_add(ops.sum(x, (0, 1)))
+    return x
+
+
+KEEPERS = [mean, codebook, spectral, drawn, once]
+
+
+def behind_a_norm(keep, is_in_scope=True, **kwargs):
+    def call(x):
+        # A branch of another stage is taken, too.
+        hidden = layers.Dense(8)(x)
+        normal = layers.BatchNormalization()(hidden)
+        if not is_in_scope:
+            keeper = keras.layers.Add()([normal, hidden])
+            return keeper
+        return Keeper(keep, **kwargs)(normal)
+
+    return call
+
+
+# In one piece: these see the batch.
+KEEPING_WAYS = {
+    "plain": {},
+    "size": {"micro_batch_size": 16},
+    "steps": {"accum_steps": 1},
+    "XLA": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "cache": {"micro_batch_size": 16, "gradient_cache": True},
+    "auto": {"micro_batch_size": "auto"},
+}
+
+
 class Loop(layers.Layer):
     def __init__(self):
         super().__init__()

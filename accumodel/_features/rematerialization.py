@@ -19,12 +19,7 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names
-from accumodel._micro_batch.assignments import (
-    Recorder,
-    is_hidden,
-    is_random,
-    with_called,
-)
+from accumodel._micro_batch import assignments
 from accumodel._micro_batch.step import current_graph, current_step
 
 _local = threading.local()  # `is_open`: whether one is rematerialized
@@ -37,8 +32,8 @@ def call(function, by_keras, *args, **kwargs):
     if not (is_inside or is_ours):
         return by_keras(*args, **kwargs)
     # It is part of the outer one. In what records, no variables can be made.
-    can_run_twice = private_names.can_run_twice(function)
-    if is_inside or tf.executing_eagerly() or not can_run_twice:
+    is_once = is_inside or tf.executing_eagerly()
+    if is_once or not private_names.can_run_twice(function):
         return function(*args, **kwargs)
     return _Call(function, args, kwargs).run()
 
@@ -50,30 +45,28 @@ class _Call:
         self._function, self._inputs = function, (args, kwargs)
         self._graph: typing.Any = current_graph()
         self._as_called, self._draws = hooks.keep_call(), hooks.draws.keep()
-        # By the id of a variable, how often the first pass assigns it. And by
-        # this and how often it was assigned before: what is read.
+        # How often the first pass assigned a variable, by its id. And what it
+        # read, by both.
         self._assigned: collections.Counter = collections.Counter()
         self._values: dict = {}
 
     def run(self):
         """Returns what the function returns."""
         made: typing.Any = None
-        operations = self._graph.get_operations
 
         @tf.custom_gradient
         def run_first(*_):
             nonlocal made
-            begin = len(operations())
-            scope = Recorder(self._record, self._read)
-            with tf.name_scope("remat") as name:  # replicas take turns
+            scope = assignments.Recorder(self._record, self._read)
+            with tf.name_scope("remat") as name:
                 made = self._run(self._inputs, scope)
-            own = [e for e in operations()[begin:] if e.name.startswith(name)]
-            nodes = [each.node_def for each in own]
-            for node in with_called(nodes, self._graph):
-                if is_random(node) or is_hidden(node):
+            graph = self._graph.as_graph_def()
+            why = f"{self._function} runs twice (`keras.RematScope`)"
+            assignments.check_assignments(graph, why, name)
+            for node in assignments.nodes_of(graph, name):
+                if assignments.is_random(node):
                     self._refuse(f"the operation '{node.name}'")
-            # If a model is cut into stages, the one that returns this keeps
-            # what the second pass needs.
+            # A stage of a model keeps what it returns for the second pass.
             return [*_sources(made), *self._needed()], self._differentiate
 
         # TensorFlow wants one source at least.
@@ -99,14 +92,21 @@ class _Call:
         late = _after(gradients)
         inputs = _map(late, self._inputs)
         sources = _sources(inputs)
-        values = {
-            key: late(value) if key[0] in self._assigned else value
-            for key, value in self._values.items()
-        }
+        assigned: collections.Counter = collections.Counter()
+
+        def read(variable):
+            key = id(variable)
+            value = self._values.get((key, assigned[key]))
+            return late(value) if key in self._assigned else value
+
+        # No gradient flows through what was assigned.
+        scope: typing.Any = keras.StatelessScope(collect_losses=True)
+        scope.add_update = lambda update: assigned.update([id(update[0])])
+        scope.get_current_value = read
         once = tf.summary.record_if(False)  # they are written already
         with tf.GradientTape() as tape, self._as_called(), once:
             tape.watch(sources)
-            made = self._run(inputs, _Replay(values))
+            made = self._run(inputs, scope)
         found = tape.gradient(_sources(made), [*sources, *variables], gradients)
         of_inputs = [*found[: len(sources)], None]
         return (of_inputs, found[len(sources) :]) if variables else of_inputs
@@ -129,38 +129,19 @@ class _Call:
                 self._values[key] = tf.identity(variable.value)
 
     def _needed(self):
-        inputs = _tensors(self._inputs)
-        masks = _tensors([*map(private_names.mask_of, inputs)])
-        return [*inputs, *masks, *self._values.values()]
+        """Returns what the second pass takes of this graph."""
+        flat = tf.nest.flatten(self._inputs, expand_composites=True)
+        flat += [*map(private_names.mask_of, flat), *self._values.values()]
+        return [e for e in flat if getattr(e, "graph", None) is self._graph]
 
     def _refuse(self, what):
         raise ValueError(
             "What is rematerialized runs twice. It must not assign trained "
-            "weights, or a `tf.Variable` that `add_weight` did not make; be "
-            "called, assign or draw in a loop or a condition; or draw random "
-            "numbers other than those of `keras.random`; and only layers can "
-            "add losses. Make it outside of `keras.RematScope`. "
+            "weights; be called, assign or draw in a loop or a condition; or "
+            "draw random numbers other than those of `keras.random`; and only "
+            "layers can add losses. Make it outside of `keras.RematScope`. "
             f"Received: {what} in {self._function}"
         )
-
-
-class _Replay(keras.StatelessScope):
-    """Scope in which variables are what the first pass read.
-
-    Also after an assignment: as of a variable, no gradient flows through it,
-    and replicas may have brought together what they assign.
-    """
-
-    def __init__(self, values):
-        super().__init__(collect_losses=True)
-        self._values, self._assigned = values, collections.Counter()
-
-    def add_update(self, update):
-        self._assigned[id(update[0])] += 1
-
-    def get_current_value(self, variable):
-        key = id(variable)
-        return self._values.get((key, self._assigned[key]))
 
 
 def _after(gradients):
@@ -186,10 +167,6 @@ def _map(function, structure):
 
 def _sources(structure):
     """Returns the tensors that have gradients."""
-    tensors = _tensors(structure)
-    return [x for x in tensors if x.dtype.is_floating or x.dtype.is_complex]
-
-
-def _tensors(structure):
     flat = tf.nest.flatten(structure, expand_composites=True)
-    return [each for each in flat if isinstance(each, tf.Tensor)]
+    tensors = [each for each in flat if isinstance(each, tf.Tensor)]
+    return [x for x in tensors if x.dtype.is_floating or x.dtype.is_complex]

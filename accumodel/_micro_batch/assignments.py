@@ -23,14 +23,7 @@ READS = (
 
 # And of others that leave what they take as it is: summaries are written. Of
 # random numbers, `is_random` knows.
-_OTHERS = (
-    "Collective",
-    "FlushSummaryWriter",
-    "IteratorGetNext",
-    "Rng",
-    "Stateful",
-    "Write",
-)
+_OTHERS = ("Collective", "Flush", "Iterator", "Rng", "Stateful", "Write")
 
 # And of those that would not be the same a second time.
 _RANDOM = (
@@ -70,48 +63,34 @@ def random_state(new=None):
     return state
 
 
-def nodes_of(definition):
-    """Returns the operations of a `GraphDef` and of all functions in it."""
-    nodes = list(definition.node)
-    for function in definition.library.function:
-        nodes += function.node_def
-    return nodes
-
-
-def with_called(nodes, graph):
-    """Returns operations of a graph and of all functions that they call."""
-    nodes, library = [*nodes], None
+def nodes_of(definition, scope=""):
+    """Returns operations of a `GraphDef`, with those that they call."""
+    functions = {e.signature.name: e for e in definition.library.function}
+    nodes = [e for e in definition.node if e.name.startswith(scope)]
     for node in nodes:  # which grows
         for value in node.attr.values():
-            for function in (value.func, *value.list.func):
-                if function.name and library is None:
-                    library = graph.as_graph_def().library.function
-                    library = {e.signature.name: e.node_def for e in library}
-                nodes += (library or {}).pop(function.name, ())
+            for each in (value.func, *value.list.func):
+                if each.name in functions:
+                    nodes += functions.pop(each.name).node_def
     return nodes
 
 
-def check_assignments(definition, why):
+def check_assignments(definition, why, scope=""):
     """Raises if a `GraphDef` assigns a variable behind Keras's back.
 
     The error begins with `why` that would be wrong.
     """
-    for node in nodes_of(definition):
-        if is_hidden(node):
+    for node in nodes_of(definition, scope):
+        if (
+            _RECORDED not in node.name
+            and not node.op.startswith(READS + _OTHERS)
+            and private_names.takes_resource(node.op)
+        ):
             raise ValueError(
                 f"{why}, and a `tf.Variable` that it assigns would change "
                 "twice. Make it with `self.add_weight(...)`. Received: the "
                 f"operation {node.op} ('{node.name}')"
             )
-
-
-def is_hidden(node):
-    """Whether an operation assigns a variable behind Keras's back."""
-    return (
-        _RECORDED not in node.name
-        and not node.op.startswith(READS + _OTHERS)
-        and private_names.takes_resource(node.op)
-    )
 
 
 def is_random(node):
