@@ -816,7 +816,7 @@ MUTANTS = [
     Mutant(
         "random numbers of TensorFlow may be rematerialized",
         "_features/rematerialization.py",
-        "if is_random(each.node_def):",
+        "if assignments.is_random(node):",
         "if False:",
         "test_rematerialization.py",
     ),

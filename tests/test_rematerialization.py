@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import mirrored
+from helpers import mirrored, read_summaries
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -341,6 +341,182 @@ def test_normalizations_of_the_batch():
         ValueError, match=r"batch_normalization.*\n*.*rematerialized"
     ):
         train_synchronized(scope={"mode": "full"})
+
+
+class Keeper(layers.Layer):
+    """Reads what it assigns."""
+
+    def __init__(self, keep, **kwargs):
+        super().__init__()
+        self.keep, self.dense = keep, layers.Dense(8, "tanh")
+        self.seed_generator = keras.random.SeedGenerator(7)
+        self.kept = self.add_weight(
+            shape=(8,), initializer="ones", trainable=False, **kwargs
+        )
+        self.raw = tf.Variable(tf.ones(8), trainable=False)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x, skip, training=None):
+        x = self.dense(x) + self.dense(skip)
+        return self.keep(self, x) if training else x
+
+
+def mean(layer, x):
+    layer.kept.assign(0.5 * layer.kept + 0.5 * ops.mean(x, (0, 1)))
+    return x - layer.kept
+
+
+def codebook(layer, x):
+    layer.kept.assign_add(0.1 * (ops.mean(x, (0, 1)) - layer.kept))
+    x -= layer.kept
+    layer.kept.assign_sub(0.1 * ops.max(x, (0, 1)))
+    return x * layer.kept
+
+
+def spectral(layer, x):
+    kernel = ops.convert_to_tensor(layer.dense.kernel)
+    layer.kept.assign(ops.normalize((kernel @ layer.kept[:, None])[:, 0]))
+    return x / ops.norm(layer.kept @ kernel)
+
+
+def drawn(layer, x):
+    noise = keras.random.uniform(
+        ops.shape(x), dtype=x.dtype, seed=layer.seed_generator
+    )
+    return keras.random.dropout(x + noise, 0.3, seed=layer.seed_generator)
+
+
+def count(layer, x):
+    layer.kept.assign_add(0.01 * ops.sum(x, (0, 1)))  # and does not read it
+    return x
+
+
+# What these layers use, of one test.
+RESOURCES: dict = {}
+
+
+def lookup(layer, x):
+    """Resources of which nothing changes that the second pass reads."""
+    table = layers.IntegerLookup(vocabulary=[3, 1, 2], mask_token=None)
+    with RESOURCES["writer"].as_default(step=1):
+        tf.summary.scalar("mean", tf.reduce_mean(x))
+    positions = tf.map_fn(table, tf.range(3, dtype=tf.int64))
+    return x * tf.cast(positions[0] + 1, x.dtype)
+
+
+def raw(layer, x):
+    return x * layer.raw.assign_add(tf.fill([8], 0.01))
+
+
+def raw_in_condition(layer, x):
+    def add():
+        return layer.raw.assign_add(tf.fill([8], 0.01)) + 0.0
+
+    return x * tf.cond(tf.reduce_sum(x) > 0, add, add)
+
+
+def next_of_data(layer, x):
+    return x * tf.cast(next(RESOURCES["numbers"]), x.dtype)
+
+
+def random_in_loop(layer, x):
+    return tf.map_fn(lambda each: each + tf.random.normal(()), x)
+
+
+def behind_a_norm(keep, **kwargs):
+    def call(x):
+        with keras.RematScope(mode=None):
+            skip = layers.Dense(8)(x)
+            x = layers.BatchNormalization()(skip)
+        return Keeper(keep, **kwargs)(x, skip)
+
+    return call
+
+
+KEEPERS = (mean, codebook, spectral, count, drawn)
+# One piece, if what is kept depends on all samples.
+ONE, SYNC = {"micro_batch_size": 16}, {"sync_batch_norm": True}
+KEEPING_WAYS = {
+    "plain": {},
+    "size": ONE,
+    "steps": {"accum_steps": 1},
+    "XLA": ONE | {"jit_compile": True},
+    "eager": ONE | {"run_eagerly": True},
+    "cache": ONE | {"gradient_cache": True},
+    "auto": {"micro_batch_size": "auto"},
+    "sync": ONE | SYNC,
+    "sync XLA": ONE | SYNC | {"jit_compile": True},
+    "sync eager": ONE | SYNC | {"run_eagerly": True},
+    "sync auto": SYNC | {"micro_batch_size": "auto"},
+    "sync cache": ONE | SYNC | {"gradient_cache": True},
+}
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("keep", KEEPERS)
+@pytest.mark.parametrize("way", KEEPING_WAYS)
+def test_layers_that_keep_something(keep, way):
+    kwargs = {"jit_compile": False} | KEEPING_WAYS[way]
+    if "sync_batch_norm" in kwargs and keep is drawn:
+        kwargs["micro_batch_size"] = 5
+    kind, jit = behind_a_norm(keep), {"jit_compile": kwargs["jit_compile"]}
+    reference = train(kind, keras.Model, 16, **jit)
+    scope = {"mode": "full"}
+    model = train(kind, AccumulatingModel, 16, None, scope, **kwargs)
+    check(model, reference, 3e-6)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("aggregation", ["mean", "only_first_replica"])
+def test_replicas_read_what_all_of_them_assigned(policy, aggregation):
+    keras.config.set_dtype_policy(policy)
+    kind = behind_a_norm(mean, aggregation=aggregation)
+    train_mirrored = functools.partial(
+        train, kind, AccumulatingModel, 16, jit_compile=False
+    )
+    try:
+        reference = train_mirrored(mirrored(2))
+        model = train_mirrored(mirrored(2), {"mode": "full"})
+    finally:
+        keras.config.set_dtype_policy("float32")
+    check(model, reference, 1e-6 if policy == "float32" else 1e-2)
+
+
+def test_what_is_only_read_or_written_once(tmp_path, monkeypatch):
+    writer = tf.summary.create_file_writer(str(tmp_path / "a"))
+    monkeypatch.setitem(RESOURCES, "writer", writer)
+    kind, scope = behind_a_norm(lookup), {"mode": "full"}
+    reference = train(kind, keras.Model, 16, jit_compile=False)
+    model = train(kind, AccumulatingModel, 16, None, scope, jit_compile=False)
+    check(model, reference)
+    assert len([*read_summaries(tmp_path)]) == 2 * 4  # of each model
+
+
+@pytest.mark.parametrize(
+    ("keep", "what"),
+    [
+        (raw, "AssignAddVariableOp.*keeper"),
+        (raw_in_condition, "AssignAddVariableOp.*cond"),
+        (next_of_data, "IteratorGetNext"),
+        (random_in_loop, "RandomStandardNormal"),
+    ],
+)
+def test_what_would_not_be_the_same_twice(keep, what, monkeypatch):
+    numbers = iter(tf.data.Dataset.range(100))
+    monkeypatch.setitem(RESOURCES, "numbers", numbers)
+    kind, scope = behind_a_norm(keep), {"mode": "full"}
+    with pytest.raises(ValueError, match=f"Received: .*{what}"):
+        train(kind, AccumulatingModel, 16, None, scope)
+    # Eagerly nothing runs twice.
+    train(kind, AccumulatingModel, 16, None, scope, run_eagerly=True)
+    if keep in (raw, raw_in_condition):
+        reference = train(kind, keras.Model, 16, jit_compile=False)
+        model = train(
+            kind, AccumulatingModel, 16, None, scope, run_eagerly=True
+        )
+        check(model, reference)
 
 
 class Loop(layers.Layer):

@@ -8,8 +8,10 @@ Keras wraps `tf.recompute_grad`, which fails in `fit`, draws other numbers in
 the second pass, and assigns twice. Here, the second pass draws with the seeds
 of the first, reads what that read, and its assignments are dropped. Its inputs
 depend on the gradient: it would run early otherwise, and XLA would merge both.
+An eager step would keep all in any case: there, nothing runs twice.
 """
 
+import collections
 import threading
 import typing
 
@@ -17,8 +19,7 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names
-from accumodel._micro_batch.assignments import Recorder, is_random
-from accumodel._micro_batch.states import States
+from accumodel._micro_batch import assignments
 from accumodel._micro_batch.step import current_graph, current_step
 
 _local = threading.local()  # `is_open`: whether one is rematerialized
@@ -31,7 +32,8 @@ def call(function, by_keras, *args, **kwargs):
     if not (is_inside or is_ours):
         return by_keras(*args, **kwargs)
     # It is part of the outer one. In what records, no variables can be made.
-    if is_inside or not private_names.can_run_twice(function):
+    is_once = is_inside or tf.executing_eagerly()
+    if is_once or not private_names.can_run_twice(function):
         return function(*args, **kwargs)
     return _Call(function, args, kwargs).run()
 
@@ -41,31 +43,36 @@ class _Call:
 
     def __init__(self, function, args, kwargs):
         self._function, self._inputs = function, (args, kwargs)
-        self._graph = current_graph()
+        self._graph: typing.Any = current_graph()
         self._as_called, self._draws = hooks.keep_call(), hooks.draws.keep()
-        self._states = States({})  # what the first pass reads and assigns
-        self._assigned: set = set()  # the keys of these, seeds too
+        # How often the first pass assigned a variable, by its id. And what it
+        # read, by both.
+        self._assigned: collections.Counter = collections.Counter()
+        self._values: dict = {}
 
     def run(self):
         """Returns what the function returns."""
         made: typing.Any = None
-        operations = getattr(self._graph, "get_operations", list)
 
         @tf.custom_gradient
         def run_first(*_):
             nonlocal made
-            begin = len(operations())
-            scope = Recorder(self._record, self._read)
-            made = self._run(self._inputs, scope)
-            for each in operations()[begin:]:
-                if is_random(each.node_def):
-                    self._refuse(f"the operation '{each.name}'")
-            return _sources(made), self._differentiate
+            scope = assignments.Recorder(self._record, self._read)
+            with tf.name_scope("remat") as name:
+                made = self._run(self._inputs, scope)
+            graph = self._graph.as_graph_def()
+            why = f"{self._function} runs twice (`keras.RematScope`)"
+            assignments.check_assignments(graph, why, name)
+            for node in assignments.nodes_of(graph, name):
+                if assignments.is_random(node):
+                    self._refuse(f"the operation '{node.name}'")
+            # A stage of a model keeps what it returns for the second pass.
+            return [*_sources(made), *self._needed()], self._differentiate
 
         # TensorFlow wants one source at least.
         outputs = run_first(*_sources(self._inputs), tf.zeros(()))
         new = {}
-        for source, output in zip(_sources(made), outputs, strict=True):
+        for source, output in zip(_sources(made), outputs, strict=False):
             private_names.set_mask(output, private_names.mask_of(source))
             new[id(source)] = output
         outputs, losses = _map(lambda each: new.get(id(each), each), made)
@@ -81,15 +88,23 @@ class _Call:
         # TensorFlow would fail in its gradient of a loop or a condition.
         if type(current_graph()) is not type(self._graph):
             self._refuse("a call in a loop or a condition")
+        gradients = gradients[: len(gradients) - len(self._needed())]
         late = _after(gradients)
         inputs = _map(late, self._inputs)
-        sources, states = _sources(inputs), self._states
-        pairs = [
-            (states.variables[k], late(v) if k in self._assigned else v)
-            for k, v in states.before.items()
-        ]
-        scope = keras.StatelessScope(pairs, collect_losses=True)
-        with tf.GradientTape() as tape, self._as_called():
+        sources = _sources(inputs)
+        assigned: collections.Counter = collections.Counter()
+
+        def read(variable):
+            key = id(variable)
+            value = self._values.get((key, assigned[key]))
+            return late(value) if key in self._assigned else value
+
+        # No gradient flows through what was assigned.
+        scope: typing.Any = keras.StatelessScope(collect_losses=True)
+        scope.add_update = lambda update: assigned.update([id(update[0])])
+        scope.get_current_value = read
+        once = tf.summary.record_if(False)  # they are written already
+        with tf.GradientTape() as tape, self._as_called(), once:
             tape.watch(sources)
             made = self._run(inputs, scope)
         found = tape.gradient(_sources(made), [*sources, *variables], gradients)
@@ -104,12 +119,20 @@ class _Call:
     def _record(self, variable):
         if variable.trainable or current_graph() is not self._graph:
             self._refuse(f"'{variable.path}'")
-        self._states.record(variable)
-        self._assigned.add(id(variable))
+        self._assigned[id(variable)] += 1
 
     def _read(self, variable):
-        if not variable.trainable:  # which other layers may assign
-            self._states.record(variable)
+        key = id(variable), self._assigned[id(variable)]
+        # Other layers may assign what is not trained.
+        if not variable.trainable and key not in self._values:
+            with self._graph.as_default():
+                self._values[key] = tf.identity(variable.value)
+
+    def _needed(self):
+        """Returns what the second pass takes of this graph."""
+        flat = tf.nest.flatten(self._inputs, expand_composites=True)
+        flat += [*map(private_names.mask_of, flat), *self._values.values()]
+        return [e for e in flat if getattr(e, "graph", None) is self._graph]
 
     def _refuse(self, what):
         raise ValueError(

@@ -23,10 +23,11 @@ READS = (
 
 # And of others that leave what they take as it is: summaries are written. Of
 # random numbers, `is_random` knows.
-_OTHERS = ("Collective", "IteratorGetNext", "Rng", "Stateful", "Write")
+_OTHERS = ("Collective", "Flush", "Iterator", "Rng", "Stateful", "Write")
 
 # And of those that would not be the same a second time.
 _RANDOM = (
+    "IteratorGetNext",
     "Multinomial",
     "ParameterizedTruncatedNormal",
     "Random",
@@ -62,20 +63,24 @@ def random_state(new=None):
     return state
 
 
-def nodes_of(definition):
-    """Returns the operations of a `GraphDef` and of all functions in it."""
-    nodes = list(definition.node)
-    for function in definition.library.function:
-        nodes += function.node_def
+def nodes_of(definition, scope=""):
+    """Returns operations of a `GraphDef`, with those that they call."""
+    functions = {e.signature.name: e for e in definition.library.function}
+    nodes = [e for e in definition.node if e.name.startswith(scope)]
+    for node in nodes:  # which grows
+        for value in node.attr.values():
+            for each in (value.func, *value.list.func):
+                if each.name in functions:
+                    nodes += functions.pop(each.name).node_def
     return nodes
 
 
-def check_assignments(definition, why):
+def check_assignments(definition, why, scope=""):
     """Raises if a `GraphDef` assigns a variable behind Keras's back.
 
     The error begins with `why` that would be wrong.
     """
-    for node in nodes_of(definition):
+    for node in nodes_of(definition, scope):
         if (
             _RECORDED not in node.name
             and not node.op.startswith(READS + _OTHERS)
@@ -89,7 +94,7 @@ def check_assignments(definition, why):
 
 
 def is_random(node):
-    """Whether an operation would draw other numbers a second time."""
+    """Whether an operation would return other numbers a second time."""
     return node.op.startswith(_RANDOM) or node.op.endswith("CandidateSampler")
 
 
