@@ -284,7 +284,7 @@ def train_large(model_class, arguments, change=None):
 
 def find_rows():
     """Returns how many rows there are, and what yields them."""
-    calls = [
+    calls: list = [
         (problem, precision, jit)
         for precision, jit, why in find_cases()
         for problem in (() if why else PROBLEMS)
