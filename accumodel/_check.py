@@ -140,8 +140,8 @@ def train(problem, model_class, jit, arguments, change=None, only=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of small micro-batches, say
         model.fit(data, shuffle=False, verbose=0)
-    size = getattr(model, "current_micro_batch_size", None)
-    return before, model.get_weights(), size
+    found = getattr(model, "current_micro_batch_size", None)
+    return before, model.get_weights(), found
 
 
 def reverse(*batch):
