@@ -7,14 +7,14 @@ in another order, says how near that is.
 """
 
 import argparse
-import dataclasses
+import concurrent.futures
 import functools
-import gc
+import itertools
+import multiprocessing
 import os
 import platform
-import sys
-import time
 import typing
+import unittest.mock
 import warnings
 
 import keras
@@ -23,12 +23,6 @@ import tensorflow as tf
 
 import accumodel
 from accumodel import AccumulatingModel
-from accumodel._memory import (
-    describe_error,
-    live_memory,
-    peak_memory,
-    run_limited,
-)
 
 BATCH, MICRO_BATCH = 128, 16
 SAMPLES = BATCH * 5 // 2  # the last batch is short
@@ -41,23 +35,17 @@ _ROUNDING = {"float32": 2e-6, "mixed_bfloat16": 2e-3, "mixed_float16": 5e-4}
 _MOVES = 10
 
 
-def make_data():
-    """Returns images, classes and weights that differ between micro-batches."""
+def make_data(of_words=False):
+    """Returns images or padded words, classes, and weights that differ."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(SAMPLES, 32, 32, 3)).astype("float32")
     y = (x.mean((1, 2)) @ [1.0, 2.0, -1.0] > 0).astype("int64")
+    if of_words:
+        words = rng.integers(1, 3, (SAMPLES, 32)) + 2 * y[:, None]
+        x = words * (np.arange(32) < rng.integers(4, 33, (SAMPLES, 1)))
     # A mean of the means of micro-batches is far off.
     weights = np.exp(np.linspace(2, -2, BATCH)).astype("float32")
     return x, y, np.resize(weights, SAMPLES)
-
-
-def make_padded_data():
-    """Returns words, padded by 0, and the same classes and weights."""
-    _, y, weights = make_data()
-    rng = np.random.default_rng(1)
-    lengths = rng.integers(4, 33, (SAMPLES, 1))
-    words = rng.integers(1, 3, (SAMPLES, 32)) + 2 * y[:, None]
-    return words * (np.arange(32) < lengths), y, weights
 
 
 weighted_loss = keras.losses.SparseCategoricalCrossentropy(
@@ -106,22 +94,13 @@ class Problem(typing.NamedTuple):
     model: typing.Callable = make_model
     data: typing.Callable = make_data
     loss: typing.Any = weighted_loss
-    # Not if plain Keras draws random numbers, which depend on the order.
-    reorders: bool = True
-
-    def batches(self, size):
-        return tf.data.Dataset.from_tensor_slices(self.data()).batch(size)
-
-    def compiled(self, model_class, jit, **arguments):
-        """Returns a new model of it."""
-        model = self.model(model_class)
-        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-        model.compile(optimizer, self.loss, jit_compile=jit, **arguments)
-        return model
 
 
 _SPLIT = {"micro_batch_size": MICRO_BATCH}
 _UNEQUAL = {"micro_batch_size": MICRO_BATCH + 4}  # parts that are not equal
+_WORDS = functools.partial(make_data, of_words=True)
+_NORMS = functools.partial(make_model, normalizes=True)
+_DROPPING = functools.partial(make_model_of_words, rate=0.3)
 PROBLEMS = (
     Problem(
         {
@@ -135,86 +114,34 @@ PROBLEMS = (
         data=lambda: make_data()[:2],
         loss=in_batch_loss,
     ),
-    Problem(
-        {"sync_batch_norm": {**_SPLIT, "sync_batch_norm": True}},
-        functools.partial(make_model, normalizes=True),
-    ),
-    Problem(
-        {"dropout": _UNEQUAL},
-        functools.partial(make_model_of_words, rate=0.3),
-        make_padded_data,
-        reorders=False,
-    ),
+    Problem({"sync_batch_norm": {**_SPLIT, "sync_batch_norm": True}}, _NORMS),
+    Problem({"dropout": _UNEQUAL}, _DROPPING, _WORDS),
     Problem(
         {"trim_padding": {**_SPLIT, "trim_padding": 0}},
         make_model_of_words,
-        make_padded_data,
+        _WORDS,
     ),
 )
 
 
-@dataclasses.dataclass
-class Training:
-    """What one training gave; `None` is what was not measured."""
+def train(problem, model_class, jit, arguments, change=None, only=None):
+    """Trains a new model. Returns its weights before and after, and its size.
 
-    weights: list
-    moved: float  # the most that a weight did
-    size: int | None = None  # of its micro-batches
-    memory: float | None = None  # megabytes that a batch takes at its peak
-    milliseconds: float | None = None  # of a micro-batch
-    reordered: list | None = None  # the weights if each batch is reversed
-
-
-def train(problem, arguments, jit, strategy=None):
-    """Trains in one of the ways, and returns the `Training`."""
-    with (strategy or tf.distribute.get_strategy()).scope():
-        model = problem.compiled(AccumulatingModel, jit, **arguments)
-    data = problem.batches(MICRO_BATCH if "accum_steps" in arguments else BATCH)
-    return measure(model, data, data)
-
-
-def train_keras(problem, jit):
-    """Trains plain Keras on the large batches, and on reordered ones.
-
-    The same model: its function need not be compiled again.
+    `change` is called with each batch. `only` are the samples of a single one.
     """
-    model = problem.compiled(keras.Model, jit)
-    model.optimizer.build(model.trainable_variables)
-    variables = [*model.variables, *model.optimizer.variables]
-    values = [keras.ops.convert_to_numpy(each) for each in variables]
-    data = problem.batches(BATCH)
-    training = measure(model, data, problem.batches(MICRO_BATCH))
-    if problem.reorders:
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
-        training.reordered = fit(model, data.map(reverse)).weights
-    return training
-
-
-def measure(model, data, micro_batches):
-    """Trains for an epoch, and for more of them to see its memory and time."""
-    training = fit(model, data)
-    gc.collect()
-    held = live_memory()
-    fit(model, data)
-    if held is not None:
-        training.memory = (peak_memory() - held) / 1e6
-    fit(model, micro_batches)  # which may have to be traced
-    begin = time.perf_counter()
-    fit(model, micro_batches)
-    seconds = time.perf_counter() - begin
-    training.milliseconds = 1000 * seconds / (SAMPLES / MICRO_BATCH)
-    return training
-
-
-def fit(model, data):
+    model = problem.model(model_class)
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    model.compile(optimizer, problem.loss, jit_compile=jit, **arguments)
+    data = tf.data.Dataset.from_tensor_slices(problem.data())
+    size = MICRO_BATCH if "accum_steps" in arguments else BATCH
+    data = data.repeat().batch(only).take(1) if only else data.batch(size)
+    data = data.map(change) if change else data
     before = model.get_weights()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of small micro-batches, say
         model.fit(data, shuffle=False, verbose=0)
-    weights = model.get_weights()
-    size = getattr(model, "current_micro_batch_size", None)
-    return Training(weights, distance(weights, before), size)
+    found = getattr(model, "current_micro_batch_size", None)
+    return before, model.get_weights(), found
 
 
 def reverse(*batch):
@@ -231,82 +158,73 @@ def distance(weights, others):
 # -- rows ----------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Row:
-    """One line of the report; `None` is what was not measured."""
+class Row(typing.NamedTuple):
+    """One line of the report. `passed` is `None` if it cannot be measured."""
 
     way: str
-    precision: str = ""
-    xla: bool | None = None
-    passed: bool | None = None
-    moved: float | None = None
-    differs: float | None = None
-    reordered: float | None = None
-    memory: float | None = None
-    memory_of_large_batch: float | None = None
-    milliseconds: float | None = None
-    milliseconds_of_keras: float | None = None
-    why: str = ""  # what was expected, if it failed, or why it cannot run
+    precision: str
+    xla: bool | None
+    passed: bool | None
+    text: str
 
-    def expect(self, passed, what):
-        """Says what was expected if it did not happen, unless one was said."""
-        if self.passed is not False:
-            self.passed, self.why = passed, "" if passed else f"expected {what}"
-
-    def judge(self, ours, plain):
-        """Says whether the row holds, which must have measured something."""
-        self.memory, self.memory_of_large_batch = ours.memory, plain.memory
-        self.milliseconds = ours.milliseconds
-        self.milliseconds_of_keras = plain.milliseconds
-        self.moved = plain.moved
-        self.differs = distance(ours.weights, plain.weights)
-        allowed = _ROUNDING[self.precision]
-        if plain.reordered is not None:
-            self.reordered = distance(plain.reordered, plain.weights)
-            allowed = max(_FACTOR * self.reordered, allowed)
-        # Neither holds of what is no number.
-        self.expect(
-            self.moved > _MOVES * allowed,
-            "that training moves the weights by far more than rounding; "
-            f"measured {self.moved:.1e} next to {allowed:.1e}",
-        )
-        self.expect(
-            self.differs <= allowed,
-            f"weights within {allowed:.1e} of the large batch; "
-            f"measured {self.differs:.1e}",
-        )
+    def __str__(self):
+        result = {True: "ok", False: "FAILED", None: "-"}[self.passed]
+        xla = {True: "on", False: "off", None: "-"}[self.xla]
+        return f"{self.way:20} {self.precision:15} {xla:4} {result} {self.text}"
 
 
-def compare(problem, precision, jit, strategy=None):
+def judge(weights, plain, reordered, precision):
+    """Returns whether weights are those of plain Keras, and the figures."""
+    before, after, _ = plain
+    moved, differs = distance(before, after), distance(weights, after)
+    allowed = _ROUNDING[precision]
+    if reordered is not None:
+        allowed = max(_FACTOR * distance(reordered, after), allowed)
+    # Neither holds of what is no number.
+    passed = moved > _MOVES * allowed and differs <= allowed
+    return passed, (
+        f"differs by {differs:.0e} of at most {allowed:.0e}, and training "
+        f"moves the weights by {moved:.0e}"
+    )
+
+
+def compare(problem, precision="float32", jit=False, strategy=None):
     """Yields a row for each way to train."""
-    rows = [Row(way, precision, jit) for way in problem.ways]
     keras.config.set_dtype_policy(precision)
+    strategy = strategy or tf.distribute.get_strategy()
     try:
-        plain = train_keras(problem, jit)
-        for row in rows:
+        plain, reordered = train(problem, keras.Model, jit, {}), None
+        if problem.model is not _DROPPING:  # which draws for each place
+            reordered = train(problem, keras.Model, jit, {}, reverse)[1]
+        for way, arguments in problem.ways.items():
             try:
-                arguments = problem.ways[row.way]
-                row.judge(train(problem, arguments, jit, strategy), plain)
+                with strategy.scope():
+                    ours = train(problem, AccumulatingModel, jit, arguments)
+                result = judge(ours[1], plain, reordered, precision)
             except Exception as error:
-                row.expect(False, f"no error; got {describe_error(error)}")
-            yield row
+                result = False, describe_error(error)
+            yield Row(way, precision, jit, *result)
     except Exception as error:
         why = f"cannot run: plain Keras ends with {describe_error(error)}"
-        yield from (dataclasses.replace(row, why=why) for row in rows)
+        yield from (Row(way, precision, jit, None, why) for way in problem.ways)
     finally:
         keras.config.set_dtype_policy("float32")
         keras.utils.clear_session()
+
+
+def describe_error(error):
+    """Returns the type of an error, and the first line of its message."""
+    first, *_ = str(error).strip().split("\n")
+    return f"{type(error).__name__}: {first}"
 
 
 def find_cases():
     """Yields a precision, XLA, and why it cannot run, or an empty string."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
-        yield "float32", False, ""
-        yield "float32", True, ""
+        yield from (("float32", False, ""), ("float32", True, ""))
         yield "mixed_bfloat16", True, ""
-        why = "cannot run: a CPU adds up in bfloat16, and rounds too much"
-        yield "mixed_bfloat16", False, why
+        yield "mixed_bfloat16", False, "cannot run: a CPU rounds too much"
         yield "mixed_float16", None, "cannot run: no GPU"
         return
     details = tf.config.experimental.get_device_details(gpus[0])
@@ -314,170 +232,120 @@ def find_cases():
     needed = {"float32": 0, "mixed_float16": 7, "mixed_bfloat16": 8}
     for precision, least in needed.items():
         why = f"cannot run: compute capability {major}" if major < least else ""
-        yield precision, False, why
-        yield precision, True, why
-
-
-def check_replicas():
-    """Yields a row of all devices together."""
-    gpus = tf.config.list_logical_devices("GPU")
-    devices = gpus or tf.config.list_logical_devices("CPU")
-    if len(devices) < 2:
-        yield Row("replicas", why="cannot run: one device")
-        return
-    strategy = tf.distribute.MirroredStrategy(
-        [each.name for each in devices],
-        None if gpus else tf.distribute.ReductionToOneDevice(),
-    )
-    # XLA is left aside on several replicas.
-    problem = Problem({"replicas": _SPLIT})
-    yield from compare(problem, "float32", False, strategy)
+        yield from ((precision, jit, why) for jit in (False, True))
 
 
 # It is halved once: each time, TensorFlow waits for memory for ten seconds.
-_RECOVERY_BATCH, _LIMIT = 512, 220
+_LARGE, _LIMIT = 512, 220
+# What a process reads when it starts. The limit is one of TensorFlow, which
+# then raises an error, as on a GPU. Where the system refuses memory,
+# convolutions end the process; those of oneDNN always do.
+_LIMITED = {
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "TF_CPU_ALLOCATOR_USE_BFC": "1",
+    "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(_LIMIT),
+    "TF_CPP_MIN_LOG_LEVEL": "3",  # or it logs all that is in memory
+}
 
 
 def check_recovery():
-    """Returns a row of a batch that does not fit in memory."""
-    row = Row("auto, out of memory", "float32", False)
+    """Yields a row of a batch that does not fit in memory."""
+    row = functools.partial(Row, "auto, out of memory", "float32", False)
     auto = {"micro_batch_size": "auto"}
-    ours, error = run_limited(_LIMIT, train_large, AccumulatingModel, auto)
-    if error:
-        row.expect(False, f"a training; it ended with {error}")
-        return row
-    plain = train_large(keras.Model)
-    plain.reordered = train_large(keras.Model, change=reverse).weights
-    row.judge(ours, plain)
-    row.expect(
-        ours.size < _RECOVERY_BATCH,
-        f"that {_RECOVERY_BATCH} samples do not fit in {_LIMIT} MB; all of "
-        "them did",
-    )
-    return row
+    spawn = multiprocessing.get_context("spawn")
+    try:
+        with concurrent.futures.ProcessPoolExecutor(1, spawn, limit) as pool:
+            with unittest.mock.patch.dict(os.environ, _LIMITED):
+                done = pool.submit(train_large, AccumulatingModel, auto)
+            _, weights, size = done.result()
+    except Exception as error:
+        yield row(False, describe_error(error))
+        return
+    plain = train_large(keras.Model, {})
+    _, reordered, _ = train_large(keras.Model, {}, reverse)
+    passed, text = judge(weights, plain, reordered, "float32")
+    if size >= _LARGE:
+        passed, text = False, f"{_LARGE} samples fit in {_LIMIT} MB"
+    yield row(passed, text)
 
 
-def train_large(model_class, arguments=None, change=None):
+def limit():
+    """Gives this process the same limit on GPUs."""
+    device = tf.config.LogicalDeviceConfiguration(memory_limit=_LIMIT)
+    for gpu in tf.config.list_physical_devices("GPU"):
+        tf.config.set_logical_device_configuration(gpu, [device])
+
+
+def train_large(model_class, arguments, change=None):
     """Makes one update from a batch that does not fit in `_LIMIT` megabytes."""
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    model = PROBLEMS[0].compiled(model_class, False, **(arguments or {}))
-    samples = tf.data.Dataset.from_tensor_slices(make_data()).repeat()
-    batch = samples.batch(_RECOVERY_BATCH).take(1)
-    return fit(model, batch.map(change) if change else batch)
+    return train(PROBLEMS[0], model_class, False, arguments, change, _LARGE)
 
 
-def make_rows():
-    """Yields the rows as they are measured."""
-    for precision, jit, why in find_cases():
-        if why:
-            yield Row("all", precision, jit, why=why)
-            continue
-        for problem in PROBLEMS:
-            yield from compare(problem, precision, jit)
-    yield from check_replicas()
-    yield check_recovery()
-
-
-# -- the report ----------------------------------------------------------------
-
-_COLUMNS = "{:20} {:14} {:>4} {:>8} {:>9} {:>6} {:>6} {:>6} {:>6}  {} {}"
-_REPORT = (
-    "What to do: please report it, with all of this text. Until it is mended, "
-    "do not rely on a way that failed on this machine."
-)
-
-
-def describe():
-    """Returns what the figures are of, in a dict."""
-    gpus = tf.config.list_physical_devices("GPU")
-    details = map(tf.config.experimental.get_device_details, gpus)
-    names = [each.get("device_name", "GPU") for each in details]
-    return {
-        "accumodel": accumodel.__version__,
-        "keras": keras.__version__,
-        "tensorflow": tf.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "devices": names or [f"CPU, {os.cpu_count()} cores"],
-        "XLA": "off and on, see below",
-        "TensorFloat-32": "off for the comparison",
-        "oneDNN": "off, it keeps memory" if sys.platform == "linux" else "on",
-    }
-
-
-def line_of(row):
-    """Returns a row as a line of text."""
-
-    def figures(form, *values):
-        return ["-" if each is None else format(each, form) for each in values]
-
-    return _COLUMNS.format(
-        row.way,
-        row.precision,
-        {True: "on", False: "off", None: "-"}[row.xla],
-        *figures(".0e", row.differs, row.reordered),
-        *figures(".0f", row.memory, row.memory_of_large_batch),
-        *figures(".1f", row.milliseconds, row.milliseconds_of_keras),
-        {True: "ok", False: "FAILED", None: "-"}[row.passed],
-        row.why,
-    ).rstrip()
+def find_rows():
+    """Returns how many rows there are, and what yields them."""
+    calls: list = [
+        (problem, precision, jit)
+        for precision, jit, why in find_cases()
+        for problem in (() if why else PROBLEMS)
+    ]
+    gpus = tf.config.list_logical_devices("GPU")
+    devices = gpus or tf.config.list_logical_devices("CPU")
+    if len(devices) > 1:
+        strategy = tf.distribute.MirroredStrategy(
+            [each.name for each in devices],
+            None if gpus else tf.distribute.ReductionToOneDevice(),
+        )
+        # XLA is left aside on several replicas.
+        problem = Problem({"replicas": _SPLIT})
+        calls.append((problem, "float32", False, strategy))
+    count = 1 + sum(len(problem.ways) for problem, *_ in calls)
+    rows = itertools.chain.from_iterable(compare(*each) for each in calls)
+    return count, itertools.chain(rows, check_recovery())
 
 
 def main():
     """Measures and prints all rows. Returns 0 if all hold, otherwise 1."""
-    for name, value in describe().items():
-        print(f"{name:16} {value}")
-    print(
-        "\ndiffers: the largest difference of any weight from plain Keras with "
-        "the large\nbatch; order: that of plain Keras if its samples are "
-        f"reordered. MB: what a batch\nof {BATCH} takes at its peak, in "
-        f"micro-batches of {MICRO_BATCH} and at once. ms: of a\nmicro-batch, "
-        "and in plain Keras.\n"
-    )
-    heads = ("", "precision", "XLA", "differs", "order")
-    print(_COLUMNS.format(*heads, "MB", "Keras", "ms", "Keras", "", ""))
-    rows = []
+    tf.get_logger().setLevel("ERROR")  # each model of a row is traced
     tf.config.experimental.enable_tensor_float_32_execution(False)
+    gpus = tf.config.list_physical_devices("GPU")
+    for gpu in gpus:  # or a process with little memory would get none
+        tf.config.experimental.set_memory_growth(gpu, True)
+    details = map(tf.config.experimental.get_device_details, gpus)
+    names = [each.get("device_name", "GPU") for each in details]
+    for module in (accumodel, keras, tf):
+        print(module.__name__, module.__version__)
+    print("python", platform.python_version(), "on", platform.platform())
+    print("devices:", names or f"CPU, {os.cpu_count()} cores", "\n")
+    for precision, jit, why in find_cases():
+        if why:
+            print(Row("all", precision, jit, None, why))
+    results = []
     try:
-        for row in make_rows():
-            rows.append(row)
-            print(line_of(row), flush=True)
+        count, rows = find_rows()
+        for i, row in enumerate(rows, 1):
+            print(f"[{i}/{count}]", row, flush=True)
+            results += [] if row.passed is None else [row.passed]
     except KeyboardInterrupt:
         print("Interrupted.")
         return 130
-    results = [row.passed for row in rows if row.passed is not None]
-    failed = results.count(False)
-    if failed:
-        print(f"\n{failed} of {len(results)} rows failed. {_REPORT}")
-    elif results:
-        print(f"\nAll {len(results)} rows hold.")
-    else:
-        print(f"\nNo row was measured. {_REPORT}")
-    return int(failed > 0 or not results)
-
-
-# In which what is freed goes back to the system, so that a later peak is seen.
-_ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": "524288",
-    "TF_ENABLE_ONEDNN_OPTS": "0",  # it keeps what it needed once
-    # Or the process that is to run out of memory would get none at all.
-    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
-}
+    print(f"\n{sum(results)} of {len(results)} rows hold.")
+    if results and all(results):
+        return 0
+    print("Please report all of this text, and rely on no way that failed.")
+    return 1
 
 
 def run(argv=None):
-    """Runs the command, in a process whose memory can be measured."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(
         prog="python -m accumodel",
-        description="Does accumodel end with the weights of the large batch on "
-        "this machine? `--check` tells, in a few minutes.",
+        description="Are the weights those of the large batch, here?",
     )
-    parser.add_argument("--check", action="store_true", help="find it out")
-    if not parser.parse_args(argv).check:
-        parser.print_help()
-        return 2
-    is_new = _ENVIRONMENT.items() <= os.environ.items()
-    if sys.platform == "linux" and not is_new:
-        # Read when a process starts. It keeps its id, and gets the signals.
-        os.execve(sys.executable, sys.orig_argv, os.environ | _ENVIRONMENT)
-    return main()
+    parser.add_argument(
+        "--check", action="store_true", help="tell it, in a few minutes"
+    )
+    if parser.parse_args(argv).check:
+        return main()
+    parser.print_help()
+    return 2

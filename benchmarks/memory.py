@@ -43,7 +43,7 @@ import tensorflow as tf
 
 import accumodel
 from accumodel._check import distance
-from accumodel._memory import live_memory, peak_memory, run_limited
+from benchmarks.process_memory import live_memory, peak_memory, run_limited
 from benchmarks.report import GRAY, make_parser, report, run_each
 from benchmarks.speed import make_step, mlp, transformer
 

@@ -15,7 +15,7 @@ import numpy as np
 import rich.table
 
 import accumodel
-from accumodel._memory import live_memory, peak_memory
+from benchmarks.process_memory import live_memory, peak_memory
 from benchmarks.report import make_parser, report, run_each
 
 WIDTH, LENGTH, BATCH = 256, 256, 8

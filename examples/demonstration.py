@@ -24,7 +24,7 @@ from sklearn.model_selection import train_test_split
 
 from accumodel import AccumulatingModel
 from accumodel._check import distance
-from accumodel._memory import peak_memory, run_limited
+from benchmarks.process_memory import peak_memory, run_limited
 
 BATCH, MICRO_BATCH = 256, 32
 STEPS = BATCH // MICRO_BATCH

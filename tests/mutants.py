@@ -837,15 +837,15 @@ MUTANTS = [
     Mutant(
         "each micro-batch draws the first rows",
         "_micro_batch/random_numbers.py",
-        "begin = (begin - apart) * multiple",
-        "begin = 0 * begin",
+        "begin *= multiple\n",
+        "begin = 0 * begin\n",
         "test_random.py",
     ),
     Mutant(
         "numbers within a block are not skipped",
         "_micro_batch/random_numbers.py",
-        "tf.slice(numbers, [first % block], [count])",
-        "numbers[:count]",
+        "-tf.truncatemod(first, block)",
+        "0",
         "test_random.py",
     ),
     Mutant(
@@ -886,7 +886,7 @@ MUTANTS = [
     Mutant(
         "rows that are no multiple of the samples are drawn again",
         "_micro_batch/random_numbers.py",
-        "apart = begin * tf.cast(own % samples > 0, tf.int64)",
+        "apart = begin * tf.minimum(tf.truncatemod(own, samples), 1)",
         "apart = 0 * begin",
         "test_random.py",
     ),

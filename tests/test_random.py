@@ -11,6 +11,7 @@ from helpers import distance, mirrored, names, slow, weekly
 from keras import layers
 
 from accumodel import AccumulatingModel
+from benchmarks.process_memory import run_limited
 
 LAYERS = {
     "dropout": lambda: layers.Dropout(0.4),
@@ -277,6 +278,25 @@ def test_draws_are_those_of_the_large_batch(name, way):
     check(
         train(AccumulatingModel, LAYERS[name], **kwargs, **sizes | own), plain
     )
+
+
+def fit_dropped_samples():
+    """Trains in 4 micro-batches, whose rows begin within a block of numbers."""
+    inputs = keras.Input((6,))
+    x = layers.Dropout(0.4, noise_shape=(None, 1))(layers.Dense(5)(inputs))
+    model = AccumulatingModel(inputs, layers.Dense(1)(x))
+    model.compile("sgd", "mse", micro_batch_size=3, jit_compile=True)
+    model.fit(np.ones((12, 6)), np.ones((12, 1)), batch_size=12, verbose=0)
+
+
+@pytest.mark.slow
+def test_xla_compiles_one_micro_batch_for_all(tmp_path, monkeypatch):
+    # What XLA reads when a process starts: it writes what it compiles.
+    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert run_limited(None, fit_dropped_samples) == (None, None)
+    compiled = [*tmp_path.glob("*lambda*.before_optimizations.txt")]
+    assert len(compiled) == 1
 
 
 # The large batches, and how they are fed: how many samples, in turns.

@@ -11,7 +11,7 @@ from helpers import mirrored, read_summaries
 
 import accumodel
 from accumodel import AccumulatingModel
-from accumodel._memory import run_limited
+from benchmarks.process_memory import run_limited
 
 layers, ops = keras.layers, keras.ops
 

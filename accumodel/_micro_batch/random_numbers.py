@@ -413,8 +413,9 @@ class Draws:
             or (name == "normal" and _is_compiled())
         ):
             return original(**arguments, seed=_apart(seed, self.rows[0]))
-        numbers = functools.partial(self._numbers, axes[0], sizes, seed)
-        return _OFFSETS[name](numbers, **arguments | {"shape": shape})
+        numbers = functools.partial(self._numbers, axes[0], sizes, shape, seed)
+        arguments.pop("noise_shape", arguments.pop("shape", None))
+        return _OFFSETS[name](numbers, **arguments)
 
     def _axes(self, sizes):
         """Returns the axes of a draw that may be that of the samples.
@@ -430,49 +431,52 @@ class Draws:
             axes.insert(0, 0)
         return axes
 
-    def _numbers(self, axis, sizes, seed, operation, shape, drawn, **kwargs):
+    def _numbers(self, axis, sizes, shape, seed, operation, drawn, **kwargs):
         """Returns the rows of this micro-batch of a draw.
 
         They begin at `(j * all_rows + begin) * inner` numbers, for each `j` of
         the axes before them. Their number may be a multiple of the samples; if
-        it is not, they are not known, and get another seed.
+        it is not, they are not known, and take other counters.
 
         `shape` is that of the rows, and `sizes` what is known of it. The raw
         `operation` of TensorFlow takes `kwargs`, and gives the dtype `drawn`.
+        XLA compiles `//` for what may be negative, with ten times the
+        operations. Nothing is.
         """
         # How many of them come from one value of the counter.
         block = 4 if tf.as_dtype(drawn).size <= 4 else 2
         rest = sizes[axis + 1 :]
-        is_aligned = None not in rest and math.prod(rest) % block == 0
+        is_known = None not in rest
         rows = tf.convert_to_tensor(self.rows)
         with _host():
             begin, samples, of_batch = tf.unstack(rows)
+            own = tf.cast(shape[axis], tf.int64)
             shape = tf.cast(shape, tf.int64)
-            own, inner = shape[axis], math.prod(each or 0 for each in rest)
-            if None in rest:
+            if is_known:
+                inner = math.prod(rest)
+            else:
                 inner = tf.reduce_prod(shape[axis + 1 :])
+            is_aligned = is_known and inner % block == 0
             samples = tf.maximum(samples, 1)
-            multiple = own // samples
-            # Nothing if the rows are so many for each sample.
-            apart = begin * tf.cast(own % samples > 0, tf.int64)
-            begin = (begin - apart) * multiple
-            key, start = tf.raw_ops.StatelessRandomGetKeyCounter(
-                seed=_apart(seed, apart)
-            )
-            start = tf.bitcast(start, tf.int64)
+            multiple = tf.truncatediv(own, samples)
+            apart = begin * tf.minimum(tf.truncatemod(own, samples), 1)
+            begin *= multiple
+            key, start = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
         kwargs |= {"key": key, "alg": _ALGORITHM}
 
         def draw(begin):
             with _host():
                 first = begin * inner
-                counter = start + tf.stack([first // block, 0])
-                counter = tf.bitcast(counter, tf.uint64)
+                counter = tf.stack([tf.truncatediv(first, block), apart])
+                counter = start + tf.bitcast(counter, tf.uint64)
             if is_aligned:
                 return operation(shape=shape[axis:], counter=counter, **kwargs)
             count = own * inner
             size = count + block - 1
             numbers = operation(shape=[size], counter=counter, **kwargs)
-            numbers = tf.slice(numbers, [first % block], [count])
+            # XLA would compile a slice for each place where one begins.
+            numbers = tf.roll(numbers, -tf.truncatemod(first, block), axis=0)
+            numbers = numbers[:count]
             return tf.reshape(numbers, shape[axis:])
 
         if axis == 0:
@@ -541,8 +545,9 @@ def _sizes(shape):
 
     It begins with `None` if nothing is known.
     """
-    if tf.executing_eagerly():
-        return [*map(int, shape)]
+    if isinstance(shape, list | tuple):
+        known = map(tf.get_static_value, shape)
+        return [None if size is None else int(size) for size in known]
     filled = tf.fill(tf.cast(shape, tf.int32), False).shape
     return [None] if filled.rank is None else filled.as_list()
 
@@ -576,39 +581,39 @@ def _shape(tensor):
 # -- as in `keras.src.backend.tensorflow.random` and `tf.random.stateless_*` ---
 
 
-def _uniform(numbers, shape, minval=0.0, maxval=1.0, dtype=None):
+def _uniform(numbers, minval=0.0, maxval=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     operation = tf.raw_ops.StatelessRandomUniformV2
-    values = numbers(operation, shape, dtype, dtype=dtype)
+    values = numbers(operation, dtype, dtype=dtype)
     minval, maxval = tf.cast(minval, dtype), tf.cast(maxval, dtype)
     return values * (maxval - minval) + minval
 
 
-def _normal(numbers, shape, mean=0.0, stddev=1.0, dtype=None):
+def _normal(numbers, mean=0.0, stddev=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     operation = tf.raw_ops.StatelessRandomNormalV2
-    values = numbers(operation, shape, dtype, dtype=dtype)
+    values = numbers(operation, dtype, dtype=dtype)
     mean = tf.convert_to_tensor(mean, dtype)
     return values * tf.convert_to_tensor(stddev, dtype) + mean
 
 
-def _randint(numbers, shape, minval, maxval, dtype="int32"):
+def _randint(numbers, minval, maxval, dtype="int32"):
     drawn = tf.as_dtype(dtype)
     if drawn not in (tf.int32, tf.int64):
         drawn = tf.int64
     operation = tf.raw_ops.StatelessRandomUniformIntV2
     minval, maxval = tf.cast(minval, drawn), tf.cast(maxval, drawn)
-    values = numbers(operation, shape, drawn, minval=minval, maxval=maxval)
+    values = numbers(operation, drawn, minval=minval, maxval=maxval)
     return tf.cast(values, dtype)
 
 
-def _dropout(numbers, shape, inputs, rate, noise_shape=None):
+def _dropout(numbers, inputs, rate):
     operation = tf.raw_ops.StatelessRandomUniformV2
 
     def sample(shape, dtype):
-        return numbers(operation, shape, dtype, dtype=dtype)
+        return numbers(operation, dtype, dtype=dtype)
 
-    return tf.nn.experimental.general_dropout(inputs, rate, sample, shape)
+    return tf.nn.experimental.general_dropout(inputs, rate, sample)
 
 
 _OFFSETS: dict[str, typing.Any] = {

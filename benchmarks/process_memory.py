@@ -1,6 +1,6 @@
 """The memory of a process: how much it takes, and training in too little of it.
 
-The check, the benchmarks and the demonstration share this.
+The benchmarks and the tests share this.
 """
 
 import ctypes
