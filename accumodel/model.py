@@ -17,6 +17,24 @@ from accumodel._micro_batch.step import current_step, this_step
 from accumodel._update import files
 from accumodel._update.accumulator import GradientAccumulator
 
+_Method = typing.TypeVar("_Method", bound=Callable)
+
+
+def _pass_what_is_given(declared: _Method) -> _Method:
+    """Returns `compile` with the signature of `declared`, for editors.
+
+    It passes on what it was given, and no defaults: those of another base class
+    may be others than those of Keras.
+    """
+
+    @functools.wraps(declared)
+    def compile(self, *args, **kwargs):
+        with checks.explained_arguments(AccumulatingModel, "compile", kwargs):
+            by_super = super(AccumulatingModel, self).compile
+            self._accumulation.compile(by_super, args, kwargs)
+
+    return compile  # type: ignore[return-value]
+
 
 class AccumulatingModel(keras.Model):
     """A `keras.Model` that makes one update from several micro-batches.
@@ -91,8 +109,8 @@ class AccumulatingModel(keras.Model):
         """Returns an accumulating model of the layers of another one.
 
         Layers and weights are shared, not copied: training one trains the
-        other. The new model is not compiled; if `model` is, a warning says so.
-        `compile(model.optimizer, ...)` continues with its optimizer's state.
+        other. The new model is not compiled; if `model` was trained, a warning
+        says so, and `compile(model.optimizer, ...)` continues with its state.
 
         Examples:
             >>> layers = [keras.Input((3,)), keras.layers.Dense(1)]
@@ -120,9 +138,19 @@ class AccumulatingModel(keras.Model):
         construction.check_model(model, AccumulatingModel)
         return construction.from_model(cls, model)
 
+    @_pass_what_is_given
     def compile(
         self,
-        *args: typing.Any,
+        optimizer: typing.Any = "rmsprop",
+        loss: typing.Any = None,
+        loss_weights: typing.Any = None,
+        metrics: typing.Any = None,
+        weighted_metrics: typing.Any = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int = 1,
+        jit_compile: bool | typing.Literal["auto"] = "auto",
+        auto_scale_loss: bool = True,
+        *,
         accum_steps: int = 1,
         micro_batch_size: int | typing.Literal["auto", "fastest"] | None = None,
         gradient_cache: bool = False,
@@ -135,10 +163,22 @@ class AccumulatingModel(keras.Model):
     ) -> None:
         """Configures the model for training, as `keras.Model.compile`.
 
+        The first nine arguments are those of Keras.
+
         Args:
-            *args: As in `keras.Model.compile`. With `jit_compile`, XLA compiles
-                each micro-batch and the update. The default, `"auto"`, does so
-                on a GPU, unless several replicas train.
+            optimizer: Optimizer, or its name.
+            loss: Loss, function, name, or several of these.
+            loss_weights: List or dict of floats, one for each loss.
+            metrics: List or dict of metrics, functions or names.
+            weighted_metrics: The same, by `sample_weight` and `class_weight`.
+            run_eagerly: Bool. Run each step as Python, for debugging.
+            steps_per_execution: Int. Batches of `fit` for one call of a
+                TensorFlow function.
+            jit_compile: Bool or `"auto"`. Let XLA compile each micro-batch and
+                the update. `"auto"` does so on a GPU, unless several replicas
+                train.
+            auto_scale_loss: Bool. Wrap the optimizer in a `LossScaleOptimizer`
+                if the model is of `"mixed_float16"`.
             accum_steps: Positive int. Batches that `fit` feeds for one update.
                 Defaults to `1`.
             micro_batch_size: Positive int, `"auto"`, `"fastest"` or `None`. The
@@ -186,7 +226,8 @@ class AccumulatingModel(keras.Model):
                 by an `accumodel.InexactWarning` if they differ by more than
                 rounding. The training itself stays the same. Defaults to
                 `True`.
-            **kwargs: As in `keras.Model.compile`, or of another base class.
+            **kwargs: Those of another base class, such as a task of keras-hub,
+                whose defaults hold.
 
         Raises:
             TypeError: If `accum_steps` or `micro_batch_size` has another type,
@@ -196,17 +237,6 @@ class AccumulatingModel(keras.Model):
                 the optimizer, the `tf.distribute` strategy or the other
                 arguments. After an error the model is not compiled.
         """
-        own = {
-            "accum_steps": accum_steps,
-            "micro_batch_size": micro_batch_size,
-            "gradient_cache": gradient_cache,
-            "sync_batch_norm": sync_batch_norm,
-            "trim_padding": trim_padding,
-            "remainder": remainder,
-            "skip_nonfinite": skip_nonfinite,
-            "verify": verify,
-        }
-        self._accumulation.compile(super().compile, own, args, kwargs)
 
     @property
     def accum_steps(self) -> int:
@@ -539,7 +569,8 @@ class AccumulatingModel(keras.Model):
         Returns:
             The `keras.callbacks.History`.
         """
-        return self._accumulation.fit(super().fit, args, kwargs)
+        with checks.explained_arguments(AccumulatingModel, "fit", kwargs):
+            return self._accumulation.fit(super().fit, args, kwargs)
 
     # Names and defaults of Keras, for editors and readers.
     fit.__signature__ = inspect.signature(keras.Model.fit)  # type: ignore
@@ -604,6 +635,11 @@ class AccumulatingModel(keras.Model):
     def compile_from_config(self, config):
         by_super = super().compile_from_config
         construction.compile_from_config(self, config, by_super)
+
+    def __repr__(self):
+        changed = self._accumulation.options.changed()
+        told = "".join(f", {name}={value!r}" for name, value in changed.items())
+        return super().__repr__().removesuffix(">") + told + ">"
 
     @functools.cached_property
     def _accumulation(self):

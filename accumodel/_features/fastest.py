@@ -97,7 +97,14 @@ class Fastest(Auto):
         is_whole = self._size == ALL
         self._largest = self._largest_part(data) if is_whole else self._size
         if (self._callback.params or {}).get("verbose"):
-            print(f"\nThe fastest micro_batch_size is {self._largest}.")
+            times = ", ".join(
+                f"{'whole batches' if size == ALL else size}: "
+                f"{1000 * self._length * seconds:.3g} ms"
+                for size, seconds in found.items()
+            )
+            print(
+                f"\nThe fastest micro_batch_size is {self._largest} ({times})."
+            )
 
     def _halve(self, data, error):
         if self._is_pending:

@@ -15,6 +15,8 @@ from accumodel._keras_and_tf.private_names import is_rematerialized
 from accumodel._keras_and_tf.replicas import (
     across_replicas,
     check_workers_agree,
+    local_results,
+    make_sum,
     scope_of,
 )
 from accumodel._micro_batch.random_numbers import RandomNumbers
@@ -59,6 +61,8 @@ class Accumulation:
         # A `tf.Variable`, the most samples of a micro-batch, if batches are
         # split. Another size needs no retrace.
         self.size: typing.Any = None
+        # Of each replica: how many batches were split by this size.
+        self.split_batches: typing.Any = None
         # The samples in a batch of `fit`, if they are known.
         self.batch_size: typing.Any = None
         # The `RandomNumbers`, for life: a `tf.function` in the model may read
@@ -71,9 +75,12 @@ class Accumulation:
     def strategy(self):
         return self.model.distribute_strategy
 
-    def compile(self, super_compile, own, args, kwargs):
+    def compile(self, super_compile, args, kwargs):
         """Compiles the model by Keras or another base class; begins anew."""
         model = self.model
+        names = {each.name for each in dataclasses.fields(Options)}
+        own = {name: kwargs[name] for name in names & kwargs.keys()}
+        kwargs = {name: kwargs[name] for name in kwargs.keys() - names}
         try:
             options = Options(**own)
             self._check(options)
@@ -228,10 +235,18 @@ class Accumulation:
         )
 
     def assign_size(self, value):
-        if self.size is None:
-            with tf.init_scope(), scope_of(self.strategy), on_host():
-                self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
-        self.size.assign(value)
+        with tf.init_scope(), scope_of(self.strategy):
+            if self.size is None:
+                with on_host():
+                    self.size = tf.Variable(value, False, dtype=tf.int64)
+                    self.split_batches = make_sum((), tf.float64, "split")
+            self.size.assign(value)
+            self.split_batches.assign(0.0)
+
+    def has_split(self):
+        """Whether a batch was split by the size in use, on this worker."""
+        with scope_of(self.strategy):
+            return any(map(float, local_results(self.split_batches)))
 
     def begin_to_span_batches(self):
         """Lets several fed batches make an update from now on."""

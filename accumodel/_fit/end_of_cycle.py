@@ -39,6 +39,7 @@ class EndOfCycle(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         state = self.model._accumulation
         self._warn_about_train_step()
+        self._warn_about_size()
         if (
             self.model.accum_steps > self._batches > 0
             and not self.model.stop_training
@@ -78,7 +79,23 @@ class EndOfCycle(keras.callbacks.Callback):
                 f"{what}: the `train_step` of {type(model).__name__} does not "
                 "call `self.accumulate_gradients(gradients, weight)`. Call it "
                 "instead of `self.optimizer.apply_gradients(...)` or "
-                f"`self.optimizer.apply(...)`.{advice}",
+                "`self.optimizer.apply(...)`. With several optimizers, give "
+                f"each a `GradientAccumulator`.{advice}",
+                stacklevel=2,
+            )
+
+    def _warn_about_size(self):
+        """Warns after the first epoch if no batch was split."""
+        state = self.model._accumulation
+        size = state.options.micro_batch_size
+        if not isinstance(size, int) or "size" in self._warned:
+            return
+        self._warned.add("size")
+        if not state.has_split():
+            warnings.warn(
+                f"No batch was larger than `micro_batch_size={size}`, so none "
+                "was split. The batch size is that of the Dataset, or of "
+                "`fit(x, y, batch_size=...)`, by default 32.",
                 stacklevel=2,
             )
 

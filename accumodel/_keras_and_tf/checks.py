@@ -1,6 +1,10 @@
 """Arguments, and the errors that say what is wrong with them."""
 
+import contextlib
+import difflib
+import inspect
 import numbers
+import re
 
 import tensorflow as tf
 
@@ -51,6 +55,49 @@ def _check_positive(name, value, meaning):
     if value < 1:
         raise ValueError(f"`{name}` must be at least 1. {received}")
     return int(value)
+
+
+@contextlib.contextmanager
+def explained_arguments(cls, method, given):
+    """Scope in which Keras's error about an argument says what is meant.
+
+    For `compile` or `fit` of the class, which were given these arguments. Only
+    Keras, or another base class, knows what it does not take.
+    """
+    try:
+        yield
+    except TypeError as error:
+        text = rf"{method}\(\) got an unexpected keyword argument '(\w+)'"
+        found = re.search(text, str(error))
+        meant = found and found[1] in given and _meant(cls, method, found[1])
+        if not meant:
+            raise
+        raise TypeError(
+            f"`{method}` has no argument `{found[1]}`. {meant} "
+            f"Received: {found[1]}={given[found[1]]!r}"
+        ) from error
+
+
+def _meant(cls, method, name):
+    """Returns what to write instead of a name, or `None`."""
+    methods = {
+        each: inspect.signature(getattr(cls, each)).parameters
+        for each in ("compile", "fit")
+    }
+    if "accumul" in name:  # as other tools call it
+        return (
+            "Did you mean `compile(micro_batch_size=...)`, the most samples "
+            "that go through the model at once (each batch of `fit` is split), "
+            "or `compile(accum_steps=...)`, the batches of `fit` that make one "
+            "update?"
+        )
+    known = [*methods["compile"], *methods["fit"]]
+    for near in difflib.get_close_matches(name, known, n=1, cutoff=0.75):
+        here = next(each for each in methods if near in methods[each])
+        if near == name:
+            return f"It is an argument of `{here}`."
+        return f"Did you mean `{here}({near}=...)`?"
+    return None
 
 
 def check_conflicts(arguments, conflicts, model, options):
@@ -201,8 +248,8 @@ def check_optimizer(optimizer, skip_nonfinite):
         steps = getattr(each, "gradient_accumulation_steps", None)
         if steps:
             raise ValueError(
-                "`optimizer` would accumulate gradients a second time. Use "
-                "`accum_steps` only. "
+                "Make the optimizer without `gradient_accumulation_steps`: the "
+                "model accumulates, by `micro_batch_size` or `accum_steps`. "
                 f"Received: gradient_accumulation_steps={steps}"
             )
     if skip_nonfinite and scales_loss(optimizer):
