@@ -1,6 +1,14 @@
 """Gradient accumulation for Keras 3, with the weights of the large batch."""
 
 import os
+import sys
+
+# Python calls a program so until it has found the module that it is to run.
+# `python -m accumodel --help` need not wait for TensorFlow.
+if sys.argv[0] == "-m" and "accumodel" in sys.orig_argv:
+    from accumodel._arguments import check_arguments
+
+    check_arguments()
 
 
 def _check_backend():

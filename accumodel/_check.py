@@ -6,7 +6,6 @@ Keras as rounding allows: plain Keras once more, with the samples of each batch
 in another order, says how near that is.
 """
 
-import argparse
 import dataclasses
 import functools
 import gc
@@ -423,6 +422,12 @@ def line_of(row):
     ).rstrip()
 
 
+def count_rows():
+    """Returns how many rows `make_rows` yields."""
+    ways = sum(len(problem.ways) for problem in PROBLEMS)
+    return 2 + sum(1 if why else ways for *_, why in find_cases())
+
+
 def main():
     """Measures and prints all rows. Returns 0 if all hold, otherwise 1."""
     for name, value in describe().items():
@@ -434,14 +439,15 @@ def main():
         f"micro-batches of {MICRO_BATCH} and at once. ms: of a\nmicro-batch, "
         "and in plain Keras.\n"
     )
-    heads = ("", "precision", "XLA", "differs", "order")
-    print(_COLUMNS.format(*heads, "MB", "Keras", "ms", "Keras", "", ""))
-    rows = []
+    heads = ("", "precision", "XLA", "differs", "order", "MB", "Keras", "ms")
+    print(" " * 8 + _COLUMNS.format(*heads, "Keras", "", ""))
+    rows, count = [], count_rows()
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
         for row in make_rows():
             rows.append(row)
-            print(line_of(row), flush=True)
+            number = f"[{len(rows)}/{count}]"
+            print(f"{number:8}{line_of(row)}", flush=True)
     except KeyboardInterrupt:
         print("Interrupted.")
         return 130
@@ -465,17 +471,8 @@ _ENVIRONMENT = {
 }
 
 
-def run(argv=None):
+def run():
     """Runs the command, in a process whose memory can be measured."""
-    parser = argparse.ArgumentParser(
-        prog="python -m accumodel",
-        description="Does accumodel end with the weights of the large batch on "
-        "this machine? `--check` tells, in a few minutes.",
-    )
-    parser.add_argument("--check", action="store_true", help="find it out")
-    if not parser.parse_args(argv).check:
-        parser.print_help()
-        return 2
     is_new = _ENVIRONMENT.items() <= os.environ.items()
     if sys.platform == "linux" and not is_new:
         # Read when a process starts. It keeps its id, and gets the signals.

@@ -118,7 +118,7 @@ ERRORS = {
         x, y
     ),
     "an argument that compile does not know": lambda model, x, y: compiled(
-        model, loss_weight=1
+        model, color=1
     ),
     "an optimizer that is not known": lambda model, x, y: compiled(
         model, "amad"
@@ -129,7 +129,7 @@ ERRORS = {
     "no loss": lambda model, x, y: compiled(model, loss=None).fit(x, y),
     "an argument that fit does not know": lambda model, x, y: compiled(
         model
-    ).fit(x, y, batchsize=3),
+    ).fit(x, y, color=3),
     "too many arguments": lambda model, x, y: compiled(model).fit(*range(30)),
     "no inputs": lambda model, x, y: compiled(model).fit(),
     "inputs of another shape": lambda model, x, y: compiled(model).fit(

@@ -97,13 +97,13 @@ class Fastest(Auto):
         is_whole = self._size == ALL
         self._largest = self._largest_part(data) if is_whole else self._size
         if (self._callback.params or {}).get("verbose"):
-            times = ", ".join(
+            tried = ", ".join(
                 f"{'whole batches' if size == ALL else size}: "
-                f"{1000 * self._length * seconds:.3g} ms"
+                f"{1000 * self._length * seconds:.1f} ms"
                 for size, seconds in found.items()
             )
             print(
-                f"\nThe fastest micro_batch_size is {self._largest} ({times})."
+                f"\nThe fastest micro_batch_size is {self._largest} ({tried})."
             )
 
     def _halve(self, data, error):

@@ -20,7 +20,7 @@ from accumodel._keras_and_tf.replicas import (
     scope_of,
 )
 from accumodel._micro_batch.random_numbers import RandomNumbers
-from accumodel._micro_batch.split import on_host
+from accumodel._micro_batch.split import count_samples, on_host
 from accumodel._micro_batch.step import Plan, current_step
 from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import files
@@ -61,8 +61,8 @@ class Accumulation:
         # A `tf.Variable`, the most samples of a micro-batch, if batches are
         # split. Another size needs no retrace.
         self.size: typing.Any = None
-        # Of each replica: how many batches were split by this size.
-        self.split_batches: typing.Any = None
+        # Of each replica: how many batches were split by an int.
+        self._splits: typing.Any = 0.0
         # The samples in a batch of `fit`, if they are known.
         self.batch_size: typing.Any = None
         # The `RandomNumbers`, for life: a `tf.function` in the model may read
@@ -79,8 +79,8 @@ class Accumulation:
         """Compiles the model by Keras or another base class; begins anew."""
         model = self.model
         names = {each.name for each in dataclasses.fields(Options)}
-        own = {name: kwargs[name] for name in names & kwargs.keys()}
-        kwargs = {name: kwargs[name] for name in kwargs.keys() - names}
+        own = {k: v for k, v in kwargs.items() if k in names}
+        kwargs = {k: v for k, v in kwargs.items() if k not in names}
         try:
             options = Options(**own)
             self._check(options)
@@ -235,18 +235,22 @@ class Accumulation:
         )
 
     def assign_size(self, value):
-        with tf.init_scope(), scope_of(self.strategy):
-            if self.size is None:
-                with on_host():
-                    self.size = tf.Variable(value, False, dtype=tf.int64)
-                    self.split_batches = make_sum((), tf.float64, "split")
-            self.size.assign(value)
-            self.split_batches.assign(0.0)
+        if self.size is None:
+            with tf.init_scope(), scope_of(self.strategy), on_host():
+                self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
+                self._splits = make_sum((), tf.float64, "splits")
+        self.size.assign(value)
 
-    def has_split(self):
-        """Whether a batch was split by the size in use, on this worker."""
+    def count_split(self, data):
+        """Counts a batch if it is larger than the size, as an int."""
+        if isinstance(self.options.micro_batch_size, int):
+            is_split = count_samples(data) > self.size
+            self._splits.assign_add(tf.cast(is_split, tf.float64))
+
+    def splits(self):
+        """Returns how many batches were split by an int, on this worker."""
         with scope_of(self.strategy):
-            return any(map(float, local_results(self.split_batches)))
+            return sum(map(float, local_results(self._splits)))
 
     def begin_to_span_batches(self):
         """Lets several fed batches make an update from now on."""

@@ -20,9 +20,11 @@ class EndOfCycle(keras.callbacks.Callback):
         super().__init__()
         self._warned: set[str] = set()
         self._batches = 0
+        self._splits = 0.0  # before this `fit`
 
     def on_train_begin(self, logs=None):
         state = self.model._accumulation
+        self._splits = state.splits()
         state.accumulators.begin_fit(state.options.remainder)
 
     def on_train_batch_end(self, batch, logs=None):
@@ -91,7 +93,7 @@ class EndOfCycle(keras.callbacks.Callback):
         if not isinstance(size, int) or "size" in self._warned:
             return
         self._warned.add("size")
-        if not state.has_split():
+        if state.splits() == self._splits:
             warnings.warn(
                 f"No batch was larger than `micro_batch_size={size}`, so none "
                 "was split. The batch size is that of the Dataset, or of "

@@ -28,7 +28,7 @@ from accumodel._fit import variables
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
-from accumodel._micro_batch.split import ALL, count_samples
+from accumodel._micro_batch.split import ALL
 from accumodel._update.accumulators import build_accumulator
 from accumodel._update.engine import FedBatch
 
@@ -111,9 +111,7 @@ def _train(model, train_step, data):
     state = model._accumulation
     plan = state.plan()
     data = replicas.hide_empty(data)
-    if isinstance(plan.options.micro_batch_size, int):
-        is_split = count_samples(data) > plan.size
-        state.split_batches.assign_add(tf.cast(is_split, tf.float64))
+    state.count_split(data)
     fed_batch = FedBatch(plan.is_split)
     run = functools.partial(loop.run, plan, train_step, data, fed_batch)
     for train in plan.features.at("train"):

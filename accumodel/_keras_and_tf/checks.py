@@ -69,12 +69,13 @@ def explained_arguments(cls, method, given):
     except TypeError as error:
         text = rf"{method}\(\) got an unexpected keyword argument '(\w+)'"
         found = re.search(text, str(error))
-        meant = found and found[1] in given and _meant(cls, method, found[1])
-        if not meant:
+        name = found[1] if found else None
+        meant = _meant(cls, method, name) if name in given else None
+        if meant is None:
             raise
         raise TypeError(
-            f"`{method}` has no argument `{found[1]}`. {meant} "
-            f"Received: {found[1]}={given[found[1]]!r}"
+            f"`{method}` has no argument `{name}`. {meant} "
+            f"Received: {name}={given[name]!r}"
         ) from error
 
 

@@ -25,7 +25,7 @@ _NAMES = ("x", "y", "sample_weight")
 
 _OTHERS = (
     "With `micro_batch_size`, all arrays of a batch must hold the same number "
-    "of samples. Is the Dataset batched? If it is, override `slice_data` to say "
+    "of samples. Is the Dataset batched? If so, override `slice_data` to say "
     "how others are split. Received: "
 )
 _OTHER_TARGETS = (
