@@ -3,12 +3,12 @@
 import os
 import sys
 
-# Python calls a program so until it has found the module that it is to run.
-# `python -m accumodel --help` need not wait for TensorFlow.
-if sys.argv[0] == "-m" and "accumodel" in sys.orig_argv:
-    from accumodel._arguments import check_arguments
-
-    check_arguments()
+# `python -m accumodel` reads its arguments before it imports TensorFlow.
+_is_command = sys.argv[0] == "-m" and "accumodel" in sys.orig_argv
+if _is_command and sys.argv[1:] != ["--check"]:
+    print("usage: python -m accumodel --check\n\nDoes accumodel end with the")
+    print("weights of the large batch on this machine? It takes minutes.")
+    sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
 
 
 def _check_backend():

@@ -422,12 +422,6 @@ def line_of(row):
     ).rstrip()
 
 
-def count_rows():
-    """Returns how many rows `make_rows` yields."""
-    ways = sum(len(problem.ways) for problem in PROBLEMS)
-    return 2 + sum(1 if why else ways for *_, why in find_cases())
-
-
 def main():
     """Measures and prints all rows. Returns 0 if all hold, otherwise 1."""
     for name, value in describe().items():
@@ -441,13 +435,14 @@ def main():
     )
     heads = ("", "precision", "XLA", "differs", "order", "MB", "Keras", "ms")
     print(" " * 8 + _COLUMNS.format(*heads, "Keras", "", ""))
-    rows, count = [], count_rows()
+    rows, ways = [], sum(len(problem.ways) for problem in PROBLEMS)
+    count = 2 + sum(1 if why else ways for *_, why in find_cases())
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
         for row in make_rows():
             rows.append(row)
-            number = f"[{len(rows)}/{count}]"
-            print(f"{number:8}{line_of(row)}", flush=True)
+            number = f"[{len(rows)}/{count}]".ljust(8)
+            print(number + line_of(row), flush=True)
     except KeyboardInterrupt:
         print("Interrupted.")
         return 130

@@ -21,11 +21,7 @@ _Method = typing.TypeVar("_Method", bound=Callable)
 
 
 def _pass_what_is_given(declared: _Method) -> _Method:
-    """Returns `compile` with the signature of `declared`, for editors.
-
-    It passes on what it was given, and no defaults: those of another base class
-    may be others than those of Keras.
-    """
+    """Returns `compile`, which passes on no defaults: a base may have others."""
 
     @functools.wraps(declared)
     def compile(self, *args, **kwargs):
@@ -163,22 +159,11 @@ class AccumulatingModel(keras.Model):
     ) -> None:
         """Configures the model for training, as `keras.Model.compile`.
 
-        The first nine arguments are those of Keras.
+        The first nine arguments are those of Keras. With `jit_compile`, XLA
+        compiles each micro-batch and the update. The default, `"auto"`, does so
+        on a GPU, unless several replicas train.
 
         Args:
-            optimizer: Optimizer, or its name.
-            loss: Loss, function, name, or several of these.
-            loss_weights: List or dict of floats, one for each loss.
-            metrics: List or dict of metrics, functions or names.
-            weighted_metrics: The same, by `sample_weight` and `class_weight`.
-            run_eagerly: Bool. Run each step as Python, for debugging.
-            steps_per_execution: Int. Batches of `fit` for one call of a
-                TensorFlow function.
-            jit_compile: Bool or `"auto"`. Let XLA compile each micro-batch and
-                the update. `"auto"` does so on a GPU, unless several replicas
-                train.
-            auto_scale_loss: Bool. Wrap the optimizer in a `LossScaleOptimizer`
-                if the model is of `"mixed_float16"`.
             accum_steps: Positive int. Batches that `fit` feeds for one update.
                 Defaults to `1`.
             micro_batch_size: Positive int, `"auto"`, `"fastest"` or `None`. The
@@ -186,48 +171,39 @@ class AccumulatingModel(keras.Model):
                 a batch that `fit` or `evaluate` feeds is split into parts as
                 equal as can be. `"auto"` begins with whole batches, halves the
                 size when memory runs out, and runs the batch again. It needs
-                `accum_steps=1`: feed the large batch itself. It is experimental
-                on GPUs, where recovery has not been measured; on a CPU the
-                system often ends the process instead. `"fastest"` does the
-                same, and then times up to 24 batches, in halves down to 1/32
-                (1/4 with XLA, which compiles each size), to find the fastest.
-                Defaults to `None`: no batch is split.
+                `accum_steps=1`. `"fastest"` does the same, and then times up to
+                24 batches of smaller sizes. Both are experimental on GPUs; on a
+                CPU the system often ends the process instead. Defaults to
+                `None`: no batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
                 from all samples of a batch, by a second forward pass (Gao et
                 al. 2021, arXiv 2101.06983). Defaults to `False`.
             sync_batch_norm: Bool. With `micro_batch_size`, let each
-                `BatchNormalization` that trains normalize by the mean and the
-                variance of the whole batch, as it would without micro-batches,
-                by a second forward pass. A layer that is called in a loop, such
-                as in the cell of an RNN, is refused in the first step. The loss
-                is computed as with `gradient_cache`. Defaults to `False`: by
-                those of the micro-batch.
+                `BatchNormalization` that trains normalize by the statistics of
+                the whole batch, by a second forward pass. In a loop, such as in
+                the cell of an RNN, it is refused in the first step. The loss is
+                computed as with `gradient_cache`. Defaults to `False`.
             trim_padding: String, int or `None`. With `micro_batch_size`, put
                 the samples of a batch in the order of their lengths, and cut
                 the padding off each micro-batch. The name of the input that is
                 0 where there is padding, of shape `(samples, length)`, such as
                 `"padding_mask"`; or the int that the only integer input is
-                padded with. The weights and logs stay the same. Dropout draws
-                other random numbers for each micro-batch. Defaults to `None`.
+                padded with. Dropout draws other random numbers for each
+                micro-batch. Defaults to `None`.
             remainder: What becomes of the batches that are left when an
                 epoch ends before the cycle is full. `"apply"` makes an update
-                of them, divided by their own weight, as Keras does with a short
-                last batch; `"carry"` continues the cycle in the next epoch and
-                in the next `fit`; `"drop"` forgets them. Defaults to `"apply"`.
+                of them, divided by their own weight; `"carry"` continues the
+                cycle in the next epoch and in the next `fit`; `"drop"` forgets
+                them. Defaults to `"apply"`.
             skip_nonfinite: Bool. Leave a micro-batch with a NaN or infinite
-                gradient out of the cycle, as if it had not been fed;
-                `skipped_steps` counts them. Layers that keep statistics, and
-                metrics, have seen it all the same: the epoch's loss is NaN. It
-                holds all gradients of a micro-batch until the last is known,
-                which takes one more copy of the parameters. Defaults to
-                `False`.
+                gradient out of the cycle; `skipped_steps` counts them. Metrics
+                and statistics of layers have seen it all the same. It takes one
+                more copy of the parameters. Defaults to `False`.
             verify: Bool. With the first batch, compare the gradient of some of
-                its samples in micro-batches with that in one piece, and warn
-                by an `accumodel.InexactWarning` if they differ by more than
-                rounding. The training itself stays the same. Defaults to
-                `True`.
-            **kwargs: Those of another base class, such as a task of keras-hub,
-                whose defaults hold.
+                its samples in micro-batches with that in one piece, and warn by
+                an `InexactWarning` if they differ by more than rounding.
+                Defaults to `True`.
+            **kwargs: Those of another base class, whose defaults hold.
 
         Raises:
             TypeError: If `accum_steps` or `micro_batch_size` has another type,

@@ -97,14 +97,13 @@ class Fastest(Auto):
         is_whole = self._size == ALL
         self._largest = self._largest_part(data) if is_whole else self._size
         if (self._callback.params or {}).get("verbose"):
-            tried = ", ".join(
-                f"{'whole batches' if size == ALL else size}: "
-                f"{1000 * self._length * seconds:.1f} ms"
-                for size, seconds in found.items()
-            )
-            print(
-                f"\nThe fastest micro_batch_size is {self._largest} ({tried})."
-            )
+            print(f"\nThe fastest micro_batch_size is {self._largest}", end="")
+            for size, seconds in found.items():
+                name = "whole batches" if size == ALL else size
+                print(
+                    f"; {name}: {1e3 * self._length * seconds:.1f} ms", end=""
+                )
+            print()
 
     def _halve(self, data, error):
         if self._is_pending:

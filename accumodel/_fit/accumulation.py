@@ -61,8 +61,7 @@ class Accumulation:
         # A `tf.Variable`, the most samples of a micro-batch, if batches are
         # split. Another size needs no retrace.
         self.size: typing.Any = None
-        # Of each replica: how many batches were split by an int.
-        self._splits: typing.Any = 0.0
+        self._splits: typing.Any = 0  # a `tf.Variable`, batches that were split
         # The samples in a batch of `fit`, if they are known.
         self.batch_size: typing.Any = None
         # The `RandomNumbers`, for life: a `tf.function` in the model may read
@@ -242,14 +241,13 @@ class Accumulation:
         self.size.assign(value)
 
     def count_split(self, data):
-        """Counts a batch if it is larger than the size, as an int."""
+        """Counts a batch if an int splits it."""
         if isinstance(self.options.micro_batch_size, int):
             is_split = count_samples(data) > self.size
             self._splits.assign_add(tf.cast(is_split, tf.float64))
 
     def splits(self):
-        """Returns how many batches were split by an int, on this worker."""
-        with scope_of(self.strategy):
+        with scope_of(self.strategy):  # of this worker
             return sum(map(float, local_results(self._splits)))
 
     def begin_to_span_batches(self):

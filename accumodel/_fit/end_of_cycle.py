@@ -20,7 +20,7 @@ class EndOfCycle(keras.callbacks.Callback):
         super().__init__()
         self._warned: set[str] = set()
         self._batches = 0
-        self._splits = 0.0  # before this `fit`
+        self._splits: float | None = None  # before the first epoch
 
     def on_train_begin(self, logs=None):
         state = self.model._accumulation
@@ -87,13 +87,10 @@ class EndOfCycle(keras.callbacks.Callback):
             )
 
     def _warn_about_size(self):
-        """Warns after the first epoch if no batch was split."""
-        state = self.model._accumulation
-        size = state.options.micro_batch_size
-        if not isinstance(size, int) or "size" in self._warned:
-            return
-        self._warned.add("size")
-        if state.splits() == self._splits:
+        """Warns after the first epoch of `fit` if no batch was split."""
+        state, size = self.model._accumulation, self.model.micro_batch_size
+        before, self._splits = self._splits, None
+        if isinstance(size, int) and state.splits() == before:
             warnings.warn(
                 f"No batch was larger than `micro_batch_size={size}`, so none "
                 "was split. The batch size is that of the Dataset, or of "

@@ -21,6 +21,7 @@ in a cluster would carry all variables that it may write.
 
 import contextlib
 import functools
+import re
 
 import tensorflow as tf
 
@@ -78,14 +79,8 @@ def _prepare_to_accumulate(state):
         build_accumulator(model, state.options)
 
 
-# What errors say that have nothing to do with the number of samples: labels and
-# words out of range, NaN; or that know of the split themselves.
-_NOT_OF_SIZES = (
-    "outside the valid range",
-    "is not in [",
-    "Tensor had",
-    "micro_batch_size",
-)
+# Errors of values, such as labels, and those that know of the split themselves.
+_OTHERS = re.compile(r"outside the valid range|not in \[|had NaN|micro_batch_s")
 
 
 def _say_that_it_was_split(state, error):
@@ -96,7 +91,7 @@ def _say_that_it_was_split(state, error):
     size = int(tf.convert_to_tensor(state.size))  # a mirrored one is no number
     samples = state.batch_size
     is_split = size < ALL and (samples is None or size < samples)
-    if is_split and not any(each in str(error) for each in _NOT_OF_SIZES):
+    if is_split and not _OTHERS.search(str(error)):
         batch = "The batch" if samples is None else f"A batch of {samples}"
         error.add_note(
             f"accumodel: {batch} was split into micro-batches of at most "

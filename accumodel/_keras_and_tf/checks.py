@@ -59,46 +59,31 @@ def _check_positive(name, value, meaning):
 
 @contextlib.contextmanager
 def explained_arguments(cls, method, given):
-    """Scope in which Keras's error about an argument says what is meant.
-
-    For `compile` or `fit` of the class, which were given these arguments. Only
-    Keras, or another base class, knows what it does not take.
-    """
+    """Scope in which an error about an unknown argument says what is meant."""
     try:
         yield
-    except TypeError as error:
+    except TypeError as error:  # only Keras knows what it does not take
         text = rf"{method}\(\) got an unexpected keyword argument '(\w+)'"
-        found = re.search(text, str(error))
-        name = found[1] if found else None
-        meant = _meant(cls, method, name) if name in given else None
-        if meant is None:
-            raise
-        raise TypeError(
-            f"`{method}` has no argument `{name}`. {meant} "
-            f"Received: {name}={given[name]!r}"
-        ) from error
+        for name in {*re.findall(text, str(error))} & {*given}:
+            if meant := _meant(cls, name):
+                raise TypeError(
+                    f"`{method}` has no argument `{name}`. Did you mean "
+                    f"{meant}? Received: {name}={given[name]!r}"
+                ) from error
+        raise
 
 
-def _meant(cls, method, name):
-    """Returns what to write instead of a name, or `None`."""
-    methods = {
-        each: inspect.signature(getattr(cls, each)).parameters
-        for each in ("compile", "fit")
+def _meant(cls, name):
+    """Returns what to write instead of a name, if anything is like it."""
+    places = {
+        argument: method
+        for method in ("compile", "fit")
+        for argument in inspect.signature(getattr(cls, method)).parameters
     }
+    near = difflib.get_close_matches(name, places, n=1, cutoff=0.75)
     if "accumul" in name:  # as other tools call it
-        return (
-            "Did you mean `compile(micro_batch_size=...)`, the most samples "
-            "that go through the model at once (each batch of `fit` is split), "
-            "or `compile(accum_steps=...)`, the batches of `fit` that make one "
-            "update?"
-        )
-    known = [*methods["compile"], *methods["fit"]]
-    for near in difflib.get_close_matches(name, known, n=1, cutoff=0.75):
-        here = next(each for each in methods if near in methods[each])
-        if near == name:
-            return f"It is an argument of `{here}`."
-        return f"Did you mean `{here}({near}=...)`?"
-    return None
+        near = ["micro_batch_size", "accum_steps"]
+    return " or ".join(f"`{places[each]}({each}=...)`" for each in near)
 
 
 def check_conflicts(arguments, conflicts, model, options):

@@ -54,8 +54,7 @@ def in_place_of_keras(cls, args, kwargs, accumulating, functional):
         _make_functional(cls, accumulating, functional)
     elif is_next_to_keras and args and isinstance(args[0], KerasModel):
         raise TypeError(
-            f"`{cls.__name__}` takes no model: use "
-            f"`{cls.__name__}.from_model(model)`. Received: model={args[0]}"
+            f"Use `{cls.__name__}.from_model(model)`. Received: {args[0]}"
         )
     try:
         yield
