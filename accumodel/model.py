@@ -21,7 +21,7 @@ _Method = typing.TypeVar("_Method", bound=Callable)
 
 
 def _pass_what_is_given(declared: _Method) -> _Method:
-    """Returns `compile`, which passes on no defaults: a base may have others."""
+    """Returns `compile`. It passes on no defaults: a base may have others."""
 
     @functools.wraps(declared)
     def compile(self, *args, **kwargs):
@@ -119,16 +119,13 @@ class AccumulatingModel(keras.Model):
                 subclass, such as a task of keras-hub.
 
         Returns:
-            A model of this class, with the attributes that were set on
-            `model`. If `model` is a subclass, its class derives from that of
-            `model`, too: methods are kept, and files are those of that class,
-            so what `load_model` returns has to be passed to `from_model`
-            again.
+            A model of this class, with the attributes of `model`. If `model`
+            is a subclass, the new class derives from both, and files are those
+            of its class: pass what `load_model` returns to `from_model` again.
 
         Raises:
-            TypeError: If `model` is not a `keras.Model`, if its class has a
-                custom `train_step`, or if this class takes other arguments
-                than `keras.Model`.
+            TypeError: If `model` is not a `keras.Model`, has a custom
+                `train_step`, or if this class takes other arguments.
             ValueError: If `model` is a sequential model that is not built.
         """
         construction.check_model(model, AccumulatingModel)
@@ -160,8 +157,8 @@ class AccumulatingModel(keras.Model):
         """Configures the model for training, as `keras.Model.compile`.
 
         The first nine arguments are those of Keras. With `jit_compile`, XLA
-        compiles each micro-batch and the update. The default, `"auto"`, does so
-        on a GPU, unless several replicas train.
+        compiles each micro-batch and the update, by default on a GPU, unless
+        several replicas train.
 
         Args:
             accum_steps: Positive int. Batches that `fit` feeds for one update.
@@ -171,9 +168,8 @@ class AccumulatingModel(keras.Model):
                 a batch that `fit` or `evaluate` feeds is split into parts as
                 equal as can be. `"auto"` begins with whole batches, halves the
                 size when memory runs out, and runs the batch again. It needs
-                `accum_steps=1`. `"fastest"` does the same, and then times up to
-                24 batches of smaller sizes. Both are experimental on GPUs; on a
-                CPU the system often ends the process instead. Defaults to
+                `accum_steps=1`. `"fastest"` also times up to 24 batches, of
+                smaller sizes. Both are experimental on GPUs. Defaults to
                 `None`: no batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
                 from all samples of a batch, by a second forward pass (Gao et
@@ -185,33 +181,28 @@ class AccumulatingModel(keras.Model):
                 computed as with `gradient_cache`. Defaults to `False`.
             trim_padding: String, int or `None`. With `micro_batch_size`, put
                 the samples of a batch in the order of their lengths, and cut
-                the padding off each micro-batch. The name of the input that is
-                0 where there is padding, of shape `(samples, length)`, such as
-                `"padding_mask"`; or the int that the only integer input is
-                padded with. Dropout draws other random numbers for each
-                micro-batch. Defaults to `None`.
-            remainder: What becomes of the batches that are left when an
-                epoch ends before the cycle is full. `"apply"` makes an update
-                of them, divided by their own weight; `"carry"` continues the
-                cycle in the next epoch and in the next `fit`; `"drop"` forgets
-                them. Defaults to `"apply"`.
+                the padding off each micro-batch. The name of the input of shape
+                `(samples, length)` that is 0 where there is padding, or the int
+                that the only integer input is padded with. Dropout draws other
+                numbers for each micro-batch. Defaults to `None`.
+            remainder: What becomes of the batches that are left when an epoch
+                ends. `"apply"` makes an update of them, divided by their own
+                weight; `"carry"` continues the cycle in the next epoch and in
+                the next `fit`; `"drop"` forgets them. Defaults to `"apply"`.
             skip_nonfinite: Bool. Leave a micro-batch with a NaN or infinite
                 gradient out of the cycle; `skipped_steps` counts them. Metrics
                 and statistics of layers have seen it all the same. It takes one
                 more copy of the parameters. Defaults to `False`.
-            verify: Bool. With the first batch, compare the gradient of some of
-                its samples in micro-batches with that in one piece, and warn by
-                an `InexactWarning` if they differ by more than rounding.
-                Defaults to `True`.
+            verify: Bool. Compare the gradient of some samples of the first
+                batch in micro-batches with that in one piece, and warn by an
+                `InexactWarning` if they differ. Defaults to `True`.
             **kwargs: Those of another base class, whose defaults hold.
 
         Raises:
-            TypeError: If `accum_steps` or `micro_batch_size` has another type,
-                or if another base class has a custom `train_step`, which would
-                not be called.
-            ValueError: If an argument has no meaning, or cannot be right with
-                the optimizer, the `tf.distribute` strategy or the other
-                arguments. After an error the model is not compiled.
+            TypeError: If an argument has another type, or another base class a
+                custom `train_step`, which would not be called.
+            ValueError: If an argument cannot be right with the optimizer, the
+                strategy or the others. Then the model is not compiled.
         """
 
     @property
@@ -222,7 +213,6 @@ class AccumulatingModel(keras.Model):
         batch, without retracing, except the first time it changes from 1.
 
         Raises:
-            TypeError: If it is set to something other than an int.
             ValueError: If it is set to less than 1, before `compile`, or to
                 more than 1 with `micro_batch_size="auto"`.
         """
@@ -241,10 +231,8 @@ class AccumulatingModel(keras.Model):
         and `"fastest"` begin with whole batches if it was something else.
 
         Raises:
-            TypeError: If it is set to something of another type.
-            ValueError: If it is set to less than 1, before `compile`, for
-                layers that cannot be right in micro-batches, or to `"auto"`
-                with `accum_steps` above 1.
+            ValueError: If it is set before `compile`, for layers that cannot be
+                right in micro-batches, or to `"auto"` with `accum_steps`.
         """
         return self._accumulation.options.micro_batch_size
 
@@ -319,10 +307,8 @@ class AccumulatingModel(keras.Model):
                 shapes `(samples, ...)`.
 
         Returns:
-            Tuple `(gradients, weight, logs)`: a list of tensors,
-            `tf.IndexedSlices` or `None` in the order of `trainable_variables`,
-            scaled if `optimizer.scale_loss` scaled the loss; the weight of
-            the micro-batch, see `micro_batch_weight`; and a dict of scalars.
+            Tuple `(gradients, weight, logs)`: see `accumulate_gradients` and
+            `micro_batch_weight`; and a dict of scalars.
         """
         plan = self._accumulation.plan()
         forward = functools.partial(outcome.forward, self, True)
@@ -376,9 +362,8 @@ class AccumulatingModel(keras.Model):
         Returns:
             A scalar tensor: the elements or sample weights that the compiled
             loss was averaged over, as its reduction and masks say, or the
-            number of samples if `compute_loss` is overridden, if the loss has
-            no axis of samples, or if there is no compiled loss. `None` if the
-            loss is a sum, which must not be divided.
+            number of samples without one, or if `compute_loss` is overridden.
+            `None` if the loss is a sum, which must not be divided.
 
         Raises:
             ValueError: If one loss is a sum and another a mean, if the
@@ -417,15 +402,10 @@ class AccumulatingModel(keras.Model):
         """Does what follows an update. By default, nothing.
 
         It is called once after each update, with the new weights in place, and
-        with a `tf.distribute` strategy once for all replicas. Override it to
-        move averages of weights, target networks or codebooks, or to normalize
-        weights: what a `train_step` does after the update runs for each
-        micro-batch, and before the update. It is part of the graph of the
-        update and may be compiled by XLA, so it must not create variables.
-
-        An update that `process_gradients` leaves out is none. One that a
-        `LossScaleOptimizer` skips is followed all the same, as a line after
-        `optimizer.apply_gradients(...)` would be.
+        once for all replicas. Override it to move averages of weights, target
+        networks or codebooks, or to normalize weights: what a `train_step` does
+        after the update runs for each micro-batch, and before the update. It
+        may be compiled by XLA, and must not create variables.
 
         Examples:
             >>> class Averaged(accumodel.AccumulatingModel):

@@ -98,8 +98,8 @@ MISSPELLED = {
     ("compile", "gradient_accumulation_steps"): ALL_MEANT,
     ("compile", "sync_batchnorm"): r"mean `compile\(sync_batch_norm=",
     ("compile", "optimiser"): r"mean `compile\(optimizer=",
-    ("compile", "batch_size"): "is an argument of `fit`",
-    ("fit", "micro_batch_size"): "is an argument of `compile`",
+    ("compile", "batch_size"): r"mean `fit\(batch_size=",
+    ("fit", "micro_batch_size"): r"mean `compile\(micro_batch_size=",
     ("fit", "accumulate_grad_batches"): ALL_MEANT,
     ("fit", "batchsize"): r"mean `fit\(batch_size=",
 }

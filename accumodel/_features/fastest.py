@@ -99,10 +99,9 @@ class Fastest(Auto):
         if (self._callback.params or {}).get("verbose"):
             print(f"\nThe fastest micro_batch_size is {self._largest}", end="")
             for size, seconds in found.items():
+                time_of_batch = f"{1000 * self._length * seconds:.1f} ms"
                 name = "whole batches" if size == ALL else size
-                print(
-                    f"; {name}: {1e3 * self._length * seconds:.1f} ms", end=""
-                )
+                print(f"; {name}: {time_of_batch}", end="")
             print()
 
     def _halve(self, data, error):

@@ -20,7 +20,7 @@ from accumodel._keras_and_tf.replicas import (
     scope_of,
 )
 from accumodel._micro_batch.random_numbers import RandomNumbers
-from accumodel._micro_batch.split import count_samples, on_host
+from accumodel._micro_batch.split import on_host
 from accumodel._micro_batch.step import Plan, current_step
 from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import files
@@ -61,7 +61,8 @@ class Accumulation:
         # A `tf.Variable`, the most samples of a micro-batch, if batches are
         # split. Another size needs no retrace.
         self.size: typing.Any = None
-        self._splits: typing.Any = 0  # a `tf.Variable`, batches that were split
+        # A `tf.Variable`, how many batches an int has split.
+        self.splits: typing.Any = 0
         # The samples in a batch of `fit`, if they are known.
         self.batch_size: typing.Any = None
         # The `RandomNumbers`, for life: a `tf.function` in the model may read
@@ -77,9 +78,7 @@ class Accumulation:
     def compile(self, super_compile, args, kwargs):
         """Compiles the model by Keras or another base class; begins anew."""
         model = self.model
-        names = {each.name for each in dataclasses.fields(Options)}
-        own = {k: v for k, v in kwargs.items() if k in names}
-        kwargs = {k: v for k, v in kwargs.items() if k not in names}
+        own = {k: kwargs.pop(k) for k in vars(Options()) if k in kwargs}
         try:
             options = Options(**own)
             self._check(options)
@@ -237,18 +236,12 @@ class Accumulation:
         if self.size is None:
             with tf.init_scope(), scope_of(self.strategy), on_host():
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
-                self._splits = make_sum((), tf.float64, "splits")
+                self.splits = make_sum((), tf.float64, "splits")
         self.size.assign(value)
 
-    def count_split(self, data):
-        """Counts a batch if an int splits it."""
-        if isinstance(self.options.micro_batch_size, int):
-            is_split = count_samples(data) > self.size
-            self._splits.assign_add(tf.cast(is_split, tf.float64))
-
-    def splits(self):
+    def count_splits(self):
         with scope_of(self.strategy):  # of this worker
-            return sum(map(float, local_results(self._splits)))
+            return sum(map(float, local_results(self.splits)))
 
     def begin_to_span_batches(self):
         """Lets several fed batches make an update from now on."""

@@ -24,7 +24,7 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         state = self.model._accumulation
-        self._splits = state.splits()
+        self._splits = state.count_splits()
         state.accumulators.begin_fit(state.options.remainder)
 
     def on_train_batch_end(self, batch, logs=None):
@@ -90,11 +90,11 @@ class EndOfCycle(keras.callbacks.Callback):
         """Warns after the first epoch of `fit` if no batch was split."""
         state, size = self.model._accumulation, self.model.micro_batch_size
         before, self._splits = self._splits, None
-        if isinstance(size, int) and state.splits() == before:
+        if isinstance(size, int) and state.count_splits() == before:
             warnings.warn(
                 f"No batch was larger than `micro_batch_size={size}`, so none "
-                "was split. The batch size is that of the Dataset, or of "
-                "`fit(x, y, batch_size=...)`, by default 32.",
+                "was split. Set the batch size where a Dataset is batched, or "
+                "in `fit(x, y, batch_size=...)`, whose default is 32.",
                 stacklevel=2,
             )
 

@@ -29,7 +29,7 @@ from accumodel._fit import variables
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
-from accumodel._micro_batch.split import ALL
+from accumodel._micro_batch.split import ALL, count_samples
 from accumodel._update.accumulators import build_accumulator
 from accumodel._update.engine import FedBatch
 
@@ -79,10 +79,6 @@ def _prepare_to_accumulate(state):
         build_accumulator(model, state.options)
 
 
-# Errors of values, such as labels, and those that know of the split themselves.
-_OTHERS = re.compile(r"outside the valid range|not in \[|had NaN|micro_batch_s")
-
-
 def _say_that_it_was_split(state, error):
     """Adds a note to an error of TensorFlow in a batch that was split."""
     others = tf.errors.OutOfRangeError | tf.errors.ResourceExhaustedError
@@ -91,7 +87,8 @@ def _say_that_it_was_split(state, error):
     size = int(tf.convert_to_tensor(state.size))  # a mirrored one is no number
     samples = state.batch_size
     is_split = size < ALL and (samples is None or size < samples)
-    if is_split and not _OTHERS.search(str(error)):
+    of_values = r"valid range|is not in \[|had NaN|micro_batch_size"
+    if is_split and not re.search(of_values, str(error)):
         batch = "The batch" if samples is None else f"A batch of {samples}"
         error.add_note(
             f"accumodel: {batch} was split into micro-batches of at most "
@@ -106,7 +103,9 @@ def _train(model, train_step, data):
     state = model._accumulation
     plan = state.plan()
     data = replicas.hide_empty(data)
-    state.count_split(data)
+    if isinstance(plan.options.micro_batch_size, int):
+        is_split = count_samples(data) > plan.size
+        state.splits.assign_add(tf.cast(is_split, tf.float64))
     fed_batch = FedBatch(plan.is_split)
     run = functools.partial(loop.run, plan, train_step, data, fed_batch)
     for train in plan.features.at("train"):
