@@ -90,7 +90,7 @@ def test_train_on_batch_updates_on_the_nth_call(data):
     assert distance(model, reference) < 1e-6
 
 
-ALL_MEANT = r"compile\(micro_batch_size=.*, or `compile\(accum_steps=.*"
+ALL_MEANT = r"mean `compile\(micro_batch_size=.*` or `compile\(accum_steps="
 # Methods, arguments that they do not have, and what these mean.
 MISSPELLED = {
     ("compile", "microbatch_size"): r"mean `compile\(micro_batch_size=",
@@ -170,7 +170,7 @@ def test_it_says_how_it_was_compiled():
 
 
 def test_a_model_as_the_argument_is_refused():
-    with pytest.raises(TypeError, match=r"use `AccumulatingModel.from_model"):
+    with pytest.raises(TypeError, match=r"Use `AccumulatingModel.from_model"):
         AccumulatingModel(make_functional(keras.Model))
 
 
