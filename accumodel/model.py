@@ -606,5 +606,6 @@ class AccumulatingModel(keras.Model):
 class Functional(AccumulatingModel, construction.KerasFunctional):
     """What `AccumulatingModel(inputs, outputs)` makes.
 
-    Keras names models after its name, and TensorBoard knows it by it.
+    Keras names models by this name, and the weights of nested ones in files.
+    TensorBoard knows a model by it.
     """

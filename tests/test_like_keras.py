@@ -214,6 +214,18 @@ def test_keras_files_differ_in_the_class_only(data, tmp_path):
     assert ours[2] == plain[2]
 
 
+def test_weights_of_nested_models_have_the_same_paths(tmp_path):
+    def run(model):
+        inputs = keras.Input((20,))
+        type(model)(inputs, model(inputs)).save_weights(
+            tmp_path / "nested.weights.h5"
+        )
+        return read_h5(tmp_path / "nested.weights.h5")
+
+    plain, ours = of_both(run)
+    assert ours == plain
+
+
 def test_checkpoints_and_exports_are_the_same(data, tmp_path):
     def run(model):
         train_briefly(model, data)
