@@ -6,8 +6,7 @@ import sys
 # `python -m accumodel` reads its arguments before it imports TensorFlow.
 _is_command = sys.argv[0] == "-m" and "accumodel" in sys.orig_argv
 if _is_command and sys.argv[1:] != ["--check"]:
-    print("usage: python -m accumodel --check\n\nDoes accumodel end with the")
-    print("weights of the large batch on this machine? It takes minutes.")
+    print("usage: python -m accumodel --check  (are the weights right here?)")
     sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
 
 

@@ -172,8 +172,7 @@ class AccumulatingModel(keras.Model):
                 smaller sizes. Both are experimental on GPUs. Defaults to
                 `None`: no batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
-                from all samples of a batch, by a second forward pass (Gao et
-                al. 2021, arXiv 2101.06983). Defaults to `False`.
+                from all samples, by a second forward pass. Defaults to `False`.
             sync_batch_norm: Bool. With `micro_batch_size`, let each
                 `BatchNormalization` that trains normalize by the statistics of
                 the whole batch, by a second forward pass. In a loop, such as in
@@ -183,24 +182,21 @@ class AccumulatingModel(keras.Model):
                 the samples of a batch in the order of their lengths, and cut
                 the padding off each micro-batch. The name of the input of shape
                 `(samples, length)` that is 0 where there is padding, or the int
-                that the only integer input is padded with. Dropout draws other
-                numbers for each micro-batch. Defaults to `None`.
+                that the only integer input is padded with. Defaults to `None`.
             remainder: What becomes of the batches that are left when an epoch
                 ends. `"apply"` makes an update of them, divided by their own
                 weight; `"carry"` continues the cycle in the next epoch and in
                 the next `fit`; `"drop"` forgets them. Defaults to `"apply"`.
             skip_nonfinite: Bool. Leave a micro-batch with a NaN or infinite
-                gradient out of the cycle; `skipped_steps` counts them. Metrics
-                and statistics of layers have seen it all the same. It takes one
-                more copy of the parameters. Defaults to `False`.
+                gradient out of the cycle; `skipped_steps` counts them. It takes
+                one more copy of the parameters. Defaults to `False`.
             verify: Bool. Compare the gradient of some samples of the first
                 batch in micro-batches with that in one piece, and warn by an
                 `InexactWarning` if they differ. Defaults to `True`.
             **kwargs: Those of another base class, whose defaults hold.
 
         Raises:
-            TypeError: If an argument has another type, or another base class a
-                custom `train_step`, which would not be called.
+            TypeError: If another base class has a custom `train_step`.
             ValueError: If an argument cannot be right with the optimizer, the
                 strategy or the others. Then the model is not compiled.
         """
@@ -245,8 +241,7 @@ class AccumulatingModel(keras.Model):
         """Int or `None`. The `micro_batch_size` in use.
 
         With `"auto"` or `"fastest"` it is the most samples that have gone
-        through the model at once, on each replica, or `None` before the first
-        batch. Pass it as an int the next time.
+        through the model at once on each replica; `None` before that.
         """
         size = self.micro_batch_size
         for current_size in self._accumulation.features.at("current_size"):
@@ -361,9 +356,8 @@ class AccumulatingModel(keras.Model):
 
         Returns:
             A scalar tensor: the elements or sample weights that the compiled
-            loss was averaged over, as its reduction and masks say, or the
-            number of samples without one, or if `compute_loss` is overridden.
-            `None` if the loss is a sum, which must not be divided.
+            loss was averaged over, or the number of samples without one, or if
+            `compute_loss` is overridden. `None` if the loss is a sum.
 
         Raises:
             ValueError: If one loss is a sum and another a mean, if the

@@ -61,8 +61,7 @@ class Accumulation:
         # A `tf.Variable`, the most samples of a micro-batch, if batches are
         # split. Another size needs no retrace.
         self.size: typing.Any = None
-        # A `tf.Variable`, how many batches an int has split.
-        self.splits: typing.Any = 0
+        self.splits: typing.Any = 0  # a variable: batches that were split
         # The samples in a batch of `fit`, if they are known.
         self.batch_size: typing.Any = None
         # The `RandomNumbers`, for life: a `tf.function` in the model may read

@@ -53,9 +53,8 @@ def in_place_of_keras(cls, args, kwargs, accumulating, functional):
     if is_next_to_keras and is_functional(args, kwargs):
         _make_functional(cls, accumulating, functional)
     elif is_next_to_keras and args and isinstance(args[0], KerasModel):
-        raise TypeError(
-            f"Use `{cls.__name__}.from_model(model)`. Received: {args[0]}"
-        )
+        name = f"{cls.__name__}.from_model(model)"
+        raise TypeError(f"Use `{name}`. Received: {args[0]}")
     try:
         yield
     finally:
