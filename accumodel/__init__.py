@@ -1,6 +1,13 @@
 """Gradient accumulation for Keras 3, with the weights of the large batch."""
 
 import os
+import sys
+
+# `python -m accumodel` reads its arguments before it imports TensorFlow.
+_is_command = sys.argv[0] == "-m" and "accumodel" in sys.orig_argv
+if _is_command and sys.argv[1:] != ["--check"]:
+    print("usage: python -m accumodel --check  (are the weights right here?)")
+    sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
 
 
 def _check_backend():

@@ -2,7 +2,7 @@
 
 import sys
 
-from accumodel._check import run
+from accumodel._check import main
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(main())

@@ -6,7 +6,6 @@ Keras as rounding allows: plain Keras once more, with the samples of each batch
 in another order, says how near that is.
 """
 
-import argparse
 import concurrent.futures
 import functools
 import itertools
@@ -334,18 +333,3 @@ def main():
         return 0
     print("Please report all of this text, and rely on no way that failed.")
     return 1
-
-
-def run(argv=None):
-    """Runs the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m accumodel",
-        description="Are the weights those of the large batch, here?",
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="tell it, in a few minutes"
-    )
-    if parser.parse_args(argv).check:
-        return main()
-    parser.print_help()
-    return 2

@@ -17,6 +17,20 @@ from accumodel._micro_batch.step import current_step, this_step
 from accumodel._update import files
 from accumodel._update.accumulator import GradientAccumulator
 
+_Method = typing.TypeVar("_Method", bound=Callable)
+
+
+def _pass_what_is_given(declared: _Method) -> _Method:
+    """Returns `compile`. It passes on no defaults: a base may have others."""
+
+    @functools.wraps(declared)
+    def compile(self, *args, **kwargs):
+        with checks.explained_arguments(AccumulatingModel, "compile", kwargs):
+            by_super = super(AccumulatingModel, self).compile
+            self._accumulation.compile(by_super, args, kwargs)
+
+    return compile  # type: ignore[return-value]
+
 
 class AccumulatingModel(keras.Model):
     """A `keras.Model` that makes one update from several micro-batches.
@@ -91,8 +105,8 @@ class AccumulatingModel(keras.Model):
         """Returns an accumulating model of the layers of another one.
 
         Layers and weights are shared, not copied: training one trains the
-        other. The new model is not compiled; if `model` is, a warning says so.
-        `compile(model.optimizer, ...)` continues with its optimizer's state.
+        other. The new model is not compiled; if `model` was trained, a warning
+        says so, and `compile(model.optimizer, ...)` continues with its state.
 
         Examples:
             >>> layers = [keras.Input((3,)), keras.layers.Dense(1)]
@@ -105,24 +119,31 @@ class AccumulatingModel(keras.Model):
                 subclass, such as a task of keras-hub.
 
         Returns:
-            A model of this class, with the attributes that were set on
-            `model`. If `model` is a subclass, its class derives from that of
-            `model`, too: methods are kept, and files are those of that class,
-            so what `load_model` returns has to be passed to `from_model`
-            again.
+            A model of this class, with the attributes of `model`. If `model`
+            is a subclass, the new class derives from both, and files are those
+            of its class: pass what `load_model` returns to `from_model` again.
 
         Raises:
-            TypeError: If `model` is not a `keras.Model`, if its class has a
-                custom `train_step`, or if this class takes other arguments
-                than `keras.Model`.
+            TypeError: If `model` is not a `keras.Model`, has a custom
+                `train_step`, or if this class takes other arguments.
             ValueError: If `model` is a sequential model that is not built.
         """
         construction.check_model(model, AccumulatingModel)
         return construction.from_model(cls, model)
 
+    @_pass_what_is_given
     def compile(
         self,
-        *args: typing.Any,
+        optimizer: typing.Any = "rmsprop",
+        loss: typing.Any = None,
+        loss_weights: typing.Any = None,
+        metrics: typing.Any = None,
+        weighted_metrics: typing.Any = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int = 1,
+        jit_compile: bool | typing.Literal["auto"] = "auto",
+        auto_scale_loss: bool = True,
+        *,
         accum_steps: int = 1,
         micro_batch_size: int | typing.Literal["auto", "fastest"] | None = None,
         gradient_cache: bool = False,
@@ -135,10 +156,11 @@ class AccumulatingModel(keras.Model):
     ) -> None:
         """Configures the model for training, as `keras.Model.compile`.
 
+        The first nine arguments are those of Keras. With `jit_compile`, XLA
+        compiles each micro-batch and the update, by default on a GPU, unless
+        several replicas train.
+
         Args:
-            *args: As in `keras.Model.compile`. With `jit_compile`, XLA compiles
-                each micro-batch and the update. The default, `"auto"`, does so
-                on a GPU, unless several replicas train.
             accum_steps: Positive int. Batches that `fit` feeds for one update.
                 Defaults to `1`.
             micro_batch_size: Positive int, `"auto"`, `"fastest"` or `None`. The
@@ -146,67 +168,38 @@ class AccumulatingModel(keras.Model):
                 a batch that `fit` or `evaluate` feeds is split into parts as
                 equal as can be. `"auto"` begins with whole batches, halves the
                 size when memory runs out, and runs the batch again. It needs
-                `accum_steps=1`: feed the large batch itself. It is experimental
-                on GPUs, where recovery has not been measured; on a CPU the
-                system often ends the process instead. `"fastest"` does the
-                same, and then times up to 24 batches, in halves down to 1/32
-                (1/4 with XLA, which compiles each size), to find the fastest.
-                Defaults to `None`: no batch is split.
+                `accum_steps=1`. `"fastest"` also times up to 24 batches, of
+                smaller sizes. Both are experimental on GPUs. Defaults to
+                `None`: no batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
-                from all samples of a batch, by a second forward pass (Gao et
-                al. 2021, arXiv 2101.06983). Defaults to `False`.
+                from all samples, by a second forward pass. Defaults to `False`.
             sync_batch_norm: Bool. With `micro_batch_size`, let each
-                `BatchNormalization` that trains normalize by the mean and the
-                variance of the whole batch, as it would without micro-batches,
-                by a second forward pass. A layer that is called in a loop, such
-                as in the cell of an RNN, is refused in the first step. The loss
-                is computed as with `gradient_cache`. Defaults to `False`: by
-                those of the micro-batch.
+                `BatchNormalization` that trains normalize by the statistics of
+                the whole batch, by a second forward pass. In a loop, such as in
+                the cell of an RNN, it is refused in the first step. The loss is
+                computed as with `gradient_cache`. Defaults to `False`.
             trim_padding: String, int or `None`. With `micro_batch_size`, put
                 the samples of a batch in the order of their lengths, and cut
-                the padding off each micro-batch. The name of the input that is
-                0 where there is padding, of shape `(samples, length)`, such as
-                `"padding_mask"`; or the int that the only integer input is
-                padded with. The weights and logs stay the same. Dropout draws
-                other random numbers for each micro-batch. Defaults to `None`.
-            remainder: What becomes of the batches that are left when an
-                epoch ends before the cycle is full. `"apply"` makes an update
-                of them, divided by their own weight, as Keras does with a short
-                last batch; `"carry"` continues the cycle in the next epoch and
-                in the next `fit`; `"drop"` forgets them. Defaults to `"apply"`.
+                the padding off each micro-batch. The name of the input of shape
+                `(samples, length)` that is 0 where there is padding, or the int
+                that the only integer input is padded with. Defaults to `None`.
+            remainder: What becomes of the batches that are left when an epoch
+                ends. `"apply"` makes an update of them, divided by their own
+                weight; `"carry"` continues the cycle in the next epoch and in
+                the next `fit`; `"drop"` forgets them. Defaults to `"apply"`.
             skip_nonfinite: Bool. Leave a micro-batch with a NaN or infinite
-                gradient out of the cycle, as if it had not been fed;
-                `skipped_steps` counts them. Layers that keep statistics, and
-                metrics, have seen it all the same: the epoch's loss is NaN. It
-                holds all gradients of a micro-batch until the last is known,
-                which takes one more copy of the parameters. Defaults to
-                `False`.
-            verify: Bool. With the first batch, compare the gradient of some of
-                its samples in micro-batches with that in one piece, and warn
-                by an `accumodel.InexactWarning` if they differ by more than
-                rounding. The training itself stays the same. Defaults to
-                `True`.
-            **kwargs: As in `keras.Model.compile`, or of another base class.
+                gradient out of the cycle; `skipped_steps` counts them. It takes
+                one more copy of the parameters. Defaults to `False`.
+            verify: Bool. Compare the gradient of some samples of the first
+                batch in micro-batches with that in one piece, and warn by an
+                `InexactWarning` if they differ. Defaults to `True`.
+            **kwargs: Those of another base class, whose defaults hold.
 
         Raises:
-            TypeError: If `accum_steps` or `micro_batch_size` has another type,
-                or if another base class has a custom `train_step`, which would
-                not be called.
-            ValueError: If an argument has no meaning, or cannot be right with
-                the optimizer, the `tf.distribute` strategy or the other
-                arguments. After an error the model is not compiled.
+            TypeError: If another base class has a custom `train_step`.
+            ValueError: If an argument cannot be right with the optimizer, the
+                strategy or the others. Then the model is not compiled.
         """
-        own = {
-            "accum_steps": accum_steps,
-            "micro_batch_size": micro_batch_size,
-            "gradient_cache": gradient_cache,
-            "sync_batch_norm": sync_batch_norm,
-            "trim_padding": trim_padding,
-            "remainder": remainder,
-            "skip_nonfinite": skip_nonfinite,
-            "verify": verify,
-        }
-        self._accumulation.compile(super().compile, own, args, kwargs)
 
     @property
     def accum_steps(self) -> int:
@@ -216,7 +209,6 @@ class AccumulatingModel(keras.Model):
         batch, without retracing, except the first time it changes from 1.
 
         Raises:
-            TypeError: If it is set to something other than an int.
             ValueError: If it is set to less than 1, before `compile`, or to
                 more than 1 with `micro_batch_size="auto"`.
         """
@@ -235,10 +227,8 @@ class AccumulatingModel(keras.Model):
         and `"fastest"` begin with whole batches if it was something else.
 
         Raises:
-            TypeError: If it is set to something of another type.
-            ValueError: If it is set to less than 1, before `compile`, for
-                layers that cannot be right in micro-batches, or to `"auto"`
-                with `accum_steps` above 1.
+            ValueError: If it is set before `compile`, for layers that cannot be
+                right in micro-batches, or to `"auto"` with `accum_steps`.
         """
         return self._accumulation.options.micro_batch_size
 
@@ -251,8 +241,7 @@ class AccumulatingModel(keras.Model):
         """Int or `None`. The `micro_batch_size` in use.
 
         With `"auto"` or `"fastest"` it is the most samples that have gone
-        through the model at once, on each replica, or `None` before the first
-        batch. Pass it as an int the next time.
+        through the model at once on each replica; `None` before that.
         """
         size = self.micro_batch_size
         for current_size in self._accumulation.features.at("current_size"):
@@ -313,10 +302,8 @@ class AccumulatingModel(keras.Model):
                 shapes `(samples, ...)`.
 
         Returns:
-            Tuple `(gradients, weight, logs)`: a list of tensors,
-            `tf.IndexedSlices` or `None` in the order of `trainable_variables`,
-            scaled if `optimizer.scale_loss` scaled the loss; the weight of
-            the micro-batch, see `micro_batch_weight`; and a dict of scalars.
+            Tuple `(gradients, weight, logs)`: see `accumulate_gradients` and
+            `micro_batch_weight`; and a dict of scalars.
         """
         plan = self._accumulation.plan()
         forward = functools.partial(outcome.forward, self, True)
@@ -369,10 +356,8 @@ class AccumulatingModel(keras.Model):
 
         Returns:
             A scalar tensor: the elements or sample weights that the compiled
-            loss was averaged over, as its reduction and masks say, or the
-            number of samples if `compute_loss` is overridden, if the loss has
-            no axis of samples, or if there is no compiled loss. `None` if the
-            loss is a sum, which must not be divided.
+            loss was averaged over, or the number of samples without one, or if
+            `compute_loss` is overridden. `None` if the loss is a sum.
 
         Raises:
             ValueError: If one loss is a sum and another a mean, if the
@@ -411,15 +396,10 @@ class AccumulatingModel(keras.Model):
         """Does what follows an update. By default, nothing.
 
         It is called once after each update, with the new weights in place, and
-        with a `tf.distribute` strategy once for all replicas. Override it to
-        move averages of weights, target networks or codebooks, or to normalize
-        weights: what a `train_step` does after the update runs for each
-        micro-batch, and before the update. It is part of the graph of the
-        update and may be compiled by XLA, so it must not create variables.
-
-        An update that `process_gradients` leaves out is none. One that a
-        `LossScaleOptimizer` skips is followed all the same, as a line after
-        `optimizer.apply_gradients(...)` would be.
+        once for all replicas. Override it to move averages of weights, target
+        networks or codebooks, or to normalize weights: what a `train_step` does
+        after the update runs for each micro-batch, and before the update. It
+        may be compiled by XLA, and must not create variables.
 
         Examples:
             >>> class Averaged(accumodel.AccumulatingModel):
@@ -539,7 +519,8 @@ class AccumulatingModel(keras.Model):
         Returns:
             The `keras.callbacks.History`.
         """
-        return self._accumulation.fit(super().fit, args, kwargs)
+        with checks.explained_arguments(AccumulatingModel, "fit", kwargs):
+            return self._accumulation.fit(super().fit, args, kwargs)
 
     # Names and defaults of Keras, for editors and readers.
     fit.__signature__ = inspect.signature(keras.Model.fit)  # type: ignore
@@ -605,6 +586,11 @@ class AccumulatingModel(keras.Model):
         by_super = super().compile_from_config
         construction.compile_from_config(self, config, by_super)
 
+    def __repr__(self):
+        changed = self._accumulation.options.changed()
+        told = "".join(f", {name}={value!r}" for name, value in changed.items())
+        return super().__repr__().removesuffix(">") + told + ">"
+
     @functools.cached_property
     def _accumulation(self):
         return Accumulation(self, FEATURES)
@@ -614,5 +600,6 @@ class AccumulatingModel(keras.Model):
 class Functional(AccumulatingModel, construction.KerasFunctional):
     """What `AccumulatingModel(inputs, outputs)` makes.
 
-    Keras names models after its name, and TensorBoard knows it by it.
+    Keras names models by this name, and the weights of nested ones in files.
+    TensorBoard knows a model by it.
     """

@@ -210,21 +210,22 @@ def conclude(results):
 
 def plot(results, path):
     """Plots memory and the distance from the large batch to a file."""
-    figure = matplotlib.figure.Figure(figsize=(9, 3.4), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(6.4, 6), layout="constrained")
     figure.suptitle(
         f"Train with batches of {BATCH} in {MEMORY} MB, {MICRO_BATCH} samples "
         "at a time"
     )
-    left, right = figure.subplots(1, 2)
+    # One above the other, so that they can be read on a phone.
+    above, below = figure.subplots(2, 1)
     # Okabe and Ito's palette, safe for colour-blind readers.
     colours = ("#000000", "#999999", "#009E73", "#0072B2", "#D55E00")
     peaks = [result["memory"] if result else 0 for result in results.values()]
     labels = [f"{peak:.0f}" if peak else "out of memory" for peak in peaks]
-    bars = left.barh(list(results), peaks, color=colours)
-    left.bar_label(bars, labels, padding=3)
-    left.invert_yaxis()
-    left.set_xlabel("peak memory over the built model (MB)")
-    left.margins(x=0.15)
+    bars = above.barh(list(results), peaks, color=colours)
+    above.bar_label(bars, labels, padding=3)
+    above.invert_yaxis()
+    above.set_xlabel("peak memory over the built model (MB)")
+    above.margins(x=0.15)
     # Two of them coincide: one is large and hollow, the other small.
     looks = zip(results, colours, " ^o.s", strict=True)
     for way, colour, marker in looks:
@@ -232,7 +233,7 @@ def plot(results, path):
             continue
         is_hollow = marker == "o"
         values = results[way]["distances"]
-        right.plot(
+        below.plot(
             range(1, len(values) + 1),
             values,
             marker=marker,
@@ -241,11 +242,11 @@ def plot(results, path):
             color=colour,
             label=way,
         )
-    right.set_yscale("log")
-    right.set_xlabel("batches seen")
-    right.set_ylabel("largest difference of any\nweight from the first row")
-    right.legend(frameon=False)
-    for axes in (left, right):
+    below.set_yscale("log")
+    below.set_xlabel("batches seen")
+    below.set_ylabel("largest difference of any\nweight from the first row")
+    below.legend(frameon=False)
+    for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
     # Nothing random and no date in it, so that it changes only with its data.
     metadata = {"Date": None} if path.endswith(".svg") else None

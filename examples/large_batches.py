@@ -52,12 +52,6 @@ images = images.reshape((-1, 8, 8, 1)).astype("float32") / 16
 x_train, y_train = images[:1400], labels[:1400]
 x_test, y_test = images[1400:], labels[1400:]
 
-fig, axes = plt.subplots(1, 8, figsize=(8, 1.2))
-for axis, image in zip(axes, x_train[:8], strict=True):
-    axis.imshow(image, cmap="gray_r")
-    axis.axis("off")
-plt.show()
-
 """
 ## Model
 
@@ -175,7 +169,11 @@ right.semilogy(epochs, distances(our_weights), "C1--", label="accumodel")
 right.set(xlabel="epoch", ylabel="difference of weights")
 right.legend()
 fig.tight_layout()
-plt.show()
+if plt.get_backend().lower() == "agg":  # there is no display
+    fig.savefig("large_batches.png")
+    print("The picture is in large_batches.png.")
+else:
+    plt.show()
 
 for name, logs, weights in (
     ("large batch", large, large_weights),
@@ -186,6 +184,10 @@ for name, logs, weights in (
         f"{name}: accuracy {logs['val_accuracy'][-1]:.4f}, "
         f"difference of weights {distances(weights)[-1]:.0e}"
     )
+print(
+    "1e-5 is rounding: float32 has seven digits, and the gradients of a batch "
+    f"are added in another order in each of {6 * EPOCHS} updates."
+)
 
 """
 ## When is it worth it?

@@ -77,9 +77,23 @@ def test_a_fault_fails_in_its_rows(name, monkeypatch, capsys):
     assert "Please report all of this text" in output
 
 
-def test_without_an_argument_it_says_what_it_could_do(capsys):
-    assert _check.run([]) == 2
-    assert "--check" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("argument", "status"), [("--help", 0), ("--chek", 2), ("", 2)]
+)
+def test_arguments_are_read_before_tensorflow_is(argument, status, tmp_path):
+    # That must not be imported, and is not here.
+    (tmp_path / "keras.py").write_text("raise ImportError")
+    command = [sys.executable, "-m", "accumodel", *argument.split()]
+    paths = [tmp_path, pathlib.Path(accumodel.__file__).parents[1]]
+    path = os.pathsep.join(map(str, paths))
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == status
+    assert "--check" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

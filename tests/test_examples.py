@@ -55,17 +55,21 @@ def test_the_demonstration_trains_where_plain_keras_runs_out_of_memory(
 
 
 @pytest.mark.weekly
-def test_the_example_of_large_batches_ends_with_the_weights_of_the_large_one():
+def test_the_example_of_large_batches_ends_with_the_weights_of_the_large_one(
+    tmp_path,
+):
     program = ROOT / "examples" / "large_batches.py"
     run = subprocess.run(
         [sys.executable, program],
         env={**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
         timeout=300,
         check=True,
         stdout=subprocess.PIPE,
         text=True,
     )
-    large, own, ours = run.stdout.splitlines()
+    picture, large, own, ours, _ = run.stdout.splitlines()
+    assert (tmp_path / picture.split()[-1].rstrip(".")).exists()
     accuracies = [line.split()[-6] for line in (large, ours)]
     assert accuracies[0] == accuracies[1]
     assert float(ours.split()[-1]) < 1e-4 < 1e-2 < float(own.split()[-1])

@@ -118,7 +118,7 @@ ERRORS = {
         x, y
     ),
     "an argument that compile does not know": lambda model, x, y: compiled(
-        model, loss_weight=1
+        model, color=1
     ),
     "an optimizer that is not known": lambda model, x, y: compiled(
         model, "amad"
@@ -129,7 +129,7 @@ ERRORS = {
     "no loss": lambda model, x, y: compiled(model, loss=None).fit(x, y),
     "an argument that fit does not know": lambda model, x, y: compiled(
         model
-    ).fit(x, y, batchsize=3),
+    ).fit(x, y, color=3),
     "too many arguments": lambda model, x, y: compiled(model).fit(*range(30)),
     "no inputs": lambda model, x, y: compiled(model).fit(),
     "inputs of another shape": lambda model, x, y: compiled(model).fit(
@@ -212,6 +212,18 @@ def test_keras_files_differ_in_the_class_only(data, tmp_path):
     assert ours[2].pop("module") == "accumodel.model"
     del plain[2]["registered_name"], plain[2]["module"]
     assert ours[2] == plain[2]
+
+
+def test_weights_of_nested_models_have_the_same_paths(tmp_path):
+    def run(model):
+        inputs = keras.Input((20,))
+        type(model)(inputs, model(inputs)).save_weights(
+            tmp_path / "nested.weights.h5"
+        )
+        return read_h5(tmp_path / "nested.weights.h5")
+
+    plain, ours = of_both(run)
+    assert ours == plain
 
 
 def test_checkpoints_and_exports_are_the_same(data, tmp_path):

@@ -1,5 +1,7 @@
 """`AccumulatingModel` on one device: is it a `keras.Model`, and exact?"""
 
+import dataclasses
+import inspect
 import os
 import subprocess
 import sys
@@ -17,12 +19,14 @@ from helpers import (
     make_model,
     make_sequential,
     make_subclassed,
+    messages_of,
     train,
     weekly,
 )
 
 import accumodel
 from accumodel import AccumulatingModel
+from accumodel._fit.options import Options
 
 KINDS = {
     "functional": make_functional,
@@ -84,6 +88,120 @@ def test_train_on_batch_updates_on_the_nth_call(data):
             assert distance(model, before) == 0
     assert seen == [(1, 0), (2, 0), (0, 1)]
     assert distance(model, reference) < 1e-6
+
+
+ALL_MEANT = r"mean `compile\(micro_batch_size=.*` or `compile\(accum_steps="
+# Methods, arguments that they do not have, and what these mean.
+MISSPELLED = {
+    ("compile", "microbatch_size"): r"mean `compile\(micro_batch_size=",
+    ("compile", "accumulation_steps"): ALL_MEANT,
+    ("compile", "gradient_accumulation_steps"): ALL_MEANT,
+    ("compile", "sync_batchnorm"): r"mean `compile\(sync_batch_norm=",
+    ("compile", "optimiser"): r"mean `compile\(optimizer=",
+    ("compile", "batch_size"): r"mean `fit\(batch_size=",
+    ("fit", "micro_batch_size"): r"mean `compile\(micro_batch_size=",
+    ("fit", "accumulate_grad_batches"): ALL_MEANT,
+    ("fit", "batchsize"): r"mean `fit\(batch_size=",
+}
+
+
+class Task(keras.Model):
+    """Has its own `compile`, as those of keras-hub."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = keras.layers.Dense(3, activation="softmax")
+
+    def call(self, inputs):
+        return self.head(inputs)
+
+    def compile(self, optimizer="auto", **kwargs):
+        super().compile(optimizer, **kwargs)
+
+
+def make_task(model_class):
+    return model_class.from_model(Task())
+
+
+@pytest.mark.parametrize("make", [make_functional, make_task])
+@pytest.mark.parametrize(("method", "name"), MISSPELLED)
+def test_a_misspelled_argument_says_what_is_meant(make, method, name, data):
+    model = make_model(make=make)
+    model.compile("sgd", loss="mse", micro_batch_size=4)
+    arguments = data if method == "fit" else ()
+    match = rf"`{method}` has no .*{MISSPELLED[method, name]}.*: {name}=8$"
+    with pytest.raises(TypeError, match=match):
+        getattr(model, method)(*arguments, **{name: 8})
+
+
+def test_an_error_about_arguments_in_a_callback_stays(data):
+    class Broken(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            Broken.fit(micro_batch_size=3)
+
+        @staticmethod
+        def fit():
+            pass
+
+    model = make_model()
+    model.compile("sgd", "mse")
+    with pytest.raises(TypeError, match=r"^.*Broken.fit\(\) got an unexpected"):
+        model.fit(*data, callbacks=[Broken()])
+
+
+def test_compile_shows_the_arguments_of_keras():
+    ours = inspect.signature(AccumulatingModel.compile).parameters
+    theirs = inspect.signature(keras.Model.compile).parameters
+    assert [*ours][: len(theirs)] == [*theirs]
+    assert [ours[k].default for k in theirs] == [
+        each.default for each in theirs.values()
+    ]
+    options = dataclasses.fields(Options)
+    own = [*ours.values()][len(theirs) : -1]
+    assert [(k.name, k.default) for k in own] == [
+        (k.name, k.default) for k in options
+    ]
+
+
+def test_it_says_how_it_was_compiled():
+    model = make_model()
+    model.compile("sgd", "mse", accum_steps=2, remainder="carry")
+    assert repr(model).endswith(", accum_steps=2, remainder='carry'>")
+
+
+def test_a_model_as_the_argument_is_refused():
+    with pytest.raises(TypeError, match=r"Use `AccumulatingModel.from_model"):
+        AccumulatingModel(make_functional(keras.Model))
+
+
+SIZES = {  # of batches and of micro-batches
+    "arrays": (lambda x, y: {"x": x, "y": y, "batch_size": 8}, 8),
+    "a default": (lambda x, y: {"x": x, "y": y}, 32),
+    "a Dataset": (
+        lambda x, y: {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(8)},
+        512,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_it_warns_if_no_batch_was_split(name, run_eagerly, data):
+    make, size = SIZES[name]
+    model = make_model()
+    model.compile(
+        "sgd",
+        "sparse_categorical_crossentropy",
+        micro_batch_size=size,
+        run_eagerly=run_eagerly,
+    )
+    arguments = make(*data) | {"epochs": 2, "shuffle": False, "verbose": 0}
+    found = messages_of(lambda: model.fit(**arguments))
+    assert [each.split(",")[0] for each in found] == [
+        f"No batch was larger than `micro_batch_size={size}`"
+    ]
+    model.micro_batch_size = 4
+    assert messages_of(lambda: model.fit(**arguments)) == []
 
 
 # -- one process, many models ----------------------------------------------
@@ -621,7 +739,7 @@ def _nested(optimizer):
 def test_an_optimizer_that_accumulates_by_itself_is_refused(wrap):
     model = make_model()
     optimizer = wrap(keras.optimizers.SGD(gradient_accumulation_steps=4))
-    match = "`optimizer` .* Received: gradient_accumulation_steps=4"
+    match = "the optimizer without .* Received: gradient_accumulation_steps=4"
     with pytest.raises(ValueError, match=match):
         model.compile(optimizer, "mse", accum_steps=4)
     assert not model.compiled

@@ -218,7 +218,7 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
     model = WithTable()
     model.compile("sgd", "mse", run_eagerly=run_eagerly, micro_batch_size=5)
     match = (
-        r"Override `slice_data`.* x\['all'\] of length 5, x\['id'\] of "
+        r"override `slice_data`.* x\['all'\] of length 5, x\['id'\] of "
         r"length 12, y of length 12"
     )
     with pytest.raises(ValueError, match=match):

@@ -97,7 +97,12 @@ class Fastest(Auto):
         is_whole = self._size == ALL
         self._largest = self._largest_part(data) if is_whole else self._size
         if (self._callback.params or {}).get("verbose"):
-            print(f"\nThe fastest micro_batch_size is {self._largest}.")
+            print(f"\nThe fastest micro_batch_size is {self._largest}", end="")
+            for size, seconds in found.items():
+                time_of_batch = f"{1000 * self._length * seconds:.1f} ms"
+                name = "whole batches" if size == ALL else size
+                print(f"; {name}: {time_of_batch}", end="")
+            print()
 
     def _halve(self, data, error):
         if self._is_pending:

@@ -15,6 +15,8 @@ from accumodel._keras_and_tf.private_names import is_rematerialized
 from accumodel._keras_and_tf.replicas import (
     across_replicas,
     check_workers_agree,
+    local_results,
+    make_sum,
     scope_of,
 )
 from accumodel._micro_batch.random_numbers import RandomNumbers
@@ -60,6 +62,7 @@ class Accumulation:
         # A `tf.Variable`, the most samples of a micro-batch, if batches are
         # split. Another size needs no retrace.
         self.size: typing.Any = None
+        self.splits: typing.Any = 0  # a variable: batches that were split
         # The samples in a batch of `fit`, if they are known.
         self.batch_size: typing.Any = None
         # The `RandomNumbers`, for life: a `tf.function` in the model may read
@@ -72,9 +75,10 @@ class Accumulation:
     def strategy(self):
         return self.model.distribute_strategy
 
-    def compile(self, super_compile, own, args, kwargs):
+    def compile(self, super_compile, args, kwargs):
         """Compiles the model by Keras or another base class; begins anew."""
         model = self.model
+        own = {k: kwargs.pop(k) for k in vars(Options()) if k in kwargs}
         try:
             options = Options(**own)
             self._check(options)
@@ -238,7 +242,12 @@ class Accumulation:
         if self.size is None:
             with tf.init_scope(), scope_of(self.strategy), on_host():
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
+                self.splits = make_sum((), tf.float64, "splits")
         self.size.assign(value)
+
+    def count_splits(self):
+        with scope_of(self.strategy):  # of this worker
+            return sum(map(float, local_results(self.splits)))
 
     def begin_to_span_batches(self):
         """Lets several fed batches make an update from now on."""

@@ -20,9 +20,11 @@ class EndOfCycle(keras.callbacks.Callback):
         super().__init__()
         self._warned: set[str] = set()
         self._batches = 0
+        self._splits: float | None = None  # before the first epoch
 
     def on_train_begin(self, logs=None):
         state = self.model._accumulation
+        self._splits = state.count_splits()
         state.accumulators.begin_fit(state.options.remainder)
 
     def on_train_batch_end(self, batch, logs=None):
@@ -39,6 +41,7 @@ class EndOfCycle(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         state = self.model._accumulation
         self._warn_about_train_step()
+        self._warn_about_size()
         if (
             self.model.accum_steps > self._batches > 0
             and not self.model.stop_training
@@ -78,7 +81,20 @@ class EndOfCycle(keras.callbacks.Callback):
                 f"{what}: the `train_step` of {type(model).__name__} does not "
                 "call `self.accumulate_gradients(gradients, weight)`. Call it "
                 "instead of `self.optimizer.apply_gradients(...)` or "
-                f"`self.optimizer.apply(...)`.{advice}",
+                "`self.optimizer.apply(...)`. With several optimizers, give "
+                f"each a `GradientAccumulator`.{advice}",
+                stacklevel=2,
+            )
+
+    def _warn_about_size(self):
+        """Warns after the first epoch of `fit` if no batch was split."""
+        state, size = self.model._accumulation, self.model.micro_batch_size
+        before, self._splits = self._splits, None
+        if isinstance(size, int) and state.count_splits() == before:
+            warnings.warn(
+                f"No batch was larger than `micro_batch_size={size}`, so none "
+                "was split. Set the batch size where a Dataset is batched, or "
+                "in `fit(x, y, batch_size=...)`, whose default is 32.",
                 stacklevel=2,
             )
 

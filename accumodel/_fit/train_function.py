@@ -21,6 +21,7 @@ in a cluster would carry all variables that it may write.
 
 import contextlib
 import functools
+import re
 
 import tensorflow as tf
 
@@ -28,7 +29,7 @@ from accumodel._fit import variables
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
-from accumodel._micro_batch.split import ALL
+from accumodel._micro_batch.split import ALL, count_samples
 from accumodel._update.accumulators import build_accumulator
 from accumodel._update.engine import FedBatch
 
@@ -85,7 +86,8 @@ def _say_that_it_was_split(state, error):
     size = int(tf.convert_to_tensor(state.size))  # a mirrored one is no number
     samples = state.batch_size
     is_split = size < ALL and (samples is None or size < samples)
-    if is_split and "micro_batch_size" not in str(error):
+    of_values = r"valid range|is not in \[|Tensor had|micro_batch_size"
+    if is_split and not re.search(of_values, str(error)):
         batch = "The batch" if samples is None else f"A batch of {samples}"
         error.add_note(
             f"accumodel: {batch} was split into micro-batches of at most "
@@ -100,6 +102,9 @@ def _train(model, train_step, data):
     state = model._accumulation
     plan = state.plan()
     data = replicas.hide_empty(data)
+    if isinstance(plan.options.micro_batch_size, int):
+        is_split = count_samples(data) > plan.size
+        state.splits.assign_add(tf.cast(is_split, tf.float64))
     fed_batch = FedBatch(plan.is_split)
     run = functools.partial(loop.run, plan, train_step, data, fed_batch)
     for train in plan.features.at("train"):
@@ -123,8 +128,9 @@ def _train(model, train_step, data):
             "With `micro_batch_size`, `train_step` is called with each "
             "micro-batch of a batch, and must add up its gradients. Call "
             "`self.accumulate_gradients(gradients, weight)` instead of "
-            "`self.optimizer.apply_gradients(...)`. Received: the "
-            f"`train_step` of {type(model).__name__}"
+            "`self.optimizer.apply_gradients(...)`. With several optimizers, "
+            "give each a `GradientAccumulator`. Received: the `train_step` of "
+            f"{type(model).__name__}"
         )
     return logs
 

@@ -1,6 +1,10 @@
 """Arguments, and the errors that say what is wrong with them."""
 
+import contextlib
+import difflib
+import inspect
 import numbers
+import re
 
 import tensorflow as tf
 
@@ -51,6 +55,35 @@ def _check_positive(name, value, meaning):
     if value < 1:
         raise ValueError(f"`{name}` must be at least 1. {received}")
     return int(value)
+
+
+@contextlib.contextmanager
+def explained_arguments(cls, method, given):
+    """Scope in which an error about an unknown argument says what is meant."""
+    try:
+        yield
+    except TypeError as error:  # only Keras knows what it does not take
+        text = rf"{method}\(\) got an unexpected keyword argument '(\w+)'"
+        for name in {*re.findall(text, str(error))} & {*given}:
+            if meant := _meant(cls, name):
+                raise TypeError(
+                    f"`{method}` has no argument `{name}`. Did you mean "
+                    f"{meant}? Received: {name}={given[name]!r}"
+                ) from error
+        raise
+
+
+def _meant(cls, name):
+    """Returns what to write instead of a name, if anything is like it."""
+    places = {
+        argument: method
+        for method in ("compile", "fit")
+        for argument in inspect.signature(getattr(cls, method)).parameters
+    }
+    near = difflib.get_close_matches(name, places, n=1, cutoff=0.75)
+    if "accumul" in name:  # as other tools call it
+        near = ["micro_batch_size", "accum_steps"]
+    return " or ".join(f"`{places[each]}({each}=...)`" for each in near)
 
 
 def check_conflicts(arguments, conflicts, model, options):
@@ -201,8 +234,8 @@ def check_optimizer(optimizer, skip_nonfinite):
         steps = getattr(each, "gradient_accumulation_steps", None)
         if steps:
             raise ValueError(
-                "`optimizer` would accumulate gradients a second time. Use "
-                "`accum_steps` only. "
+                "Make the optimizer without `gradient_accumulation_steps`: the "
+                "model accumulates, by `micro_batch_size` or `accum_steps`. "
                 f"Received: gradient_accumulation_steps={steps}"
             )
     if skip_nonfinite and scales_loss(optimizer):

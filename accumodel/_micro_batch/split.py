@@ -25,7 +25,8 @@ _NAMES = ("x", "y", "sample_weight")
 
 _OTHERS = (
     "With `micro_batch_size`, all arrays of a batch must hold the same number "
-    "of samples. Override `slice_data` to say how others are split. Received: "
+    "of samples. Is the Dataset batched? If so, override `slice_data` to say "
+    "how others are split. Received: "
 )
 _OTHER_TARGETS = (
     "With `micro_batch_size`, all targets must hold the same number of "

@@ -45,6 +45,12 @@ PEERS = {
     "lightning": Peer("torch_lightning", ("lightning==2.6.6", TORCH)),
 }
 
+# The arguments of accumodel's row, by the names of cases.
+SWITCHED_ON = {
+    "batch norm": "(`sync_batch_norm`)",
+    "in-batch loss": "(`gradient_cache`)",
+}
+
 
 def make_environment(name, requirements):
     """Returns its Python, or raises `CalledProcessError` of pip."""
@@ -53,6 +59,8 @@ def make_environment(name, requirements):
     done = folder / "installed.txt"
     wanted = "\n".join(requirements)
     if not done.exists() or done.read_text() != wanted:
+        what = ", ".join(requirements)
+        print(f"installing {what} into {folder}", file=sys.stderr)
         venv.create(folder, clear=True, with_pip=True)
         subprocess.run(
             [python, "-m", "pip", "install", "--quiet", "numpy", *requirements],
@@ -101,7 +109,8 @@ def make_table(figures):
     table = rich.table.Table(title="From each framework's own large batch")
     table.add_column("peer", no_wrap=True)
     for case in CASES:
-        table.add_column(case.name, justify="right", overflow="fold")
+        header = f"{case.name} {SWITCHED_ON.get(case.name, '')}".rstrip()
+        table.add_column(header, justify="right", overflow="fold")
     for name, distances in figures.items():
         if isinstance(distances, dict):
             table.add_row(name, *map(as_text, distances.values()))
