@@ -318,9 +318,7 @@ class Draws:
             with self._seeds.outside(), recorded():
                 self._of_model.begin_batch(parts.samples)
         for state in self._known:
-            # Without data, no seed may move.
-            with tf.control_dependencies([parts.samples]):
-                self._record(state)
+            self._record(state)
 
     def _record(self, state):
         """Reads a seed before the fed batch draws from it."""
