@@ -233,7 +233,23 @@ STATE = "changes in the step of each micro-batch"
 LOSS = "Return one loss per sample"
 SUM = "(`None` for a sum)"
 
+class Draws(layers.Layer):
+    def call(self, inputs):
+        return inputs + tf.random.normal(tf.shape(inputs))
+
+
+outside = tf.Variable(0.0, trainable=False, name="outside")
+
+
+class CountsOutside(layers.Layer):
+    def call(self, inputs):
+        outside.assign_add(1.0)
+        return inputs * (1 + 0.1 * outside)
+
+
 INEXACT = {
+    "tf.random": (around(Draws), "mse", "by `tf.random`"),
+    "a variable outside": (around(CountsOutside), "mse", "outside:0' " + STATE),
     "a layer, the next sample": (around(NextSample), "mse", "next_sample"),
     "a layer, the mean": (around(Centers), "mse", "centers"),
     "a layer, attention": (around(AttendsToTheBatch), "mse", "attends_to"),
@@ -245,7 +261,7 @@ INEXACT = {
     ),
     "a counter": (around(Counts), "mse", "calls' " + STATE),
     "a moving mean": (around(Standardizes), "mse", STATE),
-    "a raw counter": (around(CountsRaw), "mse", "raw_calls:0' " + STATE),
+    "a raw counter": (around(CountsRaw), "mse", ".calls' " + STATE),
     "a frozen layer": (Frozen, "mse", "bias' " + STATE),
     "a spectral norm": (
         around(lambda: layers.SpectralNormalization(layers.Dense(4))),
@@ -253,11 +269,11 @@ INEXACT = {
         STATE,
     ),
     "a target": (Target, "mse", STATE),
-    "a centre": (plain, Centre, "centre' " + STATE),
+    "a centre": (plain, Centre, "centre.centre' " + STATE),
     "a normalized gradient": (Normalized, "mse", "process_gradients"),
     "a clipped gradient": (Clipped, "mse", "process_gradients"),
     "negatives": (Negatives, None, "gradient_cache=True"),
-    "a product of means": (around(Adds), "mse", LOSS),
+    "a product of means": (around(Adds), "mse", "return one loss per sample"),
     "a mask": (OverAMask, None, "micro_batch_weight"),
     "a quotient for each output": (plain, quotient, LOSS),
     "a statistic": (plain, over_a_statistic, LOSS),
@@ -372,20 +388,6 @@ class Averages(Linear):
         self.average.assign(0.9 * self.average + 0.1 * self.dense.bias)
 
 
-class Draws(layers.Layer):
-    def call(self, inputs):
-        return inputs + tf.random.normal(tf.shape(inputs))
-
-
-outside = tf.Variable(0.0, trainable=False)
-
-
-class CountsOutside(layers.Layer):
-    def call(self, inputs):
-        outside.assign_add(1.0)
-        return inputs * (1 + 0.1 * outside)
-
-
 class CallsPython(layers.Layer):
     def call(self, inputs):
         outputs = tf.numpy_function(np.tanh, [inputs], tf.float32)
@@ -415,9 +417,6 @@ EXACT = {
     "noted": (around(Notes), "mse"),
     "an average": (Averages, "mse"),
     "a loss of nothing": (Nothing, None),
-    # Of these, nothing is known.
-    "tf.random": (around(Draws), "mse"),
-    "a variable outside": (around(CountsOutside), "mse"),
 }
 
 

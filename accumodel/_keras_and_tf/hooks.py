@@ -250,6 +250,22 @@ def without_updates():
     return _updates(apply=refuse)
 
 
+_functions = Hook(lambda: [(type(tf.function(lambda: None)), "__call__")])
+
+
+def functions_traced_anew():
+    """Returns a scope in which each call of a `tf.function` is a new trace.
+
+    So what is traced in it is not kept for later calls.
+    """
+
+    def call(original, function, *args, **kwargs):
+        anew = tf.function(function.python_function)
+        return original(anew, *args, **kwargs)
+
+    return _functions(__call__=call)
+
+
 # If it is not called, the first step raises with `sync_batch_norm`.
 _moments = Hook(lambda: [(keras.layers.BatchNormalization, "_moments")])
 

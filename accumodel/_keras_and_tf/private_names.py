@@ -86,6 +86,22 @@ def _check_masks():
         )
 
 
+def tracked_metrics(model):
+    """Returns the metrics in attributes, which an own `metrics` may leave out.
+
+    If Keras renames them, the check may look at their variables in vain.
+    """
+    return getattr(model, "_metrics", [])
+
+
+@functools.cache
+def own_attributes():
+    """Returns the names of what Keras keeps in each layer and model."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return frozenset().union(*map(vars, (model, *model.layers)))
+
+
 # -- random numbers ------------------------------------------------------------
 
 

@@ -1,0 +1,222 @@
+"""What a check puts back: variables, and what Python objects hold.
+
+A traced function knows all variables that it uses, wherever they are, so no
+list has to say which ones a step may change.
+"""
+
+import collections
+import random
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.checks import is_ours
+from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf.replicas import local_results
+from accumodel._micro_batch.assignments import READS
+
+# The most bytes of an array that are copied.
+_LARGE = 2**24
+
+_ATOMS = (int, float, complex, str, bytes, tuple, type(None))
+
+
+class NotMade(Exception):  # noqa: N818
+    """Says why there is no check, in words of the user."""
+
+
+class Variables:
+    """The variables that traced functions use."""
+
+    def __init__(self, functions):
+        self.used: list = []
+        self.assigned: list = []
+        handles = {id(v.handle): v for f in functions for v in f.variables}
+        captures = [each for f in functions for each in f.graph.captures]
+        for outside, inside in captures:
+            if outside.dtype != tf.resource:
+                continue
+            reads = [op.type.startswith(READS) for op in inside.consumers()]
+            variable = handles.get(id(outside))
+            if variable is not None:
+                _add(self.used, variable)
+                if not all(reads):
+                    _add(self.assigned, variable)
+            elif not all(reads):
+                raise NotMade(
+                    "the step changes a table or the like, which cannot be put "
+                    "back"
+                )
+
+    def put_back_later(self, stack):
+        """Lets a stack put them back: buffers are shared, not copied."""
+        for variable in self.used:
+            stack.callback(variable.assign, variable.read_value())
+
+    def values(self):
+        """Returns the values of what may be assigned, in arrays."""
+        return [np.array(each.read_value()) for each in self.assigned]
+
+
+def name_of(variable, model):
+    """Returns what a user calls a variable: its path, or its attribute."""
+    if hasattr(variable, "path"):
+        return variable.path
+    for each in model.variables:
+        if any(variable is part for part in local_results(tf_variable(each))):
+            return each.path
+    for owner in owners_of(model):
+        for name, value in vars(owner).items():
+            values = value if isinstance(value, list | tuple) else [value]
+            if any(_is_of(each, variable) for each in values):
+                return f"{owner.name}.{name}"
+    return variable.name
+
+
+def _is_of(value, variable):
+    value = tf_variable(value)
+    return isinstance(value, tf.Variable) and value.handle is variable.handle
+
+
+def _add(variables, variable):
+    if not any(each is variable for each in variables):
+        variables.append(variable)
+
+
+def shake(variables):
+    """Moves floats to a point that is not special.
+
+    At the initial weights, averages that begin as copies do not move, and
+    branches that begin at zero hide what is behind them.
+    """
+    for i, variable in enumerate(variables):
+        if variable.dtype.is_floating:
+            _shake(variable, i)
+
+
+@tf.function(reduce_retracing=True, autograph=False)
+def _shaken(value, seed):
+    last = tf.shape(value)[-1:]
+    numbers = tf.random.stateless_uniform(last, [seed, 0], 0.9, 1.1)
+    return value * tf.cast(numbers, value.dtype)
+
+
+def _shake(variable, seed):
+    value, shape = variable.read_value(), variable.shape
+    if not tf.reduce_any(tf.not_equal(value, tf.zeros((), value.dtype))):
+        if len(shape) > 1:  # a kernel
+            numbers = tf.random.stateless_normal(shape, [seed, 1])
+            numbers /= np.sqrt(np.prod(shape[:-1]))
+        else:
+            numbers = tf.random.stateless_uniform(shape, [seed, 1], 0.05, 0.15)
+        variable.assign(tf.cast(numbers, value.dtype))
+    elif len(shape):
+        variable.assign(_shaken(value, tf.constant(seed)))
+    else:
+        variable.assign(value * tf.cast(1.1 - 0.03 * (seed % 5), value.dtype))
+
+
+def owners_of(model):
+    """Returns a model, its layers and its losses."""
+    losses = [loss for loss, _ in private_names.compiled_losses(model)]
+    return [model, *private_names.flat_layers(model), *losses]
+
+
+class PythonState:
+    """What the user's objects hold in Python: numbers, lists, arrays, etc.
+
+    What Keras's own classes hold is left alone, and so is what is large.
+    """
+
+    def __init__(self, owners):
+        self._undo: list = []
+        self._seen: set = set()
+        for owner in owners:
+            if not is_ours(type(owner)):
+                self._note_attributes(owner)
+
+    def put_back(self):
+        for undo, *arguments in self._undo:
+            undo(*arguments)
+
+    def _note_attributes(self, owner):
+        before = {
+            name: value
+            for name, value in vars(owner).items()
+            if name not in _keras_names()
+        }
+        self._undo.append((_put_attributes, owner, before))
+        for value in before.values():
+            self._note(value)
+
+    def _note(self, value):
+        if id(value) in self._seen or isinstance(value, _ATOMS):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, list):
+            self._undo.append((list.__setitem__, value, slice(None), [*value]))
+            self._note_all(value)
+        elif isinstance(value, dict):
+            self._undo.append((_put_items, value, dict(value)))
+            self._note_all(value.values())
+        elif isinstance(value, set | collections.deque):
+            self._undo.append((_put_elements, value, [*value]))
+            self._note_all(value)
+        elif isinstance(value, np.ndarray):
+            if value.nbytes <= _LARGE and value.flags.writeable:
+                self._undo.append((np.copyto, value, value.copy()))
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            self._undo.append((setattr, bits, "state", bits.state))
+        elif isinstance(value, np.random.RandomState):
+            self._undo.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._undo.append((value.setstate, value.getstate()))
+        elif _is_plain(value):
+            self._note_attributes(value)
+
+    def _note_all(self, values):
+        for value in [*values]:
+            self._note(value)
+
+
+def _is_plain(value):
+    """Whether it is an object of a class of the user's, and no module."""
+    known = ("tensorflow", "numpy", "builtins", "jax", "torch", "scipy")
+    root = type(value).__module__.split(".")[0]
+    return (
+        hasattr(value, "__dict__")
+        and root not in known
+        and not isinstance(value, type | tf.Module | keras.Layer)
+        and not is_ours(type(value))
+        and not callable(value)
+    )
+
+
+def _keras_names():
+    """Returns the names of what Keras and accumodel keep of a model."""
+    return private_names.own_attributes() | {
+        "_accumulation",
+        "_gradient_accumulator",
+    }
+
+
+def _put_attributes(owner, before):
+    attributes = vars(owner)
+    for name in attributes.keys() - before.keys() - _keras_names():
+        if not isinstance(attributes[name], keras.Layer | keras.Variable):
+            del attributes[name]
+    attributes.update(before)
+
+
+def _put_items(value, before):
+    dict.clear(value)
+    dict.update(value, before)
+
+
+def _put_elements(value, before):
+    value.clear()
+    add = value.extend if isinstance(value, collections.deque) else value.update
+    add(before)
