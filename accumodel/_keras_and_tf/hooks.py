@@ -238,14 +238,11 @@ def replaced_test_step(model, test):
 _updates = Hook(lambda: _find_method(keras.optimizers.Optimizer, "apply"))
 
 
-def without_updates():
-    """Returns a scope in which optimizers raise in this thread.
-
-    A custom step may call one, which assigns to variables of TensorFlow.
-    """
+def without_updates(error):
+    """Returns a scope in which optimizers raise an error in this thread."""
 
     def refuse(*_, **__):
-        raise RuntimeError("An optimizer would have updated the weights.")
+        raise error
 
     return _updates(apply=refuse)
 

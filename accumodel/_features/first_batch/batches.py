@@ -3,7 +3,6 @@
 import concurrent.futures
 import itertools
 import logging
-import typing
 import warnings
 
 import keras

@@ -20,11 +20,11 @@ from accumodel._features.first_batch.kept import (
     NotMade,
     PythonState,
     Variables,
+    is_of,
     owners_of,
     shake,
 )
 from accumodel._features.first_batch.runs import NoRowsError, Runner
-from accumodel._fit.points import Features
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import (
     tf_variable,
@@ -177,7 +177,8 @@ class Check:
 
     def _arguments(self, data, by_outputs=None):
         by_outputs = self._by_outputs if by_outputs is None else by_outputs
-        return self._plan, self._step, data, by_outputs
+        is_trimmed = bool(self._plan.features.at("order")) and not by_outputs
+        return self._plan, self._step, data, by_outputs, is_trimmed
 
     def _trace(self, data):
         """Makes the runners of some data; `False` if it draws by TensorFlow."""
@@ -304,7 +305,7 @@ class Check:
             self._variables.assigned[i],
             np.array(self._before[i]),
         )
-        if any(variable is each for each in self._ignored()):
+        if any(is_of(each, variable) for each in self._ignored()):
             return False
         if not np.issubdtype(before.dtype, np.floating):
             is_drawn = self._plan.features.at("order") and (
@@ -326,10 +327,7 @@ class Check:
         model = self._model
         owners = [*model.metrics, *private_names.loss_trackers(model)]
         owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
-        kept = [tf_variable(v) for each in owners for v in each.variables]
-        return [
-            v for each in kept for v in (each, *getattr(each, "values", ()))
-        ]
+        return [tf_variable(v) for each in owners for v in each.variables]
 
     def _matters(self, variable, begin, end):
         """Whether the value of a state changes anything, or only watches."""

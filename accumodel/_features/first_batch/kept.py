@@ -14,7 +14,6 @@ import tensorflow as tf
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.checks import is_ours
 from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._keras_and_tf.replicas import local_results
 from accumodel._micro_batch.assignments import READS
 
 # The most bytes of an array that are copied.
@@ -65,17 +64,17 @@ def name_of(variable, model):
     if hasattr(variable, "path"):
         return variable.path
     for each in model.variables:
-        if any(variable is part for part in local_results(tf_variable(each))):
+        if is_of(each, variable):
             return each.path
     for owner in owners_of(model):
         for name, value in vars(owner).items():
             values = value if isinstance(value, list | tuple) else [value]
-            if any(_is_of(each, variable) for each in values):
+            if any(is_of(each, variable) for each in values):
                 return f"{owner.name}.{name}"
     return variable.name
 
 
-def _is_of(value, variable):
+def is_of(value, variable):
     value = tf_variable(value)
     return isinstance(value, tf.Variable) and value.handle is variable.handle
 
@@ -93,29 +92,16 @@ def shake(variables):
     """
     for i, variable in enumerate(variables):
         if variable.dtype.is_floating:
-            _shake(variable, i)
-
-
-@tf.function(reduce_retracing=True, autograph=False)
-def _shaken(value, seed):
-    last = tf.shape(value)[-1:]
-    numbers = tf.random.stateless_uniform(last, [seed, 0], 0.9, 1.1)
-    return value * tf.cast(numbers, value.dtype)
-
-
-def _shake(variable, seed):
-    value, shape = variable.read_value(), variable.shape
-    if not tf.reduce_any(tf.not_equal(value, tf.zeros((), value.dtype))):
-        if len(shape) > 1:  # a kernel
-            numbers = tf.random.stateless_normal(shape, [seed, 1])
-            numbers /= np.sqrt(np.prod(shape[:-1]))
-        else:
-            numbers = tf.random.stateless_uniform(shape, [seed, 1], 0.05, 0.15)
-        variable.assign(tf.cast(numbers, value.dtype))
-    elif len(shape):
-        variable.assign(_shaken(value, tf.constant(seed)))
-    else:
-        variable.assign(value * tf.cast(1.1 - 0.03 * (seed % 5), value.dtype))
+            value, numbers = variable.read_value(), np.random.default_rng(i)
+            *rows, last = variable.shape or [1]
+            if np.any(value):
+                factors = numbers.uniform(0.9, 1.1, last if rows else value.shape)
+                variable.assign(value * tf.cast(factors, value.dtype))
+            else:
+                new = numbers.uniform(0.05, 0.15, value.shape)
+                if rows:  # a kernel
+                    new = numbers.normal(0, np.prod(rows) ** -0.5, value.shape)
+                variable.assign(tf.cast(new, value.dtype))
 
 
 def owners_of(model):
@@ -155,15 +141,12 @@ class PythonState:
         if id(value) in self._seen or isinstance(value, _ATOMS):
             return
         self._seen.add(id(value))
-        if isinstance(value, list):
-            self._undo.append((list.__setitem__, value, slice(None), [*value]))
-            self._note_all(value)
-        elif isinstance(value, dict):
-            self._undo.append((_put_items, value, dict(value)))
-            self._note_all(value.values())
-        elif isinstance(value, set | collections.deque):
-            self._undo.append((_put_elements, value, [*value]))
-            self._note_all(value)
+        if isinstance(value, list | set | dict | collections.deque):
+            before = dict(value) if isinstance(value, dict) else [*value]
+            self._undo.append((_put_elements, value, before))
+            is_dict = isinstance(value, dict)
+            for each in before.values() if is_dict else before:
+                self._note(each)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _LARGE and value.flags.writeable:
                 self._undo.append((np.copyto, value, value.copy()))
@@ -176,10 +159,6 @@ class PythonState:
             self._undo.append((value.setstate, value.getstate()))
         elif _is_plain(value):
             self._note_attributes(value)
-
-    def _note_all(self, values):
-        for value in [*values]:
-            self._note(value)
 
 
 def _is_plain(value):
@@ -211,12 +190,12 @@ def _put_attributes(owner, before):
     attributes.update(before)
 
 
-def _put_items(value, before):
-    dict.clear(value)
-    dict.update(value, before)
-
-
 def _put_elements(value, before):
-    value.clear()
-    add = value.extend if isinstance(value, collections.deque) else value.update
-    add(before)
+    if _ids(value) != _ids(before):
+        value.clear()
+        add = getattr(value, "extend", None) or value.update
+        add(before)
+
+
+def _ids(value):
+    return [*map(id, value.values() if isinstance(value, dict) else value)]

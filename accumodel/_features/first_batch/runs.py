@@ -26,6 +26,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from accumodel._features.first_batch.kept import NotMade
 from accumodel._features.trim_padding import same_draws
 from accumodel._fit.points import Features
 from accumodel._keras_and_tf import hooks, private_names
@@ -33,21 +34,23 @@ from accumodel._keras_and_tf.replicas import make_sum
 from accumodel._micro_batch import outcome
 from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._micro_batch.split import MicroBatches, count_samples
-from accumodel._micro_batch.step import current_graph, one_step
+from accumodel._micro_batch.step import one_step
 from accumodel._update.engine import FedBatch
 
 # The most entries of a gradient that are kept, see `_sketch`.
 _ENTRIES = 2**16
 
 
+_UPDATES = NotMade("the step calls an optimizer, which would move weights")
+
+
 class Runner:
     """Runs the step of a model on rows of some data."""
 
-    def __init__(self, plan, step, data, by_outputs, features=()):
+    def __init__(self, plan, step, data, by_outputs, is_trimmed, features=()):
         self._step, self._data = step, data
         self._model, self.by_outputs = plan.model, by_outputs
         self._has_whole_loss = plan.needs_whole_batch
-        is_trimmed = bool(Features(features).at("order"))
         self.plan = dataclasses.replace(
             plan,
             options=dataclasses.replace(plan.options, micro_batch_size=1),
@@ -66,7 +69,7 @@ class Runner:
     def _opened(self):
         """Returns the scopes in which the step is traced."""
         stack = contextlib.ExitStack()
-        stack.enter_context(hooks.without_updates())
+        stack.enter_context(hooks.without_updates(_UPDATES))
         stack.enter_context(hooks.functions_traced_anew())
         if not self.plan.options.sync_batch_norm or self.by_outputs:
             stack.enter_context(hooks.replaced_moments(_inference))
