@@ -95,7 +95,9 @@ def shake(variables):
             value, numbers = variable.read_value(), np.random.default_rng(i)
             *rows, last = variable.shape or [1]
             if np.any(value):
-                factors = numbers.uniform(0.9, 1.1, last if rows else value.shape)
+                factors = numbers.uniform(
+                    0.9, 1.1, last if rows else value.shape
+                )
                 variable.assign(value * tf.cast(factors, value.dtype))
             else:
                 new = numbers.uniform(0.05, 0.15, value.shape)
