@@ -6,20 +6,19 @@ Each row is a process of its own, with and without `verify`: the peak over the
 built model, and the CPU seconds of `fit` with one batch.
 """
 
-import json
+import itertools
 import os
-import subprocess
-import sys
 import time
 
 import keras
 import numpy as np
+import rich.table
 import tensorflow as tf
 from keras import layers
 
 import accumodel
 from accumodel._memory import live_memory, peak_memory
-from benchmarks.report import print_table
+from benchmarks.report import make_parser, report, run_each
 
 
 class Block(layers.Layer):
@@ -124,32 +123,30 @@ def measure(name, verify):
     held, begin = live_memory(), time.process_time()
     model.fit(x, y, batch_size=batch_size, steps_per_epoch=1, verbose=0)
     seconds = time.process_time() - begin
-    said = (model.first_batch_check or "").partition(":")[0]
+    said = (model.first_batch_check or "-").partition(":")[0]
     return (peak_memory() - held) / 1e6, seconds, said
 
 
-def main():
-    if len(sys.argv) > 1:
-        print(json.dumps(measure(sys.argv[1], sys.argv[2] == "True")))
-        return
-    environment = os.environ | {"TF_ENABLE_ONEDNN_OPTS": "0"}
-    table = []
-    for name in ROWS:
-        found = []
-        for verify in (False, True):
-            command = [sys.executable, "-m", __spec__.name, name, str(verify)]
-            done = subprocess.run(
-                command, env=environment, capture_output=True, check=True
-            )
-            found.append(json.loads(done.stdout.splitlines()[-1]))
-        (memory, seconds, _), (peak, slower, said) = found
-        table.append(
-            (name, f"{memory:.0f}", f"{peak:.0f}", f"{seconds:.1f}")
-            + (f"{slower:.1f}", said)
-        )
-    columns = ("", "MB", "MB with it", "s", "s with it", "it says")
-    print_table(columns, table)
+def make_table(found):
+    table = rich.table.Table(title="Peak memory and time to the first step")
+    for column in ("", "it says"):
+        table.add_column(column)
+    for column in ("MB without", "MB with", "s without", "s with"):
+        table.add_column(column, justify="right")
+    for name, (without, with_it) in found.items():
+        memory = f"{without[0]:.0f}", f"{with_it[0]:.0f}"
+        seconds = f"{without[1]:.1f}", f"{with_it[1]:.1f}"
+        table.add_row(name, with_it[2], *memory, *seconds)
+    return table
 
 
 if __name__ == "__main__":
-    main()
+    arguments = make_parser(__doc__, plot=False).parse_args()
+    # The new processes read it: oneDNN would keep buffers of its own.
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
+    calls = [*itertools.product(ROWS, (False, True))]
+    rows = [*run_each(measure, calls)]
+    found = dict(
+        zip(ROWS, zip(rows[::2], rows[1::2], strict=True), strict=True)
+    )
+    report(arguments, found, [make_table(found)])

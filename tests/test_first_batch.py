@@ -816,7 +816,7 @@ def check(make, kwargs, feed, loss):
     model.compile("sgd", loss, **kwargs)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        model.fit(**feed(*make_data(16)), verbose=0)
+        model.fit(**feed(*make_data(20)), verbose=0)
     told = [each for each in found if each.category is InexactWarning]
     texts = [f"differs: {each.message}" for each in told]
     assert texts in ([], [model.first_batch_check])
@@ -983,8 +983,8 @@ def ten(x, y):
 
 
 UNSEEN = {
-    "a copy": (Copy, SIZE, array, "mse", "average' " + STATE),
-    "a slow copy": (SlowCopy, SIZE, array, "mse", "average' " + STATE),
+    "a copy": (Copy, SIZE, array, "mse", "variable' " + STATE),
+    "a slow copy": (SlowCopy, SIZE, array, "mse", "variable' " + STATE),
     "a slow state": (around(Slowly), SIZE, array, "mse", STATE),
     "read after the update": (
         Centred,

@@ -75,7 +75,7 @@ class Check:
         self._is_sure = isinstance(size, int) or size is None  # to be split
         self._size = size if isinstance(size, int) else samples
         if size is None:
-            self._size = min(samples, int(count_samples(fed[0])))
+            self._size = max(int(count_samples(each)) for each in fed)
         own = {"train_step", "compute_gradients"} & self._plan.overridden
         self._is_custom = bool(own) or state.overrides("accumulate_gradients")
         trims = self._plan.features.at("order")
@@ -140,15 +140,16 @@ class Check:
                 scale.assign(1.0)  # no sum overflows
 
     def _find_fixed_size(self):
-        """Looks only at whether a step takes two samples instead of one.
+        """Looks only at whether a step can be traced with two samples.
 
         A custom one would need as much memory as for two.
         """
-        if self._samples > 1 or not self._is_custom:
-            try:
-                Runner(*self._arguments(self._spread(), True))
-            except (ValueError, tf.errors.InvalidArgumentError) as error:
-                return causes.fixed_size(error)
+        one, two = self._slice(0, 1), self._spread(2)
+        Runner(*self._arguments(one), as_is=True)
+        try:
+            Runner(*self._arguments(two), as_is=True)
+        except ValueError as error:
+            return causes.fixed_size(error)
         raise NotMade(
             "a custom step is compared with two samples at once, and it gets "
             "one at a time"
@@ -156,9 +157,9 @@ class Check:
 
     # -- data ------------------------------------------------------------------
 
-    def _spread(self):
+    def _spread(self, count=None):
         """Returns rows for both comparisons, one after the other."""
-        n, count = self._samples, max(self._count, 2)
+        n, count = self._samples, (count or 2 * self._count) // 2
         if "slice_data" in self._plan.overridden:
             return self._slice(0, min(2 * count, n))
         places = np.linspace(0, n, 2 * count, endpoint=False).astype(int)

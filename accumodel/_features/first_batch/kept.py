@@ -93,7 +93,7 @@ def shake(variables):
     for i, variable in enumerate(variables):
         if variable.dtype.is_floating:
             value, numbers = variable.read_value(), np.random.default_rng(i)
-            *rows, last = variable.shape or [1]
+            *rows, last = value.shape if len(value.shape) else [1]
             if np.any(value):
                 factors = numbers.uniform(
                     0.9, 1.1, last if rows else value.shape

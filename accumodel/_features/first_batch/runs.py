@@ -47,8 +47,11 @@ _UPDATES = NotMade("the step calls an optimizer, which would move weights")
 class Runner:
     """Runs the step of a model on rows of some data."""
 
-    def __init__(self, plan, step, data, by_outputs, is_trimmed, features=()):
+    def __init__(
+        self, plan, step, data, by_outputs, is_trimmed, features=(), as_is=False
+    ):
         self._step, self._data = step, data
+        self._as_is = as_is  # with rows of which the number is known
         self._model, self.by_outputs = plan.model, by_outputs
         self._has_whole_loss = plan.needs_whole_batch
         self.plan = dataclasses.replace(
@@ -84,7 +87,8 @@ class Runner:
         with contextlib.ExitStack() as stack:
             for scope in plan.around_parts(trains=True):
                 stack.enter_context(scope(parts, i))
-            data, taken = parts.data_of(i), _Taken()
+            taken = _Taken()
+            data = self._data if self._as_is else parts.data_of(i)
             with one_step(plan, data, taken):
                 if self.by_outputs:
                     return self._outputs(plan, data)
