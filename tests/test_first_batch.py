@@ -834,7 +834,7 @@ def test_each_program_is_told_of_exact_and_of_inexact_losses(name):
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("kwargs", [SIZE, STEPS], ids=str)
+@pytest.mark.parametrize("kwargs", [{"micro_batch_size": 2}, STEPS], ids=str)
 def test_data_sets_on_replicas_are_looked_at(kwargs):
     for loss, text in (("mse", "exact"), (root, "differs")):
         with mirrored(2).scope():
@@ -1025,6 +1025,10 @@ def test_what_hides_is_told_of(name):
     assert text in found
 
 
+def even(x, y):
+    return array(x[:16], y[:16])
+
+
 class Watches(layers.Layer):
     """Counts, and reads nothing."""
 
@@ -1059,7 +1063,7 @@ class GroupsOfFour(layers.Layer):
     ids=["counter", "groups", "groups of four", "equal parts"],
 )
 def test_it_is_not_wrong(make):
-    assert check(make, SIZE, array, "mse").startswith("exact")
+    assert check(make, SIZE, even, "mse").startswith("exact")
 
 
 def test_it_waits_for_a_batch_that_is_split():

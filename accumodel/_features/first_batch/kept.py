@@ -143,7 +143,8 @@ class PythonState:
         if id(value) in self._seen or isinstance(value, _ATOMS):
             return
         self._seen.add(id(value))
-        if isinstance(value, list | set | dict | collections.deque):
+        # TensorFlow's proxies of dicts are none.
+        if issubclass(type(value), list | set | dict | collections.deque):
             before = dict(value) if isinstance(value, dict) else [*value]
             self._undo.append((_put_elements, value, before))
             is_dict = isinstance(value, dict)
@@ -193,10 +194,14 @@ def _put_attributes(owner, before):
 
 
 def _put_elements(value, before):
-    if _ids(value) != _ids(before):
-        value.clear()
-        add = getattr(value, "extend", None) or value.update
-        add(before)
+    """Puts back what a collection holds, unseen by what tracks it."""
+    if _ids(value) == _ids(before):
+        return
+    kinds = (dict, list, set, collections.deque)
+    kind = next(each for each in kinds if isinstance(value, each))
+    kind.clear(value)
+    add = kind.extend if hasattr(kind, "extend") else kind.update
+    add(value, before)
 
 
 def _ids(value):
