@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import typing
 
 import keras
 import numpy as np
@@ -39,6 +40,7 @@ class Words:
     def __init__(self, state, runner, is_custom):
         self._state, self._model = state, state.model
         self._runner, self._is_custom = runner, is_custom
+        self._graph: typing.Any = None  # that of the layers that are noted
 
     def say(self, found, adds_up, count):
         """Returns what differs, and why."""
@@ -62,13 +64,14 @@ class Words:
             variable = self._runner.variable(found.key)
             name = name_of(variable, self._model)
             what = f"the gradients by the variable '{name}'"
+        cause = self._cause(found, adds_up, count)
         share = (
             f" by {found.share:.2g} times the largest" if found.share else ""
         )
         return (
             "The first batch shows that the weights will not be those of the "
             f"large batch. With {count} samples in one piece and in two "
-            f"micro-batches, {what} differ{share}. {self._cause(found, adds_up, count)}"
+            f"micro-batches, {what} differ{share}. {cause}"
         )
 
     def _cause(self, found, adds_up, count):

@@ -145,9 +145,9 @@ class Check:
         A custom one would need as much memory as for two.
         """
         one, two = self._slice(0, 1), self._spread(2)
-        Runner(*self._arguments(one), as_is=True)
+        self._runner(one, as_is=True)
         try:
-            Runner(*self._arguments(two), as_is=True)
+            self._runner(two, as_is=True)
         except ValueError as error:
             return causes.fixed_size(error)
         raise NotMade(
@@ -162,12 +162,10 @@ class Check:
         n, count = self._samples, (count or 2 * self._count) // 2
         if "slice_data" in self._plan.overridden:
             return self._slice(0, min(2 * count, n))
-        places = np.linspace(0, n, 2 * count, endpoint=False).astype(int)
-        places = [*places[::2], *places[1::2]]
+        spread = np.linspace(0, n, 2 * count, endpoint=False).astype(int)
+        places = [*spread[::2], *spread[1::2]]
         if n < 2 * count:
-            places = [*range(count), *range(n - count, n)][
-                :: 1 if n > count else -1
-            ]
+            places = [*range(count), *reversed(range(n - count, n))]
         return _joined([self._slice(i, i + 1) for i in places])
 
     def _slice(self, begin, end):
@@ -176,15 +174,22 @@ class Check:
 
     # -- one comparison --------------------------------------------------------
 
-    def _arguments(self, data, by_outputs=None):
-        by_outputs = self._by_outputs if by_outputs is None else by_outputs
-        is_trimmed = bool(self._plan.features.at("order")) and not by_outputs
-        return self._plan, self._step, data, by_outputs, is_trimmed
+    def _runner(self, data, features=(), as_is=False):
+        trims = bool(self._plan.features.at("order")) and not self._by_outputs
+        return Runner(
+            self._plan,
+            self._step,
+            data,
+            by_outputs=self._by_outputs,
+            is_trimmed=trims,
+            features=features,
+            as_is=as_is,
+        )
 
     def _trace(self, data):
         """Makes the runners of some data; `False` if it draws by TensorFlow."""
         try:
-            self._whole = self._parts = Runner(*self._arguments(data))
+            self._whole = self._parts = self._runner(data)
         except NoRowsError:
             if self._plan.needs_whole_batch or self._size < 2:
                 raise NotMade("an output has no axis of samples") from None
@@ -192,7 +197,7 @@ class Check:
             self._count = min(self._count, self._size)
             return self._trace(self._spread())
         if not self._by_outputs and self._plan.features.at("order"):
-            self._parts = Runner(*self._arguments(data), self._plan.features)
+            self._parts = self._runner(data, self._plan.features)
         functions = [self._whole.function, self._parts.function]
         nodes = nodes_of(self._whole.graph.as_graph_def())
         for node in nodes:
@@ -214,14 +219,14 @@ class Check:
         weights = Found("weights")
         if found is None and not (self._adds_up or self._is_even):
             return weights
-        begin, end, size = 0, *self._own_sizes()
+        end, size = self._own_sizes()
         if found is None or end <= c or not self._is_sure:
             return found
         variables, runners = self._variables, (self._whole, self._parts)
-        if not self._trace(self._slice(begin, end)):
+        if not self._trace(self._slice(0, end)):
             return found
         try:
-            again = self._compare(begin, end, size)
+            again = self._compare(0, end, size)
         except _FailsError as error:
             raise NotMade(f"the step fails: {error.__cause__}") from error
         if again is not None:
@@ -333,7 +338,6 @@ class Check:
     def _matters(self, variable, begin, end):
         """Whether the value of a state changes anything, or only watches."""
         model = self._model
-        functions = []
         if self._state.overrides("after_update"):
             update = tf.function(model.after_update, autograph=False)
             used = update.get_concrete_function().variables

@@ -145,10 +145,10 @@ class PythonState:
         self._seen.add(id(value))
         # TensorFlow's proxies of dicts are none.
         if issubclass(type(value), list | set | dict | collections.deque):
-            before = dict(value) if isinstance(value, dict) else [*value]
-            self._undo.append((_put_elements, value, before))
             is_dict = isinstance(value, dict)
-            for each in before.values() if is_dict else before:
+            before = dict(value) if is_dict else [*value]
+            self._undo.append((_put_elements, value, before))
+            for each in value.values() if is_dict else value:
                 self._note(each)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _LARGE and value.flags.writeable:
@@ -197,7 +197,7 @@ def _put_elements(value, before):
     """Puts back what a collection holds, unseen by what tracks it."""
     if _ids(value) == _ids(before):
         return
-    kinds = (dict, list, set, collections.deque)
+    kinds: tuple = (dict, list, set, collections.deque)
     kind = next(each for each in kinds if isinstance(value, each))
     kind.clear(value)
     add = kind.extend if hasattr(kind, "extend") else kind.update

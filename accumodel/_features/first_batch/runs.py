@@ -110,11 +110,11 @@ class Runner:
         made["outputs"] = outputs
         if self._has_whole_loss:
             return made | {"weight": count_samples(data)}
-        data = x, y, y_pred, sample_weight
+        args = x, y, y_pred, sample_weight
         with tf.GradientTape() as tape:
             tape.watch(outputs)
-            loss = outcome.call_compute_loss(model.compute_loss, *data)
-            weight = outcome.weigh(plan, *data, loss)
+            loss = outcome.call_compute_loss(model.compute_loss, *args)
+            weight = outcome.weigh(plan, *args, loss)
         sources = [outputs, model.trainable_variables]
         by_outputs, own = tape.gradient(loss, sources)
         return made | {
@@ -159,35 +159,28 @@ class Runner:
         return tf.nest.map_structure(np.array, run(0, count)), joined
 
     def _join_outputs(self, made):
-        weights = [each["weight"] for each in made]
-        factors, weight = _factors(weights)
+        factors, weight = _factors([each["weight"] for each in made])
         joined = {}
-        for kind in ("outputs", "by_outputs"):
-            for j, arrays in enumerate(zip(*(x.get(kind, ()) for x in made))):
-                if arrays[0] is not None:
-                    if kind == "by_outputs":
-                        pairs = zip(arrays, factors, strict=True)
-                        arrays = [array * factor for array, factor in pairs]
-                    joined[kind, j] = np.concatenate(arrays)
-        for kind in ("own", "added"):
-            for j, arrays in enumerate(zip(*(x.get(kind, ()) for x in made))):
-                if arrays[0] is not None:
-                    pairs = zip(arrays, factors, strict=True)
-                    joined[kind, j] = sum(a * f for a, f in pairs)
+        for kind in ("outputs", "by_outputs", "own", "added"):
+            for j, arrays in _by_place(each.get(kind, ()) for each in made):
+                if kind != "outputs":
+                    arrays = _scaled(arrays, factors)
+                has_rows = kind in ("outputs", "by_outputs")
+                joined[kind, j] = (
+                    np.concatenate(arrays) if has_rows else (sum(arrays))
+                )
         return Made(joined, [weight])
 
     def _sum(self, made):
         joined, weights = {}, []
         for k in range(len(self._accumulators)):
             terms = [each["terms"][k] for each in made]
+            # Several gradients of one fed batch have fractions of its weight.
             totals = [None if w is None else w * f for w, f, _ in terms]
             factors, weight = _factors(totals)
             weights.append(weight)
-            # Several gradients of one fed batch have fractions of its weight.
-            for j, arrays in enumerate(zip(*(each[2] for each in terms))):
-                if arrays[0] is not None:
-                    pairs = zip(arrays, factors, strict=True)
-                    joined["gradients", k, j] = sum(a * f for a, f in pairs)
+            for j, arrays in _by_place(each[2] for each in terms):
+                joined["gradients", k, j] = sum(_scaled(arrays, factors))
         return Made(joined, weights)
 
     def variable(self, key):
@@ -271,26 +264,32 @@ def _factors(weights):
     return [each / (total or 1.0) for each in weights], total
 
 
+def _by_place(lists):
+    """Yields places and what lists of arrays hold there, if anything."""
+    for place, arrays in enumerate(zip(*lists, strict=True)):
+        if arrays[0] is not None:
+            yield place, arrays
+
+
+def _scaled(arrays, factors):
+    return [a * f for a, f in zip(arrays, factors, strict=True)]
+
+
 def _sketch(gradient):
     """Returns sums of the rows of a gradient with random signs.
 
     A model may be large. The sketch of a difference is that of sketches.
     """
-    values, rows = gradient, None
+    shape, rows = gradient.shape, None
     if isinstance(gradient, tf.IndexedSlices):
-        values, rows = gradient.values, tf.cast(gradient.indices, tf.int64)
-        size = gradient.shape[0]
-    else:
-        values = tf.convert_to_tensor(gradient)
-        size = values.shape[0] if values.shape.rank else 1
-    values = tf.reshape(
-        tf.cast(values, tf.float32),
-        [tf.shape(values)[0], -1] if values.shape.rank else [1, 1],
-    )
+        gradient, rows = gradient.values, tf.cast(gradient.indices, tf.int64)
+    width = max(int(np.prod(shape[1:])), 1) if len(shape) else 1
+    values = tf.reshape(tf.cast(gradient, tf.float32), [-1, width])
     if rows is None:
         rows = tf.range(tf.shape(values, tf.int64)[0])
-    width = max(np.prod(gradient.shape[1:], dtype=int), 1)
-    buckets = min(max(_ENTRIES // width, 1), size or _ENTRIES)
+    buckets = max(_ENTRIES // width, 1)
+    if len(shape) and shape[0] is not None:
+        buckets = max(min(buckets, shape[0]), 1)
     signs = 1 - 2 * (rows * 2654435761 // 128 % 2)
     values *= tf.cast(signs, tf.float32)[:, None]
     return tf.math.unsorted_segment_sum(values, rows % buckets, buckets)
