@@ -20,6 +20,7 @@ from accumodel._features.first_batch.kept import (
     NotMade,
     PythonState,
     Variables,
+    forget_tensors,
     is_of,
     owners_of,
     shake,
@@ -104,6 +105,7 @@ class Check:
             found = self._find()
         finally:
             python.put_back()
+            forget_tensors(self._model)
         if found is not None:
             return "differs: " + found
         if self._is_zero:
@@ -354,7 +356,10 @@ class Check:
         ]
         before = variable.read_value()
         for function in functions:
-            one = function()
+            try:
+                one = function()
+            except NotImplementedError:  # a custom step needs no `call`
+                continue
             moved = before + tf.cast(1, before.dtype)
             if before.dtype.is_floating:
                 moved = before * 1.25 + 0.1
