@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import keras
 
-from accumodel._features import FEATURES
+from accumodel._features import FEATURES, FirstBatch
 from accumodel._fit import train_function
 from accumodel._fit.accumulation import Accumulation
 from accumodel._keras_and_tf import checks, construction, hooks, replicas
@@ -440,6 +440,18 @@ class AccumulatingModel(keras.Model):
             ValueError: If the arrays differ in their number of samples.
         """
         return split.slice_data(data, begin, end)
+
+    @property
+    def first_batch_check(self) -> str | None:
+        """String or `None`. What the check on the first batch has found.
+
+        `None` before the first batch, then a string that begins with `"exact"`,
+        `"differs"` or `"not made"`, and says why; see `verify` of `compile`.
+        """
+        for each in self._accumulation.features:
+            if isinstance(each, FirstBatch):
+                return each.result
+        return None
 
     def accumulate_gradients(
         self, gradients: Iterable, weight: typing.Any = 1.0

@@ -14,6 +14,8 @@ from keras import layers, ops
 
 import accumodel
 from accumodel import AccumulatingModel, InexactWarning
+from accumodel._features.first_batch import batches
+from accumodel._features.first_batch import check as check_module
 
 FEATURES, OUTPUTS = 5, 3
 
@@ -233,7 +235,24 @@ STATE = "changes in the step of each micro-batch"
 LOSS = "Return one loss per sample"
 SUM = "(`None` for a sum)"
 
+
+class Draws(layers.Layer):
+    def call(self, inputs):
+        return inputs + tf.random.normal(tf.shape(inputs))
+
+
+outside = tf.Variable(0.0, trainable=False, name="outside")
+
+
+class CountsOutside(layers.Layer):
+    def call(self, inputs):
+        outside.assign_add(1.0)
+        return inputs * (1 + 0.1 * outside)
+
+
 INEXACT = {
+    "tf.random": (around(Draws), "mse", "by `tf.random`"),
+    "a variable outside": (around(CountsOutside), "mse", "outside:0' " + STATE),
     "a layer, the next sample": (around(NextSample), "mse", "next_sample"),
     "a layer, the mean": (around(Centers), "mse", "centers"),
     "a layer, attention": (around(AttendsToTheBatch), "mse", "attends_to"),
@@ -245,7 +264,7 @@ INEXACT = {
     ),
     "a counter": (around(Counts), "mse", "calls' " + STATE),
     "a moving mean": (around(Standardizes), "mse", STATE),
-    "a raw counter": (around(CountsRaw), "mse", "raw_calls:0' " + STATE),
+    "a raw counter": (around(CountsRaw), "mse", ".calls' " + STATE),
     "a frozen layer": (Frozen, "mse", "bias' " + STATE),
     "a spectral norm": (
         around(lambda: layers.SpectralNormalization(layers.Dense(4))),
@@ -253,11 +272,11 @@ INEXACT = {
         STATE,
     ),
     "a target": (Target, "mse", STATE),
-    "a centre": (plain, Centre, "centre' " + STATE),
+    "a centre": (plain, Centre, "centre.centre' " + STATE),
     "a normalized gradient": (Normalized, "mse", "process_gradients"),
     "a clipped gradient": (Clipped, "mse", "process_gradients"),
     "negatives": (Negatives, None, "gradient_cache=True"),
-    "a product of means": (around(Adds), "mse", LOSS),
+    "a product of means": (around(Adds), "mse", "return one loss per sample"),
     "a mask": (OverAMask, None, "micro_batch_weight"),
     "a quotient for each output": (plain, quotient, LOSS),
     "a statistic": (plain, over_a_statistic, LOSS),
@@ -372,20 +391,6 @@ class Averages(Linear):
         self.average.assign(0.9 * self.average + 0.1 * self.dense.bias)
 
 
-class Draws(layers.Layer):
-    def call(self, inputs):
-        return inputs + tf.random.normal(tf.shape(inputs))
-
-
-outside = tf.Variable(0.0, trainable=False)
-
-
-class CountsOutside(layers.Layer):
-    def call(self, inputs):
-        outside.assign_add(1.0)
-        return inputs * (1 + 0.1 * outside)
-
-
 class CallsPython(layers.Layer):
     def call(self, inputs):
         outputs = tf.numpy_function(np.tanh, [inputs], tf.float32)
@@ -415,9 +420,6 @@ EXACT = {
     "noted": (around(Notes), "mse"),
     "an average": (Averages, "mse"),
     "a loss of nothing": (Nothing, None),
-    # Of these, nothing is known.
-    "tf.random": (around(Draws), "mse"),
-    "a variable outside": (around(CountsOutside), "mse"),
 }
 
 
@@ -560,7 +562,29 @@ def generator(x, y):
     }
 
 
+class Keeps(layers.Layer):
+    """Keeps in Python what it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng, self.array = np.random.default_rng(0), np.zeros(1)
+        self.seen, self.numbers = [1.0], {"n": 1.0, "in": [1.0]}
+
+    def call(self, inputs):
+        self.seen.append(self.rng.normal())
+        self.numbers["n"] += 1.0
+        self.numbers["in"].append(2.0)
+        self.array += 1.0
+        total = sum(self.seen) + self.numbers["n"] + sum(self.numbers["in"])
+        return inputs * float(total + self.array[0]) / 8
+
+
 SAME = {
+    "kept, eager": (
+        around(Keeps),
+        {"micro_batch_size": 3, "run_eagerly": True},
+        array,
+    ),
     "size": (moving, {"micro_batch_size": 3}, array),
     "steps": (moving, {"accum_steps": 2}, data_set),
     "both": (
@@ -649,6 +673,421 @@ def test_a_training_is_the_same_with_and_without_the_check(name):
     for a, b in zip(with_check[0], without[0], strict=True):
         np.testing.assert_array_equal(a, b)
     assert with_check[1:] == without[1:]
+
+
+# -- in every program, it says what it did -------------------------------------
+
+
+def root(y, p):
+    return ops.sqrt(ops.mean((y - p) ** 2))
+
+
+class OwnMetrics(Linear):
+    """Lists its own metrics only, as Keras's guides do."""
+
+    def __init__(self):
+        super().__init__()
+        self.mine = keras.metrics.Mean("mine")
+
+    @property
+    def metrics(self):
+        return [self.mine]
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        self.mine.update_state(loss)
+        return loss
+
+
+class Steps(Linear):
+    """Has a custom step, with a metric that it does not list."""
+
+    def __init__(self):
+        super().__init__()
+        self.mine = keras.metrics.Mean("mine")
+
+    @property
+    def metrics(self):
+        return []
+
+    def train_step(self, data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x, y, y_pred, sample_weight)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.mine.update_state(loss)
+        self.accumulate_gradients(gradients, tf.shape(x)[0])
+        return self.compute_metrics(x, y, y_pred, sample_weight)
+
+
+class Normalizes(Steps):
+    """With a layer that keeps tensors of its first trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalizer = layers.Normalization(mean=1.0, variance=2.0)
+
+    def call(self, inputs):
+        return self.dense(self.normalizer(inputs))
+
+
+def was_built():
+    model = Linear()
+    model.built = True  # as `build` leaves it, with a warning
+    return model
+
+
+class Looks(layers.Layer):
+    """Only reads a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.IntegerLookup(vocabulary=[1, 2, 3])
+
+    def call(self, inputs):
+        found = self.table(tf.cast(inputs[:, :1] * 3, tf.int64))
+        return inputs + ops.cast(found, inputs.dtype)
+
+
+def two_outputs():
+    inputs = keras.Input((FEATURES,))
+    outputs = {k: layers.Dense(OUTPUTS, name=k)(inputs) for k in "ab"}
+    return AccumulatingModel(inputs, outputs)
+
+
+def pair(x, y):
+    return {"x": x, "y": {"a": y, "b": y}, "batch_size": 8}
+
+
+def class_weights(x, y):
+    y = np.arange(len(x)) % OUTPUTS
+    return array(x, y) | {"class_weight": {0: 1.0, 1: 4.0, 2: 0.3}}
+
+
+def ones(x, y):
+    return array(x, y) | {"batch_size": 1}
+
+
+def small_first(x, y):
+    batches = as_dataset((x, y), (3, 8, 5))
+    return {"x": batches}
+
+
+def sparse(y, p):
+    """A mean, as it is, or its root: the sum of the weights is not one."""
+    return keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True)
+
+
+def rooted(y, p):
+    return ops.sqrt(ops.mean(sparse(y, p)))
+
+
+SIZE, STEPS = WAYS["size"], WAYS["steps"]
+METRICS = SIZE | {"metrics": ["accuracy", "mae"]}
+
+# The model, arguments of `compile`, what is fed, and both losses.
+PROGRAMS = {
+    "metrics": (plain, METRICS, array),
+    "metrics in steps": (plain, STEPS | {"metrics": ["mae"]}, data_set),
+    "weighted metrics": (plain, SIZE | {"weighted_metrics": ["mae"]}, array),
+    "metrics of two outputs": (
+        two_outputs,
+        SIZE | {"metrics": {"a": ["mae"], "b": [root]}},
+        pair,
+    ),
+    "own metrics": (OwnMetrics, METRICS, array),
+    "a custom step": (Steps, METRICS, array),
+    "a custom step in steps": (Steps, STEPS, data_set),
+    "a custom step, eager": (Steps, SIZE | {"run_eagerly": True}, array),
+    "tensors that are kept": (Normalizes, STEPS, data_set),
+    "after build": (was_built, SIZE, array),
+    "class weights": (plain, SIZE, class_weights, sparse, rooted),
+    "one at a time": (plain, {"accum_steps": 8}, ones),
+    "one at a time, custom": (Steps, {"accum_steps": 8}, ones),
+    "generator": (plain, SIZE, generator),
+    "PyDataset": (plain, METRICS, py_data_set),
+    "executions": (plain, METRICS | {"steps_per_execution": 2}, data_set),
+    "XLA": (plain, METRICS | {"jit_compile": True}, data_set),
+    "small first": (plain, SIZE, small_first),
+    "a table": (around(Looks), SIZE, array),
+    "size of one": (plain, {"micro_batch_size": 1}, array),
+    "auto": (plain, {"micro_batch_size": "auto"}, array),
+    "a scope": (lambda: in_scope(plain), {"micro_batch_size": 1}, array),
+}
+
+
+def in_scope(make):
+    with keras.RematScope():
+        return make()
+
+
+def check(make, kwargs, feed, loss):
+    """Returns what the check of a training says; a warning says the same."""
+    model = make()
+    model.compile("sgd", loss, **kwargs)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model.fit(**feed(*make_data(20)), verbose=0)
+    told = [each for each in found if each.category is InexactWarning]
+    texts = [f"differs: {each.message}" for each in told]
+    assert texts in ([], [model.first_batch_check])
+    return model.first_batch_check
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_program_is_told_of_exact_and_of_inexact_losses(name):
+    make, kwargs, feed, *losses = PROGRAMS[name]
+    for loss, text in zip(
+        losses or ("mse", root), ("exact", "differs"), strict=True
+    ):
+        assert check(make, kwargs, feed, loss).startswith(text + ": ")
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("kwargs", [{"micro_batch_size": 2}, STEPS], ids=str)
+def test_data_sets_on_replicas_are_looked_at(kwargs):
+    for loss, text in (("mse", "exact"), (root, "differs")):
+        with mirrored(2).scope():
+            assert check(plain, kwargs, data_set, loss).startswith(text)
+
+
+def test_it_says_why_there_is_none(caplog):
+    def say(make, **kwargs):
+        return check(make, kwargs, array, "mse")
+
+    model = plain()
+    model.compile("sgd", "mse", micro_batch_size=8)
+    assert model.first_batch_check is None
+    caplog.set_level("INFO", "accumodel")
+    assert "a custom step" in say(Steps, micro_batch_size=1)
+    assert "optimizer" in say(UpdatesItself, accum_steps=2)
+    assert "py_function" in say(around(CallsPython), micro_batch_size=4)
+    texts = [each.message for each in caplog.records]
+    assert [": not made: " in each for each in texts] == [True] * 3
+
+
+# What an error of the check becomes outside of the tests.
+def test_an_error_of_the_check_does_not_end_the_training(monkeypatch):
+    def fail(self):
+        raise KeyError("anything")
+
+    monkeypatch.setattr(check_module.Check, "result", fail)
+    with pytest.raises(KeyError):
+        check(plain, SIZE, array, "mse")
+    monkeypatch.setattr(batches, "RAISES", False)
+    assert check(plain, SIZE, array, "mse") == "not made: KeyError: 'anything'"
+
+
+# -- what only a second look, or a point that is not special, can see ----------
+
+
+class Copy(Linear):
+    """Moves an average that begins as a copy of the weights, slowly."""
+
+    momentum = 0.9
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.average = self.add_weight((FEATURES, OUTPUTS), trainable=False)
+        self.average.assign(self.dense.kernel)
+        self.built = True
+
+    def train_step(self, data):
+        gradients, weight, logs = self.compute_gradients(data)
+        self.accumulate_gradients(gradients, weight)
+        new = (1 - self.momentum) * self.dense.kernel
+        self.average.assign(self.momentum * self.average + new)
+        return logs
+
+
+class SlowCopy(Copy):
+    momentum = 0.9999
+
+
+class Slowly(Standardizes):
+    def call(self, inputs, training=None):
+        if training:
+            mean = 0.001 * ops.mean(inputs + 3.0, axis=0)
+            self.mean.assign(0.999 * self.mean + mean)
+        return inputs - self.mean
+
+
+class Centred(Linear):
+    """Reads in `after_update` what `call` assigns."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = self.add_weight((OUTPUTS,), "zeros", trainable=False)
+        self.centre = self.add_weight((OUTPUTS,), "zeros", trainable=False)
+
+    def call(self, inputs):
+        outputs = self.dense(inputs)
+        self.mean.assign(ops.mean(outputs, axis=0))
+        return outputs - self.centre
+
+    def after_update(self):
+        self.centre.assign(0.5 * self.centre + 0.5 * self.mean)
+
+
+class Unweighted(Linear):
+    def train_step(self, data):
+        gradients, _, logs = self.compute_gradients(data)
+        self.accumulate_gradients(gradients)
+        return logs
+
+
+class Grows(Linear):
+    """Adds a loss of the batch with a factor that begins at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = self.add_weight((), "zeros", trainable=False)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        norm = ops.sqrt(ops.sum(ops.mean(y_pred, axis=0) ** 2))
+        return ops.mean((y - y_pred) ** 2) + self.factor * norm
+
+
+class Branch(layers.Layer):
+    """Begins as the identity, and hides what it adds."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape[-1:], "zeros")
+
+    def call(self, inputs):
+        return inputs + self.scale * (inputs - ops.mean(inputs, 0))
+
+
+class Draws16(Steps):
+    """Draws as many numbers as there are in a batch."""
+
+    def train_step(self, data):
+        x, y = data
+        noise = keras.random.normal((8, 1), seed=1)
+        return super().train_step((x + noise, y))
+
+
+class Routes(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(1)
+
+    def call(self, inputs):
+        drawn = keras.random.categorical(inputs, 6, seed=self.seed)
+        return inputs * ops.cast(drawn, inputs.dtype)
+
+
+def other_classes(y, p):
+    """Compares pairs of other classes: nothing, if the rows are of one."""
+    y = ops.reshape(y, (-1, 1))
+    others = ops.cast(y != ops.transpose(y), "float32")
+    return ops.sum(others * (p @ ops.transpose(p)), axis=-1)
+
+
+def in_order(x, y):
+    return array(x, np.repeat([0, 1], len(x) // 2))
+
+
+def ten(x, y):
+    return {"x": x[:10], "y": y[:10], "batch_size": 10}
+
+
+UNSEEN = {
+    "a copy": (Copy, SIZE, array, "mse", "variable' " + STATE),
+    "a slow copy": (SlowCopy, SIZE, array, "mse", "variable' " + STATE),
+    "a slow state": (around(Slowly), SIZE, array, "mse", STATE),
+    "read after the update": (
+        Centred,
+        SIZE,
+        array,
+        "mse",
+        "variable' " + STATE,
+    ),
+    "without a weight": (Unweighted, SIZE, ten, "mse", "tf.shape(x)[0]"),
+    "a factor of 0": (Grows, SIZE, array, None, LOSS),
+    "a branch of 0": (around(Branch), SIZE, array, "mse", "'branch' differ"),
+    "a fixed size": (
+        Draws16,
+        {"micro_batch_size": 1},
+        array,
+        "mse",
+        "a size is fixed",
+    ),
+    "a draw": (around(Routes), SIZE, array, "mse", "'routes' draws numbers"),
+    "classes in order": (plain, SIZE, in_order, other_classes, LOSS),
+    "auto": (plain, {"micro_batch_size": "auto"}, array, root, "would not be"),
+    "the cache does not help": (
+        around(Adds),
+        SIZE | {"gradient_cache": True},
+        array,
+        "mse",
+        "does not help",
+    ),
+}
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_hides_is_told_of(name):
+    make, kwargs, feed, loss, text = UNSEEN[name]
+    found = check(make, kwargs, feed, loss)
+    assert found.startswith("differs")
+    assert text in found
+
+
+def even(x, y):
+    return array(x[:16], y[:16])
+
+
+class Watches(layers.Layer):
+    """Counts, and reads nothing."""
+
+    def build(self, shape):
+        self.calls = self.add_weight((), "zeros", trainable=False)
+
+    def call(self, inputs):
+        self.calls.assign_add(1.0)
+        return inputs
+
+
+class Groups(layers.Layer):
+    """Looks at groups of 4 samples that follow each other."""
+
+    def call(self, inputs):
+        size = tf.minimum(4, tf.shape(inputs)[0])
+        groups = tf.reshape(inputs, (-1, size, 6))
+        groups -= tf.reduce_mean(groups, 1, keepdims=True)
+        return tf.ensure_shape(tf.reshape(groups, (-1, 6)), (None, 6))
+
+
+class GroupsOfFour(layers.Layer):
+    def call(self, inputs):
+        groups = tf.reshape(inputs, (-1, 4, 6))
+        groups -= tf.reduce_mean(groups, 1, keepdims=True)
+        return tf.ensure_shape(tf.reshape(groups, (-1, 6)), (None, 6))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [around(Watches), around(Groups), around(GroupsOfFour), Unweighted],
+    ids=["counter", "groups", "groups of four", "equal parts"],
+)
+def test_it_is_not_wrong(make):
+    assert check(make, SIZE, even, "mse").startswith("exact")
+
+
+def test_it_waits_for_a_batch_that_is_split():
+    model = plain()
+    model.compile("sgd", root, micro_batch_size=4)
+    x, y = make_data()
+    model.fit(x[:4], y[:4], batch_size=4, verbose=0)
+    model.train_on_batch(x[:3], y[:3])
+    assert model.first_batch_check.startswith("not made")
+    model.micro_batch_size = 2
+    with pytest.warns(InexactWarning):
+        model.fit(x[:4], y[:4], batch_size=4, verbose=0)
 
 
 # -- how it is used ------------------------------------------------------------

@@ -7,7 +7,7 @@ Only `model.py` imports this. A feature meets the core at the points that
 from accumodel._features import rematerialization
 from accumodel._features.auto import Auto
 from accumodel._features.fastest import Fastest
-from accumodel._features.first_batch import FirstBatch
+from accumodel._features.first_batch.batches import FirstBatch
 from accumodel._features.trim_padding import Trimmer
 from accumodel._features.whole_batch.stages import WholeBatch
 from accumodel._keras_and_tf import hooks

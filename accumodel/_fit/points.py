@@ -15,8 +15,8 @@ has a method for each point that it takes part in.
 | `is_needed()`                  | when a step is planned                      |
 | `begin_fit(given)`,            | by `fit`, with its arguments by name, and   |
 | `end_epoch(logs)`              | at the end of each epoch                    |
-| `first_batches(batches,        | before a function runs for the first time;  |
-| trains)`                       | returns the same batches                    |
+| `first_batches(batches,        | before each run of a function; returns the  |
+| trains)`                       | same batches                                |
 | `around(function, trains)`     | for what to call instead of a function      |
 | `around_batch()`,              | for scopes in which a fed batch, or one of  |
 | `around_parts(plan, trains)`   | its micro-batches, is traced                |
@@ -27,8 +27,6 @@ has a method for each point that it takes part in.
 | `keeps_test_step()`            | whether a custom one gets the batch whole   |
 | `call_compiled(function, data)`| to run what XLA compiled for a micro-batch  |
 | `check_graph(graph)`           | when a micro-batch was traced               |
-| `end_batch(plan, train_step)`  | when all micro-batches of a fed batch were  |
-|                                | added, and before it counts                 |
 | `current_size()`               | for the largest micro-batch so far          |
 """
 

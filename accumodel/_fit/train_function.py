@@ -116,8 +116,6 @@ def _train(model, train_step, data):
         if "variables which have been deleted" in str(error):
             _refuse_function(model, error)
         raise
-    for end in state.features.at("end_batch"):
-        end(plan, train_step)
     is_added = fed_batch.end(state.accumulators)
     if is_added or not model.trainable_variables:
         return logs
@@ -187,9 +185,9 @@ def _make(model, name, run, make):
         try:
             if not is_ready:
                 batches = variables.make_first(state.plan(), trains, batches)
-                for take in state.features.at("first_batches"):
-                    batches = take(batches, trains)
                 is_ready = True
+            for take in state.features.at("first_batches"):
+                batches = take(batches, trains)
             return function(batches)
         except BaseException as error:
             if trains:

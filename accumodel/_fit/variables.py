@@ -35,6 +35,12 @@ def make_first(plan, trains, batches):
     return batches
 
 
+def make(plan, data):
+    """Makes the variables of a model that is not built, for a batch of it."""
+    if not private_names.is_built(plan.model):
+        _trace(plan, _all_of(plan, trains=True), data)
+
+
 def _are_missing(plan, data):
     """Whether a step may need variables that it cannot make."""
     model = plan.model
@@ -67,7 +73,9 @@ def _trace(plan, step, data):
 
     def run(data):
         data = keras.tree.map_structure(without_optionals, data)
-        end = tf.minimum(count_samples(data), plan.size)
+        end = count_samples(data)
+        if plan.size is not None:
+            end = tf.minimum(end, plan.size)
         # A `tf.function` in the model may not be traced again.
         with contextlib.ExitStack() as stack:
             fed_batch = FedBatch(is_split=True)

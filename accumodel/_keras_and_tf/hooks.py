@@ -248,16 +248,29 @@ def replaced_test_step(model, test):
 _updates = Hook(lambda: _find_method(keras.optimizers.Optimizer, "apply"))
 
 
-def without_updates():
-    """Returns a scope in which optimizers raise in this thread.
-
-    A custom step may call one, which assigns to variables of TensorFlow.
-    """
+def without_updates(error):
+    """Returns a scope in which optimizers raise an error in this thread."""
 
     def refuse(*_, **__):
-        raise RuntimeError("An optimizer would have updated the weights.")
+        raise error
 
     return _updates(apply=refuse)
+
+
+_functions = Hook(lambda: [(type(tf.function(lambda: None)), "__call__")])
+
+
+def functions_traced_anew():
+    """Returns a scope in which each call of a `tf.function` is a new trace.
+
+    So what is traced in it is not kept for later calls.
+    """
+
+    def call(original, function, *args, **kwargs):
+        anew = tf.function(function.python_function)
+        return original(anew, *args, **kwargs)
+
+    return _functions(__call__=call)
 
 
 # If it is not called, the first step raises with `sync_batch_norm`.

@@ -86,6 +86,23 @@ def _check_masks():
         )
 
 
+def tracked_metrics(model):
+    """Returns the metrics in attributes, which an own `metrics` may leave out.
+
+    If Keras renames them, the check may look at their variables in vain.
+    """
+    return getattr(model, "_metrics", [])
+
+
+@functools.cache
+def own_attributes():
+    """Returns the names of what Keras keeps in each layer and model."""
+    inputs = keras.Input((1,), name="probe")  # names and seeds are not used up
+    layer = keras.layers.Flatten(name="layer")
+    model = KerasModel(inputs, layer(inputs), name="probe")
+    return frozenset(vars(model)) | frozenset(vars(layer))
+
+
 # -- random numbers ------------------------------------------------------------
 
 

@@ -1,0 +1,218 @@
+"""Takes the first fed batches, has them checked, and says what was found."""
+
+import concurrent.futures
+import itertools
+import logging
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from accumodel._features.auto import is_out_of_memory
+from accumodel._features.first_batch.check import Check
+from accumodel._features.first_batch.kept import NotMade
+from accumodel._fit import variables
+from accumodel._keras_and_tf import private_names, replicas
+from accumodel._keras_and_tf.checks import InexactWarning
+from accumodel._keras_and_tf.optimizers import trained_norms
+from accumodel._micro_batch.split import as_tensors, count_samples
+
+# Whether an error of the check itself raises, as in the tests.
+RAISES = False
+
+# How many batches are looked at in a `fit` until one is split.
+_LOOKS = 8
+
+_logger = logging.getLogger("accumodel")
+
+
+class FirstBatch:
+    """Takes the first batches after `compile`, and has them checked once."""
+
+    def __init__(self, state):
+        self._state = state
+        self.result: str | None = None
+        self._fed: list = []  # those that make a comparison, so far
+        self._looks = 0
+        self._is_done = self._has_warned = False
+        self._is_even = False  # whether all micro-batches are as large
+
+    @staticmethod
+    def is_on(options):
+        return options.verify
+
+    def begin_fit(self, given):
+        self._looks, self._fed = 0, []
+        self._is_even = _is_even(self._state, given)
+
+    def end_epoch(self, logs):
+        size = self._state.model.current_micro_batch_size
+        if size is not None and not isinstance(
+            self._state.options.micro_batch_size, int
+        ):
+            self._warn_about_norms(self._state.batch_size or 0, size)
+
+    def first_batches(self, batches, trains):
+        """Takes the first batch, and returns the same batches."""
+        if not (trains and self._must_look(batches)):
+            return batches
+        spec = getattr(batches, "element_spec", None)
+        first = next(batches, None)
+        if first is None:
+            return batches
+        count = self._state.model.steps_per_execution - 1
+        rest = itertools.chain([first], itertools.islice(batches, count))
+        self._look(first)
+        if spec is None:
+            return rest
+        return self._as_iterator(rest, spec)
+
+    def _as_iterator(self, batches, spec):
+        """Returns an iterator of the same type, for which no step is traced."""
+        strategy = self._state.strategy
+        if strategy.num_replicas_in_sync == 1:
+            data = tf.data.Dataset.from_generator(
+                lambda: batches, output_signature=spec
+            )
+            return iter(data)
+        with replicas.scope_of(strategy):
+            return iter([*batches])
+
+    def _must_look(self, batches):
+        state, model = self._state, self._state.model
+        if self._is_done:
+            return False
+        if replicas.is_multi_worker(state.strategy):
+            return self._end(
+                "not made: several workers would wait for each other"
+            )
+        if not tf.executing_eagerly():
+            return self._end("not made: the model trains inside of a function")
+        if self._makes_cycles():
+            return True
+        size = model.micro_batch_size
+        if size is None:
+            return False
+        if not isinstance(size, int):
+            return True
+        known = state.batch_size if hasattr(batches, "element_spec") else None
+        if known is None:
+            return self._looks < _LOOKS
+        return known > size * state.strategy.num_replicas_in_sync
+
+    def _makes_cycles(self):
+        """Whether several fed batches may make one update."""
+        steps = [each.accum_steps for each in self._state.accumulators]
+        return max([self._state.options.accum_steps, *steps]) > 1
+
+    def _look(self, first):
+        """Notes a batch, and has it checked if there are enough."""
+        state = self._state
+        with replicas.scope_of(state.strategy):
+            data = tf.nest.map_structure(
+                lambda leaf: replicas.local_results(leaf)[0], first
+            )
+        data = as_tensors(keras.tree.map_structure(_without_optional, data))
+        samples, size = int(count_samples(data)), state.model.micro_batch_size
+        cycles = self._makes_cycles()
+        if not cycles and isinstance(size, int) and samples <= size:
+            self._looks += 1
+            self.result = "not made: no batch was split so far"
+            return
+        is_split = isinstance(size, int) and samples > size
+        if is_split:
+            self._warn_about_norms(samples, size)
+        self._fed.append(data)
+        if cycles and not is_split:
+            if len(self._fed) > 1:
+                self._warn_about_norms(2, 1)
+            rows = sum(int(count_samples(each)) for each in self._fed)
+            full = len(self._fed) >= self._most_steps()
+            if not full and (len(self._fed) < 2 or rows < 3):
+                self.result = "not made: no update was made of several batches"
+                return
+        fed, self._fed = self._fed, []
+        self._check(fed)
+
+    def _most_steps(self):
+        steps = [each.accum_steps for each in self._state.accumulators]
+        return max([self._state.options.accum_steps, *steps])
+
+    def _check(self, fed):
+        """Checks the batches, and warns if they show a difference."""
+        state = self._state
+        self._is_done = True
+        try:
+            if not private_names.is_built(state.model):
+                variables.make(state.plan(), fed[0])
+            found = _outside(Check(state, fed, self._is_even).result)
+        except NotMade as error:
+            found = f"not made: {error}"
+        except Exception as error:
+            if RAISES:
+                raise
+            found = f"not made: {type(error).__name__}: {error}"
+            if is_out_of_memory(error):
+                found = "not made: memory ran out in the check"
+        self._end(found)
+        kind, _, text = found.partition(": ")
+        if kind != "differs" or state.loss_weights.warned:
+            return
+        warnings.warn(text, InexactWarning, stacklevel=2)
+
+    def _end(self, result):
+        self.result, self._is_done = result, True
+        _logger.info("The check on the first batch: %s", result)
+        return False
+
+    def _warn_about_norms(self, samples, size):
+        """Warns of normalizations if a batch was split."""
+        state = self._state
+        if (
+            self._has_warned
+            or (state.options.sync_batch_norm and not self._makes_cycles())
+            or samples <= size
+            or not trained_norms(state.model)
+        ):
+            return
+        self._has_warned = True
+        warnings.warn(
+            "Batch normalization normalizes each micro-batch by itself, so the "
+            "weights are not those of the large batch. Compile with "
+            "`micro_batch_size` and `sync_batch_norm=True`, which is exact; or "
+            "use `GroupNormalization`, or freeze the layer. With 16 samples or "
+            "more in a micro-batch it usually trains well all the same; "
+            "`compile(verify=False)` hides this warning.",
+            InexactWarning,
+            stacklevel=2,
+        )
+
+
+def _outside(function):
+    """Calls a function outside of all strategies."""
+    if not tf.distribute.has_strategy():
+        return function()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def _without_optional(leaf):
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf
+
+
+def _is_even(state, given):
+    """Whether all micro-batches of a `fit` are known to be of one size."""
+    x, batch, size = (
+        given.get("x"),
+        state.batch_size,
+        state.model.micro_batch_size,
+    )
+    if batch is None or given.get("validation_split"):
+        return False
+    leaves = keras.tree.flatten(x)
+    is_array = all(isinstance(each, np.ndarray | tf.Tensor) for each in leaves)
+    if is_array and leaves[0].shape[0] % batch:
+        return False
+    batch //= state.strategy.num_replicas_in_sync
+    return not isinstance(size, int) or not batch % -(-batch // size)

@@ -1,0 +1,421 @@
+"""Compares some samples in micro-batches with the same in one piece.
+
+    first look    a few rows, spread over the batch, in parts of unequal size,
+                  at a point that is not special; then other rows
+    second look   if they differ: rows that follow each other, in the sizes of
+                  the training, in which groups of samples may be whole
+
+With a tape, no more samples are in a step at once than in the training.
+"""
+
+import contextlib
+import typing
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from accumodel._features.first_batch import causes
+from accumodel._features.first_batch.kept import (
+    NotMade,
+    PythonState,
+    Variables,
+    forget_tensors,
+    is_of,
+    owners_of,
+    shake,
+)
+from accumodel._features.first_batch.runs import NoRowsError, Runner
+from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.optimizers import (
+    tf_variable,
+    trained_norms,
+    with_inner_optimizers,
+)
+from accumodel._micro_batch.assignments import is_random, nodes_of
+from accumodel._micro_batch.split import count_samples
+
+# The samples of a comparison.
+_SAMPLES = 3
+
+# What rounding is less than, as a share of the largest entry, for each dtype.
+_ROUNDING = {8: 1e-8, 4: 1e-4, 2: 3e-2}
+
+# In the types of the operations that act outside of TensorFlow.
+_OUTSIDE = {"Print": "`tf.print`", "PyFunc": "a `tf.py_function`"}
+
+_UNSURE = " would not be, if memory ran out and batches were split, "
+
+_KINDS = ("outputs", "by_outputs", "own", "added", "gradients")
+
+
+class Found(typing.NamedTuple):
+    """What differs: its kind, by how much, and where."""
+
+    kind: str
+    share: float = 0.0
+    key: typing.Any = None
+
+
+class _FailsError(Exception):
+    """The parts do not run either."""
+
+
+class Check:
+    """One check, of fed batches of one replica in a list.
+
+    `is_even` if all micro-batches of the training are known to be as large.
+    """
+
+    def __init__(self, state, fed, is_even):
+        self._model, self._state = state.model, state
+        self._plan, self._is_even = state.plan(), is_even
+        self._data = _joined(fed)
+        samples = int(count_samples(self._data))
+        size = state.options.micro_batch_size
+        self._is_sure = isinstance(size, int) or size is None  # to be split
+        self._size = size if isinstance(size, int) else samples
+        if size is None:
+            self._size = max(int(count_samples(each)) for each in fed)
+        own = {"train_step", "compute_gradients"} & self._plan.overridden
+        self._is_custom = bool(own) or state.overrides("accumulate_gradients")
+        trims = self._plan.features.at("order")
+        self._by_outputs = not self._is_custom and (
+            not trims or self._size < 2 or self._plan.needs_whole_batch
+        )
+        self._count = min(_SAMPLES, samples)
+        if not self._by_outputs:
+            self._count = min(self._count, self._size)
+        self._samples = samples
+        self._adds_up, self._largest, self._is_zero = True, 0.0, True
+        widths = {
+            tf.as_dtype(each.compute_dtype).size
+            for each in private_names.flat_layers(self._model)
+            if each.compute_dtype
+            and tf.as_dtype(each.compute_dtype).is_floating
+        }
+        self._rounding = _ROUNDING[min(widths & _ROUNDING.keys(), default=4)]
+        step = self._model.train_step
+        self._step = getattr(step, "python_function", step)
+
+    def result(self):
+        """Returns what is found, which begins with "exact" or "differs"."""
+        python = PythonState(owners_of(self._model))
+        try:
+            found = self._find()
+        finally:
+            python.put_back()
+            forget_tensors(self._model)
+        if found is not None:
+            return "differs: " + found
+        if self._is_zero:
+            raise NotMade("the gradient of the loss by its samples is zero")
+        return (
+            f"exact: {self._count} samples and {self._count} others differ by "
+            f"at most {self._largest:.1g} of the largest "
+            f"{'output' if self._by_outputs else 'gradient'}"
+        )
+
+    def _find(self):
+        """Returns a text of what differs, or `None`."""
+        if self._count < 2:
+            return self._find_fixed_size()
+        if not self._trace(self._spread()):
+            return causes.TF_RANDOM
+        with contextlib.ExitStack() as stack:
+            self._variables.put_back_later(stack)
+            self._move(self._variables.used)
+            try:
+                found = self._look_twice()
+            except FloatingPointError:
+                stack.close()  # at the point where the training begins
+                found = self._look_twice()
+            return found and self._say(found)
+
+    def _move(self, variables):
+        shake(variables)
+        for each in with_inner_optimizers(self._model.optimizer):
+            scale = getattr(each, "dynamic_scale", None)
+            if scale is not None and any(
+                tf_variable(scale) is used for used in variables
+            ):
+                scale.assign(1.0)  # no sum overflows
+
+    def _find_fixed_size(self):
+        """Looks only at whether a step can be traced with two samples.
+
+        A custom one would need as much memory as for two.
+        """
+        one, two = self._slice(0, 1), self._spread(2)
+        self._runner(one, as_is=True)
+        try:
+            self._runner(two, as_is=True)
+        except ValueError as error:
+            return causes.fixed_size(error)
+        raise NotMade(
+            "a custom step is compared with two samples at once, and it gets "
+            "one at a time"
+        )
+
+    # -- data ------------------------------------------------------------------
+
+    def _spread(self, count=None):
+        """Returns rows for both comparisons, one after the other."""
+        n, count = self._samples, (count or 2 * self._count) // 2
+        if "slice_data" in self._plan.overridden:
+            return self._slice(0, min(2 * count, n))
+        spread = np.linspace(0, n, 2 * count, endpoint=False).astype(int)
+        places = [*spread[::2], *spread[1::2]]
+        if n < 2 * count:
+            places = [*range(count), *reversed(range(n - count, n))]
+        return _joined([self._slice(i, i + 1) for i in places])
+
+    def _slice(self, begin, end):
+        bounds = [tf.constant(each, tf.int64) for each in (begin, end)]
+        return self._model.slice_data(self._data, *bounds)
+
+    # -- one comparison --------------------------------------------------------
+
+    def _runner(self, data, features=(), as_is=False):
+        trims = bool(self._plan.features.at("order")) and not self._by_outputs
+        return Runner(
+            self._plan,
+            self._step,
+            data,
+            by_outputs=self._by_outputs,
+            is_trimmed=trims,
+            features=features,
+            as_is=as_is,
+        )
+
+    def _trace(self, data):
+        """Makes the runners of some data; `False` if it draws by TensorFlow."""
+        try:
+            self._whole = self._parts = self._runner(data)
+        except NoRowsError:
+            if self._plan.needs_whole_batch or self._size < 2:
+                raise NotMade("an output has no axis of samples") from None
+            self._by_outputs = False
+            self._count = min(self._count, self._size)
+            return self._trace(self._spread())
+        if not self._by_outputs and self._plan.features.at("order"):
+            self._parts = self._runner(data, self._plan.features)
+        functions = [self._whole.function, self._parts.function]
+        nodes = nodes_of(self._whole.graph.as_graph_def())
+        for node in nodes:
+            for kind, name in _OUTSIDE.items():
+                if kind in node.op:
+                    raise NotMade(f"it calls {name}, which would run again")
+        self._variables = Variables(functions)
+        return not any(map(is_random, nodes))
+
+    def _look_twice(self):
+        """Returns what is `Found`, or `None`."""
+        c = self._count
+        found = None
+        try:
+            for begin in dict.fromkeys((0, self._rows() - c)):
+                found = found or self._compare(begin, begin + c, (c + 1) // 2)
+        except _FailsError as error:
+            found = Found("fails", key=error.__cause__)
+        weights = Found("weights")
+        if found is None and not (self._adds_up or self._is_even):
+            return weights
+        end, size = self._own_sizes()
+        if found is None or end <= c or not self._is_sure:
+            return found
+        variables, runners = self._variables, (self._whole, self._parts)
+        if not self._trace(self._slice(0, end)):
+            return found
+        try:
+            again = self._compare(0, end, size)
+        except _FailsError as error:
+            raise NotMade(f"the step fails: {error.__cause__}") from error
+        if again is not None:
+            self._variables, (self._whole, self._parts) = variables, runners
+            return again if found.kind == "fails" else found
+        return None if self._adds_up or self._is_even else weights
+
+    def _rows(self):
+        data = self._whole._data
+        return int(count_samples(data))
+
+    def _own_sizes(self):
+        """Returns how many rows to take in the sizes of the training."""
+        if self._by_outputs:  # without a tape, so twice as many may fit
+            return min(2 * self._size, self._samples), self._size
+        end = min(self._size, self._samples)
+        return end, -(-end // 2)
+
+    def _compare(self, begin, end, size):
+        """Returns what differs between rows in parts and in one piece."""
+        try:
+            parts, after_parts = self._run(self._parts, begin, end, size)
+        except tf.errors.InvalidArgumentError as error:
+            raise _FailsError from error
+        try:
+            whole, after_whole = self._run(self._whole, begin, end, end - begin)
+        except tf.errors.InvalidArgumentError as error:
+            return Found("fixed", key=error)
+        for one, other in zip(whole.weights, parts.weights, strict=True):
+            self._adds_up &= one is None or abs(one - other) <= 1e-3 * abs(one)
+        for i, variable in enumerate(self._variables.assigned):
+            if self._differs(i, after_whole[i], after_parts[i]) and (
+                self._matters(variable, begin, end)
+            ):
+                return Found("state", key=variable)
+        return self._difference(whole.arrays, parts.arrays)
+
+    def _run(self, runner, *rows):
+        """Returns what a runner makes, and the values of what it assigns."""
+        with contextlib.ExitStack() as stack:
+            before = [each.read_value() for each in self._variables.assigned]
+            self._before = before
+            for each, value in zip(
+                self._variables.assigned, before, strict=True
+            ):
+                stack.callback(each.assign, value)
+            return runner.run(*rows), self._variables.values()
+
+    def _difference(self, whole, parts):
+        for kind in _KINDS:
+            pairs = {
+                key: (value, parts.get(key, np.zeros(())))
+                for key, value in whole.items()
+                if key[0] == kind
+            }
+            sizes = {k: np.abs(a).max(initial=0) for k, (a, _) in pairs.items()}
+            largest = max(sizes.values(), default=0.0)
+            if not np.isfinite(largest):
+                raise FloatingPointError
+            if pairs and kind != "added":
+                self._is_zero &= largest == 0
+            rounding = self._rounding * (10 if kind == "gradients" else 1)
+            rounding = min(rounding, _ROUNDING[2])
+            shares = {}
+            for key, (one, other) in pairs.items():
+                if one.shape != other.shape and other.shape:
+                    return Found(kind, 1.0, key)
+                bound = sizes[key] + largest * 1e-2
+                error = np.abs(one - other).max(initial=0)
+                shares[key] = error / bound if bound else 0.0
+                self._largest = max(self._largest, error / (largest or 1.0))
+            key = max(shares, key=shares.__getitem__, default=None)
+            if key is not None and not shares[key] <= rounding:
+                return Found(kind, shares[key], key)
+        return None
+
+    # -- states ----------------------------------------------------------------
+
+    def _differs(self, i, whole, parts):
+        """Whether more was added to a state in parts than in one piece."""
+        variable, before = (
+            self._variables.assigned[i],
+            np.array(self._before[i]),
+        )
+        if any(is_of(each, variable) for each in self._ignored()):
+            return False
+        if not np.issubdtype(before.dtype, np.floating):
+            is_drawn = self._plan.features.at("order") and (
+                private_names.is_seed(variable)
+            )
+            return not (is_drawn or np.array_equal(whole, parts))
+        numbers = [each.astype("float64") for each in (before, whole, parts)]
+        before, whole, parts = numbers
+        change = np.abs(whole - before).max(initial=0)
+        units = 16 * np.finfo(variable.dtype.as_numpy_dtype).eps
+        bound = max(self._rounding * 100, 1e-2)
+        bound = max(
+            min(bound, 0.1) * change, units * np.abs(before).max(initial=0)
+        )
+        return not np.abs(whole - parts).max(initial=0) <= bound
+
+    def _ignored(self):
+        """Returns what differs by design, or is known by its own warning."""
+        model = self._model
+        owners = [*model.metrics, *private_names.loss_trackers(model)]
+        owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
+        return [tf_variable(v) for each in owners for v in each.variables]
+
+    def _matters(self, variable, begin, end):
+        """Whether the value of a state changes anything, or only watches."""
+        model = self._model
+        if self._state.overrides("after_update"):
+            update = tf.function(model.after_update, autograph=False)
+            used = update.get_concrete_function().variables
+            if any(variable is each for each in used):
+                return True
+        x, *_ = keras.utils.unpack_x_y_sample_weight(self._whole._data)
+        infer = tf.function(
+            lambda: private_names.call_model(model, x, training=False),
+            autograph=False,
+        )
+        functions = [
+            lambda: self._run(self._whole, begin, end, end - begin)[0].arrays,
+            lambda: dict(enumerate(map(np.array, tf.nest.flatten(infer())))),
+        ]
+        before = variable.read_value()
+        for function in functions:
+            try:
+                one = function()
+            except NotImplementedError:  # a custom step needs no `call`
+                continue
+            moved = before + tf.cast(1, before.dtype)
+            if before.dtype.is_floating:
+                moved = before * 1.25 + 0.1
+            variable.assign(moved)
+            try:
+                other = function()
+            finally:
+                variable.assign(before)
+            if any(not np.array_equal(one[k], other[k]) for k in one):
+                return True
+        return self._follows_weights(variable, begin, end)
+
+    def _follows_weights(self, variable, begin, end):
+        """Whether a state is an average of weights: data do not change it."""
+        (i,) = [
+            i for i, e in enumerate(self._variables.assigned) if e is variable
+        ]
+        rows, count = self._rows(), end - begin
+
+        def move(begin):
+            return self._run(self._whole, begin, begin + count, count)[1][i]
+
+        one = move(begin)
+        if not np.array_equal(one, move(rows - count - begin)):
+            return False
+        with contextlib.ExitStack() as stack:
+            for each in self._variables.used:
+                if each.trainable:
+                    stack.callback(each.assign, each.read_value())
+                    each.assign(each * tf.cast(1.25, each.dtype))
+            return not np.array_equal(one, move(begin))
+
+    # -- words -----------------------------------------------------------------
+
+    def _say(self, found):
+        words = causes.Words(self._state, self._whole, self._is_custom)
+        text = words.say(found, self._adds_up, self._count)
+        if not self._is_sure:
+            text = text.replace(" will not be ", _UNSURE)
+        return (
+            f"{text} `compile(verify=False)` switches this check off. "
+            f"Received: model={self._model}"
+        )
+
+
+def _joined(batches):
+    """Returns the rows of several batches in one."""
+    if len(batches) == 1:
+        return batches[0]
+
+    def join(*leaves):
+        first = leaves[0]
+        if isinstance(first, tf.SparseTensor):
+            return tf.sparse.concat(0, leaves)
+        if not hasattr(first, "shape") or not tf.TensorShape(first.shape).rank:
+            return first
+        return tf.concat(leaves, 0)
+
+    return keras.tree.map_structure(join, *batches)

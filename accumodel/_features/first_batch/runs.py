@@ -1,0 +1,296 @@
+"""How a step runs on some samples, in one piece or in parts.
+
+A step of Keras's own is run by its outputs. The gradient of a batch is the sum
+over its samples of the gradient by their outputs, times those of the outputs by
+the weights. So it is right in parts if
+
+1. the outputs of a sample do not depend on the others;
+2. the gradients of the loss by the outputs do not, and neither do those by
+   weights that the loss itself uses;
+3. losses that are added are means with the same weights.
+
+That needs a forward pass without a tape, and no metric, optimizer or sum. A
+custom step is run as it is, and the gradients are taken where they would be
+added: sketches of them, one after the other.
+
+One function is traced, of which rows to take and of how to split them. So what
+is drawn, and what is known of shapes, is as in the training.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import typing
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from accumodel._features.first_batch.kept import NotMade, forget_tensors
+from accumodel._features.trim_padding import same_draws
+from accumodel._fit.points import Features
+from accumodel._keras_and_tf import hooks, private_names
+from accumodel._keras_and_tf.replicas import make_sum
+from accumodel._micro_batch import outcome
+from accumodel._micro_batch.random_numbers import RandomNumbers
+from accumodel._micro_batch.split import MicroBatches, count_samples
+from accumodel._micro_batch.step import one_step
+from accumodel._update.engine import FedBatch
+
+# The most entries of a gradient that are kept, see `_sketch`.
+_ENTRIES = 2**16
+
+
+_UPDATES = NotMade("the step calls an optimizer, which would move weights")
+
+
+class Runner:
+    """Runs the step of a model on rows of some data."""
+
+    def __init__(
+        self, plan, step, data, by_outputs, is_trimmed, features=(), as_is=False
+    ):
+        self._step, self._data = step, data
+        self._as_is = as_is  # with rows of which the number is known
+        self._model, self.by_outputs = plan.model, by_outputs
+        self._has_whole_loss = plan.needs_whole_batch
+        self.plan = dataclasses.replace(
+            plan,
+            options=dataclasses.replace(plan.options, micro_batch_size=1),
+            is_compiled=False,
+            assigned=collections.defaultdict(dict),
+            numbers=_OwnNumbers(is_trimmed),
+            features=Features(features),
+        )
+        self._accumulators: list = []  # in the order of what is returned
+        scalar = tf.TensorSpec((), tf.int64)
+        function = tf.function(self._run, autograph=False)
+        forget_tensors(self._model)
+        with self._opened():
+            self.function = function.get_concrete_function(*[scalar] * 4)
+        self.graph = self.function.graph
+
+    def _opened(self):
+        """Returns the scopes in which the step is traced."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(hooks.without_updates(_UPDATES))
+        stack.enter_context(hooks.functions_traced_anew())
+        if not self.plan.options.sync_batch_norm or self.by_outputs:
+            stack.enter_context(hooks.replaced_moments(_inference))
+        for each in self._model._accumulation.accumulators:
+            stack.enter_context(hooks.replaced(each, "_has_weights", None))
+        return stack
+
+    def _run(self, begin, end, i, size):
+        plan = dataclasses.replace(self.plan, size=size)
+        data = self._model.slice_data(self._data, begin, end)
+        parts = MicroBatches(plan, data)
+        with contextlib.ExitStack() as stack:
+            for scope in plan.around_parts(trains=True):
+                stack.enter_context(scope(parts, i))
+            taken = _Taken()
+            data = self._data if self._as_is else parts.data_of(i)
+            with one_step(plan, data, taken):
+                if self.by_outputs:
+                    return self._outputs(plan, data)
+                made = self._step(data)
+                if self.by_outputs is None:
+                    return made
+        self._accumulators = taken.accumulators
+        return {"terms": taken.terms}
+
+    def _outputs(self, plan, data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        model = plan.model
+        y_pred = private_names.call_model(model, x, training=True)
+        # Those of Keras's regularizers are the same in all parts.
+        made = {"added": [tf.reduce_sum(each) for each in model.losses]}
+        outputs = floats(y_pred)
+        if any(not each.shape.rank for each in outputs):
+            raise NoRowsError
+        made["outputs"] = outputs
+        if self._has_whole_loss:
+            return made | {"weight": count_samples(data)}
+        args = x, y, y_pred, sample_weight
+        with tf.GradientTape() as tape:
+            tape.watch(outputs)
+            loss = outcome.call_compute_loss(model.compute_loss, *args)
+            weight = outcome.weigh(plan, *args, loss)
+        sources = [outputs, model.trainable_variables]
+        by_outputs, own = tape.gradient(loss, sources)
+        return made | {
+            "weight": weight,
+            "by_outputs": by_outputs,
+            "own": [each if each is None else _sketch(each) for each in own],
+        }
+
+    def run(self, begin, end, size):
+        """Returns what rows give in parts of a size, in a `Made`."""
+        count = -(-(end - begin) // size)
+        made = [
+            self.function(
+                *[tf.constant(each, tf.int64) for each in (begin, end, i, size)]
+            )
+            for i in range(count)
+        ]
+        made = [tf.nest.map_structure(_array, each) for each in made]
+        return self._join_outputs(made) if self.by_outputs else self._sum(made)
+
+    def compare_calls(self, call, count):
+        """Returns what a function of data returns, whole and in two parts.
+
+        Arrays in lists of lists, joined by rows.
+        """
+        step, by_outputs = self._step, self.by_outputs
+        self._step, self.by_outputs = call, None
+        scalar = tf.TensorSpec((), tf.int64)
+        function = tf.function(self._run, autograph=False)
+        try:
+            with self._opened():
+                function = function.get_concrete_function(*[scalar] * 4)
+        finally:
+            self._step, self.by_outputs = step, by_outputs
+
+        def run(i, size):
+            bounds = [tf.constant(x, tf.int64) for x in (0, count, i, size)]
+            return function(*bounds)
+
+        parts = [run(i, -(-count // 2)) for i in range(2)]
+        joined = tf.nest.map_structure(lambda *e: np.concatenate(e), *parts)
+        return tf.nest.map_structure(np.array, run(0, count)), joined
+
+    def _join_outputs(self, made):
+        factors, weight = _factors([each["weight"] for each in made])
+        joined = {}
+        for kind in ("outputs", "by_outputs", "own", "added"):
+            for j, arrays in _by_place(each.get(kind, ()) for each in made):
+                if kind != "outputs":
+                    arrays = _scaled(arrays, factors)
+                has_rows = kind in ("outputs", "by_outputs")
+                joined[kind, j] = (
+                    np.concatenate(arrays) if has_rows else (sum(arrays))
+                )
+        return Made(joined, [weight])
+
+    def _sum(self, made):
+        joined, weights = {}, []
+        for k in range(len(self._accumulators)):
+            terms = [each["terms"][k] for each in made]
+            # Several gradients of one fed batch have fractions of its weight.
+            totals = [None if w is None else w * f for w, f, _ in terms]
+            factors, weight = _factors(totals)
+            weights.append(weight)
+            for j, arrays in _by_place(each[2] for each in terms):
+                joined["gradients", k, j] = sum(_scaled(arrays, factors))
+        return Made(joined, weights)
+
+    def variable(self, key):
+        """Returns the variable of a gradient."""
+        kind, *places = key
+        if kind == "own":
+            return self._model.trainable_variables[places[0]]
+        return self._accumulators[places[0]].variables[places[1]]
+
+
+class Made(typing.NamedTuple):
+    """What rows give: arrays by kind and place, and the sums of weights."""
+
+    arrays: dict
+    weights: list
+
+
+class NoRowsError(Exception):
+    """An output has no axis of samples."""
+
+
+class _Taken(FedBatch):
+    """Takes the gradients that would be added to accumulators."""
+
+    def __init__(self):
+        super().__init__(is_split=True)
+        self.accumulators: list = []
+        self.terms: list = []
+
+    def check(self, accumulator):
+        pass  # it is outside of all strategies
+
+    def accumulate(self, accumulator, gradients, weight, fraction=1.0):
+        self.accumulators.append(accumulator)
+        sketches = [None if g is None else _sketch(g) for g in gradients]
+        if weight is not None:
+            weight = tf.cast(weight, tf.float64)
+        self.terms.append((weight, tf.cast(fraction, tf.float64), sketches))
+
+
+class _OwnNumbers(RandomNumbers):
+    """Has a variable outside of all strategies."""
+
+    def __init__(self, is_trimmed):
+        self.rows = make_sum((3,), tf.int64, "rows")
+        self._is_trimmed = is_trimmed
+
+    def around_parts(self, plan, trains):
+        if self._is_trimmed:  # by design, the training draws others
+            return lambda parts, i: same_draws()
+        return super().around_parts(plan, trains)
+
+    def spans_batches(self):
+        return False
+
+
+def _inference(layer, inputs, mask):
+    """Returns what a normalization uses in inference."""
+    moving = layer.moving_mean, layer.moving_variance
+    return tuple(tf.cast(each, inputs.dtype) for each in moving)
+
+
+def floats(structure):
+    """Returns the tensors of floats in a structure."""
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    tensors = [
+        tf.convert_to_tensor(each) for each in leaves if each is not None
+    ]
+    return [each for each in tensors if each.dtype.is_floating]
+
+
+def _array(value):
+    return None if value is None else np.asarray(tf.cast(value, tf.float64))
+
+
+def _factors(weights):
+    """Returns the factors of means or sums, and the sum of the weights."""
+    if None in weights:
+        return [1.0] * len(weights), None
+    total = sum(weights)
+    return [each / (total or 1.0) for each in weights], total
+
+
+def _by_place(lists):
+    """Yields places and what lists of arrays hold there, if anything."""
+    for place, arrays in enumerate(zip(*lists, strict=True)):
+        if arrays[0] is not None:
+            yield place, arrays
+
+
+def _scaled(arrays, factors):
+    return [a * f for a, f in zip(arrays, factors, strict=True)]
+
+
+def _sketch(gradient):
+    """Returns sums of the rows of a gradient with random signs.
+
+    A model may be large. The sketch of a difference is that of sketches.
+    """
+    shape, rows = gradient.shape, None
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient, rows = gradient.values, tf.cast(gradient.indices, tf.int64)
+    width = max(int(np.prod(shape[1:])), 1) if len(shape) else 1
+    values = tf.reshape(tf.cast(gradient, tf.float32), [-1, width])
+    if rows is None:
+        rows = tf.range(tf.shape(values, tf.int64)[0])
+    buckets = max(_ENTRIES // width, 1)
+    if len(shape) and shape[0] is not None:
+        buckets = max(min(buckets, shape[0]), 1)
+    signs = 1 - 2 * (rows * 2654435761 // 128 % 2)
+    values *= tf.cast(signs, tf.float32)[:, None]
+    return tf.math.unsorted_segment_sum(values, rows % buckets, buckets)
