@@ -248,8 +248,8 @@ def _is_mean(reduction):
         dtype = tf.as_dtype(leaf.dtype)
         values = numbers.uniform(0.1, 0.9, shape)
         if not dtype.is_floating:  # such as classes
-            values = np.arange(4).reshape(-1, *[1] * (len(shape) - 1)) % 2
-        return tf.cast(tf.broadcast_to(values, shape), dtype)
+            values = np.round(values)
+        return tf.cast(values, dtype)
 
     with tf.init_scope():
         data = tf.nest.map_structure(make_up, reduction.data)
