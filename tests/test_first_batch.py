@@ -721,17 +721,6 @@ class Steps(Linear):
         return self.compute_metrics(x, y, y_pred, sample_weight)
 
 
-class Normalizes(Steps):
-    """With a layer that keeps tensors of its first trace."""
-
-    def __init__(self):
-        super().__init__()
-        self.normalizer = layers.Normalization(mean=1.0, variance=2.0)
-
-    def call(self, inputs):
-        return self.dense(self.normalizer(inputs))
-
-
 def was_built():
     model = Linear()
     model.built = True  # as `build` leaves it, with a warning
@@ -800,7 +789,6 @@ PROGRAMS = {
     "a custom step": (Steps, METRICS, array),
     "a custom step in steps": (Steps, STEPS, data_set),
     "a custom step, eager": (Steps, SIZE | {"run_eagerly": True}, array),
-    "tensors that are kept": (Normalizes, STEPS, data_set),
     "after build": (was_built, SIZE, array),
     "class weights": (plain, SIZE, class_weights, sparse, rooted),
     "one at a time": (plain, {"accum_steps": 8}, ones),

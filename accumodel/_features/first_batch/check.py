@@ -20,7 +20,6 @@ from accumodel._features.first_batch.kept import (
     NotMade,
     PythonState,
     Variables,
-    forget_tensors,
     is_of,
     owners_of,
     shake,
@@ -105,7 +104,6 @@ class Check:
             found = self._find()
         finally:
             python.put_back()
-            forget_tensors(self._model)
         if found is not None:
             return "differs: " + found
         if self._is_zero:

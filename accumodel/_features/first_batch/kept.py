@@ -112,17 +112,6 @@ def owners_of(model):
     return [model, *private_names.flat_layers(model), *losses]
 
 
-def forget_tensors(model):
-    """Lets layers that keep tensors of a trace be built again.
-
-    Such as a `Normalization` that is given its mean, when it is built.
-    """
-    for layer in private_names.flat_layers(model):
-        values = () if layer.variables else vars(layer).values()
-        if any(tf.is_symbolic_tensor(each) for each in values):
-            layer.built = False
-
-
 class PythonState:
     """What the user's objects hold in Python: numbers, lists, arrays, etc.
 

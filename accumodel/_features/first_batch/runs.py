@@ -26,7 +26,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._features.first_batch.kept import NotMade, forget_tensors
+from accumodel._features.first_batch.kept import NotMade
 from accumodel._features.trim_padding import same_draws
 from accumodel._fit.points import Features
 from accumodel._keras_and_tf import hooks, private_names
@@ -65,7 +65,6 @@ class Runner:
         self._accumulators: list = []  # in the order of what is returned
         scalar = tf.TensorSpec((), tf.int64)
         function = tf.function(self._run, autograph=False)
-        forget_tensors(self._model)
         with self._opened():
             self.function = function.get_concrete_function(*[scalar] * 4)
         self.graph = self.function.graph
