@@ -244,8 +244,9 @@ class AccumulatingModel(keras.Model):
         through the model at once on each replica; `None` before that.
         """
         size = self.micro_batch_size
-        for current_size in self._accumulation.features.at("current_size"):
-            return current_size()
+        for feature in self._accumulation.features:
+            if feature.runs_again:
+                return feature.current_size()
         return size  # type: ignore[return-value]
 
     @property

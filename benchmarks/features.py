@@ -50,7 +50,10 @@ def make_ways(make, jit):
             **arguments,
         )
         if name == "auto":  # as after errors
-            (assign,) = model._accumulation.features.at("_assign_size")
+            (search,) = (
+                x for x in model._accumulation.features if x.runs_again
+            )
+            assign = search._assign_size
             assign(size)
         ways[f"cut {BATCHES} {name}"] = step
     return ways

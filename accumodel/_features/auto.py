@@ -30,6 +30,7 @@ from accumodel._keras_and_tf.replicas import (
     scope_of,
 )
 from accumodel._micro_batch.assignments import Recorder, check_assignments
+from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.split import ALL, count_of_each_replica
 
 _WHILE_UPDATING = (
@@ -86,13 +87,15 @@ def _check_steps(accum_steps, owner=""):
         )
 
 
-class Auto:
+class Auto(Feature):
     """Runs a fed batch of a model until memory suffices."""
 
     NAME = "auto"
+    runs_again = True
 
     def __init__(self, state):
-        self._model, self._state = state.model, state
+        super().__init__(state)
+        self._model = state.model
         # The most samples that went through the model at once.
         self._largest: int | None = None
         self._size = ALL
@@ -198,7 +201,7 @@ class Auto:
         if failed <= 1:
             self._largest = None
             self._assign_size(ALL)
-            is_joined = self._state.plan().needs_whole_batch
+            is_joined = self._state.plan().whole_batch is not None
             give_up(_ONE_SAMPLE + _WHOLE_LOSS * is_joined, error)
         self._assign_size(-(-failed // 2))
         # Python shows what a line warns of only once.

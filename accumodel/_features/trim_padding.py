@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names
+from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.random_numbers import replaced_draws
 from accumodel._micro_batch.step import current_step
 
@@ -55,9 +56,10 @@ class Trimming(typing.NamedTuple):
     follows: dict  # whether an output is cut, by paths of its targets
 
 
-class Trimmer:
+class Trimmer(Feature):
     """Cuts the fed batches of a model that is compiled."""
 
+    orders_samples = True
     ARGUMENTS = ("trim_padding",)
     CONFLICTS: typing.ClassVar[dict] = {
         **dict.fromkeys(
@@ -70,14 +72,15 @@ class Trimmer:
     }
 
     def __init__(self, state):
+        super().__init__(state)
         self._trimming: typing.Any = None
 
-    @staticmethod
-    def is_on(options):
+    @classmethod
+    def is_on(cls, options):
         return options.trim_padding is not None
 
-    @staticmethod
-    def check(model, options):
+    @classmethod
+    def check(cls, model, options):
         """Refuses a value that means nothing."""
         value, kinds = options.trim_padding, numbers.Integral | str | None
         if isinstance(value, bool) or not isinstance(value, kinds):
@@ -86,8 +89,8 @@ class Trimmer:
                 f"{type(value).__name__})"
             )
 
-    def around_parts(self, plan, trains):
-        return lambda parts, i: parts.ordered.padded()
+    def around_part(self, parts, i):
+        return parts.ordered.padded()
 
     def order(self, plan, data):
         """Returns the `Ordered` batch."""

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from accumodel._fit.end_of_cycle import with_end_of_cycle
 from accumodel._fit.options import Options
-from accumodel._fit.points import Features
 from accumodel._keras_and_tf import checks, hooks, xla
 from accumodel._keras_and_tf.private_names import is_rematerialized
 from accumodel._keras_and_tf.replicas import (
@@ -19,6 +18,7 @@ from accumodel._keras_and_tf.replicas import (
     make_sum,
     scope_of,
 )
+from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._micro_batch.split import on_host
 from accumodel._micro_batch.step import Plan, current_step
@@ -68,7 +68,7 @@ class Accumulation:
         # The `RandomNumbers`, for life: a `tf.function` in the model may read
         # its variable.
         self.numbers: typing.Any = None
-        self.features = Features()  # those that are on
+        self.features: tuple[Feature, ...] = ()  # those that are on
         self._traced_with: typing.Any = None
 
     @property
@@ -103,20 +103,18 @@ class Accumulation:
 
     def _check(self, options):
         """Refuses arguments that do not go together."""
-        kinds = Features(self._kinds)
-        for check in kinds.at("check"):
-            check(self.model, options)
-        pairs = zip(kinds.at("ARGUMENTS"), kinds.at("CONFLICTS"), strict=True)
-        for arguments, conflicts in pairs:
-            checks.check_conflicts(arguments, conflicts, self.model, options)
+        for kind in self._kinds:
+            kind.check(self.model, options)
+        for kind in self._kinds:
+            checks.check_conflicts(kind, self.model, options)
 
     def fit(self, super_fit, args, kwargs):
         """Trains the model by Keras or another base class."""
         given, args, kwargs = with_end_of_cycle(args, kwargs)
         self.loss_weights.begin_fit(given.get("y"), given.get("sample_weight"))
         self.batch_size = given["batch_size"]
-        for begin in self.features.at("begin_fit"):
-            begin(given)
+        for feature in self.features:
+            feature.begin_fit(given)
         token = fitted.set(self.accumulators)
         try:
             with self._averages_of_updates():
@@ -187,7 +185,7 @@ class Accumulation:
             assigned=self.assigned,
             loss_weights=self.loss_weights,
             numbers=self.numbers,
-            features=self.features.needed(),
+            features=tuple(x for x in self.features if x.is_needed()),
             ready_accumulator=self.ready_accumulator,
         )
 
@@ -232,7 +230,7 @@ class Accumulation:
         ):
             self.numbers = RandomNumbers(self)
         before = {} if are_new else {type(each): each for each in self.features}
-        self.features = Features(
+        self.features = tuple(
             before.get(kind) or kind(self)
             for kind in self._kinds
             if kind.is_on(options)

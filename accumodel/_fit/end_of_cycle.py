@@ -52,8 +52,8 @@ class EndOfCycle(keras.callbacks.Callback):
         self._end_cycle()
         for accumulator in state.accumulators:
             accumulator._warn_about_unsure_updates()
-        for end in state.features.at("end_epoch"):
-            end(logs)
+        for feature in state.features:
+            feature.end_epoch(logs)
 
     def _end_cycle(self):
         state = self.model._accumulation

@@ -3,7 +3,7 @@
 Every fed batch goes one way:
 
     Trainer.fit -> model.train_function     `make_train_function`, here
-        around                              of features, see `points`
+        around                              of features, see `Feature`
             Keras's function                `_make`, of `_train` as its step
                 loop.run                 for each micro-batch, `make_step`:
                     model.train_step        the user's, or that of accumodel
@@ -50,7 +50,7 @@ def make_train_function(model, make):
 def make_test_function(model, make):
     """Makes `model.test_function`, see `make_train_function`."""
     state = model._accumulation
-    keeps = any(each() for each in state.features.at("keeps_test_step"))
+    keeps = any(feature.keeps_test_step() for feature in state.features)
     is_whole = keeps and state.overrides("test_step")
     if model.micro_batch_size is None or is_whole:
         make(force=True)
@@ -107,7 +107,8 @@ def _train(model, train_step, data):
         state.splits.assign_add(tf.cast(is_split, tf.float64))
     fed_batch = FedBatch(plan.is_split)
     run = functools.partial(loop.run, plan, train_step, data, fed_batch)
-    for train in plan.features.at("train"):
+    if plan.whole_batch is not None:
+        train = plan.whole_batch.train
         run = functools.partial(train, plan, fed_batch, data)
     try:
         with _around_batch(plan):
@@ -150,17 +151,16 @@ def _test(model, test_step, data):
     """Runs a `test_step`, which may be custom, on one fed batch."""
     plan = model._accumulation.plan()
     run = functools.partial(loop.run, plan, test_step, data)
-    if "test_step" not in plan.overridden:
-        for test in plan.features.at("test"):
-            run = functools.partial(test, plan, data)
+    if plan.whole_batch is not None and "test_step" not in plan.overridden:
+        run = functools.partial(plan.whole_batch.test, plan, data)
     with _around_batch(plan):
         return run()
 
 
 def _around_batch(plan):
     stack = contextlib.ExitStack()
-    for scope in plan.features.at("around_batch"):
-        stack.enter_context(scope())
+    for feature in plan.features:
+        stack.enter_context(feature.around_batch())
     return stack
 
 
@@ -172,8 +172,8 @@ def _make(model, name, run, make):
     """
     state, trains = model._accumulation, name == "train"
     function = _make_by_keras(model, name, run, make)
-    for around in state.features.at("around"):
-        function = around(function, trains)
+    for feature in state.features:
+        function = feature.around(function, trains)
     is_ready = False  # a layer that is never called is never built
 
     def run_batches(batches):
@@ -186,8 +186,8 @@ def _make(model, name, run, make):
             if not is_ready:
                 batches = variables.make_first(state.plan(), trains, batches)
                 is_ready = True
-            for take in state.features.at("first_batches"):
-                batches = take(batches, trains)
+            for feature in state.features:
+                batches = feature.first_batches(batches, trains)
             return function(batches)
         except BaseException as error:
             if trains:

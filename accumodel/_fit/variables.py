@@ -44,10 +44,10 @@ def make(plan, data):
 def _are_missing(plan, data):
     """Whether a step may need variables that it cannot make."""
     model = plan.model
-    if plan.features.at("around_batch"):  # a scope that records
+    if any(feature.runs_again for feature in plan.features):  # it records
         return True
     if not (
-        plan.needs_whole_batch
+        plan.whole_batch
         or private_names.has_loss_trackers(model)
         or model.run_eagerly
     ):
@@ -58,7 +58,7 @@ def _are_missing(plan, data):
     with scope_of(model.distribute_strategy):
         is_on_replica = tf.distribute.has_strategy()
     # A feature that orders the samples calls the model.
-    needs_model = plan.needs_whole_batch or plan.features.at("order")
+    needs_model = bool(plan.whole_batch or plan.orders)
     return (is_on_replica or needs_model) and not private_names.is_built(model)
 
 
@@ -94,12 +94,14 @@ def _all_of(plan, trains):
     model = plan.model
     names = ("train_step", "compute_gradients") if trains else ("test_step",)
     custom = [name for name in names if name in plan.overridden]
-    if custom and not plan.needs_whole_batch:
+    if custom and plan.whole_batch is None:
         return getattr(model, custom[0])
 
     def call(data):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        if plan.needs_whole_batch:  # its loss sees all outputs, in no loop
+        if (
+            plan.whole_batch is not None
+        ):  # its loss sees all outputs, in no loop
             private_names.call_model(model, x, training=True)
         else:
             y_pred, _ = forward(model, True, x, y, sample_weight)

@@ -86,13 +86,9 @@ def _meant(cls, name):
     return " or ".join(f"`{places[each]}({each}=...)`" for each in near)
 
 
-def check_conflicts(arguments, conflicts, model, options):
-    """Refuses a feature's arguments with what they cannot be combined with.
-
-    `conflicts` is a dict from other arguments, and methods of the user's, to
-    the reasons.
-    """
-    for name in arguments:
+def check_conflicts(kind, model, options):
+    """Refuses a feature's arguments with what they cannot be combined with."""
+    for name in kind.ARGUMENTS:
         value = getattr(options, name)
         if value is None or value is False:
             continue
@@ -103,7 +99,7 @@ def check_conflicts(arguments, conflicts, model, options):
                 "pass `micro_batch_size` as well. "
                 f"{received} and micro_batch_size=None"
             )
-        for other, why in conflicts.items():
+        for other, why in kind.CONFLICTS.items():
             if getattr(options, other, False) or overrides(model, other):
                 custom = "" if hasattr(options, other) else "a custom "
                 raise ValueError(

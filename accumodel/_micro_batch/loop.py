@@ -42,8 +42,9 @@ def make_step(plan, function, fed_batch=None, losses=None):
         compiled.get_concrete_function(data)  # the trace says what to clear
         if fed_batch is not None:
             fed_batch.clear_first()
-        for call_compiled in plan.features.at("call_compiled"):
-            return call_compiled(compiled, data)
+        for feature in plan.features:
+            if feature.runs_again:
+                return feature.call_compiled(compiled, data)
         result, _ = compiled(data)
         return result
 
@@ -79,8 +80,8 @@ def run(plan, function, data, fed_batch=None):
         losses += of_batch.take()
         if tf.executing_eagerly():
             return logs, losses
-        for check in plan.features.at("check_graph"):
-            check(tf.compat.v1.get_default_graph())
+        for feature in plan.features:
+            feature.check_graph(tf.compat.v1.get_default_graph())
         logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, logs)
         # `[i]`: there may be no logs.

@@ -230,7 +230,7 @@ class Draws:
         self._of_model = plan.numbers
         self._spans = trains and plan.numbers.spans_batches()
         self.rows = plan.numbers.rows
-        self._are_in_order = not plan.features.at("order")
+        self._are_in_order = plan.orders is None
         self._seeds = States(plan.assigned["seeds"])
         self._known = [
             state

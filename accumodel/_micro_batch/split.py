@@ -50,8 +50,8 @@ class MicroBatches:
             self.count = 1
             if self.is_split:
                 self.count = tf.maximum(-(-self.samples // plan.size), 1)
-            for order in plan.features.at("order"):
-                self.ordered = order(plan, data)
+            if plan.orders is not None:
+                self.ordered = plan.orders.order(plan, data)
                 self.data = self.ordered.data
 
     @functools.cached_property

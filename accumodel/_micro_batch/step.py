@@ -12,6 +12,8 @@ import typing
 
 import tensorflow as tf
 
+from accumodel._micro_batch.feature import Feature
+
 _step: contextvars.ContextVar = contextvars.ContextVar("step", default=None)
 
 
@@ -28,7 +30,7 @@ class Plan:
     assigned: dict  # see `Accumulation`
     loss_weights: typing.Any  # the `LossWeights`
     numbers: typing.Any  # the `RandomNumbers`, or `None` if none is split
-    features: typing.Any  # the `Features` that take part
+    features: tuple[Feature, ...]  # those that take part
     ready_accumulator: typing.Any  # a function, see `Accumulation`
 
     @property
@@ -38,14 +40,20 @@ class Plan:
 
     def around_parts(self, trains):
         """Returns scopes of micro-batches, each of `parts` and a number."""
-        makers = [] if self.numbers is None else [self.numbers.around_parts]
-        makers += self.features.at("around_parts")
-        return [make(self, trains) for make in makers]
+        scopes: list = [feature.around_part for feature in self.features]
+        if self.numbers is not None:
+            scopes.insert(0, self.numbers.around_parts(self, trains))
+        return scopes
 
     @property
-    def needs_whole_batch(self):
-        """Whether the loss is computed once, from all outputs of a batch."""
-        return bool(self.features.at("train"))
+    def whole_batch(self):
+        """The feature that computes the loss once, from all outputs, if any."""
+        return next((x for x in self.features if x.sees_whole_batch), None)
+
+    @property
+    def orders(self):
+        """The feature that puts the samples of a batch in order, if any."""
+        return next((x for x in self.features if x.orders_samples), None)
 
 
 class Step:

@@ -82,7 +82,7 @@ class LossWeights:
         vectors = summed_losses(self._model, data)
         if vectors:
             divisors.setdefault(None)
-        if len(divisors) > 1 and plan.needs_whole_batch:
+        if len(divisors) > 1 and plan.whole_batch is not None:
             return samples  # each fed batch has its own loss
         if [*divisors] == [None]:
             if len(self._model.losses) > len(vectors):
@@ -233,7 +233,7 @@ class LossWeights:
 
     def _warn(self, message):
         # The loss may be that of the whole fed batch, which is exact.
-        is_exact = current_step().plan.needs_whole_batch
+        is_exact = current_step().plan.whole_batch is not None
         if not is_exact and message not in self.warned:
             self.warned.add(message)
             warnings.warn(message, InexactWarning, stacklevel=2)

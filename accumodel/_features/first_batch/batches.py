@@ -16,6 +16,7 @@ from accumodel._fit import variables
 from accumodel._keras_and_tf import private_names, replicas
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.optimizers import trained_norms
+from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.split import as_tensors, count_samples
 
 # Whether an error of the check itself raises, as in the tests.
@@ -27,19 +28,19 @@ _LOOKS = 8
 _logger = logging.getLogger("accumodel")
 
 
-class FirstBatch:
+class FirstBatch(Feature):
     """Takes the first batches after `compile`, and has them checked once."""
 
     def __init__(self, state):
-        self._state = state
+        super().__init__(state)
         self.result: str | None = None
         self._fed: list = []  # those that make a comparison, so far
         self._looks = 0
         self._is_done = self._has_warned = False
         self._is_even = False  # whether all micro-batches are as large
 
-    @staticmethod
-    def is_on(options):
+    @classmethod
+    def is_on(cls, options):
         return options.verify
 
     def begin_fit(self, given):

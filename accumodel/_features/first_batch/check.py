@@ -78,9 +78,9 @@ class Check:
             self._size = max(int(count_samples(each)) for each in fed)
         own = {"train_step", "compute_gradients"} & self._plan.overridden
         self._is_custom = bool(own) or state.overrides("accumulate_gradients")
-        trims = self._plan.features.at("order")
+        trims = self._plan.orders
         self._by_outputs = not self._is_custom and (
-            not trims or self._size < 2 or self._plan.needs_whole_batch
+            not trims or self._size < 2 or self._plan.whole_batch
         )
         self._count = min(_SAMPLES, samples)
         if not self._by_outputs:
@@ -175,7 +175,7 @@ class Check:
     # -- one comparison --------------------------------------------------------
 
     def _runner(self, data, features=(), as_is=False):
-        trims = bool(self._plan.features.at("order")) and not self._by_outputs
+        trims = bool(self._plan.orders) and not self._by_outputs
         return Runner(
             self._plan,
             self._step,
@@ -191,12 +191,12 @@ class Check:
         try:
             self._whole = self._parts = self._runner(data)
         except NoRowsError:
-            if self._plan.needs_whole_batch or self._size < 2:
+            if self._plan.whole_batch or self._size < 2:
                 raise NotMade("an output has no axis of samples") from None
             self._by_outputs = False
             self._count = min(self._count, self._size)
             return self._trace(self._spread())
-        if not self._by_outputs and self._plan.features.at("order"):
+        if not self._by_outputs and self._plan.orders:
             self._parts = self._runner(data, self._plan.features)
         functions = [self._whole.function, self._parts.function]
         nodes = nodes_of(self._whole.graph.as_graph_def())
@@ -314,9 +314,7 @@ class Check:
         if any(is_of(each, variable) for each in self._ignored()):
             return False
         if not np.issubdtype(before.dtype, np.floating):
-            is_drawn = self._plan.features.at("order") and (
-                private_names.is_seed(variable)
-            )
+            is_drawn = self._plan.orders and (private_names.is_seed(variable))
             return not (is_drawn or np.array_equal(whole, parts))
         numbers = [each.astype("float64") for each in (before, whole, parts)]
         before, whole, parts = numbers

@@ -28,7 +28,6 @@ import tensorflow as tf
 
 from accumodel._features.first_batch.kept import NotMade
 from accumodel._features.trim_padding import same_draws
-from accumodel._fit.points import Features
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.replicas import make_sum
 from accumodel._micro_batch import outcome
@@ -53,14 +52,14 @@ class Runner:
         self._step, self._data = step, data
         self._as_is = as_is  # with rows of which the number is known
         self._model, self.by_outputs = plan.model, by_outputs
-        self._has_whole_loss = plan.needs_whole_batch
+        self._has_whole_loss = plan.whole_batch is not None
         self.plan = dataclasses.replace(
             plan,
             options=dataclasses.replace(plan.options, micro_batch_size=1),
             is_compiled=False,
             assigned=collections.defaultdict(dict),
             numbers=_OwnNumbers(is_trimmed),
-            features=Features(features),
+            features=tuple(features),
         )
         self._accumulators: list = []  # in the order of what is returned
         scalar = tf.TensorSpec((), tf.int64)

@@ -36,18 +36,17 @@ from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import loop, outcome
 from accumodel._micro_batch.assignments import Recorder
+from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.random_numbers import Draws
 from accumodel._micro_batch.split import MicroBatches, as_tensors
 from accumodel._micro_batch.states import States
 from accumodel._micro_batch.step import one_step
 
 
-class WholeBatch:
+class WholeBatch(Feature):
     """Computes the loss of a model from all samples of a batch."""
 
-    def __init__(self, state):
-        self._state = state
-
+    sees_whole_batch = True
     ARGUMENTS = ("gradient_cache", "sync_batch_norm")
     CONFLICTS: typing.ClassVar[dict] = {
         "skip_nonfinite": "no micro-batch can be left out of what is computed "
@@ -60,8 +59,8 @@ class WholeBatch:
     }
     check = staticmethod(checks.check_types)
 
-    @staticmethod
-    def is_on(options):
+    @classmethod
+    def is_on(cls, options):
         return options.gradient_cache or options.sync_batch_norm
 
     def is_needed(self):
