@@ -296,8 +296,7 @@ def find_rows():
             None if gpus else tf.distribute.ReductionToOneDevice(),
         )
         # XLA is left aside on several replicas.
-        problem = Problem({"replicas": _SPLIT})
-        calls.append((problem, "float32", False, strategy))
+        calls += [(Problem({"replicas": _SPLIT}), "float32", False, strategy)]
     count = 1 + sum(len(problem.ways) for problem, *_ in calls)
     rows = itertools.chain.from_iterable(compare(*each) for each in calls)
     return count, itertools.chain(rows, check_recovery())

@@ -474,7 +474,7 @@ class Draws:
             numbers = operation(shape=[size], counter=counter, **kwargs)
             # XLA would compile a slice for each place where one begins.
             numbers = tf.roll(numbers, -tf.truncatemod(first, block), axis=0)
-            numbers = numbers[:count]
+            numbers = tf.slice(numbers, [0], [count])
             return tf.reshape(numbers, shape[axis:])
 
         if axis == 0:
