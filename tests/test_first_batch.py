@@ -326,7 +326,13 @@ def messages(make, loss, data=None, batch_size=8, **kwargs):
         warnings.simplefilter("always")
         model.compile("sgd", loss, **kwargs)
         model.fit(x, y, batch_size=batch_size, verbose=0)
-    return [each for each in found if each.category is not DeprecationWarning]
+    others = "No batch was larger"  # of sizes that leave a batch whole
+    return [
+        each
+        for each in found
+        if each.category is not DeprecationWarning
+        and others not in str(each.message)
+    ]
 
 
 @pytest.mark.table
