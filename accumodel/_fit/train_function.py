@@ -91,9 +91,11 @@ def _say_that_it_was_split(state, error):
         batch = "The batch" if samples is None else f"A batch of {samples}"
         error.add_note(
             f"accumodel: {batch} was split into micro-batches of at most "
-            f"{size} samples (`micro_batch_size`). If the model needs all "
-            "samples of a batch at once, use `accum_steps` instead. If a batch "
-            "holds arrays without an axis of samples, override `slice_data`."
+            f"{size} samples (`micro_batch_size`). If a batch size is written "
+            "in the model or the step, replace it by `tf.shape(x)[0]`. If the "
+            "model needs all samples of a batch at once, use `accum_steps` "
+            "instead. If a batch holds arrays without an axis of samples, "
+            "override `slice_data`."
         )
 
 
