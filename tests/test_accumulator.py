@@ -338,6 +338,14 @@ def test_a_model_knows_what_it_holds(hold, number, compiled, updates):
     assert model.own.pending_steps == 0
 
 
+def test_a_model_leaves_those_of_another_model_alone():
+    inner, outer = Holds(lambda each: each), Holds(lambda each: None)
+    inner.make(4)
+    outer.inner = inner
+    assert [*inner._accumulation.accumulators] == [inner.own]
+    assert not [*outer._accumulation.accumulators]
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"micro_batch_size": 1}], ids=str)
 def test_what_no_attribute_holds_is_refused(kwargs):
     model = Holds(lambda each: None)

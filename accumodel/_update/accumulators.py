@@ -150,9 +150,13 @@ def _held_by(value):
         return enumerate([*value.values()])
     if isinstance(value, list | tuple):
         return enumerate(value)
-    # Objects of libraries hold no accumulators, and much else.
-    is_library = type(value).__module__.split(".")[0] in _LIBRARIES
-    return [] if is_library else [*getattr(value, "__dict__", {}).items()]
+    # Objects of libraries hold none, and much else. Another accumulating model
+    # ends its own cycles.
+    cls = type(value)
+    is_library = cls.__module__.split(".")[0] in _LIBRARIES
+    if is_library or hasattr(cls, _ATTRIBUTE):
+        return []
+    return [*getattr(value, "__dict__", {}).items()]
 
 
 def _warn_about_dropped(pending, name, otherwise=""):
