@@ -189,9 +189,10 @@ class LossWeights:
     def _divisors(self, reductions):
         """Returns what losses were divided by, in a dict.
 
-        If two have the same key, their divisors are in proportion, and the
-        first is kept. It is `None` if only its proportion to the number of
-        samples is known. The key of a sum is `None`.
+        The key is what the divisor counts: losses with the same key have
+        proportional divisors, and the first is kept. The value is the divisor,
+        or `None` if it is proportional to the samples. Sums have the key
+        `None`.
         """
         divisors: dict = {}
         for each in reductions:
