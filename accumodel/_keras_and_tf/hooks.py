@@ -67,10 +67,7 @@ class Hook:
         return self._open(outer | inner)
 
     def keep(self):
-        """Captures the replacements in force.
-
-        The returned function opens a scope with them.
-        """
+        """Captures the replacements in force; returns what opens a scope."""
         kept = getattr(self._local, "functions", {})
         return lambda: self._open(kept)
 

@@ -248,8 +248,7 @@ class Draws:
         self._around = current_graph()
         # The samples of the micro-batch, if their number is known.
         self._samples: int | None = None
-        # True if the draw that takes a seed has rows; `None` if the seed is
-        # taken by hand.
+        # Whether the draw that takes a seed has rows; `None`: taken by hand.
         self._has_rows: bool | None = None
         self._open: typing.Any = lambda: None
         self._waits: list = []

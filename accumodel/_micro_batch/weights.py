@@ -189,10 +189,9 @@ class LossWeights:
     def _divisors(self, reductions):
         """Returns what losses were divided by, in a dict.
 
-        The key is what the divisor counts: losses with the same key have
-        proportional divisors, and the first is kept. The value is the divisor,
-        or `None` if it is proportional to the samples. Sums have the key
-        `None`.
+        The key is what the divisor counts: losses with one key have
+        proportional divisors, and the first is kept. It is `None` if it is
+        only known to be proportional to the samples. The key of sums is `None`.
         """
         divisors: dict = {}
         for each in reductions:
