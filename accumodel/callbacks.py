@@ -79,7 +79,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
                 f"function. Received: schedule={schedule!r}"
             )
         self.schedule, self.by = schedule, by
-        # Of the updates that were followed: how many, and what was counted.
+        # The updates that were followed: how many, and what was counted.
         self._updates = self._count = 0
 
     # It runs before callbacks that write the logs.

@@ -77,7 +77,7 @@ class AccumulatingModel(keras.Model):
     jit_compile: bool  # a property of Keras's trainer
     train_function: Callable | None
     test_function: Callable | None
-    # Of the trainable variables. An attribute, so that checkpoints hold it.
+    # The sums of the trainable variables. Checkpoints hold attributes.
     _gradient_accumulator: GradientAccumulator | None = None
 
     def __new__(cls, *args, **kwargs):
@@ -449,9 +449,9 @@ class AccumulatingModel(keras.Model):
         `None` before the first batch, then a string that begins with `"exact"`,
         `"differs"` or `"not made"`, and says why; see `verify` of `compile`.
         """
-        for each in self._accumulation.features:
-            if isinstance(each, FirstBatch):
-                return each.result
+        for feature in self._accumulation.features:
+            if isinstance(feature, FirstBatch):
+                return feature.result
         return None
 
     def accumulate_gradients(

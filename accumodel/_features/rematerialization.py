@@ -1,8 +1,8 @@
 """`keras.RematScope`, so that it trains, and with the right random numbers.
 
-Of a layer that was made in the scope, the gradient needs only what it takes and
-returns: it is called again when the gradient of its outputs is there (Chen et
-al. 2016, "Training deep nets with sublinear memory cost").
+A layer that was made in the scope keeps only what it takes and returns: it is
+called again when the gradient of its outputs is there (Chen et al. 2016,
+"Training deep nets with sublinear memory cost").
 
 Keras wraps `tf.recompute_grad`, which fails in `fit`, draws other numbers in
 the second pass, and assigns twice. Here, the second pass draws with the seeds

@@ -29,8 +29,8 @@ from accumodel._micro_batch.step import current_step
 # Few widths, 16, 24, 32, 48 and so on: XLA compiles each.
 _WIDTHS = (*(n * 2**i for i in range(3, 10) for n in (2, 3)), 2**31 - 1)
 
-# Of the made-up samples. Odd, so that no stride divides it, and below 16, to
-# which nothing is cut, if batches may be of any width.
+# Lengths of the made-up samples. Odd, so that no stride divides it, and below
+# 16, to which nothing is cut, if batches may be of any width.
 _LONGEST, _LONGEST_OF_ANY = 33, 15
 
 # What outputs may change by, in units of their standard deviation: they are
@@ -149,7 +149,7 @@ class Ordered:
         return _map(lambda leaf: leaf[:, :width] if next(cut) else leaf, part)
 
     def padded(self):
-        """In it, losses and metrics reduce what was cut as if it were not."""
+        """Scope in which losses and metrics reduce as if nothing was cut."""
         return _Padding(self._widths).hooked(self._model)
 
 
@@ -189,7 +189,7 @@ class _Padding:
 
     def __init__(self, widths):
         self._widths = widths
-        # Of those that were cut, no loss has had a value for each position.
+        # Targets that were cut, and no loss had a value for each position.
         self._unseen = {i for i, each in enumerate(widths) if each is not None}
         # The target whose losses or metrics are computed, if it was cut.
         self._place: int | None = None
@@ -198,7 +198,7 @@ class _Padding:
 
     @contextlib.contextmanager
     def hooked(self, model):
-        """In it, Keras calls the methods below instead of its functions."""
+        """Scope in which Keras calls the methods below."""
         with (
             hooks.losses(
                 __call__=self._call, reduce_weighted_values=self._reduce
@@ -401,9 +401,9 @@ class _Probe:
         return follows
 
     def _find_change(self, padded):
-        """Returns what changes if padding is cut off, and 0 if it is rounding.
+        """Returns what changes if padding is cut off, and whether in training.
 
-        And whether in training. Inputs that are not `padded` hold anything.
+        It is 0 if it is rounding. Inputs that are not `padded` hold anything.
         """
         layers = [self._model, *private_names.flat_layers(self._model)]
         dtypes = {each.compute_dtype for each in layers}

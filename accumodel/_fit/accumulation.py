@@ -31,7 +31,7 @@ from accumodel._update.accumulators import (
 )
 from accumodel._update.engine import fitted
 
-# What a step does otherwise if the user's model has its own.
+# Methods that change the step if a model overrides them.
 _OVERRIDABLE = (
     "compute_gradients",
     "compute_loss",
@@ -50,10 +50,10 @@ class Accumulation:
     def __init__(self, model, kinds):
         self.model, self._kinds = model, kinds
         self.options = Options()
-        # Whether gradients go through an accumulator. If not, the step is
-        # Keras's. And whether several fed batches may make one update. Both
-        # stay true when `accum_steps` becomes 1.
-        self.accumulates = self.spans_batches = False
+        # True once gradients go through an accumulator; stays true.
+        self.accumulates = False
+        # True once an update may need several batches; stays true.
+        self.spans_batches = False
         self.accumulators = Accumulators(model)
         self.loss_weights = LossWeights(model)
         # Variables that steps assign, by id, in one dict per place ("model",

@@ -23,7 +23,7 @@ from accumodel._keras_and_tf.private_names import KerasModel, track_alike
 _input = keras.Input((1,), name="input")
 KerasFunctional = type(keras.Model(_input, _input, name="model"))
 
-# What accumulates by itself in each model.
+# Attributes that belong to one model and are not copied.
 _OWN = ("_accumulation", "_gradient_accumulator")
 
 
@@ -41,10 +41,10 @@ def is_functional(args, kwargs):
 
 @contextlib.contextmanager
 def in_place_of_keras(cls, args, kwargs, accumulating, functional):
-    """In it, the constructor of `keras.Model` makes accumulating models.
+    """Scope in which `keras.Model(...)` makes accumulating models.
 
-    For a model of class `cls`, of `AccumulatingModel`, and of what becomes of
-    that if the model is functional.
+    Their class is `cls`, `AccumulatingModel`, or what becomes of that if the
+    model is functional.
     """
     bases = accumulating.__bases__
     # True if keras.Model is next in the MRO and receives these arguments.

@@ -26,7 +26,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def replaced(instance, name, value):
-    """While it is open, an attribute of an instance is replaced.
+    """Scope in which an attribute of an instance is replaced.
 
     One of a `threading.local` is replaced in this thread.
     """
@@ -58,7 +58,7 @@ class Hook:
         self._local = threading.local()
 
     def __call__(self, **functions):
-        """In it, `function(original, ...)` is called, not `original(...)`."""
+        """Scope in which `original(...)` calls `function(original, ...)`."""
         outer = getattr(self._local, "functions", {})
         inner = {
             name: [each, *outer.get(name, ())]
@@ -67,7 +67,7 @@ class Hook:
         return self._open(outer | inner)
 
     def keep(self):
-        """Returns a function for scopes in which all is called as now."""
+        """Captures the replacements in force; returns what opens a scope."""
         kept = getattr(self._local, "functions", {})
         return lambda: self._open(kept)
 
@@ -207,7 +207,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def recorded_reductions(scales):
-    """While it is open, records what each loss that is called reduces.
+    """Scope that records what each loss that is called reduces.
 
     Yields a list of `Reduction`, which grows as losses are called in this
     thread. Nothing is set on the user's losses. If `scales`, those that Keras
@@ -355,7 +355,7 @@ def outer_layer():
 
 
 def keep_call():
-    """Returns a function for scopes in which layers are called as now.
+    """Captures how layers are called now; see `Hook.keep`.
 
     Keras keeps globally whether they train, and to what dtype variables are
     cast. If it does so elsewhere, gradients are wrong.
@@ -378,7 +378,7 @@ def keep_call():
 
 @contextlib.contextmanager
 def without_own_reduction(optimizers):
-    """While it is open, `optimizers` take gradients as they are given.
+    """Scope in which `optimizers` take gradients as they are given.
 
     Keras clips gradients, and looks for overflows, before it reduces them: on
     several replicas neither sees the gradient of the batch. So accumodel

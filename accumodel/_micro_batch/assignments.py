@@ -21,11 +21,11 @@ READS = (
     "VariableShape",
 )
 
-# And of others that leave what they take as it is: summaries are written. Of
-# random numbers, `is_random` knows.
+# Operations that take a resource but change no variable: collectives,
+# iterators, summaries. For random ones see `is_random`.
 _OTHERS = ("Collective", "Flush", "Iterator", "Rng", "Stateful", "Write")
 
-# And of those that would not be the same a second time.
+# Operations that return something else each time.
 _RANDOM = (
     "IteratorGetNext",
     "Multinomial",
@@ -46,7 +46,7 @@ _RECORDED = "recorded_by_accumodel"
 
 @contextlib.contextmanager
 def recorded():
-    """In it, or in a function that it decorates, assignments are known."""
+    """Scope, or decorator, in which assignments are known."""
     with tf.name_scope(_RECORDED):
         yield
 
@@ -99,10 +99,10 @@ def is_random(node):
 
 
 class Recorder(keras.StatelessScope):
-    """In it, variables of Keras are read and assigned as without it.
+    """Scope that records how variables of Keras are read and assigned.
 
-    But `record` is called with each before it is assigned, `read` with each
-    that is read, and what stands in `state_mapping` is read instead.
+    `record` is called with each before it is assigned, `read` with each that is
+    read. What is in `state_mapping` is read instead.
     """
 
     def __init__(self, record, read=lambda variable: None):
@@ -111,7 +111,7 @@ class Recorder(keras.StatelessScope):
 
     @contextlib.contextmanager
     def left(self):
-        """While it is open, variables are read and written as without it."""
+        """Scope in which variables are read and written as outside of this."""
         self.__exit__()
         try:
             yield

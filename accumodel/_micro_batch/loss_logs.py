@@ -11,8 +11,8 @@ batch, as plain Keras gives it to them:
         losses += of_batch.take()
     of_batch.end(logs, losses, data, samples)
 
-A custom step that reports nothing uses the trackers as it likes, and in the end
-they get what was in them before.
+If a custom step does not report, its own updates of the trackers are kept, and
+added to the old values.
 """
 
 import tensorflow as tf
@@ -33,13 +33,13 @@ class LossLogs:
         for tracker in loss_trackers(self._model):
             self._before[tracker] = [*map(tf.identity, tracker.variables)]
             tracker.reset_state()
-        # What the sum of all that `take` returns begins with.
+        # Zeros, to which all that `take` returns is added.
         self.nothing = tf.zeros((len(self._before), 2), tf.float64)
 
     def report(self, loss, weight, data):
         """Puts the losses of a micro-batch in the trackers, with their weights.
 
-        Of a sum, the weight is `None`.
+        `weight` is `None` if the loss is a sum.
         """
         self._is_reported = True
         trackers = loss_trackers(self._model)

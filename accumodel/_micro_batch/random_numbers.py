@@ -183,7 +183,7 @@ class RandomNumbers:
             samples = np.asarray(tf.identity(self.fed))[0]
             now = local_results(self.fed)[0].numpy()[2] + 1
             begins = local_results(self.begins)[0].numpy()
-        # Of those that are the model's: place, state, and where it begins.
+        # Place, state and where it begins, of each seed of the model.
         seeds = [
             (places[id(state)], *np.array(state), *row)
             for state, (cycle, *row) in zip(self._seeds(), begins, strict=False)
@@ -248,7 +248,7 @@ class Draws:
         self._around = current_graph()
         # The samples of the micro-batch, if their number is known.
         self._samples: int | None = None
-        # Of the draw that takes a seed: `None` if it is taken by hand.
+        # Whether the draw that takes a seed has rows; `None`: taken by hand.
         self._has_rows: bool | None = None
         self._open: typing.Any = lambda: None
         self._waits: list = []
@@ -331,7 +331,7 @@ class Draws:
 
     @contextlib.contextmanager
     def replaced(self):
-        """In it, what is traced draws the rows when it runs."""
+        """Scope in which what is traced draws the rows when it runs."""
         self._around = current_graph()
         self._drawn.clear()
         with replaced_draws(self._draw, self._next_initial, next=self._next):

@@ -218,9 +218,9 @@ def _name(path):
 
 
 def on_host():
-    """Returns where a batch is cut, so that only a part is copied to a GPU.
+    """Device scope for slicing and counting: the host.
 
-    And where samples are counted: a GPU would have to be waited for. Several
+    Only the slice goes to the GPU, and counts need no synchronization. Several
     replicas get their batches on their devices.
     """
     if count_replicas() > 1:

@@ -10,9 +10,9 @@ from accumodel._micro_batch.step import current_graph
 class States:
     """What is assigned in one step, as it was before.
 
-    `variables`, those of Keras that are known to be assigned, by their ids,
-    grows and outlives this: a `tf.function` that is traced already assigns what
-    it did, but Python does not see it.
+    `variables` are all Keras variables seen to be assigned, by id. The dict is
+    shared and only grows, since a `tf.function` traced earlier assigns without
+    Python seeing it.
     """
 
     def __init__(self, variables):
@@ -40,7 +40,7 @@ class States:
 
     @contextlib.contextmanager
     def rolled_back(self):
-        """While it is open, the variables are as they were before."""
+        """Scope in which the variables are as they were before."""
         after = {
             key: tf.identity(self.variables[key].value) for key in self.before
         }

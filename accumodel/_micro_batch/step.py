@@ -91,7 +91,7 @@ class Step:
 
 @contextlib.contextmanager
 def one_step(plan, data, fed_batch=None, losses=None, is_compiled=False):
-    """In it, each accumulator may be called once; see `Step`.
+    """Scope in which each accumulator may be called once; see `Step`.
 
     Nothing is counted, and no weight moves, before the fed batch ends.
     """
@@ -104,7 +104,7 @@ def one_step(plan, data, fed_batch=None, losses=None, is_compiled=False):
 
 
 def this_step(plan, data):
-    """Returns the scope of a step if none is open, as in a custom loop."""
+    """Opens a step unless one is open (in a custom loop none is)."""
     if _step.get() is None:
         return one_step(plan, data)
     return contextlib.nullcontext()

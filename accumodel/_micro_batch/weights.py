@@ -189,9 +189,9 @@ class LossWeights:
     def _divisors(self, reductions):
         """Returns what losses were divided by, in a dict.
 
-        If two have the same key, their divisors are in proportion, and the
-        first is kept. It is `None` if only its proportion to the number of
-        samples is known. The key of a sum is `None`.
+        The key is what the divisor counts: losses with one key have
+        proportional divisors, and the first is kept. It is `None` if it is
+        only known to be proportional to the samples. The key of sums is `None`.
         """
         divisors: dict = {}
         for each in reductions:

@@ -51,7 +51,7 @@ class Accumulators:
                     seen.add(id(value))
                     deeper += [(f"{name}.{k}", v) for k, v in _held_by(value)]
             level = deeper
-        return {name: each for each, name in found.items()}
+        return {name: accumulator for accumulator, name in found.items()}
 
     def __iter__(self):
         return iter(self.by_name().values())
@@ -78,7 +78,8 @@ class Accumulators:
 
     @property
     def pending_steps(self):
-        return max((each.pending_steps for each in self), default=0)
+        pending = (accumulator.pending_steps for accumulator in self)
+        return max(pending, default=0)
 
     def apply(self):
         try:
@@ -89,8 +90,8 @@ class Accumulators:
             raise
 
     def reset(self):
-        for each in self:
-            each.reset()
+        for accumulator in self:
+            accumulator.reset()
 
     def step_failed(self, error):
         step_failed([*self], error)
@@ -106,7 +107,8 @@ class Accumulators:
         """Forgets the pending cycle if it is of other weights than these."""
         given = {*map(id, layer.weights)}
         if not tf.executing_eagerly() or all(
-            given.isdisjoint(map(id, each.variables)) for each in self
+            given.isdisjoint(map(id, accumulator.variables))
+            for accumulator in self
         ):
             return
         self.drop("set_weights")

@@ -50,7 +50,8 @@ class _Untracked:
         self.updates: dict = {}  # compiled, by what they update
         # The `RandomNumbers` of the model that holds it, if there are any.
         self.numbers: typing.Any = None
-        # Which variables steps passed, maybe without a gradient; empty if all.
+        # Per variable: was it passed to `accumulate`, maybe with `None` as its
+        # gradient? Empty if all were.
         self.named: list = []
         self.updates_every_batch = False  # whether each fed batch is a cycle
         # What a fed batch last registered, see `FedBatch.accumulate`.
@@ -90,7 +91,7 @@ class Engine(tf.Module):
             # (ScheduleFreeAdamW) would copy nothing inside a trace.
             if not optimizer.built:
                 optimizer.build(variables)
-            # Of each replica: the sum of the weights, by which the sums are
+            # On each replica: the sum of the weights, by which the sums are
             # divided; the sum of their sizes; and the micro-batches added.
             # float64: it adds up many weights.
             self._totals = replicas.make_sum((3,), tf.float64, "totals")
@@ -103,9 +104,9 @@ class Engine(tf.Module):
             self._given = tf.Variable([False] * len(variables), trainable=False)
             # Updates for which the graph could not know that.
             self._unsure = sums.make_counter("unsure_updates")
-            # Of each replica: this fed batch's micro-batches, and the skipped.
+            # On each replica: this fed batch's micro-batches, and the skipped.
             self._parts = replicas.make_sum((2,), tf.float64, "parts")
-            # Of each replica: positive while a micro-batch is added, negative
+            # On each replica: positive while a micro-batch is added, negative
             # while an update is made, otherwise 0.
             self._phase = replicas.make_sum((), tf.float64, "phase")
         self._has_warned = False
@@ -212,10 +213,9 @@ class Engine(tf.Module):
     def _add(self, gradients, weight, meets, fraction=1.0):
         """Adds a micro-batch to this replica's sums.
 
-        If several gradients, each with the whole weight, add up to that of the
-        fed batch, `fraction` is how much of the weight each adds to the total.
-        It is `None` if the cycle has begun with others. Returns whether it was
-        added, after all of it was.
+        `fraction` is how much of `weight` to add to the total, if the gradient
+        of a batch comes in several parts. `None`: nothing, an earlier part did.
+        Returns a bool tensor that is ready when all is added.
         """
         self._is_traced |= not tf.executing_eagerly()
         divides = weight is not None

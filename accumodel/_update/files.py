@@ -27,9 +27,8 @@ import tensorflow as tf
 from accumodel._keras_and_tf.optimizers import scales_loss
 from accumodel._keras_and_tf.replicas import scope_of
 
-# Of the names in a `.weights.h5` file, where a model's own variables are "0",
-# "1", ...: a `keras.Model` refuses other names. The attribute that holds the
-# accumulator follows, and the name of the array.
+# Keys in `.weights.h5` are `accumulated:<attribute>:<array>`. Keras's own are
+# "0", "1", ..., and plain Keras refuses others.
 _PREFIX = "accumulated:"
 
 # What files call the model's own accumulator.

@@ -352,7 +352,7 @@ class _Scope(Recorder):
 
 @contextlib.contextmanager
 def _entered(context):
-    """While it is open, gradients of loops are made as `context` says."""
+    """Scope in which gradients of loops are made as `context` says."""
     with contextlib.ExitStack() as stack:
         if context is not None:
             context.Enter()
