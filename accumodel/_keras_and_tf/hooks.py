@@ -354,6 +354,16 @@ def outer_layer():
     return getattr(call, "entry_layer", None)
 
 
+def outside_of_scopes():
+    """Returns a scope in which no `keras.StatelessScope` sees what is read.
+
+    If Keras keeps the scope elsewhere, a rematerialized layer in a cycle of
+    several batches draws other numbers in its second pass.
+    """
+    tracker = _module("backend.common.global_state").GLOBAL_STATE_TRACKER
+    return replaced(tracker, "stateless_scope", None)
+
+
 def keep_call():
     """Captures how layers are called now; see `Hook.keep`.
 

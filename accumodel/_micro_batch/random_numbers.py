@@ -106,8 +106,7 @@ class RandomNumbers:
         if self.spans_batches():
             before = self._row(place)
             row = tf.where(before[0] == cycle, before, row)
-            # Not by Keras: a scope may record what the model assigns.
-            tf_variable(state).assign(tf.cast(row[3:], state.dtype))
+            state.assign(tf.cast(row[3:], state.dtype))
         self._write(place, row)
 
     def go_on(self, state, value):
@@ -325,7 +324,8 @@ class Draws:
         key = id(state)
         self._seeds.variables[key] = state
         if self._begins and self._is_begun and key not in self._seeds.before:
-            with self._seeds.outside(), recorded():
+            unseen = hooks.outside_of_scopes()  # such as by a `Recorder`
+            with unseen, self._seeds.outside(), recorded():
                 self._of_model.begin_seed(state)
         self._seeds.record(state)
 
