@@ -230,10 +230,7 @@ class _OwnNumbers(RandomNumbers):
     def around_parts(self, plan, trains):
         if self._is_trimmed:  # by design, the training draws others
             return lambda parts, i: same_draws()
-        return super().around_parts(plan, trains)
-
-    def spans_batches(self):
-        return False
+        return super().around_parts(plan, trains=False)  # no cycle begins
 
 
 def _inference(layer, inputs, mask):
