@@ -257,11 +257,7 @@ INEXACT = {
     "a layer, the mean": (around(Centers), "mse", "centers"),
     "a layer, attention": (around(AttendsToTheBatch), "mse", "attends_to"),
     "a layer, a size": (around(FixedSize), "mse", "fixed_size"),
-    "mixed samples": (
-        lambda: images(layers.MixUp()),
-        "mse",
-        "mix_up",
-    ),
+    "mixed samples": (lambda: images(layers.MixUp()), "mse", "mix_up"),
     "a counter": (around(Counts), "mse", "calls' " + STATE),
     "a moving mean": (around(Standardizes), "mse", STATE),
     "a raw counter": (around(CountsRaw), "mse", ".calls' " + STATE),
@@ -471,10 +467,7 @@ def test_padding_that_is_cut_off_is_silent(run_eagerly):
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_half_types_are_silent(policy):
     keras.config.set_dtype_policy(policy)
-    try:
-        assert not messages(around(dropout), "mse", micro_batch_size=4)
-    finally:
-        keras.config.set_dtype_policy("float32")
+    assert not messages(around(dropout), "mse", micro_batch_size=4)
 
 
 # -- nothing is left behind ----------------------------------------------------
@@ -587,11 +580,7 @@ SAME = {
     ),
     "size": (moving, {"micro_batch_size": 3}, array),
     "steps": (moving, {"accum_steps": 2}, data_set),
-    "both": (
-        moving,
-        {"accum_steps": 2, "micro_batch_size": 3},
-        py_data_set,
-    ),
+    "both": (moving, {"accum_steps": 2, "micro_batch_size": 3}, py_data_set),
     "auto": (around(dropout), {"micro_batch_size": "auto"}, data_set),
     "cache": (
         around(dropout),

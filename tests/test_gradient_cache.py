@@ -76,9 +76,7 @@ class InBatchSoftmax(Towers):
         super().__init__()
         self.log_scale = self.add_weight((), "zeros", name="log_scale")
 
-    def compute_loss(
-        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-    ):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         scale = ops.exp(self.log_scale)
         loss = in_batch_softmax(y_pred["a"], y_pred["b"], scale)
         return loss + sum(self.losses)
@@ -90,9 +88,7 @@ class TowerInTheLoss(InBatchSoftmax):
     def call(self, inputs):
         return self.query(inputs["a"])
 
-    def compute_loss(
-        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-    ):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         keys = self.key(x["b"], training=training)
         return in_batch_softmax(y_pred, keys, ops.exp(self.log_scale))
 
@@ -265,9 +261,7 @@ class WholeBatchLoss:
     def call(self, inputs, training=False):
         return self.head(self.hidden(inputs, training=training))
 
-    def compute_loss(
-        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-    ):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         return self.loss_of(x, y, y_pred, training) + sum(self.hidden.losses)
 
     def loss_of(self, x, y, y_pred, training):
@@ -471,9 +465,7 @@ class Divided(InBatchSoftmax):
 class Gathered(InBatchSoftmax):
     """With the negatives of all replicas."""
 
-    def compute_loss(
-        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-    ):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         replica = tf.distribute.get_replica_context()
         a, b = (replica.all_gather(y_pred[each], 0) for each in "ab")
         scale = ops.exp(self.log_scale)

@@ -667,10 +667,8 @@ def test_a_nonfinite_micro_batch_is_as_if_it_had_not_been_fed(
 
 @pytest.fixture
 def policy(request):
-    """Sets the global dtype policy for the length of a test."""
     keras.config.set_dtype_policy(request.param)
-    yield request.param
-    keras.config.set_dtype_policy("float32")
+    return request.param
 
 
 @pytest.mark.parametrize(
