@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Batches, as_dataset, mirrored
+from helpers import Batches, as_dataset, compiled, mirrored
 from keras import layers, ops
 
 import accumodel
@@ -813,8 +813,7 @@ def in_scope(make):
 
 def check(make, kwargs, feed, loss):
     """Returns what the check of a training says; a warning says the same."""
-    model = make()
-    model.compile("sgd", loss, **kwargs)
+    model = compiled(make(), "sgd", loss, **kwargs)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model.fit(**feed(*make_data(20)), verbose=0)
@@ -846,8 +845,7 @@ def test_it_says_why_there_is_none(caplog):
     def say(make, **kwargs):
         return check(make, kwargs, array, "mse")
 
-    model = plain()
-    model.compile("sgd", "mse", micro_batch_size=8)
+    model = compiled(plain(), "sgd", "mse", micro_batch_size=8)
     assert model.first_batch_check is None
     caplog.set_level("INFO", "accumodel")
     assert "a custom step" in say(Steps, micro_batch_size=1)
@@ -1068,8 +1066,7 @@ def test_it_is_not_wrong(make):
 
 
 def test_it_waits_for_a_batch_that_is_split():
-    model = plain()
-    model.compile("sgd", root, micro_batch_size=4)
+    model = compiled(plain(), "sgd", root, micro_batch_size=4)
     x, y = make_data()
     model.fit(x[:4], y[:4], batch_size=4, verbose=0)
     model.train_on_batch(x[:3], y[:3])
