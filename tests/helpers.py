@@ -289,6 +289,31 @@ def check_case(case, strategy=None, ways=("fed", "cut")):
                 check_logs(ours, theirs)
 
 
+def train_big(case, model_class=AccumulatingModel, strategy=None, **kwargs):
+    """As `train_case`, on the large batches."""
+    return train_case(case, model_class, datasets(case)[0], strategy, **kwargs)
+
+
+def check_big(case, **kwargs):
+    """Compares weights and logs of large batches in float64, and `evaluate`.
+
+    `kwargs` are arguments of ours. Returns our model and that of Keras.
+    """
+    # XLA draws other numbers.
+    jit = {k: v for k, v in kwargs.items() if k == "jit_compile"}
+    reference, expected = train_big(case, keras.Model, **jit)
+    model, logs = train_big(case, **kwargs)
+    check_weights(model, reference, case)
+    logs["epochs"].pop("micro_batch_size", None)  # of "auto"
+    check_logs(logs["epochs"], expected["epochs"])
+    for ours, theirs in zip(logs["batches"], expected["batches"], strict=True):
+        check_logs(ours, theirs)
+    big, _ = datasets(case)
+    tested = [each.evaluate(big, verbose=0) for each in (model, reference)]
+    np.testing.assert_allclose(*tested, rtol=1e-9)
+    return model, reference
+
+
 def read_summaries(folder):
     """Yields the step and value of all that TensorBoard would show."""
     for path in sorted(folder.glob("*/*.v2")):

@@ -38,9 +38,6 @@ def exported(module, base):
 def in_float64():
     keras.config.set_dtype_policy("float64")
     keras.config.set_floatx("float64")
-    yield
-    keras.config.set_dtype_policy("float32")
-    keras.config.set_floatx("float32")
 
 
 def fitted(model_class, make, data, **kwargs):

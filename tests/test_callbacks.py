@@ -6,7 +6,7 @@ import cases
 import keras
 import numpy as np
 import pytest
-from helpers import distance, make_model, train, weekly
+from helpers import compiled, distance, make_model, train, weekly
 
 import accumodel
 from accumodel import AccumStepsScheduler, AccumulatingModel
@@ -23,8 +23,7 @@ def test_the_schedule_sets_the_steps_of_each_epoch(data):
     train(reference, data, batch_size=8, epochs=1)
     for batch_size in (16, 32):
         reference.fit(*data, batch_size=batch_size, shuffle=False, verbose=0)
-    model = make_model()
-    model.compile("adam", "sparse_categorical_crossentropy")
+    model = compiled(make_model(), "adam")
     logs = model.fit(
         *data,
         batch_size=8,
@@ -84,8 +83,7 @@ def test_a_bad_schedule_is_refused_when_it_is_made(schedule, error, match):
     ("value", "error"), [(0, ValueError), (2.5, TypeError)]
 )
 def test_a_schedule_that_returns_no_step_count_is_refused(value, error, data):
-    model = make_model()
-    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=2)
+    model = compiled(make_model(), "sgd", accum_steps=2)
     scheduler = AccumStepsScheduler(lambda epoch, accum_steps: value)
     with pytest.raises(error, match=r"`accum_steps` must .* Received"):
         model.fit(*data, callbacks=[scheduler], verbose=0)
@@ -206,10 +204,7 @@ def test_a_ramp_is_resumed_by_a_backup(schedule, by, is_first, tmp_path):
 
 
 def test_a_ramp_that_cannot_see_each_batch_is_refused(data):
-    model = make_model()
-    model.compile(
-        "sgd", "sparse_categorical_crossentropy", steps_per_execution=2
-    )
+    model = compiled(make_model(), "sgd", steps_per_execution=2)
     for by in ("update", "sample"):
         ramp = AccumStepsScheduler({0: 1}, by=by)
         with pytest.raises(ValueError, match="steps_per_execution=1"):
@@ -235,8 +230,7 @@ def test_samples_of_batches_of_unknown_size_are_not_counted():
 
 
 def test_a_model_that_does_not_accumulate_is_refused(data):
-    model = make_model(keras.Model)
-    model.compile("sgd", "sparse_categorical_crossentropy")
+    model = compiled(make_model(keras.Model), "sgd")
     scheduler = AccumStepsScheduler(lambda epoch, accum_steps: 2)
     with pytest.raises(
         TypeError, match=r"`AccumulatingModel`|Received: model="
@@ -245,8 +239,7 @@ def test_a_model_that_does_not_accumulate_is_refused(data):
 
 
 def test_a_number_that_the_model_has_already_reaches_all_accumulators():
-    model = cases.flat(AccumulatingModel)
-    model.compile("sgd", "mse", accum_steps=4)
+    model = compiled(cases.flat(AccumulatingModel), "sgd", "mse", accum_steps=4)
     model.other = accumodel.GradientAccumulator(
         keras.optimizers.SGD(), model.trainable_variables, 2
     )

@@ -187,11 +187,7 @@ def test_the_whole_check_needs_no_extra(tmp_path):
     command = [sys.executable, "-m", "accumodel", "--check"]
     options = {"cwd": tmp_path, "env": environment, "text": True}
     done = subprocess.run(
-        command,
-        capture_output=True,
-        timeout=900,
-        check=False,
-        **options,
+        command, capture_output=True, timeout=900, check=False, **options
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[22/22]" in done.stdout

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from helpers import (
     check_case,
+    compiled,
     datasets,
     distance,
     make_model,
@@ -268,8 +269,7 @@ def values_of_replicas(model, variable):
 
 def test_the_remainder_of_train_on_batch_is_applied_on_all_replicas():
     x, y = cases.classes(20, np.random.default_rng(0))
-    reference = make_model(keras.Model, cases.dense)
-    reference.compile("sgd", "sparse_categorical_crossentropy")
+    reference = compiled(make_model(keras.Model, cases.dense), "sgd")
     reference.train_on_batch(x, y)
     with mirrored(2).scope():
         model = make_model(AccumulatingModel, cases.dense)
@@ -326,14 +326,12 @@ def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
 
     def make(replicas):
         with mirrored(replicas).scope():
-            model = make_model(AccumulatingModel, cases.dense)
-            model.compile(
-                "sgd", "sparse_categorical_crossentropy", accum_steps=3
+            model = compiled(
+                make_model(AccumulatingModel, cases.dense), "sgd", accum_steps=3
             )
         return model
 
-    reference = make_model(keras.Model, cases.dense)
-    reference.compile("sgd", "sparse_categorical_crossentropy")
+    reference = compiled(make_model(keras.Model, cases.dense), "sgd")
     reference.train_on_batch(x, y)
     model = make(writer)
     for part in (slice(0, 8), slice(8, 16)):
@@ -532,8 +530,7 @@ def test_a_replica_that_leaves_all_out_adds_nothing_of_the_cycle_before():
         inputs = keras.Input((4,))
         return base(inputs, keras.layers.Dense(1)(inputs))
 
-    plain = make(keras.Model)
-    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    plain = compiled(make(keras.Model), keras.optimizers.SGD(0.1), "mse")
     plain.train_on_batch(x, y)
     plain.train_on_batch(x[:16], y[:16])
     with mirrored(2).scope():
@@ -636,8 +633,7 @@ class AddsToItsOwn(AccumulatingModel):
 
 def test_an_accumulator_that_was_made_outside_is_refused_in_fit():
     with mirrored(2).scope():
-        model = AddsToItsOwn()
-        model.compile("sgd", "mse", accum_steps=2)
+        model = compiled(AddsToItsOwn(), "sgd", "mse", accum_steps=2)
     variables = model.trainable_variables
     model.own = GradientAccumulator(model.optimizer, variables, 2)
     with pytest.raises(ValueError, match=r"in `strategy.scope\(\)`"):

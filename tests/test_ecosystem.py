@@ -8,7 +8,7 @@ import sys
 import keras
 import numpy as np
 import pytest
-from helpers import distance, make_functional, make_model, train_both
+from helpers import compiled, distance, make_functional, make_model, train_both
 
 from accumodel import AccumulatingModel
 
@@ -127,10 +127,9 @@ def test_keras_tuner_searches_over_accum_steps(data, tmp_path):
     )
 
     def build(hyperparameters):
-        model = make_functional(AccumulatingModel)
-        model.compile(
+        model = compiled(
+            make_functional(AccumulatingModel),
             keras.optimizers.SGD(0.1),
-            "sparse_categorical_crossentropy",
             metrics=["accuracy"],
             accum_steps=hyperparameters.Choice("accum_steps", [2, 4]),
         )
@@ -176,8 +175,7 @@ def run_snippet(package, data):
     blocks = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     (snippet,) = (each for each in blocks if f"import {package}" in each)
     x, y = data
-    model = make_model()
-    model.compile("adam", "sparse_categorical_crossentropy", micro_batch_size=8)
+    model = compiled(make_model(), "adam", micro_batch_size=8)
     exec(compile(snippet, package, "exec"), {"model": model, "x": x, "y": y})
     plain = make_model(keras.Model)
     adam = keras.optimizers.Adam(name="adam")  # not "adam_1"

@@ -17,6 +17,7 @@ from helpers import (
     Batches,
     check_case,
     check_logs,
+    compiled,
     datasets,
     distance,
     names,
@@ -456,10 +457,9 @@ def test_every_way_to_feed(feed, steps_per_execution):
         ),
     ):
         keras.utils.set_random_seed(0)
-        model = cases.dense(model_class)
-        model.compile(
+        model = compiled(
+            cases.dense(model_class),
             keras.optimizers.Adam(0.01),
-            "sparse_categorical_crossentropy",
             steps_per_execution=steps_per_execution,
             **kwargs,
         )
@@ -484,16 +484,14 @@ def test_micro_batches_padded_to_different_lengths():
     x[:8, 3:] = 0
     x[8:16, 2:] = 0
     keras.utils.set_random_seed(0)
-    reference = cases.recurrent(keras.Model)
-    reference.compile(
-        keras.optimizers.SGD(0.3), "sparse_categorical_crossentropy"
+    reference = compiled(
+        cases.recurrent(keras.Model), keras.optimizers.SGD(0.3)
     )
     reference.train_on_batch(x, y)
     keras.utils.set_random_seed(0)
-    model = cases.recurrent(AccumulatingModel)
-    model.compile(
+    model = compiled(
+        cases.recurrent(AccumulatingModel),
         keras.optimizers.SGD(0.3),
-        "sparse_categorical_crossentropy",
         accum_steps=4,
     )
     for begin, length in ((0, 3), (8, 2), (16, 5), (24, 5)):

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import as_dataset, distance, names, weekly
+from helpers import as_dataset, compiled, distance, names, weekly
 
 import accumodel
 from benchmarks.workers import run_workers
@@ -85,10 +85,7 @@ def test_multi_worker_resumes_and_ends_with_the_weights_of_the_large_batch(
         assert run_workers(2, command, tmp_path, 240) == [0, 0], log.read_text()
         assert log.read_text().count("Epoch ") == 2
         assert first in log.read_text()
-    model = multi_worker.make_model()
-    model.compile(
-        multi_worker.make_optimizer(), "sparse_categorical_crossentropy"
-    )
+    model = compiled(multi_worker.make_model(), multi_worker.make_optimizer())
     for _ in range(2):
         keras.utils.set_random_seed(0)  # the order of a program that begins
         data = multi_worker.make_dataset()

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Batches, as_dataset, mirrored
+from helpers import Batches, as_dataset, compiled, mirrored
 from keras import layers, ops
 
 import accumodel
@@ -257,11 +257,7 @@ INEXACT = {
     "a layer, the mean": (around(Centers), "mse", "centers"),
     "a layer, attention": (around(AttendsToTheBatch), "mse", "attends_to"),
     "a layer, a size": (around(FixedSize), "mse", "fixed_size"),
-    "mixed samples": (
-        lambda: images(layers.MixUp()),
-        "mse",
-        "mix_up",
-    ),
+    "mixed samples": (lambda: images(layers.MixUp()), "mse", "mix_up"),
     "a counter": (around(Counts), "mse", "calls' " + STATE),
     "a moving mean": (around(Standardizes), "mse", STATE),
     "a raw counter": (around(CountsRaw), "mse", ".calls' " + STATE),
@@ -477,10 +473,7 @@ def test_padding_that_is_cut_off_is_silent(run_eagerly):
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_half_types_are_silent(policy):
     keras.config.set_dtype_policy(policy)
-    try:
-        assert not messages(around(dropout), "mse", micro_batch_size=4)
-    finally:
-        keras.config.set_dtype_policy("float32")
+    assert not messages(around(dropout), "mse", micro_batch_size=4)
 
 
 # -- nothing is left behind ----------------------------------------------------
@@ -593,11 +586,7 @@ SAME = {
     ),
     "size": (moving, {"micro_batch_size": 3}, array),
     "steps": (moving, {"accum_steps": 2}, data_set),
-    "both": (
-        moving,
-        {"accum_steps": 2, "micro_batch_size": 3},
-        py_data_set,
-    ),
+    "both": (moving, {"accum_steps": 2, "micro_batch_size": 3}, py_data_set),
     "auto": (around(dropout), {"micro_batch_size": "auto"}, data_set),
     "cache": (
         around(dropout),
@@ -818,8 +807,7 @@ def in_scope(make):
 
 def check(make, kwargs, feed, loss):
     """Returns what the check of a training says; a warning says the same."""
-    model = make()
-    model.compile("sgd", loss, **kwargs)
+    model = compiled(make(), "sgd", loss, **kwargs)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model.fit(**feed(*make_data(20)), verbose=0)
@@ -851,8 +839,7 @@ def test_it_says_why_there_is_none(caplog):
     def say(make, **kwargs):
         return check(make, kwargs, array, "mse")
 
-    model = plain()
-    model.compile("sgd", "mse", micro_batch_size=8)
+    model = compiled(plain(), "sgd", "mse", micro_batch_size=8)
     assert model.first_batch_check is None
     caplog.set_level("INFO", "accumodel")
     assert "a custom step" in say(Steps, micro_batch_size=1)
@@ -1073,8 +1060,7 @@ def test_it_is_not_wrong(make):
 
 
 def test_it_waits_for_a_batch_that_is_split():
-    model = plain()
-    model.compile("sgd", root, micro_batch_size=4)
+    model = compiled(plain(), "sgd", root, micro_batch_size=4)
     x, y = make_data()
     model.fit(x[:4], y[:4], batch_size=4, verbose=0)
     model.train_on_batch(x[:3], y[:3])

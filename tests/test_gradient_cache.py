@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    check_big,
     check_logs,
     check_weights,
     datasets,
     distance,
     mirrored,
     names,
+    train_big,
     train_case,
     updates,
     weekly,
@@ -76,9 +78,7 @@ class InBatchSoftmax(Towers):
         super().__init__()
         self.log_scale = self.add_weight((), "zeros", name="log_scale")
 
-    def compute_loss(
-        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-    ):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         scale = ops.exp(self.log_scale)
         loss = in_batch_softmax(y_pred["a"], y_pred["b"], scale)
         return loss + sum(self.losses)
@@ -90,9 +90,7 @@ class TowerInTheLoss(InBatchSoftmax):
     def call(self, inputs):
         return self.query(inputs["a"])
 
-    def compute_loss(
-        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-    ):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         keys = self.key(x["b"], training=training)
         return in_batch_softmax(y_pred, keys, ops.exp(self.log_scale))
 
@@ -207,26 +205,12 @@ RARE = (
 OF_THE_WHOLE_BATCH = ("in-batch softmax", "Tversky")
 
 
-def in_float64(case):
-    return dataclasses.replace(case, policy="float64", tolerance=1e-12)
+CACHE = {"micro_batch_size": 5, "gradient_cache": True}
 
 
-def run(case, model_class=AccumulatingModel, **kwargs):
-    big, _ = datasets(case)
-    return train_case(case, model_class, big, **kwargs)
-
-
-def check_cache(case, micro_batch_size=5, **kwargs):
-    """Trains by plain Keras and with the gradient cache, and compares them."""
-    reference, expected = run(case, keras.Model)
-    cached, logs = run(
-        case, micro_batch_size=micro_batch_size, gradient_cache=True, **kwargs
-    )
-    check_weights(cached, reference, case)
-    check_logs(logs["epochs"], expected["epochs"])
-    for ours, theirs in zip(logs["batches"], expected["batches"], strict=True):
-        check_logs(ours, theirs)
-    return cached, reference
+def in_float64(case, **kwargs):
+    kwargs |= {"policy": "float64", "tolerance": 1e-12}
+    return dataclasses.replace(case, **kwargs)
 
 
 @pytest.mark.table
@@ -234,21 +218,16 @@ def check_cache(case, micro_batch_size=5, **kwargs):
 @pytest.mark.parametrize("name", names(CASES, RARE))
 def test_the_loss_of_the_whole_batch(name):
     case = in_float64(CASES[name])
-    cached, reference = check_cache(case)
-    big, _ = datasets(case)
-    ours, theirs = (
-        each.evaluate(big, verbose=0) for each in (cached, reference)
-    )
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    _, reference = check_big(case, **CACHE)
     if name in OF_THE_WHOLE_BATCH:
-        cut, _ = run(case, micro_batch_size=5)
+        cut, _ = train_big(case, micro_batch_size=5)
         assert distance(cut, reference) > 1e-3
 
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("size", [1, weekly(24)])
 def test_any_size(size):
-    check_cache(in_float64(IN_BATCH), size)
+    check_big(in_float64(IN_BATCH), **CACHE | {"micro_batch_size": size})
 
 
 class WholeBatchLoss:
@@ -265,9 +244,7 @@ class WholeBatchLoss:
     def call(self, inputs, training=False):
         return self.head(self.hidden(inputs, training=training))
 
-    def compute_loss(
-        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-    ):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         return self.loss_of(x, y, y_pred, training) + sum(self.hidden.losses)
 
     def loss_of(self, x, y, y_pred, training):
@@ -444,7 +421,7 @@ def test_regularizers_alone_do_not_count_a_run_without_data():
 @pytest.mark.filterwarnings("ignore::accumodel.InexactWarning")
 def test_fed_batches_of_a_cycle_have_a_loss_each():
     """As with `accum_steps` alone, which does not cut them."""
-    case = dataclasses.replace(in_float64(IN_BATCH), sizes=cases.SHORT_INSIDE)
+    case = in_float64(IN_BATCH, sizes=cases.SHORT_INSIDE)
     _, fed = datasets(case)
     models = [
         train_case(case, AccumulatingModel, fed, accum_steps=4, **kwargs)[0]
@@ -456,8 +433,8 @@ def test_fed_batches_of_a_cycle_have_a_loss_each():
 def test_loss_scaling():
     case = CASES["supervised contrastive"]
     case = dataclasses.replace(case, policy="mixed_float16", tolerance=2e-3)
-    arguments = {"micro_batch_size": 5, "gradient_cache": True}
-    check_weights(run(case, **arguments)[0], run(case, keras.Model)[0], case)
+    cached, reference = train_big(case, **CACHE), train_big(case, keras.Model)
+    check_weights(cached[0], reference[0], case)
 
 
 class Divided(InBatchSoftmax):
@@ -471,9 +448,7 @@ class Divided(InBatchSoftmax):
 class Gathered(InBatchSoftmax):
     """With the negatives of all replicas."""
 
-    def compute_loss(
-        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-    ):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         replica = tf.distribute.get_replica_context()
         a, b = (replica.all_gather(y_pred[each], 0) for each in "ab")
         scale = ops.exp(self.log_scale)
@@ -504,13 +479,9 @@ def replicated(make):
     ids=["of each replica", "of all replicas", "of another base", "a mean"],
 )
 def test_replicas(case, strategy, sizes):
-    case = dataclasses.replace(in_float64(case), sizes=sizes)
-    big, _ = datasets(case)
-    reference, _ = train_case(case, keras.Model, big, strategy())
-    arguments = {"micro_batch_size": 5, "gradient_cache": True}
-    cached, _ = train_case(
-        case, AccumulatingModel, big, mirrored(2), **arguments
-    )
+    case = in_float64(case, sizes=sizes)
+    reference, _ = train_big(case, keras.Model, strategy())
+    cached, _ = train_big(case, strategy=mirrored(2), **CACHE)
     check_weights(cached, reference, case)
 
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, make_model, mirrored
+from helpers import compiled, distance, make_model, mirrored
 
 import accumodel
 from accumodel._features.whole_batch.arrays import set_apart
@@ -78,8 +78,7 @@ def test_the_function_sums_up_weights_and_masks(sample_weight, mask, expected):
 
 
 def test_the_compiled_losses_are_known_after_the_first_call():
-    model = make_one_layer()
-    model.compile("sgd", ["mse"], loss_weights=[2.0])
+    model = compiled(make_one_layer(), "sgd", ["mse"], loss_weights=[2.0])
     model.train_on_batch(np.ones((4, 3)), np.ones((4, 2)))
     ((loss, loss_weight),) = private_names.compiled_losses(model)
     assert isinstance(loss, keras.losses.Loss)
@@ -88,8 +87,7 @@ def test_the_compiled_losses_are_known_after_the_first_call():
 
 
 def test_the_loss_tracker_is_what_the_log_shows():
-    model = make_one_layer()
-    model.compile("sgd", "mse")
+    model = compiled(make_one_layer(), "sgd", "mse")
     logs = model.train_on_batch(
         np.ones((4, 3)), np.ones((4, 2)), return_dict=True
     )
@@ -197,8 +195,7 @@ def test_keras_builds_a_model_by_the_method_that_is_overridden():
 
 
 def test_keras_takes_its_train_step_from_the_attribute():
-    model = make_one_layer()
-    model.compile("sgd", "mse")
+    model = compiled(make_one_layer(), "sgd", "mse")
     step = model.train_step
     seen = []
 

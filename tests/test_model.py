@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 from helpers import (
     NO_COUNTS,
+    compiled,
     distance,
     make_functional,
     make_model,
@@ -65,19 +66,16 @@ def test_100_samples_in_4_times_8_make_the_12_updates_of_the_big_batch(
 
 
 def test_progress_bar_has_a_step_for_each_micro_batch(data, capsys):
-    model = make_model()
-    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+    model = compiled(make_model(), "sgd", accum_steps=4)
     model.fit(*data, batch_size=8, verbose=2)
     assert capsys.readouterr().out.startswith("13/13 - ")
 
 
 def test_train_on_batch_updates_on_the_nth_call(data):
     x, y = data
-    reference = make_model(keras.Model)
-    reference.compile("sgd", "sparse_categorical_crossentropy")
+    reference = compiled(make_model(keras.Model), "sgd")
     reference.train_on_batch(x[:30], y[:30])
-    model = make_model()
-    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=3)
+    model = compiled(make_model(), "sgd", accum_steps=3)
     before = model.get_weights()
     seen = []
     for i in range(3):
@@ -126,8 +124,7 @@ def make_task(model_class):
 @pytest.mark.parametrize("make", [make_functional, make_task])
 @pytest.mark.parametrize(("method", "name"), MISSPELLED)
 def test_a_misspelled_argument_says_what_is_meant(make, method, name, data):
-    model = make_model(make=make)
-    model.compile("sgd", loss="mse", micro_batch_size=4)
+    model = compiled(make_model(make=make), "sgd", "mse", micro_batch_size=4)
     arguments = data if method == "fit" else ()
     match = rf"`{method}` has no .*{MISSPELLED[method, name]}.*: {name}=8$"
     with pytest.raises(TypeError, match=match):
@@ -143,8 +140,7 @@ def test_an_error_about_arguments_in_a_callback_stays(data):
         def fit():
             pass
 
-    model = make_model()
-    model.compile("sgd", "mse")
+    model = compiled(make_model(), "sgd", "mse")
     with pytest.raises(TypeError, match=r"^.*Broken.fit\(\) got an unexpected"):
         model.fit(*data, callbacks=[Broken()])
 
@@ -188,12 +184,8 @@ SIZES = {  # of batches and of micro-batches
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_it_warns_if_no_batch_was_split(name, run_eagerly, data):
     make, size = SIZES[name]
-    model = make_model()
-    model.compile(
-        "sgd",
-        "sparse_categorical_crossentropy",
-        micro_batch_size=size,
-        run_eagerly=run_eagerly,
+    model = compiled(
+        make_model(), "sgd", micro_batch_size=size, run_eagerly=run_eagerly
     )
     arguments = make(*data) | {"epochs": 2, "shuffle": False, "verbose": 0}
     found = messages_of(lambda: model.fit(**arguments))
@@ -322,8 +314,7 @@ class OwnCompile(AccumulatingModel):
 
 
 def test_a_custom_compile_is_warned_of_at_loading_as_by_keras(tmp_path):
-    model = make_model(OwnCompile)
-    model.compile("sgd", "mse", accum_steps=2)
+    model = compiled(make_model(OwnCompile), "sgd", "mse", accum_steps=2)
     model.save(tmp_path / "model.keras")
     with pytest.warns(UserWarning, match="`compile\\(\\)` was not called"):
         loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -359,8 +350,7 @@ def test_averages_of_no_update_replace_no_weights(data):
     assert distance(model, before) == 0
     x, y = data
     model.fit(x[:8], y[:8], verbose=0)
-    reference = make_model(keras.Model)
-    reference.compile("sgd", loss)
+    reference = compiled(make_model(keras.Model), "sgd", loss)
     reference.train_on_batch(*map(np.concatenate, [(x, x[:8]), (y, y[:8])]))
     assert distance(model, reference) < 1e-6
 
@@ -379,13 +369,7 @@ def test_remainder_says_what_becomes_of_a_short_last_cycle(
 ):
     # 13 micro-batches an epoch, in cycles of 4.
     watch = Watch()
-    model = make_model()
-    model.compile(
-        "sgd",
-        "sparse_categorical_crossentropy",
-        accum_steps=4,
-        remainder=remainder,
-    )
+    model = compiled(make_model(), "sgd", accum_steps=4, remainder=remainder)
     model.fit(
         *data,
         batch_size=8,
@@ -403,16 +387,9 @@ def test_remainder_says_what_becomes_of_a_short_last_cycle(
 def test_carry_goes_on_in_the_next_epoch_and_the_next_fit(data):
     # 3 times 13 micro-batches are 39: the 13 cycles of 3 cross all borders.
     repeated = tf.data.Dataset.from_tensor_slices(data).batch(8).repeat(3)
-    reference = make_model()
-    reference.compile("sgd", "sparse_categorical_crossentropy", accum_steps=3)
+    reference = compiled(make_model(), "sgd", accum_steps=3)
     reference.fit(repeated, shuffle=False, verbose=0)
-    model = make_model()
-    model.compile(
-        "sgd",
-        "sparse_categorical_crossentropy",
-        accum_steps=3,
-        remainder="carry",
-    )
+    model = compiled(make_model(), "sgd", accum_steps=3, remainder="carry")
     for epochs in (1, 2):
         model.fit(*data, batch_size=8, epochs=epochs, shuffle=False, verbose=0)
     assert int(model.optimizer.iterations) == 13
@@ -420,13 +397,11 @@ def test_carry_goes_on_in_the_next_epoch_and_the_next_fit(data):
 
 
 def test_validation_sees_the_updated_weights(data):
-    reference = make_model(keras.Model)
-    reference.compile("sgd", "sparse_categorical_crossentropy")
+    reference = compiled(make_model(keras.Model), "sgd")
     expected = reference.fit(
         *data, batch_size=100, validation_data=data, verbose=0
     )
-    model = make_model()
-    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=20)
+    model = compiled(make_model(), "sgd", accum_steps=20)
     with pytest.warns(UserWarning, match="only 13 batches"):
         logs = model.fit(*data, batch_size=8, validation_data=data, verbose=0)
     np.testing.assert_allclose(
@@ -452,8 +427,7 @@ def interrupted(data, **kwargs):
 
 def test_an_interrupted_fit_leaves_nothing_behind_for_the_next(data):
     model = interrupted(data)
-    reference = make_model(keras.Model)
-    reference.compile("sgd", "sparse_categorical_crossentropy")
+    reference = compiled(make_model(keras.Model), "sgd")
     reference.set_weights(model.get_weights())
     with pytest.warns(UserWarning, match="are dropped.*pending_steps=2"):
         model.fit(*data, batch_size=8, shuffle=False, verbose=0)
@@ -468,14 +442,12 @@ def test_an_interrupted_fit_carries_its_cycle_where_that_was_asked_for(data):
 
 
 def test_a_callback_list_of_the_user_is_taken(data):
-    model = make_model()
-    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+    model = compiled(make_model(), "sgd", accum_steps=4)
     watch = Watch()
     callbacks = keras.callbacks.CallbackList(
         [watch], add_history=True, model=model, epochs=1, steps=13
     )
-    other = make_model()
-    other.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+    other = compiled(make_model(), "sgd", accum_steps=4)
     for each in (model, other):
         callbacks.set_model(each)
         each.fit(*data, batch_size=8, callbacks=callbacks, verbose=0)
@@ -561,8 +533,7 @@ def test_a_built_model_is_traced_less_often_than_by_keras(jit_compile, data):
 def test_leaving_1_makes_the_accumulators_and_one_trace(data):
     reference = make_model()
     train(reference, data, batch_size=8, accum_steps=4, epochs=2)
-    model = make_model()
-    model.compile("adam", "sparse_categorical_crossentropy")
+    model = compiled(make_model(), "adam")
     assert model._gradient_accumulator is None
     model.accum_steps = 4
     model.fit(*data, batch_size=8, epochs=2, shuffle=False, verbose=0)
@@ -571,8 +542,7 @@ def test_leaving_1_makes_the_accumulators_and_one_trace(data):
 
 @pytest.mark.weekly
 def test_leaving_1_needs_no_other_trace_in_a_custom_loop(data):
-    model = make_model()
-    model.compile("sgd", "sparse_categorical_crossentropy", skip_nonfinite=True)
+    model = compiled(make_model(), "sgd", skip_nonfinite=True)
     step = tf.function(model.train_step)
     batch = tuple(each[:8] for each in data)
     iterations = []
@@ -667,10 +637,8 @@ def test_a_nonfinite_micro_batch_is_as_if_it_had_not_been_fed(
 
 @pytest.fixture
 def policy(request):
-    """Sets the global dtype policy for the length of a test."""
     keras.config.set_dtype_policy(request.param)
-    yield request.param
-    keras.config.set_dtype_policy("float32")
+    return request.param
 
 
 @pytest.mark.parametrize(
@@ -717,8 +685,7 @@ def test_bad_accum_steps_are_refused_everywhere(value, error):
 
 
 def test_accum_steps_may_be_a_numpy_integer():
-    model = make_model()
-    model.compile("sgd", "mse", accum_steps=np.int64(4))
+    model = compiled(make_model(), "sgd", "mse", accum_steps=np.int64(4))
     assert model.accum_steps == 4
 
 
@@ -762,8 +729,7 @@ def test_an_optimizer_that_accumulates_by_itself_is_refused(wrap):
 def test_bad_gradients_are_refused_and_change_nothing(
     gradients, match, accum_steps
 ):
-    model = make_model()
-    model.compile("sgd", "mse", accum_steps=accum_steps)
+    model = compiled(make_model(), "sgd", "mse", accum_steps=accum_steps)
     before = model.get_weights()
     with pytest.raises(ValueError, match=match):
         model.accumulate_gradients(gradients)
@@ -813,13 +779,7 @@ def test_more_steps_than_batches_are_warned_of_once(
     dataset = tf.data.Dataset.from_tensor_slices(data).batch(8)
     if not known:
         dataset = dataset.filter(lambda x, y: True)
-    model = make_model()
-    model.compile(
-        "sgd",
-        "sparse_categorical_crossentropy",
-        accum_steps=14,
-        remainder=remainder,
-    )
+    model = compiled(make_model(), "sgd", accum_steps=14, remainder=remainder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(dataset, epochs=3, shuffle=False, verbose=0)

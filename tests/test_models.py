@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, names, weekly
+from helpers import compiled, distance, names, weekly
 
 import accumodel
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -355,8 +355,7 @@ def test_next_to_another_model_class_its_methods_are_kept(points):
         def call(self, inputs):
             return self.head(inputs)
 
-    model = Subclass()
-    model.compile("sgd", "mse", accum_steps=4)
+    model = compiled(Subclass(), "sgd", "mse", accum_steps=4)
     fit(model, *points, 8)
 
 
@@ -529,8 +528,7 @@ def test_in_the_place_of_keras_model(points, monkeypatch):
     """To reach a library that calls `keras.Model`."""
     plain = functional(keras.Model)
     monkeypatch.setattr(keras, "Model", AccumulatingModel)
-    model = functional(keras.Model)
-    model.compile("sgd", "mse", micro_batch_size=4)
+    model = compiled(functional(keras.Model), "sgd", "mse", micro_batch_size=4)
     fit(model, points[0][:, :3], points[1][:, :1], 32)
 
     class Subclass(keras.Model):
@@ -540,8 +538,7 @@ def test_in_the_place_of_keras_model(points, monkeypatch):
             super().__init__()
             self.head = keras.layers.Dense(2)
 
-    model = Subclass()
-    model.compile("sgd", "mse", micro_batch_size=4)
+    model = compiled(Subclass(), "sgd", "mse", micro_batch_size=4)
     fit(model, *points, 32)
     assert isinstance(AccumulatingModel.from_model(plain), AccumulatingModel)
 
@@ -556,8 +553,7 @@ def test_a_train_step_that_updates_by_itself_is_told_of(points):
     class Model(TrainsItself, AccumulatingModel):
         pass
 
-    model = Model()
-    model.compile("sgd", "mse", accum_steps=4)
+    model = compiled(Model(), "sgd", "mse", accum_steps=4)
     with pytest.warns(UserWarning, match="nothing was accumulated") as caught:
         fit(model, *points, 8)
     messages = [str(each.message) for each in caught]
@@ -763,8 +759,7 @@ class HeadByDtype(AccumulatingModel):
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_a_head_that_comes_later_is_updated_by_what_was_traced_before():
-    model = HeadByDtype()
-    model.compile(SGD(1.0), "mse", accum_steps=2)
+    model = compiled(HeadByDtype(), SGD(1.0), "mse", accum_steps=2)
     a, b = np.ones((4, 2), "int32"), np.ones((4, 2), "float32")
     y = np.zeros((4, 1), "float32")
     model.train_on_batch(a, y)

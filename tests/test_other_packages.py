@@ -178,19 +178,15 @@ def normalize_together(make, x):
     x, y = np.random.default_rng(0).normal(size=(10, *x)), np.ones((10, 3))
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    try:
-        compare(
-            make,
-            (x, y),
-            6,
-            lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"},
-            tolerance=1e-8,
-            micro_batch_size=4,
-            sync_batch_norm=True,
-        )
-    finally:
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
+    compare(
+        make,
+        (x, y),
+        6,
+        lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"},
+        tolerance=1e-8,
+        micro_batch_size=4,
+        sync_batch_norm=True,
+    )
 
 
 def test_keras_tcn_with_batch_normalization():

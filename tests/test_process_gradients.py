@@ -28,11 +28,7 @@ def train(base, optimizer, batch_size=12, strategy=None, **kwargs):
         model = base(inputs, keras.layers.Dense(2)(frozen))
         model.compile(optimizer(), "mse", **{"jit_compile": False} | kwargs)
     history = model.fit(
-        *data(),
-        batch_size=batch_size,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
+        *data(), batch_size=batch_size, epochs=2, shuffle=False, verbose=0
     )
     return model, history.history
 
@@ -263,18 +259,14 @@ class ClipsAndLeavesOut(ClipsAll):
 
 @pytest.mark.parametrize("made", [ClipsAll, ClipsAndLeavesOut])
 def test_a_loss_scale_sees_what_process_gradients_hides(made):
-    policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
-    try:
-        inputs = keras.Input((4,))
-        model = made(inputs, keras.layers.Dense(2)(inputs))
-        model.compile(keras.optimizers.SGD(1.0), "mse", micro_batch_size=3)
-        before = model.get_weights()
-        x = np.full((8, 4), 3e3)
-        for _ in range(3):
-            model.train_on_batch(x, np.zeros((8, 2)))
-    finally:
-        keras.config.set_dtype_policy(policy)
+    inputs = keras.Input((4,))
+    model = made(inputs, keras.layers.Dense(2)(inputs))
+    model.compile(keras.optimizers.SGD(1.0), "mse", micro_batch_size=3)
+    before = model.get_weights()
+    x = np.full((8, 4), 3e3)
+    for _ in range(3):
+        model.train_on_batch(x, np.zeros((8, 2)))
     assert distance(model, before) == 0
     assert float(model.optimizer.dynamic_scale) == 2.0**12  # halved three times
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, mirrored, names, slow, weekly
+from helpers import compiled, distance, mirrored, names, slow, weekly
 from keras import layers
 
 from accumodel import AccumulatingModel
@@ -520,8 +520,7 @@ def test_initial_weights_are_no_draws_of_a_step(seed):
         (Stack, 2, {"accum_steps": 3}),
         (Stack, 6, {"micro_batch_size": 2}),
     ):
-        model = make(base)
-        model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
+        model = compiled(make(base), keras.optimizers.SGD(0.1), "mse", **kwargs)
         batches = tf.data.Dataset.from_tensor_slices((x[:12], y[:12, 0, :2]))
         batches = batches.batch(size, drop_remainder=True)
         model.fit(batches, shuffle=False, verbose=0)
@@ -614,13 +613,9 @@ def test_other_precisions(policy, tolerance):
 
     keras.config.set_dtype_policy(policy)
     keras.config.set_floatx("float64" if policy == "float64" else "float32")
-    try:
-        plain = train(keras.Model, noises)
-        ours = train(AccumulatingModel, noises, micro_batch_size=2)
-        other = train(keras.Model, noises, 1)
-    finally:
-        keras.config.set_dtype_policy("float32")
-        keras.config.set_floatx("float32")
+    plain = train(keras.Model, noises)
+    ours = train(AccumulatingModel, noises, micro_batch_size=2)
+    other = train(keras.Model, noises, 1)
     check(ours, plain, tolerance)
     assert distance(other, plain) > 10 * tolerance
 
@@ -773,8 +768,7 @@ def made_by_keras():
 def test_a_function_that_was_traced_without_these_draws_is_refused(
     make, kwargs
 ):
-    model = make()
-    model.compile("sgd", "mse", **{"micro_batch_size": 4} | kwargs)
+    model = compiled(make(), "sgd", "mse", **{"micro_batch_size": 4} | kwargs)
     for run in (model.fit, model.evaluate):
         with pytest.raises(ValueError, match=r"traced before.*'of_function'"):
             run(*data(), batch_size=9, verbose=0)

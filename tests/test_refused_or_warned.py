@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, messages_of, mirrored, weekly
+from helpers import compiled, distance, messages_of, mirrored, weekly
 
 from accumodel import AccumulatingModel, GradientAccumulator
 
@@ -82,8 +82,7 @@ def test_the_weight_is_not_known_before_the_loss():
         def train_step(self, data):
             self.micro_batch_weight(data[0], data[1], None, None)
 
-    model = Early()
-    model.compile("sgd", "mse", accum_steps=2)
+    model = compiled(Early(), "sgd", "mse", accum_steps=2)
     with pytest.raises(ValueError, match="call `micro_batch_weight` after"):
         fit(model, cases.FEATURES)
 
@@ -219,8 +218,7 @@ def regularized(base):
 def test_a_scalar_of_add_loss_next_to_a_masked_loss_is_warned_of(way):
     batch_size, kwargs = cases.WAYS[way]
     keras.utils.set_random_seed(0)
-    model = regularized(AccumulatingModel)
-    model.compile("sgd", "mse", **kwargs)
+    model = compiled(regularized(AccumulatingModel), "sgd", "mse", **kwargs)
     x, _ = cases.sequences()
     y = np.ones((16, 5, 2), "float32")
     with pytest.warns(UserWarning, match="`add_loss`.*`micro_batch_weight`"):
@@ -238,8 +236,7 @@ def test_evaluate_does_not_take_two_arrays_of_weights_for_one():
         keras.losses.MeanSquaredError("mean_with_sample_weight")
         for _ in range(2)
     ]
-    model = make(AccumulatingModel)
-    model.compile("sgd", loss, micro_batch_size=3)
+    model = compiled(make(AccumulatingModel), "sgd", loss, micro_batch_size=3)
     x, y = cases.sequences(2)
     weights = np.random.default_rng(0).random((2, 16))
     model.fit(x, y, sample_weight=weights[0], batch_size=8, verbose=0)

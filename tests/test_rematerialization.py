@@ -151,10 +151,7 @@ def positions(x):
 
 
 LAYERS = {
-    "dense": lambda x: layers.Dense(
-        8,
-        activation="relu",
-    )(x),
+    "dense": lambda x: layers.Dense(8, activation="relu")(x),
     "dropout": lambda x: layers.Dropout(0.5, seed=7)(layers.Dense(8)(x)),
     "block": lambda x: Block()(Block()(x)),
     "several": several,
@@ -226,24 +223,21 @@ def test_weights_of_the_same_model_without_the_scope(kind, way):
     if is_half:
         keras.config.set_dtype_policy(f"mixed_{way}")
         tolerance = 1e-2
-    try:
-        jit = {"jit_compile": kwargs.get("jit_compile", False)}
-        if is_half or way == "replicas":  # other rounding, and draws
-            reference = train(
-                kind, AccumulatingModel, size, strategy, **jit | kwargs
-            )
-        else:
-            reference = train(kind, keras.Model, 16, **jit)
-        model = train(
-            kind,
-            AccumulatingModel,
-            size,
-            strategy,
-            {"mode": "full"},
-            **jit | kwargs,
+    jit = {"jit_compile": kwargs.get("jit_compile", False)}
+    if is_half or way == "replicas":  # other rounding, and draws
+        reference = train(
+            kind, AccumulatingModel, size, strategy, **jit | kwargs
         )
-    finally:
-        keras.config.set_dtype_policy("float32")
+    else:
+        reference = train(kind, keras.Model, 16, **jit)
+    model = train(
+        kind,
+        AccumulatingModel,
+        size,
+        strategy,
+        {"mode": "full"},
+        **jit | kwargs,
+    )
     check(model, reference, tolerance)
 
 
@@ -476,11 +470,8 @@ def test_replicas_read_what_all_of_them_assigned(policy, aggregation):
     train_mirrored = functools.partial(
         train, kind, AccumulatingModel, 16, jit_compile=False
     )
-    try:
-        reference = train_mirrored(mirrored(2))
-        model = train_mirrored(mirrored(2), {"mode": "full"})
-    finally:
-        keras.config.set_dtype_policy("float32")
+    reference = train_mirrored(mirrored(2))
+    model = train_mirrored(mirrored(2), {"mode": "full"})
     check(model, reference, 1e-6 if policy == "float32" else 1e-2)
 
 

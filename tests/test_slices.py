@@ -697,8 +697,7 @@ def test_a_state_that_replicas_reduce_is_refused_when_it_is_there():
             def call(self, x):
                 return self.all[1](self.all[0](x))
 
-        model = Model()
-        model.compile("sgd", "mse", micro_batch_size=1)
+        model = compiled(Model(), "sgd", "mse", micro_batch_size=1)
         with pytest.raises(ValueError, match='aggregation="mean"'):
             model.fit(np.ones((8, 6)), np.ones((8, 1)), verbose=0)
 
@@ -763,10 +762,7 @@ def test_overrides_are_called_for_batches_that_need_no_cut(
     samples, model_class, size
 ):
     x, y = samples
-    model = cases.dense(model_class)
-    model.compile(
-        "sgd", "sparse_categorical_crossentropy", micro_batch_size=size
-    )
+    model = compiled(cases.dense(model_class), "sgd", micro_batch_size=size)
     before = model.get_weights()
     model.train_on_batch(x[:8], y[:8])
     assert distance(model, before) == 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import resumed
 import tensorflow as tf
-from helpers import distance, make_functional, make_sequential, weekly
+from helpers import compiled, distance, make_functional, make_sequential, weekly
 
 from accumodel import AccumulatingModel, GradientAccumulator
 from accumodel._update import files
@@ -153,8 +153,7 @@ def test_a_checkpoint_of_a_custom_loop_restores_the_pending_cycle(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
 def test_a_cycle_of_what_is_no_longer_trained_is_left_out(tmp_path):
-    model = make_functional(AccumulatingModel)
-    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+    model = compiled(make_functional(AccumulatingModel), "sgd", accum_steps=4)
     model.train_on_batch(*resumed.make_data())
     model.quantize("int8")
     with pytest.warns(UserWarning, match="pending cycle was not saved"):
@@ -307,10 +306,7 @@ def test_scaled_sums_are_not_taken_for_others(scales, tmp_path):
         optimizer = keras.optimizers.SGD()
         if scales:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-        model = resumed.make_model()
-        model.compile(
-            optimizer, "sparse_categorical_crossentropy", accum_steps=4
-        )
+        model = compiled(resumed.make_model(), optimizer, accum_steps=4)
         optimizer.build(model.trainable_variables)
         return model
 
@@ -349,8 +345,7 @@ def test_an_overflow_that_is_pending_is_saved_for_the_loss_scale(tmp_path):
 @pytest.mark.parametrize("make", [make_functional, make_sequential])
 def test_copies_have_the_cycle_too(make):
     x, y = resumed.make_data()
-    model = make(AccumulatingModel)
-    model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=3)
+    model = compiled(make(AccumulatingModel), "sgd", accum_steps=3)
     model.train_on_batch(x, y)
     for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(duplicate) is type(model)

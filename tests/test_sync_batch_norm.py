@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    check_big,
     check_logs,
     check_weights,
-    datasets,
     distance,
     mirrored,
     names,
     slow,
-    train_case,
+    train_big,
     weekly,
 )
 
@@ -245,41 +245,14 @@ SYNC = {"micro_batch_size": 5, "sync_batch_norm": True}
 
 
 def in_float64(case, **kwargs):
-    return dataclasses.replace(case, policy="float64", tolerance=1e-9, **kwargs)
-
-
-def run(case, model_class=AccumulatingModel, strategy=None, **kwargs):
-    big, _ = datasets(case)
-    return train_case(case, model_class, big, strategy, **kwargs)
-
-
-def check_sync(case, **kwargs):
-    # XLA draws other numbers.
-    jit = {k: v for k, v in kwargs.items() if k == "jit_compile"}
-    reference, expected = run(case, keras.Model, **jit)
-    model, logs = run(case, **{**SYNC, **kwargs})
-    check_weights(model, reference, case)
-    logs["epochs"].pop("micro_batch_size", None)  # of "auto"
-    check_logs(logs["epochs"], expected["epochs"])
-    for ours, theirs in zip(logs["batches"], expected["batches"], strict=True):
-        check_logs(ours, theirs)
-    return model, reference
+    kwargs |= {"policy": "float64", "tolerance": 1e-9}
+    return dataclasses.replace(case, **kwargs)
 
 
 RARE = ("contrastive", "frozen", "residual", "sample weights", "two outputs")
 
 # Not on the oldest versions.
 NEWEST = ("called again", "in layers", "unusual")
-
-
-def check_case(name, **kwargs):
-    case = in_float64(CASES[name])
-    model, reference = check_sync(case, **kwargs)
-    big, _ = datasets(case)
-    ours, theirs = (
-        each.evaluate(big, verbose=0) for each in (model, reference)
-    )
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 @pytest.mark.table
@@ -289,7 +262,7 @@ def check_case(name, **kwargs):
     [slow(each) if each in NEWEST else each for each in names(CASES, RARE)],
 )
 def test_as_the_whole_batch(name):
-    check_case(name)
+    check_big(in_float64(CASES[name]), **SYNC)
 
 
 # `test_where_features_meet.py` has all ways of a simple model.
@@ -306,7 +279,7 @@ def test_as_the_whole_batch(name):
     ids=str,
 )
 def test_other_ways_to_run(name, kwargs):
-    check_case(name, **kwargs)
+    check_big(in_float64(CASES[name]), **SYNC | kwargs)
 
 
 class Always(layers.Layer):
@@ -338,12 +311,7 @@ def test_evaluate_normalizes_as_the_layer_says(layer, kwargs):
         return classifier(model_class, inputs, layer()(layers.Dense(5)(inputs)))
 
     case = in_float64(cases.Case(make=make))
-    model, reference = check_sync(case, **kwargs)
-    big, _ = datasets(case)
-    ours, theirs = (
-        each.evaluate(big, verbose=0) for each in (model, reference)
-    )
-    np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+    model, reference = check_big(case, **SYNC | kwargs)
     assert distance(model, reference) < 1e-9  # moving averages, moved again
 
 
@@ -361,7 +329,7 @@ def test_a_variable_that_is_made_in_the_trace():
         block = keras.Sequential([Draws(), Norm()])
         return classifier(model_class, inputs, block(layers.Dense(5)(inputs)))
 
-    check_sync(in_float64(cases.Case(make=make)))
+    check_big(in_float64(cases.Case(make=make)), **SYNC)
 
 
 @pytest.mark.weekly
@@ -370,7 +338,7 @@ def test_functions_that_run_eagerly():
     case = in_float64(CASES["a chain"])
     tf.config.run_functions_eagerly(True)
     try:
-        check_sync(case)
+        check_big(case, **SYNC)
     finally:
         tf.config.run_functions_eagerly(False)
 
@@ -386,10 +354,10 @@ def test_mixed_precision(policy, tolerance):
     case = dataclasses.replace(
         CASES["a chain"], policy=policy, tolerance=tolerance
     )
-    reference, _ = run(case, keras.Model)
-    model, _ = run(case, **SYNC)
+    reference, _ = train_big(case, keras.Model)
+    model, _ = train_big(case, **SYNC)
     check_weights(model, reference, case)
-    without, _ = run(case, micro_batch_size=5)
+    without, _ = train_big(case, micro_batch_size=5)
     assert distance(without, reference) > 2 * distance(model, reference)
 
 
@@ -398,7 +366,8 @@ def test_with_the_gradient_cache_and_without_it():
     case = in_float64(CASES["contrastive"])
     assert (
         distance(
-            run(case, **SYNC, gradient_cache=True)[0], run(case, **SYNC)[0]
+            train_big(case, **SYNC, gradient_cache=True)[0],
+            train_big(case, **SYNC)[0],
         )
         == 0
     )
@@ -419,15 +388,15 @@ def shared_over_replicas(model_class):
 )
 def test_replicas(make, sizes):
     case = in_float64(cases.Case(make=make, sizes=sizes))
-    reference, _ = run(case, keras.Model, mirrored(2))
-    model, _ = run(case, strategy=mirrored(2), **SYNC)
+    reference, _ = train_big(case, keras.Model, mirrored(2))
+    model, _ = train_big(case, strategy=mirrored(2), **SYNC)
     check_weights(model, reference, case)
 
 
 def test_without_batch_normalization_nothing_changes():
     case = in_float64(cases.Case())
     with_it, without = (
-        run(case, micro_batch_size=5, sync_batch_norm=value)[0]
+        train_big(case, micro_batch_size=5, sync_batch_norm=value)[0]
         for value in (True, False)
     )
     assert distance(with_it, without) == 0
@@ -473,8 +442,8 @@ def test_applications(name):
             optimizer=lambda: keras.optimizers.SGD(0.01),
         )
     )
-    reference, expected = run(case, keras.Model)
-    model, logs = run(case, **SYNC)
+    reference, expected = train_big(case, keras.Model)
+    model, logs = train_big(case, **SYNC)
     assert distance(model, reference) <= 1e-6
     check_logs(logs["epochs"], expected["epochs"])
 

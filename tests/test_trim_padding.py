@@ -154,13 +154,9 @@ def train(make, model_class, data, batches=(20,), strategy=None, **kwargs):
     kwargs.setdefault("loss", cross_entropy())
     rate = kwargs.pop("learning_rate", 0.5)
     kwargs["optimizer"] = keras.optimizers.SGD(rate)
-    if strategy is None:
+    with (strategy or tf.distribute.get_strategy()).scope():
         model = make(model_class)
         model.compile(**kwargs)
-    else:
-        with strategy.scope():
-            model = make(model_class)
-            model.compile(**kwargs)
     given = as_dataset(data, batches)
     history = model.fit(given, epochs=2, shuffle=False, verbose=0, **fit)
     logs = {**history.history}
@@ -258,27 +254,16 @@ def other_reduction(kind):
 FEATURES = {
     "auto": ({}, {"micro_batch_size": "auto"}),
     "accum_steps": ({}, {"accum_steps": 2, "batches": (10, 10)}),
-    "eager": ({"run_eagerly": True}, {}),
     "mean_with_sample_weight": (other_reduction("mean_with_sample_weight"), {}),
     "sum": (other_reduction("sum"), {}),
-    "skip_nonfinite": ({}, {"skip_nonfinite": True}),
-    "steps_per_execution": (
-        {"batches": (10, 10), "steps_per_execution": 2},
-        {},
-    ),
-    "replicas": ({"batches": (20,)}, {"strategy": 2}),
+    "replicas": ({}, {"strategy": 2}),
     "class weights": ({"fit": {"class_weight": {0: 1.0, 1: 3.0}}}, {}),
 }
 
 
-# The others have a row in `test_where_features_meet.py`, or are rare.
-EVERY_DAY = ("mean_with_sample_weight",)
-
-
+# Others have a row in `test_where_features_meet.py`.
 @pytest.mark.weekly
-@pytest.mark.parametrize(
-    "name", [*EVERY_DAY, *(weekly(n) for n in FEATURES if n not in EVERY_DAY)]
-)
+@pytest.mark.parametrize("name", FEATURES)
 def test_it_goes_with_other_features(name):
     both, ours = ({**each} for each in FEATURES[name])
     if "strategy" in ours:
@@ -315,10 +300,7 @@ def test_process_gradients_gets_the_gradient_of_the_padded_batch():
 )
 def test_half_precision(policy, tolerance):
     keras.config.set_dtype_policy(policy)
-    try:
-        check(tagger, (words(), of_words()), tolerance=tolerance)
-    finally:
-        keras.config.set_dtype_policy("float32")
+    check(tagger, (words(), of_words()), tolerance=tolerance)
 
 
 def test_widths_that_differ_from_batch_to_batch():

@@ -187,7 +187,7 @@ WARNED = {
         (way, "normalization"): ("sync_batch_norm=True", False)
         for way in WAYS
         if way not in ("auto", "sync")
-    },
+    }
 }
 
 # The samples are in another order.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import worker
-from helpers import distance, weekly
+from helpers import compiled, distance, weekly
 
 from accumodel import AccumulatingModel
 from benchmarks.workers import free_ports, run_tasks, run_workers, tf_configs
@@ -125,10 +125,8 @@ def slurm_job():
 
 def check_saved(path):
     """What a program of `examples` saved is what the large batch gives."""
-    plain = training.make_model()
-    plain.compile(
-        keras.optimizers.AdamW(0.01, global_clipnorm=1.0),
-        "sparse_categorical_crossentropy",
+    plain = compiled(
+        training.make_model(), keras.optimizers.AdamW(0.01, global_clipnorm=1.0)
     )
     batch_size = training.GLOBAL_BATCH * training.ACCUM_STEPS
     plain.fit(
