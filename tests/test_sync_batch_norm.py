@@ -393,6 +393,40 @@ def test_replicas(make, sizes):
     check_weights(model, reference, case)
 
 
+class Adds(layers.Layer):
+    """Adds up something of the samples, which does not depend on the split."""
+
+    def build(self, shape):
+        self.sums = self.add_weight((shape[-1],), "zeros", trainable=False)
+
+    def call(self, x, training=None):
+        if training:
+            self.sums.assign_add(0.01 * ops.sum(x, 0))
+        return x
+
+
+@pytest.mark.parametrize("kwargs", [{}, weekly({"run_eagerly": True})], ids=str)
+def test_a_state_behind_a_normalization_adds_up(kwargs):
+    def make(model_class):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        x = Adds()(Norm()(Adds()(layers.Dense(4)(inputs))))
+        return model_class(inputs, layers.Dense(1)(x))
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(24, 4)), rng.normal(size=(24, 1))
+    models = []
+    for base, ours in (
+        (keras.Model, {}),
+        (AccumulatingModel, {"micro_batch_size": 5, "sync_batch_norm": True}),
+    ):
+        model = make(base)
+        model.compile("sgd", "mse", jit_compile=False, **ours, **kwargs)
+        model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
 def test_without_batch_normalization_nothing_changes():
     case = in_float64(cases.Case())
     with_it, without = (

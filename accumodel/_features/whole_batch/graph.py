@@ -128,14 +128,19 @@ class ModelGraph:
 
     def cut(self):
         """Finds the parts of the forward pass, one for each stage."""
-        self._find_stages()
+        stages = self._find_stages({})
+        again = self._find_stages(stages)
+        # Unless that moves the assignment itself.
+        alike = {k: stages[k] for k in stages if again[k] == stages[k]}
+        if alike != stages:
+            self._find_stages(alike)
         self._norms.check(self, self._is_training)
         self.ends = tf.nest.flatten([self.outputs, self.losses])
         needed = [each for each in self.ends if each is not None]
         needed += [norm.moments for norm in self.norms]
-        stages = [self.positions[each.op.name] for each in needed]
+        ends = [self.positions[each.op.name] for each in needed]
         # The last stage, after which the gradient begins.
-        self._last = max([0, *self._effects, *stages])
+        self._last = max([0, *self._effects, *ends])
 
         def make(stage):
             ends = self.outputs, self.masks, self.losses
@@ -148,8 +153,14 @@ class ModelGraph:
         self.moved = [self._norms.variables[key] for key in self.new]
         self.moves = Part(self, self._last, [*self.new.values()])
 
-    def _find_stages(self):
-        """Finds the stage of each operation, and which depend on samples."""
+    def _find_stages(self, stages):
+        """Finds the stage of each operation, and which depend on samples.
+
+        A variable is read in the stage that assigns it, in which micro-batches
+        add to it one by one: `stages` and what is returned are by its handle.
+        """
+        self._effects.clear()
+        found: dict = {}
         inputs = {each.op.name for each in self.inputs}
         noted = {each.statistics.op.name: each.moments for each in self.norms}
         handles = map(self.handle, self.assigned.values())
@@ -163,12 +174,18 @@ class ModelGraph:
             self.positions[op.name] = stage
             is_pinned = op.name in inputs
             if private_names.is_stateful(op.type):
+                handle = op.inputs[0].name if op.inputs else None
                 is_read = op.type.startswith(READS)
-                is_pinned = not is_read or op.inputs[0].name in assigned
-                if not is_read:
+                is_pinned = not is_read or handle in assigned
+                if is_read:
+                    stage = max(stage, stages.get(handle, 0))
+                    self.positions[op.name] = stage
+                else:
                     self._effects.setdefault(stage, []).append(op)
+                    found.setdefault(handle, stage)
             if is_pinned or not self._of_samples.isdisjoint(before):
                 self._of_samples.add(op.name)
+        return found
 
     def _make_parts(self, positions, make):
         """Returns parts that make what `make` says and what later ones take."""
