@@ -49,7 +49,7 @@ class Runner:
     def __init__(
         self, plan, step, data, by_outputs, is_trimmed, features=(), as_is=False
     ):
-        self._step, self._data = step, data
+        self._step, self.data = step, data
         self._as_is = as_is  # with rows of which the number is known
         self._model, self.by_outputs = plan.model, by_outputs
         self._has_whole_loss = plan.whole_batch is not None
@@ -81,13 +81,13 @@ class Runner:
 
     def _run(self, begin, end, i, size):
         plan = dataclasses.replace(self.plan, size=size)
-        data = self._model.slice_data(self._data, begin, end)
+        data = self._model.slice_data(self.data, begin, end)
         parts = MicroBatches(plan, data)
         with contextlib.ExitStack() as stack:
             for scope in plan.around_parts(trains=True):
                 stack.enter_context(scope(parts, i))
             taken = _Taken()
-            data = self._data if self._as_is else parts.data_of(i)
+            data = self.data if self._as_is else parts.data_of(i)
             with one_step(plan, data, taken):
                 if self.by_outputs:
                     return self._outputs(plan, data)
@@ -124,38 +124,16 @@ class Runner:
 
     def run(self, begin, end, size):
         """Returns what rows give in parts of a size, in a `Made`."""
-        count = -(-(end - begin) // size)
-        made = [
-            self.function(
-                *[tf.constant(each, tf.int64) for each in (begin, end, i, size)]
-            )
-            for i in range(count)
-        ]
-        made = [tf.nest.map_structure(_array, each) for each in made]
+        made = self.parts(begin, end, size)
         return self._join_outputs(made) if self.by_outputs else self._sum(made)
 
-    def compare_calls(self, call, count):
-        """Returns what a function of data returns, whole and in two parts.
-
-        Arrays in lists of lists, joined by rows.
-        """
-        step, by_outputs = self._step, self.by_outputs
-        self._step, self.by_outputs = call, None
-        scalar = tf.TensorSpec((), tf.int64)
-        function = tf.function(self._run, autograph=False)
-        try:
-            with self._opened():
-                function = function.get_concrete_function(*[scalar] * 4)
-        finally:
-            self._step, self.by_outputs = step, by_outputs
-
-        def run(i, size):
-            bounds = [tf.constant(x, tf.int64) for x in (0, count, i, size)]
-            return function(*bounds)
-
-        parts = [run(i, -(-count // 2)) for i in range(2)]
-        joined = tf.nest.map_structure(lambda *e: np.concatenate(e), *parts)
-        return tf.nest.map_structure(np.array, run(0, count)), joined
+    def parts(self, begin, end, size):
+        """Returns what the step returns for each part, in arrays."""
+        made = []
+        for i in range(-(-(end - begin) // size)):
+            scalars = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
+            made.append(tf.nest.map_structure(_array, self.function(*scalars)))
+        return made
 
     def _join_outputs(self, made):
         factors, weight = _factors([each["weight"] for each in made])
