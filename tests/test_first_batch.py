@@ -473,6 +473,7 @@ def test_padding_that_is_cut_off_is_silent(run_eagerly):
         run_eagerly=run_eagerly,
     )
     model.fit(words, make_data()[1], batch_size=16, verbose=0)
+    assert model.first_batch_check.startswith("exact")
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])

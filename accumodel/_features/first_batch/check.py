@@ -82,7 +82,9 @@ class Check:
         own = {"train_step", "compute_gradients"} & self._plan.overridden
         self._is_custom = bool(own) or state.overrides("accumulate_gradients")
         self._by_outputs = not self._is_custom and (
-            not self._plan.orders or self._size < 2 or self._plan.whole_batch
+            self._plan.orders is None
+            or self._size < 2
+            or self._plan.whole_batch is not None
         )
         self._count = min(_SAMPLES, samples)
         if not self._by_outputs:
@@ -187,13 +189,14 @@ class Check:
         if not self._by_outputs and self._plan.orders:
             features = self._plan.features
             self._parts = self._runner(data, features=features)
-        functions = [self._whole.function, self._parts.function]
         nodes = nodes_of(self._whole.graph.as_graph_def())
         for node in nodes:
             for kind, name in _OUTSIDE.items():
                 if kind in node.op:
                     raise NotMade(f"it calls {name}, which would run again")
-        self._variables = Variables(functions)
+        self._variables = Variables(
+            [e.function for e in (self._whole, self._parts)]
+        )
         return not any(map(is_random, nodes))
 
     def _look_twice(self):
@@ -201,9 +204,8 @@ class Check:
         c = self._count
         found = None
         try:
-            for begin in dict.fromkeys(
-                (0, int(count_samples(self._whole.data)) - c)
-            ):
+            others = int(count_samples(self._whole.data)) - c
+            for begin in dict.fromkeys((0, others)):
                 found = found or self._compare(begin, begin + c, (c + 1) // 2)
         except _FailsError as error:
             found = Found("fails", key=error.__cause__)
@@ -216,6 +218,7 @@ class Check:
         variables, runners = self._variables, (self._whole, self._parts)
         if not self._trace(self._slice(0, end)):
             return found
+        self._largest = 0.0
         try:
             again = self._compare(0, end, size)
         except _FailsError as error:

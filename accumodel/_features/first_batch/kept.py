@@ -5,6 +5,7 @@ list has to say which ones a step may change.
 """
 
 import collections
+import typing
 
 import keras
 import numpy as np
@@ -35,24 +36,25 @@ class Variables:
     """The variables that traced functions use."""
 
     def __init__(self, functions):
-        self.used: list = []
-        self.assigned: list = []
+        used, assigned = {}, {}
         handles = {id(v.handle): v for f in functions for v in f.variables}
         captures = [each for f in functions for each in f.graph.captures]
         for outside, inside in captures:
             if outside.dtype != tf.resource:
                 continue
-            reads = [*map(_reads, inside.consumers())]
+            only_reads = all(map(_reads, inside.consumers()))
             variable = handles.get(id(outside))
             if variable is not None:
-                _add(self.used, variable)
-                if not all(reads):
-                    _add(self.assigned, variable)
-            elif not all(reads):
+                used[id(variable)] = variable
+            if only_reads:
+                continue
+            if variable is None:
                 raise NotMade(
                     "the step changes a table or the like, which cannot be put "
                     "back"
                 )
+            assigned[id(variable)] = variable
+        self.used, self.assigned = [*used.values()], [*assigned.values()]
 
 
 def _sources(tensors):
@@ -109,11 +111,6 @@ def is_of(value, variable):
     return isinstance(value, tf.Variable) and value.handle is variable.handle
 
 
-def _add(variables, variable):
-    if not any(each is variable for each in variables):
-        variables.append(variable)
-
-
 def shake(variables):
     """Moves floats to a point that is not special.
 
@@ -123,17 +120,15 @@ def shake(variables):
     for i, variable in enumerate(variables):
         if variable.dtype.is_floating:
             value, numbers = variable.read_value(), np.random.default_rng(i)
-            *rows, last = value.shape if len(value.shape) else [1]
+            *rows, _ = value.shape if len(value.shape) else [1]
             if np.any(value):
-                factors = numbers.uniform(
-                    0.9, 1.1, last if rows else value.shape
-                )
-                variable.assign(value * tf.cast(factors, value.dtype))
+                factors = numbers.uniform(0.9, 1.1, value.shape[-1:])
+                new = value * tf.cast(factors, value.dtype)
+            elif rows:  # a kernel
+                new = numbers.normal(0, np.prod(rows) ** -0.5, value.shape)
             else:
                 new = numbers.uniform(0.05, 0.15, value.shape)
-                if rows:  # a kernel
-                    new = numbers.normal(0, np.prod(rows) ** -0.5, value.shape)
-                variable.assign(tf.cast(new, value.dtype))
+            variable.assign(tf.cast(new, value.dtype))
 
 
 def owners_of(model):
@@ -153,7 +148,9 @@ def put_python_back_later(stack, owners):
     seen: set = set()
 
     def keep(value, package):
-        kind = next((x for x in _ADD if issubclass(type(value), x)), None)
+        kind: typing.Any = next(
+            (x for x in _ADD if issubclass(type(value), x)), None
+        )
         if id(value) in seen:
             return
         seen.add(id(value))
@@ -164,7 +161,7 @@ def put_python_back_later(stack, owners):
             if value.nbytes <= _LARGE and value.flags.writeable:
                 stack.callback(np.copyto, value, value.copy())
         elif kind is not None:  # unseen by what tracks it
-            before = kind(value) if kind is dict else [*value]
+            before: typing.Any = dict(value) if kind is dict else [*value]
             stack.callback(_ADD[kind], value, before)
             stack.callback(kind.clear, value)
             for each in before.values() if kind is dict else before:
