@@ -14,8 +14,9 @@ from keras import layers, ops
 
 import accumodel
 from accumodel import AccumulatingModel, InexactWarning
-from accumodel._features.first_batch import batches
+from accumodel._features.first_batch import batches, runs
 from accumodel._features.first_batch import check as check_module
+from accumodel._keras_and_tf import private_names
 
 FEATURES, OUTPUTS = 5, 3
 
@@ -288,7 +289,6 @@ INEXACT = {
     "a sum of sums": (plain, SumOfSums, SUM),
     "a sum of parts of a mean": (plain, SumOfParts, SUM),
     "a sum over a constant": (plain, sum_over_a_constant, SUM),
-    "a sum that is divided": (plain, divided_sum, SUM),
     "a custom sum": (Sums, None, SUM),
     "a largest": (plain, lambda y, p: ops.max((y - p) ** 2), LOSS),
     "a root": (plain, lambda y, p: ops.sqrt(ops.mean((y - p) ** 2)), LOSS),
@@ -411,6 +411,7 @@ def dropout():
 EXACT = {
     "a mean": (plain, "mse"),
     "a sum": (plain, lambda: keras.losses.MeanSquaredError("sum")),
+    "a sum that is divided": (plain, lambda: divided_sum),
     "no reduction": (plain, lambda: keras.losses.MeanSquaredError("none")),
     "means for each output": (
         plain,
@@ -468,6 +469,7 @@ def test_padding_that_is_cut_off_is_silent(run_eagerly):
         run_eagerly=run_eagerly,
     )
     model.fit(words, make_data()[1], batch_size=16, verbose=0)
+    assert model.first_batch_check.startswith("exact")
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -1172,3 +1174,63 @@ def test_several_threads_leave_functions_as_they_were():
         for each in threads:
             each.join()
         assert not tf.config.functions_run_eagerly()
+
+
+class Calls(Linear):
+    def note(self):
+        pass
+
+    def call(self, inputs):
+        self.note()
+        return super().call(inputs)
+
+
+def test_a_model_in_another_thread_is_compiled_during_the_check():
+    checking, is_traced, compiled = threading.Event(), threading.Event(), []
+
+    def wait():
+        checking.set()
+        assert is_traced.wait(120)
+
+    def note():
+        context = private_names.control_flow_context()
+        compiled.append("XLA" in type(context).__name__)
+
+    x, y = make_data(8)
+    checked, traced = Calls(), Calls()
+    for model, noted in ((checked, wait), (traced, note)):
+        model(x)
+        vars(model)["note"] = noted
+        kwargs = {"verify": model is checked, "jit_compile": True}
+        model.compile("sgd", "mse", micro_batch_size=4, **kwargs)
+    kwargs = {"batch_size": 8, "verbose": 0}
+    thread = threading.Thread(target=checked.fit, args=(x, y), kwargs=kwargs)
+    thread.start()
+    assert checking.wait(120)
+    traced.fit(x, y, **kwargs)
+    is_traced.set()
+    thread.join()
+    assert all(compiled)
+    assert compiled
+    assert checked.first_batch_check.startswith("exact")
+
+
+def test_an_interrupted_check_leaves_nothing_behind(monkeypatch):
+    def interrupt(self, *rows):
+        moved.extend(map(np.array, model.variables))
+        raise KeyboardInterrupt
+
+    moved: list = []
+    model = moving()
+    model.compile("sgd", "mse", micro_batch_size=3)
+    before = [*map(np.array, model.variables)]
+    calls, threads = model.layers[-2].calls, threading.active_count()
+    monkeypatch.setattr(runs.Runner, "run", interrupt)
+    with pytest.warns(InexactWarning), pytest.raises(KeyboardInterrupt):
+        model.fit(*make_data(), batch_size=8, verbose=0)
+    for one, other in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert any((a != b).any() for a, b in zip(before, moved, strict=True))
+    assert model.layers[-2].calls == calls  # which Python counts in a trace
+    assert threading.active_count() == threads
+    assert not tf.config.functions_run_eagerly()

@@ -545,3 +545,47 @@ def test_a_layer_knows_the_mode_of_its_scope(mode):
     assert private_names.can_run_twice(model.layers[0].call)
     assert not private_names.can_run_twice(unbuilt.call)
     assert private_names.can_run_twice(tf.identity)
+
+
+def test_metrics_that_a_model_does_not_list_are_known():
+    class ListsNone(keras.Model):
+        metrics = ()
+
+    model = ListsNone()
+    model.mine = keras.metrics.Mean()
+    assert private_names.tracked_metrics(model) == [model.mine]
+
+
+def test_the_attributes_of_keras_are_told_from_those_of_users():
+    class Own(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.mine = 1
+
+        def call(self, inputs):
+            return inputs
+
+    private_names.own_attributes.cache_clear()
+    names = private_names.own_attributes()
+    layer = Own()
+    layer(tf.ones((1, 1)))
+    assert vars(layer).keys() - names == {"mine"}
+    assert vars(make_one_layer()).keys() <= names
+    assert keras.layers.Flatten().name == "flatten"  # no name is used up
+
+
+def test_a_function_can_be_called_without_its_traces():
+    traces = []
+
+    @tf.function
+    def function(x):
+        traces.append(x)
+        return x + 1
+
+    for _ in range(2):
+        with hooks.functions_traced_anew():
+            assert function(tf.ones(())) == 2
+    assert len(traces) == 2
+    function(tf.ones(()))
+    function(tf.ones(()))
+    assert len(traces) == 3

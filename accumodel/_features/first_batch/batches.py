@@ -67,18 +67,14 @@ class FirstBatch(Feature):
         self._look(first)
         if spec is None:
             return rest
-        return self._as_iterator(rest, spec)
-
-    def _as_iterator(self, batches, spec):
-        """Returns an iterator of the same type, for which no step is traced."""
+        # An iterator of the same type, for which no step is traced again.
         strategy = self._state.strategy
-        if strategy.num_replicas_in_sync == 1:
-            data = tf.data.Dataset.from_generator(
-                lambda: batches, output_signature=spec
-            )
-            return iter(data)
-        with replicas.scope_of(strategy):
-            return iter([*batches])
+        if strategy.num_replicas_in_sync > 1:
+            with replicas.scope_of(strategy):
+                return iter([*rest])
+        return iter(
+            tf.data.Dataset.from_generator(lambda: rest, output_signature=spec)
+        )
 
     def _must_look(self, batches):
         state, model = self._state, self._state.model
@@ -90,22 +86,20 @@ class FirstBatch(Feature):
             )
         if not tf.executing_eagerly():
             return self._end("not made: the model trains inside of a function")
-        if self._makes_cycles():
-            return True
         size = model.micro_batch_size
+        if self._steps() > 1 or isinstance(size, str):
+            return True
         if size is None:
             return False
-        if not isinstance(size, int):
-            return True
         known = state.batch_size if hasattr(batches, "element_spec") else None
         if known is None:
             return self._looks < _LOOKS
         return known > size * state.strategy.num_replicas_in_sync
 
-    def _makes_cycles(self):
-        """Whether several fed batches may make one update."""
+    def _steps(self):
+        """Returns how many fed batches may make one update."""
         steps = [each.accum_steps for each in self._state.accumulators]
-        return max([self._state.options.accum_steps, *steps]) > 1
+        return max([self._state.options.accum_steps, *steps])
 
     def _look(self, first):
         """Notes a batch, and has it checked if there are enough."""
@@ -116,29 +110,25 @@ class FirstBatch(Feature):
             )
         data = as_tensors(keras.tree.map_structure(_without_optional, data))
         samples, size = int(count_samples(data)), state.model.micro_batch_size
-        cycles = self._makes_cycles()
-        if not cycles and isinstance(size, int) and samples <= size:
-            self._looks += 1
-            self.result = "not made: no batch was split so far"
-            return
         is_split = isinstance(size, int) and samples > size
         if is_split:
             self._warn_about_norms(samples, size)
         self._fed.append(data)
-        if cycles and not is_split:
+        self._looks += 1
+        if not is_split and (isinstance(size, int) or self._steps() > 1):
+            if self._steps() == 1:
+                self._fed = []
+                self.result = "not made: no batch was split so far"
+                return
             if len(self._fed) > 1:
                 self._warn_about_norms(2, 1)
             rows = sum(int(count_samples(each)) for each in self._fed)
-            full = len(self._fed) >= self._most_steps()
+            full = len(self._fed) >= self._steps()
             if not full and (len(self._fed) < 2 or rows < 3):
                 self.result = "not made: no update was made of several batches"
                 return
         fed, self._fed = self._fed, []
         self._check(fed)
-
-    def _most_steps(self):
-        steps = [each.accum_steps for each in self._state.accumulators]
-        return max([self._state.options.accum_steps, *steps])
 
     def _check(self, fed):
         """Checks the batches, and warns if they show a difference."""
@@ -172,7 +162,7 @@ class FirstBatch(Feature):
         state = self._state
         if (
             self._has_warned
-            or (state.options.sync_batch_norm and not self._makes_cycles())
+            or (state.options.sync_batch_norm and self._steps() == 1)
             or samples <= size
             or not trained_norms(state.model)
         ):
@@ -204,14 +194,10 @@ def _without_optional(leaf):
 
 def _is_even(state, given):
     """Whether all micro-batches of a `fit` are known to be of one size."""
-    x, batch, size = (
-        given.get("x"),
-        state.batch_size,
-        state.model.micro_batch_size,
-    )
+    batch, size = state.batch_size, state.model.micro_batch_size
     if batch is None or given.get("validation_split"):
         return False
-    leaves = keras.tree.flatten(x)
+    leaves = keras.tree.flatten(given.get("x"))
     is_array = all(isinstance(each, np.ndarray | tf.Tensor) for each in leaves)
     if is_array and leaves[0].shape[0] % batch:
         return False

@@ -2,11 +2,9 @@
 
 import contextlib
 import functools
-import typing
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from accumodel._features.first_batch.kept import name_of
 from accumodel._features.first_batch.runs import floats
@@ -37,10 +35,10 @@ def fixed_size(error):
 class Words:
     """Says what was found in a model."""
 
-    def __init__(self, state, runner, is_custom):
+    def __init__(self, state, is_custom, runner, make_runner):
         self._state, self._model = state, state.model
         self._runner, self._is_custom = runner, is_custom
-        self._graph: typing.Any = None  # that of the layers that are noted
+        self._make_runner = make_runner  # of another step, with the same data
 
     def say(self, found, adds_up, count):
         """Returns what differs, and why."""
@@ -124,51 +122,42 @@ class Words:
 
     def _first_layer(self, count):
         """Returns the first layer that differs, and what it draws, if known."""
-        names: list = []
-        layers = private_names.flat_layers(self._model)
-        made: list = []
+        layers: list = []
 
-        def call_and_note(layer, call, *args, **kwargs):
-            graph = current_graph()
-            begin = len(graph.get_operations())
+        def call_and_note(made, graph, layer, call, *args, **kwargs):
+            begin = len(current_graph().get_operations())
             outputs = call(*args, **kwargs)
-            if graph is self._graph:
-                types = [e.type for e in graph.get_operations()[begin:]]
-                names.append((layer, [e for e in types if _is_not_cut(e)]))
-                made.append([_digest(each) for each in floats(outputs)])
+            if graph is current_graph():
+                operations = graph.get_operations()[begin:]
+                drawn = [e.type for e in operations if _is_not_cut(e.type)]
+                layers.append((layer, drawn))
+                made.append(floats(outputs))
             return outputs
 
         def call(data):
-            made.clear()
-            self._graph = current_graph()
+            layers.clear()
+            made: list = []
+            noted = functools.partial(call_and_note, made, current_graph())
             with contextlib.ExitStack() as stack:
-                for layer in layers:
-                    noted = functools.partial(call_and_note, layer, layer.call)
-                    stack.enter_context(hooks.replaced(layer, "call", noted))
+                for layer in private_names.flat_layers(self._model):
+                    new = functools.partial(noted, layer, layer.call)
+                    stack.enter_context(hooks.replaced(layer, "call", new))
                 x, *_ = keras.utils.unpack_x_y_sample_weight(data)
                 private_names.call_model(self._model, x, training=True)
-            return [*made]
+            return made
 
         try:
-            whole, parts = self._runner.compare_calls(call, count)
+            runner = self._make_runner(call)
         except NotImplementedError:  # a custom step needs no `call`
             return None, []
-        for (layer, drawn), one, two in zip(names, whole, parts, strict=False):
-            for a, b in zip(one, two, strict=True):
+        (whole,) = runner.parts(0, count, count)
+        parts = zip(*runner.parts(0, count, -(-count // 2)), strict=True)
+        for found, one, several in zip(layers, whole, parts, strict=True):
+            for a, *others in zip(one, *several, strict=True):
+                b = np.concatenate([np.atleast_1d(each) for each in others])
                 if a.shape != b.shape or not np.allclose(a, b, 1e-3, 1e-4):
-                    return layer, drawn
+                    return found
         return None, []
-
-
-def _digest(tensor):
-    """Returns a few numbers of each row of a tensor."""
-    if not tensor.shape.rank:
-        return tf.reshape(tensor, [1, 1])
-    rows = tf.reshape(tf.cast(tensor, tf.float32), [tf.shape(tensor)[0], -1])
-    places = tf.cast(tf.range(tf.shape(rows)[1]), tf.float32)
-    return tf.stack(
-        [tf.reduce_mean(rows, 1), tf.reduce_mean(rows * tf.cos(places), 1)], 1
-    )
 
 
 def _is_not_cut(kind):

@@ -9,6 +9,7 @@ With a tape, no more samples are in a step at once than in the training.
 """
 
 import contextlib
+import functools
 import typing
 
 import keras
@@ -18,10 +19,12 @@ import tensorflow as tf
 from accumodel._features.first_batch import causes
 from accumodel._features.first_batch.kept import (
     NotMade,
-    PythonState,
     Variables,
+    is_average,
     is_of,
+    is_read,
     owners_of,
+    put_python_back_later,
     shake,
 )
 from accumodel._features.first_batch.runs import NoRowsError, Runner
@@ -78,9 +81,10 @@ class Check:
             self._size = max(int(count_samples(each)) for each in fed)
         own = {"train_step", "compute_gradients"} & self._plan.overridden
         self._is_custom = bool(own) or state.overrides("accumulate_gradients")
-        trims = self._plan.orders
         self._by_outputs = not self._is_custom and (
-            not trims or self._size < 2 or self._plan.whole_batch
+            self._plan.orders is None
+            or self._size < 2
+            or self._plan.whole_batch is not None
         )
         self._count = min(_SAMPLES, samples)
         if not self._by_outputs:
@@ -99,11 +103,9 @@ class Check:
 
     def result(self):
         """Returns what is found, which begins with "exact" or "differs"."""
-        python = PythonState(owners_of(self._model))
-        try:
+        with contextlib.ExitStack() as stack:
+            put_python_back_later(stack, owners_of(self._model))
             found = self._find()
-        finally:
-            python.put_back()
         if found is not None:
             return "differs: " + found
         if self._is_zero:
@@ -121,8 +123,14 @@ class Check:
         if not self._trace(self._spread()):
             return causes.TF_RANDOM
         with contextlib.ExitStack() as stack:
-            self._variables.put_back_later(stack)
-            self._move(self._variables.used)
+            for each in self._variables.used:  # buffers are shared, not copied
+                stack.callback(each.assign, each.read_value())
+            shake(self._variables.used)
+            for each in with_inner_optimizers(self._model.optimizer):
+                scale = getattr(each, "dynamic_scale", None)
+                if scale is not None:
+                    stack.callback(scale.assign, float(scale))
+                    scale.assign(1.0)  # no sum overflows
             try:
                 found = self._look_twice()
             except FloatingPointError:
@@ -130,24 +138,11 @@ class Check:
                 found = self._look_twice()
             return found and self._say(found)
 
-    def _move(self, variables):
-        shake(variables)
-        for each in with_inner_optimizers(self._model.optimizer):
-            scale = getattr(each, "dynamic_scale", None)
-            if scale is not None and any(
-                tf_variable(scale) is used for used in variables
-            ):
-                scale.assign(1.0)  # no sum overflows
-
     def _find_fixed_size(self):
-        """Looks only at whether a step can be traced with two samples.
-
-        A custom one would need as much memory as for two.
-        """
-        one, two = self._slice(0, 1), self._spread(2)
-        self._runner(one, as_is=True)
+        """Looks only at whether a step can be traced with two samples."""
+        self._runner(self._slice(0, 1), as_is=True)
         try:
-            self._runner(two, as_is=True)
+            self._runner(self._spread(2), as_is=True)
         except ValueError as error:
             return causes.fixed_size(error)
         raise NotMade(
@@ -174,17 +169,12 @@ class Check:
 
     # -- one comparison --------------------------------------------------------
 
-    def _runner(self, data, features=(), as_is=False):
+    def _runner(self, data, step=None, **options):
+        """Returns a runner of the model's step, or of another function."""
         trims = bool(self._plan.orders) and not self._by_outputs
-        return Runner(
-            self._plan,
-            self._step,
-            data,
-            by_outputs=self._by_outputs,
-            is_trimmed=trims,
-            features=features,
-            as_is=as_is,
-        )
+        by_outputs = self._by_outputs if step is None else None
+        step = self._step if step is None else step
+        return Runner(self._plan, step, data, by_outputs, trims, **options)
 
     def _trace(self, data):
         """Makes the runners of some data; `False` if it draws by TensorFlow."""
@@ -197,14 +187,16 @@ class Check:
             self._count = min(self._count, self._size)
             return self._trace(self._spread())
         if not self._by_outputs and self._plan.orders:
-            self._parts = self._runner(data, self._plan.features)
-        functions = [self._whole.function, self._parts.function]
+            features = self._plan.features
+            self._parts = self._runner(data, features=features)
         nodes = nodes_of(self._whole.graph.as_graph_def())
         for node in nodes:
             for kind, name in _OUTSIDE.items():
                 if kind in node.op:
                     raise NotMade(f"it calls {name}, which would run again")
-        self._variables = Variables(functions)
+        self._variables = Variables(
+            [e.function for e in (self._whole, self._parts)]
+        )
         return not any(map(is_random, nodes))
 
     def _look_twice(self):
@@ -212,7 +204,8 @@ class Check:
         c = self._count
         found = None
         try:
-            for begin in dict.fromkeys((0, self._rows() - c)):
+            others = int(count_samples(self._whole.data)) - c
+            for begin in dict.fromkeys((0, others)):
                 found = found or self._compare(begin, begin + c, (c + 1) // 2)
         except _FailsError as error:
             found = Found("fails", key=error.__cause__)
@@ -225,6 +218,7 @@ class Check:
         variables, runners = self._variables, (self._whole, self._parts)
         if not self._trace(self._slice(0, end)):
             return found
+        self._largest = 0.0
         try:
             again = self._compare(0, end, size)
         except _FailsError as error:
@@ -233,10 +227,6 @@ class Check:
             self._variables, (self._whole, self._parts) = variables, runners
             return again if found.kind == "fails" else found
         return None if self._adds_up or self._is_even else weights
-
-    def _rows(self):
-        data = self._whole._data
-        return int(count_samples(data))
 
     def _own_sizes(self):
         """Returns how many rows to take in the sizes of the training."""
@@ -259,21 +249,22 @@ class Check:
             self._adds_up &= one is None or abs(one - other) <= 1e-3 * abs(one)
         for i, variable in enumerate(self._variables.assigned):
             if self._differs(i, after_whole[i], after_parts[i]) and (
-                self._matters(variable, begin, end)
+                self._matters(variable)
             ):
                 return Found("state", key=variable)
         return self._difference(whole.arrays, parts.arrays)
 
     def _run(self, runner, *rows):
         """Returns what a runner makes, and the values of what it assigns."""
-        with contextlib.ExitStack() as stack:
-            before = [each.read_value() for each in self._variables.assigned]
-            self._before = before
-            for each, value in zip(
-                self._variables.assigned, before, strict=True
-            ):
-                stack.callback(each.assign, value)
-            return runner.run(*rows), self._variables.values()
+        assigned = self._variables.assigned
+        before = [each.read_value() for each in assigned]
+        self._before = [*map(np.array, before)]
+        try:
+            made = runner.run(*rows)
+            return made, [np.array(each.read_value()) for each in assigned]
+        finally:
+            for each, value in zip(assigned, before, strict=True):
+                each.assign(value)
 
     def _difference(self, whole, parts):
         for kind in _KINDS:
@@ -307,23 +298,19 @@ class Check:
 
     def _differs(self, i, whole, parts):
         """Whether more was added to a state in parts than in one piece."""
-        variable, before = (
-            self._variables.assigned[i],
-            np.array(self._before[i]),
-        )
+        variable, before = self._variables.assigned[i], self._before[i]
         if any(is_of(each, variable) for each in self._ignored()):
             return False
-        if not np.issubdtype(before.dtype, np.floating):
-            is_drawn = self._plan.orders and (private_names.is_seed(variable))
+        if not variable.dtype.is_floating:
+            is_drawn = self._plan.orders and private_names.is_seed(variable)
             return not (is_drawn or np.array_equal(whole, parts))
-        numbers = [each.astype("float64") for each in (before, whole, parts)]
-        before, whole, parts = numbers
-        change = np.abs(whole - before).max(initial=0)
         units = 16 * np.finfo(variable.dtype.as_numpy_dtype).eps
-        bound = max(self._rounding * 100, 1e-2)
-        bound = max(
-            min(bound, 0.1) * change, units * np.abs(before).max(initial=0)
+        before, whole, parts = (
+            each.astype("float64") for each in (before, whole, parts)
         )
+        change = np.abs(whole - before).max(initial=0)
+        share = np.clip(self._rounding * 100, 1e-2, 0.1)
+        bound = max(share * change, units * np.abs(before).max(initial=0))
         return not np.abs(whole - parts).max(initial=0) <= bound
 
     def _ignored(self):
@@ -333,65 +320,29 @@ class Check:
         owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
         return [tf_variable(v) for each in owners for v in each.variables]
 
-    def _matters(self, variable, begin, end):
-        """Whether the value of a state changes anything, or only watches."""
-        model = self._model
+    def _matters(self, variable):
+        """Whether anything is computed of a state, or it only watches."""
+        model, graph = self._model, self._whole.graph
         if self._state.overrides("after_update"):
             update = tf.function(model.after_update, autograph=False)
             used = update.get_concrete_function().variables
             if any(variable is each for each in used):
                 return True
-        x, *_ = keras.utils.unpack_x_y_sample_weight(self._whole._data)
-        infer = tf.function(
-            lambda: private_names.call_model(model, x, training=False),
-            autograph=False,
+        x, *_ = keras.utils.unpack_x_y_sample_weight(self._whole.data)
+        infer = tf.function(private_names.call_model, autograph=False)
+        graphs = [graph]
+        with contextlib.suppress(NotImplementedError):  # a step without `call`
+            infer = infer.get_concrete_function(model, x, training=False)
+            graphs.append(infer.graph)
+        return any(is_read(each, variable) for each in graphs) or (
+            is_average(graph, variable, arguments=4)
         )
-        functions = [
-            lambda: self._run(self._whole, begin, end, end - begin)[0].arrays,
-            lambda: dict(enumerate(map(np.array, tf.nest.flatten(infer())))),
-        ]
-        before = variable.read_value()
-        for function in functions:
-            try:
-                one = function()
-            except NotImplementedError:  # a custom step needs no `call`
-                continue
-            moved = before + tf.cast(1, before.dtype)
-            if before.dtype.is_floating:
-                moved = before * 1.25 + 0.1
-            variable.assign(moved)
-            try:
-                other = function()
-            finally:
-                variable.assign(before)
-            if any(not np.array_equal(one[k], other[k]) for k in one):
-                return True
-        return self._follows_weights(variable, begin, end)
-
-    def _follows_weights(self, variable, begin, end):
-        """Whether a state is an average of weights: data do not change it."""
-        (i,) = [
-            i for i, e in enumerate(self._variables.assigned) if e is variable
-        ]
-        rows, count = self._rows(), end - begin
-
-        def move(begin):
-            return self._run(self._whole, begin, begin + count, count)[1][i]
-
-        one = move(begin)
-        if not np.array_equal(one, move(rows - count - begin)):
-            return False
-        with contextlib.ExitStack() as stack:
-            for each in self._variables.used:
-                if each.trainable:
-                    stack.callback(each.assign, each.read_value())
-                    each.assign(each * tf.cast(1.25, each.dtype))
-            return not np.array_equal(one, move(begin))
 
     # -- words -----------------------------------------------------------------
 
     def _say(self, found):
-        words = causes.Words(self._state, self._whole, self._is_custom)
+        make = functools.partial(self._runner, self._whole.data)
+        words = causes.Words(self._state, self._is_custom, self._whole, make)
         text = words.say(found, self._adds_up, self._count)
         if not self._is_sure:
             text = text.replace(" will not be ", _UNSURE)

@@ -5,7 +5,7 @@ list has to say which ones a step may change.
 """
 
 import collections
-import random
+import typing
 
 import keras
 import numpy as np
@@ -19,7 +19,13 @@ from accumodel._micro_batch.assignments import READS
 # The most bytes of an array that are copied.
 _LARGE = 2**24
 
-_ATOMS = (int, float, complex, str, bytes, tuple, type(None))
+# What Python's collections add elements by.
+_ADD = {
+    dict: dict.update,
+    list: list.extend,
+    set: set.update,
+    collections.deque: collections.deque.extend,
+}
 
 
 class NotMade(Exception):  # noqa: N818
@@ -30,33 +36,59 @@ class Variables:
     """The variables that traced functions use."""
 
     def __init__(self, functions):
-        self.used: list = []
-        self.assigned: list = []
+        used, assigned = {}, {}
         handles = {id(v.handle): v for f in functions for v in f.variables}
         captures = [each for f in functions for each in f.graph.captures]
         for outside, inside in captures:
             if outside.dtype != tf.resource:
                 continue
-            reads = [op.type.startswith(READS) for op in inside.consumers()]
+            only_reads = all(map(_reads, inside.consumers()))
             variable = handles.get(id(outside))
             if variable is not None:
-                _add(self.used, variable)
-                if not all(reads):
-                    _add(self.assigned, variable)
-            elif not all(reads):
+                used[id(variable)] = variable
+            if only_reads:
+                continue
+            if variable is None:
                 raise NotMade(
                     "the step changes a table or the like, which cannot be put "
                     "back"
                 )
+            assigned[id(variable)] = variable
+        self.used, self.assigned = [*used.values()], [*assigned.values()]
 
-    def put_back_later(self, stack):
-        """Lets a stack put them back: buffers are shared, not copied."""
-        for variable in self.used:
-            stack.callback(variable.assign, variable.read_value())
 
-    def values(self):
-        """Returns the values of what may be assigned, in arrays."""
-        return [np.array(each.read_value()) for each in self.assigned]
+def _sources(tensors):
+    """Returns the names of all that tensors are computed of in their graph."""
+    names, todo = set(), [*tensors]
+    for tensor in todo:  # which grows
+        if tensor.name not in names:
+            names.add(tensor.name)
+            todo += tensor.op.inputs
+    return names
+
+
+def is_read(graph, variable):
+    """Whether what a graph returns is computed of a variable."""
+    names = _sources(graph.outputs)
+    return any(
+        inside.name in names and outside is variable.handle
+        for outside, inside in graph.captures
+    )
+
+
+def is_average(graph, variable, arguments):
+    """Whether weights are assigned to a variable, and no data."""
+    inside = next(b for a, b in graph.captures if a is variable.handle)
+    assigns = [op for op in inside.consumers() if not _reads(op)]
+    names = _sources([each for op in assigns for each in op.inputs])
+    weights = {v.handle.ref() for v in graph.variables if v.trainable}
+    return not names & {each.name for each in graph.inputs[:arguments]} and any(
+        b.name in names and a.ref() in weights for a, b in graph.captures
+    )
+
+
+def _reads(op):
+    return op.type.startswith(READS)
 
 
 def name_of(variable, model):
@@ -79,11 +111,6 @@ def is_of(value, variable):
     return isinstance(value, tf.Variable) and value.handle is variable.handle
 
 
-def _add(variables, variable):
-    if not any(each is variable for each in variables):
-        variables.append(variable)
-
-
 def shake(variables):
     """Moves floats to a point that is not special.
 
@@ -93,17 +120,15 @@ def shake(variables):
     for i, variable in enumerate(variables):
         if variable.dtype.is_floating:
             value, numbers = variable.read_value(), np.random.default_rng(i)
-            *rows, last = value.shape if len(value.shape) else [1]
+            *rows, _ = value.shape if len(value.shape) else [1]
             if np.any(value):
-                factors = numbers.uniform(
-                    0.9, 1.1, last if rows else value.shape
-                )
-                variable.assign(value * tf.cast(factors, value.dtype))
+                factors = numbers.uniform(0.9, 1.1, value.shape[-1:])
+                new = value * tf.cast(factors, value.dtype)
+            elif rows:  # a kernel
+                new = numbers.normal(0, np.prod(rows) ** -0.5, value.shape)
             else:
                 new = numbers.uniform(0.05, 0.15, value.shape)
-                if rows:  # a kernel
-                    new = numbers.normal(0, np.prod(rows) ** -0.5, value.shape)
-                variable.assign(tf.cast(new, value.dtype))
+            variable.assign(tf.cast(new, value.dtype))
 
 
 def owners_of(model):
@@ -112,97 +137,58 @@ def owners_of(model):
     return [model, *private_names.flat_layers(model), *losses]
 
 
-class PythonState:
-    """What the user's objects hold in Python: numbers, lists, arrays, etc.
+def put_python_back_later(stack, owners):
+    """Lets a stack put back what the user's objects hold in Python.
 
-    What Keras's own classes hold is left alone, and so is what is large.
+    Numbers, collections, arrays, generators of NumPy, and objects of their own
+    packages. What Keras's own classes hold is left alone.
     """
+    names = private_names.own_attributes()
+    names |= {"_accumulation", "_gradient_accumulator"}
+    seen: set = set()
 
-    def __init__(self, owners):
-        self._undo: list = []
-        self._seen: set = set()
-        for owner in owners:
-            if not is_ours(type(owner)):
-                self._note_attributes(owner)
-
-    def put_back(self):
-        for undo, *arguments in self._undo:
-            undo(*arguments)
-
-    def _note_attributes(self, owner):
-        before = {
-            name: value
-            for name, value in vars(owner).items()
-            if name not in _keras_names()
-        }
-        self._undo.append((_put_attributes, owner, before))
-        for value in before.values():
-            self._note(value)
-
-    def _note(self, value):
-        if id(value) in self._seen or isinstance(value, _ATOMS):
+    def keep(value, package):
+        kind: typing.Any = next(
+            (x for x in _ADD if issubclass(type(value), x)), None
+        )
+        if id(value) in seen:
             return
-        self._seen.add(id(value))
-        # TensorFlow's proxies of dicts are none.
-        if issubclass(type(value), list | set | dict | collections.deque):
-            is_dict = isinstance(value, dict)
-            before = dict(value) if is_dict else [*value]
-            self._undo.append((_put_elements, value, before))
-            for each in value.values() if is_dict else value:
-                self._note(each)
+        seen.add(id(value))
+        if isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            stack.callback(setattr, bits, "state", bits.state)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _LARGE and value.flags.writeable:
-                self._undo.append((np.copyto, value, value.copy()))
-        elif isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            self._undo.append((setattr, bits, "state", bits.state))
-        elif isinstance(value, np.random.RandomState):
-            self._undo.append((value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._undo.append((value.setstate, value.getstate()))
-        elif _is_plain(value):
-            self._note_attributes(value)
+                stack.callback(np.copyto, value, value.copy())
+        elif kind is not None:  # unseen by what tracks it
+            before: typing.Any = dict(value) if kind is dict else [*value]
+            stack.callback(_ADD[kind], value, before)
+            stack.callback(kind.clear, value)
+            for each in before.values() if kind is dict else before:
+                keep(each, package)
+        elif (
+            _package(value) == package
+            and hasattr(value, "__dict__")
+            and not isinstance(value, type | tf.Module | keras.Layer)
+        ):
+            keep_attributes(value)
+
+    def put_attributes(owner, before):
+        for name in vars(owner).keys() - before.keys() - names:
+            if not isinstance(vars(owner)[name], keras.Layer | keras.Variable):
+                del vars(owner)[name]
+        vars(owner).update(before)
+
+    def keep_attributes(owner):
+        before = {k: v for k, v in vars(owner).items() if k not in names}
+        stack.callback(put_attributes, owner, before)
+        for each in before.values():
+            keep(each, _package(owner))
+
+    for owner in owners:
+        if not is_ours(type(owner)):
+            keep_attributes(owner)
 
 
-def _is_plain(value):
-    """Whether it is an object of a class of the user's, and no module."""
-    known = ("tensorflow", "numpy", "builtins", "jax", "torch", "scipy")
-    root = type(value).__module__.split(".")[0]
-    return (
-        hasattr(value, "__dict__")
-        and root not in known
-        and not isinstance(value, type | tf.Module | keras.Layer)
-        and not is_ours(type(value))
-        and not callable(value)
-    )
-
-
-def _keras_names():
-    """Returns the names of what Keras and accumodel keep of a model."""
-    return private_names.own_attributes() | {
-        "_accumulation",
-        "_gradient_accumulator",
-    }
-
-
-def _put_attributes(owner, before):
-    attributes = vars(owner)
-    for name in attributes.keys() - before.keys() - _keras_names():
-        if not isinstance(attributes[name], keras.Layer | keras.Variable):
-            del attributes[name]
-    attributes.update(before)
-
-
-def _put_elements(value, before):
-    """Puts back what a collection holds, unseen by what tracks it."""
-    if _ids(value) == _ids(before):
-        return
-    kinds: tuple = (dict, list, set, collections.deque)
-    kind = next(each for each in kinds if isinstance(value, each))
-    kind.clear(value)
-    add = kind.extend if hasattr(kind, "extend") else kind.update
-    add(value, before)
-
-
-def _ids(value):
-    return [*map(id, value.values() if isinstance(value, dict) else value)]
+def _package(value):
+    return type(value).__module__.split(".")[0]

@@ -49,7 +49,7 @@ class Runner:
     def __init__(
         self, plan, step, data, by_outputs, is_trimmed, features=(), as_is=False
     ):
-        self._step, self._data = step, data
+        self._step, self.data = step, data
         self._as_is = as_is  # with rows of which the number is known
         self._model, self.by_outputs = plan.model, by_outputs
         self._has_whole_loss = plan.whole_batch is not None
@@ -81,21 +81,21 @@ class Runner:
 
     def _run(self, begin, end, i, size):
         plan = dataclasses.replace(self.plan, size=size)
-        data = self._model.slice_data(self._data, begin, end)
+        data = self._model.slice_data(self.data, begin, end)
         parts = MicroBatches(plan, data)
         with contextlib.ExitStack() as stack:
             for scope in plan.around_parts(trains=True):
                 stack.enter_context(scope(parts, i))
             taken = _Taken()
-            data = self._data if self._as_is else parts.data_of(i)
+            data = self.data if self._as_is else parts.data_of(i)
             with one_step(plan, data, taken):
                 if self.by_outputs:
-                    return self._outputs(plan, data)
+                    return [self._outputs(plan, data)]
                 made = self._step(data)
                 if self.by_outputs is None:
                     return made
         self._accumulators = taken.accumulators
-        return {"terms": taken.terms}
+        return taken.terms
 
     def _outputs(self, plan, data):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -108,7 +108,7 @@ class Runner:
             raise NoRowsError
         made["outputs"] = outputs
         if self._has_whole_loss:
-            return made | {"weight": count_samples(data)}
+            return count_samples(data), 1.0, made
         args = x, y, y_pred, sample_weight
         with tf.GradientTape() as tape:
             tape.watch(outputs)
@@ -116,78 +116,27 @@ class Runner:
             weight = outcome.weigh(plan, *args, loss)
         sources = [outputs, model.trainable_variables]
         by_outputs, own = tape.gradient(loss, sources)
-        return made | {
-            "weight": weight,
-            "by_outputs": by_outputs,
-            "own": [each if each is None else _sketch(each) for each in own],
-        }
+        own = [each if each is None else _sketch(each) for each in own]
+        return weight, 1.0, made | {"by_outputs": by_outputs, "own": own}
 
     def run(self, begin, end, size):
         """Returns what rows give in parts of a size, in a `Made`."""
-        count = -(-(end - begin) // size)
-        made = [
-            self.function(
-                *[tf.constant(each, tf.int64) for each in (begin, end, i, size)]
-            )
-            for i in range(count)
-        ]
-        made = [tf.nest.map_structure(_array, each) for each in made]
-        return self._join_outputs(made) if self.by_outputs else self._sum(made)
+        return _joined(self.parts(begin, end, size))
 
-    def compare_calls(self, call, count):
-        """Returns what a function of data returns, whole and in two parts.
-
-        Arrays in lists of lists, joined by rows.
-        """
-        step, by_outputs = self._step, self.by_outputs
-        self._step, self.by_outputs = call, None
-        scalar = tf.TensorSpec((), tf.int64)
-        function = tf.function(self._run, autograph=False)
-        try:
-            with self._opened():
-                function = function.get_concrete_function(*[scalar] * 4)
-        finally:
-            self._step, self.by_outputs = step, by_outputs
-
-        def run(i, size):
-            bounds = [tf.constant(x, tf.int64) for x in (0, count, i, size)]
-            return function(*bounds)
-
-        parts = [run(i, -(-count // 2)) for i in range(2)]
-        joined = tf.nest.map_structure(lambda *e: np.concatenate(e), *parts)
-        return tf.nest.map_structure(np.array, run(0, count)), joined
-
-    def _join_outputs(self, made):
-        factors, weight = _factors([each["weight"] for each in made])
-        joined = {}
-        for kind in ("outputs", "by_outputs", "own", "added"):
-            for j, arrays in _by_place(each.get(kind, ()) for each in made):
-                if kind != "outputs":
-                    arrays = _scaled(arrays, factors)
-                has_rows = kind in ("outputs", "by_outputs")
-                joined[kind, j] = (
-                    np.concatenate(arrays) if has_rows else (sum(arrays))
-                )
-        return Made(joined, [weight])
-
-    def _sum(self, made):
-        joined, weights = {}, []
-        for k in range(len(self._accumulators)):
-            terms = [each["terms"][k] for each in made]
-            # Several gradients of one fed batch have fractions of its weight.
-            totals = [None if w is None else w * f for w, f, _ in terms]
-            factors, weight = _factors(totals)
-            weights.append(weight)
-            for j, arrays in _by_place(each[2] for each in terms):
-                joined["gradients", k, j] = sum(_scaled(arrays, factors))
-        return Made(joined, weights)
+    def parts(self, begin, end, size):
+        """Returns what the step returns for each part, in arrays."""
+        made = []
+        for i in range(-(-(end - begin) // size)):
+            scalars = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
+            made.append(tf.nest.map_structure(_array, self.function(*scalars)))
+        return made
 
     def variable(self, key):
         """Returns the variable of a gradient."""
-        kind, *places = key
+        kind, accumulator, place = key
         if kind == "own":
-            return self._model.trainable_variables[places[0]]
-        return self._accumulators[places[0]].variables[places[1]]
+            return self._model.trainable_variables[place]
+        return self._accumulators[accumulator].variables[place]
 
 
 class Made(typing.NamedTuple):
@@ -217,7 +166,8 @@ class _Taken(FedBatch):
         sketches = [None if g is None else _sketch(g) for g in gradients]
         if weight is not None:
             weight = tf.cast(weight, tf.float64)
-        self.terms.append((weight, tf.cast(fraction, tf.float64), sketches))
+        fraction = tf.cast(fraction, tf.float64)
+        self.terms.append((weight, fraction, {"gradients": sketches}))
 
 
 class _OwnNumbers(RandomNumbers):
@@ -252,23 +202,29 @@ def _array(value):
     return None if value is None else np.asarray(tf.cast(value, tf.float64))
 
 
-def _factors(weights):
-    """Returns the factors of means or sums, and the sum of the weights."""
-    if None in weights:
-        return [1.0] * len(weights), None
-    total = sum(weights)
-    return [each / (total or 1.0) for each in weights], total
-
-
-def _by_place(lists):
-    """Yields places and what lists of arrays hold there, if anything."""
-    for place, arrays in enumerate(zip(*lists, strict=True)):
-        if arrays[0] is not None:
-            yield place, arrays
-
-
-def _scaled(arrays, factors):
-    return [a * f for a, f in zip(arrays, factors, strict=True)]
+def _joined(made):
+    """Returns the mean of parts by their weights, or the sum, in a `Made`."""
+    joined: dict = {}
+    weights: list = []
+    for k, terms in enumerate(zip(*made, strict=True)):
+        # Several gradients of one fed batch have fractions of its weight.
+        totals: list = [None if w is None else w * f for w, f, _ in terms]
+        weights.append(None if None in totals else sum(totals))
+        factors = [1 if w is None else w / (weights[k] or 1) for w in totals]
+        for kind in terms[0][2]:
+            places = zip(*[each[2][kind] for each in terms], strict=True)
+            for j, arrays in enumerate(places):
+                if arrays[0] is None:
+                    continue
+                if kind != "outputs":
+                    arrays = tuple(
+                        a * f for a, f in zip(arrays, factors, strict=True)
+                    )
+                has_rows = kind in ("outputs", "by_outputs")
+                joined[kind, k, j] = (
+                    np.concatenate(arrays) if has_rows else sum(arrays)
+                )
+    return Made(joined, weights)
 
 
 def _sketch(gradient):
