@@ -112,7 +112,7 @@ a batch in the middle of a cycle is run again
 the parts are compared with themselves
     _compare: call _run _whole => self._run(self._parts, begin, end, size)
 the check leaves behind what a step assigns
-    put_back_later: call callback => None
+    check: call callback each => None
 the first batch is lost
     first_batches: set rest => itertools.islice(batches, count)
 a state that only watches is told of
@@ -120,7 +120,7 @@ a state that only watches is told of
 groups that are whole in the training are told of
     _look_twice: if c => True
 the check looks at a special point
-    _move: call shake => None
+    check: call shake => None
 the check updates weights by an optimizer of the step
     without_updates: return => _updates()
 functions in the model keep the check
