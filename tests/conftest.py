@@ -68,11 +68,12 @@ gc.freeze()
 @pytest.fixture(autouse=True)
 def fresh_keras():
     """Each test begins as a program: with no graphs, one seed and float32."""
-    keras.config.set_dtype_policy("float32")
-    keras.config.set_floatx("float32")
     # Without its search for garbage, which takes longer than many tests.
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
+    yield
+    keras.config.set_dtype_policy("float32")
+    keras.config.set_floatx("float32")
 
 
 @pytest.fixture(autouse=True)

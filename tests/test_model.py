@@ -124,7 +124,8 @@ def make_task(model_class):
 @pytest.mark.parametrize("make", [make_functional, make_task])
 @pytest.mark.parametrize(("method", "name"), MISSPELLED)
 def test_a_misspelled_argument_says_what_is_meant(make, method, name, data):
-    model = compiled(make_model(make=make), "sgd", "mse", micro_batch_size=4)
+    model = make_model(make=make)
+    model.compile("sgd", loss="mse", micro_batch_size=4)
     arguments = data if method == "fit" else ()
     match = rf"`{method}` has no .*{MISSPELLED[method, name]}.*: {name}=8$"
     with pytest.raises(TypeError, match=match):

@@ -311,7 +311,7 @@ def test_evaluate_normalizes_as_the_layer_says(layer, kwargs):
         return classifier(model_class, inputs, layer()(layers.Dense(5)(inputs)))
 
     case = in_float64(cases.Case(make=make))
-    model, reference = check_big(case, **SYNC | kwargs)
+    model, reference = check_big(case, 1e-9, **SYNC | kwargs)
     assert distance(model, reference) < 1e-9  # moving averages, moved again
 
 
