@@ -342,7 +342,9 @@ UNHAPPY = [
         slow(way, what)
         for way in ("auto", "both", "cache", "sync", "trim")
         for what in ERRORS
-        if what != "Ctrl-C" or way in ("auto", "both")
+        if (what != "Ctrl-C" or way in ("auto", "both"))
+        # Moving averages have moved by then, as in Keras.
+        and (way, what) != ("sync", "update")
     ),
 ]
 
