@@ -99,9 +99,8 @@ def _all_of(plan, trains):
 
     def call(data):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        if (
-            plan.whole_batch is not None
-        ):  # its loss sees all outputs, in no loop
+        # Its loss sees all outputs, in no loop.
+        if plan.whole_batch is not None:
             private_names.call_model(model, x, training=True)
         else:
             y_pred, _ = forward(model, True, x, y, sample_weight)
