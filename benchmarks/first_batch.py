@@ -14,10 +14,10 @@ import keras
 import numpy as np
 import rich.table
 import tensorflow as tf
-from accumodel._memory import live_memory, peak_memory
 from keras import layers
 
 import accumodel
+from benchmarks.process_memory import live_memory, peak_memory
 from benchmarks.report import make_parser, report, run_each
 
 

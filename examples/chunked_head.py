@@ -3,15 +3,14 @@
 The logits of 4,096 tokens of a vocabulary of 32,768 words take 540 MB, and as
 much for their gradient. `micro_batch_size=1` cannot split a sample. So
 `chunked_loss` accumulates over positions: head and loss run on 256 at a time.
-It takes no more arithmetic, and a copy of the head's weights. The head must not
-draw random numbers. Copy it with `ChunkedHeadModel` if you need it.
+It takes a copy of the head's weights. The head must not draw random numbers.
 
 The program trains on Python's help topics in both ways, in two minutes on two
 cores: `python examples/chunked_head.py --plot chunked_head.svg`
 """
 
 import argparse
-import multiprocessing
+import concurrent.futures
 import pathlib
 import pydoc_data.topics
 import re
@@ -25,7 +24,8 @@ import tensorflow as tf
 
 import accumodel
 
-WORDS, LENGTH, WIDTH, BATCH = 32_768, 4096, 64, 3
+WORDS, LENGTH, WIDTH, SAMPLES, BATCH = 32_768, 4096, 64, 18, 3
+NEW_PROCESS = {"max_workers": 1, "max_tasks_per_child": 1}  # of its own peak
 
 
 def chunked_loss(head, variables, hidden, targets, weights, chunk, training):
@@ -142,7 +142,7 @@ def train(is_chunked, epochs):
     """Returns peak memory (MB), seconds for an update, logs and weights."""
     text = "".join(pydoc_data.topics.topics.values())
     _, ids = np.unique(re.findall(r"\w+|[^\w\s]", text), return_inverse=True)
-    ids = ids[: (len(ids) - 1) // LENGTH * LENGTH + 1]
+    ids = ids[: SAMPLES * LENGTH + 1]
     x, y = (each.reshape(-1, LENGTH) for each in (ids[:-1], ids[1:]))
     keras.utils.set_random_seed(0)
     inputs = keras.Input((LENGTH,), dtype="int32")
@@ -178,9 +178,9 @@ def main():
     parser.add_argument("--plot", metavar="FILE", help="save a picture")
     arguments, results = parser.parse_args(), {}
     for name in ("whole", "in chunks"):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            result = pool.apply(train, (name != "whole", arguments.epochs))
-        results[name] = peak, seconds, logs, _ = result
+        with concurrent.futures.ProcessPoolExecutor(**NEW_PROCESS) as pool:
+            result = pool.submit(train, name != "whole", arguments.epochs)
+        results[name] = peak, seconds, logs, _ = result.result()
         print(f"Logits {name}: {peak:.0f} MB, {seconds:.1f} s for an update,")
         print(*(f"{key} {values[-1]:.4f}" for key, values in logs.items()))
     pairs = zip(*(weights for *_, weights in results.values()), strict=True)

@@ -37,8 +37,11 @@ from accumodel._keras_and_tf.optimizers import (
 from accumodel._micro_batch.assignments import is_random, nodes_of
 from accumodel._micro_batch.split import count_samples
 
-# The samples of a comparison.
+# The samples of a comparison with a tape: parts of unequal size.
 _SAMPLES = 3
+
+# How many bytes it may take beside those of a micro-batch.
+_MEMORY = 2**25
 
 # What rounding is less than, as a share of the largest entry, for each dtype.
 _ROUNDING = {8: 1e-8, 4: 1e-4, 2: 3e-2}
@@ -86,10 +89,8 @@ class Check:
             or self._size < 2
             or self._plan.whole_batch is not None
         )
-        self._count = min(_SAMPLES, samples)
-        if not self._by_outputs:
-            self._count = min(self._count, self._size)
         self._samples = samples
+        self._count = self._count_of_samples()
         self._adds_up, self._largest, self._is_zero = True, 0.0, True
         widths = {
             tf.as_dtype(each.compute_dtype).size
@@ -100,6 +101,10 @@ class Check:
         self._rounding = _ROUNDING[min(widths & _ROUNDING.keys(), default=4)]
         step = self._model.train_step
         self._step = getattr(step, "python_function", step)
+
+    def _count_of_samples(self):
+        size = 2 if self._by_outputs else min(_SAMPLES, self._size)
+        return min(size, self._samples)
 
     def result(self):
         """Returns what is found, which begins with "exact" or "differs"."""
@@ -184,7 +189,7 @@ class Check:
             if self._plan.whole_batch or self._size < 2:
                 raise NotMade("an output has no axis of samples") from None
             self._by_outputs = False
-            self._count = min(self._count, self._size)
+            self._count = self._count_of_samples()
             return self._trace(self._spread())
         if not self._by_outputs and self._plan.orders:
             features = self._plan.features
@@ -199,9 +204,17 @@ class Check:
         )
         return not any(map(is_random, nodes))
 
+    def _fits(self, count):
+        """Whether the training has memory for so many samples at once."""
+        # The outputs, their gradient, and what the loss keeps.
+        size = 3 * self._whole.bytes_of_a_sample
+        return size * (count - self._size) < _MEMORY
+
     def _look_twice(self):
         """Returns what is `Found`, or `None`."""
         c = self._count
+        if not self._fits(c):
+            raise NotMade("the outputs of two samples may not fit in memory")
         found = None
         try:
             others = int(count_samples(self._whole.data)) - c
@@ -230,8 +243,9 @@ class Check:
 
     def _own_sizes(self):
         """Returns how many rows to take in the sizes of the training."""
-        if self._by_outputs:  # without a tape, so twice as many may fit
-            return min(2 * self._size, self._samples), self._size
+        end = min(2 * self._size, self._samples)
+        if self._by_outputs and self._fits(end):
+            return end, self._size
         end = min(self._size, self._samples)
         return end, -(-end // 2)
 

@@ -61,6 +61,7 @@ class Runner:
             numbers=_OwnNumbers(is_trimmed),
             features=tuple(features),
         )
+        self.bytes_of_a_sample = 0  # of outputs
         self._accumulators: list = []  # in the order of what is returned
         scalar = tf.TensorSpec((), tf.int64)
         function = tf.function(self._run, autograph=False)
@@ -106,7 +107,8 @@ class Runner:
         outputs = floats(y_pred)
         if any(not each.shape.rank for each in outputs):
             raise NoRowsError
-        made["outputs"] = outputs
+        made["outputs"] = [_fold(each) for each in outputs]
+        self.bytes_of_a_sample = sum(map(_bytes_of_a_row, outputs))
         if self._has_whole_loss:
             return count_samples(data), 1.0, made
         args = x, y, y_pred, sample_weight
@@ -117,6 +119,7 @@ class Runner:
         sources = [outputs, model.trainable_variables]
         by_outputs, own = tape.gradient(loss, sources)
         own = [each if each is None else _sketch(each) for each in own]
+        by_outputs = [each if each is None else _fold(each) for each in by_outputs]
         return weight, 1.0, made | {"by_outputs": by_outputs, "own": own}
 
     def run(self, begin, end, size):
@@ -199,7 +202,10 @@ def floats(structure):
 
 
 def _array(value):
-    return None if value is None else np.asarray(tf.cast(value, tf.float64))
+    if value is None:
+        return None
+    is_half = value.dtype.is_floating and value.dtype.size < 4
+    return np.asarray(tf.cast(value, tf.float32) if is_half else value)
 
 
 def _joined(made):
@@ -225,6 +231,24 @@ def _joined(made):
                     np.concatenate(arrays) if has_rows else sum(arrays)
                 )
     return Made(joined, weights)
+
+
+def _bytes_of_a_row(tensor):
+    return np.prod([n or 1 for n in tensor.shape[1:]]) * tensor.dtype.size
+
+
+def _fold(tensor):
+    """Returns the rows of a tensor; if they are large, sums over an axis.
+
+    The logits of a sample may take hundreds of MB, of which no copy is made.
+    """
+    if len(tensor.shape) < 3 or _bytes_of_a_row(tensor) < 4 * _ENTRIES:
+        return tensor
+    shape = tf.shape(tensor)
+    rows = tf.reshape(tensor, [shape[0], shape[1], tf.reduce_prod(shape[2:])])
+    # Numbers of no pattern, so that neither values nor differences cancel out.
+    factors = tf.sin(tf.range(tf.cast(shape[1], tf.float64)) ** 2 + 1)
+    return tf.einsum("njk,j->nk", rows, tf.cast(factors, rows.dtype))
 
 
 def _sketch(gradient):
