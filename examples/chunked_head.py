@@ -24,7 +24,7 @@ import tensorflow as tf
 
 import accumodel
 
-WORDS, LENGTH, WIDTH, SAMPLES, BATCH = 32_768, 4096, 64, 18, 3
+WORDS, LENGTH, WIDTH, SAMPLES, BATCH = 32_768, 4096, 64, 12, 3
 NEW_PROCESS = {"max_workers": 1, "max_tasks_per_child": 1}  # of its own peak
 
 
