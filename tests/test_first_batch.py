@@ -715,7 +715,8 @@ class Steps(Linear):
         gradients = tape.gradient(loss, self.trainable_variables)
         self.mine.update_state(loss)
         self.accumulate_gradients(gradients, tf.shape(x)[0])
-        return self.compute_metrics(x, y, y_pred, sample_weight)
+        logs = self.compute_metrics(x, y, y_pred, sample_weight)
+        return logs | {"batch_loss": loss}
 
 
 def was_built():
@@ -789,7 +790,6 @@ PROGRAMS = {
     "after build": (was_built, SIZE, array),
     "class weights": (plain, SIZE, class_weights, sparse, rooted),
     "one at a time": (plain, {"accum_steps": 8}, ones),
-    "one at a time, custom": (Steps, {"accum_steps": 8}, ones),
     "generator": (plain, SIZE, generator),
     "PyDataset": (plain, METRICS, py_data_set),
     "executions": (plain, METRICS | {"steps_per_execution": 2}, data_set),
@@ -837,6 +837,12 @@ def test_data_sets_on_replicas_are_looked_at(kwargs):
             assert check(plain, kwargs, data_set, loss).startswith(text)
 
 
+def with_a_scalar():
+    inputs = keras.Input((FEATURES,))
+    outputs = layers.Dense(OUTPUTS)(inputs)
+    return AccumulatingModel(inputs, ops.mean(outputs))
+
+
 def test_it_says_why_there_is_none(caplog):
     def say(make, **kwargs):
         return check(make, kwargs, array, "mse")
@@ -845,10 +851,11 @@ def test_it_says_why_there_is_none(caplog):
     assert model.first_batch_check is None
     caplog.set_level("INFO", "accumodel")
     assert "a custom step" in say(Steps, micro_batch_size=1)
+    assert "no axis" in say(with_a_scalar, micro_batch_size=4)
     assert "optimizer" in say(UpdatesItself, accum_steps=2)
     assert "py_function" in say(around(CallsPython), micro_batch_size=4)
     texts = [each.message for each in caplog.records]
-    assert [": not made: " in each for each in texts] == [True] * 3
+    assert [": not made: " in each for each in texts] == [True] * 4
 
 
 # What an error of the check becomes outside of the tests.

@@ -27,7 +27,7 @@ from accumodel._features.first_batch.kept import (
     put_python_back_later,
     shake,
 )
-from accumodel._features.first_batch.runs import NoRowsError, Runner
+from accumodel._features.first_batch.runs import Runner
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import (
     tf_variable,
@@ -90,7 +90,8 @@ class Check:
             or self._plan.whole_batch is not None
         )
         self._samples = samples
-        self._count = self._count_of_samples()
+        self._count = 2 if self._by_outputs else min(_SAMPLES, self._size)
+        self._count = min(self._count, samples)
         self._adds_up, self._largest, self._is_zero = True, 0.0, True
         widths = {
             tf.as_dtype(each.compute_dtype).size
@@ -101,10 +102,6 @@ class Check:
         self._rounding = _ROUNDING[min(widths & _ROUNDING.keys(), default=4)]
         step = self._model.train_step
         self._step = getattr(step, "python_function", step)
-
-    def _count_of_samples(self):
-        size = 2 if self._by_outputs else min(_SAMPLES, self._size)
-        return min(size, self._samples)
 
     def result(self):
         """Returns what is found, which begins with "exact" or "differs"."""
@@ -183,14 +180,7 @@ class Check:
 
     def _trace(self, data):
         """Makes the runners of some data; `False` if it draws by TensorFlow."""
-        try:
-            self._whole = self._parts = self._runner(data)
-        except NoRowsError:
-            if self._plan.whole_batch or self._size < 2:
-                raise NotMade("an output has no axis of samples") from None
-            self._by_outputs = False
-            self._count = self._count_of_samples()
-            return self._trace(self._spread())
+        self._whole = self._parts = self._runner(data)
         if not self._by_outputs and self._plan.orders:
             features = self._plan.features
             self._parts = self._runner(data, features=features)

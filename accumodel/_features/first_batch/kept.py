@@ -38,15 +38,14 @@ class Variables:
     def __init__(self, functions):
         used, assigned = {}, {}
         handles = {id(v.handle): v for f in functions for v in f.variables}
-        captures = [each for f in functions for each in f.graph.captures]
+        captures = [pair for f in functions for pair in f.graph.captures]
         for outside, inside in captures:
             if outside.dtype != tf.resource:
                 continue
-            only_reads = all(map(_reads, inside.consumers()))
             variable = handles.get(id(outside))
             if variable is not None:
                 used[id(variable)] = variable
-            if only_reads:
+            if all(map(_reads, inside.consumers())):
                 continue
             if variable is None:
                 raise NotMade(
@@ -69,11 +68,8 @@ def _sources(tensors):
 
 def is_read(graph, variable):
     """Whether what a graph returns is computed of a variable."""
-    names = _sources(graph.outputs)
-    return any(
-        inside.name in names and outside is variable.handle
-        for outside, inside in graph.captures
-    )
+    inside = [b for a, b in graph.captures if a is variable.handle]
+    return bool(_sources(graph.outputs) & {each.name for each in inside})
 
 
 def is_average(graph, variable, arguments):
@@ -148,12 +144,12 @@ def put_python_back_later(stack, owners):
     seen: set = set()
 
     def keep(value, package):
-        kind: typing.Any = next(
-            (x for x in _ADD if issubclass(type(value), x)), None
-        )
         if id(value) in seen:
             return
         seen.add(id(value))
+        kind: typing.Any = next(  # of no proxy, which pretends to be one
+            (x for x in _ADD if issubclass(type(value), x)), None
+        )
         if isinstance(value, np.random.Generator):
             bits = value.bit_generator
             stack.callback(setattr, bits, "state", bits.state)
@@ -164,8 +160,8 @@ def put_python_back_later(stack, owners):
             before: typing.Any = dict(value) if kind is dict else [*value]
             stack.callback(_ADD[kind], value, before)
             stack.callback(kind.clear, value)
-            for each in before.values() if kind is dict else before:
-                keep(each, package)
+            for element in before.values() if kind is dict else before:
+                keep(element, package)
         elif (
             _package(value) == package
             and hasattr(value, "__dict__")
@@ -173,7 +169,7 @@ def put_python_back_later(stack, owners):
         ):
             keep_attributes(value)
 
-    def put_attributes(owner, before):
+    def put_back(owner, before):
         for name in vars(owner).keys() - before.keys() - names:
             if not isinstance(vars(owner)[name], keras.Layer | keras.Variable):
                 del vars(owner)[name]
@@ -181,9 +177,9 @@ def put_python_back_later(stack, owners):
 
     def keep_attributes(owner):
         before = {k: v for k, v in vars(owner).items() if k not in names}
-        stack.callback(put_attributes, owner, before)
-        for each in before.values():
-            keep(each, _package(owner))
+        stack.callback(put_back, owner, before)
+        for value in before.values():
+            keep(value, _package(owner))
 
     for owner in owners:
         if not is_ours(type(owner)):

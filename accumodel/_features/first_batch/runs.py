@@ -106,7 +106,7 @@ class Runner:
         made = {"added": [tf.reduce_sum(each) for each in model.losses]}
         outputs = floats(y_pred)
         if any(not each.shape.rank for each in outputs):
-            raise NoRowsError
+            raise NotMade("an output has no axis of samples")
         made["outputs"] = [_fold(each) for each in outputs]
         self.bytes_of_a_sample = sum(map(_bytes_of_a_row, outputs))
         if self._has_whole_loss:
@@ -119,7 +119,9 @@ class Runner:
         sources = [outputs, model.trainable_variables]
         by_outputs, own = tape.gradient(loss, sources)
         own = [each if each is None else _sketch(each) for each in own]
-        by_outputs = [each if each is None else _fold(each) for each in by_outputs]
+        by_outputs = [
+            each if each is None else _fold(each) for each in by_outputs
+        ]
         return weight, 1.0, made | {"by_outputs": by_outputs, "own": own}
 
     def run(self, begin, end, size):
@@ -147,10 +149,6 @@ class Made(typing.NamedTuple):
 
     arrays: dict
     weights: list
-
-
-class NoRowsError(Exception):
-    """An output has no axis of samples."""
 
 
 class _Taken(FedBatch):
