@@ -58,7 +58,7 @@ a part that fails leaves what it wrote
 a broken part is repeated
     Auto._run_one: call forget => None
 what a later batch began with is not saved
-    Auto._run_one: call items => ()
+    Auto._run_one: call values => ()
 a cycle that memory cannot bring back goes on
     Auto._begin_cycle: call drop => None
 an accumulator of several batches goes with auto
