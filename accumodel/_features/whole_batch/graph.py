@@ -72,9 +72,8 @@ class ModelGraph:
         self._context: typing.Any = private_names.control_flow_context()
         self.inputs = tensors_in(x)
         with self._norms.noted(), _Scope(self) as scope:
-            self.outputs = private_names.call_model(
-                self.model, x, self._is_training
-            )
+            called = self.model, x, self._is_training
+            self.outputs = private_names.call_model(*called)
             losses = weights.added_losses(self.model)
             # The layers that these belong to.
             self.owners = _owners(self.model, losses)
@@ -383,9 +382,8 @@ class Part:
 
     def reads(self, variable):
         """Whether it reads a variable."""
-        return any(
-            op.name in self._operations for op in self._graph.uses(variable)
-        )
+        uses = {op.name for op in self._graph.uses(variable)}
+        return not uses.isdisjoint(self._operations)
 
     def __call__(self, values):
         """Runs it with the values of the `feeds`, and returns what it makes."""
@@ -399,15 +397,13 @@ class Part:
     def _definition(self):
         definition = tf.compat.v1.GraphDef()
         definition.versions.producer = tf.version.GRAPH_DEF_VERSION
+        known = {f"^{name}" for name in self._operations}
         for op in self._operations.values():
             node = op.node_def
-            inputs = [
-                each
-                for each in node.input
-                if each[0] != "^" or each[1:] in self._operations
-            ]
+            inputs = [each for each in node.input if each[0] != "^"]
+            waits = [each for each in node.input if each in known]
             # Gradients of loops add inputs behind the operations to wait for.
-            node.input[:] = sorted(inputs, key=lambda each: each[0] == "^")
+            node.input[:] = inputs + waits
             node.attr.pop("_class", None)  # where other operations are
             definition.node.append(node)
         if any(
