@@ -98,17 +98,14 @@ class Problem(typing.NamedTuple):
 _SPLIT = {"micro_batch_size": MICRO_BATCH}
 _UNEQUAL = {"micro_batch_size": MICRO_BATCH + 4}  # parts that are not equal
 _AUTO = {"micro_batch_size": "auto"}
+_STEPS = {"accum_steps": BATCH // MICRO_BATCH}
 _TRIMMED = {**_SPLIT, "trim_padding": 0}
 _WORDS = functools.partial(make_data, of_words=True)
 _NORMS = functools.partial(make_model, normalizes=True)
 _DROPPING = functools.partial(make_model_of_words, rate=0.3)
 PROBLEMS = (
     Problem(
-        {
-            "accum_steps": {"accum_steps": BATCH // MICRO_BATCH},
-            "micro_batch_size": _UNEQUAL,
-            "auto": _AUTO,
-        }
+        {"accum_steps": _STEPS, "micro_batch_size": _UNEQUAL, "auto": _AUTO}
     ),
     Problem(
         {"gradient_cache": {**_SPLIT, "gradient_cache": True}},

@@ -249,11 +249,8 @@ class Auto(Feature):
 
     def check_graph(self, graph):
         """Raises if a step assigns what cannot be put back."""
-        check_assignments(
-            graph.as_graph_def(),
-            f'With `micro_batch_size="{self.NAME}"`, a batch is run again if '
-            "memory runs out",
-        )
+        why = f'With `micro_batch_size="{self.NAME}"`, a batch may be run again'
+        check_assignments(graph.as_graph_def(), why)
 
     def around_batch(self):
         """Returns a scope in which a step assigns what can be put back."""

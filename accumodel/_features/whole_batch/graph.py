@@ -239,6 +239,8 @@ class ModelGraph:
             if (position or 0) >= self._made_at(norm.given):
                 _give_up(norm.layer)
 
+        names = [norm.statistics.name for norm in self.norms]
+
         def make(position):
             made = iter(
                 each if made_at == position else None
@@ -246,11 +248,7 @@ class ModelGraph:
             )
             return {
                 "own": [[next(made) for _ in of_one] for of_one in variables],
-                "by_statistics": {
-                    norm.statistics.name: each
-                    for norm, each in zip(self.norms, made, strict=True)
-                    if each is not None
-                },
+                "by_statistics": dict(zip(names, made, strict=True)),
             }
 
         after = range(self._last + 1, 2 * self._last + 2)

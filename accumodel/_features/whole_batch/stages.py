@@ -298,7 +298,8 @@ class _Run:
             with states.rolled_back():
                 made = self._run_backward(part, fed_batch, add, has_begun)
             for name, array in made["by_statistics"].items():
-                by_statistics[name] = tf.reduce_sum(array.stack(), 0)
+                if array is not None:
+                    by_statistics[name] = tf.reduce_sum(array.stack(), 0)
             # What the next stages add to has begun.
             has_begun |= bool(tensors_in(part.makes["own"]))
             fed_batch.cleared.clear()

@@ -56,11 +56,8 @@ class Norms:
 
     def _note(self, layer, inputs, mask):
         if current_graph() is not self._graph:
-            _refuse(
-                layer,
-                "called in a loop, a condition or a `tf.function`, such as in "
-                "the cell of a `keras.layers.RNN`",
-            )
+            why = "called in a loop (as by an `RNN`), a condition or a function"
+            _refuse(layer, why)
         self._hold(layer)  # it may have been built now
         moments = _compute_moments(inputs, mask, layer.axis)
         make = functools.partial(tf.compat.v1.placeholder, inputs.dtype)
@@ -94,9 +91,7 @@ class Norms:
                 _refuse(layer, "which computes statistics of its own")
             uses = [op.type for each in variables for op in graph.uses(each)]
             if any(use != "ReadVariableOp" for use in uses):
-                _refuse(
-                    layer, "called in a `tf.function` that is traced already"
-                )
+                _refuse(layer, "in a `tf.function` that is traced already")
 
 
 def _compute_moments(inputs, mask, axis):
