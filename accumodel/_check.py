@@ -97,16 +97,15 @@ class Problem(typing.NamedTuple):
 
 _SPLIT = {"micro_batch_size": MICRO_BATCH}
 _UNEQUAL = {"micro_batch_size": MICRO_BATCH + 4}  # parts that are not equal
+_AUTO = {"micro_batch_size": "auto"}
+_STEPS = {"accum_steps": BATCH // MICRO_BATCH}
+_TRIMMED = {**_SPLIT, "trim_padding": 0}
 _WORDS = functools.partial(make_data, of_words=True)
 _NORMS = functools.partial(make_model, normalizes=True)
 _DROPPING = functools.partial(make_model_of_words, rate=0.3)
 PROBLEMS = (
     Problem(
-        {
-            "accum_steps": {"accum_steps": BATCH // MICRO_BATCH},
-            "micro_batch_size": _UNEQUAL,
-            "auto": {"micro_batch_size": "auto"},
-        }
+        {"accum_steps": _STEPS, "micro_batch_size": _UNEQUAL, "auto": _AUTO}
     ),
     Problem(
         {"gradient_cache": {**_SPLIT, "gradient_cache": True}},
@@ -115,11 +114,7 @@ PROBLEMS = (
     ),
     Problem({"sync_batch_norm": {**_SPLIT, "sync_batch_norm": True}}, _NORMS),
     Problem({"dropout": _UNEQUAL}, _DROPPING, _WORDS),
-    Problem(
-        {"trim_padding": {**_SPLIT, "trim_padding": 0}},
-        make_model_of_words,
-        _WORDS,
-    ),
+    Problem({"trim_padding": _TRIMMED}, make_model_of_words, _WORDS),
 )
 
 
@@ -149,9 +144,8 @@ def reverse(*batch):
 
 def distance(weights, others):
     """Returns the largest difference of any weight."""
-    return float(
-        max(np.abs(a - b).max() for a, b in zip(weights, others, strict=True))
-    )
+    pairs = zip(weights, others, strict=True)
+    return float(max(np.abs(a - b).max() for a, b in pairs))
 
 
 # -- rows ----------------------------------------------------------------------
@@ -249,23 +243,20 @@ _LIMITED = {
 
 def check_recovery():
     """Yields a row of a batch that does not fit in memory."""
-    row = functools.partial(Row, "auto, out of memory", "float32", False)
-    auto = {"micro_batch_size": "auto"}
     spawn = multiprocessing.get_context("spawn")
     try:
         with concurrent.futures.ProcessPoolExecutor(1, spawn, limit) as pool:
             with unittest.mock.patch.dict(os.environ, _LIMITED):
-                done = pool.submit(train_large, AccumulatingModel, auto)
+                done = pool.submit(train_large, AccumulatingModel, _AUTO)
             _, weights, size = done.result()
+        plain = train_large(keras.Model, {})
+        _, reordered, _ = train_large(keras.Model, {}, reverse)
+        passed, text = judge(weights, plain, reordered, "float32")
+        if size >= _LARGE:
+            passed, text = False, f"{_LARGE} samples fit in {_LIMIT} MB"
     except Exception as error:
-        yield row(False, describe_error(error))
-        return
-    plain = train_large(keras.Model, {})
-    _, reordered, _ = train_large(keras.Model, {}, reverse)
-    passed, text = judge(weights, plain, reordered, "float32")
-    if size >= _LARGE:
-        passed, text = False, f"{_LARGE} samples fit in {_LIMIT} MB"
-    yield row(passed, text)
+        passed, text = False, describe_error(error)
+    yield Row("auto, out of memory", "float32", False, passed, text)
 
 
 def limit():

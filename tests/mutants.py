@@ -58,7 +58,7 @@ a part that fails leaves what it wrote
 a broken part is repeated
     Auto._run_one: call forget => None
 what a later batch began with is not saved
-    Auto._run_one: call items => ()
+    Auto._run_one: call values => ()
 a cycle that memory cannot bring back goes on
     Auto._begin_cycle: call drop => None
 an accumulator of several batches goes with auto
@@ -229,7 +229,7 @@ a noise shape holds the samples of the micro-batch
 a shuffle of what is not samples differs in each micro-batch
     _shape_of: return x => _shape(arguments["x"])
 slices are drawn twice
-    check_slices_repeat: if => False
+    _check_slices_repeat: if => False
     """,
     "test_refused_or_warned.py": """
 a loop that does not split is let pass
@@ -239,7 +239,7 @@ targets may differ in length
 what takes a resource is harmless
     check_assignments: call takes_resource => False
 pairs of samples are joined
-    _Run._trace: call check_no_pairs => None
+    _Run._trace: call _check_no_pairs => None
 what a loss combines is not looked at
     _divisors: set found each => self._divisor(each)
     """,
@@ -300,7 +300,7 @@ a variable has one gradient, of its first use
 seeds are those of the next stage
     _find_stages: set is_pinned is_read => not is_read
 a part that draws without a seed of its own draws the first rows
-    _collect: if plan => part.assigned
+    _collect: if _plan => part.assigned
 statistics of a layer's own are not seen
     Norms.check: set own => set()
 a normalization in a loop is split

@@ -15,7 +15,7 @@ from helpers import as_dataset, compiled, distance, mirrored, updates
 from test_auto import LARGE, Limit, plain
 
 from accumodel import AccumulatingModel
-from accumodel._features import fastest
+from accumodel._features import auto as fastest
 
 FASTEST = {"micro_batch_size": "fastest"}
 # Of a batch of 32, by size: 8 is the fastest, and nothing is nearly as fast.

@@ -15,8 +15,8 @@ import tensorflow as tf
 from helpers import compiled, distance, make_model, mirrored
 
 import accumodel
-from accumodel._features.whole_batch.arrays import set_apart
 from accumodel._features.whole_batch.graph import _entered
+from accumodel._features.whole_batch.stages import set_apart
 from accumodel._keras_and_tf import construction, hooks, private_names
 from accumodel._micro_batch.assignments import Recorder
 from accumodel._micro_batch.random_numbers import replaced_draws

@@ -6,8 +6,7 @@ its line here.
 """
 
 from accumodel._features import rematerialization
-from accumodel._features.auto import Auto
-from accumodel._features.fastest import Fastest
+from accumodel._features.auto import Auto, Fastest
 from accumodel._features.first_batch.batches import FirstBatch
 from accumodel._features.trim_padding import Trimmer
 from accumodel._features.whole_batch.stages import WholeBatch

@@ -1,6 +1,6 @@
-"""`micro_batch_size="auto"`: halve the size when memory runs out.
+"""`micro_batch_size="auto"` and `"fastest"`: the size is found in training.
 
-The fed batch is the transaction. It is one cycle, or nothing:
+`"auto"` halves it when memory runs out. The fed batch is the transaction:
 
     for each fed batch:
         read what steps assign              # statistics, seeds, metrics
@@ -10,46 +10,48 @@ The fed batch is the transaction. It is one cycle, or nothing:
             assign what was read, and forget the sums
             halve the size, and begin this batch again
 
-The step itself does not know of this. Weights move only in the update that ends
-the batch. If memory runs out in there, nothing is tried again.
+Weights move only in the update that ends the batch. If memory runs out in it,
+nothing is tried again. So each batch must make an update: `accum_steps` above 1
+is refused, and what is pending, such as from a file, is dropped with a warning.
 
-So each batch must make an update: `accum_steps` above 1 is refused, and what is
-pending when a batch begins, such as from a file, is dropped with a warning. Who
-splits by memory needs no `accum_steps`: the large batch itself can be fed.
+`"fastest"` begins with what fits, times some batches, and halves the size until
+it gets slower twice. The smallest of the nearly fastest stays. Weights do not
+depend on the size, so the batches of a search train as all others.
 """
 
 import itertools
+import math
+import time
 import warnings
 
+import keras
+import numpy as np
 import tensorflow as tf
 
+from accumodel._keras_and_tf import replicas
 from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._keras_and_tf.replicas import (
-    is_multi_worker,
-    local_results,
-    scope_of,
-)
 from accumodel._micro_batch.assignments import Recorder, check_assignments
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.split import ALL, count_of_each_replica
 
 _WHILE_UPDATING = (
     "Out of memory while the optimizer made an update, so some weights may be "
-    "updated and others not: load the last checkpoint, in a new process. A "
-    "smaller `micro_batch_size` does not help: use an optimizer that needs "
-    "less memory, or a smaller model."
+    "updated and others not: load the last checkpoint, in a new process, with "
+    "an optimizer that needs less memory, or a smaller model."
 )
 _ONE_SAMPLE = (
-    "Out of memory with one sample in the model at once, so no "
-    "`micro_batch_size` can help. Make the blocks of the model under "
-    "`keras.RematScope`; use `mixed_bfloat16`, shorter samples or a smaller "
-    "model; or see above whether an algorithm for a layer is missing, and not "
-    "memory. The weights are those of the last update."
+    "Out of memory with one sample in the model at once. Make the blocks of "
+    "the model under `keras.RematScope`, or use `mixed_bfloat16`, shorter "
+    "samples or a smaller model. See above whether an algorithm for a layer is "
+    "missing, and not memory. The weights are those of the last update."
 )
 _WHOLE_LOSS = (
-    " With `gradient_cache=True` or `sync_batch_norm=True`, the loss is "
-    "computed from all samples of a batch at once: if that does not fit, feed "
-    "smaller batches."
+    " With `gradient_cache=True` or `sync_batch_norm=True`, the loss of all "
+    "samples is computed at once: if that does not fit, feed smaller batches."
+)
+_IN_A_CYCLE = (
+    "Out of memory in the middle of a cycle, which is forgotten: its first "
+    "batches cannot be run again. Pass a smaller int as `micro_batch_size`."
 )
 
 # How GPUs say it when they do not raise a `ResourceExhaustedError`.
@@ -67,6 +69,12 @@ _TEXTS = (
     "out of memory",
     "resource_exhausted",
 )
+
+# Of a search by `"fastest"`.
+_EACH = 4  # batches of each size; the first may trace or compile
+_FED = 6 * _EACH  # batches of a search, at most; half of them with XLA
+_LONG = 100  # batches for which a search is worth it
+_NEARLY = 1.03  # how much slower a size may be that needs less memory
 
 
 def is_out_of_memory(error):
@@ -101,8 +109,8 @@ class Auto(Feature):
         self._size = ALL
         # The variables that steps assign, by their ids.
         self._assigned = state.assigned["auto"]
-        # What they were before this batch: lists of pairs `(part, value)`.
-        self._before: dict = {}
+        # What they were before this batch, as pairs `(part, value)`.
+        self._before: list = []
         state.assign_size(ALL)
 
     @classmethod
@@ -116,7 +124,7 @@ class Auto(Feature):
             return
         if cls is Auto:
             _check_steps(options.accum_steps)
-        if is_multi_worker(model.distribute_strategy):
+        if replicas.is_multi_worker(model.distribute_strategy):
             raise ValueError(
                 f'`micro_batch_size="{cls.NAME}"` cannot be used with several '
                 "workers: one may run out of memory alone. Use an int. "
@@ -129,11 +137,7 @@ class Auto(Feature):
     # -- in Python, around the step --------------------------------------------
 
     def around(self, function, trains):
-        """Returns a function that runs each batch until memory suffices.
-
-        It returns the logs of the last one. What `batches` raise is not
-        retried.
-        """
+        """Returns a function that runs each batch until memory suffices."""
         is_traced = False
 
         def run(batches):
@@ -147,9 +151,8 @@ class Auto(Feature):
                 ).get_concrete_function(spec)
                 is_traced = True
             logs = None
-            for data in itertools.islice(
-                batches, self._model.steps_per_execution
-            ):
+            steps = self._model.steps_per_execution
+            for data in itertools.islice(batches, steps):
                 logs = self._run_one(function, trains, data)
             if logs is None:
                 raise StopIteration
@@ -161,9 +164,8 @@ class Auto(Feature):
         cycles = self._state.accumulators
         if trains:
             self._begin_cycle()
-        self._before = {
-            key: self._value(each) for key, each in self._assigned.items()
-        }
+        values = map(self._values, self._assigned.values())
+        self._before = [*itertools.chain.from_iterable(values)]
         while True:
             try:
                 logs = function(iter([data]))
@@ -173,7 +175,7 @@ class Auto(Feature):
                     raise
                 if trains and any(each.is_updating() for each in cycles):
                     give_up(_WHILE_UPDATING, error)
-                for part, value in itertools.chain(*self._before.values()):
+                for part, value in self._before:
                     part.assign(value)
                 for each in cycles if trains else []:
                     each.forget()
@@ -190,9 +192,9 @@ class Auto(Feature):
                 _check_steps(each.accum_steps, " of a `GradientAccumulator`")
         cycles.drop("fit", ", or use an int as `micro_batch_size`")
 
-    def _value(self, variable):
-        with scope_of(self._state.strategy):
-            parts = local_results(tf_variable(variable))
+    def _values(self, variable):
+        with replicas.scope_of(self._state.strategy):
+            parts = replicas.local_results(tf_variable(variable))
             return [(part, part.read_value()) for part in parts]
 
     def _halve(self, data, error):
@@ -247,11 +249,8 @@ class Auto(Feature):
 
     def check_graph(self, graph):
         """Raises if a step assigns what cannot be put back."""
-        check_assignments(
-            graph.as_graph_def(),
-            f'With `micro_batch_size="{self.NAME}"`, a batch is run again if '
-            "memory runs out",
-        )
+        why = f'With `micro_batch_size="{self.NAME}"`, a batch may be run again'
+        check_assignments(graph.as_graph_def(), why)
 
     def around_batch(self):
         """Returns a scope in which a step assigns what can be put back."""
@@ -262,7 +261,92 @@ class Auto(Feature):
             self._assigned[id(variable)] = variable
             # This step was not run yet: this is the value before it.
             with tf.init_scope():
-                self._before[id(variable)] = self._value(variable)
+                self._before += self._values(variable)
+
+
+class Fastest(Auto):
+    """Also finds the size with the least time."""
+
+    NAME = "fastest"
+
+    def __init__(self, state):
+        super().__init__(state)
+        self._callback = keras.callbacks.Callback()  # whose `params` Keras sets
+        self._initial_epoch = 0
+        self._fits = ALL  # the largest size that fits, as far as is known
+        self._is_pending = False  # the cycle, when a batch begins
+        self._fed = -1  # batches of this search; -1 before, `_FED` after it
+        self._times: dict = {}  # by sizes: seconds for each number of a batch
+        # How many numbers are in a batch; batches in a row with others.
+        self._length = self._others = 0
+
+    def _begin_cycle(self):
+        # A batch can be run again, but not the batches before it in its cycle.
+        self._is_pending = self._state.accumulators.pending_steps > 0
+
+    def begin_fit(self, given):
+        self._callback = given["callbacks"][0]
+        self._initial_epoch = given.get("initial_epoch", 0)
+
+    def _run_one(self, function, trains, data):
+        self._is_pending = False
+        if not trains:
+            return super()._run_one(function, trains, data)
+        leaves = tf.nest.flatten(data, expand_composites=True)
+        length = sum(math.prod(getattr(x, "shape", ())) for x in leaves) or 1
+        is_alike = self._length / 2 <= length <= self._length * 2
+        self._others = 0 if is_alike else self._others + 1
+        if self._fed < 0 or (self._fed == _FED and self._others == _LONG):
+            self._begin(length)
+        begin = time.perf_counter()
+        logs = super()._run_one(function, trains, data)
+        if 0 <= self._fed < _FED:
+            tf.test.experimental.sync_devices()  # a GPU may still compute
+            times = self._times.setdefault(self._size, [])
+            if is_alike or not times:
+                times.append((time.perf_counter() - begin) / length)
+            self._fed += 1
+            if len(times) == _EACH or self._fed == _FED:
+                self._end_size(data)
+        return logs
+
+    def _begin(self, length):
+        """Begins a search, unless it is known that `fit` is too short."""
+        params = self._callback.params or {}
+        epochs = params.get("epochs", 1) - self._initial_epoch
+        if (params.get("steps") or _LONG) * epochs < _LONG:
+            return
+        self._assign_size(self._fits)
+        self._largest, self._times, self._length = None, {}, length
+        self._fed = self._others = 0
+
+    def _end_size(self, data):
+        """Tries the next size, or takes the best one."""
+        times, half = self._times.items(), -(-(self._largest or 1) // 2)
+        found = {k: float(np.quantile(v[1:] or v, 0.25)) for k, v in times}
+        sizes, best = [*found], min(found.values())
+        most = _FED // 2 if self._state.plan().is_compiled else _FED
+        is_slower = best not in [*found.values()][-2:]
+        if self._fed < most and half < sizes[-1] and not is_slower:
+            self._assign_size(half)
+            return
+        self._fed = _FED
+        self._assign_size(min(k for k in sizes if found[k] <= _NEARLY * best))
+        is_whole = self._size == ALL
+        self._largest = self._largest_part(data) if is_whole else self._size
+        if (self._callback.params or {}).get("verbose"):
+            print(f"\nThe fastest micro_batch_size is {self._largest}", end="")
+            for size, seconds in found.items():
+                time_of_batch = f"{1000 * self._length * seconds:.1f} ms"
+                name = "whole batches" if size == ALL else size
+                print(f"; {name}: {time_of_batch}", end="")
+            print()
+
+    def _halve(self, data, error):
+        if self._is_pending:
+            give_up(_IN_A_CYCLE, error)
+        super()._halve(data, error)
+        self._fits, self._fed = self._size, -1
 
 
 def give_up(text, error):

@@ -24,6 +24,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.random_numbers import replaced_draws
+from accumodel._micro_batch.split import as_tensors
 from accumodel._micro_batch.step import current_step
 
 # Few widths, 16, 24, 32, 48 and so on: XLA compiles each.
@@ -33,15 +34,15 @@ _WIDTHS = (*(n * 2**i for i in range(3, 10) for n in (2, 3)), 2**31 - 1)
 # 16, to which nothing is cut, if batches may be of any width.
 _LONGEST, _LONGEST_OF_ANY = 33, 15
 
-# What outputs may change by, in units of their standard deviation: they are
-# rounded otherwise. Or so much more than if all weights are.
+# What outputs may change by, in units of their standard deviation, since they
+# are rounded; or as a multiple of what they change by if weights are.
 _ROUNDING = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 5e-6}
 _FACTOR = 8
 
 _MEANING = (
-    "`trim_padding` must be the name of the input that is 0 where there is "
-    'padding, such as `"padding_mask"`, of shape `(samples, length)`, or the '
-    "number that the only integer input is padded with, such as `0`. Received: "
+    "`trim_padding` must be the name of the input, of shape `(samples, length)`"
+    ', that is 0 at padding, such as `"padding_mask"`, or the number that the '
+    "only integer input is padded with, such as `0`. Received: "
 )
 # What touches no position of an output.
 _MAY_BE_CUSTOM = {"micro_batch_weight", "process_gradients"}
@@ -71,9 +72,8 @@ class Trimmer(Feature):
         "nobody knows what it does with them. Remove one of them",
     }
 
-    def __init__(self, state):
-        super().__init__(state)
-        self._trimming: typing.Any = None
+    # The `Trimming`, from the first batch on.
+    _trimming: typing.Any = None
 
     @classmethod
     def is_on(cls, options):
@@ -84,17 +84,17 @@ class Trimmer(Feature):
         """Refuses a value that means nothing."""
         value, kinds = options.trim_padding, numbers.Integral | str | None
         if isinstance(value, bool) or not isinstance(value, kinds):
+            kind = type(value).__name__
             raise TypeError(
-                f"{_MEANING}trim_padding={value!r} (of type "
-                f"{type(value).__name__})"
+                f"{_MEANING}trim_padding={value!r} (of type {kind})"
             )
 
     def around_part(self, parts, i):
-        return parts.ordered.padded()
+        return _Padding(parts.ordered.widths).hooked(self._state.model)
 
     def order(self, plan, data):
         """Returns the `Ordered` batch."""
-        data = _map(keras.ops.convert_to_tensor, data)  # if it is eager
+        data = as_tensors(data)
         if self._trimming is None:
             self._trimming = _find_trimming(plan, data)
         return Ordered(plan.model, self._trimming, data)
@@ -104,7 +104,6 @@ class Ordered:
     """A fed batch, `data`, in the order of the lengths of its samples."""
 
     def __init__(self, model, trimming, data):
-        self._model = model
         x, *others = keras.utils.unpack_x_y_sample_weight(data)
         inputs = keras.tree.flatten(x)
         width, follows = inputs[trimming.place].shape[1], trimming.follows
@@ -129,15 +128,14 @@ class Ordered:
         lengths = tf.reduce_max(ends, 0)
         self._cut += [is_cut for _, is_cut in targets + weights]
         # Those that the flat targets had, or `None` if they are not cut.
-        self._widths = [
+        self.widths = [
             (leaf.shape[1] or tf.shape(leaf)[1]) if is_cut else None
             for leaf, is_cut in targets
         ]
         order = tf.argsort(lengths, direction="DESCENDING", stable=True)
         self._lengths = tf.gather(lengths, order)
         self.data = _map(
-            lambda leaf: tf.gather(leaf, order) if leaf.shape.rank else leaf,
-            data,
+            lambda e: tf.gather(e, order) if e.shape.rank else e, data
         )
 
     def cut(self, part, begin, end):
@@ -147,10 +145,6 @@ class Ordered:
         width = tf.gather(_WIDTHS, place)
         cut = iter(self._cut)
         return _map(lambda leaf: leaf[:, :width] if next(cut) else leaf, part)
-
-    def padded(self):
-        """Scope in which losses and metrics reduce as if nothing was cut."""
-        return _Padding(self._widths).hooked(self._model)
 
 
 def _map(function, data):
@@ -182,10 +176,7 @@ def _ends(leaf, padding):
 
 
 class _Padding:
-    """Puts zeros where targets were cut, in what losses and metrics reduce.
-
-    `widths` are those that the flat targets had, `None` if none was cut.
-    """
+    """Puts zeros where targets were cut, in what losses and metrics reduce."""
 
     def __init__(self, widths):
         self._widths = widths
@@ -199,15 +190,14 @@ class _Padding:
     @contextlib.contextmanager
     def hooked(self, model):
         """Scope in which Keras calls the methods below."""
-        with (
-            hooks.losses(
-                __call__=self._call, reduce_weighted_values=self._reduce
-            ),
-            hooks.metrics(
-                update_state=self._call,
-                reduce_to_samplewise_values=self._reduce_to_samples,
-            ),
-        ):
+        losses = hooks.losses(
+            __call__=self._call, reduce_weighted_values=self._reduce
+        )
+        metrics = hooks.metrics(
+            update_state=self._call,
+            reduce_to_samplewise_values=self._reduce_to_samples,
+        )
+        with losses, metrics:
             yield
         if self._unseen:
             raise ValueError(
@@ -223,8 +213,7 @@ class _Padding:
         pairs = zip(_leaves(y), self._widths, strict=True)
         cut = [each is y_true and size is not None for (_, each), size in pairs]
         means = keras.metrics.MeanMetricWrapper  # only they look at masks
-        is_loss = isinstance(owner, keras.losses.Loss)
-        metrics = [] if is_loss else owner.metrics
+        metrics = [] if isinstance(owner, keras.losses.Loss) else owner.metrics
         others = [each.name for each in metrics if not isinstance(each, means)]
         is_masked = private_names.mask_of(y_pred) is not None
         why = f"metrics that ignore masks, {others}" if is_masked else "no mask"
@@ -234,11 +223,10 @@ class _Padding:
         counts = not (is_wide or ignores or (is_masked and not others))
         if counts and any(cut):
             raise ValueError(
-                "With `trim_padding`, an output for each position needs "
-                "weights that are 0 at padding. Feed a `sample_weight` of "
-                "shape `(samples, length)`, with `weighted_metrics` instead of "
-                "`metrics`; or, for losses and means, let layers pass on a "
-                f"mask. Received: sample_weight={sample_weight} and {why}"
+                "With `trim_padding`, padding of outputs must weigh 0. Feed a "
+                "`sample_weight` of shape `(samples, length)`, with "
+                "`weighted_metrics` instead of `metrics`, or let layers pass a "
+                f"mask on. Received: sample_weight={sample_weight} and {why}"
             )
         place = cut.index(True) if any(cut) else None
         with hooks.replaced(self, "_place", place):
@@ -293,10 +281,8 @@ def _find_trimming(plan, data):
                 f"{type(leaf).__name__} at {path}"
             )
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-    place, names = _find_place(model, key, x)
     with tf.init_scope():
-        padding = 0 if isinstance(key, str) else key
-        trimming = _Probe(model, x, place, padding, names).run()
+        trimming = _Probe(model, x, key).run()
     custom = sorted(plan.overridden - _MAY_BE_CUSTOM)
     if custom and any(trimming.follows.values()):
         raise ValueError(
@@ -314,11 +300,10 @@ def _find_place(model, key, x):
     inputs = getattr(model, "inputs", None) or []
     if not isinstance(x, dict) and len(inputs) == len(names):
         names = [each.name for each in inputs]
-    found = [
-        i
-        for i, (_, leaf) in enumerate(pairs)
-        if (names[i] == key if isinstance(key, str) else leaf.dtype.is_integer)
-    ]
+    if isinstance(key, str):
+        found = [i for i, name in enumerate(names) if name == key]
+    else:
+        found = [i for i, (_, e) in enumerate(pairs) if e.dtype.is_integer]
     if len(found) != 1 or (pairs[found[0]][1].shape.rank or 0) < 2:
         raise ValueError(f"{_MEANING}trim_padding={key!r} for inputs {names}")
     return found[0], names
@@ -327,14 +312,15 @@ def _find_place(model, key, x):
 class _Probe:
     """Runs a model on two samples, with and without their padding."""
 
-    def __init__(self, model, x, place, padding, names):
-        self._model, self._x, self._place, self._names = model, x, place, names
+    def __init__(self, model, x, key):
+        self._model, self._x = model, x
+        self._place, self._names = _find_place(model, key, x)
         leaves = keras.tree.flatten(x)
-        width = leaves[place].shape[1]
+        width = leaves[self._place].shape[1]
         self._cut = [_is_wide(leaf, width) for leaf in leaves]
         # What the inputs that are cut hold there.
         self._paddings = {i: 0 for i, is_cut in enumerate(self._cut) if is_cut}
-        self._paddings[place] = padding
+        self._paddings[self._place] = 0 if isinstance(key, str) else key
         self._full = min(width or _LONGEST_OF_ANY, _LONGEST)
         self._end = max(1, self._full // 2)
         ends = [[self._end], [max(1, self._end // 2)]]
@@ -342,8 +328,8 @@ class _Probe:
         self._weights = _ordinary_weights(model)
         # Of the vocabulary of each input, with padding: as many as it has, but
         # no more than 4. Masks have 2.
-        self._words = [2] * len(names)
-        for i, name in enumerate(names):
+        self._words = [2] * len(leaves)
+        for i, name in enumerate(self._names):
             for words in (2,) if str(name).endswith("mask") else (4, 3, 2):
                 self._words[i] = words
                 with contextlib.suppress(ValueError):
@@ -365,11 +351,10 @@ class _Probe:
             if change:
                 raise ValueError(
                     "`trim_padding` cannot be used with a model that sees its "
-                    f"padding: its outputs change by {change:.2g} times their "
-                    "standard deviation if padding is cut off, with "
-                    f"training={training}. Let its layers mask padding. "
-                    f"Received: {self._model}, of which the inputs "
-                    f"{[self._names[i] for i in padded]} would be cut"
+                    f"padding: without it, outputs change by {change:.2g} "
+                    f"standard deviations with training={training}. Let layers "
+                    f"mask the inputs {[self._names[i] for i in padded]}. "
+                    f"Received: {self._model}"
                 )
             for i in self._paddings:
                 fewer = [j for j in padded if j != i]
@@ -390,10 +375,9 @@ class _Probe:
             if is_wide and b.shape != [2, self._end, *a.shape[2:]]:
                 raise ValueError(
                     "`trim_padding` needs outputs that are as wide as the "
-                    "inputs, or have the same shape for all widths. Return a "
-                    "last position that is missing, and let it weigh 0. "
-                    f"Received: an output of shape {tuple(b.shape)} for "
-                    f"{self._end} positions"
+                    "inputs, or of one shape. Return a last position that is "
+                    "missing, and let it weigh 0. Received: an output of "
+                    f"shape {tuple(b.shape)} for {self._end} positions"
                 )
             follows[()] |= is_wide
             keys = [path[:1], (i,), *((name,) for name in names[i : i + 1])]
@@ -401,7 +385,7 @@ class _Probe:
         return follows
 
     def _find_change(self, padded):
-        """Returns what changes if padding is cut off, and whether in training.
+        """Returns what cutting off padding changes, and whether in training.
 
         It is 0 if it is rounding. Inputs that are not `padded` hold anything.
         """
@@ -422,8 +406,8 @@ class _Probe:
     def _call(self, width, padded, training, weights=None):
         """Calls the model; what it assigns is dropped.
 
-        Returns pairs of a path and an output, of `"mask"` and a mask, and of
-        `None` and an added loss or what was assigned.
+        Returns pairs: a path and an output, `"mask"` and a mask, or `None` and
+        an added loss or what was assigned.
         """
         leaves = enumerate(keras.tree.flatten(self._x))
         x = [self._feed(i, leaf, width, padded) for i, leaf in leaves]
@@ -436,11 +420,10 @@ class _Probe:
                 outputs = private_names.call_model(self._model, x, training)
         except (ValueError, tf.errors.InvalidArgumentError) as error:
             raise ValueError(
-                "`trim_padding` needs a model that takes sequences of any "
-                "length, as with `keras.Input((None,))`, and inputs in which "
-                f"only the second axis is the sequence. Received: {self._model}"
-                f", which cannot be called with {width} of {self._full} "
-                f"positions: {error}"
+                "`trim_padding` needs a model of sequences of any length, as "
+                "with `keras.Input((None,))`, in the second axis of its inputs "
+                f"alone. Received: {self._model}, which cannot be called with "
+                f"{width} of {self._full} positions: {error}"
             ) from error
         results = keras.tree.flatten_with_path(outputs)
         masks = [private_names.mask_of(output) for _, output in results]
@@ -463,10 +446,9 @@ class _Probe:
             words = tf.random.stateless_uniform(shape, [i, 0], 1, end, "int64")
             # In the vocabulary: below its padding, if it is not 0.
             words = padding - words if padding > 0 else padding + words
-            if leaf.dtype == tf.string:
-                values = tf.as_string(words)
-            else:
-                values = tf.cast(words, leaf.dtype)
+            is_text = leaf.dtype == tf.string
+            values = tf.as_string(words) if is_text else words
+            values = tf.cast(values, leaf.dtype)
         if i in padded:
             used = tf.reshape(self._used, [*shape[:2], *([1] * len(shape[2:]))])
             values = tf.where(used, values, tf.cast(padding, leaf.dtype))
@@ -508,11 +490,8 @@ def same_draws():
 
 
 def _ordinary_weights(model, rounding=0.0):
-    """Returns pairs of a weight and random values, which hide nothing.
-
-    Before training, weights may be 0, or so small that nobody sees what they
-    multiply. With `rounding`, the values are as much apart.
-    """
+    """Returns pairs of a weight and random values, apart by `rounding`."""
+    # Before training, weights may be 0, and hide what they multiply.
     pairs = []
     for i, each in enumerate(model.weights):
         dtype = tf.as_dtype(each.dtype)

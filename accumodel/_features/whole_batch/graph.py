@@ -21,11 +21,11 @@ the gradient computes again what it needs of its stage.
 """
 
 import contextlib
+import itertools
 import typing
 
 import tensorflow as tf
 
-from accumodel._features.whole_batch.parts import Part, is_placeholder
 from accumodel._features.whole_batch.sync_batch_norm import Norms
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import tf_variable, trained_norms
@@ -46,21 +46,18 @@ class ModelGraph:
         self.positions: dict = {}
         # Those that depend on the samples of a micro-batch.
         self._of_samples: set = set()
-        # Those of the gradient that depend on the forward pass alone, with the
-        # tensors that they are made of. They are computed where they are used.
+        # Those of the gradient that depend on the forward pass alone, and what
+        # they are made of. They are computed where they are used.
         self._again: dict = {}
         # Those that have an effect, in a list for each stage.
         self._effects: dict = {}
         function = tf.function(
             self._trace, jit_compile=plan.is_compiled, autograph=False
         ).get_concrete_function(x)
-        self.graph = function.graph
-        captured = function.captured_inputs
-        placeholders = function.inputs[len(function.inputs) - len(captured) :]
-        pairs = [*zip(placeholders, captured, strict=True)]
+        self.graph, pairs = function.graph, function.graph.captures
         # What it takes from outside, by the names of its placeholders.
-        self.captured = {inner.name: outer for inner, outer in pairs}
-        self._handles = {id(outer): inner for inner, outer in pairs}
+        self.captured = {inner.name: outer for outer, inner in pairs}
+        self._handles = {id(outer): inner for outer, inner in pairs}
         self.definition = self.graph.as_graph_def()
         if self.definition.library.function and not tf.executing_eagerly():
             # Else TensorFlow may forget functions that a part calls.
@@ -73,12 +70,10 @@ class ModelGraph:
         self._norms = Norms(trained_norms(self.model) if splits else [])
         self.norms = self._norms.calls
         self._context: typing.Any = private_names.control_flow_context()
-        leaves = tf.nest.flatten(x, expand_composites=True)
-        self.inputs = [*filter(tf.is_tensor, leaves)]
+        self.inputs = tensors_in(x)
         with self._norms.noted(), _Scope(self) as scope:
-            self.outputs = private_names.call_model(
-                self.model, x, self._is_training
-            )
+            called = self.model, x, self._is_training
+            self.outputs = private_names.call_model(*called)
             losses = weights.added_losses(self.model)
             # The layers that these belong to.
             self.owners = _owners(self.model, losses)
@@ -94,35 +89,32 @@ class ModelGraph:
         # What variables of normalizations become, by their ids.
         self.new = scope.state_mapping
 
-    def handle(self, variable):
+    def uses(self, variable):
+        """Returns the operations that take a variable."""
+        handle = self._handle(variable)
+        return [] if handle is None else handle.consumers()
+
+    def _handle(self, variable):
         """Returns the placeholder of a variable, or `None`."""
         return self._handles.get(id(tf_variable(variable).handle))
 
-    def uses(self, variable):
-        """Returns the operations that take a variable."""
-        handle = self.handle(variable)
-        return [] if handle is None else handle.consumers()
-
     def shapes_of(self, tensors, samples):
         """Returns what the shapes of tensors are for a number of samples."""
-        found: list = []
 
-        def trace():
-            feeds = {
-                each.name: tf.raw_ops.Placeholder(
-                    dtype=each.dtype, shape=[samples, *each.shape[1:]]
-                )
-                for each in self.inputs
-            }
-            for name, value in self.captured.items():
-                feeds[name] = private_names.capture(value)
-            names = [each.name for each in tensors]
-            found.extend(
-                tf.graph_util.import_graph_def(self.definition, feeds, names)
-            )
+        def trace(*values):
+            outer = map(private_names.capture, self.captured.values())
+            feeds = dict(zip(names, [*values, *outer], strict=True))
+            return tf.graph_util.import_graph_def(self.definition, feeds, ends)
 
-        tf.function(trace, autograph=False).get_concrete_function()
-        return [each.shape for each in found]
+        names = [*(each.name for each in self.inputs), *self.captured]
+        ends = [each.name for each in tensors]
+        specs = [
+            tf.TensorSpec([samples, *each.shape[1:]], each.dtype)
+            for each in self.inputs
+        ]
+        function = tf.function(trace, autograph=False)
+        outputs = function.get_concrete_function(*specs).outputs
+        return [each.shape for each in outputs]
 
     # -- the forward pass ------------------------------------------------------
 
@@ -136,11 +128,8 @@ class ModelGraph:
             self._find_stages(alike)
         self._norms.check(self, self._is_training)
         self.ends = tf.nest.flatten([self.outputs, self.losses])
-        needed = [each for each in self.ends if each is not None]
-        needed += [norm.moments for norm in self.norms]
-        ends = [self.positions[each.op.name] for each in needed]
         # The last stage, after which the gradient begins.
-        self._last = max([0, *self._effects, *ends])
+        self._last = max([0, *self.positions.values()])
 
         def make(stage):
             ends = self.outputs, self.masks, self.losses
@@ -163,20 +152,20 @@ class ModelGraph:
         found: dict = {}
         inputs = {each.op.name for each in self.inputs}
         noted = {each.statistics.op.name: each.moments for each in self.norms}
-        handles = map(self.handle, self.assigned.values())
-        assigned = {each.name for each in handles if each is not None}
+        uses = itertools.chain(*map(self.uses, self.assigned.values()))
+        of_assigned = {op.name for op in uses}
         for op in self.graph.get_operations():
             before = [each.op.name for each in op.inputs]
             before += [each.name for each in op.control_inputs]
             stage = max((self.positions[each] for each in before), default=0)
             if op.name in noted:
-                stage = self.positions[noted[op.name].op.name] + 1
+                stage = self._made_at(noted[op.name]) + 1
             self.positions[op.name] = stage
             is_pinned = op.name in inputs
             if private_names.is_stateful(op.type):
                 handle = op.inputs[0].name if op.inputs else None
                 is_read = op.type.startswith(READS)
-                is_pinned = not is_read or handle in assigned
+                is_pinned = not is_read or op.name in of_assigned
                 if is_read:
                     stage = max(stage, stages.get(handle, 0))
                     self.positions[op.name] = stage
@@ -192,12 +181,8 @@ class ModelGraph:
         parts: list = []
         takes: dict = {}
         for position in reversed(positions):
-            makes = make(position)
-            makes["keeps"] = [
-                each
-                for each in takes.values()
-                if self.positions[each.op.name] == position
-            ]
+            kept = [e for e in takes.values() if self._made_at(e) == position]
+            makes = {**make(position), "keeps": kept}
             effects = self._effects.get(self.stage_at(position), [])
             parts.insert(0, Part(self, position, makes, effects))
             takes |= parts[0].takes
@@ -205,11 +190,11 @@ class ModelGraph:
 
     def norms_of(self, stage):
         """Returns the normalizations whose moments a stage makes."""
-        return [
-            norm
-            for norm in self.norms
-            if self.positions[norm.moments.op.name] == stage
-        ]
+        return [e for e in self.norms if self._made_at(e.moments) == stage]
+
+    def _made_at(self, tensor):
+        """Returns the position of the part that makes a tensor."""
+        return self.positions[tensor.op.name]
 
     def stage_at(self, position):
         """Returns the stage of a part, by its place in the order of all."""
@@ -224,7 +209,7 @@ class ModelGraph:
         op = tensor.op
         if self.is_of_batch(tensor) or op.name in self._again:
             return False
-        made = self.positions[op.name]
+        made = self._made_at(tensor)
         if made > self._last:
             return made < position
         return made < self.stage_at(position) and not _is_cast(op)
@@ -232,22 +217,12 @@ class ModelGraph:
     # -- its gradient ----------------------------------------------------------
 
     def differentiate(self, ends):
-        """Adds the gradient of some of the `ends`.
-
-        Returns the placeholders of the gradients of the loss by them, and the
-        parts of the gradient, in the order in which they run.
-        """
+        """Returns placeholders of the gradients by `ends`, and parts to run."""
         variables = [*map(self._reads, self.model.trainable_variables)]
         reads = [each for of_one in variables for each in of_one]
-        with (
-            self.graph.as_default(),
-            self._norms.refused(),
-            _entered(self._context),
-        ):
-            given = [
-                tf.raw_ops.Placeholder(dtype=each.dtype, shape=each.shape)
-                for each in ends
-            ]
+        refused, as_before = self._norms.refused(), _entered(self._context)
+        with self.graph.as_default(), refused, as_before:
+            given = [tf.compat.v1.placeholder(e.dtype, e.shape) for e in ends]
             found = tf.gradients(
                 [*ends, *(norm.moments for norm in self.norms)],
                 [*reads, *(norm.statistics for norm in self.norms)],
@@ -258,11 +233,13 @@ class ModelGraph:
             )
         self.definition = self.graph.as_graph_def()
         self._find_positions(given)
-        positions = [*map(self._made_at, found)]
+        positions = [*map(self._ready_at, found)]
         of_norms = positions[len(reads) :]
         for norm, position in zip(self.norms, of_norms, strict=True):
-            if (position or 0) >= self.positions[norm.given.op.name]:
+            if (position or 0) >= self._made_at(norm.given):
                 _give_up(norm.layer)
+
+        names = [norm.statistics.name for norm in self.norms]
 
         def make(position):
             made = iter(
@@ -271,11 +248,7 @@ class ModelGraph:
             )
             return {
                 "own": [[next(made) for _ in of_one] for of_one in variables],
-                "by_statistics": {
-                    norm.statistics.name: each
-                    for norm, each in zip(self.norms, made, strict=True)
-                    if each is not None
-                },
+                "by_statistics": dict(zip(names, made, strict=True)),
             }
 
         after = range(self._last + 1, 2 * self._last + 2)
@@ -286,54 +259,47 @@ class ModelGraph:
         uses = self.uses(variable)
         reads = [op.outputs[0] for op in uses if op.type == "ReadVariableOp"]
         others = len(reads) < len(uses)
-        return [*reads, self.handle(variable)] if others else reads
+        return [*reads, self._handle(variable)] if others else reads
 
-    def _made_at(self, gradient):
+    def _ready_at(self, gradient):
         """Returns the position of the part that makes a gradient, or `None`."""
-        if gradient is None:
-            return None
-        flat = tf.nest.flatten(gradient, expand_composites=True)
-        positions = [self.positions[each.op.name] for each in flat]
-        return max(self._last + 1, *positions)
+        positions = [*map(self._made_at, tensors_in(gradient))]
+        return max(self._last + 1, *positions) if positions else None
 
     def _find_positions(self, given):
         """Finds the part in which each operation of the gradient runs."""
-        first, end = self._last + 1, 2 * self._last + 1
         for each in given:
             self._of_samples.add(each.op.name)
-            self.positions[each.op.name] = first
+            self.positions[each.op.name] = self._last + 1
         for norm in self.norms:
-            stage = self.positions[norm.moments.op.name]
-            self.positions[norm.given.op.name] = end - stage
+            stage = self._made_at(norm.moments)
+            self.positions[norm.given.op.name] = 2 * self._last + 1 - stage
         for op in self.graph.get_operations():
             if op.name not in self.positions:
-                self.positions[op.name] = self._find_position(op, first, end)
+                self.positions[op.name] = self._find_position(op)
 
-    def _find_position(self, op, first, end):
+    def _find_position(self, op):
         """Returns the first part that has what an operation needs."""
         waits = [each for c in op.control_inputs for each in c.outputs[:1]]
         before = [*op.inputs, *waits]
         # What a loop keeps for its gradient is made later.
         for each in [e.op for e in before if e.op.name not in self.positions]:
-            self.positions[each.name] = self._find_position(each, first, end)
+            self.positions[each.name] = self._find_position(each)
         if not all(map(self.is_of_batch, before)):
             self._of_samples.add(op.name)
         needed = {e.name: e for each in before for e in self._bases(each)}
-        positions = [
-            self.positions[each.op.name]
-            for each in before
-            if each.op.name not in self._again
-        ]
-        is_again = max([0, *positions]) < first  # such as the shape of a tensor
+        others = [each for each in before if each.op.name not in self._again]
+        positions = [*map(self._made_at, others)]
+        first, end = max([0, *positions]), 2 * self._last + 1
+        is_again = first <= self._last  # such as the shape of a tensor
         if is_again:
+            first = self._last + 1
             self._again[op.name] = [*needed.values()]
-        for position in range(max([first, *positions]), end + 1):
+        for position in range(first, end + 1):
             stage = end - position
-            if all(
-                self.positions[each.op.name] == stage
-                or name in self.forward[stage].takes
-                for name, each in needed.items()
-            ):
+            takes = self.forward[stage].takes
+            items = needed.items()
+            if all(n in takes or self._made_at(e) == stage for n, e in items):
                 return position
         if not is_again:
             _give_up(op)
@@ -346,9 +312,121 @@ class ModelGraph:
             return []
         if op.name in self._again:
             return self._again[op.name]
-        if self.positions[op.name] > self._last:
+        if self._made_at(tensor) > self._last:
             return []
         return self._bases(op.inputs[0]) if _is_cast(op) else [tensor]
+
+
+class Part:
+    """The operations at a position that make tensors, or have effects."""
+
+    def __init__(self, graph, position, makes, effects=()):
+        self._graph, self.makes = graph, makes
+        self._flat = tensors_in(makes)
+        self._operations, found = self._find(position, effects)
+        # What earlier parts make, by names.
+        self.takes = {n: e for n, e in found.items() if not is_placeholder(e)}
+        # What it is called with: the inputs of the model, if it takes one, what
+        # it takes, and other placeholders.
+        inputs = {each.name for each in graph.inputs}
+        self.takes_inputs = not inputs.isdisjoint(found)
+        known = inputs | graph.captured.keys()
+        self.feeds = graph.inputs * self.takes_inputs + [
+            each for name, each in found.items() if name not in known
+        ]
+        # The normalizations whose moments its stage makes.
+        self.norms = graph.norms_of(graph.stage_at(position))
+        # The variables that it assigns, by their ids.
+        written = {op.name for op in effects}
+        self.assigned = {
+            key: variable
+            for key, variable in graph.assigned.items()
+            if any(op.name in written for op in graph.uses(variable))
+        }
+        used = {e.name for op in self._operations.values() for e in op.inputs}
+        self._fed = found.keys() & used
+        self._run_eagerly = tf.function(
+            self._run, autograph=False, reduce_retracing=True
+        )
+
+    def _find(self, position, effects):
+        """Returns its operations, and what they take, each by its name."""
+        graph = self._graph
+        stage = graph.stage_at(position)
+        operations: dict = {}
+        found: dict = {}
+        pending = [*effects]
+
+        def add(tensors):
+            for tensor in tensors:
+                if is_placeholder(tensor) or graph.is_taken(tensor, position):
+                    found[tensor.name] = tensor
+                else:
+                    pending.append(tensor.op)
+
+        add(self._flat)
+        while pending:
+            op = pending.pop()
+            if op.name not in operations:
+                operations[op.name] = op
+                add(op.inputs)
+                pending += [
+                    each
+                    for each in op.control_inputs
+                    if graph.positions[each.name] in (stage, position)
+                    and each.type != "Placeholder"
+                ]
+        return operations, found
+
+    def reads(self, variable):
+        """Whether it reads a variable."""
+        uses = {op.name for op in self._graph.uses(variable)}
+        return not uses.isdisjoint(self._operations)
+
+    def __call__(self, values):
+        """Runs it with the values of the `feeds`, and returns what it makes."""
+        run = self._run
+        if tf.executing_eagerly():
+            # A graph, also under `tf.config.run_functions_eagerly(True)`.
+            run = self._run_eagerly.get_concrete_function(values)
+        made = iter(run(values))
+        return map_present(lambda _: next(made), self.makes)
+
+    def _definition(self):
+        definition = tf.compat.v1.GraphDef()
+        definition.versions.producer = tf.version.GRAPH_DEF_VERSION
+        known = {f"^{name}" for name in self._operations}
+        for op in self._operations.values():
+            node = op.node_def
+            inputs = [each for each in node.input if each[0] != "^"]
+            waits = [each for each in node.input if each in known]
+            # Gradients of loops add inputs behind the operations to wait for.
+            node.input[:] = inputs + waits
+            node.attr.pop("_class", None)  # where other operations are
+            definition.node.append(node)
+        if any(
+            value.HasField("func") or value.list.func
+            for node in definition.node
+            for value in node.attr.values()
+        ):
+            definition.library.CopyFrom(self._graph.definition.library)
+        return definition
+
+    def _run(self, values):
+        names = [each.name for each in self.feeds]
+        values = self._graph.captured | dict(zip(names, values, strict=True))
+        made = [each.name for each in self._flat if each.name not in values]
+        tensors = tf.graph_util.import_graph_def(
+            self._definition(),
+            {name: private_names.capture(values[name]) for name in self._fed},
+            made,
+            name="part",
+        )
+        values.update(zip(made, tensors, strict=True))
+        for each in self._flat:
+            # TensorFlow may know less of it here.
+            values[each.name].set_shape(each.shape)
+        return [values[each.name] for each in self._flat]
 
 
 class _Scope(Recorder):
@@ -400,3 +478,22 @@ def _owners(model, losses):
     for layer in layers:
         owners |= dict.fromkeys(map(id, layer.losses), layer)
     return [owners[id(loss)] for loss in losses]
+
+
+def map_present(function, nested):
+    """Calls a function with each tensor that is there, and not `None`."""
+    return tf.nest.map_structure(
+        lambda each: each if each is None else function(each),
+        nested,
+        expand_composites=True,
+    )
+
+
+def tensors_in(nested):
+    """Returns the flat tensors, without what is `None`, or a Python number."""
+    flat = tf.nest.flatten(nested, expand_composites=True)
+    return [*filter(tf.is_tensor, flat)]
+
+
+def is_placeholder(tensor):
+    return tensor.op.type == "Placeholder"

@@ -16,9 +16,8 @@ a model is run in stages, one if it is only the loss:
         gradients by what earlier stages made, for those
 
 `ModelGraph` is where the stages, and their gradients, come from. What the
-forward pass writes, such as the states of random numbers, is put back before
-the second time. So both draw the same numbers, and all is as after one pass.
-The moving averages of the normalizations move once.
+forward pass writes, such as seeds, is put back before the second time, and is
+as after one pass in the end. The moving averages move once.
 """
 
 import contextlib
@@ -29,16 +28,18 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._features.whole_batch import arrays, checks, sync_batch_norm
-from accumodel._features.whole_batch.graph import ModelGraph
+from accumodel._features.whole_batch import sync_batch_norm
+from accumodel._features.whole_batch.graph import (
+    ModelGraph,
+    map_present,
+    tensors_in,
+)
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
-from accumodel._micro_batch import loop, outcome
-from accumodel._micro_batch.assignments import Recorder
+from accumodel._micro_batch import assignments, loop, outcome, split
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.random_numbers import Draws
-from accumodel._micro_batch.split import MicroBatches, as_tensors
 from accumodel._micro_batch.states import States
 from accumodel._micro_batch.step import one_step
 
@@ -57,11 +58,20 @@ class WholeBatch(Feature):
             "gradients of the model. Override `compute_loss` instead",
         ),
     }
-    check = staticmethod(checks.check_types)
 
     @classmethod
     def is_on(cls, options):
         return options.gradient_cache or options.sync_batch_norm
+
+    @classmethod
+    def check(cls, model, options):
+        """Refuses what is no bool."""
+        for name in cls.ARGUMENTS:
+            value = getattr(options, name)
+            if not isinstance(value, bool):
+                raise TypeError(
+                    f"`{name}` must be a bool. Received: {name}={value!r}"
+                )
 
     def is_needed(self):
         """Whether there is something to wait for."""
@@ -74,14 +84,14 @@ class WholeBatch(Feature):
 
     def train(self, plan, fed_batch, data):
         """Trains on one fed batch, which the caller ends. Returns the logs."""
-        data = as_tensors(data)
-        run = _Run(plan, data, is_training=True)
+        data = split.as_tensors(data)
         # What is assigned between the two passes.
         states = States(plan.assigned["loss"])
-        made = run.forward(states)
+        run = _Run(plan, data, states, is_training=True)
+        made = run.forward()
         with one_step(plan, data, fed_batch):
-            own, cache, weight, log = _differentiate(run, states, *made)
-            has_own = _is_any(own)
+            own, cache, weight, log = run.differentiate(*made)
+            has_own = bool(tensors_in(own))
             if not (own and (cache or has_own)):
                 plan.model.accumulate_gradients(own)  # says what is wrong
                 return log()
@@ -104,15 +114,12 @@ class WholeBatch(Feature):
 
     def test(self, plan, data):
         """Evaluates one fed batch, see `train`."""
-        data = as_tensors(data)
-        run = _Run(plan, data, is_training=False)
-        states = States({})
-        outputs, added = run.forward(states)
+        data = split.as_tensors(data)
+        run = _Run(plan, data, States({}), is_training=False)
+        outputs, added = run.forward()
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with one_step(plan, data):
-            outputs, loss = _compute_loss(
-                plan.model, states, outputs, added, False, x, y, sample_weight
-            )
+            _, loss = run.compute_loss(outputs, added, x, y, sample_weight)
         step = (plan, x, y, outputs, sample_weight, loss)
         return outcome.log(*step, weight=run.parts.samples)
 
@@ -120,20 +127,19 @@ class WholeBatch(Feature):
 class _Run:
     """All micro-batches of a fed batch, through the parts of a `ModelGraph`."""
 
-    def __init__(self, plan, data, is_training):
-        self.plan, self.parts = plan, MicroBatches(plan, data)
-        self._is_training = is_training
-        self._graph = self._trace(is_training)
+    def __init__(self, plan, data, states, is_training):
+        self._plan, self.parts = plan, split.MicroBatches(plan, data)
+        self._states, self._is_training = states, is_training
+        self._graph = self._trace()
         self.is_in_stages = len(self._graph.forward) > 1
-        # By the name of a tensor of the graph, a function of the number of a
-        # micro-batch.
+        # Functions of the number of a micro-batch, by names of tensors.
         self._values: dict = {}
         # What the backward pass needs of each stage.
         self._stages: list = []
 
-    def _trace(self, is_training):
+    def _trace(self):
         """Returns the `ModelGraph` of a micro-batch."""
-        plan, x = self.plan, None
+        plan, is_training, x = self._plan, self._is_training, None
 
         def spec(leaf):
             return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
@@ -146,19 +152,17 @@ class _Run:
         function = tf.function(slice_one, autograph=False)
         sliced = function.get_concrete_function(tf.TensorSpec((), tf.int64))
         if is_training:
-            checks.check_slices_repeat(plan, sliced.graph)
+            _check_slices_repeat(plan, sliced.graph)
         draws = Draws(plan, is_training)
-        with (
-            one_step(plan, x, is_compiled=plan.is_compiled),
-            draws.replaced(),
-        ):
+        step = one_step(plan, x, is_compiled=plan.is_compiled)
+        with step, draws.replaced():
             graph = ModelGraph(plan, x, is_training)
         draws.check(graph.graph)
         Draws(plan, is_training).begin(self.parts)
-        checks.check_outputs(plan, graph)
+        _check_outputs(plan, graph)
         if is_training:
-            checks.check_can_repeat(plan, graph.definition)
-        checks.check_no_pairs(plan, graph, x)
+            _check_can_repeat(plan, graph.definition)
+        _check_no_pairs(plan, graph, x)
         graph.cut()
         return graph
 
@@ -169,40 +173,30 @@ class _Run:
 
     def _values_of(self, part, i):
         """Returns what a part is called with for the i-th micro-batch."""
-        values = []
-        if part.takes_inputs:
-            leaves = tf.nest.flatten(self._x_of(i), expand_composites=True)
-            values = [*filter(tf.is_tensor, leaves)]
+        values = tensors_in(self._x_of(i)) if part.takes_inputs else []
         rest = part.feeds[len(values) :]
         return values + [self._values[each.name](i) for each in rest]
 
     def _collect(self, part, run_part, is_apart=True):
-        """Calls a function, which runs a part, for each micro-batch.
-
-        Keeps what other parts take, and returns what it makes, in arrays.
-        """
+        """Runs a part for each micro-batch; returns arrays of what it makes."""
         draws = None
-        if part.assigned or part.reads(self.plan.numbers.rows):
-            draws = Draws(self.plan, self._is_training, part.assigned)
+        if part.assigned or part.reads(self._plan.numbers.rows):
+            draws = Draws(self._plan, self._is_training, part.assigned)
 
         def run(i):
             with draws.of(self.parts, i) if draws else contextlib.nullcontext():
                 return run_part(i)
 
         is_apart &= self.is_in_stages  # many loops take long to prepare
-        made = arrays.collect(run, self.parts.count, is_apart)
+        made = _collect_arrays(run, self.parts.count, is_apart)
         for each, array in zip(part.makes["keeps"], made["keeps"], strict=True):
-            self._values[each.name] = functools.partial(arrays.read, array)
+            self._values[each.name] = functools.partial(_read, array)
         return made
 
     # -- 1. Forward, one micro-batch at a time ---------------------------------
 
-    def forward(self, states):
-        """Runs all stages, and moves averages, which `states` records.
-
-        Returns the outputs, with their masks, and a list of pairs: layers and
-        what `add_loss` was given.
-        """
+    def forward(self):
+        """Returns the outputs, and pairs of a layer and an added loss."""
         graph = self._graph
         for part in graph.forward:
             made = self._run_stage(part)
@@ -210,10 +204,10 @@ class _Run:
         for variable, value in zip(graph.moved, values, strict=True):
             # If a stage reads it, then as it was.
             if any(part.reads(variable) for part in graph.forward):
-                states.record(variable)
+                self._states.record(variable)
             variable.assign(value)
-        join = functools.partial(arrays.join, self.plan, self.parts)
-        outputs, masks, losses = arrays.map_present(join, made["ends"])
+        join = functools.partial(_join, self._plan, self.parts)
+        outputs, masks, losses = map_present(join, made["ends"])
         for output, mask in zip(tf.nest.flatten(outputs), masks, strict=True):
             if mask is not None:
                 private_names.set_mask(output, mask)
@@ -224,7 +218,7 @@ class _Run:
         # Nothing may change in a run without data, see `loop`.
         with tf.control_dependencies([self.parts.samples]):
             states.save()
-        step = loop.make_step(self.plan, part)
+        step = loop.make_step(self._plan, part)
         made = self._collect(part, lambda i: step(self._values_of(part, i)))
         moments = [array.stack() for array in made["moments"]]
         with tf.GradientTape() as tape:
@@ -234,6 +228,48 @@ class _Run:
             self._values[norm.statistics.name] = lambda i, value=value: value
         self._stages.append((states, tape, joined, moments))
         return made
+
+    # -- 2. The loss of the batch ----------------------------------------------
+
+    def differentiate(self, outputs, added):
+        """Returns gradients of the loss, its weight, and a function for logs.
+
+        Gradients by the variables that the loss itself uses, in a list, and by
+        the flat outputs and added losses, in a dict.
+        """
+        ends = tf.nest.flatten([outputs, [loss for _, loss in added]])
+        watched = {
+            i: each
+            for i, each in enumerate(ends)
+            if each is not None
+            and (each.dtype.is_floating or each.dtype.is_complex)
+        }
+        compute = functools.partial(self.compute_loss, outputs, added)
+        (own, by_ends), weight, log = outcome.differentiate(
+            self._plan, self.parts.data, compute, [*watched.values()]
+        )
+        cache = {
+            i: tf.convert_to_tensor(gradient)  # some are `tf.IndexedSlices`
+            for i, gradient in zip(watched, by_ends, strict=True)
+            if gradient is not None
+        }
+        samples = self.parts.samples
+        if "compute_loss" in self._plan.overridden:
+            weight, own = _as_keras(weight, own, samples)
+        return own, cache, weight, functools.partial(log, weight=samples)
+
+    def compute_loss(self, outputs, added, x, y, sample_weight):
+        """Returns the outputs, and the loss, of the whole batch."""
+        self._states.save()
+        # Keras knows losses by their ids, and keeps them in a scope.
+        with assignments.Recorder(self._states.record):
+            for layer, loss in added:
+                # Not by the method of functional models, which refuses.
+                keras.layers.Layer.add_loss(layer, loss)
+            function = self._plan.model.compute_loss
+            data = x, y, outputs, sample_weight
+            loss = outcome.call_compute_loss(function, *data, self._is_training)
+        return outputs, loss
 
     # -- 3. Forward again, and backward ----------------------------------------
 
@@ -257,14 +293,15 @@ class _Run:
             by_moments = tape.gradient(joined, moments, given)
             for norm, rows in zip(part.norms, by_moments, strict=True):
                 self._values[norm.given.name] = rows.__getitem__
-            if part.is_empty:  # such as of layers that are frozen
+            if not tensors_in(part.makes):  # such as of layers that are frozen
                 continue
             with states.rolled_back():
                 made = self._run_backward(part, fed_batch, add, has_begun)
             for name, array in made["by_statistics"].items():
-                by_statistics[name] = tf.reduce_sum(array.stack(), 0)
+                if array is not None:
+                    by_statistics[name] = tf.reduce_sum(array.stack(), 0)
             # What the next stages add to has begun.
-            has_begun |= _is_any(tf.nest.flatten(part.makes["own"]))
+            has_begun |= bool(tensors_in(part.makes["own"]))
             fed_batch.cleared.clear()
         return None if has_begun else 1.0
 
@@ -273,11 +310,11 @@ class _Run:
             values, fraction = arguments
             made = part(values)
             own = [*map(_total, made.pop("own"))]
-            if _is_any(own):
+            if tensors_in(own):
                 add(own, fraction=fraction)
             return made
 
-        step = loop.make_step(self.plan, replay, fed_batch)
+        step = loop.make_step(self._plan, replay, fed_batch)
 
         def run_part(i):
             fraction = None if has_begun else self.parts.fraction(i)
@@ -302,49 +339,8 @@ def _total(gradients):
     return gradients[0] if gradients else None
 
 
-def _is_any(gradients):
-    return any(each is not None for each in gradients)
-
-
-# -- 2. The loss of the batch --------------------------------------------------
-
-
-def _differentiate(run, states, outputs, added):
-    """Computes the loss of the batch, and its gradients.
-
-    Returns those of the trainable variables that the loss itself uses; those of
-    the flat outputs and losses by their places; the weight of the fed batch;
-    and a function that updates the metrics and returns the logs.
-    """
-    plan, samples = run.plan, run.parts.samples
-    ends = tf.nest.flatten([outputs, [loss for _, loss in added]])
-    watched = {
-        i: each
-        for i, each in enumerate(ends)
-        if each is not None
-        and (each.dtype.is_floating or each.dtype.is_complex)
-    }
-    compute_loss = functools.partial(
-        _compute_loss, plan.model, states, outputs, added, True
-    )
-    (own, by_ends), weight, log = outcome.differentiate(
-        plan, run.parts.data, compute_loss, [*watched.values()]
-    )
-    cache = {
-        i: tf.convert_to_tensor(gradient)  # some are `tf.IndexedSlices`
-        for i, gradient in zip(watched, by_ends, strict=True)
-        if gradient is not None
-    }
-    if "compute_loss" in plan.overridden:
-        weight, own = _as_keras(weight, own, samples)
-    return own, cache, weight, functools.partial(log, weight=samples)
-
-
 def _as_keras(weight, own, samples):
-    """Lets the gradients of all replicas add up, as Keras does.
-
-    A custom loss may be that of all replicas, whatever samples one has.
-    """
+    """Lets gradients of replicas add up: a custom loss may be that of all."""
     replicas = count_replicas()
     if replicas == 1:
         return weight, own
@@ -359,18 +355,182 @@ def _as_keras(weight, own, samples):
             value = tf.where(is_right, value, tf.zeros_like(value))
         return value
 
-    return weight, arrays.map_present(without_nan, own, expand_composites=True)
+    return weight, map_present(without_nan, own)
 
 
-def _compute_loss(model, states, outputs, added, training, x, y, sample_weight):
-    """Returns the outputs, and the loss, of the whole batch."""
-    # Keras knows losses by their ids, and keeps them in the scope of a call.
-    states.save()
-    with Recorder(states.record):
-        for layer, loss in added:
-            # Not by the method of functional models, which refuses.
-            keras.layers.Layer.add_loss(layer, loss)
-        data = x, y, outputs, sample_weight
-        return outputs, outcome.call_compute_loss(
-            model.compute_loss, *data, training
+# -- what all micro-batches make, in arrays ------------------------------------
+
+
+def _collect_arrays(run, count, is_apart):
+    """Runs all micro-batches; returns a `TensorArray` for each tensor made."""
+    made = arrays = None
+    if not tf.executing_eagerly():
+        # Traced before the loop, which must know what there will be.
+        function = tf.function(run, autograph=False)
+        run = function.get_concrete_function(tf.TensorSpec((), tf.int64))
+        made = run.structured_outputs
+        arrays = [_make_array(leaf, count) for leaf in tensors_in(made)]
+
+    def body(i, arrays):
+        nonlocal made
+        made = run(i)
+        arrays = arrays or [_make_array(e, count) for e in tensors_in(made)]
+        with split.on_host():
+            written = [
+                array.write(tf.cast(i, tf.int32), leaf)
+                for array, leaf in zip(arrays, tensors_in(made), strict=True)
+            ]
+        return (written,)
+
+    finish = set_apart if is_apart else None
+    (arrays,) = loop.for_each(body, count, (arrays,), finish)
+    if tf.executing_eagerly():
+        for array in arrays:  # else TensorFlow warns of those that are not
+            array.mark_used()
+    rest = iter(arrays)
+    return map_present(lambda leaf: next(rest), made)
+
+
+def set_apart(end):
+    """Lets TensorFlow prepare a loop by itself, and not with what is around it.
+
+    With a hundred loops, the first step takes a quarter less time. Such a loop
+    runs on one device. Its data may be on another if there is a GPU: not then.
+    """
+    if end.op.type not in ("While", "StatelessWhile"):
+        raise RuntimeError(
+            f"accumodel does not know how TensorFlow {tf.__version__} makes a "
+            "loop. Use a version that it was tested with. Received: an "
+            f"operation of type {end.op.type}"
         )
+    if not tf.config.list_physical_devices("GPU"):
+        private_names.set_flag(end.op, "_lower_using_switch_merge", False)
+
+
+def _make_array(leaf, count):
+    shape = leaf.shape
+    if tf.executing_eagerly() and shape.rank:  # other parts are longer
+        shape = [None, *shape[1:]]
+    with split.on_host():
+        return tf.TensorArray(
+            leaf.dtype,
+            tf.cast(count, tf.int32),
+            element_shape=shape,
+            infer_shape=False,
+            clear_after_read=False,
+        )
+
+
+def _read(array, i):
+    with split.on_host():
+        return array.read(tf.cast(i, tf.int32))
+
+
+def _join(plan, parts, array):
+    """Returns the rows of all micro-batches, or the mean of scalars."""
+    if not array.element_shape.rank:
+        values = array.stack()
+        fractions = parts.fraction(tf.range(parts.count))
+        return tf.reduce_sum(values * tf.cast(fractions, values.dtype))
+    values = array.concat()
+    length = tf.shape(values, tf.int64)[0]
+    check = tf.raw_ops.Assert(
+        condition=tf.equal(length, parts.samples),
+        data=[_other_axis(plan), "length", length, "of samples", parts.samples],
+    )
+    with tf.control_dependencies([check]):
+        values = tf.identity(values)
+    samples = split.first_leaf(parts.data).shape[0]  # if it is known
+    values.set_shape([samples, *array.element_shape[1:]])
+    return values
+
+
+# -- what cannot be computed from the whole batch ------------------------------
+
+
+def _check_slices_repeat(plan, graph):
+    """Raises if `slice_data` would not return the same a second time."""
+    seeds = filter(private_names.is_seed, private_names.used_variables(graph))
+    drawn = [f"the seed '{seed.name}'" for seed in seeds]
+    drawn += _random_operations(graph.as_graph_def())
+    if drawn:
+        raise ValueError(
+            f"With {_option(plan)}, `slice_data` is called twice and must "
+            "return the same, without random numbers. Draw them in the model "
+            f"or in the data set. Received: {drawn[0]}"
+        )
+
+
+def _check_can_repeat(plan, definition):
+    """Raises if a forward pass would not be the same a second time."""
+    why = f"With {_option(plan)}, the model is called twice"
+    for found in _random_operations(definition):
+        raise ValueError(
+            f"{why} and must draw the same random numbers, which `tf.random` "
+            "does not. Use `keras.random` or a layer of Keras. "
+            f"Received: {found}"
+        )
+    assignments.check_assignments(definition, why)
+
+
+def _random_operations(definition):
+    return [
+        f"the operation {node.op} ('{node.name}')"
+        for node in assignments.nodes_of(definition)
+        if assignments.is_random(node)
+    ]
+
+
+def _check_outputs(plan, graph):
+    """Raises unless the outputs and added losses can be joined and cut."""
+    named = [
+        ("output" + "".join(f"[{key!r}]" for key in path), output)
+        for path, output in keras.tree.flatten_with_path(graph.outputs)
+        if output is not None
+    ]
+    vectors = [each for each in graph.losses if each.shape.rank]
+    named += [("a loss of `add_loss`", each) for each in vectors]
+    for name, output in named:
+        if not isinstance(output, tf.Tensor):
+            raise ValueError(
+                f"With {_option(plan)}, outputs must be dense tensors. Convert "
+                "others by `to_tensor()` or `tf.sparse.to_dense`. "
+                f"Received: {name} of type {type(output).__name__}"
+            )
+        # The number of samples in a part is not known.
+        if output.shape.rank is None or output.shape[:1].as_list() != [None]:
+            raise ValueError(
+                f"{_other_axis(plan)} Received: {name} of shape {output.shape}"
+            )
+
+
+def _other_axis(plan):
+    return (
+        f"With {_option(plan)}, the first axis of each output of the model "
+        "must be that of the samples. Compute what all samples share in "
+        "`compute_loss`, such as the temperature of a contrastive loss."
+    )
+
+
+def _option(plan):
+    """Returns the argument of `compile` that the whole batch is joined for."""
+    cache = plan.options.gradient_cache
+    return f"`{'gradient_cache' if cache else 'sync_batch_norm'}=True`"
+
+
+def _check_no_pairs(plan, graph, x):
+    """Raises if another axis of an output grows with the samples: for pairs."""
+    outputs = tensors_in(graph.outputs)
+    may_grow = any(None in each.shape[1:] for each in outputs)
+    is_dense = all(isinstance(e, tf.TensorSpec) for e in tf.nest.flatten(x))
+    if not (may_grow and is_dense) or "slice_data" in plan.overridden:
+        return
+    shapes = [graph.shapes_of(outputs, samples) for samples in (2, 3)]
+    for two, three in zip(*shapes, strict=True):
+        if not two[1:].is_compatible_with(three[1:]):
+            raise ValueError(
+                "The model computes something for pairs of samples, which may "
+                "be in two micro-batches. Compute similarities in "
+                "`compute_loss`, with `gradient_cache=True`. Received: an "
+                f"output of shape {two} for 2 samples, and {three} for 3"
+            )

@@ -8,12 +8,14 @@ statistics.
 """
 
 import contextlib
+import functools
 import typing
 
 import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks
+from accumodel._keras_and_tf.checks import overrides
 from accumodel._keras_and_tf.replicas import sum_over_replicas
 from accumodel._micro_batch.step import current_graph
 
@@ -23,8 +25,8 @@ class Norm(typing.NamedTuple):
 
     layer: typing.Any
     # A tensor of rows: the number of elements of each channel, their mean, and
-    # the sum of their squared deviations from it. And, only if there is a mask,
-    # what Keras adds to the number of elements then.
+    # the sum of their squared deviations from it. With a mask, also what Keras
+    # adds to the number of elements.
     moments: typing.Any
     # Placeholders: of the mean and the variance of the batch, in two rows, and
     # of the gradient by the moments.
@@ -54,31 +56,22 @@ class Norms:
 
     def _note(self, layer, inputs, mask):
         if current_graph() is not self._graph:
-            _refuse(
-                layer,
-                "called in a loop, a condition or a `tf.function`, such as in "
-                "the cell of a `keras.layers.RNN`, of which a part cannot run",
-            )
+            why = "called in a loop (as by an `RNN`), a condition or a function"
+            _refuse(layer, why)
         self._hold(layer)  # it may have been built now
         moments = _compute_moments(inputs, mask, layer.axis)
-        given = tf.raw_ops.Placeholder(dtype=inputs.dtype, shape=moments.shape)
-        statistics = tf.raw_ops.Placeholder(
-            dtype=inputs.dtype, shape=[2, *moments.shape[1:]]
-        )
+        make = functools.partial(tf.compat.v1.placeholder, inputs.dtype)
+        given, statistics = make(moments.shape), make([2, *moments.shape[1:]])
         self.calls.append(Norm(layer, moments, statistics, given))
         return tuple(tf.unstack(statistics))
 
     def refused(self):
         """Returns a scope in which none may be called again."""
-
-        def refuse(layer, *_):
-            _refuse(
-                layer,
-                "which is called again for the gradients, as in a layer that "
-                "is rematerialized (`keras.RematScope`, `tf.recompute_grad`)",
-            )
-
-        return self._replaced(refuse)
+        why = (
+            "called again for the gradients, since it is rematerialized "
+            "(`keras.RematScope`, `tf.recompute_grad`)"
+        )
+        return self._replaced(lambda layer, *_: _refuse(layer, why))
 
     def _replaced(self, measure):
         if not self._layers:
@@ -86,28 +79,19 @@ class Norms:
         return hooks.replaced_moments(measure)
 
     def check(self, graph, is_training):
-        """Raises unless all normalize by the statistics of the batch.
-
-        If the model does not train, most of them normalize by their averages.
-        """
+        """Raises unless each that trains uses the statistics of the batch."""
         new = graph.new.items()
         own = {key for key, value in new if not graph.is_of_batch(value)}
         called = {id(norm.layer) for norm in self.calls}
         for layer in self._layers:
             variables = layer.non_trainable_variables
-            is_custom = any(
-                getattr(type(layer), name)
-                is not getattr(keras.layers.BatchNormalization, name)
-                for name in ("call", "_moments")
-            )
+            is_custom = overrides(layer, "call") or overrides(layer, "_moments")
             is_own = is_training and is_custom and id(layer) not in called
             if is_own or not own.isdisjoint(map(id, variables)):
                 _refuse(layer, "which computes statistics of its own")
             uses = [op.type for each in variables for op in graph.uses(each)]
             if any(use != "ReadVariableOp" for use in uses):
-                _refuse(
-                    layer, "called in a `tf.function` that is traced already"
-                )
+                _refuse(layer, "in a `tf.function` that is traced already")
 
 
 def _compute_moments(inputs, mask, axis):
@@ -142,10 +126,7 @@ def _compute_moments(inputs, mask, axis):
 
 
 def join(norm, moments):
-    """Returns the mean and the variance of the batch, in two rows.
-
-    Made of a stack of the moments of all micro-batches.
-    """
+    """Returns the mean and variance of the batch, from moments of its parts."""
     counts, means, squares, *fuzz = tf.unstack(moments, axis=1)
     # As in Keras, where it has no effect under a mask.
     is_shared = norm.layer.synchronized and not fuzz
@@ -173,8 +154,7 @@ def join(norm, moments):
 def _refuse(layer, why):
     raise ValueError(
         "`sync_batch_norm=True` cannot split the model at this layer. Call it "
-        "outside of loops, conditions and functions, and let it compute its "
-        "statistics as `keras.layers.BatchNormalization` does. Or freeze it "
-        "(`trainable=False`), or use `GroupNormalization`. "
+        "outside of loops, conditions and functions, with Keras's statistics; "
+        "freeze it (`trainable=False`); or use `GroupNormalization`. "
         f"Received: layer={layer}, {why}"
     )
