@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import keras
 
-from accumodel._keras_and_tf.checks import check_accum_steps, check_accumulates
+from accumodel._keras_and_tf.checks import check_accum_steps
 
 
 class AccumStepsScheduler(keras.callbacks.Callback):
@@ -86,20 +86,23 @@ class AccumStepsScheduler(keras.callbacks.Callback):
     _adds_to_logs = True
 
     def on_train_begin(self, logs=None):
-        check_accumulates(self.model, self)
+        if not hasattr(self.model, "accum_steps"):
+            raise TypeError(
+                "`AccumStepsScheduler` needs an `AccumulatingModel`. "
+                f"Received: model={self.model}"
+            )
         if self.by == "sample" and not self.model._accumulation.batch_size:
             raise ValueError(
-                '`AccumStepsScheduler(by="sample")` needs a `fit` that knows '
-                "the number of samples in a batch. Feed batches of a fixed "
-                'size, or use `by="update"`. Received: data of unknown size'
+                '`AccumStepsScheduler(by="sample")` must know the batch size. '
+                'Feed batches of a fixed size, or use `by="update"`. '
+                "Received: data of unknown size"
             )
         if self.by != "epoch":
             steps = self.model.steps_per_execution
             if steps > 1:
                 raise ValueError(
                     f'`AccumStepsScheduler(by="{self.by}")` must see each '
-                    "batch, and callbacks see every `steps_per_execution`-th. "
-                    'Use `steps_per_execution=1` or `by="epoch"`. '
+                    'batch. Use `steps_per_execution=1` or `by="epoch"`. '
                     f"Received: steps_per_execution={steps}"
                 )
             begun = self.model.optimizer.iterations

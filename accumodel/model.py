@@ -12,8 +12,8 @@ from accumodel._features import FEATURES, FirstBatch
 from accumodel._fit import train_function
 from accumodel._fit.accumulation import Accumulation
 from accumodel._keras_and_tf import checks, construction, hooks, replicas
-from accumodel._micro_batch import outcome, split, weights
-from accumodel._micro_batch.step import current_step, this_step
+from accumodel._micro_batch import micro_batches, outcome, weights
+from accumodel._micro_batch.micro_batches import current_step, this_step
 from accumodel._update import files
 from accumodel._update.accumulator import GradientAccumulator
 
@@ -81,9 +81,8 @@ class AccumulatingModel(keras.Model):
     _gradient_accumulator: GradientAccumulator | None = None
 
     def __new__(cls, *args, **kwargs):
-        if cls is AccumulatingModel and construction.is_functional(
-            args, kwargs
-        ):
+        is_functional = construction.is_functional(args, kwargs)
+        if cls is AccumulatingModel and is_functional:
             cls = Functional
         return super().__new__(cls)
 
@@ -440,7 +439,7 @@ class AccumulatingModel(keras.Model):
         Raises:
             ValueError: If the arrays differ in their number of samples.
         """
-        return split.slice_data(data, begin, end)
+        return micro_batches.slice_data(data, begin, end)
 
     @property
     def first_batch_check(self) -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._features.auto import Auto, give_up
-from accumodel._micro_batch.split import ALL
+from accumodel._micro_batch.micro_batches import ALL
 
 _EACH = 4  # batches of each size; the first may trace or compile
 _FED = 6 * _EACH  # batches of a search, at most; half of them with XLA

@@ -29,15 +29,12 @@ class Accumulators:
         self.model = model
         # Whether batches were accumulated here since a file was loaded.
         self.is_live = False
-        # Whether gradients were added in a condition or a `tf.function` of a
-        # custom step, for an accumulator that is gone.
+        # Whether a condition or a `tf.function` in a custom step added to an
+        # accumulator that is gone.
         self.adds_in_function = False
 
     def by_name(self):
-        """Returns those that attributes hold in a dict, by what holds them.
-
-        In lists and dicts too, and in the attributes of other objects.
-        """
+        """Returns those that attributes, lists and dicts hold, by names."""
         found: dict = {}
         seen = {id(self.model)}
         level = [*vars(self.model).items()]
@@ -56,25 +53,36 @@ class Accumulators:
     def __iter__(self):
         return iter(self.by_name().values())
 
-    def check_holds(self, accumulator):
-        """Raises if the model does not know an accumulator that its step uses.
+    def build(self, options):
+        """Makes the model's own accumulator, unless it has one."""
+        model = self.model
+        variables = model.trainable_variables
+        if model._gradient_accumulator is not None or not variables:
+            return
+        jit_compile: bool | typing.Literal["auto"] = "auto"
+        if model.jit_compile or model.run_eagerly:
+            jit_compile = model.jit_compile
+        with scope_of(model.distribute_strategy):
+            model._gradient_accumulator = GradientAccumulator(
+                model.optimizer,
+                variables,
+                options.accum_steps,
+                skip_nonfinite=options.skip_nonfinite,
+                jit_compile=jit_compile,
+                **{x: getattr(model, x) for x in HOOKS if overrides(model, x)},
+            )
 
-        Its last short cycle would be lost, and no file would hold it.
-        """
-        if accumulator not in [*self]:
+    def check_holds(self, accumulator):
+        """Raises if an accumulator trains the model, which does not know it."""
+        is_own = accumulator.trains_some_of(self.model.trainable_weights)
+        if is_own and accumulator not in [*self]:
             raise ValueError(
                 "A `train_step` uses a `GradientAccumulator` that the model "
                 "does not hold: it would not end its cycle with the epoch. "
-                "Make it an attribute of the model, `self.accumulator = "
-                "GradientAccumulator(...)`. Received: an accumulator of "
-                f"{len(accumulator.variables)} variables in a step of "
+                "Make it an attribute of the model. Received: an accumulator "
+                f"of {len(accumulator.variables)} variables in a step of "
                 f"{type(self.model).__name__}"
             )
-
-    def prepare(self, options, numbers):
-        """Lets them follow the model, before its step is traced."""
-        for accumulator in self:
-            accumulator.follow(options.accum_steps, numbers)
 
     @property
     def pending_steps(self):
@@ -105,13 +113,10 @@ class Accumulators:
 
     def weights_were_set(self, layer):
         """Forgets the pending cycle if it is of other weights than these."""
-        given = {*map(id, layer.weights)}
-        if not tf.executing_eagerly() or all(
-            given.isdisjoint(map(id, accumulator.variables))
-            for accumulator in self
+        if tf.executing_eagerly() and any(
+            accumulator.trains_some_of(layer.weights) for accumulator in self
         ):
-            return
-        self.drop("set_weights")
+            self.drop("set_weights")
 
     def begin_fit(self, remainder):
         """Forgets what was pending, unless it is carried or from a file."""
@@ -124,26 +129,17 @@ class Accumulators:
         if accumulator is None:
             return
         pending = accumulator.pending_steps
-        if accumulator._untracked.added is not None:
-            _, is_conditional = accumulator._untracked.added
-            self.adds_in_function |= is_conditional
+        self.adds_in_function |= accumulator.adds_in_condition()
         del self.model._gradient_accumulator  # what is tracked, too
         if pending:
             accumulator.reset()  # seeds too
             _warn_about_dropped(pending, "compile")
 
-    def trains_some_of(self, accumulator):
-        """Whether an accumulator trains weights of this model."""
-        weights = {*map(id, self.model.trainable_weights)}
-        return not weights.isdisjoint(map(id, accumulator.variables))
-
     def trains_the_same(self, accumulator):
         """Whether an accumulator fits what `compile` and `trainable` say."""
-        places = [*map(id, self.model.trainable_variables)]
-        return (
-            accumulator.optimizer is self.model.optimizer
-            and [*map(id, accumulator.variables)] == places
-        )
+        variables = map(id, self.model.trainable_variables)
+        is_same = [*map(id, accumulator.variables)] == [*variables]
+        return is_same and accumulator.optimizer is self.model.optimizer
 
 
 def _held_by(value):
@@ -152,9 +148,8 @@ def _held_by(value):
         return enumerate([*value.values()])
     if isinstance(value, list | tuple):
         return enumerate(value)
-    # Objects of libraries hold none, and much else. Another accumulating model
-    # ends its own cycles.
     cls = type(value)
+    # Objects of libraries hold none. Another accumulating model ends its own.
     is_library = cls.__module__.split(".")[0] in _LIBRARIES
     if is_library or hasattr(cls, _ATTRIBUTE):
         return []
@@ -172,25 +167,3 @@ def _warn_about_dropped(pending, name, otherwise=""):
         f"Received: pending_steps={pending}",
         stacklevel=5,
     )
-
-
-def build_accumulator(model, options):
-    """Makes the model's own accumulator, unless it has one."""
-    if model._gradient_accumulator is not None or not model.trainable_variables:
-        return
-    jit_compile: bool | typing.Literal["auto"] = "auto"
-    if model.jit_compile or model.run_eagerly:
-        jit_compile = model.jit_compile
-    with scope_of(model.distribute_strategy):
-        model._gradient_accumulator = GradientAccumulator(
-            model.optimizer,
-            model.trainable_variables,
-            options.accum_steps,
-            skip_nonfinite=options.skip_nonfinite,
-            jit_compile=jit_compile,
-            **{
-                name: getattr(model, name)
-                for name in HOOKS
-                if overrides(model, name)
-            },
-        )

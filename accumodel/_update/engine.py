@@ -33,11 +33,10 @@ import warnings
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import optimizers, replicas
+from accumodel._keras_and_tf import checks, optimizers, replicas
 from accumodel._keras_and_tf.hooks import without_own_reduction
-from accumodel._keras_and_tf.xla import compile_update
 from accumodel._micro_batch.assignments import recorded
-from accumodel._micro_batch.step import current_step
+from accumodel._micro_batch.micro_batches import current_graph, current_step
 from accumodel._update import sums
 
 
@@ -48,8 +47,7 @@ class _Untracked:
         self.strategy = strategy
         self.variables = variables
         self.updates: dict = {}  # compiled, by what they update
-        # The `RandomNumbers` of the model that holds it, if there are any.
-        self.numbers: typing.Any = None
+        self.numbers: typing.Any = None  # the `RandomNumbers` of its model
         # Per variable: was it passed to `accumulate`, maybe with `None` as its
         # gradient? Empty if all were.
         self.named: list = []
@@ -63,11 +61,7 @@ class _Untracked:
 
 
 class Engine(tf.Module):
-    """The variables of an accumulator, and all that changes them.
-
-    It adds the micro-batches of a `FedBatch`. For the arguments see
-    `GradientAccumulator`.
-    """
+    """The variables of a `GradientAccumulator`, and all that changes them."""
 
     def __init__(
         self, optimizer, variables, accum_steps, hooks, skip_nonfinite, jit
@@ -137,19 +131,28 @@ class Engine(tf.Module):
             self._untracked.numbers.forget_cycle()
         self._end_cycle()
 
-    def is_broken(self):
-        """Whether a step that failed has left a fed batch half-added."""
-        values = self._local(self._phase), self._local(self._parts)
-        return any(map(np.any, itertools.chain(*values)))
+    def failure(self):
+        """Returns whether a failed step half-added a batch, or updated."""
+        with self.scope():  # of this worker: others may not be here to reduce
+            phases = [x.numpy() for x in replicas.local_results(self._phase)]
+            parts = [x.numpy() for x in replicas.local_results(self._parts)]
+        return np.any(phases) or np.any(parts), np.min(phases) < 0
 
-    def is_updating(self):
-        """Whether a step that failed had begun to make an update."""
-        return any(phase < 0 for phase in self._local(self._phase))
+    def trains_some_of(self, weights):
+        return not {*map(id, weights)}.isdisjoint(map(id, self.variables))
 
-    def _local(self, variable):
-        # Of this worker: the others may not be here to reduce.
-        with replicas.scope_of(self._untracked.strategy):
-            return [x.numpy() for x in replicas.local_results(variable)]
+    def scope(self):
+        """Returns the scope of the strategy under which it was made."""
+        return replicas.scope_of(self._untracked.strategy)
+
+    def adds_in_condition(self):
+        """Whether it was last added to in a condition or a `tf.function`."""
+        return self._untracked.added is not None and self._untracked.added[1]
+
+    def use(self, numbers, updates_every_batch):
+        """Prepares a call in a step of the model that holds it."""
+        self._untracked.numbers = numbers
+        self._untracked.updates_every_batch = updates_every_batch
 
     def follow(self, accum_steps, numbers):
         """Follows the model that holds it, of which `numbers` is part."""
@@ -159,25 +162,27 @@ class Engine(tf.Module):
             self._accum_steps.assign(accum_steps)
 
     def forget_if_broken(self):
-        """Forgets the pending cycle if the last step of a custom loop failed.
-
-        Once for all replicas, which do not know of each other.
-        """
+        """Forgets the pending cycle if the last step of a loop failed."""
         # Their phases have one sign.
         is_broken = tf.not_equal(self._phase, 0)
         tf.cond(is_broken, self._reset, lambda: None)
 
     def forget(self):
         """Forgets the pending cycle after a step that failed."""
-        with replicas.scope_of(self._untracked.strategy):
+        with self.scope():
             self._reset()
             self._parts.assign(tf.zeros(2, tf.float64))
             # XLA may have freed what it was to add to.
             for each in self._sums:
                 each.assign(tf.zeros(each.shape, each.dtype))
 
-    def _note(self, gradients, named, has_weight):
-        """Notes what a call passes, and raises if it does not fit the last."""
+    def check_call(self, fed_batch, gradients, has_weight):
+        """Checks a call of `accumulate`; returns its gradients in order."""
+        gradients, named = checks.check_gradients(gradients, self.variables)
+        holder, step = fitted.get(), current_step()
+        if holder is not None:
+            holder.check_holds(self)
+        fed_batch.check(self)
         # What was traced does not look at it again, so it must stay the same.
         is_eager = tf.executing_eagerly() and not self._is_traced
         if is_eager and not self._untracked.strategy and self._count == 0:
@@ -185,18 +190,27 @@ class Engine(tf.Module):
         if self._has_weights not in (None, has_weight):
             raise ValueError(
                 "`weight` must be a number for all micro-batches, or `None` "
-                "for all: sums cannot be averaged with means. Give sums and "
-                "means a `GradientAccumulator` each. Received: "
+                "for all: sums cannot be averaged with means. Give each a "
+                "`GradientAccumulator`. Received: "
                 f"{'a number' if has_weight else 'weight=None'} after "
                 f"{'weight=None' if has_weight else 'numbers'}"
             )
         self._has_weights = has_weight
-        step = current_step()
+        # The branches of a condition are graphs, and only one of them runs.
+        call = (self, current_graph())
+        if step is not None and call in step.calls:
+            raise ValueError(
+                "Gradients were accumulated twice in one `train_step`, and "
+                "each call counts as a micro-batch. Add up the losses or "
+                "gradients first, or give each optimizer an accumulator. "
+                f"Received: a second call for {len(named)} variables"
+            )
         if step is not None:
-            step.check_called_once(self)
+            step.calls.add(call)
         self._expected = tuple(each is not None for each in gradients)
         before = self._untracked.named or named
         self._untracked.named = list(map(operator.or_, named, before))
+        return gradients
 
     # -- on each replica: a micro-batch ----------------------------------------
 
@@ -267,11 +281,9 @@ class Engine(tf.Module):
             return tf.identity(accepted)
 
     def _waits(self, gradients, weight):
-        """Returns what must be there before anything is changed.
-
-        A data set of unknown length ends with a run of the train function in
-        which no data comes: nothing may be counted or added then.
-        """
+        """Returns what must be there before anything is changed."""
+        # A data set of unknown length ends with a run of the train function in
+        # which no data comes: nothing may be counted or added then.
         step = current_step()
         # A function in a step must not hold the data of its first trace.
         if step is not None and not step.is_conditional():
@@ -295,43 +307,33 @@ class Engine(tf.Module):
 
     def _clear_if_empty(self, these):
         """Clears some of the sums if they are those of an earlier cycle."""
-        sums.clear(these, tf.equal(self._totals[2], 0))
 
-    def _reduce(self, present):
-        """Returns the `Cycle` of all replicas."""
+        @recorded()
+        def clear():
+            for total in these:
+                total.assign(tf.zeros_like(total))
+
+        tf.cond(tf.equal(self._totals[2], 0), clear, lambda: None)
+
+    def _apply_gradients(self, present):
+        """Passes the divided sums to the optimizer, and returns whether."""
         # In the widest dtype of the sums, so as to travel with them.
         widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
-        values = [
-            total if is_present else None
-            for total, is_present in zip(self._sums, present, strict=True)
-        ]
+        pairs = zip(self._sums, present, strict=True)
+        values = [total if is_present else None for total, is_present in pairs]
         totals, *values = replicas.sum_over_replicas(
             [tf.cast(self._totals, widest), *values]
         )
-        return sums.Cycle(
-            values,
-            self.variables,
-            # Not a division of each sum: XLA would store all quotients at once.
-            1 / sums.make_divisor(totals[0], totals[1]),
-            tf.cast(self.optimizer.scale_loss(tf.ones(())), tf.float64),
-            optimizers.scales_loss(self.optimizer),
-        )
-
-    def _apply_gradients(self, present):
-        """Passes the reduced and divided sums to the optimizer.
-
-        Returns whether there was an update, when all variables are updated.
-        """
-        cycle = self._reduce(present)
+        # Not a division of each sum: XLA would store all quotients at once.
+        factor = 1 / sums.make_divisor(totals[0], totals[1])
         gradients: typing.Any = (
-            sums.multiply(total, cycle.factor, variable)
-            for total, variable in zip(cycle.sums, self.variables, strict=True)
+            sums.multiply(total, factor, variable)
+            for total, variable in zip(values, self.variables, strict=True)
         )
         keep = True
         if self._process_gradients is not None:
-            gradients, keep = sums.process(
-                self._process_gradients, [*gradients], cycle
-            )
+            given = [*gradients], self.variables, self.optimizer
+            gradients, keep = sums.process(self._process_gradients, *given)
 
         def apply():
             named = self._untracked.named or itertools.repeat(True)
@@ -353,11 +355,7 @@ class Engine(tf.Module):
     # -- once for all replicas: the end of a batch, and the update -------------
 
     def _end_step(self, present, may_be_nothing, parts):
-        """Counts the fed batch, and updates if it is the cycle's last.
-
-        `parts`, how many of its micro-batches were added and how many skipped,
-        is of each replica, and all alike.
-        """
+        """Counts the fed batch, and updates if it is the cycle's last."""
         # All of them: another replica may still fail, and then no weight moves.
         waits = replicas.local_results(parts)
         added, skipped = tf.unstack(waits[0])
@@ -386,10 +384,7 @@ class Engine(tf.Module):
                 count()
 
     def _update(self, expected):
-        """Updates the variables that got a gradient in this cycle.
-
-        A graph has an update for those expected, and one for all variables.
-        """
+        """Updates the variables that got a gradient in this cycle."""
         self._phase.assign(-1.0)
         if tf.executing_eagerly():
             self._update_variables(tuple(self._given.numpy().tolist()))
@@ -423,7 +418,7 @@ class Engine(tf.Module):
             return
         updates = self._untracked.updates
         if present not in updates:
-            updates[present] = compile_update(
+            updates[present] = optimizers.compile_update(
                 functools.partial(self._reduce_and_apply, present),
                 self._sums,
                 None if strategy is not None else self._jit_compile,
@@ -458,9 +453,9 @@ class Engine(tf.Module):
             self._has_warned = True
             warnings.warn(
                 "The micro-batches of a cycle trained different sets of "
-                "variables. Those that got no gradient in it were updated with "
-                "zeros, by which momentum and weight decay may change them. "
-                "Use a `GradientAccumulator` for each set.",
+                "variables. Those without a gradient were updated with zeros, "
+                "by which momentum and weight decay may change them. Use a "
+                "`GradientAccumulator` for each set.",
                 stacklevel=3,
             )
 
@@ -475,10 +470,10 @@ def step_failed(accumulators, error):
     is_end = isinstance(error, StopIteration | tf.errors.OutOfRangeError)
     try:
         pending = max((x.pending_steps for x in accumulators), default=0)
-        is_updating = any(each.is_updating() for each in accumulators)
-        if (isinstance(error, Exception) and not is_end) or any(
-            each.is_broken() for each in accumulators
-        ):
+        failures = [accumulator.failure() for accumulator in accumulators]
+        is_broken = any(is_broken for is_broken, _ in failures)
+        is_updating = any(is_updating for _, is_updating in failures)
+        if is_broken or (isinstance(error, Exception) and not is_end):
             for accumulator in accumulators:
                 accumulator.forget()
         elif is_end or pending:
@@ -495,8 +490,7 @@ def step_failed(accumulators, error):
     if is_updating:
         error.add_note(
             "accumodel: The error came while the optimizer made an update. "
-            "Some weights may be updated and others not: load the last "
-            "checkpoint."
+            "Some weights may be updated, others not: load the last checkpoint."
         )
     elif pending:
         error.add_note(

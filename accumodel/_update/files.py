@@ -25,7 +25,6 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf.optimizers import scales_loss
-from accumodel._keras_and_tf.replicas import scope_of
 
 # Keys in `.weights.h5` are `accumulated:<attribute>:<array>`. Keras's own are
 # "0", "1", ..., and plain Keras refuses others.
@@ -37,28 +36,26 @@ OWN = "_accumulator"
 
 def save(accumulators, numbers, store):
     """Adds the pending cycles to the dict of a model's own variables."""
-    for attribute, each in accumulators.by_name().items():
-        if not each.pending_steps:
+    for attribute, accumulator in accumulators.by_name().items():
+        if not accumulator.pending_steps:
             continue
-        if attribute == OWN and not accumulators.trains_the_same(each):
+        is_own = attribute == OWN
+        if is_own and not accumulators.trains_the_same(accumulator):
             warnings.warn(
                 "The pending cycle was not saved: the trainable variables "
                 "or the optimizer changed after it began.",
                 stacklevel=2,
             )
             continue
-        cycle = read(each, accumulators.model)
-        if attribute == OWN and numbers is not None:
+        cycle = read(accumulator, accumulators.model)
+        if is_own and numbers is not None:
             cycle |= numbers.save_cycle()
         for name, value in cycle.items():
             store[f"{_PREFIX}{attribute}:{name}"] = value
 
 
 def load(accumulators, cycles):
-    """Replaces the pending cycles by those that `split` returned.
-
-    If one does not belong to this model, it raises, and no cycle is pending.
-    """
+    """Replaces the pending cycles by those of a file; by none if it raises."""
     accumulators.reset()
     found = accumulators.by_name()
     if not cycles.keys() <= found.keys():
@@ -88,7 +85,7 @@ def split(store):
 
 def read(accumulator, model):
     """Returns the pending cycle of an accumulator in a dict of arrays."""
-    with scope_of(accumulator._untracked.strategy):
+    with accumulator.scope():
         given = accumulator._given.numpy()
         return {
             "pending_steps": np.int64(accumulator.pending_steps),
@@ -107,7 +104,7 @@ def read(accumulator, model):
 def write(accumulator, cycle):
     """Lets a cycle that `read` returned be the pending one."""
     given = cycle["given"]
-    with scope_of(accumulator._untracked.strategy):
+    with accumulator.scope():
         for i, total in enumerate(accumulator._sums):
             value = cycle[f"sum_{i}"] if given[i] else tf.zeros_like(total)
             total.assign(value)
@@ -136,8 +133,7 @@ def _check(accumulator, model, cycle):
         _refuse(
             "belongs to a different set of trainable weights. Freeze the "
             "layers that were frozen when it was saved, and compile",
-            f"weights {cycle['places'].tolist()}, but this model's are "
-            f"{places}",
+            f"weights {cycle['places'].tolist()}, but the model's are {places}",
         )
     scales = scales_loss(accumulator.optimizer)
     if cycle["scales_loss"] != scales:

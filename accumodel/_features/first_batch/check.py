@@ -35,7 +35,7 @@ from accumodel._keras_and_tf.optimizers import (
     with_inner_optimizers,
 )
 from accumodel._micro_batch.assignments import is_random, nodes_of
-from accumodel._micro_batch.split import count_samples
+from accumodel._micro_batch.micro_batches import count_samples
 
 # The samples of a comparison.
 _SAMPLES = 3

@@ -5,7 +5,7 @@ import tensorflow as tf
 from accumodel._features.whole_batch.checks import check_length
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.loop import for_each
-from accumodel._micro_batch.split import first_leaf, on_host
+from accumodel._micro_batch.micro_batches import first_leaf, on_host
 
 
 def collect(run, count, is_apart):

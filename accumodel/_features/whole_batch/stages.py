@@ -35,12 +35,14 @@ from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import loop, outcome
-from accumodel._micro_batch.assignments import Recorder
+from accumodel._micro_batch.assignments import Recorder, States
 from accumodel._micro_batch.feature import Feature
+from accumodel._micro_batch.micro_batches import (
+    MicroBatches,
+    as_tensors,
+    one_step,
+)
 from accumodel._micro_batch.random_numbers import Draws
-from accumodel._micro_batch.split import MicroBatches, as_tensors
-from accumodel._micro_batch.states import States
-from accumodel._micro_batch.step import one_step
 
 
 class WholeBatch(Feature):
