@@ -108,8 +108,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             begun = self.model.optimizer.iterations
             self._updates = int(begun if self.by == "update" else 0)
             self._count = self._updates
-            steps = self._find_steps(self.model.accum_steps)
-            self.model.accum_steps = self._follow_updates(steps)
+            self._follow(self._find_steps(self.model.accum_steps))
 
     def _find_steps(self, present):
         if not isinstance(self.schedule, Mapping):
@@ -117,25 +116,20 @@ class AccumStepsScheduler(keras.callbacks.Callback):
         begun = [key for key in self.schedule if key <= self._count]
         return self.schedule[max(begun)] if begun else present
 
-    def _follow_updates(self, steps):
-        """Returns `steps`, or what follows the updates that were made since."""
+    def _follow(self, steps):
+        """Sets `steps`, or what follows the updates that were made since."""
         updates = int(self.model.optimizer.iterations)
         while self._updates < updates:
             samples = steps * (self.model._accumulation.batch_size or 0)
             self._count += samples if self.by == "sample" else 1
             self._updates += 1
             steps = self._find_steps(steps)
-        return steps
-
-    def _follow(self):
-        present = self.model.accum_steps
-        steps = self._follow_updates(present)
-        if steps != present:  # to set it takes a while
+        if steps != self.model.accum_steps:  # to set it takes a while
             self.model.accum_steps = steps
 
     def on_train_batch_end(self, batch, logs=None):
         if self.by != "epoch" and not self.model.pending_steps:
-            self._follow()
+            self._follow(self.model.accum_steps)
 
     def on_epoch_begin(self, epoch, logs=None):
         if self.by == "epoch":
@@ -144,7 +138,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
         else:
             # The short last cycle of an epoch has made an update. And
             # `BackupAndRestore` has loaded updates since `on_train_begin`.
-            self._follow()
+            self._follow(self.model.accum_steps)
 
     def on_epoch_end(self, epoch, logs=None):
         if logs is not None:

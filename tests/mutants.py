@@ -281,10 +281,10 @@ the first of a cycle adds inside of XLA
     """,
     "test_state.py": """
 a file forgets the weights of its sums
-    files.write: call assign totals => accumulator._totals.assign([0.0, 0.0,
-        1.0])
+    accumulators.write: call assign totals =>
+        accumulator._totals.assign([0.0, 0.0, 1.0])
 a file may lack a sum
-    files._check: set missing => needed - {*cycle}
+    accumulators._check: set missing => needed - {*cycle}
 weights that are set keep the cycle
     drop: call reset => None
     """,

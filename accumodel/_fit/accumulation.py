@@ -13,8 +13,7 @@ from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.micro_batches import Plan, current_step, on_host
 from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._micro_batch.weights import LossWeights
-from accumodel._update import files
-from accumodel._update.accumulators import HOOKS, Accumulators
+from accumodel._update import accumulators
 from accumodel._update.engine import fitted
 
 _REMAINDERS = ("apply", "carry", "drop")
@@ -57,15 +56,6 @@ class Options:
                 f"Received: remainder={self.remainder!r}"
             )
 
-    @property
-    def accumulates(self):
-        """Whether gradients go through an accumulator."""
-        return (
-            self.accum_steps > 1
-            or self.micro_batch_size is not None
-            or self.skip_nonfinite
-        )
-
     def changed(self):
         """Returns those that are not the defaults in a dict."""
         default = vars(Options())
@@ -82,7 +72,7 @@ class Accumulation:
         self.accumulates = False
         # True once an update may need several batches; stays true.
         self.spans_batches = False
-        self.accumulators = Accumulators(model)
+        self.accumulators = accumulators.Accumulators(model)
         self.loss_weights = LossWeights(model)
         # Variables that steps assign, by id, in one dict per place ("model",
         # "loss", "seeds", "auto"). Never cleared, see `States`.
@@ -108,9 +98,14 @@ class Accumulation:
         try:
             options = Options(**own)
             self._check(options)
-            accumulates = options.accumulates or any(map(self.overrides, HOOKS))
-            # Else, a second pass may read weights that have moved.
-            accumulates |= private_names.is_rematerialized(model)
+            accumulates = (
+                options.accum_steps > 1
+                or options.micro_batch_size is not None
+                or options.skip_nonfinite
+                or any(map(self.overrides, accumulators.HOOKS))
+                # Else, a second pass may read weights that have moved.
+                or private_names.is_rematerialized(model)
+            )
             super_compile(*args, **kwargs)
             checks.check_optimizer(model.optimizer, options.skip_nonfinite)
             if accumulates:
@@ -150,6 +145,7 @@ class Accumulation:
 
     def _averages_of_updates(self):
         """Returns a scope in which averages of no update replace no weights."""
+        # With `use_ema`, Keras replaces weights by averages when `fit` ends.
         if not (self.accumulates and self.model.compiled):
             return contextlib.nullcontext()
         optimizer = self.model.optimizer
@@ -159,20 +155,19 @@ class Accumulation:
             if optimizer.iterations.numpy():
                 finalize(variables)
 
-        return hooks.replaced(
-            optimizer, "finalize_variable_values", finalize_after_update
-        )
+        name = "finalize_variable_values"
+        return hooks.replaced(optimizer, name, finalize_after_update)
 
     def load_cycles(self, store):
         """Loads the pending cycles of a file, and returns the rest of it."""
-        cycles, store = files.split(store)
+        cycles, store = accumulators.split_off(store)
         if self.model.compiled:  # else it is loaded for inference
-            if files.OWN in cycles:
+            if accumulators.OWN in cycles:
                 self.begin_to_span_batches()
                 self.ready_accumulator()
-            files.load(self.accumulators, cycles)
+            self.accumulators.load(cycles)
             if self.numbers is not None:
-                self.numbers.load_cycle(cycles.get(files.OWN, {}))
+                self.numbers.load_cycle(cycles.get(accumulators.OWN, {}))
         return store
 
     def overrides(self, name):
@@ -210,7 +205,6 @@ class Accumulation:
 
     def set_accum_steps(self, value):
         self._change(accum_steps=value)
-        self._use(self.options)
         if self.options.accum_steps > 1:
             self.begin_to_span_batches()
         for accumulator in self.accumulators:
@@ -224,7 +218,6 @@ class Accumulation:
             return
         if not self.accumulates:
             replicas.warn_about_xla(self.model)
-        self._use(self.options)
         if not isinstance(before, int) or not isinstance(value, int):
             self.accumulates = True
             self.make_functions_again()
@@ -237,22 +230,19 @@ class Accumulation:
         if options.accum_steps > 1 or options.micro_batch_size is not None:
             checks.check_can_accumulate(self.model, options)
         self.options = options
+        self._use(options)
 
     def _use(self, options, are_new=False):
         """Makes the features that these options ask for, unless it has them."""
         size = options.micro_batch_size
         if isinstance(size, int):  # else a feature assigns it
             self.assign_size(size)
-        if self.numbers is None and (
-            size is not None or options.accum_steps > 1
-        ):
+        has_rows = size is not None or options.accum_steps > 1
+        if self.numbers is None and has_rows:
             self.numbers = RandomNumbers(self)
         before = {} if are_new else {type(each): each for each in self.features}
-        self.features = tuple(
-            before.get(kind) or kind(self)
-            for kind in self._kinds
-            if kind.is_on(options)
-        )
+        on = [kind for kind in self._kinds if kind.is_on(options)]
+        self.features = tuple(before.get(kind) or kind(self) for kind in on)
 
     def assign_size(self, value):
         if self.size is None:

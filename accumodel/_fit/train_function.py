@@ -12,11 +12,8 @@ Every fed batch goes one way:
                 FedBatch.end                counts it; updates if the cycle ends
 
 A feature may `train` or `test` a fed batch instead of the loop. The test
-function goes the same way, without gradients.
-
-Keras would compile the whole step as one XLA cluster. It is told not to: what
-runs for a micro-batch is compiled, and the update, each by itself. A condition
-in a cluster would carry all variables that it may write.
+function goes the same way, without gradients. XLA compiles what runs for a
+micro-batch, and the update, but not the whole step, as Keras would have it.
 """
 
 import contextlib
@@ -70,10 +67,9 @@ def _prepare_to_accumulate(state):
     # Made before the step is traced, or it would be traced again. A custom one
     # may have accumulators of its own. If not, it needs this one at the latest
     # before the loop, in which no replica can wait for the others.
-    is_needed = not state.overrides("train_step") or (
-        model.micro_batch_size is not None and not [*state.accumulators]
-    )
-    if model.built and is_needed:
+    is_split = model.micro_batch_size is not None
+    is_first = is_split and not [*state.accumulators]
+    if model.built and (is_first or not state.overrides("train_step")):
         build_optimizer(model)
         state.accumulators.build(state.options)
 
@@ -109,8 +105,7 @@ def _train(model, train_step, data):
     fed_batch = FedBatch(plan.is_split)
     run = functools.partial(loop.run, plan, train_step, data, fed_batch)
     if plan.whole_batch is not None:
-        train = plan.whole_batch.train
-        run = functools.partial(train, plan, fed_batch, data)
+        run = functools.partial(plan.whole_batch.train, plan, fed_batch, data)
     try:
         with _around_batch(plan):
             logs = run()

@@ -260,9 +260,7 @@ def check_shapes(gradients, variables, what):
 
 def _match(pairs, variables):
     """Returns what `check_gradients` does, of pairs."""
-    places = {
-        id(optimizers.tf_variable(each)): i for i, each in enumerate(variables)
-    }
+    places = {id(optimizers.tf_variable(v)): i for i, v in enumerate(variables)}
     gradients = [None] * len(variables)
     named = [False] * len(variables)
     for gradient, variable in pairs:

@@ -28,20 +28,15 @@ _OWN = ("_accumulation", "_gradient_accumulator")
 
 def is_functional(args, kwargs):
     """Whether Keras takes these for `(inputs, outputs)`, tested as it does."""
-    return (
-        len(args) == 2
-        or (len(args) == 1 and "outputs" in kwargs)
-        or ("inputs" in kwargs and "outputs" in kwargs)
-    )
+    has_inputs = len(args) == 1 or "inputs" in kwargs
+    return len(args) == 2 or (has_inputs and "outputs" in kwargs)
 
 
 @contextlib.contextmanager
 def in_place_of_keras(cls, args, kwargs, accumulating, functional):
-    """Scope in which `keras.Model(...)` makes a model of `cls`.
-
-    `accumulating` is `AccumulatingModel`, and `functional` the class that takes
-    its place in a functional model.
-    """
+    """Scope in which `keras.Model(...)` makes a model of `cls`."""
+    # `accumulating` is `AccumulatingModel`, and `functional` the class that
+    # takes its place in a functional model.
     bases = accumulating.__bases__
     # True if keras.Model is next in the MRO and receives these arguments.
     after = cls.__mro__[cls.__mro__.index(accumulating) + 1]
@@ -62,6 +57,7 @@ def in_place_of_keras(cls, args, kwargs, accumulating, functional):
 
 def _make_functional(cls, accumulating, functional):
     """Replaces `accumulating` by `functional` among the bases of `cls`."""
+    # Keras would change the bases of `AccumulatingModel`, for all subclasses.
     if cls is accumulating:
         return functional
     if issubclass(cls, accumulating) and not issubclass(cls, KerasFunctional):
@@ -101,8 +97,7 @@ def check_model(model, accumulating):
     if not model.built and any("build" in vars(each) for each in classes):
         warnings.warn(
             "`model` is not built, and its class has a custom `build`: the new "
-            "model will have its own weights. Call `model` on a batch first if "
-            "you use both.",
+            "model gets weights of its own. Call `model` on a batch first.",
             stacklevel=3,
         )
     # A task of keras-hub is compiled by its constructor.

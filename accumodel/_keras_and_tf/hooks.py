@@ -55,10 +55,7 @@ class Hook:
     def __call__(self, **functions):
         """Scope in which `original(...)` calls `function(original, ...)`."""
         outer = getattr(self._local, "functions", {})
-        inner = {
-            name: [each, *outer.get(name, ())]
-            for name, each in functions.items()
-        }
+        inner = {k: [v, *outer.get(k, ())] for k, v in functions.items()}
         return self._open(outer | inner)
 
     def keep(self):
@@ -122,6 +119,7 @@ class Reduction(typing.NamedTuple):
 
 def _find_losses():
     """Finds where losses of Keras are called, and where they reduce."""
+    # Some classes have a `__call__` of their own, from Keras 3.16 on.
     classes = [
         each
         for _, each in inspect.getmembers(keras.losses, inspect.isclass)
@@ -160,10 +158,9 @@ class _Recorder:
     ):
         # As Keras does first: a function may return a Python number.
         values = keras.ops.convert_to_tensor(values, dtype=dtype)
-        loss = original(values, sample_weight, mask, reduction, dtype)
-        self.reductions.append(
-            Reduction(values, sample_weight, mask, reduction)
-        )
+        given = values, sample_weight, mask, reduction
+        loss = original(*given, dtype)
+        self.reductions.append(Reduction(*given))
         return loss
 
     def call(self, original, own_loss, *args, **kwargs):
@@ -258,12 +255,10 @@ _moments = Hook(lambda: [(keras.layers.BatchNormalization, "_moments")])
 
 
 def replaced_moments(measure):
-    """Returns a scope in which normalizations get other statistics.
-
-    `measure` returns the mean and the variance of the inputs of a layer. It is
-    called with the layer, its inputs, cast to at least float32, and their mask
-    or `None`.
-    """
+    """Returns a scope in which normalizations get other statistics."""
+    # `measure` returns the mean and the variance of the inputs of a layer. It
+    # is called with the layer, its inputs, cast to at least float32, and their
+    # mask or `None`.
     return _moments(_moments=lambda original, *args: measure(*args))
 
 
@@ -302,6 +297,7 @@ draws = Hook(
 
 def replace_rematerialized(call):
     """Lets `call(function, by_keras, ...)` run what Keras rematerializes."""
+    # For good: a layer may wrap its functions when it is made.
     backend = module_of("backend")
     core = getattr(backend, "core", backend)  # in `ops` from Keras 3.16 on
     module = getattr(backend, "ops", core)
@@ -383,9 +379,8 @@ def without_own_reduction(optimizers):
     if not is_called:
         raise RuntimeError(
             "accumodel does not know how optimizers of this version of Keras "
-            "reduce their gradients, and would reduce them twice. Use a tested "
-            "version, or one device. "
-            f"Received: {[*optimizers]}, Keras {keras.__version__}"
+            "reduce gradients, and would reduce them twice. Use one device, or "
+            f"a tested version. Received: Keras {keras.__version__}"
         )
 
 

@@ -25,10 +25,8 @@ def module_of(name):
 
 def sum_of_weights(sample_weight, mask, dtype):
     """Returns the sum of the weights by which Keras multiplies losses."""
-    module = module_of("losses.loss")
-    return module.reduce_weighted_values(
-        tf.ones((), dtype), sample_weight, mask, "sum", dtype
-    )
+    reduce = module_of("losses.loss").reduce_weighted_values
+    return reduce(tf.ones((), dtype), sample_weight, mask, "sum", dtype)
 
 
 def compiled_losses(model):
@@ -121,7 +119,7 @@ def is_in_loop(outside):
     return False
 
 
-# -- steps ---------------------------------------------------------------------
+# -- layers and models ---------------------------------------------------------
 
 
 def call_model(model, x, training):
@@ -129,9 +127,6 @@ def call_model(model, x, training):
     if "training" in model.call_signature_parameters:
         return model(x, training=training)
     return model(x)
-
-
-# -- layers --------------------------------------------------------------------
 
 
 def flat_layers(model):
@@ -208,9 +203,8 @@ def nests_functions():
 
 
 def _definition_of(op):
-    registry: typing.Any = importlib.import_module(
-        "tensorflow.python.framework.op_def_registry"
-    )
+    name = "tensorflow.python.framework.op_def_registry"
+    registry: typing.Any = importlib.import_module(name)
     return registry.get(op)
 
 

@@ -98,19 +98,6 @@ def count_replicas():
     return tf.distribute.get_strategy().num_replicas_in_sync
 
 
-def check_replica_context(made_under):
-    """Raises unless this is a step of the strategy that is given."""
-    has_strategy = tf.distribute.has_strategy()
-    strategy = tf.distribute.get_strategy() if has_strategy else None
-    if strategy is not made_under or not tf.distribute.get_replica_context():
-        raise ValueError(
-            "Make a `GradientAccumulator`, its optimizer and its variables in "
-            "`strategy.scope()`, and call `accumulate` in what "
-            "`strategy.run()` runs. Received: an accumulator made under "
-            f"{made_under}, called under {strategy}"
-        )
-
-
 def across_replicas(fn, *args):
     """Calls `fn` once for all replicas, with `DistributedValues`."""
     context = tf.distribute.get_replica_context()
@@ -193,6 +180,7 @@ def check_workers_agree(model, options):
 
 def split_over_replicas(batches, strategy):
     """Returns batches of `train_on_batch` with a part for each replica."""
+    # Keras gives each replica the whole batch.
     if strategy.num_replicas_in_sync == 1:
         return batches
     replicas = len(strategy.extended.worker_devices)  # of this worker
@@ -228,9 +216,7 @@ def first_batch(iterator, strategy):
     """Returns a batch of one replica, by whose shapes Keras builds a model."""
     # Keras takes the mean of all replicas' batches, which fails where they
     # differ in size, and on several workers (see keras-team/keras#20585).
+    local = strategy.experimental_local_results
     for _, _, batches in iterator:
-        return keras.tree.map_structure(
-            lambda value: strategy.experimental_local_results(value)[0],
-            next(batches),
-        )
+        return keras.tree.map_structure(lambda x: local(x)[0], next(batches))
     return None

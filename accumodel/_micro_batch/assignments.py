@@ -161,9 +161,7 @@ class States:
     @contextlib.contextmanager
     def rolled_back(self):
         """Scope in which the variables are as they were before."""
-        after = {
-            key: tf.identity(self.variables[key].value) for key in self.before
-        }
+        after = {k: tf.identity(self.variables[k].value) for k in self.before}
         self._assign(self.before)
         try:
             yield

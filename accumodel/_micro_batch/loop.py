@@ -14,19 +14,16 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf.private_names import loss_trackers
 from accumodel._keras_and_tf.replicas import count_replicas
-from accumodel._micro_batch.micro_batches import (
-    MicroBatches,
-    first_leaf,
-    on_host,
-    one_step,
-)
+from accumodel._micro_batch import micro_batches
 
 
 def make_step(plan, function, fed_batch=None, losses=None):
     """Returns a function that runs `function` as a `Step` of a micro-batch."""
 
+    how = fed_batch, losses, plan.is_compiled
+
     def step(data):
-        with one_step(plan, data, fed_batch, losses, plan.is_compiled):
+        with micro_batches.one_step(plan, data, *how):
             return function(data)
 
     if not plan.is_compiled:
@@ -55,8 +52,8 @@ def make_step(plan, function, fed_batch=None, losses=None):
 
 def run(plan, function, data, fed_batch=None):
     """Calls a step with each micro-batch of a fed batch; returns the logs."""
-    parts, trains = MicroBatches(plan, data), fed_batch is not None
-    scopes = plan.around_parts(trains)
+    parts = micro_batches.MicroBatches(plan, data)
+    scopes = plan.around_parts(trains=fed_batch is not None)
     if not plan.is_split:
         step = make_step(plan, function, fed_batch)
         with contextlib.ExitStack() as stack:
@@ -102,26 +99,24 @@ def run(plan, function, data, fed_batch=None):
 
 
 def for_each(body, parts, state, finish=None):
-    """Runs all micro-batches, each when the one before is done.
-
-    `body` takes the number of a micro-batch and the state, and returns the next
-    state; this returns the last one. `finish` gets a tensor that the loop made.
-    """
+    """Runs all micro-batches, each when the one before is done."""
+    # `body` takes the number of a micro-batch and a state, and returns the next
+    # one; this returns the last. `finish` gets a tensor that the loop made.
     if tf.executing_eagerly():
         for i in range(int(parts)):
             state = body(tf.constant(i, tf.int64), *state)
         return state
 
     def is_left(i, *_):
-        with on_host():
+        with micro_batches.on_host():
             return i < parts
 
     def run_next(i, *state):
-        with on_host():
+        with micro_batches.on_host():
             after = i + 1
         return (after, *body(i, *state))
 
-    with on_host():
+    with micro_batches.on_host():
         first = tf.constant(0, tf.int64)
     end, *state = tf.while_loop(
         is_left, run_next, (first, *state), parallel_iterations=1
@@ -189,11 +184,7 @@ class LossLogs:
         return tf.stack(losses)
 
     def end(self, logs, losses, data, samples):
-        """Updates the trackers with the losses of the fed batch, as Keras does.
-
-        `logs` are those of the last micro-batch, `losses` the sum of what
-        `take` returned. Returns the logs of the fed batch.
-        """
+        """Updates the trackers, as Keras does, and returns the logs."""
         if not self._is_reported:
             return self._restore(logs)
         weight = samples
@@ -210,7 +201,7 @@ class LossLogs:
             tracker.update_state(loss, sample_weight=weight)
             # Keras weighs an output's loss by the static batch size; if that is
             # unknown, batches count equally.
-            weight = first_leaf(data).shape[0]
+            weight = micro_batches.first_leaf(data).shape[0]
         results = self._model.get_metrics_result()
         if "compute_metrics" in self._plan.overridden:
             # Its other logs may have names of metrics, too.

@@ -168,9 +168,8 @@ class MicroBatches:
     def fraction(self, i):
         """Returns how much of the samples are in the i-th."""
         begin, end = self.bounds(i)
-        return tf.math.divide_no_nan(
-            tf.cast(end - begin, tf.float64), tf.cast(self.samples, tf.float64)
-        )
+        size = tf.cast(end - begin, tf.float64)
+        return tf.math.divide_no_nan(size, tf.cast(self.samples, tf.float64))
 
     def data_of(self, i):
         begin, end = self.bounds(i)
@@ -231,9 +230,7 @@ def count_of_each_replica(data, strategy):
     """Returns the samples of each replica in a list of ints."""
     with replicas.scope_of(strategy):
         # One array if all replicas get the same batch.
-        leaves = [
-            replicas.local_results(leaf) for leaf in keras.tree.flatten(data)
-        ]
+        leaves = [*map(replicas.local_results, keras.tree.flatten(data))]
         batches = [
             [each[min(i, len(each) - 1)] for each in leaves]
             for i in range(max(map(len, leaves)))

@@ -28,11 +28,9 @@ def forward(model, training, x, y, sample_weight):
 
 
 def differentiate(plan, data, compute, sources=()):
-    """Computes the gradients of a loss, which `compute` returns, after outputs.
-
-    Returns those of the trainable variables and of the sources, the weight, and
-    a function that updates the metrics and returns the logs.
-    """
+    """Computes gradients of a loss, which `compute` returns after outputs."""
+    # Returns those of the trainable variables and of the sources, the weight,
+    # and a function that updates the metrics and returns the logs.
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     model = plan.model
     with tf.GradientTape() as tape:
@@ -68,8 +66,7 @@ def weigh_replicas(plan, loss, weight):
     # Their gradients flow through the shared statistics to all replicas, where
     # another weight would multiply them. So the weight, divided by that of all,
     # goes into the loss. Returns it, and a weight that all replicas share; both
-    # are as before for sums, and for a `compute_loss`, which may be that of
-    # all.
+    # are as before for sums, and a `compute_loss`, which may be that of all.
     replicas = count_replicas()
     if (
         weight is None

@@ -222,11 +222,9 @@ class Draws:
         self.rows = plan.numbers.rows
         self._are_in_order = plan.orders is None
         self._seeds = States(plan.assigned["seeds"])
-        self._known = [
-            state
-            for key, state in self._seeds.variables.items()
-            if assigned is None or key in assigned
-        ]
+        known = self._seeds.variables.items()
+        is_any = assigned is None
+        self._known = [v for k, v in known if is_any or k in assigned]
         self._is_known = assigned is not None
         # Whether a training begins with these draws, and has begun.
         self._begins, self._is_begun = trains and not self._is_known, False
@@ -416,15 +414,12 @@ class Draws:
         return axes
 
     def _numbers(self, axis, sizes, shape, seed, operation, drawn, **kwargs):
-        """Returns the rows of this micro-batch of a draw.
-
-        They begin at `(j * all_rows + begin) * inner` numbers, for each `j` of
-        the axes before them. Their number may be a multiple of the samples; if
-        it is not, they are not known, and take other counters.
-
-        `shape` is that of the rows, and `sizes` what is known of it. The raw
-        `operation` of TensorFlow takes `kwargs`, and gives the dtype `drawn`.
-        """
+        """Returns the rows of this micro-batch of a draw."""
+        # They begin at `(j * all_rows + begin) * inner` numbers, for each `j`
+        # of the axes before them. Their number may be a multiple of the
+        # samples; if it is not, they are not known, and take other counters.
+        # `shape` is that of the rows, and `sizes` what is known of it. The raw
+        # `operation` of TensorFlow takes `kwargs`, and gives the dtype `drawn`.
         # How many of them come from one value of the counter. Not `//`: XLA
         # compiles it with ten times the operations of `truncatediv`.
         block = 4 if tf.as_dtype(drawn).size <= 4 else 2
@@ -471,12 +466,10 @@ class Draws:
 
 
 def replaced_draws(draw, initial=None, **others):
-    """Returns a scope in which `draw` draws random numbers.
-
-    It is called with the name of a function of `keras.random`, the function,
-    and its arguments in a dict. `others` replace other functions of the hook,
-    such as `next`, and `initial` replaces `next` while variables are made.
-    """
+    """Returns a scope in which `draw` draws random numbers."""
+    # It is called with the name of a function of `keras.random`, the function,
+    # and its arguments in a dict. `others` replace other functions of the hook,
+    # such as `next`, and `initial` replaces `next` while variables are made.
 
     def call(name, original, *args, **kwargs):
         bound = inspect.signature(original).bind(*args, **kwargs)

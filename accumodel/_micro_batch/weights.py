@@ -174,12 +174,10 @@ class LossWeights:
         return divisors
 
     def _divisors(self, reductions):
-        """Returns what losses were divided by, in a dict.
-
-        The key is what the divisor counts, `None` for sums: losses with one key
-        have proportional divisors, and the first is kept. It is `None` if it is
-        only known to be proportional to the samples.
-        """
+        """Returns what losses were divided by, in a dict."""
+        # The key is what the divisor counts, `None` for sums: losses with one
+        # key have proportional divisors, and the first is kept. It is `None` if
+        # it is only known to be proportional to the samples.
         divisors: dict = {}
         for each in reductions:
             inner = [x for x in each.inner if x.reduction not in _UNREDUCED]
@@ -266,11 +264,9 @@ def has_samples(loss, data):
     # It is then as long as that of the data, or as all steps of all samples.
     if is_single(loss, data):
         return False
-    sizes = {
-        leaf.shape[0]
-        for leaf in tf.nest.flatten(data, expand_composites=True)
-        if tf.is_tensor(leaf) and leaf.shape.rank
-    }
+    leaves = tf.nest.flatten(data, expand_composites=True)
+    shapes = [leaf.shape for leaf in leaves if tf.is_tensor(leaf)]
+    sizes = {shape[0] for shape in shapes if shape.rank}
     length = loss.shape[0]
     if not length or not sizes:
         return True
@@ -292,9 +288,8 @@ def summed_losses(model, data):
 def missing_sums(model, data):
     """Returns what is missing because Keras divides sums by the replicas."""
     missing = 1 - 1 / count_replicas()
-    return sum(
-        tf.reduce_sum(each) * missing for each in summed_losses(model, data)
-    )
+    sums = map(tf.reduce_sum, summed_losses(model, data))
+    return sum(each * missing for each in sums)
 
 
 def _nonzero(value, samples):

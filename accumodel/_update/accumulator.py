@@ -160,17 +160,14 @@ class GradientAccumulator(Engine):
 
     @contextlib.contextmanager
     def _step(self):
-        """Scope of a step of a custom loop; if it fails, all is forgotten.
-
-        For a `tf.function`, and on one of several replicas, the next step does
-        it: see `forget_if_broken`.
-        """
+        """Scope of a step of a custom loop; if it fails, all is forgotten."""
+        # For a `tf.function`, and on one of several replicas, the next step
+        # does it: see `forget_if_broken`.
         try:
             yield
         except BaseException as error:
-            has_others = tf.distribute.has_strategy() and not (
-                tf.distribute.in_cross_replica_context()
-            )
+            is_once = tf.distribute.in_cross_replica_context()
+            has_others = tf.distribute.has_strategy() and not is_once
             if tf.executing_eagerly() and not has_others:
                 step_failed([self], error)
             raise

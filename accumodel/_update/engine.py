@@ -44,8 +44,7 @@ class _Untracked:
     """Attributes that `tf.Module` must not track, or checkpoints have them."""
 
     def __init__(self, strategy, variables):
-        self.strategy = strategy
-        self.variables = variables
+        self.strategy, self.variables = strategy, variables
         self.updates: dict = {}  # compiled, by what they update
         self.numbers: typing.Any = None  # the `RandomNumbers` of its model
         # Per variable: was it passed to `accumulate`, maybe with `None` as its
@@ -225,12 +224,11 @@ class Engine(tf.Module):
         replicas.across_replicas(end, parts)
 
     def _add(self, gradients, weight, meets, fraction=1.0):
-        """Adds a micro-batch to this replica's sums.
-
-        `fraction` is how much of `weight` to add to the total, if the gradient
-        of a batch comes in several parts. `None`: nothing, an earlier part did.
-        Returns a bool tensor that is ready when all is added.
-        """
+        """Adds a micro-batch to this replica's sums."""
+        # `fraction` is how much of `weight` to add to the total, if the
+        # gradient of a batch comes in several parts. `None`: nothing, an
+        # earlier part did. Returns a bool tensor that is ready when all is
+        # added.
         self._is_traced |= not tf.executing_eagerly()
         divides = weight is not None
         with tf.control_dependencies(self._waits(gradients, weight)):
@@ -321,9 +319,8 @@ class Engine(tf.Module):
         widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
         pairs = zip(self._sums, present, strict=True)
         values = [total if is_present else None for total, is_present in pairs]
-        totals, *values = replicas.sum_over_replicas(
-            [tf.cast(self._totals, widest), *values]
-        )
+        totals = tf.cast(self._totals, widest)
+        totals, *values = replicas.sum_over_replicas([totals, *values])
         # Not a division of each sum: XLA would store all quotients at once.
         factor = 1 / sums.make_divisor(totals[0], totals[1])
         gradients: typing.Any = (
@@ -339,9 +336,8 @@ class Engine(tf.Module):
             named = self._untracked.named or itertools.repeat(True)
             triples = zip(gradients, self.variables, named, strict=False)
             # Keras warns of those without a gradient.
-            self.optimizer.apply_gradients(
-                (g, v) for g, v, n in triples if n or g is not None
-            )
+            pairs = ((g, v) for g, v, n in triples if n or g is not None)
+            self.optimizer.apply_gradients(pairs)
 
         if keep is True:
             apply()
@@ -453,9 +449,8 @@ class Engine(tf.Module):
             self._has_warned = True
             warnings.warn(
                 "The micro-batches of a cycle trained different sets of "
-                "variables. Those without a gradient were updated with zeros, "
-                "by which momentum and weight decay may change them. Use a "
-                "`GradientAccumulator` for each set.",
+                "variables. Those without a gradient got zeros: momentum and "
+                "decay may move them. Use a `GradientAccumulator` for each.",
                 stacklevel=3,
             )
 
@@ -504,27 +499,30 @@ fitted: contextvars.ContextVar = contextvars.ContextVar("fitted", default=None)
 
 
 class FedBatch:
-    """The accumulators that the micro-batches of one fed batch are added to.
-
-    If it `is_split`, each replica may have another number of micro-batches.
-    """
+    """The accumulators that the micro-batches of one fed batch are added to."""
 
     def __init__(self, is_split):
-        self.is_split = is_split
+        self.is_split = is_split  # then replicas may have unequal numbers
         self._added: dict = {}
         # See `clear_first`: a list of sums for each accumulator.
         self.cleared: dict = {}
 
     def check(self, accumulator):
         """Raises unless this is a step of the accumulator's strategy."""
-        replicas.check_replica_context(accumulator._untracked.strategy)
+        has_strategy = tf.distribute.has_strategy()
+        strategy = tf.distribute.get_strategy() if has_strategy else None
+        own = accumulator._untracked.strategy
+        if strategy is not own or not tf.distribute.get_replica_context():
+            raise ValueError(
+                "Make a `GradientAccumulator`, its optimizer and its variables "
+                "in `strategy.scope()`, and call `accumulate` in what "
+                "`strategy.run()` runs. Received: an accumulator made under "
+                f"{own}, called under {strategy}"
+            )
 
     @recorded()
     def accumulate(self, accumulator, gradients, weight, fraction=1.0):
-        """Adds a micro-batch, which is counted in the end.
-
-        And registers which variables got a gradient. See `Engine._add`.
-        """
+        """Adds a micro-batch, and registers which variables got a gradient."""
         meets = not self.is_split
         accepted = accumulator._add(gradients, weight, meets, fraction)
         # A micro-batch that all replicas accept adds 1 / replicas on each.
@@ -550,12 +548,9 @@ class FedBatch:
                 accumulator._clear_if_empty(these)
 
     def end(self, accumulators):
-        """Ends the fed batch in each accumulator that it was added to.
-
-        A `tf.function` in a custom step may be traced already: then it adds,
-        but registers nothing, so the accumulators themselves know. Returns
-        whether there is one.
-        """
+        """Ends the fed batch in all that it was added to; returns whether."""
+        # A `tf.function` in a custom step may be traced already: then it adds,
+        # but registers nothing, so the accumulators themselves know.
         for each in accumulators:
             if each not in self._added and each._untracked.added is not None:
                 self._added[each] = (each._untracked.added[0], True)

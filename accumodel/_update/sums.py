@@ -45,10 +45,8 @@ def make_counter(name):
 
 
 def add(total, gradient, variable, scale, is_first):
-    """Adds `scale * gradient` to a sum, in one pass over it.
-
-    `scale` is 0 only if the gradient is the first, which begins the sum.
-    """
+    """Adds `scale * gradient` to a sum, in one pass over it."""
+    # `scale` is 0 only if the gradient is the first, which begins the sum.
     dtype = total.dtype
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     if is_first and (gradient is None or is_sparse):
@@ -57,12 +55,11 @@ def add(total, gradient, variable, scale, is_first):
         return
     scale = tf.cast(scale, dtype)
     if is_sparse:
+        values = tf.cast(gradient.values, dtype)
         tf.raw_ops.ResourceScatterAdd(
             resource=total.handle,
             indices=gradient.indices,
-            updates=tf.math.multiply_no_nan(
-                tf.cast(gradient.values, dtype), scale
-            ),
+            updates=tf.math.multiply_no_nan(values, scale),
         )
         return
     gradient = tf.cast(gradient, dtype)
@@ -92,12 +89,10 @@ def select(total, gradient, variable, scale, is_first):
 
 
 def add_each(triples, scale, is_first, phase):
-    """Adds each gradient as soon as it is made, which frees it.
-
-    `triples` are what `add` takes: a sum, a gradient, a variable. `is_first` is
-    a scalar bool tensor, or `None` if they do not begin the sums. What assigns
-    to `phase` next waits for all of this.
-    """
+    """Adds each gradient as soon as it is made, which frees it."""
+    # `triples` are what `add` takes: a sum, a gradient, a variable. `is_first`
+    # is a scalar bool tensor, or `None` if they do not begin the sums. What
+    # assigns to `phase` next waits for all of this.
 
     @recorded()
     def add_all(is_first):
@@ -116,11 +111,9 @@ def add_each(triples, scale, is_first, phase):
 
 
 def select_each(triples, scale, is_first):
-    """Adds each gradient inside of an XLA cluster, see `add_each`.
-
-    A condition there would carry all sums through it. Returns those that are
-    to be cleared before the cluster: of sparse gradients, and of none.
-    """
+    """Adds each gradient inside of an XLA cluster, see `add_each`."""
+    # A condition there would carry all sums through it. Returns those that are
+    # to be cleared before the cluster: of sparse gradients, and of none.
     cleared = []
     for total, gradient, variable in triples:
         if is_first is not None:
@@ -154,10 +147,9 @@ def zero_unless(accepted, gradient):
         return None
 
     def zero(each):
-        zeros = tf.zeros((), each.dtype)
-        return (
-            tf.where(accepted, each, zeros) if each.dtype.is_floating else each
-        )
+        if not each.dtype.is_floating:  # such as indices
+            return each
+        return tf.where(accepted, each, tf.zeros((), each.dtype))
 
     return tf.nest.map_structure(zero, gradient, expand_composites=True)
 
