@@ -223,7 +223,7 @@ def check_optimizer(optimizer, skip_nonfinite):
 
 
 def check_gradients(gradients, variables):
-    """Returns gradients, which may be pairs, in order, and which were named."""
+    """Returns the gradients of the variables in order, and which were named."""
     gradients = list(gradients)
     named = [True] * len(variables)
     if gradients and all(isinstance(each, tuple) for each in gradients):

@@ -27,7 +27,7 @@ _OWN = ("_accumulation", "_gradient_accumulator")
 
 
 def is_functional(args, kwargs):
-    """Whether Keras takes these for `(inputs, outputs)`, tested as it does."""
+    """Whether Keras takes these arguments for `(inputs, outputs)`."""
     has_inputs = len(args) == 1 or "inputs" in kwargs
     return len(args) == 2 or (has_inputs and "outputs" in kwargs)
 
@@ -143,7 +143,7 @@ def _keep_attributes(model, made, but):
 
 
 def _derive(cls, model):
-    """Returns a model, not by a constructor, whose class derives from both."""
+    """Returns a model of a class of both, without calling its constructor."""
     derived = _derived_class(cls, type(model))  # type: ignore[arg-type]
     made = KerasModel.__new__(derived)
     if isinstance(model, KerasFunctional):

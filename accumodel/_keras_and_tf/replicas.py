@@ -201,7 +201,7 @@ def split_over_replicas(batches, strategy):
 
 
 def hide_empty(data):
-    """Hides that a replica gets no samples: Keras would not reduce `(0,)`."""
+    """Hides a batch size of 0, for which Keras would not reduce losses."""
 
     def hide(leaf):
         if not isinstance(leaf, tf.Tensor) or leaf.shape[:1] != [0]:

@@ -53,7 +53,7 @@ def recorded():
 
 
 def random_state(new=None):
-    """Returns the states of Python's and NumPy's numbers; sets `new` ones."""
+    """Returns Python's and NumPy's random states, and sets `new` ones."""
     state = random.getstate(), np.random.get_state()
     if new is not None:
         random.setstate(new[0])
@@ -74,7 +74,7 @@ def nodes_of(definition, scope=""):
 
 
 def check_assignments(definition, why, scope=""):
-    """Raises, for a reason `why`, if a graph assigns behind Keras's back."""
+    """Raises `why` if a `GraphDef` assigns a variable behind Keras's back."""
     for node in nodes_of(definition, scope):
         if (
             _RECORDED not in node.name

@@ -267,7 +267,7 @@ def count_samples(data):
 
 
 def _check_lengths(leaves, message):
-    """Raises if leaves differ in length; returns what checks unknown ones."""
+    """Raises if lengths differ; returns checks of those known only later."""
     names = [_name(path) for path, _ in leaves]
     shapes = [tf.TensorShape(leaf.shape)[:1] for _, leaf in leaves]
     lengths = [each[0] if each.rank == 1 else None for each in shapes]

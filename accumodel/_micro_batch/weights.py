@@ -286,7 +286,7 @@ def summed_losses(model, data):
 
 
 def missing_sums(model, data):
-    """Returns what is missing because Keras divides sums by the replicas."""
+    """Returns what is missing of sums that Keras divides by the replicas."""
     missing = 1 - 1 / count_replicas()
     sums = map(tf.reduce_sum, summed_losses(model, data))
     return sum(each * missing for each in sums)

@@ -60,7 +60,7 @@ class Accumulators:
         self.adds_in_function = False
 
     def by_name(self):
-        """Returns those that attributes, lists and dicts hold, by names."""
+        """Returns those in attributes, lists and dicts, by their names."""
         found: dict = {}
         seen = {id(self.model)}
         level = [*vars(self.model).items()]
@@ -184,7 +184,7 @@ class Accumulators:
                 store[f"{_PREFIX}{attribute}:{name}"] = value
 
     def load(self, cycles):
-        """Replaces the pending cycles by those of a file, or by none."""
+        """Loads the pending cycles of a file; if it raises, none is pending."""
         self.reset()
         found = self.by_name()
         if not cycles.keys() <= found.keys():

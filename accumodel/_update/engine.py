@@ -131,7 +131,7 @@ class Engine(tf.Module):
         self._end_cycle()
 
     def failure(self):
-        """Returns whether a failed step half-added a batch, or updated."""
+        """Returns whether a batch is half-added, and an update half-made."""
         with self.scope():  # of this worker: others may not be here to reduce
             phases = [x.numpy() for x in replicas.local_results(self._phase)]
             parts = [x.numpy() for x in replicas.local_results(self._parts)]
@@ -161,7 +161,7 @@ class Engine(tf.Module):
             self._accum_steps.assign(accum_steps)
 
     def forget_if_broken(self):
-        """Forgets the pending cycle if the last step of a loop failed."""
+        """Forgets the pending cycle if a custom loop's last step failed."""
         # Their phases have one sign.
         is_broken = tf.not_equal(self._phase, 0)
         tf.cond(is_broken, self._reset, lambda: None)
@@ -314,7 +314,7 @@ class Engine(tf.Module):
         tf.cond(tf.equal(self._totals[2], 0), clear, lambda: None)
 
     def _apply_gradients(self, present):
-        """Passes the divided sums to the optimizer, and returns whether."""
+        """Updates by the divided sums; returns whether there was an update."""
         # In the widest dtype of the sums, so as to travel with them.
         widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
         pairs = zip(self._sums, present, strict=True)
@@ -548,7 +548,7 @@ class FedBatch:
                 accumulator._clear_if_empty(these)
 
     def end(self, accumulators):
-        """Ends the fed batch in all that it was added to; returns whether."""
+        """Ends the fed batch in its accumulators; returns if it has any."""
         # A `tf.function` in a custom step may be traced already: then it adds,
         # but registers nothing, so the accumulators themselves know.
         for each in accumulators:
