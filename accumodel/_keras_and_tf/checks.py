@@ -189,8 +189,8 @@ def _check_train_step(cls):
     if is_ours(ours) and theirs.train_step is not by_keras:
         raise TypeError(
             f"`{theirs.train_step.__qualname__}` would not be called: "
-            "`AccumulatingModel`, the first base class, has its own. Give "
-            f"{cls.__name__} a `train_step` that {CALLS_OURS}. "
+            "`AccumulatingModel`, the first base class, has its own. Override "
+            f"`train_step` in {cls.__name__} by one that {CALLS_OURS}. "
             f"{other_order(theirs)} Received: class={cls}"
         )
 

@@ -156,8 +156,8 @@ def _derive(cls, model):
     _keep_attributes(model, made, _OWN)
     if list(map(id, made.weights)) != list(map(id, model.weights)):
         raise TypeError(
-            "`from_model` does not find the weights where Keras tracks them. "
-            "Derive from both classes: `class Model("
+            f"`from_model` does not find the weights of {type(model).__name__} "
+            "where Keras tracks them. Derive from both: `class Model("
             f"{cls.__name__}, {type(model).__name__})`. Received: model={model}"
         )
     return made

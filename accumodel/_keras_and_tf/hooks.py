@@ -209,8 +209,7 @@ metrics = Hook(
 
 # -- steps ---------------------------------------------------------------------
 
-# If it is not called, the losses that `evaluate` logs with a custom `test_step`
-# are Keras's.
+# If it is not called, `evaluate` with a custom `test_step` logs Keras's losses.
 _test_steps = Hook(lambda: _find_method(KerasModel, "test_step"))
 
 
@@ -223,8 +222,7 @@ def replaced_test_step(model, test):
     return _test_steps(test_step=call)
 
 
-# If it is not called, a custom step may update weights in the check of the
-# first batch.
+# If it is not called, the check of the first batch may update weights.
 _updates = Hook(lambda: _find_method(keras.optimizers.Optimizer, "apply"))
 
 
@@ -256,9 +254,8 @@ _moments = Hook(lambda: [(keras.layers.BatchNormalization, "_moments")])
 
 def replaced_moments(measure):
     """Returns a scope in which normalizations get other statistics."""
-    # `measure` returns the mean and the variance of the inputs of a layer. It
-    # is called with the layer, its inputs, cast to at least float32, and their
-    # mask or `None`.
+    # `measure(layer, inputs, mask)` returns the mean and the variance. Inputs
+    # are cast to at least float32; the mask may be `None`.
     return _moments(_moments=lambda original, *args: measure(*args))
 
 

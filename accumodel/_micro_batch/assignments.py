@@ -10,8 +10,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.micro_batches import current_graph
 
-# Prefixes of the types of operations that read a variable or a table, and do
-# nothing else.
+# Prefixes of types of operations that only read a variable or a table.
 READS = (
     "LookupTableExport",
     "LookupTableFind",

@@ -51,8 +51,7 @@ class LossWeights:
     def __init__(self, model):
         self._model = model
         self.warned: set[str] = set()
-        # Whether `fit` was given one array of sample weights for all outputs,
-        # of which Keras makes one for each.
+        # Whether `fit` was given one array of sample weights for all outputs.
         self.shares_sample_weight = False
 
     def begin_fit(self, y, sample_weight):

@@ -55,8 +55,7 @@ class Accumulators:
     def __init__(self, model):
         self.model = model
         self.is_live = False  # whether batches came since a file was loaded
-        # Whether a condition or a `tf.function` in a custom step added to an
-        # accumulator that is gone.
+        # Whether a condition or function added to an accumulator that is gone.
         self.adds_in_function = False
 
     def by_name(self):

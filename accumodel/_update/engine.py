@@ -130,12 +130,19 @@ class Engine(tf.Module):
             self._untracked.numbers.forget_cycle()
         self._end_cycle()
 
-    def failure(self):
-        """Returns whether a batch is half-added, and an update half-made."""
-        with self.scope():  # of this worker: others may not be here to reduce
-            phases = [x.numpy() for x in replicas.local_results(self._phase)]
-            parts = [x.numpy() for x in replicas.local_results(self._parts)]
-        return np.any(phases) or np.any(parts), np.min(phases) < 0
+    def is_broken(self):
+        """Whether a step that failed has left a fed batch half-added."""
+        return any(map(np.any, self._local(self._phase, self._parts)))
+
+    def is_updating(self):
+        """Whether a step that failed had begun to make an update."""
+        return any(phase < 0 for phase in self._local(self._phase))
+
+    def _local(self, *variables):
+        # Of this worker: the others may not be here to reduce.
+        with self.scope():
+            values = map(replicas.local_results, variables)
+            return [x.numpy() for x in itertools.chain(*values)]
 
     def trains_some_of(self, weights):
         return not {*map(id, weights)}.isdisjoint(map(id, self.variables))
@@ -465,9 +472,8 @@ def step_failed(accumulators, error):
     is_end = isinstance(error, StopIteration | tf.errors.OutOfRangeError)
     try:
         pending = max((x.pending_steps for x in accumulators), default=0)
-        failures = [accumulator.failure() for accumulator in accumulators]
-        is_broken = any(is_broken for is_broken, _ in failures)
-        is_updating = any(is_updating for _, is_updating in failures)
+        is_broken = any(each.is_broken() for each in accumulators)
+        is_updating = any(each.is_updating() for each in accumulators)
         if is_broken or (isinstance(error, Exception) and not is_end):
             for accumulator in accumulators:
                 accumulator.forget()
