@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import keras
 
-from accumodel._keras_and_tf.checks import check_accum_steps, check_accumulates
+from accumodel._keras_and_tf.checks import check_accum_steps
 
 
 class AccumStepsScheduler(keras.callbacks.Callback):
@@ -86,27 +86,29 @@ class AccumStepsScheduler(keras.callbacks.Callback):
     _adds_to_logs = True
 
     def on_train_begin(self, logs=None):
-        check_accumulates(self.model, self)
+        if not hasattr(self.model, "accum_steps"):
+            raise TypeError(
+                "`AccumStepsScheduler` needs an `AccumulatingModel`. "
+                f"Received: model={self.model}"
+            )
         if self.by == "sample" and not self.model._accumulation.batch_size:
             raise ValueError(
-                '`AccumStepsScheduler(by="sample")` needs a `fit` that knows '
-                "the number of samples in a batch. Feed batches of a fixed "
-                'size, or use `by="update"`. Received: data of unknown size'
+                '`AccumStepsScheduler(by="sample")` must know the batch size. '
+                'Feed batches of a fixed size, or use `by="update"`. '
+                "Received: data of unknown size"
             )
         if self.by != "epoch":
             steps = self.model.steps_per_execution
             if steps > 1:
                 raise ValueError(
                     f'`AccumStepsScheduler(by="{self.by}")` must see each '
-                    "batch, and callbacks see every `steps_per_execution`-th. "
-                    'Use `steps_per_execution=1` or `by="epoch"`. '
+                    'batch. Use `steps_per_execution=1` or `by="epoch"`. '
                     f"Received: steps_per_execution={steps}"
                 )
             begun = self.model.optimizer.iterations
             self._updates = int(begun if self.by == "update" else 0)
             self._count = self._updates
-            steps = self._find_steps(self.model.accum_steps)
-            self.model.accum_steps = self._follow_updates(steps)
+            self._follow(self._find_steps(self.model.accum_steps))
 
     def _find_steps(self, present):
         if not isinstance(self.schedule, Mapping):
@@ -114,25 +116,20 @@ class AccumStepsScheduler(keras.callbacks.Callback):
         begun = [key for key in self.schedule if key <= self._count]
         return self.schedule[max(begun)] if begun else present
 
-    def _follow_updates(self, steps):
-        """Returns `steps`, or what follows the updates that were made since."""
+    def _follow(self, steps):
+        """Sets `steps`, or what follows the updates that were made since."""
         updates = int(self.model.optimizer.iterations)
         while self._updates < updates:
             samples = steps * (self.model._accumulation.batch_size or 0)
             self._count += samples if self.by == "sample" else 1
             self._updates += 1
             steps = self._find_steps(steps)
-        return steps
-
-    def _follow(self):
-        present = self.model.accum_steps
-        steps = self._follow_updates(present)
-        if steps != present:  # to set it takes a while
+        if steps != self.model.accum_steps:  # to set it takes a while
             self.model.accum_steps = steps
 
     def on_train_batch_end(self, batch, logs=None):
         if self.by != "epoch" and not self.model.pending_steps:
-            self._follow()
+            self._follow(self.model.accum_steps)
 
     def on_epoch_begin(self, epoch, logs=None):
         if self.by == "epoch":
@@ -141,7 +138,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
         else:
             # The short last cycle of an epoch has made an update. And
             # `BackupAndRestore` has loaded updates since `on_train_begin`.
-            self._follow()
+            self._follow(self.model.accum_steps)
 
     def on_epoch_end(self, epoch, logs=None):
         if logs is not None:

@@ -12,9 +12,8 @@ from accumodel._features import FEATURES, FirstBatch
 from accumodel._fit import train_function
 from accumodel._fit.accumulation import Accumulation
 from accumodel._keras_and_tf import checks, construction, hooks, replicas
-from accumodel._micro_batch import outcome, split, weights
-from accumodel._micro_batch.step import current_step, this_step
-from accumodel._update import files
+from accumodel._micro_batch import micro_batches, outcome, weights
+from accumodel._micro_batch.micro_batches import current_step, this_step
 from accumodel._update.accumulator import GradientAccumulator
 
 _Method = typing.TypeVar("_Method", bound=Callable)
@@ -81,9 +80,8 @@ class AccumulatingModel(keras.Model):
     _gradient_accumulator: GradientAccumulator | None = None
 
     def __new__(cls, *args, **kwargs):
-        if cls is AccumulatingModel and construction.is_functional(
-            args, kwargs
-        ):
+        is_functional = construction.is_functional(args, kwargs)
+        if cls is AccumulatingModel and is_functional:
             cls = Functional
         return super().__new__(cls)
 
@@ -243,11 +241,10 @@ class AccumulatingModel(keras.Model):
         With `"auto"` or `"fastest"` it is the most samples that have gone
         through the model at once on each replica; `None` before that.
         """
-        size = self.micro_batch_size
         for feature in self._accumulation.features:
             if feature.runs_again:
                 return feature.current_size()
-        return size  # type: ignore[return-value]
+        return self.micro_batch_size  # type: ignore[return-value]
 
     @property
     def pending_steps(self) -> int:
@@ -440,7 +437,7 @@ class AccumulatingModel(keras.Model):
         Raises:
             ValueError: If the arrays differ in their number of samples.
         """
-        return split.slice_data(data, begin, end)
+        return micro_batches.slice_data(data, begin, end)
 
     @property
     def first_batch_check(self) -> str | None:
@@ -581,7 +578,7 @@ class AccumulatingModel(keras.Model):
     def save_own_variables(self, store):
         super().save_own_variables(store)
         state = self._accumulation
-        files.save(state.accumulators, state.numbers, store)
+        state.accumulators.save(state.numbers, store)
 
     def load_own_variables(self, store):
         super().load_own_variables(self._accumulation.load_cycles(store))

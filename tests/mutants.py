@@ -221,7 +221,7 @@ seeds that others use are put back
 a function that was traced before draws the same again
     Draws.check: if id => True
 a function that makes variables keeps the draws of Keras
-    _trace.run: call enter_context Draws => None
+    _trace.run: call replaced => tf.name_scope("x")
 the width of normal numbers is rounded to float32
     _normal: call convert_to_tensor stddev => tf.cast(stddev, dtype)
 a noise shape holds the samples of the micro-batch
@@ -257,7 +257,7 @@ the second pass runs early
     """,
     "test_slices.py": """
 parts of the whole size, and a rest
-    split: return count n i => (i * -(-n // count), tf.minimum((i + 1) * -(-n
+    bounds: return count n i => (i * -(-n // count), tf.minimum((i + 1) * -(-n
         // count), n))
 each part ends its fed batch
     loop.make_step.step: return function => ({}, fed_batch and
@@ -281,10 +281,10 @@ the first of a cycle adds inside of XLA
     """,
     "test_state.py": """
 a file forgets the weights of its sums
-    files.write: call assign totals => accumulator._totals.assign([0.0, 0.0,
-        1.0])
+    accumulators.write: call assign totals =>
+        accumulator._totals.assign([0.0, 0.0, 1.0])
 a file may lack a sum
-    files._check: set missing => needed - {*cycle}
+    accumulators._check: set missing => needed - {*cycle}
 weights that are set keep the cycle
     drop: call reset => None
     """,

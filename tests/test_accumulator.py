@@ -13,7 +13,7 @@ from helpers import messages_of, mirrored
 
 import accumodel
 from accumodel import GradientAccumulator
-from accumodel._keras_and_tf.xla import pays_to_compile
+from accumodel._keras_and_tf import optimizers
 
 
 def make_variables(dtype="float32"):
@@ -195,16 +195,18 @@ class NotForXla(keras.optimizers.SGD):
 def test_auto_compiles_a_large_update_that_xla_has_the_operations_for(
     optimizer, many, compiled, monkeypatch
 ):
-    monkeypatch.setattr("accumodel._keras_and_tf.xla._MANY", many)
-    monkeypatch.setattr("accumodel._keras_and_tf.xla._TOO_MANY", 100 * many)
+    monkeypatch.setattr(optimizers, "_MANY", many)
+    monkeypatch.setattr(optimizers, "_TOO_MANY", 100 * many)
     variables = make_variables()
     accumulator = GradientAccumulator(
         optimizer(1.0), variables, 2, jit_compile="auto"
     )
     answers = []
+    pays = optimizers.pays_to_compile
     monkeypatch.setattr(
-        "accumodel._keras_and_tf.xla.pays_to_compile",
-        lambda *args: answers.append(pays_to_compile(*args)) or answers[-1],
+        optimizers,
+        "pays_to_compile",
+        lambda *args: answers.append(pays(*args)) or answers[-1],
     )
     accumulate = tf.function(accumulator.accumulate)
     for value in (1.0, 2.0):

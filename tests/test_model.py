@@ -27,7 +27,7 @@ from helpers import (
 
 import accumodel
 from accumodel import AccumulatingModel
-from accumodel._fit.options import Options
+from accumodel._fit.accumulation import Options
 
 KINDS = {
     "functional": make_functional,

@@ -16,7 +16,7 @@ import tensorflow as tf
 from helpers import compiled, distance, make_functional, make_sequential, weekly
 
 from accumodel import AccumulatingModel, GradientAccumulator
-from accumodel._update import files
+from accumodel._update.accumulators import split_off
 
 
 def weights_in(path):
@@ -574,7 +574,7 @@ def edit(change):
 
     def damage(path):
         with h5py.File(path, "r+") as file:
-            ((attribute, cycle),) = files.split(file["vars"])[0].items()
+            ((attribute, cycle),) = split_off(file["vars"])[0].items()
             change(cycle)
             for name in list(file["vars"]):
                 del file["vars"][name]

@@ -32,7 +32,7 @@ from accumodel._keras_and_tf import replicas
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._micro_batch.assignments import Recorder, check_assignments
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.split import ALL, count_of_each_replica
+from accumodel._micro_batch.micro_batches import ALL, count_of_each_replica
 
 _WHILE_UPDATING = (
     "Out of memory while the optimizer made an update, so some weights may be "

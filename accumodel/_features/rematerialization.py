@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch import assignments
-from accumodel._micro_batch.step import current_graph, current_step
+from accumodel._micro_batch.micro_batches import current_graph, current_step
 
 _local = threading.local()  # `is_open`: whether one is rematerialized
 

@@ -23,9 +23,8 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.feature import Feature
+from accumodel._micro_batch.micro_batches import as_tensors, current_step
 from accumodel._micro_batch.random_numbers import replaced_draws
-from accumodel._micro_batch.split import as_tensors
-from accumodel._micro_batch.step import current_step
 
 # Few widths, 16, 24, 32, 48 and so on: XLA compiles each.
 _WIDTHS = (*(n * 2**i for i in range(3, 10) for n in (2, 3)), 2**31 - 1)

@@ -8,28 +8,15 @@ import typing
 import tensorflow as tf
 
 from accumodel._fit.end_of_cycle import with_end_of_cycle
-from accumodel._fit.options import Options
-from accumodel._keras_and_tf import checks, hooks, xla
-from accumodel._keras_and_tf.private_names import is_rematerialized
-from accumodel._keras_and_tf.replicas import (
-    across_replicas,
-    check_workers_agree,
-    local_results,
-    make_sum,
-    scope_of,
-)
+from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._micro_batch.feature import Feature
+from accumodel._micro_batch.micro_batches import Plan, current_step, on_host
 from accumodel._micro_batch.random_numbers import RandomNumbers
-from accumodel._micro_batch.split import on_host
-from accumodel._micro_batch.step import Plan, current_step
 from accumodel._micro_batch.weights import LossWeights
-from accumodel._update import files
-from accumodel._update.accumulators import (
-    HOOKS,
-    Accumulators,
-    build_accumulator,
-)
+from accumodel._update import accumulators
 from accumodel._update.engine import fitted
+
+_REMAINDERS = ("apply", "carry", "drop")
 
 # Methods that change the step if a model overrides them.
 _OVERRIDABLE = (
@@ -44,6 +31,37 @@ _OVERRIDABLE = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `compile` was told, by default as there. Raises if it is wrong."""
+
+    accum_steps: int = 1
+    micro_batch_size: int | typing.Literal["auto", "fastest"] | None = None
+    gradient_cache: bool = False
+    sync_batch_norm: bool = False
+    trim_padding: str | int | None = None
+    remainder: str = "apply"
+    skip_nonfinite: bool = False
+    verify: bool = True
+
+    def __post_init__(self):
+        # As Python's own ints, which a file can hold.
+        accum_steps = checks.check_accum_steps(self.accum_steps)
+        object.__setattr__(self, "accum_steps", accum_steps)
+        size = checks.check_micro_batch_size(self.micro_batch_size)
+        object.__setattr__(self, "micro_batch_size", size)
+        if self.remainder not in _REMAINDERS:
+            raise ValueError(
+                f"`remainder` must be one of {_REMAINDERS}. "
+                f"Received: remainder={self.remainder!r}"
+            )
+
+    def changed(self):
+        """Returns those that are not the defaults in a dict."""
+        default = vars(Options())
+        return {k: v for k, v in vars(self).items() if v != default[k]}
+
+
 class Accumulation:
     """The state of a model's accumulation."""
 
@@ -54,19 +72,17 @@ class Accumulation:
         self.accumulates = False
         # True once an update may need several batches; stays true.
         self.spans_batches = False
-        self.accumulators = Accumulators(model)
+        self.accumulators = accumulators.Accumulators(model)
         self.loss_weights = LossWeights(model)
         # Variables that steps assign, by id, in one dict per place ("model",
         # "loss", "seeds", "auto"). Never cleared, see `States`.
         self.assigned: dict = collections.defaultdict(dict)
-        # A `tf.Variable`, the most samples of a micro-batch, if batches are
-        # split. Another size needs no retrace.
+        # If batches are split, a `tf.Variable`: the most samples of a
+        # micro-batch. Another size needs no retrace.
         self.size: typing.Any = None
         self.splits: typing.Any = 0  # a variable: batches that were split
-        # The samples in a batch of `fit`, if they are known.
-        self.batch_size: typing.Any = None
-        # The `RandomNumbers`, for life: a `tf.function` in the model may read
-        # its variable.
+        self.batch_size: typing.Any = None  # of `fit`, if it is known
+        # The `RandomNumbers`, for life: a `tf.function` may read its variable.
         self.numbers: typing.Any = None
         self.features: tuple[Feature, ...] = ()  # those that are on
         self._traced_with: typing.Any = None
@@ -82,15 +98,20 @@ class Accumulation:
         try:
             options = Options(**own)
             self._check(options)
-            accumulates = options.accumulates or any(map(self.overrides, HOOKS))
-            # Else, a second pass may read weights that have moved.
-            accumulates |= is_rematerialized(model)
+            accumulates = (
+                options.accum_steps > 1
+                or options.micro_batch_size is not None
+                or options.skip_nonfinite
+                or any(map(self.overrides, accumulators.HOOKS))
+                # Else, a second pass may read weights that have moved.
+                or private_names.is_rematerialized(model)
+            )
             super_compile(*args, **kwargs)
             checks.check_optimizer(model.optimizer, options.skip_nonfinite)
             if accumulates:
                 checks.check_can_accumulate(model, options)
-                xla.warn_about_replicas(model)
-            check_workers_agree(model, options)
+                replicas.warn_about_xla(model)
+            replicas.check_workers_agree(model, options)
         except BaseException:
             model.compiled = False
             raise
@@ -123,11 +144,8 @@ class Accumulation:
             fitted.reset(token)
 
     def _averages_of_updates(self):
-        """Returns a scope in which averages of no update replace no weights.
-
-        With `use_ema` Keras replaces the weights by their averages when `fit`
-        ends. These are zero before the first update.
-        """
+        """Returns a scope in which averages of no update replace no weights."""
+        # With `use_ema`, Keras replaces weights by averages when `fit` ends.
         if not (self.accumulates and self.model.compiled):
             return contextlib.nullcontext()
         optimizer = self.model.optimizer
@@ -137,20 +155,19 @@ class Accumulation:
             if optimizer.iterations.numpy():
                 finalize(variables)
 
-        return hooks.replaced(
-            optimizer, "finalize_variable_values", finalize_after_update
-        )
+        name = "finalize_variable_values"
+        return hooks.replaced(optimizer, name, finalize_after_update)
 
     def load_cycles(self, store):
         """Loads the pending cycles of a file, and returns the rest of it."""
-        cycles, store = files.split(store)
+        cycles, store = accumulators.split_off(store)
         if self.model.compiled:  # else it is loaded for inference
-            if files.OWN in cycles:
+            if accumulators.OWN in cycles:
                 self.begin_to_span_batches()
                 self.ready_accumulator()
-            files.load(self.accumulators, cycles)
+            self.accumulators.load(cycles)
             if self.numbers is not None:
-                self.numbers.load_cycle(cycles.get(files.OWN, {}))
+                self.numbers.load_cycle(cycles.get(accumulators.OWN, {}))
         return store
 
     def overrides(self, name):
@@ -163,9 +180,8 @@ class Accumulation:
         if size is not None and current_step() is None:
             raise ValueError(
                 f"`{name}` was called outside of `fit` and `train_on_batch`, "
-                "which split batches for `micro_batch_size`. In a custom loop, "
-                "feed micro-batches and use `accum_steps` instead. "
-                f"Received: micro_batch_size={size!r}"
+                "which split batches. In a custom loop, feed micro-batches and "
+                f"use `accum_steps`. Received: micro_batch_size={size!r}"
             )
 
     def plan(self):
@@ -178,9 +194,7 @@ class Accumulation:
             options=self.options,
             overridden=frozenset(filter(self.overrides, _OVERRIDABLE)),
             accumulates=self.accumulates,
-            is_compiled=(
-                model.jit_compile and xla.can_compile(model.distribute_strategy)
-            ),
+            is_compiled=model.jit_compile and replicas.can_compile(model),
             size=self.size,
             assigned=self.assigned,
             loss_weights=self.loss_weights,
@@ -190,89 +204,81 @@ class Accumulation:
         )
 
     def set_accum_steps(self, value):
-        options = dataclasses.replace(self.options, accum_steps=value)
-        checks.check_compiled(self.model, "accum_steps")
-        self._check(options)
-        if options.accum_steps > 1:
-            checks.check_can_accumulate(self.model, options)
-        self.options = options
-        self._use(options)
-        if options.accum_steps > 1:
+        self._change(accum_steps=value)
+        if self.options.accum_steps > 1:
             self.begin_to_span_batches()
-        for each in self.accumulators:
-            each.accum_steps = options.accum_steps
+        for accumulator in self.accumulators:
+            accumulator.accum_steps = self.options.accum_steps
 
     def set_micro_batch_size(self, value):
-        model, before = self.model, self.options.micro_batch_size
-        options = dataclasses.replace(self.options, micro_batch_size=value)
-        value = options.micro_batch_size
-        checks.check_compiled(model, "micro_batch_size")
-        self._check(options)
-        if value is not None:
-            checks.check_can_accumulate(model, options)
-        self.options = options
+        before = self.options.micro_batch_size
+        self._change(micro_batch_size=value)
+        value = self.options.micro_batch_size
         if value == before:
             return
         if not self.accumulates:
-            xla.warn_about_replicas(model)
-        self._use(options)
+            replicas.warn_about_xla(self.model)
         if not isinstance(before, int) or not isinstance(value, int):
             self.accumulates = True
             self.make_functions_again()
+
+    def _change(self, **changed):
+        """Changes an option, or raises if it cannot be right."""
+        options = dataclasses.replace(self.options, **changed)
+        checks.check_compiled(self.model, *changed)
+        self._check(options)
+        if options.accum_steps > 1 or options.micro_batch_size is not None:
+            checks.check_can_accumulate(self.model, options)
+        self.options = options
+        self._use(options)
 
     def _use(self, options, are_new=False):
         """Makes the features that these options ask for, unless it has them."""
         size = options.micro_batch_size
         if isinstance(size, int):  # else a feature assigns it
             self.assign_size(size)
-        if self.numbers is None and (
-            size is not None or options.accum_steps > 1
-        ):
+        has_rows = size is not None or options.accum_steps > 1
+        if self.numbers is None and has_rows:
             self.numbers = RandomNumbers(self)
         before = {} if are_new else {type(each): each for each in self.features}
-        self.features = tuple(
-            before.get(kind) or kind(self)
-            for kind in self._kinds
-            if kind.is_on(options)
-        )
+        on = [kind for kind in self._kinds if kind.is_on(options)]
+        self.features = tuple(before.get(kind) or kind(self) for kind in on)
 
     def assign_size(self, value):
         if self.size is None:
-            with tf.init_scope(), scope_of(self.strategy), on_host():
+            scope = replicas.scope_of(self.strategy)
+            with tf.init_scope(), scope, on_host():
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
-                self.splits = make_sum((), tf.float64, "splits")
+                self.splits = replicas.make_sum((), tf.float64, "splits")
         self.size.assign(value)
 
     def count_splits(self):
-        with scope_of(self.strategy):  # of this worker
-            return sum(map(float, local_results(self.splits)))
+        with replicas.scope_of(self.strategy):  # of this worker
+            return sum(map(float, replicas.local_results(self.splits)))
 
     def begin_to_span_batches(self):
         """Lets several fed batches make an update from now on."""
         if not self.spans_batches:
             checks.check_can_accumulate(self.model, self.options)
             if not self.accumulates:
-                xla.warn_about_replicas(self.model)
+                replicas.warn_about_xla(self.model)
             self.accumulates = self.spans_batches = True
             self.make_functions_again()
 
     def ready_accumulator(self):
         """Returns the accumulator of the trainable variables."""
-        model = self.model
         # Only the first micro-batch may build the variables of the model.
-        if model._gradient_accumulator is None:
-            across_replicas(build_accumulator, model, self.options)
-        accumulator = model._gradient_accumulator
-        assert accumulator is not None
+        if self.model._gradient_accumulator is None:
+            replicas.across_replicas(self.accumulators.build, self.options)
+        accumulator = self.model._gradient_accumulator
         if not self.accumulators.trains_the_same(accumulator):
             raise ValueError(
                 "The trainable variables or the optimizer have changed since "
                 "the accumulators were made. Call `compile()` again. "
-                f"Received: model={model}"
+                f"Received: model={self.model}"
             )
         self.accumulators.is_live = True
-        accumulator._untracked.updates_every_batch = not self.spans_batches
-        accumulator._untracked.numbers = self.numbers
+        accumulator.use(self.numbers, not self.spans_batches)
         return accumulator
 
     def make_functions_again(self):

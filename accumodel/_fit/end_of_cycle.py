@@ -9,12 +9,7 @@ from accumodel._update.accumulators import HOOKS
 
 
 class EndOfCycle(keras.callbacks.Callback):
-    """Ends the cycle at the end of each epoch.
-
-    `fit` announces this only to callbacks. This one is in front of the user's,
-    so that validation, checkpoints and early stopping all see the updated
-    weights.
-    """
+    """Ends the cycle with its epoch, before the user's callbacks see it."""
 
     def __init__(self):
         super().__init__()
@@ -42,10 +37,8 @@ class EndOfCycle(keras.callbacks.Callback):
         state = self.model._accumulation
         self._warn_about_train_step()
         self._warn_about_size()
-        if (
-            self.model.accum_steps > self._batches > 0
-            and not self.model.stop_training
-        ):
+        is_short = self.model.accum_steps > self._batches > 0
+        if is_short and not self.model.stop_training:
             # The length of the data was not known before.
             self._warn_about_short_epochs(self._batches)
         self._batches = 0
@@ -80,9 +73,8 @@ class EndOfCycle(keras.callbacks.Callback):
             warnings.warn(
                 f"{what}: the `train_step` of {type(model).__name__} does not "
                 "call `self.accumulate_gradients(gradients, weight)`. Call it "
-                "instead of `self.optimizer.apply_gradients(...)` or "
-                "`self.optimizer.apply(...)`. With several optimizers, give "
-                f"each a `GradientAccumulator`.{advice}",
+                "instead of `self.optimizer.apply_gradients(...)`. Several "
+                f"optimizers need a `GradientAccumulator` each.{advice}",
                 stacklevel=2,
             )
 
@@ -121,11 +113,7 @@ _FIT = (*inspect.signature(keras.Model.fit).parameters,)[1:]
 
 
 def with_end_of_cycle(args, kwargs):
-    """Puts `EndOfCycle` in front of the callbacks of a call to `fit`.
-
-    Returns a dict of its arguments by name, with the `batch_size` of a data set
-    if it is known, and the new `args` and `kwargs`.
-    """
+    """Returns the arguments of `fit` by name, and new `args` and `kwargs`."""
     given = dict(zip(_FIT, args, strict=False)) | kwargs
     callbacks = given.get("callbacks")
     if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -139,10 +127,8 @@ def with_end_of_cycle(args, kwargs):
     elif all(hasattr(x, "shape") for x in keras.tree.flatten(given.get("x"))):
         batch_size = batch_size or 32  # Keras's default for arrays
     # Those that add to the logs come before those that write them.
-    callbacks = sorted(
-        keras.tree.flatten(callbacks or []),
-        key=lambda each: not hasattr(each, "_adds_to_logs"),
-    )
+    callbacks = keras.tree.flatten(callbacks or [])
+    callbacks.sort(key=lambda x: not hasattr(x, "_adds_to_logs"))
     callbacks = [EndOfCycle(), *callbacks]
     place = _FIT.index("callbacks")
     if len(args) > place:

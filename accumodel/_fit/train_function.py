@@ -12,11 +12,8 @@ Every fed batch goes one way:
                 FedBatch.end                counts it; updates if the cycle ends
 
 A feature may `train` or `test` a fed batch instead of the loop. The test
-function goes the same way, without gradients.
-
-Keras would compile the whole step as one XLA cluster. It is told not to: what
-runs for a micro-batch is compiled, and the update, each by itself. A condition
-in a cluster would carry all variables that it may write.
+function goes the same way, without gradients. XLA compiles what runs for a
+micro-batch, and the update, but not the whole step, as Keras would have it.
 """
 
 import contextlib
@@ -29,8 +26,7 @@ from accumodel._fit import variables
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
-from accumodel._micro_batch.split import ALL, count_samples
-from accumodel._update.accumulators import build_accumulator
+from accumodel._micro_batch.micro_batches import ALL, count_samples
 from accumodel._update.engine import FedBatch
 
 
@@ -38,7 +34,6 @@ def make_train_function(model, make):
     """Makes `model.train_function`; `make` is Keras's method of this name."""
     state = model._accumulation
     if state.accumulates or [*state.accumulators]:
-        state.accumulators.prepare(state.options, state.numbers)
         _prepare_to_accumulate(state)
         _make(model, "train", _train, make)
     else:
@@ -61,21 +56,22 @@ def make_test_function(model, make):
 
 
 def _prepare_to_accumulate(state):
-    # Made before the step is traced, or it would be traced again. A custom one
-    # may have accumulators of its own. If not, it needs this one at the latest
-    # before the loop, in which no replica can wait for the others.
     model = state.model
+    for accumulator in state.accumulators:
+        accumulator.follow(state.options.accum_steps, state.numbers)
     hooks.watch_weights(state.accumulators)
     if not state.accumulates:
         return
     # Layers may have been built since `compile`.
     checks.check_can_accumulate(model, state.options)
-    is_needed = not state.overrides("train_step") or (
-        model.micro_batch_size is not None and not [*state.accumulators]
-    )
-    if model.built and is_needed:
+    # Made before the step is traced, or it would be traced again. A custom one
+    # may have accumulators of its own. If not, it needs this one at the latest
+    # before the loop, in which no replica can wait for the others.
+    is_split = model.micro_batch_size is not None
+    is_first = is_split and not [*state.accumulators]
+    if model.built and (is_first or not state.overrides("train_step")):
         build_optimizer(model)
-        build_accumulator(model, state.options)
+        state.accumulators.build(state.options)
 
 
 def _say_that_it_was_split(state, error):
@@ -93,9 +89,8 @@ def _say_that_it_was_split(state, error):
             f"accumodel: {batch} was split into micro-batches of at most "
             f"{size} samples (`micro_batch_size`). If a batch size is written "
             "in the model or the step, replace it by `tf.shape(x)[0]`. If the "
-            "model needs all samples of a batch at once, use `accum_steps` "
-            "instead. If a batch holds arrays without an axis of samples, "
-            "override `slice_data`."
+            "model needs all samples at once, use `accum_steps` instead. If "
+            "arrays have no axis of samples, override `slice_data`."
         )
 
 
@@ -110,8 +105,7 @@ def _train(model, train_step, data):
     fed_batch = FedBatch(plan.is_split)
     run = functools.partial(loop.run, plan, train_step, data, fed_batch)
     if plan.whole_batch is not None:
-        train = plan.whole_batch.train
-        run = functools.partial(train, plan, fed_batch, data)
+        run = functools.partial(plan.whole_batch.train, plan, fed_batch, data)
     try:
         with _around_batch(plan):
             logs = run()
@@ -126,9 +120,8 @@ def _train(model, train_step, data):
         _refuse_function(model)
     if plan.is_split:
         raise ValueError(
-            "With `micro_batch_size`, `train_step` is called with each "
-            "micro-batch of a batch, and must add up its gradients. Call "
-            "`self.accumulate_gradients(gradients, weight)` instead of "
+            "With `micro_batch_size`, a `train_step` must add up gradients. "
+            "Call `self.accumulate_gradients(gradients, weight)` instead of "
             "`self.optimizer.apply_gradients(...)`. With several optimizers, "
             "give each a `GradientAccumulator`. Received: the `train_step` of "
             f"{type(model).__name__}"
@@ -137,15 +130,12 @@ def _train(model, train_step, data):
 
 
 def _refuse_function(model, error=None):
-    """Raises for a function that adds to an accumulator that is gone.
-
-    If its variables are gone too, TensorFlow has raised the `error`.
-    """
+    """Raises for a function that adds to an accumulator that is gone."""
     raise ValueError(
         "`accumulate_gradients` was called in a `tf.function` that was traced "
-        "before `compile`, and is not traced again: its gradients would be "
-        "lost. Remove the decorator `@tf.function`: `fit` compiles the whole "
-        f"step. Received: the `train_step` of {type(model).__name__}"
+        "before `compile`: its gradients would be lost. Remove the decorator "
+        "`@tf.function`: `fit` compiles the whole step. "
+        f"Received: the `train_step` of {type(model).__name__}"
     ) from error
 
 
@@ -167,11 +157,7 @@ def _around_batch(plan):
 
 
 def _make(model, name, run, make):
-    """Makes the train or test function, of which `run` is the step.
-
-    Its variables are made before the first batch. Features may run it. If it
-    fails, the pending cycle is forgotten.
-    """
+    """Makes the train or test function, of which `run` is the step."""
     state, trains = model._accumulation, name == "train"
     function = _make_by_keras(model, name, run, make)
     for feature in state.features:

@@ -1,6 +1,5 @@
 """Makes the variables of a step by a trace of it that is not run."""
 
-import contextlib
 import itertools
 
 import keras
@@ -9,20 +8,17 @@ import tensorflow as tf
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._micro_batch.assignments import random_state
+from accumodel._micro_batch.micro_batches import count_samples, one_step
 from accumodel._micro_batch.outcome import forward
 from accumodel._micro_batch.random_numbers import Draws
-from accumodel._micro_batch.split import count_samples
-from accumodel._micro_batch.step import one_step
 from accumodel._update.engine import FedBatch
 
 
 def make_first(plan, trains, batches):
-    """Makes the variables that the first step of a function cannot make.
-
-    Inside of a scope that records what is assigned, or of a loop on a replica,
-    none can be made. So the step is traced before, and not run. Takes the
-    iterator of the batches, and returns one of the same.
-    """
+    """Makes the variables that the first step of a function cannot make."""
+    # Inside of a scope that records what is assigned, or of a loop on a
+    # replica, none can be made. So the step is traced before, and not run.
+    # Takes the iterator of the batches, and returns one of the same.
     replicas = plan.model.distribute_strategy.num_replicas_in_sync
     if replicas > 1 or not plan.is_split:  # Keras has done it, or does it
         return batches
@@ -46,11 +42,8 @@ def _are_missing(plan, data):
     model = plan.model
     if any(feature.runs_again for feature in plan.features):  # it records
         return True
-    if not (
-        plan.whole_batch
-        or private_names.has_loss_trackers(model)
-        or model.run_eagerly
-    ):
+    has_trackers = private_names.has_loss_trackers(model)
+    if not (plan.whole_batch or has_trackers or model.run_eagerly):
         # The loop reports to the trackers of several outputs.
         _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         if len(tf.nest.flatten(y)) > 1:
@@ -77,10 +70,8 @@ def _trace(plan, step, data):
         if plan.size is not None:
             end = tf.minimum(end, plan.size)
         # A `tf.function` in the model may not be traced again.
-        with contextlib.ExitStack() as stack:
-            fed_batch = FedBatch(is_split=True)
-            stack.enter_context(one_step(plan, data, fed_batch))
-            stack.enter_context(Draws(plan).replaced())
+        draws = Draws(plan).replaced()
+        with one_step(plan, data, FedBatch(is_split=True)), draws:
             step(model.slice_data(data, tf.zeros_like(end), end))
 
     with scope_of(model.distribute_strategy):

@@ -1,5 +1,1 @@
-"""What depends on Keras and TensorFlow: private names, replicas, XLA, checks.
-
-All rooms import it, and it imports none. Touch it for a new version of Keras or
-TensorFlow, for a strategy, and for what is refused.
-"""
+"""What depends on versions of Keras and TensorFlow, and on strategies."""

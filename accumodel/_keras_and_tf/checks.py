@@ -8,12 +8,7 @@ import re
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf.optimizers import (
-    scales_loss,
-    tf_variable,
-    with_inner_optimizers,
-)
-from accumodel._keras_and_tf.private_names import KerasModel, flat_layers
+from accumodel._keras_and_tf import optimizers, private_names
 from accumodel._keras_and_tf.replicas import check_strategy
 
 
@@ -27,25 +22,25 @@ class InexactWarning(UserWarning):
     """
 
 
+# What a custom `train_step` has to do.
+CALLS_OURS = (
+    "calls `self.accumulate_gradients(gradients, weight)` instead of "
+    "`self.optimizer.apply_gradients(...)`"
+)
+
+
 def check_accum_steps(value):
     """Returns `value` as an int, or says what is wrong with it."""
-    return _check_positive(
-        "accum_steps",
-        value,
-        "a positive integer, the number of batches that make one update",
-    )
+    what = "a positive integer, the number of batches that make one update"
+    return _check_positive("accum_steps", value, what)
 
 
 def check_micro_batch_size(value):
     """Returns `value`, an int as an `int`, or says what is wrong with it."""
     if isinstance(value, str | None) and value in (None, "auto", "fastest"):
         return value
-    return _check_positive(
-        "micro_batch_size",
-        value,
-        "a positive integer, the largest number of samples that go through the "
-        'model at once, `"auto"`, `"fastest"` or `None`',
-    )
+    what = 'a positive integer, the most samples at once, `"auto"`, `"fastest"`'
+    return _check_positive("micro_batch_size", value, f"{what} or `None`")
 
 
 def _check_positive(name, value, meaning):
@@ -95,9 +90,8 @@ def check_conflicts(kind, model, options):
         received = f"Received: {name}={value!r}"
         if options.micro_batch_size is None:
             raise ValueError(
-                f"`{name}` is for batches that are split into micro-batches: "
-                "pass `micro_batch_size` as well. "
-                f"{received} and micro_batch_size=None"
+                f"`{name}` is for batches that are split: pass "
+                f"`micro_batch_size` too. {received} and micro_batch_size=None"
             )
         for other, why in kind.CONFLICTS.items():
             if getattr(options, other, False) or overrides(model, other):
@@ -109,10 +103,7 @@ def check_conflicts(kind, model, options):
 
 
 def overrides(model, name):
-    """Whether a model has a method that is not Keras's or accumodel's.
-
-    On the instance, or in a class.
-    """
+    """Whether a model or its class has a method of the user's."""
     if name in vars(model):
         return True
     mro = (each for each in type(model).__mro__ if not is_ours(each))
@@ -146,10 +137,10 @@ def _cannot_split(model, options):
                 f"a model of {type(model).__name__}",
             )
     is_one = model.distribute_strategy.num_replicas_in_sync == 1
-    for layer in flat_layers(model):
+    for layer in private_names.flat_layers(model):
         if getattr(layer, "stateful", False):
             yield (
-                "a stateful layer, which would carry its state from one "
+                "a stateful layer, which would carry its state on from one "
                 "micro-batch to the next. Use `stateful=False`",
                 f"layer={layer}",
             )
@@ -166,8 +157,8 @@ def _cannot_split(model, options):
         for variable in layer.non_trainable_variables:
             if variable.aggregation != "none":
                 yield (
-                    "a layer whose replicas meet each time that it assigns its "
-                    "state: their numbers of micro-batches may differ",
+                    "a layer whose replicas meet when it assigns its state: "
+                    "their numbers of micro-batches may differ",
                     f"layer={layer}, with a weight of aggregation="
                     f'"{variable.aggregation}": {variable.path}',
                 )
@@ -178,16 +169,6 @@ def _cannot_split(model, options):
                 "samples that go through the model. Leave `batch_size` out",
                 f"input={tensor}",
             )
-
-
-def check_accumulates(model, callback):
-    """Raises unless `model` is an `AccumulatingModel`, for a callback."""
-    if not hasattr(model, "accum_steps"):
-        raise TypeError(
-            f"`{type(callback).__name__}` needs a model that accumulates, a "
-            "subclass of `accumodel.AccumulatingModel`. "
-            f"Received: model={model}"
-        )
 
 
 def check_compiled(model, name):
@@ -204,13 +185,12 @@ def _check_train_step(cls):
     classes = [each for each in cls.__mro__ if "train_step" in vars(each)]
     # Keras's own is not the first: `cls` derives from `AccumulatingModel`.
     ours, theirs, *_ = classes
-    if is_ours(ours) and theirs.train_step is not KerasModel.train_step:
+    by_keras = private_names.KerasModel.train_step
+    if is_ours(ours) and theirs.train_step is not by_keras:
         raise TypeError(
             f"`{theirs.train_step.__qualname__}` would not be called: "
             "`AccumulatingModel`, the first base class, has its own. Override "
-            f"`train_step` in {cls.__name__}, and call "
-            "`self.accumulate_gradients(gradients, weight)` instead of "
-            "`self.optimizer.apply_gradients(...)`. "
+            f"`train_step` in {cls.__name__} by one that {CALLS_OURS}. "
             f"{other_order(theirs)} Received: class={cls}"
         )
 
@@ -226,7 +206,7 @@ def other_order(theirs):
 
 def check_optimizer(optimizer, skip_nonfinite):
     """Refuses what would accumulate twice, or hide overflows that it needs."""
-    for each in with_inner_optimizers(optimizer):
+    for each in optimizers.with_inner_optimizers(optimizer):
         steps = getattr(each, "gradient_accumulation_steps", None)
         if steps:
             raise ValueError(
@@ -234,36 +214,30 @@ def check_optimizer(optimizer, skip_nonfinite):
                 "model accumulates, by `micro_batch_size` or `accum_steps`. "
                 f"Received: gradient_accumulation_steps={steps}"
             )
-    if skip_nonfinite and scales_loss(optimizer):
+    if skip_nonfinite and optimizers.scales_loss(optimizer):
         raise ValueError(
-            "`skip_nonfinite=True` cannot be combined with a "
-            "`LossScaleOptimizer`, which must see overflows, and skips those "
-            f"updates. Remove it. Received: skip_nonfinite={skip_nonfinite}"
+            "Remove `skip_nonfinite=True`: a `LossScaleOptimizer` must see "
+            "overflows, and skips those updates. "
+            f"Received: skip_nonfinite={skip_nonfinite}"
         )
 
 
 def check_gradients(gradients, variables):
-    """Returns `gradients` as a list that fits `variables`, or raises.
-
-    They may be pairs, as `optimizer.apply_gradients` takes. Also returns a list
-    of bools: which variables were named.
-    """
+    """Returns the gradients of the variables in order, and which were named."""
     gradients = list(gradients)
     named = [True] * len(variables)
     if gradients and all(isinstance(each, tuple) for each in gradients):
         gradients, named = _match(gradients, variables)
     if len(gradients) != len(variables):
         raise ValueError(
-            "`gradients` must hold one entry for each of the "
-            f"{len(variables)} trainable variables. If a layer was frozen or "
-            "unfrozen, call `compile()` again. "
-            f"Received: {len(gradients)} gradients"
+            f"`gradients` must hold one entry for each of the {len(variables)} "
+            "trainable variables. If a layer was frozen or unfrozen, call "
+            f"`compile()` again. Received: {len(gradients)} gradients"
         )
     if all(gradient is None for gradient in gradients):
         raise ValueError(
             "`gradients` must hold a gradient for at least one variable: the "
-            "loss does not depend on any of them. "
-            f"Received: gradients={gradients}"
+            f"loss does not depend on any. Received: gradients={gradients}"
         )
     check_shapes(gradients, variables, "`gradients` must have")
     return gradients, named
@@ -286,17 +260,16 @@ def check_shapes(gradients, variables, what):
 
 def _match(pairs, variables):
     """Returns what `check_gradients` does, of pairs."""
-    places = {id(tf_variable(each)): i for i, each in enumerate(variables)}
+    places = {id(optimizers.tf_variable(v)): i for i, v in enumerate(variables)}
     gradients = [None] * len(variables)
     named = [False] * len(variables)
     for gradient, variable in pairs:
-        place = places.get(id(tf_variable(variable)))
+        place = places.get(id(optimizers.tf_variable(variable)))
         if place is None:
             raise ValueError(
-                "`gradients` holds a pair whose variable is not one of the "
-                f"{len(variables)} trainable variables. If a layer was frozen "
-                "or unfrozen, call `compile()` again. "
-                f"Received: variable={variable}"
+                f"A variable of `gradients` is not one of the {len(variables)} "
+                "trainable variables. If a layer was frozen or unfrozen, call "
+                f"`compile()` again. Received: variable={variable}"
             )
         if named[place]:
             raise ValueError(

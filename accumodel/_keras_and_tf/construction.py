@@ -1,8 +1,7 @@
 """How `AccumulatingModel` takes the place of `keras.Model` in class magic.
 
 Keras turns `keras.Model(inputs, outputs)`, and subclasses that are built so,
-into functional models. And `from_model` makes an accumulating model of one that
-exists.
+into functional models; `from_model` takes a model that exists.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ import warnings
 
 import keras
 
-from accumodel._keras_and_tf.checks import is_ours, other_order, overrides
+from accumodel._keras_and_tf import checks
 from accumodel._keras_and_tf.hooks import replaced
 from accumodel._keras_and_tf.private_names import KerasModel, track_alike
 
@@ -28,24 +27,16 @@ _OWN = ("_accumulation", "_gradient_accumulator")
 
 
 def is_functional(args, kwargs):
-    """Whether Keras takes these arguments for `(inputs, outputs)`.
-
-    The same test as `keras.src.models.model.functional_init_arguments`.
-    """
-    return (
-        len(args) == 2
-        or (len(args) == 1 and "outputs" in kwargs)
-        or ("inputs" in kwargs and "outputs" in kwargs)
-    )
+    """Whether Keras takes these arguments for `(inputs, outputs)`."""
+    has_inputs = len(args) == 1 or "inputs" in kwargs
+    return len(args) == 2 or (has_inputs and "outputs" in kwargs)
 
 
 @contextlib.contextmanager
 def in_place_of_keras(cls, args, kwargs, accumulating, functional):
-    """Scope in which `keras.Model(...)` makes accumulating models.
-
-    Their class is `cls`, `AccumulatingModel`, or what becomes of that if the
-    model is functional.
-    """
+    """Scope in which `keras.Model(...)` makes a model of `cls`."""
+    # `accumulating` is `AccumulatingModel`, and `functional` the class that
+    # takes its place in a functional model.
     bases = accumulating.__bases__
     # True if keras.Model is next in the MRO and receives these arguments.
     after = cls.__mro__[cls.__mro__.index(accumulating) + 1]
@@ -58,20 +49,15 @@ def in_place_of_keras(cls, args, kwargs, accumulating, functional):
     try:
         yield
     finally:
-        # Another model class next to `AccumulatingModel` may call the
-        # functional constructor (as keras-hub's do), for which Keras changes
-        # the bases of all classes of the model, this one too.
+        # Another base class may call the functional constructor (as keras-hub's
+        # do), for which Keras changes the bases of all classes of the model.
         if accumulating.__bases__ != bases:
             accumulating.__bases__ = bases
 
 
 def _make_functional(cls, accumulating, functional):
-    """Replaces `accumulating` by `functional` among the bases of `cls`.
-
-    Keras does the same for subclasses of `keras.Model`. Left to itself it would
-    change the bases of `AccumulatingModel`, and with them those of every other
-    subclass in the process.
-    """
+    """Replaces `accumulating` by `functional` among the bases of `cls`."""
+    # Keras would change the bases of `AccumulatingModel`, for all subclasses.
     if cls is accumulating:
         return functional
     if issubclass(cls, accumulating) and not issubclass(cls, KerasFunctional):
@@ -94,27 +80,24 @@ def check_model(model, accumulating):
             "`model` accumulates already, in its own way: compile it itself. "
             f"Received: model={model}"
         )
-    if overrides(model, "train_step"):
+    if checks.overrides(model, "train_step"):
         name = type(model).__name__
         raise TypeError(
             f"{name} has a custom `train_step`. Derive from both, `class "
-            f"Model(AccumulatingModel, {name})`, with one that calls "
-            "`self.accumulate_gradients(gradients, weight)` instead of "
-            "`self.optimizer.apply_gradients(...)`. "
-            f"{other_order(type(model))} Received: model={model}"
+            f"Model(AccumulatingModel, {name})`, with a `train_step` that "
+            f"{checks.CALLS_OURS}. {checks.other_order(type(model))} "
+            f"Received: model={model}"
         )
     if isinstance(model, keras.Sequential) and not model.built:
         raise ValueError(
-            "`model` must be built, so that its inputs are known: begin it "
-            "with `keras.Input(shape)`, or call `model.build(shape)`. "
-            f"Received: model={model}"
+            "`model` must be built: begin it with `keras.Input(shape)`, or "
+            f"call `model.build(shape)`. Received: model={model}"
         )
-    classes = [each for each in type(model).__mro__ if not is_ours(each)]
+    classes = [each for each in type(model).__mro__ if not checks.is_ours(each)]
     if not model.built and any("build" in vars(each) for each in classes):
         warnings.warn(
-            "`model` is not built, and its class has a custom `build`: what "
-            "`from_model` returns will have its own weights. Call `model` on a "
-            "batch first if you use both.",
+            "`model` is not built, and its class has a custom `build`: the new "
+            "model gets weights of its own. Call `model` on a batch first.",
             stacklevel=3,
         )
     # A task of keras-hub is compiled by its constructor.
@@ -145,7 +128,7 @@ def from_model(cls, model):
 def _is_plain(model):
     """Whether a model is what its layers and their order say, and no more."""
     is_layered = isinstance(model, KerasFunctional | keras.Sequential)
-    return is_layered and is_ours(type(model))
+    return is_layered and checks.is_ours(type(model))
 
 
 def _keep_attributes(model, made, but):
@@ -160,11 +143,7 @@ def _keep_attributes(model, made, but):
 
 
 def _derive(cls, model):
-    """Returns a model whose class derives from `cls` and that of `model`.
-
-    Its constructor is not called: the layers exist, and so does all that it
-    made of its arguments.
-    """
+    """Returns a model of a class of both, without calling its constructor."""
     derived = _derived_class(cls, type(model))  # type: ignore[arg-type]
     made = KerasModel.__new__(derived)
     if isinstance(model, KerasFunctional):
@@ -178,25 +157,21 @@ def _derive(cls, model):
     if list(map(id, made.weights)) != list(map(id, model.weights)):
         raise TypeError(
             f"`from_model` does not find the weights of {type(model).__name__} "
-            "where Keras tracks them. Derive from both classes: "
-            f"`class Model({cls.__name__}, {type(model).__name__})`. "
-            f"Received: model={model}"
+            "where Keras tracks them. Derive from both: `class Model("
+            f"{cls.__name__}, {type(model).__name__})`. Received: model={model}"
         )
     return made
 
 
 @functools.cache
 def _derived_class(cls, theirs):
-    """Returns a class of both, which is `theirs` for Keras's files.
-
-    So any process that knows `theirs` can load them.
-    """
+    """Returns a class of both. In Keras's files it is `theirs`."""
 
     def init(self, *args, **kwargs):
         super(derived, self).__init__(*args, **kwargs)
 
-    # By it Keras decides how to save and to clone a model. That of a functional
-    # one is behind a decorator, which Keras does not look behind.
+    # By the signature Keras decides how to save and to clone a model. It does
+    # not look behind the decorator of a functional one.
     if inspect.getfullargspec(theirs.__init__).args:
         signature = inspect.signature(theirs.__init__)
         init.__signature__ = signature  # type: ignore[attr-defined]
@@ -236,12 +211,9 @@ def _restore(cls, theirs, file):
 
 
 def compile_from_config(model, config, by_super):
-    """Compiles an accumulating model as a file says.
-
-    Or lets `by_super` do it, the method of the next class.
-    """
+    """Compiles a model as a file says, or lets `by_super` do it."""
     is_keras = by_super.__func__ is KerasModel.compile_from_config
-    if overrides(model, "compile") or not is_keras:
+    if checks.overrides(model, "compile") or not is_keras:
         # A custom `compile`, of which Keras warns, or another class's way.
         by_super(config)
         return

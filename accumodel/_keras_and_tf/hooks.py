@@ -1,15 +1,13 @@
 """Functions of Keras that are replaced: in one thread, and for a while.
 
 Where Keras computes what it does not return, or has no argument for what the
-large batch needs, a `Hook` names its functions, most of them private. The
-feature that needs them says what is called instead. With each hook stands what
-happens if Keras changes it, and `tests/test_keras_names.py` has a test for it.
+large batch needs, a `Hook` names its functions, most of them private. A comment
+says what happens if Keras changes it; `tests/test_keras_names.py` tests it.
 """
 
 import contextlib
 import copy
 import functools
-import importlib
 import inspect
 import sys
 import threading
@@ -19,17 +17,14 @@ import weakref
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf.private_names import KerasModel
+from accumodel._keras_and_tf.private_names import KerasModel, module_of
 
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def replaced(instance, name, value):
-    """Scope in which an attribute of an instance is replaced.
-
-    One of a `threading.local` is replaced in this thread.
-    """
+    """Scope in which an attribute of an instance is replaced."""
     attributes = vars(instance)
     before = {key: attributes[key] for key in (name,) if key in attributes}
     attributes[name] = value
@@ -47,8 +42,8 @@ class Hook:
     replaced in the thread that asks for it. If scopes are nested, the function
     of the outer one is called first, and calls that of the inner one.
 
-    `find` returns a list of pairs `(owner, name)`. It raises, or the first
-    scope does, if Keras has changed.
+    `find` returns pairs `(owner, name)`. It, or the first scope, raises if
+    Keras has changed.
     """
 
     def __init__(self, find):
@@ -60,10 +55,7 @@ class Hook:
     def __call__(self, **functions):
         """Scope in which `original(...)` calls `function(original, ...)`."""
         outer = getattr(self._local, "functions", {})
-        inner = {
-            name: [each, *outer.get(name, ())]
-            for name, each in functions.items()
-        }
+        inner = {k: [v, *outer.get(k, ())] for k, v in functions.items()}
         return self._open(outer | inner)
 
     def keep(self):
@@ -105,10 +97,6 @@ class Hook:
         return call
 
 
-def _module(name):
-    return importlib.import_module(f"keras.src.{name}")
-
-
 def _find_method(cls, name):
     """Finds it in the first base class that has it."""
     return [next((each, name) for each in cls.__mro__ if name in vars(each))]
@@ -130,18 +118,15 @@ class Reduction(typing.NamedTuple):
 
 
 def _find_losses():
-    """Finds where losses of Keras are called, and where they reduce.
-
-    `SparseCategoricalFocalCrossentropy` has a `__call__` of its own, from Keras
-    3.16 on.
-    """
+    """Finds where losses of Keras are called, and where they reduce."""
+    # Some classes have a `__call__` of their own, from Keras 3.16 on.
     classes = [
         each
         for _, each in inspect.getmembers(keras.losses, inspect.isclass)
         if issubclass(each, keras.losses.Loss) and "__call__" in vars(each)
     ]
     modules = [sys.modules[each.__module__] for each in classes]
-    reducing = {_module("losses.loss")} | {
+    reducing = {module_of("losses.loss")} | {
         each for each in modules if hasattr(each, "reduce_weighted_values")
     }
     return [
@@ -173,9 +158,9 @@ class _Recorder:
     ):
         # As Keras does first: a function may return a Python number.
         values = keras.ops.convert_to_tensor(values, dtype=dtype)
-        loss = original(values, sample_weight, mask, reduction, dtype)
-        own = Reduction(values, sample_weight, mask, reduction)
-        self.reductions.append(own)
+        given = values, sample_weight, mask, reduction
+        loss = original(*given, dtype)
+        self.reductions.append(Reduction(*given))
         return loss
 
     def call(self, original, own_loss, *args, **kwargs):
@@ -207,12 +192,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def recorded_reductions(scales):
-    """Scope that records what each loss that is called reduces.
-
-    Yields a list of `Reduction`, which grows as losses are called in this
-    thread. Nothing is set on the user's losses. If `scales`, those that Keras
-    does not divide by the number of replicas are divided by it.
-    """
+    """Scope in which a list of `Reduction` grows as losses are called."""
     recorder = _Recorder(scales)
     with losses(reduce_weighted_values=recorder.reduce, __call__=recorder.call):
         yield recorder.reductions
@@ -222,15 +202,14 @@ def recorded_reductions(scales):
 # does so elsewhere, the first step raises with `trim_padding`.
 metrics = Hook(
     lambda: [
-        (_module("trainers.compile_utils").MetricsList, "update_state"),
-        (_module("metrics.reduction_metrics"), "reduce_to_samplewise_values"),
+        (module_of("trainers.compile_utils").MetricsList, "update_state"),
+        (module_of("metrics.reduction_metrics"), "reduce_to_samplewise_values"),
     ]
 )
 
 # -- steps ---------------------------------------------------------------------
 
-# In the first base class that has it. If it is not called, the losses that
-# `evaluate` logs with a custom `test_step` are Keras's.
+# If it is not called, `evaluate` with a custom `test_step` logs Keras's losses.
 _test_steps = Hook(lambda: _find_method(KerasModel, "test_step"))
 
 
@@ -243,8 +222,7 @@ def replaced_test_step(model, test):
     return _test_steps(test_step=call)
 
 
-# If it is not called, a custom step may update weights in the check of the
-# first batch.
+# If it is not called, the check of the first batch may update weights.
 _updates = Hook(lambda: _find_method(keras.optimizers.Optimizer, "apply"))
 
 
@@ -261,10 +239,7 @@ _functions = Hook(lambda: [(type(tf.function(lambda: None)), "__call__")])
 
 
 def functions_traced_anew():
-    """Returns a scope in which each call of a `tf.function` is a new trace.
-
-    So what is traced in it is not kept for later calls.
-    """
+    """Returns a scope in which each call of a `tf.function` is a new trace."""
 
     def call(original, function, *args, **kwargs):
         anew = tf.function(function.python_function)
@@ -278,13 +253,9 @@ _moments = Hook(lambda: [(keras.layers.BatchNormalization, "_moments")])
 
 
 def replaced_moments(measure):
-    """Returns a scope in which normalizations get other statistics.
-
-    Each `BatchNormalization` that trains takes the mean and the variance of its
-    inputs from one method, and gives no other way to replace them. `measure` is
-    called with the layer, its inputs, cast to at least float32, and their mask
-    or `None`, and returns both.
-    """
+    """Returns a scope in which normalizations get other statistics."""
+    # `measure(layer, inputs, mask)` returns the mean and the variance. Inputs
+    # are cast to at least float32; the mask may be `None`.
     return _moments(_moments=lambda original, *args: measure(*args))
 
 
@@ -311,8 +282,8 @@ BUILDS = ("_maybe_build", "add_weight")
 draws = Hook(
     lambda: [
         *((keras.layers.Layer, name) for name in BUILDS),
-        *((_module("backend.tensorflow.random"), name) for name in DRAWS),
-        (_module("backend.tensorflow.random"), "draw_seed"),
+        *((module_of("backend.tensorflow.random"), name) for name in DRAWS),
+        (module_of("backend.tensorflow.random"), "draw_seed"),
         (keras.random.SeedGenerator, "next"),
     ]
 )
@@ -322,12 +293,9 @@ draws = Hook(
 
 
 def replace_rematerialized(call):
-    """Lets `call(function, by_keras, ...)` run what Keras rematerializes.
-
-    For good: a layer may wrap its functions when it is made. If Keras changes
-    it, its own error remains.
-    """
-    backend: typing.Any = _module("backend")
+    """Lets `call(function, by_keras, ...)` run what Keras rematerializes."""
+    # For good: a layer may wrap its functions when it is made.
+    backend = module_of("backend")
     core = getattr(backend, "core", backend)  # in `ops` from Keras 3.16 on
     module = getattr(backend, "ops", core)
     original: typing.Any = getattr(module, "remat", None)
@@ -349,28 +317,24 @@ def replace_rematerialized(call):
 
 def outer_layer():
     """Returns the layer whose call called the others, or `None`."""
-    state = _module("backend.common.global_state")
+    state = module_of("backend.common.global_state")
     call = state.get_global_attribute("current_call_ctx")
     return getattr(call, "entry_layer", None)
 
 
 def outside_of_scopes():
-    """Returns a scope in which no `keras.StatelessScope` sees what is read.
-
-    If Keras keeps the scope elsewhere, a rematerialized layer in a cycle of
-    several batches draws other numbers in its second pass.
-    """
-    tracker = _module("backend.common.global_state").GLOBAL_STATE_TRACKER
+    """Returns a scope in which no `keras.StatelessScope` sees what is read."""
+    # If Keras keeps the scope elsewhere, a rematerialized layer in a cycle of
+    # several batches draws other numbers in its second pass.
+    tracker = module_of("backend.common.global_state").GLOBAL_STATE_TRACKER
     return replaced(tracker, "stateless_scope", None)
 
 
 def keep_call():
-    """Captures how layers are called now; see `Hook.keep`.
-
-    Keras keeps globally whether they train, and to what dtype variables are
-    cast. If it does so elsewhere, gradients are wrong.
-    """
-    tracker = _module("backend.common.global_state").GLOBAL_STATE_TRACKER
+    """Captures how layers are called now; see `Hook.keep`."""
+    # Keras keeps globally whether they train, and to what dtype variables are
+    # cast. If it does so elsewhere, gradients are wrong.
+    tracker = module_of("backend.common.global_state").GLOBAL_STATE_TRACKER
     dtype = getattr(tracker, "autocast_scope", None)
     call = copy.copy(getattr(tracker, "current_call_ctx", None))
 
@@ -388,14 +352,10 @@ def keep_call():
 
 @contextlib.contextmanager
 def without_own_reduction(optimizers):
-    """Scope in which `optimizers` take gradients as they are given.
-
-    Keras clips gradients, and looks for overflows, before it reduces them: on
-    several replicas neither sees the gradient of the batch. So accumodel
-    reduces first. Keras 3 has no public way to say that gradients are reduced,
-    as `tf.keras` had in `experimental_aggregate_gradients`. If optimizers
-    reduce in another way, it raises.
-    """
+    """Scope in which `optimizers` do not reduce gradients over replicas."""
+    # Keras clips gradients, and looks for overflows, before it reduces them: on
+    # several replicas neither sees the gradient of the batch. So accumodel
+    # reduces first, and raises if optimizers reduce in another way.
     if tf.distribute.get_strategy().num_replicas_in_sync == 1:
         yield  # nothing is reduced
         return
@@ -415,35 +375,29 @@ def without_own_reduction(optimizers):
             yield
     if not is_called:
         raise RuntimeError(
-            "accumodel does not know how the optimizers of this version of "
-            "Keras reduce their gradients over replicas, and would reduce them "
-            "twice. Use a version of Keras that accumodel was tested with, or "
-            f"one device. Received: {[*optimizers]}, Keras {keras.__version__}"
+            "accumodel does not know how optimizers of this version of Keras "
+            "reduce gradients, and would reduce them twice. Use one device, or "
+            f"a tested version. Received: Keras {keras.__version__}"
         )
 
 
 # If it is not there, the first step on several workers raises.
 _logs = Hook(
-    lambda: [(_module("backend.tensorflow.trainer"), "reduce_per_replica")]
+    lambda: [(module_of("backend.tensorflow.trainer"), "reduce_per_replica")]
 )
 
 
 def with_local_logs(function):
-    """Returns a train or test function of Keras, made fit for several workers.
-
-    Keras reduces the logs of each step over the workers, along an axis that
-    scalars do not have, which fails (keras-team/keras#20585). The logs of a
-    step become those of this worker; those of an epoch are made of the metrics'
-    variables, which sum over all workers. Keras is not tried first: TensorFlow
-    prints the traceback of an error that is caught.
-    """
+    """Returns a function of Keras, made fit for several workers."""
+    # Keras reduces the logs of each step over the workers, along an axis that
+    # scalars do not have, which fails (keras-team/keras#20585). The logs of a
+    # step become those of this worker; those of an epoch are made of the
+    # metrics' variables, which sum over all workers.
 
     def take_local(original, values, strategy, reduction):
+        local = strategy.experimental_local_results
         return keras.tree.map_structure(
-            lambda value: tf.reduce_mean(
-                strategy.experimental_local_results(value), axis=0
-            ),
-            values,
+            lambda value: tf.reduce_mean(local(value), axis=0), values
         )
 
     @functools.wraps(function)
@@ -462,8 +416,7 @@ _watchers: weakref.WeakSet = weakref.WeakSet()
 
 @functools.cache
 def _see_set_weights():
-    # For good: what ends it when a model is garbage could run in the middle of
-    # anything, also of what replaces functions.
+    # For good: a finalizer of a model could run in the middle of anything.
     original = keras.layers.Layer.set_weights
 
     @functools.wraps(original)
@@ -476,10 +429,6 @@ def _see_set_weights():
 
 
 def watch_weights(watcher):
-    """Lets `watcher.weights_were_set(layer)` follow `layer.set_weights(...)`.
-
-    Of any layer or model, as long as `watcher` lives. Keras has no callback
-    for it, and an override would see the model's own method only.
-    """
+    """Calls `watcher.weights_were_set(layer)` after any `layer.set_weights`."""
     _see_set_weights()
     _watchers.add(watcher)

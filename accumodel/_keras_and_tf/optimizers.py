@@ -1,4 +1,6 @@
-"""What optimizers, variables and normalizations are."""
+"""What optimizers and variables are, and how an update is compiled."""
+
+import warnings
 
 import keras
 import tensorflow as tf
@@ -6,13 +8,17 @@ import tensorflow as tf
 from accumodel._keras_and_tf.private_names import flat_layers
 from accumodel._keras_and_tf.replicas import scope_of
 
+# From this number of parameters on, compiling the update by XLA pays: for each
+# million it saves 2 ms per update. XLA itself takes 100 to 300 MB for good, so
+# it is left out where a copy of the parameters counts.
+_MANY = 10_000_000
+_TOO_MANY = 50_000_000
+
 
 def build_optimizer(model):
-    """Builds the optimizer of a model, unless it is.
-
-    Before it scales the loss, and outside of the trace: inside one, some
-    optimizers lose the initial values of their slots.
-    """
+    """Builds the optimizer of a model, unless it is built."""
+    # Before it scales the loss, and outside of the trace: inside one, some
+    # optimizers lose the initial values of their slots.
     if not model.optimizer.built and model.trainable_variables:
         with tf.init_scope(), scope_of(model.distribute_strategy):
             model.optimizer.build(model.trainable_variables)
@@ -20,10 +26,8 @@ def build_optimizer(model):
 
 def scales_loss(optimizer):
     """Whether the optimizer looks for overflows, to find its loss scale."""
-    return any(
-        isinstance(each, keras.optimizers.LossScaleOptimizer)
-        for each in with_inner_optimizers(optimizer)
-    )
+    kind = keras.optimizers.LossScaleOptimizer
+    return any(isinstance(x, kind) for x in with_inner_optimizers(optimizer))
 
 
 def with_inner_optimizers(optimizer):
@@ -50,3 +54,32 @@ def trained_norms(model):
     norm = keras.layers.BatchNormalization
     norms = [each for each in flat_layers(model) if isinstance(each, norm)]
     return [each for each in norms if each.trainable]
+
+
+def compile_update(update, sums, jit_compile):
+    """Returns the update as a `tf.function`, which reads the `sums`."""
+    compiled = tf.function(update, jit_compile=True, autograph=False)
+    is_auto = jit_compile == "auto"
+    if jit_compile is True or (is_auto and pays_to_compile(compiled, sums)):
+        return compiled
+    return tf.function(update, autograph=False)
+
+
+def pays_to_compile(update, sums):
+    """Whether to compile the update by XLA, if nothing else is compiled."""
+    # Without XLA an optimizer makes one pass over the parameters for each of
+    # its operations. On GPUs, Keras compiles by default, so `False` is
+    # deliberate.
+    parameters = sum(v.shape.num_elements() for v in sums)
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus or not _MANY <= parameters < _TOO_MANY:
+        return False
+    try:
+        with tf.init_scope(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            update.experimental_get_compiler_ir()(stage="hlo")
+    except Exception:
+        # An operation of the optimizer that XLA does not have. Any other
+        # fault shows again without XLA.
+        return False
+    return True

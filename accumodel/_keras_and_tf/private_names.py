@@ -1,9 +1,8 @@
 """Private names of Keras and TensorFlow that accumodel reads or calls.
 
 Those that are replaced are in `hooks`. If one is renamed, the first step that
-needs it raises, unless it is said here. Checked in Keras 3.14.0 and 3.15.1;
-`tests/test_keras_names.py` checks that each exists and does its part. None is
-needed to import accumodel, or to use a model that does not accumulate.
+needs it raises, unless it is said here; `tests/test_keras_names.py` checks all.
+None is needed to import accumodel, or by a model that does not accumulate.
 """
 
 import functools
@@ -16,30 +15,22 @@ import tensorflow as tf
 # A script may put `AccumulatingModel` in its place later.
 KerasModel = keras.Model
 
+
+def module_of(name):
+    return importlib.import_module(f"keras.src.{name}")
+
+
 # -- losses --------------------------------------------------------------------
 
 
 def sum_of_weights(sample_weight, mask, dtype):
-    """Returns the sum of the weights by which Keras multiplies losses.
-
-    By its own function, which brings together masks and sample weights of
-    different ranks.
-    """
-    module: typing.Any = importlib.import_module("keras.src.losses.loss")
-    return module.reduce_weighted_values(
-        tf.ones((), dtype),
-        sample_weight=sample_weight,
-        mask=mask,
-        reduction="sum",
-        dtype=dtype,
-    )
+    """Returns the sum of the weights by which Keras multiplies losses."""
+    reduce = module_of("losses.loss").reduce_weighted_values
+    return reduce(tf.ones((), dtype), sample_weight, mask, "sum", dtype)
 
 
 def compiled_losses(model):
-    """Returns pairs of a `keras.Loss` of `compile` and its weight, or `None`.
-
-    As Keras calls them. They are known only after the first call.
-    """
+    """Returns each `keras.Loss` with its weight; known after the first call."""
     if model._compile_loss is None:
         return []
     losses = model._compile_loss._flat_losses or []
@@ -48,11 +39,9 @@ def compiled_losses(model):
 
 
 def loss_trackers(model):
-    """Returns the metric behind the log `loss`, and those of several outputs.
-
-    Not by its name among `model.metrics`: a subclass may have a metric "loss"
-    that it updates itself. The others are known only after the first call.
-    """
+    """Returns the metric behind the log `loss`, and those of the outputs."""
+    # Not by its name among `model.metrics`: a subclass may have a metric "loss"
+    # that it updates itself. The others are known only after the first call.
     of_outputs = model._compile_loss.metrics if model._compile_loss else []
     return [model._loss_tracker, *of_outputs]
 
@@ -69,7 +58,6 @@ def mask_of(output):
 
 
 def set_mask(output, mask):
-    """Makes it the mask of an output, as a layer of Keras does."""
     output._keras_mask = mask
 
 
@@ -81,16 +69,13 @@ def _check_masks():
         raise RuntimeError(
             "accumodel does not know where this version of Keras keeps the "
             "mask of an output, and the loss would count padding. Use a "
-            "version of Keras that accumodel was tested with. "
-            f"Received: Keras {keras.__version__}"
+            f"version that was tested. Received: Keras {keras.__version__}"
         )
 
 
 def tracked_metrics(model):
-    """Returns the metrics in attributes, which an own `metrics` may leave out.
-
-    If Keras renames them, the check may look at their variables in vain.
-    """
+    """Returns metrics in attributes, which an own `metrics` may leave out."""
+    # If Keras renames them, the check may look at their variables in vain.
     return getattr(model, "_metrics", [])
 
 
@@ -108,18 +93,13 @@ def own_attributes():
 
 def draw_seed(seed):
     """Returns what `tf.random.stateless_*` takes for a seed of Keras."""
-    module: typing.Any = importlib.import_module(
-        "keras.src.backend.tensorflow.random"
-    )
+    module = module_of("backend.tensorflow.random")
     return module._cast_seed(module.draw_seed(seed))
 
 
 def is_seed(variable):
-    """Whether a `tf.Variable` is the state of a `SeedGenerator`.
-
-    If Keras names it otherwise, a function that was traced before is not
-    refused.
-    """
+    """Whether a `tf.Variable` is the state of a `SeedGenerator`."""
+    # If Keras renames it, a function that was traced before is not refused.
     return "seed_generator_state" in variable.name
 
 
@@ -129,11 +109,8 @@ def used_variables(graph):
 
 
 def is_in_loop(outside):
-    """Whether what is traced now is the body of a loop in `outside`, a graph.
-
-    If TensorFlow renames the class, seeds that are drawn in loops end
-    elsewhere.
-    """
+    """Whether what is traced now is the body of a loop in a graph `outside`."""
+    # If TensorFlow renames the class, seeds that are drawn in loops are wrong.
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph not in (None, outside):
         if type(graph).__name__ == "WhileBodyFuncGraph":
@@ -142,27 +119,18 @@ def is_in_loop(outside):
     return False
 
 
-# -- steps ---------------------------------------------------------------------
+# -- layers and models ---------------------------------------------------------
 
 
 def call_model(model, x, training):
-    """Calls a model as the steps of Keras do.
-
-    If its `call` has no argument `training`, its layers do not train either.
-    """
+    """Calls a model as the steps of Keras do."""
     if "training" in model.call_signature_parameters:
         return model(x, training=training)
     return model(x)
 
 
-# -- layers --------------------------------------------------------------------
-
-
 def flat_layers(model):
-    """Returns all layers of a model, those inside of other layers too.
-
-    `model.layers` does not reach inside composite layers.
-    """
+    """Returns all layers of a model, those inside of other layers too."""
     return list(model._flatten_layers(include_self=False))
 
 
@@ -214,10 +182,7 @@ _STATE = {
 
 
 def track_alike(model, made):
-    """Gives `made`, a new model, what Keras keeps of `model`.
-
-    In the same order, in which `get_weights` returns it and files hold it.
-    """
+    """Gives `made`, a new model, what Keras keeps of `model`, in its order."""
     for name, (_, values) in model._tracker.config.items():
         for each in values:
             if not made._tracker.is_in_store(name, each):
@@ -229,11 +194,7 @@ def track_alike(model, made):
 
 
 def nests_functions():
-    """Whether Keras runs a step of a data set in two functions.
-
-    Each holds copies of all functions in it. Keras 3.16 fetches the data in
-    Python, and has one.
-    """
+    """Whether Keras runs a step in two functions, as it does before 3.16."""
     major, minor, *_ = keras.__version__.split(".")
     return (int(major), int(minor)) < (3, 16)
 
@@ -242,17 +203,13 @@ def nests_functions():
 
 
 def _definition_of(op):
-    registry: typing.Any = importlib.import_module(
-        "tensorflow.python.framework.op_def_registry"
-    )
+    name = "tensorflow.python.framework.op_def_registry"
+    registry: typing.Any = importlib.import_module(name)
     return registry.get(op)
 
 
 def takes_resource(op):
-    """Whether operations of a type take a variable, or the like, to change it.
-
-    That of a function takes none.
-    """
+    """Whether operations of a type take a variable, or the like."""
     definition = _definition_of(op)
     resource = tf.resource.as_datatype_enum
     return definition is not None and any(
@@ -262,7 +219,7 @@ def takes_resource(op):
 
 @functools.cache
 def is_stateful(op):
-    """Whether operations of a type may do more than to return tensors."""
+    """Whether operations of a type may do more than return tensors."""
     definition = _definition_of(op)
     return definition is None or definition.is_stateful
 

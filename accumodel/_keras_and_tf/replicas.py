@@ -1,9 +1,8 @@
 """Where replicas meet: the end of a fed batch, and the reduction of a cycle.
 
 A condition whose branch updates mirrored variables may not be in a replica, so
-the end of a fed batch runs once for all replicas, through
-`tf.distribute.ReplicaContext.merge_call`. What adds to a replica's own sums
-stays in the replica. Without a strategy both are plain calls.
+the end of a fed batch runs once for all replicas, by `merge_call`. What adds to
+a replica's own sums stays in the replica. Without a strategy both are calls.
 """
 
 import contextlib
@@ -20,10 +19,10 @@ _TESTED = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.OneDeviceStrategy,
 )
-# One updates from the gradients of a single replica, and the other has
-# replicas that do not wait for each other.
 _WRONG = (
+    # Updates from the gradients of a single replica.
     tf.distribute.experimental.CentralStorageStrategy,
+    # Its replicas do not wait for each other.
     tf.distribute.ParameterServerStrategy,
 )
 
@@ -41,11 +40,9 @@ def check_strategy(strategy, steps_per_execution=1):
         )
     if isinstance(strategy, _WRONG):
         raise ValueError(
-            "accumodel cannot accumulate under a "
-            f"`{type(strategy).__name__}`. Use "
-            "`tf.distribute.MirroredStrategy` on one machine, or "
-            "`tf.distribute.MultiWorkerMirroredStrategy` on several. "
-            f"Received: strategy={strategy}"
+            f"Nothing can be accumulated under a `{type(strategy).__name__}`. "
+            "Use `tf.distribute.MirroredStrategy`, or on several machines "
+            f"`MultiWorkerMirroredStrategy`. Received: strategy={strategy}"
         )
     if isinstance(strategy, _TESTED):
         return
@@ -53,6 +50,24 @@ def check_strategy(strategy, steps_per_execution=1):
         # Without a strategy TensorFlow has a default one, which is right.
         if tf.distribute.has_strategy():
             _warn_about_unknown(type(strategy).__name__)
+
+
+def can_compile(model):
+    """Whether forward and backward can be an XLA cluster of their own."""
+    # Layers with statistics, such as batch normalization, reduce them over the
+    # replicas, which cannot be done in a function inside a replica's step.
+    return model.distribute_strategy.num_replicas_in_sync == 1
+
+
+def warn_about_xla(model):
+    """Warns if a `jit_compile=True` has no effect, see `can_compile`."""
+    if model.jit_compile and not can_compile(model):
+        warnings.warn(
+            "`jit_compile=True` has no effect on several replicas: XLA would "
+            "have to compile their reductions, too. Received: "
+            f"strategy={type(model.distribute_strategy).__name__}",
+            stacklevel=2,
+        )
 
 
 @functools.cache  # said once of each
@@ -81,19 +96,6 @@ def current_strategy():
 def count_replicas():
     """Returns how many replicas train together under the current strategy."""
     return tf.distribute.get_strategy().num_replicas_in_sync
-
-
-def check_replica_context(made_under):
-    """Raises unless this is a step of the strategy that is given."""
-    has_strategy = tf.distribute.has_strategy()
-    strategy = tf.distribute.get_strategy() if has_strategy else None
-    if strategy is not made_under or not tf.distribute.get_replica_context():
-        raise ValueError(
-            "Make a `GradientAccumulator`, its optimizer and its variables in "
-            "`strategy.scope()`, and call `accumulate` in what "
-            "`strategy.run()` runs. Received: an accumulator made under "
-            f"{made_under}, called under {strategy}"
-        )
 
 
 def across_replicas(fn, *args):
@@ -136,10 +138,7 @@ def make_sum(shape, dtype, name):
 
 
 def sum_over_replicas(values):
-    """Returns a list of tensors, each summed over all replicas, in one go.
-
-    `None` stays `None`. Workers pack those of one dtype into one reduction.
-    """
+    """Returns tensors, each summed over all replicas; `None` stays `None`."""
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return values
@@ -163,10 +162,7 @@ def is_multi_worker(strategy):
 
 
 def check_workers_agree(model, options):
-    """Raises on each worker if `options` of `compile` differ on one of them.
-
-    A reduction that only some of them reach would wait for the rest forever.
-    """
+    """Raises on each worker if `options` of `compile` differ on one of them."""
     strategy = model.distribute_strategy
     if not is_multi_worker(strategy):
         return
@@ -183,11 +179,8 @@ def check_workers_agree(model, options):
 
 
 def split_over_replicas(batches, strategy):
-    """Returns the batches of `train_on_batch` with a part for each replica.
-
-    Keras gives each replica the whole batch, which would then weigh as much as
-    there are replicas next to the batches of `fit`.
-    """
+    """Returns batches of `train_on_batch` with a part for each replica."""
+    # Keras gives each replica the whole batch.
     if strategy.num_replicas_in_sync == 1:
         return batches
     replicas = len(strategy.extended.worker_devices)  # of this worker
@@ -208,11 +201,7 @@ def split_over_replicas(batches, strategy):
 
 
 def hide_empty(data):
-    """Returns data of which no tensor is known to hold no samples.
-
-    A replica gets none of a batch that has fewer samples than there are
-    replicas. Keras would not reduce losses of a shape `(0,)`.
-    """
+    """Hides a batch size of 0, for which Keras would not reduce losses."""
 
     def hide(leaf):
         if not isinstance(leaf, tf.Tensor) or leaf.shape[:1] != [0]:
@@ -224,15 +213,10 @@ def hide_empty(data):
 
 
 def first_batch(iterator, strategy):
-    """Returns a batch of one replica, by whose shapes Keras builds a model.
-
-    Keras takes the mean of all replicas' batches for that, which fails where
-    they differ in size, and on several workers (the other half of
-    keras-team/keras#20585).
-    """
+    """Returns a batch of one replica, by whose shapes Keras builds a model."""
+    # Keras takes the mean of all replicas' batches, which fails where they
+    # differ in size, and on several workers (see keras-team/keras#20585).
+    local = strategy.experimental_local_results
     for _, _, batches in iterator:
-        return keras.tree.map_structure(
-            lambda value: strategy.experimental_local_results(value)[0],
-            next(batches),
-        )
+        return keras.tree.map_structure(lambda x: local(x)[0], next(batches))
     return None

@@ -1,4 +1,4 @@
-"""What a forward pass assigns: recorded, or refused."""
+"""What a step assigns: recorded, refused, or put back for another pass."""
 
 import contextlib
 import random
@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
+from accumodel._micro_batch.micro_batches import current_graph
 
-# Prefixes of the types of operations that read a variable or a table, and do
-# nothing else.
+# Prefixes of types of operations that only read a variable or a table.
 READS = (
     "LookupTableExport",
     "LookupTableFind",
@@ -52,10 +52,7 @@ def recorded():
 
 
 def random_state(new=None):
-    """Returns the states of Python's and of NumPy's random numbers.
-
-    And then sets them to `new`, if it is given.
-    """
+    """Returns Python's and NumPy's random states, and sets `new` ones."""
     state = random.getstate(), np.random.get_state()
     if new is not None:
         random.setstate(new[0])
@@ -76,10 +73,7 @@ def nodes_of(definition, scope=""):
 
 
 def check_assignments(definition, why, scope=""):
-    """Raises if a `GraphDef` assigns a variable behind Keras's back.
-
-    The error begins with `why` that would be wrong.
-    """
+    """Raises `why` if a `GraphDef` assigns a variable behind Keras's back."""
     for node in nodes_of(definition, scope):
         if (
             _RECORDED not in node.name
@@ -131,3 +125,48 @@ class Recorder(keras.StatelessScope):
             self._record(variable)
             with recorded():
                 variable.assign(value)
+
+
+class States:
+    """What is assigned in one step, as it was before."""
+
+    # `variables` are all Keras variables seen to be assigned, by id. The dict
+    # is shared and only grows, since a `tf.function` traced earlier assigns
+    # without Python seeing it.
+
+    def __init__(self, variables):
+        self._graph = current_graph()
+        self.variables = variables
+        self.before: dict = {}  # their values, by the same ids
+
+    def save(self):
+        """Reads the variables that are known and were not read yet."""
+        for variable in [*self.variables.values()]:
+            self.record(variable)
+
+    def record(self, variable):
+        """Reads a variable that is about to be assigned."""
+        key = id(variable)
+        self.variables[key] = variable
+        if key not in self.before:
+            with self.outside():
+                self.before[key] = tf.identity(variable.value)
+
+    def outside(self):
+        """Returns a scope in which all is part of the step itself."""
+        graph = self._graph
+        return tf.init_scope() if graph is None else graph.as_default()
+
+    @contextlib.contextmanager
+    def rolled_back(self):
+        """Scope in which the variables are as they were before."""
+        after = {k: tf.identity(self.variables[k].value) for k in self.before}
+        self._assign(self.before)
+        try:
+            yield
+        finally:
+            self._assign(after)
+
+    def _assign(self, values):
+        for key, value in values.items():
+            self.variables[key].assign(value)

@@ -46,10 +46,7 @@ class Feature:
         """Ends an epoch; may add to its logs."""
 
     def first_batches(self, batches, trains: bool):
-        """Returns the same batches, before a function runs the first of them.
-
-        `trains` is whether it is the train function, or the test function.
-        """
+        """Returns the same batches, before a function runs the first one."""
         return batches
 
     def around(self, function, trains: bool):

@@ -1,4 +1,4 @@
-"""The loop over the micro-batches of a fed batch.
+"""The loop over the micro-batches of a fed batch, and the losses that it logs.
 
     for i in range(k):
         step(slice_data(data, i * n // k, (i + 1) * n // k))
@@ -12,19 +12,18 @@ import contextlib
 
 import tensorflow as tf
 
-from accumodel._micro_batch.loss_logs import LossLogs
-from accumodel._micro_batch.split import MicroBatches, on_host
-from accumodel._micro_batch.step import one_step
+from accumodel._keras_and_tf.private_names import loss_trackers
+from accumodel._keras_and_tf.replicas import count_replicas
+from accumodel._micro_batch import micro_batches
 
 
 def make_step(plan, function, fed_batch=None, losses=None):
-    """Returns a function that runs `function` as a step of a micro-batch.
+    """Returns a function that runs `function` as a `Step` of a micro-batch."""
 
-    See `Step` for the other arguments.
-    """
+    how = fed_batch, losses, plan.is_compiled
 
     def step(data):
-        with one_step(plan, data, fed_batch, losses, plan.is_compiled):
+        with micro_batches.one_step(plan, data, *how):
             return function(data)
 
     if not plan.is_compiled:
@@ -52,12 +51,9 @@ def make_step(plan, function, fed_batch=None, losses=None):
 
 
 def run(plan, function, data, fed_batch=None):
-    """Calls a `train_step` or `test_step` with each micro-batch of a fed batch.
-
-    Returns its logs. If nothing trains, `fed_batch` is `None`.
-    """
-    parts, trains = MicroBatches(plan, data), fed_batch is not None
-    scopes = plan.around_parts(trains)
+    """Calls a step with each micro-batch of a fed batch; returns the logs."""
+    parts = micro_batches.MicroBatches(plan, data)
+    scopes = plan.around_parts(trains=fed_batch is not None)
     if not plan.is_split:
         step = make_step(plan, function, fed_batch)
         with contextlib.ExitStack() as stack:
@@ -103,26 +99,24 @@ def run(plan, function, data, fed_batch=None):
 
 
 def for_each(body, parts, state, finish=None):
-    """Runs all micro-batches, each when the one before is done.
-
-    `body` takes the number of a micro-batch and the state, and returns the next
-    state; this returns the last one. `finish` gets a tensor that the loop made.
-    """
+    """Runs all micro-batches, each when the one before is done."""
+    # `body` takes the number of a micro-batch and a state, and returns the next
+    # one; this returns the last. `finish` gets a tensor that the loop made.
     if tf.executing_eagerly():
         for i in range(int(parts)):
             state = body(tf.constant(i, tf.int64), *state)
         return state
 
     def is_left(i, *_):
-        with on_host():
+        with micro_batches.on_host():
             return i < parts
 
     def run_next(i, *state):
-        with on_host():
+        with micro_batches.on_host():
             after = i + 1
         return (after, *body(i, *state))
 
-    with on_host():
+    with micro_batches.on_host():
         first = tf.constant(0, tf.int64)
     end, *state = tf.while_loop(
         is_left, run_next, (first, *state), parallel_iterations=1
@@ -130,3 +124,100 @@ def for_each(body, parts, state, finish=None):
     if finish is not None:
         finish(end)
     return state
+
+
+class LossLogs:
+    """The logged losses of a fed batch, made of those of its micro-batches.
+
+    Keras's loss trackers average over batches. While the micro-batches of a fed
+    batch run, the trackers are registers: each holds `weight * loss` and
+    `weight` of one micro-batch, or a sum and 0. In the end they get the loss of
+    the fed batch, as plain Keras gives it to them:
+
+        of_batch = LossLogs(plan)
+        for each micro-batch:
+            of_batch.report(loss, weight, (x, y))   # in its step
+            losses += of_batch.take()
+        of_batch.end(logs, losses, data, samples)
+
+    If a custom step does not report, its own updates of the trackers are kept,
+    and added to the old values.
+    """
+
+    def __init__(self, plan):
+        self._plan = plan
+        self._model = plan.model
+        self._is_reported = False
+        self._before = {}
+        for tracker in loss_trackers(self._model):
+            self._before[tracker] = [*map(tf.identity, tracker.variables)]
+            tracker.reset_state()
+        # Zeros, to which all that `take` returns is added.
+        self.nothing = tf.zeros((len(self._before), 2), tf.float64)
+
+    def report(self, loss, weight, data):
+        """Puts losses and weights, `None` for a sum, in the trackers."""
+        self._is_reported = True
+        trackers = loss_trackers(self._model)
+        if loss.shape.rank:  # without a reduction, and logged as a mean
+            weight = tf.size(loss)
+        weights, outputs = [weight], len(trackers) - 1
+        if outputs:
+            of_outputs = self._plan.loss_weights.output_weights
+            weights += of_outputs(data, outputs, weight)
+        for each, divisor in zip(trackers, weights, strict=True):
+            loss = each.result()
+            if divisor is not None:
+                loss *= tf.cast(divisor, loss.dtype)
+            each.total.assign(loss)
+            each.count.assign(0 if divisor is None else divisor)
+
+    def take(self):
+        """Empties the trackers, and returns what `report` put in them."""
+        if not self._is_reported:
+            return 0.0
+        losses = []
+        for tracker in loss_trackers(self._model):
+            values = tracker.total, tracker.count
+            losses.append([tf.cast(each, tf.float64) for each in values])
+            tracker.reset_state()
+        return tf.stack(losses)
+
+    def end(self, logs, losses, data, samples):
+        """Updates the trackers, as Keras does, and returns the logs."""
+        if not self._is_reported:
+            return self._restore(logs)
+        weight = samples
+        for i, tracker in enumerate(loss_trackers(self._model)):
+            total, count = losses[i, 0], losses[i, 1]
+            before = self._before.get(tracker, [])
+            for variable, value in zip(tracker.variables, before, strict=False):
+                variable.assign(value)
+            loss = tf.where(count == 0, total, total / count)
+            if count_replicas() > 1:
+                # Masks may differ from replica to replica.
+                known = tf.cast(samples, count.dtype)
+                weight = tf.where(count == 0, known, count)
+            tracker.update_state(loss, sample_weight=weight)
+            # Keras weighs an output's loss by the static batch size; if that is
+            # unknown, batches count equally.
+            weight = micro_batches.first_leaf(data).shape[0]
+        results = self._model.get_metrics_result()
+        if "compute_metrics" in self._plan.overridden:
+            # Its other logs may have names of metrics, too.
+            names = {tracker.name for tracker in loss_trackers(self._model)}
+            results = {name: results[name] for name in names & results.keys()}
+        return {name: results.get(name, value) for name, value in logs.items()}
+
+    def _restore(self, logs):
+        """Adds what was in the trackers before to what a step put in them."""
+        logs = dict(logs)
+        for tracker, before in self._before.items():
+            is_used = tracker.count > 0
+            for variable, value in zip(tracker.variables, before, strict=True):
+                variable.assign_add(value)
+            if tracker.name in logs:
+                log = tf.convert_to_tensor(logs[tracker.name])
+                result = tf.cast(tracker.result(), log.dtype)
+                logs[tracker.name] = tf.where(is_used, result, log)
+        return logs

@@ -9,8 +9,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import build_optimizer, trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
-from accumodel._micro_batch.split import count_samples
-from accumodel._micro_batch.step import current_step
+from accumodel._micro_batch.micro_batches import count_samples, current_step
 from accumodel._micro_batch.weights import has_samples
 
 
@@ -29,11 +28,9 @@ def forward(model, training, x, y, sample_weight):
 
 
 def differentiate(plan, data, compute, sources=()):
-    """Computes the gradients of a loss, which `compute` returns, after outputs.
-
-    Returns those of the trainable variables and of the sources, the weight, and
-    a function that updates the metrics and returns the logs.
-    """
+    """Computes gradients of a loss, which `compute` returns after outputs."""
+    # Returns those of the trainable variables and of the sources, the weight,
+    # and a function that updates the metrics and returns the logs.
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     model = plan.model
     with tf.GradientTape() as tape:
@@ -65,14 +62,11 @@ def weigh(plan, x, y, y_pred, sample_weight, loss):
 
 
 def weigh_replicas(plan, loss, weight):
-    """Weighs the losses of replicas that normalize together.
-
-    Their gradients flow through the shared statistics to all replicas, where
-    another weight would multiply them. So the weight, divided by that of all,
-    goes into the loss, before the backward pass. Returns it, and a weight that
-    all replicas share; both as they were for sums, and for a custom
-    `compute_loss`, which may be that of all replicas.
-    """
+    """Weighs the losses of replicas that normalize together."""
+    # Their gradients flow through the shared statistics to all replicas, where
+    # another weight would multiply them. So the weight, divided by that of all,
+    # goes into the loss. Returns it, and a weight that all replicas share; both
+    # are as before for sums, and a `compute_loss`, which may be that of all.
     replicas = count_replicas()
     if (
         weight is None

@@ -16,16 +16,13 @@ and of the number of the block (Philox: Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3"). So rows are a draw that begins further on, bit
 for bit the same, and nothing is drawn in vain.
 
-Draws without an axis of samples are the same for all micro-batches. In a graph
-the size of that axis is not known, and that of the others mostly is. What
-cannot be drawn from the middle takes another seed for each micro-batch, and so
-does what has several axes that may be the one, and all of it if the samples are
-put in another order, see `trim_padding`. If there are other axes before that of
-the samples, rows depend on how many samples there are: a cycle of several fed
+Draws without an axis of samples are the same for all micro-batches; in a loop,
+one is taken for that of a single sample, and its seed goes on. In a graph the
+size of that axis is not known, and that of the others mostly is. What cannot be
+drawn from the middle takes another seed for each micro-batch, and so does what
+has several axes that may be the one, and all if the samples are in another
+order. If other axes come before that of the samples, a cycle of several fed
 batches is taken for a full one of batches of this size.
-
-In a loop, a draw without an axis of samples is taken for one of a single
-sample: its seed goes on from micro-batch to micro-batch.
 """
 
 import collections
@@ -39,19 +36,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks, private_names
+from accumodel._keras_and_tf import hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._keras_and_tf.replicas import (
-    count_replicas,
-    local_results,
-    make_sum,
-    on_each_replica,
-    scope_of,
+from accumodel._micro_batch.assignments import States, recorded
+from accumodel._micro_batch.micro_batches import (
+    current_graph,
+    current_step,
+    on_host,
 )
-from accumodel._micro_batch.assignments import recorded
-from accumodel._micro_batch.split import on_host
-from accumodel._micro_batch.states import States
-from accumodel._micro_batch.step import current_graph, current_step
 
 # Philox, on CPUs and GPUs. To name it would let XLA compile it into all that
 # uses it, which takes three times as long.
@@ -69,22 +61,20 @@ class RandomNumbers:
 
     def __init__(self, state):
         self._state = state
-        with tf.init_scope(), scope_of(state.strategy):
+        with tf.init_scope(), replicas.scope_of(state.strategy):
             # XLA reads it on the device.
-            self.rows = make_sum((3,), tf.int64, "rows")
+            self.rows = replicas.make_sum((3,), tf.int64, "rows")
             # The samples of this cycle before this fed batch, and in it; and
             # the number of the cycle.
-            self.fed = make_sum((3,), tf.int64, "fed")
+            self.fed = replicas.make_sum((3,), tf.int64, "fed")
             # Of each seed that is known: the number of the last cycle that
             # drew from it, from 1; its state when that began; and the state
             # with which the next fed batch begins. float64 holds them all.
-            self.begins = make_sum((_SEEDS, 5), tf.float64, "begins")
+            self.begins = replicas.make_sum((_SEEDS, 5), tf.float64, "begins")
 
     def around_parts(self, plan, trains):
         """Returns a scope of each micro-batch, by `parts` and its number."""
         return Draws(plan, trains).of
-
-    # -- the seeds of a cycle --------------------------------------------------
 
     def spans_batches(self):
         return self._state.spans_batches
@@ -99,7 +89,7 @@ class RandomNumbers:
 
     def begin_seed(self, state):
         """Notes where a seed begins, or goes back to where the cycle did."""
-        place = [*self._state.assigned["seeds"]].index(id(state))
+        place = self._place(state)
         now = tf.cast(state.value, tf.float64)
         cycle = self._cycle()
         row = tf.concat([[cycle], now, now], 0)
@@ -111,10 +101,12 @@ class RandomNumbers:
 
     def go_on(self, state, value):
         """Lets the next fed batch of the cycle begin with this state."""
-        place = [*self._state.assigned["seeds"]].index(id(state))
-        row = self._row(place)
+        place = self._place(state)
         value = tf.cast(value, tf.float64)
-        self._write(place, tf.concat([row[:3], value], 0))
+        self._write(place, tf.concat([self._row(place)[:3], value], 0))
+
+    def _place(self, state):
+        return [*self._state.assigned["seeds"]].index(id(state))
 
     def _cycle(self):
         return tf.cast(self.fed[2] + 1, tf.float64)
@@ -138,8 +130,8 @@ class RandomNumbers:
             before += new * tf.cast(is_added, tf.int64)
             self.fed.assign([before, 0, cycle])
 
-        if self._seeds() and self.spans_batches():
-            on_each_replica(count)
+        if self.spans_batches():
+            self._change(count)
 
     def end_cycle(self, after=()):
         """Ends a cycle that made an update, when the tensors `after` exist."""
@@ -149,25 +141,26 @@ class RandomNumbers:
             with tf.control_dependencies([*after]):
                 self._end()
 
-        if self._seeds():
-            with scope_of(self._state.strategy):
-                on_each_replica(end)
+        self._change(end)
 
     def forget_cycle(self):
         """Puts the seeds back to where the cycle began."""
 
         def forget():
             cycle = self._cycle()
-            for place, state in enumerate(seeds):
+            for place, state in enumerate(self._seeds()):
                 number, *first = tf.unstack(self._row(place)[:3])
                 first = tf.cast(tf.stack(first), state.dtype)
                 state.assign(tf.where(number == cycle, first, state.value))
             self._end()
 
-        seeds = self._seeds()
-        if seeds:
-            with scope_of(self._state.strategy):
-                on_each_replica(forget)
+        self._change(forget)
+
+    def _change(self, change):
+        """Changes the seeds on each replica, if there are any."""
+        if self._seeds():
+            with replicas.scope_of(self._state.strategy):
+                replicas.on_each_replica(change)
 
     def _end(self):
         self.fed.assign([0, 0, self.fed[2] + 1])
@@ -178,10 +171,10 @@ class RandomNumbers:
     def save_cycle(self):
         """Returns what a file holds of a pending cycle, in a dict of arrays."""
         places = {id(v): i for i, v in enumerate(self._state.model.variables)}
-        with scope_of(self._state.strategy):
+        with replicas.scope_of(self._state.strategy):
             samples = np.asarray(tf.identity(self.fed))[0]
-            now = local_results(self.fed)[0].numpy()[2] + 1
-            begins = local_results(self.begins)[0].numpy()
+            now = replicas.local_results(self.fed)[0].numpy()[2] + 1
+            begins = replicas.local_results(self.begins)[0].numpy()
         # Place, state and where it begins, of each seed of the model.
         seeds = [
             (places[id(state)], *np.array(state), *row)
@@ -198,16 +191,16 @@ class RandomNumbers:
             state = self._state.model.variables[int(place)]
             state.assign(values[:2])
             known[id(state)] = state
-            begins[[*known].index(id(state))] = [1, *values[2:]]
+            begins[self._place(state)] = [1, *values[2:]]
 
         def write():
             self.begins.assign(begins)
             # A file holds the samples of all replicas.
-            samples = cycle.get("samples", 0) // count_replicas()
+            samples = cycle.get("samples", 0) // replicas.count_replicas()
             self.fed.assign([samples, 0, 0])
 
-        with scope_of(self._state.strategy):
-            on_each_replica(write)
+        with replicas.scope_of(self._state.strategy):
+            replicas.on_each_replica(write)
 
 
 class Draws:
@@ -215,11 +208,9 @@ class Draws:
 
     The variable `rows` holds three int64s: the first sample of the micro-batch,
     their number, and that of the fed batch. A variable, since a `tf.function`
-    in the model may be traced already. The dict `plan.assigned["seeds"]` holds
-    the states of seed generators that are known, and
-    `plan.assigned["seeds in loops"]`, for those that draw in one, how often a
-    micro-batch draws from them outside of it.
-
+    in the model may be traced already. `plan.assigned["seeds"]` holds the known
+    states of seed generators, and `plan.assigned["seeds in loops"]`, for those
+    that draw in one, how often a micro-batch draws from them outside of it.
     `assigned` are the variables that the micro-batches assign, by their ids, or
     `None` if that is not known.
     """
@@ -231,22 +222,18 @@ class Draws:
         self.rows = plan.numbers.rows
         self._are_in_order = plan.orders is None
         self._seeds = States(plan.assigned["seeds"])
-        self._known = [
-            state
-            for key, state in self._seeds.variables.items()
-            if assigned is None or key in assigned
-        ]
+        known = self._seeds.variables.items()
+        is_any = assigned is None
+        self._known = [v for k, v in known if is_any or k in assigned]
         self._is_known = assigned is not None
         # Whether a training begins with these draws, and has begun.
         self._begins, self._is_begun = trains and not self._is_known, False
         self._in_loops = plan.assigned["seeds in loops"]
-        # Of each seed that is drawn in this scope, how often, and whether in a
-        # loop.
+        # How often each seed is drawn in this scope, and whether in a loop.
         self._drawn: collections.Counter = collections.Counter()
         self._initial: dict = {}  # seeds of initial weights, by their ids
         self._around = current_graph()
-        # The samples of the micro-batch, if their number is known.
-        self._samples: int | None = None
+        self._samples: int | None = None  # of the micro-batch, if it is known
         # Whether the draw that takes a seed has rows; `None`: taken by hand.
         self._has_rows: bool | None = None
         self._open: typing.Any = lambda: None
@@ -354,11 +341,10 @@ class Draws:
                 if any(tf_variable(each) is seed for each in layer.variables):
                     owner = f"the layer '{layer.name}'"
             raise ValueError(
-                "With `micro_batch_size`, a `tf.function` in the model that "
-                "was traced before would draw the same random numbers for each "
-                "micro-batch. Remove its decorator `@tf.function`: `fit` "
-                "compiles the whole step. Received: a function that draws the "
-                f"random numbers of {owner}"
+                "With `micro_batch_size`, a `tf.function` that was traced "
+                "before would draw the same for each micro-batch. Remove the "
+                "decorator `@tf.function`: `fit` compiles the whole step. "
+                f"Received: a function that draws the numbers of {owner}"
             )
 
     def _used(self, graph):
@@ -416,11 +402,9 @@ class Draws:
         return _OFFSETS[name](numbers, **arguments)
 
     def _axes(self, sizes):
-        """Returns the axes of a draw that may be that of the samples.
-
-        The first one is it, if it is as long as the samples may be. In an eager
-        step all lengths are known: there it is one as long as the samples.
-        """
+        """Returns the axes of a draw that may be that of the samples."""
+        # It is the first one if that may be as long. In an eager step all
+        # lengths are known: there it is one as long as the samples.
         samples = self._samples
         if sizes[:1] in ([None], [samples]):
             return [0]
@@ -430,18 +414,14 @@ class Draws:
         return axes
 
     def _numbers(self, axis, sizes, shape, seed, operation, drawn, **kwargs):
-        """Returns the rows of this micro-batch of a draw.
-
-        They begin at `(j * all_rows + begin) * inner` numbers, for each `j` of
-        the axes before them. Their number may be a multiple of the samples; if
-        it is not, they are not known, and take other counters.
-
-        `shape` is that of the rows, and `sizes` what is known of it. The raw
-        `operation` of TensorFlow takes `kwargs`, and gives the dtype `drawn`.
-        XLA compiles `//` for what may be negative, with ten times the
-        operations. Nothing is.
-        """
-        # How many of them come from one value of the counter.
+        """Returns the rows of this micro-batch of a draw."""
+        # They begin at `(j * all_rows + begin) * inner` numbers, for each `j`
+        # of the axes before them. Their number may be a multiple of the
+        # samples; if it is not, they are not known, and take other counters.
+        # `shape` is that of the rows, and `sizes` what is known of it. The raw
+        # `operation` of TensorFlow takes `kwargs`, and gives the dtype `drawn`.
+        # How many of them come from one value of the counter. Not `//`: XLA
+        # compiles it with ten times the operations of `truncatediv`.
         block = 4 if tf.as_dtype(drawn).size <= 4 else 2
         rest = sizes[axis + 1 :]
         is_known = None not in rest
@@ -486,12 +466,10 @@ class Draws:
 
 
 def replaced_draws(draw, initial=None, **others):
-    """Returns a scope in which `draw` draws random numbers.
-
-    It is called with the name of a function of `keras.random`, the function,
-    and its arguments in a dict. `others` replace other functions of the hook,
-    such as `next`, and `initial` replaces `next` while variables are made.
-    """
+    """Returns a scope in which `draw` draws random numbers."""
+    # It is called with the name of a function of `keras.random`, the function,
+    # and its arguments in a dict. `others` replace other functions of the hook,
+    # such as `next`, and `initial` replaces `next` while variables are made.
 
     def call(name, original, *args, **kwargs):
         bound = inspect.signature(original).bind(*args, **kwargs)
@@ -515,21 +493,17 @@ def replaced_draws(draw, initial=None, **others):
 
 def _parts(seed):
     """Returns the variables of a seed, one for each replica."""
-    return local_results(tf_variable(seed))
+    return replicas.local_results(tf_variable(seed))
 
 
 def _apart(seed, begin):
     """Returns another seed for each micro-batch but the first."""
     with _host():
-        other = tf.cast(tf.stack([begin * _FAR, 0]), seed.dtype)
-        return seed + other
+        return seed + tf.cast(tf.stack([begin * _FAR, 0]), seed.dtype)
 
 
 def _host():
-    """Returns where shapes and counters are computed.
-
-    On a GPU, a draw would wait for them. XLA compiles them with the draw.
-    """
+    """Returns the device of shapes and counters: on a GPU, draws would wait."""
     return contextlib.nullcontext() if _is_compiled() else on_host()
 
 
@@ -539,10 +513,7 @@ def _is_compiled():
 
 
 def _sizes(shape):
-    """Returns a list of the sizes of a shape, or `None` as far as unknown.
-
-    It begins with `None` if nothing is known.
-    """
+    """Returns a list of the sizes of a shape, `None` where unknown."""
     if isinstance(shape, list | tuple):
         known = map(tf.get_static_value, shape)
         return [None if size is None else int(size) for size in known]
@@ -581,16 +552,14 @@ def _shape(tensor):
 
 def _uniform(numbers, minval=0.0, maxval=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
-    operation = tf.raw_ops.StatelessRandomUniformV2
-    values = numbers(operation, dtype, dtype=dtype)
+    values = numbers(tf.raw_ops.StatelessRandomUniformV2, dtype, dtype=dtype)
     minval, maxval = tf.cast(minval, dtype), tf.cast(maxval, dtype)
     return values * (maxval - minval) + minval
 
 
 def _normal(numbers, mean=0.0, stddev=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
-    operation = tf.raw_ops.StatelessRandomNormalV2
-    values = numbers(operation, dtype, dtype=dtype)
+    values = numbers(tf.raw_ops.StatelessRandomNormalV2, dtype, dtype=dtype)
     mean = tf.convert_to_tensor(mean, dtype)
     return values * tf.convert_to_tensor(stddev, dtype) + mean
 
@@ -606,9 +575,8 @@ def _randint(numbers, minval, maxval, dtype="int32"):
 
 
 def _dropout(numbers, inputs, rate):
-    operation = tf.raw_ops.StatelessRandomUniformV2
-
     def sample(shape, dtype):
+        operation = tf.raw_ops.StatelessRandomUniformV2
         return numbers(operation, dtype, dtype=dtype)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample)

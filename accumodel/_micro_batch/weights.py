@@ -27,16 +27,18 @@ import tensorflow as tf
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.replicas import count_replicas
-from accumodel._micro_batch.split import count_samples, first_leaf
-from accumodel._micro_batch.step import current_step
+from accumodel._micro_batch.micro_batches import (
+    count_samples,
+    current_step,
+    first_leaf,
+)
 
 _MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
 _UNREDUCED = ("none", None)
 _SUMS = ("sum", *_UNREDUCED)
 
-# The weight of a micro-batch in which nothing counts. It changes nothing next
-# to other weights, and a cycle of nothing else still divides by something.
-# Times a gradient, it is still a number of float32.
+# The weight of a micro-batch in which nothing counts: nothing next to others,
+# but a cycle of nothing else divides by it. Times a gradient, it is a float32.
 _TINY = 1e-30
 
 # The key of divisors that are in proportion to the samples, see `_divisors`.
@@ -49,12 +51,10 @@ class LossWeights:
     def __init__(self, model):
         self._model = model
         self.warned: set[str] = set()
-        # Whether `fit` was given one array of sample weights for all outputs,
-        # of which Keras makes one for each.
+        # Whether `fit` was given one array of sample weights for all outputs.
         self.shares_sample_weight = False
 
     def begin_fit(self, y, sample_weight):
-        """Finds out if one array of sample weights serves several outputs."""
         self.shares_sample_weight = (
             sample_weight is not None
             and keras.tree.is_nested(y)
@@ -62,20 +62,16 @@ class LossWeights:
         )
 
     def weight(self, plan, data):
-        """Returns the weight of the micro-batch that was last computed.
-
-        `None` if the loss is a sum. Raises if no weight can be right.
-        """
+        """Returns the weight of the last micro-batch, `None` if it is a sum."""
         step = current_step()
         samples = count_samples(data)
         if "compute_loss" in plan.overridden or not plan.accumulates:
             return samples  # the caller ignores it if nothing accumulates
         if step is None or step.reductions is None:
             raise ValueError(
-                "The weight of a micro-batch is known only after its loss was "
-                "computed: call `micro_batch_weight` after `compute_loss`, in "
-                "the same train step and the same `tf.function`. Received: a "
-                f"call without `compute_loss` for model={self._model}"
+                "The weight follows from the loss: call `micro_batch_weight` "
+                "after `compute_loss`, in the same train step and the same "
+                f"`tf.function`. Received: no loss of model={self._model}"
             )
         divisors = self._of_model(step.reductions)
         # A vector that `add_loss` was given is summed up by Keras.
@@ -93,19 +89,17 @@ class LossWeights:
                 )
             return None
         if None in divisors:
+            names = [each.reduction for each in step.reductions]
             raise ValueError(
                 "The losses of this model are sums and means, and one weight "
                 "cannot be right for both. Use means, scaled by "
-                "`loss_weights`, or override `micro_batch_weight`. "
-                "Received: reductions="
-                f"{[each.reduction for each in step.reductions]} and "
-                f"{len(vectors)} vectors from `add_loss`"
+                "`loss_weights`, or override `micro_batch_weight`. Received: "
+                f"reductions={names} and {len(vectors)} vectors from `add_loss`"
             )
         if len(divisors) > 1:
             self._warn(
                 "The losses of this model are averaged over different masks "
-                "or sample weights, so no single weight is exact for all: each "
-                "micro-batch weighs its number of samples. Use "
+                "or sample weights, so no single weight is exact. Use "
                 "`gradient_cache=True`, or override `micro_batch_weight`."
             )
             return samples
@@ -115,18 +109,14 @@ class LossWeights:
         ):
             self._warn(
                 "The compiled loss is averaged over a mask or sample weights, "
-                "and a scalar of `add_loss`, such as an activity regularizer, "
-                "over samples: no single weight is exact for both. Override "
-                "`micro_batch_weight` if the samples matter more."
+                "and a scalar of `add_loss` over samples: no single weight is "
+                "exact. Override `micro_batch_weight` if samples matter more."
             )
         value = next(iter(divisors.values()), None)
         return samples if value is None else _nonzero(value, samples)
 
     def output_weights(self, data, outputs, weight):
-        """Returns the weight of each output's logged loss, `None` for a sum.
-
-        `weight` is that of the whole loss.
-        """
+        """Returns the weight of each output's logged loss, `None` for a sum."""
         step = current_step()
         reductions = step.reductions or []
         if len(reductions) != outputs:  # some reduce in their own way
@@ -154,26 +144,22 @@ class LossWeights:
     def _of_model(self, reductions):
         """Returns the divisors of the compiled losses, see `_divisors`."""
         losses = private_names.compiled_losses(self._model)
-        own = [
-            loss
-            for loss, _ in losses
-            if type(loss).__call__ is not keras.losses.Loss.__call__
-        ]
+        by_keras = keras.losses.Loss.__call__
+        own = [x for x, _ in losses if type(x).__call__ is not by_keras]
         unseen = len(losses) - len(reductions)
         if unseen > len(own):
             raise RuntimeError(
                 "accumodel does not know how this version of Keras reduces "
-                "its losses. Use a version of Keras that accumodel was tested "
-                f"with. Received: {len(reductions)} reductions of "
-                f"{len(losses) - len(own)} losses in Keras {keras.__version__}"
+                "its losses. Use a version that was tested. Received: "
+                f"{len(reductions)} reductions of {len(losses) - len(own)} "
+                f"losses in Keras {keras.__version__}"
             )
         if unseen > 0 and count_replicas() > 1:
             raise ValueError(
-                "A compiled loss overrides `__call__`, so accumodel cannot see "
-                "whether it divides by the number of replicas. Override `call` "
-                "instead, or override `compute_loss` and divide by "
-                "`self.distribute_strategy.num_replicas_in_sync`. "
-                f"Received: loss={own}"
+                "accumodel cannot see whether a loss that overrides `__call__` "
+                "divides by the number of replicas. Override `call` instead, "
+                "or `compute_loss`, and divide by `self.distribute_strategy."
+                f"num_replicas_in_sync`. Received: loss={own}"
             )
         if unseen == 0:
             reductions = [
@@ -187,12 +173,10 @@ class LossWeights:
         return divisors
 
     def _divisors(self, reductions):
-        """Returns what losses were divided by, in a dict.
-
-        The key is what the divisor counts: losses with one key have
-        proportional divisors, and the first is kept. It is `None` if it is
-        only known to be proportional to the samples. The key of sums is `None`.
-        """
+        """Returns what losses were divided by, in a dict."""
+        # The key is what the divisor counts, `None` for sums: losses with one
+        # key have proportional divisors, and the first is kept. It is `None` if
+        # it is only known to be proportional to the samples.
         divisors: dict = {}
         for each in reductions:
             inner = [x for x in each.inner if x.reduction not in _UNREDUCED]
@@ -206,8 +190,8 @@ class LossWeights:
         values, sample_weight, mask, name, *_ = reduction
         if name not in (*_MEANS, *_SUMS):
             raise ValueError(
-                "accumodel does not know what a loss with this reduction is "
-                "divided by. Override `micro_batch_weight` to say so. "
+                "accumodel does not know what this reduction divides by. "
+                "Override `micro_batch_weight` to say so. "
                 f"Received: reduction={name!r}"
             )
         if not has_samples(values, current_step().loss_data):
@@ -266,31 +250,22 @@ def _is_mean(reduction):
 
 
 def is_single(values, data):
-    """Whether a loss was reduced already: a scalar, or a single element.
-
-    A single element may also be the loss of a single sample.
-    """
+    """Whether a loss was reduced already: a scalar, or a single element."""
     shape = values.shape
     if shape.rank == 0 or shape.num_elements() != 1:
         return shape.rank == 0
-    is_one_sample = data is not None and (
-        tf.TensorShape(first_leaf(data).shape)[:1] == [1]
-    )
-    return not is_one_sample
+    # It may also be the loss of a single sample.
+    return data is None or (tf.TensorShape(first_leaf(data).shape)[:1] != [1])
 
 
 def has_samples(loss, data):
-    """Whether the first axis of a loss is that of the samples.
-
-    It is then as long as that of the data, or as all steps of all samples.
-    """
+    """Whether the first axis of a loss is that of the samples."""
+    # It is then as long as that of the data, or as all steps of all samples.
     if is_single(loss, data):
         return False
-    sizes = {
-        leaf.shape[0]
-        for leaf in tf.nest.flatten(data, expand_composites=True)
-        if tf.is_tensor(leaf) and leaf.shape.rank
-    }
+    leaves = tf.nest.flatten(data, expand_composites=True)
+    shapes = [leaf.shape for leaf in leaves if tf.is_tensor(leaf)]
+    sizes = {shape[0] for shape in shapes if shape.rank}
     length = loss.shape[0]
     if not length or not sizes:
         return True
@@ -299,10 +274,9 @@ def has_samples(loss, data):
 
 def added_losses(model):
     """Returns what `add_loss` was given in the last call of the model."""
-    weights = model.trainable_weights
-    regularized = [each for each in weights if each.regularizer is not None]
-    losses = model.losses
-    return losses[: len(losses) - len(regularized)]
+    regularizers = [each.regularizer for each in model.trainable_weights]
+    of_weights = [each for each in regularizers if each is not None]
+    return model.losses[: len(model.losses) - len(of_weights)]
 
 
 def summed_losses(model, data):
@@ -311,14 +285,10 @@ def summed_losses(model, data):
 
 
 def missing_sums(model, data):
-    """Returns what makes the sums of `add_loss` those of one device.
-
-    Keras divides them by the number of replicas, as if they were means.
-    """
+    """Returns what is missing of sums that Keras divides by the replicas."""
     missing = 1 - 1 / count_replicas()
-    return sum(
-        tf.reduce_sum(each) * missing for each in summed_losses(model, data)
-    )
+    sums = map(tf.reduce_sum, summed_losses(model, data))
+    return sum(each * missing for each in sums)
 
 
 def _nonzero(value, samples):

@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, replicas
-from accumodel._micro_batch.step import current_step
-from accumodel._update.engine import Engine, FedBatch, fitted, step_failed
+from accumodel._micro_batch.micro_batches import current_step
+from accumodel._update.engine import Engine, FedBatch, step_failed
 
 
 class GradientAccumulator(Engine):
@@ -81,20 +81,14 @@ class GradientAccumulator(Engine):
         skip_nonfinite: bool = False,
         jit_compile: bool | typing.Literal["auto"] = False,
     ) -> None:
-        steps = checks.check_accum_steps(
-            1 if accum_steps is None else accum_steps
-        )
+        self._follows_model = accum_steps is None
+        steps = 1 if accum_steps is None else accum_steps
+        steps = checks.check_accum_steps(steps)
         checks.check_optimizer(optimizer, skip_nonfinite)
         replicas.check_strategy(replicas.current_strategy())
-        super().__init__(
-            optimizer,
-            [*variables],
-            steps,
-            (process_gradients, after_update),
-            skip_nonfinite,
-            jit_compile,
-        )
-        self._follows_model = accum_steps is None
+        hooks = process_gradients, after_update
+        how = hooks, skip_nonfinite, jit_compile
+        super().__init__(optimizer, [*variables], steps, *how)
 
     @property
     def accum_steps(self) -> int:
@@ -151,15 +145,11 @@ class GradientAccumulator(Engine):
                 gradients are `None`, if only some micro-batches have a weight,
                 or if it is called twice in one `train_step` of a model.
         """
-        gradients, named = checks.check_gradients(gradients, self.variables)
-        step, holder = current_step(), fitted.get()
+        step = current_step()
         in_fit = step is not None and step.fed_batch is not None
-        if holder is not None and holder.trains_some_of(self):
-            holder.check_holds(self)
         # In a custom loop, each micro-batch is a fed batch.
         fed_batch = step.fed_batch if in_fit else FedBatch(is_split=False)
-        fed_batch.check(self)
-        self._note(gradients, named, weight is not None)
+        gradients = self.check_call(fed_batch, gradients, weight is not None)
         if in_fit:  # which ends the fed batch, and knows of errors
             fed_batch.accumulate(self, gradients, weight)
             return
@@ -170,17 +160,14 @@ class GradientAccumulator(Engine):
 
     @contextlib.contextmanager
     def _step(self):
-        """Scope of a step of a custom loop; if it fails, all is forgotten.
-
-        For a `tf.function`, and on one of several replicas, the next step does
-        it: see `forget_if_broken`.
-        """
+        """Scope of a step of a custom loop; if it fails, all is forgotten."""
+        # For a `tf.function`, and on one of several replicas, the next step
+        # does it: see `forget_if_broken`.
         try:
             yield
         except BaseException as error:
-            has_others = tf.distribute.has_strategy()
-            if has_others and tf.distribute.in_cross_replica_context():
-                has_others = False
+            is_once = tf.distribute.in_cross_replica_context()
+            has_others = tf.distribute.has_strategy() and not is_once
             if tf.executing_eagerly() and not has_others:
                 step_failed([self], error)
             raise
@@ -198,7 +185,7 @@ class GradientAccumulator(Engine):
             self.forget_if_broken()
             tf.cond(self._count > 0, update, lambda: None)
 
-        with self._step(), replicas.scope_of(self._untracked.strategy):
+        with self._step(), self.scope():
             replicas.across_replicas(end)
         self._warn_about_unsure_updates()
 

@@ -1,13 +1,33 @@
-"""All accumulators of a model as one."""
+"""All accumulators of a model as one, and how a file holds their cycles.
+
+At the end of a cycle there is nothing to save. In mid-cycle a file holds, with
+the weights, and for each accumulator of the model, arrays with these names:
+
+| name            | holds                                                      |
+|-----------------|------------------------------------------------------------|
+| `pending_steps` | int64, the batches accumulated                             |
+| `totals`        | three float64s: the sum of their weights, by which the     |
+|                 | sums are divided, the sum of the sizes of the weights, and |
+|                 | the number of micro-batches on all replicas                |
+| `places`        | int64s, which of the model's weights the sums are for      |
+| `scales_loss`   | bool, whether the losses were scaled                       |
+| `given`         | bools, which of them got a gradient                        |
+| `sum_3`         | the sum for the fourth of them, if it got one              |
+| `samples`,      | of random numbers, see `RandomNumbers.save_cycle`          |
+| `seeds`         |                                                            |
+
+Sums and totals are those of one device, on any number of replicas.
+"""
 
 import typing
 import warnings
 
+import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf.checks import overrides
+from accumodel._keras_and_tf.optimizers import scales_loss
 from accumodel._keras_and_tf.replicas import scope_of
-from accumodel._update import files
 from accumodel._update.accumulator import GradientAccumulator
 from accumodel._update.engine import step_failed
 
@@ -21,23 +41,25 @@ _ATTRIBUTE = "_gradient_accumulator"
 _DEPTH = 4
 _LIBRARIES = ("accumodel", "builtins", "keras", "numpy", "tensorflow")
 
+# Keys in `.weights.h5` are `accumulated:<attribute>:<array>`. Keras's own are
+# "0", "1", ..., and plain Keras refuses others.
+_PREFIX = "accumulated:"
+
+# What files call the model's own accumulator.
+OWN = "_accumulator"
+
 
 class Accumulators:
     """All accumulators that a model holds."""
 
     def __init__(self, model):
         self.model = model
-        # Whether batches were accumulated here since a file was loaded.
-        self.is_live = False
-        # Whether gradients were added in a condition or a `tf.function` of a
-        # custom step, for an accumulator that is gone.
+        self.is_live = False  # whether batches came since a file was loaded
+        # Whether a condition or function added to an accumulator that is gone.
         self.adds_in_function = False
 
     def by_name(self):
-        """Returns those that attributes hold in a dict, by what holds them.
-
-        In lists and dicts too, and in the attributes of other objects.
-        """
+        """Returns those in attributes, lists and dicts, by their names."""
         found: dict = {}
         seen = {id(self.model)}
         level = [*vars(self.model).items()]
@@ -45,7 +67,7 @@ class Accumulators:
             deeper = []
             for name, value in level:
                 if isinstance(value, GradientAccumulator):
-                    name = files.OWN if name == _ATTRIBUTE else name
+                    name = OWN if name == _ATTRIBUTE else name
                     found.setdefault(value, name)
                 elif id(value) not in seen:
                     seen.add(id(value))
@@ -56,30 +78,39 @@ class Accumulators:
     def __iter__(self):
         return iter(self.by_name().values())
 
-    def check_holds(self, accumulator):
-        """Raises if the model does not know an accumulator that its step uses.
+    def build(self, options):
+        """Makes the model's own accumulator, unless it has one."""
+        model = self.model
+        variables = model.trainable_variables
+        if model._gradient_accumulator is not None or not variables:
+            return
+        jit_compile: bool | typing.Literal["auto"] = "auto"
+        if model.jit_compile or model.run_eagerly:
+            jit_compile = model.jit_compile
+        with scope_of(model.distribute_strategy):
+            model._gradient_accumulator = GradientAccumulator(
+                model.optimizer,
+                variables,
+                options.accum_steps,
+                skip_nonfinite=options.skip_nonfinite,
+                jit_compile=jit_compile,
+                **{x: getattr(model, x) for x in HOOKS if overrides(model, x)},
+            )
 
-        Its last short cycle would be lost, and no file would hold it.
-        """
-        if accumulator not in [*self]:
+    def check_holds(self, accumulator):
+        """Raises if an accumulator trains the model, which does not know it."""
+        is_own = accumulator.trains_some_of(self.model.trainable_weights)
+        if is_own and accumulator not in [*self]:
             raise ValueError(
                 "A `train_step` uses a `GradientAccumulator` that the model "
                 "does not hold: it would not end its cycle with the epoch. "
-                "Make it an attribute of the model, `self.accumulator = "
-                "GradientAccumulator(...)`. Received: an accumulator of "
-                f"{len(accumulator.variables)} variables in a step of "
-                f"{type(self.model).__name__}"
+                "Make it an attribute of the model. Received: one of "
+                f"{len(accumulator.variables)} variables, model={self.model}"
             )
-
-    def prepare(self, options, numbers):
-        """Lets them follow the model, before its step is traced."""
-        for accumulator in self:
-            accumulator.follow(options.accum_steps, numbers)
 
     @property
     def pending_steps(self):
-        pending = (accumulator.pending_steps for accumulator in self)
-        return max(pending, default=0)
+        return max((x.pending_steps for x in self), default=0)
 
     def apply(self):
         try:
@@ -105,13 +136,9 @@ class Accumulators:
 
     def weights_were_set(self, layer):
         """Forgets the pending cycle if it is of other weights than these."""
-        given = {*map(id, layer.weights)}
-        if not tf.executing_eagerly() or all(
-            given.isdisjoint(map(id, accumulator.variables))
-            for accumulator in self
-        ):
-            return
-        self.drop("set_weights")
+        is_trained = any(x.trains_some_of(layer.weights) for x in self)
+        if tf.executing_eagerly() and is_trained:
+            self.drop("set_weights")
 
     def begin_fit(self, remainder):
         """Forgets what was pending, unless it is carried or from a file."""
@@ -124,26 +151,51 @@ class Accumulators:
         if accumulator is None:
             return
         pending = accumulator.pending_steps
-        if accumulator._untracked.added is not None:
-            _, is_conditional = accumulator._untracked.added
-            self.adds_in_function |= is_conditional
+        self.adds_in_function |= accumulator.adds_in_condition()
         del self.model._gradient_accumulator  # what is tracked, too
         if pending:
             accumulator.reset()  # seeds too
             _warn_about_dropped(pending, "compile")
 
-    def trains_some_of(self, accumulator):
-        """Whether an accumulator trains weights of this model."""
-        weights = {*map(id, self.model.trainable_weights)}
-        return not weights.isdisjoint(map(id, accumulator.variables))
-
     def trains_the_same(self, accumulator):
         """Whether an accumulator fits what `compile` and `trainable` say."""
-        places = [*map(id, self.model.trainable_variables)]
-        return (
-            accumulator.optimizer is self.model.optimizer
-            and [*map(id, accumulator.variables)] == places
-        )
+        variables = map(id, self.model.trainable_variables)
+        is_same = [*map(id, accumulator.variables)] == [*variables]
+        return is_same and accumulator.optimizer is self.model.optimizer
+
+    def save(self, numbers, store):
+        """Adds the pending cycles to the dict of a model's own variables."""
+        for attribute, accumulator in self.by_name().items():
+            if not accumulator.pending_steps:
+                continue
+            is_own = attribute == OWN
+            if is_own and not self.trains_the_same(accumulator):
+                warnings.warn(
+                    "The pending cycle was not saved: the trainable variables "
+                    "or the optimizer changed after it began.",
+                    stacklevel=2,
+                )
+                continue
+            cycle = read(accumulator, self.model)
+            if is_own and numbers is not None:
+                cycle |= numbers.save_cycle()
+            for name, value in cycle.items():
+                store[f"{_PREFIX}{attribute}:{name}"] = value
+
+    def load(self, cycles):
+        """Loads the pending cycles of a file; if it raises, none is pending."""
+        self.reset()
+        found = self.by_name()
+        if not cycles.keys() <= found.keys():
+            raise ValueError(
+                "The file holds a cycle of an accumulator that this model does "
+                f"not have. Received: {[*cycles]}, but it has {[*found]}"
+            )
+        for attribute, cycle in cycles.items():
+            _check(found[attribute], self.model, cycle)
+        for attribute, cycle in cycles.items():
+            write(found[attribute], cycle)
+        self.is_live = False
 
 
 def _held_by(value):
@@ -152,9 +204,8 @@ def _held_by(value):
         return enumerate([*value.values()])
     if isinstance(value, list | tuple):
         return enumerate(value)
-    # Objects of libraries hold none, and much else. Another accumulating model
-    # ends its own cycles.
     cls = type(value)
+    # Objects of libraries hold none. Another accumulating model ends its own.
     is_library = cls.__module__.split(".")[0] in _LIBRARIES
     if is_library or hasattr(cls, _ATTRIBUTE):
         return []
@@ -174,23 +225,91 @@ def _warn_about_dropped(pending, name, otherwise=""):
     )
 
 
-def build_accumulator(model, options):
-    """Makes the model's own accumulator, unless it has one."""
-    if model._gradient_accumulator is not None or not model.trainable_variables:
-        return
-    jit_compile: bool | typing.Literal["auto"] = "auto"
-    if model.jit_compile or model.run_eagerly:
-        jit_compile = model.jit_compile
-    with scope_of(model.distribute_strategy):
-        model._gradient_accumulator = GradientAccumulator(
-            model.optimizer,
-            model.trainable_variables,
-            options.accum_steps,
-            skip_nonfinite=options.skip_nonfinite,
-            jit_compile=jit_compile,
+def split_off(store):
+    """Returns the cycles in a dict of variables, and the dict without them."""
+    cycles: dict = {}
+    rest = {}
+    for key in store.keys():  # noqa: SIM118, no dict but like one
+        if key.startswith(_PREFIX):
+            _, attribute, name = key.split(":")
+            cycles.setdefault(attribute, {})[name] = np.array(store[key])
+        else:
+            rest[key] = store[key]
+    return cycles, rest
+
+
+def read(accumulator, model):
+    """Returns the pending cycle of an accumulator in a dict of arrays."""
+    with accumulator.scope():
+        given = accumulator._given.numpy()
+        return {
+            "pending_steps": np.int64(accumulator.pending_steps),
+            "totals": np.asarray(tf.identity(accumulator._totals)),
+            "scales_loss": np.bool_(scales_loss(accumulator.optimizer)),
+            "places": _places(accumulator, model),
+            "given": given,
             **{
-                name: getattr(model, name)
-                for name in HOOKS
-                if overrides(model, name)
+                f"sum_{i}": np.asarray(tf.identity(total))
+                for i, total in enumerate(accumulator._sums)
+                if given[i]
             },
+        }
+
+
+def write(accumulator, cycle):
+    """Lets a cycle that `read` returned be the pending one."""
+    given = cycle["given"]
+    with accumulator.scope():
+        for i, total in enumerate(accumulator._sums):
+            value = cycle[f"sum_{i}"] if given[i] else tf.zeros_like(total)
+            total.assign(value)
+        accumulator._totals.assign(cycle["totals"])
+        accumulator._count.assign(cycle["pending_steps"])
+        accumulator._given.assign(given)
+        accumulator._has_weights = True if cycle["totals"][1] > 0 else None
+
+
+def _places(accumulator, model):
+    """Returns which of the model's weights an accumulator trains."""
+    places = {id(each): i for i, each in enumerate(model.weights)}
+    return [places.get(id(each), -1) for each in accumulator.variables]
+
+
+def _check(accumulator, model, cycle):
+    """Raises unless a cycle is whole and belongs to these variables."""
+    needed = {"pending_steps", "totals", "places", "scales_loss", "given"}
+    given = cycle.get("given", [])
+    sums = {f"sum_{i}" for i, each in enumerate(given) if each}
+    missing = (needed | sums) - {*cycle}
+    if missing or not sums:
+        _refuse("is incomplete", f"no {sorted(missing) or 'sums'}")
+    places = _places(accumulator, model)
+    if cycle["places"].tolist() != places:
+        _refuse(
+            "belongs to a different set of trainable weights. Freeze the "
+            "layers that were frozen when it was saved, and compile",
+            f"weights {cycle['places'].tolist()}, but the model's are {places}",
         )
+    scales = scales_loss(accumulator.optimizer)
+    if cycle["scales_loss"] != scales:
+        _refuse(
+            "has sums that were scaled differently. Use a "
+            "`LossScaleOptimizer` only if it was used then",
+            f"scales_loss={cycle['scales_loss']}",
+        )
+    count, totals, wrong = cycle["pending_steps"], cycle["totals"], {}
+    for i, total in enumerate(accumulator._sums):
+        value = cycle.get(f"sum_{i}", total)
+        if value.shape != total.shape or value.dtype != total.dtype:
+            wrong[f"sum_{i}"] = value.shape, value.dtype
+    if wrong or count < 1 or totals.shape != (3,):
+        _refuse(
+            "is damaged, or belongs to another model",
+            f"pending_steps={count}, totals={totals}, wrong sums={wrong}",
+        )
+
+
+def _refuse(what, received):
+    raise ValueError(
+        f"The pending cycle in this file {what}. Received: {received}"
+    )

@@ -33,11 +33,10 @@ import warnings
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import optimizers, replicas
+from accumodel._keras_and_tf import checks, optimizers, replicas
 from accumodel._keras_and_tf.hooks import without_own_reduction
-from accumodel._keras_and_tf.xla import compile_update
 from accumodel._micro_batch.assignments import recorded
-from accumodel._micro_batch.step import current_step
+from accumodel._micro_batch.micro_batches import current_graph, current_step
 from accumodel._update import sums
 
 
@@ -45,11 +44,9 @@ class _Untracked:
     """Attributes that `tf.Module` must not track, or checkpoints have them."""
 
     def __init__(self, strategy, variables):
-        self.strategy = strategy
-        self.variables = variables
+        self.strategy, self.variables = strategy, variables
         self.updates: dict = {}  # compiled, by what they update
-        # The `RandomNumbers` of the model that holds it, if there are any.
-        self.numbers: typing.Any = None
+        self.numbers: typing.Any = None  # the `RandomNumbers` of its model
         # Per variable: was it passed to `accumulate`, maybe with `None` as its
         # gradient? Empty if all were.
         self.named: list = []
@@ -63,11 +60,7 @@ class _Untracked:
 
 
 class Engine(tf.Module):
-    """The variables of an accumulator, and all that changes them.
-
-    It adds the micro-batches of a `FedBatch`. For the arguments see
-    `GradientAccumulator`.
-    """
+    """The variables of a `GradientAccumulator`, and all that changes them."""
 
     def __init__(
         self, optimizer, variables, accum_steps, hooks, skip_nonfinite, jit
@@ -139,17 +132,33 @@ class Engine(tf.Module):
 
     def is_broken(self):
         """Whether a step that failed has left a fed batch half-added."""
-        values = self._local(self._phase), self._local(self._parts)
-        return any(map(np.any, itertools.chain(*values)))
+        return any(map(np.any, self._local(self._phase, self._parts)))
 
     def is_updating(self):
         """Whether a step that failed had begun to make an update."""
         return any(phase < 0 for phase in self._local(self._phase))
 
-    def _local(self, variable):
+    def _local(self, *variables):
         # Of this worker: the others may not be here to reduce.
-        with replicas.scope_of(self._untracked.strategy):
-            return [x.numpy() for x in replicas.local_results(variable)]
+        with self.scope():
+            values = map(replicas.local_results, variables)
+            return [x.numpy() for x in itertools.chain(*values)]
+
+    def trains_some_of(self, weights):
+        return not {*map(id, weights)}.isdisjoint(map(id, self.variables))
+
+    def scope(self):
+        """Returns the scope of the strategy under which it was made."""
+        return replicas.scope_of(self._untracked.strategy)
+
+    def adds_in_condition(self):
+        """Whether it was last added to in a condition or a `tf.function`."""
+        return self._untracked.added is not None and self._untracked.added[1]
+
+    def use(self, numbers, updates_every_batch):
+        """Prepares a call in a step of the model that holds it."""
+        self._untracked.numbers = numbers
+        self._untracked.updates_every_batch = updates_every_batch
 
     def follow(self, accum_steps, numbers):
         """Follows the model that holds it, of which `numbers` is part."""
@@ -159,25 +168,27 @@ class Engine(tf.Module):
             self._accum_steps.assign(accum_steps)
 
     def forget_if_broken(self):
-        """Forgets the pending cycle if the last step of a custom loop failed.
-
-        Once for all replicas, which do not know of each other.
-        """
+        """Forgets the pending cycle if a custom loop's last step failed."""
         # Their phases have one sign.
         is_broken = tf.not_equal(self._phase, 0)
         tf.cond(is_broken, self._reset, lambda: None)
 
     def forget(self):
         """Forgets the pending cycle after a step that failed."""
-        with replicas.scope_of(self._untracked.strategy):
+        with self.scope():
             self._reset()
             self._parts.assign(tf.zeros(2, tf.float64))
             # XLA may have freed what it was to add to.
             for each in self._sums:
                 each.assign(tf.zeros(each.shape, each.dtype))
 
-    def _note(self, gradients, named, has_weight):
-        """Notes what a call passes, and raises if it does not fit the last."""
+    def check_call(self, fed_batch, gradients, has_weight):
+        """Checks a call of `accumulate`; returns its gradients in order."""
+        gradients, named = checks.check_gradients(gradients, self.variables)
+        holder, step = fitted.get(), current_step()
+        if holder is not None:
+            holder.check_holds(self)
+        fed_batch.check(self)
         # What was traced does not look at it again, so it must stay the same.
         is_eager = tf.executing_eagerly() and not self._is_traced
         if is_eager and not self._untracked.strategy and self._count == 0:
@@ -185,18 +196,27 @@ class Engine(tf.Module):
         if self._has_weights not in (None, has_weight):
             raise ValueError(
                 "`weight` must be a number for all micro-batches, or `None` "
-                "for all: sums cannot be averaged with means. Give sums and "
-                "means a `GradientAccumulator` each. Received: "
+                "for all: sums cannot be averaged with means. Give each a "
+                "`GradientAccumulator`. Received: "
                 f"{'a number' if has_weight else 'weight=None'} after "
                 f"{'weight=None' if has_weight else 'numbers'}"
             )
         self._has_weights = has_weight
-        step = current_step()
+        # The branches of a condition are graphs, and only one of them runs.
+        call = (self, current_graph())
+        if step is not None and call in step.calls:
+            raise ValueError(
+                "Gradients were accumulated twice in one `train_step`, and "
+                "each call counts as a micro-batch. Add up the losses or "
+                "gradients first, or give each optimizer an accumulator. "
+                f"Received: a second call for {len(named)} variables"
+            )
         if step is not None:
-            step.check_called_once(self)
+            step.calls.add(call)
         self._expected = tuple(each is not None for each in gradients)
         before = self._untracked.named or named
         self._untracked.named = list(map(operator.or_, named, before))
+        return gradients
 
     # -- on each replica: a micro-batch ----------------------------------------
 
@@ -211,12 +231,11 @@ class Engine(tf.Module):
         replicas.across_replicas(end, parts)
 
     def _add(self, gradients, weight, meets, fraction=1.0):
-        """Adds a micro-batch to this replica's sums.
-
-        `fraction` is how much of `weight` to add to the total, if the gradient
-        of a batch comes in several parts. `None`: nothing, an earlier part did.
-        Returns a bool tensor that is ready when all is added.
-        """
+        """Adds a micro-batch to this replica's sums."""
+        # `fraction` is how much of `weight` to add to the total, if the
+        # gradient of a batch comes in several parts. `None`: nothing, an
+        # earlier part did. Returns a bool tensor that is ready when all is
+        # added.
         self._is_traced |= not tf.executing_eagerly()
         divides = weight is not None
         with tf.control_dependencies(self._waits(gradients, weight)):
@@ -267,11 +286,9 @@ class Engine(tf.Module):
             return tf.identity(accepted)
 
     def _waits(self, gradients, weight):
-        """Returns what must be there before anything is changed.
-
-        A data set of unknown length ends with a run of the train function in
-        which no data comes: nothing may be counted or added then.
-        """
+        """Returns what must be there before anything is changed."""
+        # A data set of unknown length ends with a run of the train function in
+        # which no data comes: nothing may be counted or added then.
         step = current_step()
         # A function in a step must not hold the data of its first trace.
         if step is not None and not step.is_conditional():
@@ -295,51 +312,39 @@ class Engine(tf.Module):
 
     def _clear_if_empty(self, these):
         """Clears some of the sums if they are those of an earlier cycle."""
-        sums.clear(these, tf.equal(self._totals[2], 0))
 
-    def _reduce(self, present):
-        """Returns the `Cycle` of all replicas."""
-        # In the widest dtype of the sums, so as to travel with them.
-        widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
-        values = [
-            total if is_present else None
-            for total, is_present in zip(self._sums, present, strict=True)
-        ]
-        totals, *values = replicas.sum_over_replicas(
-            [tf.cast(self._totals, widest), *values]
-        )
-        return sums.Cycle(
-            values,
-            self.variables,
-            # Not a division of each sum: XLA would store all quotients at once.
-            1 / sums.make_divisor(totals[0], totals[1]),
-            tf.cast(self.optimizer.scale_loss(tf.ones(())), tf.float64),
-            optimizers.scales_loss(self.optimizer),
-        )
+        @recorded()
+        def clear():
+            for total in these:
+                total.assign(tf.zeros_like(total))
+
+        tf.cond(tf.equal(self._totals[2], 0), clear, lambda: None)
 
     def _apply_gradients(self, present):
-        """Passes the reduced and divided sums to the optimizer.
-
-        Returns whether there was an update, when all variables are updated.
-        """
-        cycle = self._reduce(present)
+        """Updates by the divided sums; returns whether there was an update."""
+        # In the widest dtype of the sums, so as to travel with them.
+        widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
+        pairs = zip(self._sums, present, strict=True)
+        values = [total if is_present else None for total, is_present in pairs]
+        totals = tf.cast(self._totals, widest)
+        totals, *values = replicas.sum_over_replicas([totals, *values])
+        # Not a division of each sum: XLA would store all quotients at once.
+        factor = 1 / sums.make_divisor(totals[0], totals[1])
         gradients: typing.Any = (
-            sums.multiply(total, cycle.factor, variable)
-            for total, variable in zip(cycle.sums, self.variables, strict=True)
+            sums.multiply(total, factor, variable)
+            for total, variable in zip(values, self.variables, strict=True)
         )
         keep = True
         if self._process_gradients is not None:
-            gradients, keep = sums.process(
-                self._process_gradients, [*gradients], cycle
-            )
+            given = [*gradients], self.variables, self.optimizer
+            gradients, keep = sums.process(self._process_gradients, *given)
 
         def apply():
             named = self._untracked.named or itertools.repeat(True)
             triples = zip(gradients, self.variables, named, strict=False)
             # Keras warns of those without a gradient.
-            self.optimizer.apply_gradients(
-                (g, v) for g, v, n in triples if n or g is not None
-            )
+            pairs = ((g, v) for g, v, n in triples if n or g is not None)
+            self.optimizer.apply_gradients(pairs)
 
         if keep is True:
             apply()
@@ -353,11 +358,7 @@ class Engine(tf.Module):
     # -- once for all replicas: the end of a batch, and the update -------------
 
     def _end_step(self, present, may_be_nothing, parts):
-        """Counts the fed batch, and updates if it is the cycle's last.
-
-        `parts`, how many of its micro-batches were added and how many skipped,
-        is of each replica, and all alike.
-        """
+        """Counts the fed batch, and updates if it is the cycle's last."""
         # All of them: another replica may still fail, and then no weight moves.
         waits = replicas.local_results(parts)
         added, skipped = tf.unstack(waits[0])
@@ -386,10 +387,7 @@ class Engine(tf.Module):
                 count()
 
     def _update(self, expected):
-        """Updates the variables that got a gradient in this cycle.
-
-        A graph has an update for those expected, and one for all variables.
-        """
+        """Updates the variables that got a gradient in this cycle."""
         self._phase.assign(-1.0)
         if tf.executing_eagerly():
             self._update_variables(tuple(self._given.numpy().tolist()))
@@ -423,7 +421,7 @@ class Engine(tf.Module):
             return
         updates = self._untracked.updates
         if present not in updates:
-            updates[present] = compile_update(
+            updates[present] = optimizers.compile_update(
                 functools.partial(self._reduce_and_apply, present),
                 self._sums,
                 None if strategy is not None else self._jit_compile,
@@ -458,9 +456,8 @@ class Engine(tf.Module):
             self._has_warned = True
             warnings.warn(
                 "The micro-batches of a cycle trained different sets of "
-                "variables. Those that got no gradient in it were updated with "
-                "zeros, by which momentum and weight decay may change them. "
-                "Use a `GradientAccumulator` for each set.",
+                "variables. Those without a gradient got zeros: momentum and "
+                "decay may move them. Use a `GradientAccumulator` for each.",
                 stacklevel=3,
             )
 
@@ -475,10 +472,9 @@ def step_failed(accumulators, error):
     is_end = isinstance(error, StopIteration | tf.errors.OutOfRangeError)
     try:
         pending = max((x.pending_steps for x in accumulators), default=0)
+        is_broken = any(each.is_broken() for each in accumulators)
         is_updating = any(each.is_updating() for each in accumulators)
-        if (isinstance(error, Exception) and not is_end) or any(
-            each.is_broken() for each in accumulators
-        ):
+        if is_broken or (isinstance(error, Exception) and not is_end):
             for accumulator in accumulators:
                 accumulator.forget()
         elif is_end or pending:
@@ -495,8 +491,7 @@ def step_failed(accumulators, error):
     if is_updating:
         error.add_note(
             "accumodel: The error came while the optimizer made an update. "
-            "Some weights may be updated and others not: load the last "
-            "checkpoint."
+            "Some weights may be updated, others not: load the last checkpoint."
         )
     elif pending:
         error.add_note(
@@ -510,27 +505,30 @@ fitted: contextvars.ContextVar = contextvars.ContextVar("fitted", default=None)
 
 
 class FedBatch:
-    """The accumulators that the micro-batches of one fed batch are added to.
-
-    If it `is_split`, each replica may have another number of micro-batches.
-    """
+    """The accumulators that the micro-batches of one fed batch are added to."""
 
     def __init__(self, is_split):
-        self.is_split = is_split
+        self.is_split = is_split  # then replicas may have unequal numbers
         self._added: dict = {}
         # See `clear_first`: a list of sums for each accumulator.
         self.cleared: dict = {}
 
     def check(self, accumulator):
         """Raises unless this is a step of the accumulator's strategy."""
-        replicas.check_replica_context(accumulator._untracked.strategy)
+        has_strategy = tf.distribute.has_strategy()
+        strategy = tf.distribute.get_strategy() if has_strategy else None
+        own = accumulator._untracked.strategy
+        if strategy is not own or not tf.distribute.get_replica_context():
+            raise ValueError(
+                "Make a `GradientAccumulator`, its optimizer and its variables "
+                "in `strategy.scope()`, and call `accumulate` in what "
+                "`strategy.run()` runs. Received: an accumulator made under "
+                f"{own}, called under {strategy}"
+            )
 
     @recorded()
     def accumulate(self, accumulator, gradients, weight, fraction=1.0):
-        """Adds a micro-batch, which is counted in the end.
-
-        And registers which variables got a gradient. See `Engine._add`.
-        """
+        """Adds a micro-batch, and registers which variables got a gradient."""
         meets = not self.is_split
         accepted = accumulator._add(gradients, weight, meets, fraction)
         # A micro-batch that all replicas accept adds 1 / replicas on each.
@@ -556,12 +554,9 @@ class FedBatch:
                 accumulator._clear_if_empty(these)
 
     def end(self, accumulators):
-        """Ends the fed batch in each accumulator that it was added to.
-
-        A `tf.function` in a custom step may be traced already: then it adds,
-        but registers nothing, so the accumulators themselves know. Returns
-        whether there is one.
-        """
+        """Ends the fed batch in its accumulators; returns if it has any."""
+        # A `tf.function` in a custom step may be traced already: then it adds,
+        # but registers nothing, so the accumulators themselves know.
         for each in accumulators:
             if each not in self._added and each._untracked.added is not None:
                 self._added[each] = (each._untracked.added[0], True)

@@ -1,27 +1,16 @@
 """The sums of the gradients: make, add, divide, measure and process them."""
 
 import math
-import typing
 
 import tensorflow as tf
 
+from accumodel._keras_and_tf import optimizers
 from accumodel._keras_and_tf.checks import check_shapes
-from accumodel._keras_and_tf.optimizers import overwrites, tf_variable
 from accumodel._keras_and_tf.replicas import count_replicas, make_sum
 from accumodel._micro_batch.assignments import recorded
 
 # Weights that cancel leave a total that is rounding, next to their sizes.
 _CANCELLED = 1e-9
-
-
-class Cycle(typing.NamedTuple):
-    """A cycle that ends, over all replicas."""
-
-    sums: list  # of the gradients, or `None`
-    variables: list
-    factor: typing.Any  # by which the sums are multiplied
-    loss_scale: typing.Any
-    may_overflow: bool  # whether a cycle that overflowed makes no update
 
 
 def make_accumulators(variables):
@@ -31,14 +20,14 @@ def make_accumulators(variables):
             "`variables` must hold at least one variable to train. "
             f"Received: variables={variables}"
         )
-    overwritten = [each for each in variables if overwrites(each)]
+    overwritten = [each for each in variables if optimizers.overwrites(each)]
     if overwritten and count_replicas() > 1:
         raise ValueError(
             "The scales of float8 cannot be accumulated on several replicas. "
             f"Use one device or another precision. Received: {overwritten[0]}"
         )
     made = []
-    for variable in map(tf_variable, variables):
+    for variable in map(optimizers.tf_variable, variables):
         dtype = tf.as_dtype(variable.dtype)
         # Half types lose whole gradients when many are added: 511 gradients
         # of 2.0 add up to 512 in bfloat16.
@@ -56,10 +45,8 @@ def make_counter(name):
 
 
 def add(total, gradient, variable, scale, is_first):
-    """Adds `scale * gradient` to a sum, in one pass over it.
-
-    `scale` is 0 only if the gradient is the first, which begins the sum.
-    """
+    """Adds `scale * gradient` to a sum, in one pass over it."""
+    # `scale` is 0 only if the gradient is the first, which begins the sum.
     dtype = total.dtype
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     if is_first and (gradient is None or is_sparse):
@@ -68,16 +55,15 @@ def add(total, gradient, variable, scale, is_first):
         return
     scale = tf.cast(scale, dtype)
     if is_sparse:
+        values = tf.cast(gradient.values, dtype)
         tf.raw_ops.ResourceScatterAdd(
             resource=total.handle,
             indices=gradient.indices,
-            updates=tf.math.multiply_no_nan(
-                tf.cast(gradient.values, dtype), scale
-            ),
+            updates=tf.math.multiply_no_nan(values, scale),
         )
         return
     gradient = tf.cast(gradient, dtype)
-    if overwrites(variable):  # what is a value and no gradient
+    if optimizers.overwrites(variable):  # what is a value and no gradient
         total.assign(gradient if is_first else tf.maximum(total, gradient))
     elif is_first:
         # The product takes the gradient's buffer, and the variable takes that.
@@ -92,26 +78,21 @@ def add(total, gradient, variable, scale, is_first):
 
 
 def select(total, gradient, variable, scale, is_first):
-    """Adds a dense gradient as `add` does, where XLA fuses it.
-
-    But `is_first` is a tensor.
-    """
+    """Adds a dense gradient as `add` does, inside of XLA."""
     # A scalar zero: XLA would store one of the shape as a constant.
     before = tf.where(is_first, tf.zeros((), total.dtype), total)
     gradient = tf.cast(gradient, total.dtype)
-    if overwrites(variable):
+    if optimizers.overwrites(variable):
         total.assign(tf.where(is_first, gradient, tf.maximum(before, gradient)))
     else:
         total.assign(before + tf.cast(scale, total.dtype) * gradient)
 
 
 def add_each(triples, scale, is_first, phase):
-    """Adds each gradient as soon as it is made, which frees it.
-
-    `triples` are what `add` takes: a sum, a gradient, a variable. `is_first` is
-    a scalar bool tensor, or `None` if they do not begin the sums. What assigns
-    to `phase` next waits for all of this.
-    """
+    """Adds each gradient as soon as it is made, which frees it."""
+    # `triples` are what `add` takes: a sum, a gradient, a variable. `is_first`
+    # is a scalar bool tensor, or `None` if they do not begin the sums. What
+    # assigns to `phase` next waits for all of this.
 
     @recorded()
     def add_all(is_first):
@@ -130,11 +111,9 @@ def add_each(triples, scale, is_first, phase):
 
 
 def select_each(triples, scale, is_first):
-    """Adds each gradient inside of an XLA cluster, see `add_each`.
-
-    A condition there would carry all sums through it. Returns those that are
-    to be cleared before the cluster: of sparse gradients, and of none.
-    """
+    """Adds each gradient inside of an XLA cluster, see `add_each`."""
+    # A condition there would carry all sums through it. Returns those that are
+    # to be cleared before the cluster: of sparse gradients, and of none.
     cleared = []
     for total, gradient, variable in triples:
         if is_first is not None:
@@ -144,17 +123,6 @@ def select_each(triples, scale, is_first):
             cleared.append(total)
         add(total, gradient, variable, scale, is_first=False)
     return cleared
-
-
-def clear(sums, is_first):
-    """Clears sums if `is_first`, a scalar bool tensor."""
-
-    @recorded()
-    def clear_all():
-        for total in sums:
-            total.assign(tf.zeros_like(total))
-
-    tf.cond(is_first, clear_all, lambda: None)
 
 
 def make_divisor(weight, size):
@@ -169,7 +137,7 @@ def make_divisor(weight, size):
 def multiply(total, factor, variable):
     if total is None:
         return None
-    if not overwrites(variable):
+    if not optimizers.overwrites(variable):
         total = total * tf.cast(factor, total.dtype)
     return tf.cast(total, variable.dtype)
 
@@ -179,10 +147,9 @@ def zero_unless(accepted, gradient):
         return None
 
     def zero(each):
-        zeros = tf.zeros((), each.dtype)
-        return (
-            tf.where(accepted, each, zeros) if each.dtype.is_floating else each
-        )
+        if not each.dtype.is_floating:  # such as indices
+            return each
+        return tf.where(accepted, each, tf.zeros((), each.dtype))
 
     return tf.nest.map_structure(zero, gradient, expand_composites=True)
 
@@ -198,16 +165,12 @@ def all_finite(gradients, weight):
     return tf.reduce_all([*map(tf.reduce_all, map(tf.math.is_finite, values))])
 
 
-def process(function, gradients, cycle):
-    """Calls a `process_gradients`, without the scale of the loss.
-
-    A `LossScaleOptimizer`, if there is one, must see overflows. Returns what is
-    passed to the optimizer, and whether it is, a bool or a tensor.
-    """
-    variables, scale = cycle.variables, cycle.loss_scale
+def process(function, gradients, variables, optimizer):
+    """Returns what `process_gradients` returns, and whether to use it."""
+    scale = tf.cast(optimizer.scale_loss(tf.ones(())), tf.float64)
     given = [
         None
-        if gradient is None or overwrites(variable)
+        if gradient is None or optimizers.overwrites(variable)
         else gradient / tf.cast(scale, gradient.dtype)
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
@@ -232,10 +195,12 @@ def process(function, gradients, cycle):
             "`tf.distribute` strategy, where replicas meet in it. Return a "
             f"list. Received: {tf.distribute.get_strategy()}"
         )
-    is_finite = all_finite(given, 1.0) if cycle.may_overflow else True
+    # A `LossScaleOptimizer` must see overflows.
+    may_overflow = optimizers.scales_loss(optimizer)
+    is_finite = all_finite(given, 1.0) if may_overflow else True
 
     def scaled(gradient, new, variable):
-        if overwrites(variable):
+        if optimizers.overwrites(variable):
             return gradient
         if new is None:
             return None

@@ -17,7 +17,7 @@ from accumodel._keras_and_tf import private_names, replicas
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.split import as_tensors, count_samples
+from accumodel._micro_batch.micro_batches import as_tensors, count_samples
 
 # Whether an error of the check itself raises, as in the tests.
 RAISES = False

@@ -9,7 +9,7 @@ import numpy as np
 from accumodel._features.first_batch.kept import name_of
 from accumodel._features.first_batch.runs import floats
 from accumodel._keras_and_tf import hooks, private_names
-from accumodel._micro_batch.step import current_graph
+from accumodel._micro_batch.micro_batches import current_graph
 
 TF_RANDOM = (
     "The model draws random numbers by `tf.random`: other ones in each "

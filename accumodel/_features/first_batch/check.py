@@ -36,7 +36,7 @@ from accumodel._keras_and_tf.optimizers import (
     with_inner_optimizers,
 )
 from accumodel._micro_batch.assignments import is_random, nodes_of
-from accumodel._micro_batch.split import count_samples
+from accumodel._micro_batch.micro_batches import count_samples
 
 # The samples of a comparison with a tape: parts of unequal size.
 _SAMPLES = 3

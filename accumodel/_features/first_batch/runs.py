@@ -31,9 +31,12 @@ from accumodel._features.trim_padding import same_draws
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.replicas import make_sum
 from accumodel._micro_batch import outcome
+from accumodel._micro_batch.micro_batches import (
+    MicroBatches,
+    count_samples,
+    one_step,
+)
 from accumodel._micro_batch.random_numbers import RandomNumbers
-from accumodel._micro_batch.split import MicroBatches, count_samples
-from accumodel._micro_batch.step import one_step
 from accumodel._update.engine import FedBatch
 
 # The most entries of a gradient that are kept, see `_sketch`.

@@ -37,11 +37,11 @@ from accumodel._features.whole_batch.graph import (
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
-from accumodel._micro_batch import assignments, loop, outcome, split
+from accumodel._micro_batch import assignments, loop, micro_batches, outcome
+from accumodel._micro_batch.assignments import States
 from accumodel._micro_batch.feature import Feature
+from accumodel._micro_batch.micro_batches import one_step
 from accumodel._micro_batch.random_numbers import Draws
-from accumodel._micro_batch.states import States
-from accumodel._micro_batch.step import one_step
 
 
 class WholeBatch(Feature):
@@ -84,7 +84,7 @@ class WholeBatch(Feature):
 
     def train(self, plan, fed_batch, data):
         """Trains on one fed batch, which the caller ends. Returns the logs."""
-        data = split.as_tensors(data)
+        data = micro_batches.as_tensors(data)
         # What is assigned between the two passes.
         states = States(plan.assigned["loss"])
         run = _Run(plan, data, states, is_training=True)
@@ -114,7 +114,7 @@ class WholeBatch(Feature):
 
     def test(self, plan, data):
         """Evaluates one fed batch, see `train`."""
-        data = split.as_tensors(data)
+        data = micro_batches.as_tensors(data)
         run = _Run(plan, data, States({}), is_training=False)
         outputs, added = run.forward()
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -128,7 +128,7 @@ class _Run:
     """All micro-batches of a fed batch, through the parts of a `ModelGraph`."""
 
     def __init__(self, plan, data, states, is_training):
-        self._plan, self.parts = plan, split.MicroBatches(plan, data)
+        self._plan, self.parts = plan, micro_batches.MicroBatches(plan, data)
         self._states, self._is_training = states, is_training
         self._graph = self._trace()
         self.is_in_stages = len(self._graph.forward) > 1
@@ -375,7 +375,7 @@ def _collect_arrays(run, count, is_apart):
         nonlocal made
         made = run(i)
         arrays = arrays or [_make_array(e, count) for e in tensors_in(made)]
-        with split.on_host():
+        with micro_batches.on_host():
             written = [
                 array.write(tf.cast(i, tf.int32), leaf)
                 for array, leaf in zip(arrays, tensors_in(made), strict=True)
@@ -411,7 +411,7 @@ def _make_array(leaf, count):
     shape = leaf.shape
     if tf.executing_eagerly() and shape.rank:  # other parts are longer
         shape = [None, *shape[1:]]
-    with split.on_host():
+    with micro_batches.on_host():
         return tf.TensorArray(
             leaf.dtype,
             tf.cast(count, tf.int32),
@@ -422,7 +422,7 @@ def _make_array(leaf, count):
 
 
 def _read(array, i):
-    with split.on_host():
+    with micro_batches.on_host():
         return array.read(tf.cast(i, tf.int32))
 
 
@@ -440,7 +440,7 @@ def _join(plan, parts, array):
     )
     with tf.control_dependencies([check]):
         values = tf.identity(values)
-    samples = split.first_leaf(parts.data).shape[0]  # if it is known
+    samples = micro_batches.first_leaf(parts.data).shape[0]  # if it is known
     values.set_shape([samples, *array.element_shape[1:]])
     return values
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import hooks
 from accumodel._keras_and_tf.checks import overrides
 from accumodel._keras_and_tf.replicas import sum_over_replicas
-from accumodel._micro_batch.step import current_graph
+from accumodel._micro_batch.micro_batches import current_graph
 
 
 class Norm(typing.NamedTuple):

@@ -1,27 +1,120 @@
-"""How a fed batch is split into micro-batches.
+"""The micro-batches of a fed batch, and the step of one that is traced.
 
 `n` samples are split into `k = ceil(n / micro_batch_size)` micro-batches, as
-equal as they can be: the i-th begins at sample `i * n // k`.
+equal as they can be: the i-th begins at sample `i * n // k`. A `train_step`,
+which may be custom and call several accumulators, runs once for each. All of
+them end the fed batch together, after the last one.
 """
 
 import contextlib
+import contextvars
+import dataclasses
 import functools
+import typing
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf.replicas import (
-    count_replicas,
-    local_results,
-    scope_of,
-)
+from accumodel._keras_and_tf import replicas
+from accumodel._micro_batch.feature import Feature
+
+_step: contextvars.ContextVar = contextvars.ContextVar("step", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step has to know, decided once for each trace."""
+
+    model: typing.Any
+    options: typing.Any  # the `Options` of `compile`
+    overridden: frozenset  # the names of the methods that are the user's
+    accumulates: bool  # whether gradients go through an accumulator
+    is_compiled: bool  # whether XLA compiles what runs for a micro-batch
+    size: typing.Any  # a `tf.Variable`, or `None`, see `Accumulation`
+    assigned: dict  # see `Accumulation`
+    loss_weights: typing.Any  # the `LossWeights`
+    numbers: typing.Any  # the `RandomNumbers`, or `None` if none is split
+    features: tuple[Feature, ...]  # those that take part
+    ready_accumulator: typing.Any  # a function, see `Accumulation`
+
+    @property
+    def is_split(self):
+        """Whether fed batches are split into micro-batches."""
+        return self.options.micro_batch_size is not None
+
+    def around_parts(self, trains):
+        """Returns scopes of micro-batches, each of `parts` and a number."""
+        scopes: list = [feature.around_part for feature in self.features]
+        if self.numbers is not None:
+            scopes.insert(0, self.numbers.around_parts(self, trains))
+        return scopes
+
+    @property
+    def whole_batch(self):
+        """The feature that computes the loss once, from all outputs, if any."""
+        return next((x for x in self.features if x.sees_whole_batch), None)
+
+    @property
+    def orders(self):
+        """The feature that puts the samples of a batch in order, if any."""
+        return next((x for x in self.features if x.orders_samples), None)
+
+
+class Step:
+    """One call of a `train_step` or `test_step` with one micro-batch."""
+
+    def __init__(self, plan, data, fed_batch, losses, is_compiled):
+        self.plan, self.data = plan, data
+        self.fed_batch = fed_batch  # that it is part of, `None` if none trains
+        self.losses = losses  # the `LossLogs` to report to, or `None`
+        self.is_compiled = is_compiled  # by XLA
+        # The arguments of each loss reduction in this step, or `None` before.
+        self.reductions: list | None = None
+        # Their inputs, outputs, targets and sample weights.
+        self.loss_data: typing.Any = None
+        self._graph = current_graph()
+        self.calls: set = set()  # of accumulators, in graphs
+
+    def is_conditional(self):
+        """Whether what is traced now may be left out when the step runs."""
+        return current_graph() is not self._graph
+
+
+@contextlib.contextmanager
+def one_step(plan, data, fed_batch=None, losses=None, is_compiled=False):
+    """Scope of a `Step`. No weight moves before the fed batch ends."""
+    step = Step(plan, data, fed_batch, losses, is_compiled)
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def this_step(plan, data):
+    """Opens a step unless one is open (in a custom loop none is)."""
+    if _step.get() is None:
+        return one_step(plan, data)
+    return contextlib.nullcontext()
+
+
+def current_step() -> typing.Any:
+    """Returns the `Step` that is traced now, or `None` outside of a model."""
+    return _step.get()
+
+
+def current_graph():
+    """Returns the graph that is traced now, or `None` in eager code."""
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()
+
+
+# -- how a fed batch is split --------------------------------------------------
 
 # More samples than any batch has.
 ALL = 2**40
-
-# The names of what a batch is made of.
-_NAMES = ("x", "y", "sample_weight")
 
 _OTHERS = (
     "With `micro_batch_size`, all arrays of a batch must hold the same number "
@@ -36,11 +129,7 @@ _OTHER_TARGETS = (
 
 
 class MicroBatches:
-    """The micro-batches of one fed batch; one if it is not split.
-
-    `samples`, of the fed batch, and `count`, the number of micro-batches, are
-    scalar int64 tensors.
-    """
+    """The micro-batches of one fed batch; one if it is not split."""
 
     def __init__(self, plan, data):
         self._model, self.data, self.is_split = plan.model, data, plan.is_split
@@ -79,9 +168,8 @@ class MicroBatches:
     def fraction(self, i):
         """Returns how much of the samples are in the i-th."""
         begin, end = self.bounds(i)
-        return tf.math.divide_no_nan(
-            tf.cast(end - begin, tf.float64), tf.cast(self.samples, tf.float64)
-        )
+        size = tf.cast(end - begin, tf.float64)
+        return tf.math.divide_no_nan(size, tf.cast(self.samples, tf.float64))
 
     def data_of(self, i):
         begin, end = self.bounds(i)
@@ -94,12 +182,10 @@ class MicroBatches:
 
 def as_tensors(data):
     """Returns a batch without NumPy arrays, which eager code may get."""
-
-    def convert(leaf):
-        is_array = isinstance(leaf, np.ndarray)
-        return tf.convert_to_tensor(leaf) if is_array else leaf
-
-    return keras.tree.map_structure(convert, data)
+    return keras.tree.map_structure(
+        lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x,
+        data,
+    )
 
 
 def slice_data(data, begin, end):
@@ -142,9 +228,9 @@ def _length(leaf):
 
 def count_of_each_replica(data, strategy):
     """Returns the samples of each replica in a list of ints."""
-    with scope_of(strategy):
+    with replicas.scope_of(strategy):
         # One array if all replicas get the same batch.
-        leaves = [local_results(leaf) for leaf in keras.tree.flatten(data)]
+        leaves = [*map(replicas.local_results, keras.tree.flatten(data))]
         batches = [
             [each[min(i, len(each) - 1)] for each in leaves]
             for i in range(max(map(len, leaves)))
@@ -154,12 +240,10 @@ def count_of_each_replica(data, strategy):
 
 
 def _counted(data):
-    """Returns the arrays that say how many samples there are, with paths.
-
-    These are the targets: inputs may hold arrays of other lengths, such as the
-    nodes of graphs, or a table that all samples share. Without targets, they
-    are the inputs.
-    """
+    """Returns the arrays that say how many samples there are, with paths."""
+    # These are the targets: inputs may hold arrays of other lengths, such as
+    # the nodes of graphs, or a table that all samples share. Without targets,
+    # they are the inputs.
     leaves = _leaves(data)
     is_tuple = isinstance(data, tuple)
     targets = [each for each in leaves if is_tuple and each[0][0] == 1]
@@ -183,23 +267,19 @@ def count_samples(data):
 
 
 def _check_lengths(leaves, message):
-    """Raises unless all leaves hold the same number of samples.
-
-    Returns what checks the lengths that are known only when it runs, in a list.
-    """
+    """Raises if lengths differ; returns checks of those known only later."""
     names = [_name(path) for path, _ in leaves]
-    lengths = [tf.TensorShape(leaf.shape)[:1] for _, leaf in leaves]
-    lengths = [each[0] if each.rank == 1 else None for each in lengths]
-    known = [each for each in lengths if each is not None]
-    if len(set(known)) > 1:
+    shapes = [tf.TensorShape(leaf.shape)[:1] for _, leaf in leaves]
+    lengths = [each[0] if each.rank == 1 else None for each in shapes]
+    known = {*lengths} - {None}
+    if len(known) > 1:
         pairs = zip(names, lengths, strict=True)
         received = [f"{name} of length {length}" for name, length in pairs]
         raise ValueError(message + ", ".join(received))
-    if len(known) == len(lengths):
+    if None not in lengths:
         return []
     lengths = tf.stack([_length(leaf) for _, leaf in leaves])
-    # The op itself: `tf.debugging.Assert` adds a condition, which takes longer
-    # than a small part.
+    # The op itself: `tf.debugging.Assert` adds a slow condition.
     check = tf.raw_ops.Assert(
         condition=tf.reduce_all(lengths == lengths[0]),
         data=[f"{message}{', '.join(names)} of lengths", lengths],
@@ -210,19 +290,16 @@ def _check_lengths(leaves, message):
 
 def _name(path):
     """Returns what a user calls a leaf of the data, as in `x['image']`."""
-    if not path:
-        return "x"
-    first, *rest = path
-    name = _NAMES[first] if first in range(len(_NAMES)) else f"[{first!r}]"
+    first, *rest = path or (0,)
+    names = {0: "x", 1: "y", 2: "sample_weight"}
+    name = names.get(first, f"[{first!r}]")
     return name + "".join(f"[{key!r}]" for key in rest)
 
 
 def on_host():
-    """Device scope for slicing and counting: the host.
-
-    Only the slice goes to the GPU, and counts need no synchronization. Several
-    replicas get their batches on their devices.
-    """
-    if count_replicas() > 1:
+    """Device scope for slicing and counting: the host."""
+    # Only the slice goes to the GPU, and counts need no synchronization.
+    # Several replicas get their batches on their devices.
+    if replicas.count_replicas() > 1:
         return contextlib.nullcontext()
     return tf.device("CPU:0")
