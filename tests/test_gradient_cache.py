@@ -619,6 +619,7 @@ class Counts(OneLayer):
         return self.dense(inputs)
 
 
+@pytest.mark.unverified
 @pytest.mark.parametrize(
     ("model_class", "message", "arguments"),
     [

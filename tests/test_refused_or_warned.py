@@ -245,6 +245,7 @@ def test_evaluate_does_not_take_two_arrays_of_weights_for_one():
         model.evaluate(x, y, sample_weight=list(weights), verbose=0)
 
 
+@pytest.mark.unverified
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_similarities_in_the_model_are_refused_with_the_cache(run_eagerly):
     inputs = keras.Input((4,))

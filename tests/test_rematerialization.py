@@ -448,6 +448,7 @@ KEEPING_WAYS = {
 }
 
 
+@pytest.mark.unverified
 @pytest.mark.table
 @pytest.mark.parametrize("keep", KEEPERS)
 @pytest.mark.parametrize("way", KEEPING_WAYS)

@@ -544,6 +544,7 @@ def rematerialized(call, x):
     return tf.recompute_grad(lambda x: call())(x)
 
 
+@pytest.mark.unverified
 @pytest.mark.parametrize(
     ("make", "message"),
     [

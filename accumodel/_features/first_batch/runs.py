@@ -34,6 +34,7 @@ from accumodel._micro_batch import outcome
 from accumodel._micro_batch.micro_batches import (
     MicroBatches,
     count_samples,
+    current_graph,
     one_step,
 )
 from accumodel._micro_batch.random_numbers import RandomNumbers
@@ -161,11 +162,14 @@ class _Taken(FedBatch):
         super().__init__(is_split=True)
         self.accumulators: list = []
         self.terms: list = []
+        self._graph = current_graph()
 
     def check(self, accumulator):
         pass  # it is outside of all strategies
 
     def accumulate(self, accumulator, gradients, weight, fraction=1.0):
+        if current_graph() is not self._graph:
+            raise NotMade("the step accumulates in a condition or a function")
         self.accumulators.append(accumulator)
         sketches = [None if g is None else _sketch(g) for g in gradients]
         if weight is not None:
@@ -224,8 +228,9 @@ def _joined(made):
                 if arrays[0] is None:
                     continue
                 if kind != "outputs":
-                    arrays = tuple(
-                        a * f for a, f in zip(arrays, factors, strict=True)
+                    arrays = tuple(  # what weighs nothing may be not a number
+                        a * f if f else np.zeros_like(a)
+                        for a, f in zip(arrays, factors, strict=True)
                     )
                 has_rows = kind in ("outputs", "by_outputs")
                 joined[kind, k, j] = (
