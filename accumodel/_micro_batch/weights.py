@@ -81,13 +81,7 @@ class LossWeights:
         if len(divisors) > 1 and plan.whole_batch is not None:
             return samples  # each fed batch has its own loss
         if [*divisors] == [None]:
-            if len(self._model.losses) > len(vectors):
-                self._warn(
-                    "The loss of this model is a sum, so scalars of `add_loss` "
-                    "and of regularizers count once per micro-batch. Use mean "
-                    "losses, or divide these scalars by `accum_steps`."
-                )
-            return None
+            return None  # the check on the first batch tells of scalars
         if None in divisors:
             names = [each.reduction for each in step.reductions]
             raise ValueError(
