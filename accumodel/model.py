@@ -540,8 +540,7 @@ class AccumulatingModel(keras.Model):
         return super().train_on_batch(*args, **kwargs)
 
     def make_train_function(self, force=False):
-        is_new = self._accumulation.must_trace_again()
-        if self.train_function is not None and not (force or is_new):
+        if self.train_function is not None and not force:
             return self.train_function  # as Keras does
         train_function.make_train_function(self, super().make_train_function)
 

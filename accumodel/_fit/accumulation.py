@@ -85,7 +85,6 @@ class Accumulation:
         # The `RandomNumbers`, for life: a `tf.function` may read its variable.
         self.numbers: typing.Any = None
         self.features: tuple[Feature, ...] = ()  # those that are on
-        self._traced_with: typing.Any = None
 
     @property
     def strategy(self):
@@ -288,9 +287,3 @@ class Accumulation:
             model.make_train_function(force=True)
         if model.test_function is not None:
             model.make_test_function(force=True)
-
-    def must_trace_again(self):
-        """Whether the train function was traced for something else."""
-        now = self.loss_weights.shares_sample_weight
-        before, self._traced_with = self._traced_with, now
-        return self.accumulates and before is not None and before != now

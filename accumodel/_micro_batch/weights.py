@@ -55,11 +55,14 @@ class LossWeights:
         self.shares_sample_weight = False
 
     def begin_fit(self, y, sample_weight):
-        self.shares_sample_weight = (
+        shares = (
             sample_weight is not None
             and keras.tree.is_nested(y)
             and not keras.tree.is_nested(sample_weight)
         )
+        if shares != self.shares_sample_weight:
+            self._model.train_function = None  # it was traced for the other
+        self.shares_sample_weight = shares
 
     def weight(self, plan, data):
         """Returns the weight of the last micro-batch, `None` if it is a sum."""
