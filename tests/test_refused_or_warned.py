@@ -232,7 +232,7 @@ def test_a_scalar_of_add_loss_next_to_a_masked_loss_is_warned_of(way):
         model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
 
 
-def test_evaluate_does_not_take_two_arrays_of_weights_for_one():
+def test_two_arrays_of_weights_are_not_taken_for_one():
     def make(base):
         inputs = keras.Input((5, 4))
         outputs = keras.layers.Flatten()(inputs)
@@ -250,6 +250,9 @@ def test_evaluate_does_not_take_two_arrays_of_weights_for_one():
     match = "different masks or sample weights.*`gradient_cache=True`"
     with pytest.warns(UserWarning, match=match):
         model.evaluate(x, y, sample_weight=list(weights), verbose=0)
+    before = model.train_function
+    model.fit(x, y, sample_weight=list(weights), batch_size=8, verbose=0)
+    assert model.train_function is not before  # it took them for one
 
 
 @pytest.mark.unverified
