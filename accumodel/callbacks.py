@@ -40,15 +40,13 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             Defaults to `"epoch"`.
 
     Raises:
-        TypeError: If `schedule` is neither, or holds something other than
-            ints; when training begins, if the model does not accumulate; later,
-            if the function does not return an int.
+        TypeError: If `schedule` is neither, or holds or returns something
+            other than ints; in `fit`, if the model does not accumulate.
         ValueError: If `schedule` holds or returns less than 1, or holds a
-            negative key; if `by` is none of these; when training begins, if
-            samples are to be counted and `fit` does not know the `batch_size`,
-            or if updates or samples are with `steps_per_execution` above 1;
-            later, if the value is more than 1 and `micro_batch_size` is
-            `"auto"`.
+            negative key; if `by` is none of these; in `fit`, if samples are to
+            be counted and the `batch_size` is not known, if updates or samples
+            are with `steps_per_execution` above 1, or if a value is more than 1
+            with `micro_batch_size="auto"`.
     """
 
     def __init__(

@@ -164,18 +164,15 @@ class AccumulatingModel(keras.Model):
             micro_batch_size: Positive int, `"auto"`, `"fastest"` or `None`. The
                 most samples that go through the model at once, on each replica:
                 a batch that `fit` or `evaluate` feeds is split into parts as
-                equal as can be. `"auto"` begins with whole batches, halves the
-                size when memory runs out, and runs the batch again. It needs
-                `accum_steps=1`. `"fastest"` also times up to 24 batches, of
-                smaller sizes. Both are experimental on GPUs. Defaults to
-                `None`: no batch is split.
+                equal as can be. `"auto"` begins with whole batches, and halves
+                the size when memory runs out; it needs `accum_steps=1`.
+                `"fastest"` also times smaller sizes. Both are experimental on
+                GPUs. Defaults to `None`: no batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
                 from all samples, by a second forward pass. Defaults to `False`.
-            sync_batch_norm: Bool. With `micro_batch_size`, let each
+            sync_batch_norm: Bool. As `gradient_cache`; and let each
                 `BatchNormalization` that trains normalize by the statistics of
-                the whole batch, by a second forward pass. In a loop, such as in
-                the cell of an RNN, it is refused in the first step. The loss is
-                computed as with `gradient_cache`. Defaults to `False`.
+                the whole batch. Defaults to `False`.
             trim_padding: String, int or `None`. With `micro_batch_size`, put
                 the samples of a batch in the order of their lengths, and cut
                 the padding off each micro-batch. The name of the input of shape
@@ -540,8 +537,7 @@ class AccumulatingModel(keras.Model):
         return super().train_on_batch(*args, **kwargs)
 
     def make_train_function(self, force=False):
-        is_new = self._accumulation.must_trace_again()
-        if self.train_function is not None and not (force or is_new):
+        if self.train_function is not None and not force:
             return self.train_function  # as Keras does
         train_function.make_train_function(self, super().make_train_function)
 

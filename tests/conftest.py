@@ -86,9 +86,11 @@ def unverified(request, monkeypatch):
     monkeypatch.setattr(batches, "RAISES", True)
     name = request.module.__name__
     always = ("test_all_of_keras", "test_first_batch", "test_other_packages")
-    is_verified = name in always or (
-        request.config.getoption("verify")
-        and not request.node.get_closest_marker("unverified")
+    is_marked = request.node.get_closest_marker
+    is_verified = (
+        name in always
+        or is_marked("verified")
+        or (request.config.getoption("verify") and not is_marked("unverified"))
     )
     if not is_verified:
         monkeypatch.setattr(

@@ -64,8 +64,15 @@ def test_a_summed_add_loss_next_to_a_mean_is_refused():
     assert distance(model, before) == 0
 
 
-@pytest.mark.parametrize("scalar", ["add_loss", "regularizer"])
-def test_scalars_next_to_a_sum_are_warned_of(scalar):
+@pytest.mark.verified
+@pytest.mark.parametrize(
+    ("scalar", "match"),
+    [
+        ("add_loss", "a loss that is added by `add_loss` differ"),
+        ("regularizer", "by the variable 'dense/kernel' differ"),
+    ],
+)
+def test_scalars_next_to_a_sum_are_warned_of(scalar, match):
     inputs = keras.Input((cases.FEATURES,))
     regularizer = "l2" if scalar == "regularizer" else None
     hidden = keras.layers.Dense(2, kernel_regularizer=regularizer)(inputs)
@@ -73,7 +80,7 @@ def test_scalars_next_to_a_sum_are_warned_of(scalar):
         hidden = cases.AddsLoss()(hidden)
     model = AccumulatingModel(inputs, Ctc()(hidden))
     model.compile(SGD(0.001), accum_steps=2)
-    with pytest.warns(UserWarning, match="scalars of `add_loss` and of"):
+    with pytest.warns(UserWarning, match=match):
         model.fit(cases.features(), batch_size=4, verbose=0)
 
 
@@ -225,7 +232,7 @@ def test_a_scalar_of_add_loss_next_to_a_masked_loss_is_warned_of(way):
         model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
 
 
-def test_evaluate_does_not_take_two_arrays_of_weights_for_one():
+def test_two_arrays_of_weights_are_not_taken_for_one():
     def make(base):
         inputs = keras.Input((5, 4))
         outputs = keras.layers.Flatten()(inputs)
@@ -243,6 +250,9 @@ def test_evaluate_does_not_take_two_arrays_of_weights_for_one():
     match = "different masks or sample weights.*`gradient_cache=True`"
     with pytest.warns(UserWarning, match=match):
         model.evaluate(x, y, sample_weight=list(weights), verbose=0)
+    before = model.train_function
+    model.fit(x, y, sample_weight=list(weights), batch_size=8, verbose=0)
+    assert model.train_function is not before  # it took them for one
 
 
 @pytest.mark.unverified

@@ -85,7 +85,6 @@ class Accumulation:
         # The `RandomNumbers`, for life: a `tf.function` may read its variable.
         self.numbers: typing.Any = None
         self.features: tuple[Feature, ...] = ()  # those that are on
-        self._traced_with: typing.Any = None
 
     @property
     def strategy(self):
@@ -214,13 +213,9 @@ class Accumulation:
         before = self.options.micro_batch_size
         self._change(micro_batch_size=value)
         value = self.options.micro_batch_size
-        if value == before:
-            return
-        if not self.accumulates:
-            replicas.warn_about_xla(self.model)
-        if not isinstance(before, int) or not isinstance(value, int):
-            self.accumulates = True
-            self.make_functions_again()
+        are_ints = isinstance(before, int) and isinstance(value, int)
+        if value != before and not are_ints:
+            self._begin_to_accumulate()
 
     def _change(self, **changed):
         """Changes an option, or raises if it cannot be right."""
@@ -260,10 +255,14 @@ class Accumulation:
         """Lets several fed batches make an update from now on."""
         if not self.spans_batches:
             checks.check_can_accumulate(self.model, self.options)
-            if not self.accumulates:
-                replicas.warn_about_xla(self.model)
-            self.accumulates = self.spans_batches = True
-            self.make_functions_again()
+            self.spans_batches = True
+            self._begin_to_accumulate()
+
+    def _begin_to_accumulate(self):
+        if not self.accumulates:
+            replicas.warn_about_xla(self.model)
+        self.accumulates = True
+        self.make_functions_again()
 
     def ready_accumulator(self):
         """Returns the accumulator of the trainable variables."""
@@ -288,9 +287,3 @@ class Accumulation:
             model.make_train_function(force=True)
         if model.test_function is not None:
             model.make_test_function(force=True)
-
-    def must_trace_again(self):
-        """Whether the train function was traced for something else."""
-        now = self.loss_weights.shares_sample_weight
-        before, self._traced_with = self._traced_with, now
-        return self.accumulates and before is not None and before != now

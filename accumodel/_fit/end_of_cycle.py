@@ -11,16 +11,14 @@ from accumodel._update.accumulators import HOOKS
 class EndOfCycle(keras.callbacks.Callback):
     """Ends the cycle with its epoch, before the user's callbacks see it."""
 
-    def __init__(self):
-        super().__init__()
-        self._warned: set[str] = set()
-        self._batches = 0
-        self._splits: float | None = None  # before the first epoch
-
     def on_train_begin(self, logs=None):
         state = self.model._accumulation
-        self._splits = state.count_splits()
-        state.accumulators.begin_fit(state.options.remainder)
+        self._warned, self._batches = set(), 0
+        self._splits = state.count_splits()  # before the first epoch
+        # A pending cycle ends, unless it is carried or from a file.
+        if state.options.remainder != "carry" and state.accumulators.is_live:
+            otherwise = ', or `compile` with `remainder="carry"`'
+            state.accumulators.drop("fit", otherwise)
 
     def on_train_batch_end(self, batch, logs=None):
         steps = self.params.get("steps")

@@ -205,7 +205,7 @@ def _make_by_keras(model, name, run, make):
         return getattr(model, f"{name}_function")
 
     function = make_function(model.run_eagerly)
-    is_one = model.run_eagerly or not private_names.nests_functions()
+    is_one = model.run_eagerly or not private_names.NESTS_FUNCTIONS
     if is_one or model.steps_per_execution > 1:
         return function
     eager = make_function(run_eagerly=True)

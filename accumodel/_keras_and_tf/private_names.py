@@ -15,6 +15,9 @@ import tensorflow as tf
 # A script may put `AccumulatingModel` in its place later.
 KerasModel = keras.Model
 
+# Whether Keras runs a step in two functions.
+NESTS_FUNCTIONS = (*map(int, keras.__version__.split(".")[:2]),) < (3, 16)
+
 
 def module_of(name):
     return importlib.import_module(f"keras.src.{name}")
@@ -191,12 +194,6 @@ def track_alike(model, made):
         made._layers = list(model._layers)
     for name in _STATE & vars(model).keys():
         setattr(made, name, getattr(model, name))
-
-
-def nests_functions():
-    """Whether Keras runs a step in two functions, as it does before 3.16."""
-    major, minor, *_ = keras.__version__.split(".")
-    return (int(major), int(minor)) < (3, 16)
 
 
 # -- graphs of TensorFlow ------------------------------------------------------

@@ -61,31 +61,39 @@ class Plan:
         return next((x for x in self.features if x.orders_samples), None)
 
 
+def current_graph():
+    """Returns the graph that is traced now, or `None` in eager code."""
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()
+
+
+@dataclasses.dataclass(eq=False)
 class Step:
     """One call of a `train_step` or `test_step` with one micro-batch."""
 
-    def __init__(self, plan, data, fed_batch, losses, is_compiled):
-        self.plan, self.data = plan, data
-        self.fed_batch = fed_batch  # that it is part of, `None` if none trains
-        self.losses = losses  # the `LossLogs` to report to, or `None`
-        self.is_compiled = is_compiled  # by XLA
-        # The arguments of each loss reduction in this step, or `None` before.
-        self.reductions: list | None = None
-        # Their inputs, outputs, targets and sample weights.
-        self.loss_data: typing.Any = None
-        self._graph = current_graph()
-        self.calls: set = set()  # of accumulators, in graphs
+    plan: Plan
+    data: typing.Any
+    fed_batch: typing.Any = None  # that it is part of, `None` if none trains
+    losses: typing.Any = None  # the `LossLogs` to report to, or `None`
+    is_compiled: bool = False  # by XLA
+    # The arguments of each loss reduction in this step, or `None` before.
+    reductions: list | None = None
+    # Their inputs, outputs, targets and sample weights.
+    loss_data: typing.Any = None
+    # The accumulators that were called, and in which graphs.
+    calls: set = dataclasses.field(default_factory=set)
+    graph: typing.Any = dataclasses.field(default_factory=current_graph)
 
     def is_conditional(self):
         """Whether what is traced now may be left out when the step runs."""
-        return current_graph() is not self._graph
+        return current_graph() is not self.graph
 
 
 @contextlib.contextmanager
-def one_step(plan, data, fed_batch=None, losses=None, is_compiled=False):
+def one_step(*arguments, **options):
     """Scope of a `Step`. No weight moves before the fed batch ends."""
-    step = Step(plan, data, fed_batch, losses, is_compiled)
-    token = _step.set(step)
+    token = _step.set(Step(*arguments, **options))
     try:
         yield
     finally:
@@ -102,13 +110,6 @@ def this_step(plan, data):
 def current_step() -> typing.Any:
     """Returns the `Step` that is traced now, or `None` outside of a model."""
     return _step.get()
-
-
-def current_graph():
-    """Returns the graph that is traced now, or `None` in eager code."""
-    if tf.executing_eagerly():
-        return None
-    return tf.compat.v1.get_default_graph()
 
 
 # -- how a fed batch is split --------------------------------------------------

@@ -60,7 +60,7 @@ class RandomNumbers:
     """Lets the micro-batches of a model draw what the large batch draws."""
 
     def __init__(self, state):
-        self._state = state
+        self.state = state
         with tf.init_scope(), replicas.scope_of(state.strategy):
             # XLA reads it on the device.
             self.rows = replicas.make_sum((3,), tf.int64, "rows")
@@ -76,9 +76,6 @@ class RandomNumbers:
         """Returns a scope of each micro-batch, by `parts` and its number."""
         return Draws(plan, trains).of
 
-    def spans_batches(self):
-        return self._state.spans_batches
-
     def begin_batch(self, samples):
         """Counts the samples of a fed batch of a training."""
         before, new, cycle = tf.unstack(self.fed)
@@ -93,7 +90,7 @@ class RandomNumbers:
         now = tf.cast(state.value, tf.float64)
         cycle = self._cycle()
         row = tf.concat([[cycle], now, now], 0)
-        if self.spans_batches():
+        if self.state.spans_batches:
             before = self._row(place)
             row = tf.where(before[0] == cycle, before, row)
             state.assign(tf.cast(row[3:], state.dtype))
@@ -106,7 +103,7 @@ class RandomNumbers:
         self._write(place, tf.concat([self._row(place)[:3], value], 0))
 
     def _place(self, state):
-        return [*self._state.assigned["seeds"]].index(id(state))
+        return [*self.state.assigned["seeds"]].index(id(state))
 
     def _cycle(self):
         return tf.cast(self.fed[2] + 1, tf.float64)
@@ -130,7 +127,7 @@ class RandomNumbers:
             before += new * tf.cast(is_added, tf.int64)
             self.fed.assign([before, 0, cycle])
 
-        if self.spans_batches():
+        if self.state.spans_batches:
             self._change(count)
 
     def end_cycle(self, after=()):
@@ -159,19 +156,19 @@ class RandomNumbers:
     def _change(self, change):
         """Changes the seeds on each replica, if there are any."""
         if self._seeds():
-            with replicas.scope_of(self._state.strategy):
+            with replicas.scope_of(self.state.strategy):
                 replicas.on_each_replica(change)
 
     def _end(self):
         self.fed.assign([0, 0, self.fed[2] + 1])
 
     def _seeds(self):
-        return [*self._state.assigned["seeds"].values()]
+        return [*self.state.assigned["seeds"].values()]
 
     def save_cycle(self):
         """Returns what a file holds of a pending cycle, in a dict of arrays."""
-        places = {id(v): i for i, v in enumerate(self._state.model.variables)}
-        with replicas.scope_of(self._state.strategy):
+        places = {id(v): i for i, v in enumerate(self.state.model.variables)}
+        with replicas.scope_of(self.state.strategy):
             samples = np.asarray(tf.identity(self.fed))[0]
             now = replicas.local_results(self.fed)[0].numpy()[2] + 1
             begins = replicas.local_results(self.begins)[0].numpy()
@@ -186,9 +183,9 @@ class RandomNumbers:
     def load_cycle(self, cycle):
         """Goes on from what `save_cycle` returned, if a file has it."""
         begins = np.zeros((_SEEDS, 5))
-        known = self._state.assigned["seeds"]
+        known = self.state.assigned["seeds"]
         for place, *values in cycle.get("seeds", ()):
-            state = self._state.model.variables[int(place)]
+            state = self.state.model.variables[int(place)]
             state.assign(values[:2])
             known[id(state)] = state
             begins[self._place(state)] = [1, *values[2:]]
@@ -199,7 +196,7 @@ class RandomNumbers:
             samples = cycle.get("samples", 0) // replicas.count_replicas()
             self.fed.assign([samples, 0, 0])
 
-        with replicas.scope_of(self._state.strategy):
+        with replicas.scope_of(self.state.strategy):
             replicas.on_each_replica(write)
 
 
@@ -218,7 +215,7 @@ class Draws:
     def __init__(self, plan, trains=False, assigned=None):
         self._model = plan.model
         self._of_model = plan.numbers
-        self._spans = trains and plan.numbers.spans_batches()
+        self._spans = trains and plan.numbers.state.spans_batches
         self.rows = plan.numbers.rows
         self._are_in_order = plan.orders is None
         self._seeds = States(plan.assigned["seeds"])
@@ -576,8 +573,7 @@ def _randint(numbers, minval, maxval, dtype="int32"):
 
 def _dropout(numbers, inputs, rate):
     def sample(shape, dtype):
-        operation = tf.raw_ops.StatelessRandomUniformV2
-        return numbers(operation, dtype, dtype=dtype)
+        return numbers(tf.raw_ops.StatelessRandomUniformV2, dtype, dtype=dtype)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample)
 

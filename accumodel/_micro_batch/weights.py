@@ -55,11 +55,14 @@ class LossWeights:
         self.shares_sample_weight = False
 
     def begin_fit(self, y, sample_weight):
-        self.shares_sample_weight = (
+        shares = (
             sample_weight is not None
             and keras.tree.is_nested(y)
             and not keras.tree.is_nested(sample_weight)
         )
+        if shares != self.shares_sample_weight:
+            self._model.train_function = None  # it was traced for the other
+        self.shares_sample_weight = shares
 
     def weight(self, plan, data):
         """Returns the weight of the last micro-batch, `None` if it is a sum."""
@@ -81,13 +84,7 @@ class LossWeights:
         if len(divisors) > 1 and plan.whole_batch is not None:
             return samples  # each fed batch has its own loss
         if [*divisors] == [None]:
-            if len(self._model.losses) > len(vectors):
-                self._warn(
-                    "The loss of this model is a sum, so scalars of `add_loss` "
-                    "and of regularizers count once per micro-batch. Use mean "
-                    "losses, or divide these scalars by `accum_steps`."
-                )
-            return None
+            return None  # the check on the first batch tells of scalars
         if None in divisors:
             names = [each.reduction for each in step.reductions]
             raise ValueError(

@@ -140,11 +140,6 @@ class Accumulators:
         if tf.executing_eagerly() and is_trained:
             self.drop("set_weights")
 
-    def begin_fit(self, remainder):
-        """Forgets what was pending, unless it is carried or from a file."""
-        if remainder != "carry" and self.is_live:
-            self.drop("fit", ', or `compile` with `remainder="carry"`')
-
     def begin_anew(self):
         """Removes the accumulator that was made for another `compile`."""
         accumulator = self.model._gradient_accumulator
