@@ -9,7 +9,7 @@ With a tape, no more samples are in a step at once than in the training.
 """
 
 import contextlib
-import functools
+import dataclasses
 import typing
 
 import keras
@@ -19,22 +19,20 @@ import tensorflow as tf
 from accumodel._features.first_batch import causes
 from accumodel._features.first_batch.kept import (
     NotMade,
-    Variables,
     is_average,
     is_of,
     is_read,
     owners_of,
     put_python_back_later,
-    shake,
+    shaken,
+    variables_of,
 )
-from accumodel._features.first_batch.runs import Runner
+from accumodel._features.first_batch.runs import AsItIs, ByOutputs
+from accumodel._fit import variables
 from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.optimizers import (
-    tf_variable,
-    trained_norms,
-    with_inner_optimizers,
-)
+from accumodel._keras_and_tf.optimizers import tf_variable, trained_norms
 from accumodel._micro_batch.assignments import is_random, nodes_of
+from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._micro_batch.split import count_samples
 
 # The samples of a comparison with a tape: parts of unequal size.
@@ -43,27 +41,26 @@ _SAMPLES = 3
 # How many bytes it may take beside those of a micro-batch.
 _MEMORY = 2**25
 
-# What rounding is less than, as a share of the largest entry, for each dtype.
-_ROUNDING = {8: 1e-8, 4: 1e-4, 2: 3e-2}
+# What rounding is less than, by the size of the smallest dtype: as a share of
+# the largest output, of the largest gradient, and of what is added to a state.
+_ROUNDING = {
+    8: (1e-8, 1e-7, 1e-2),
+    4: (1e-4, 1e-3, 1e-2),
+    2: (3e-2, 3e-2, 0.1),
+}
 
 # In the types of the operations that act outside of TensorFlow.
 _OUTSIDE = {"Print": "`tf.print`", "PyFunc": "a `tf.py_function`"}
-
-_UNSURE = " would not be, if memory ran out and batches were split, "
 
 _KINDS = ("outputs", "by_outputs", "own", "added", "gradients")
 
 
 class Found(typing.NamedTuple):
-    """What differs: its kind, by how much, and where."""
+    """What differs: its kind, by how much, and a place, variable or error."""
 
     kind: str
     share: float = 0.0
-    key: typing.Any = None
-
-
-class _FailsError(Exception):
-    """The parts do not run either."""
+    what: typing.Any = None
 
 
 class Check:
@@ -73,78 +70,58 @@ class Check:
     """
 
     def __init__(self, state, fed, is_even):
-        self._model, self._state = state.model, state
-        self._plan, self._is_even = state.plan(), is_even
+        self.state, self.model, self._is_even = state, state.model, is_even
+        numbers = state.numbers or RandomNumbers(state)
+        self.plan = plan = dataclasses.replace(state.plan(), numbers=numbers)
+        variables.make(plan, fed[0])
         self._data = _joined(fed)
-        samples = int(count_samples(self._data))
+        self._samples = samples = int(count_samples(self._data))
         size = state.options.micro_batch_size
-        self._is_sure = isinstance(size, int) or size is None  # to be split
-        self._size = size if isinstance(size, int) else samples
+        self.is_sure = isinstance(size, int) or size is None  # to be split
         if size is None:
-            self._size = max(int(count_samples(each)) for each in fed)
-        own = {"train_step", "compute_gradients"} & self._plan.overridden
-        self._is_custom = bool(own) or state.overrides("accumulate_gradients")
-        self._by_outputs = not self._is_custom and (
-            self._plan.orders is None
-            or self._size < 2
-            or self._plan.whole_batch is not None
+            size = max(int(count_samples(each)) for each in fed)
+        self._size = size if isinstance(size, int) else samples
+        own = {"train_step", "compute_gradients"} & plan.overridden
+        self.is_custom = bool(own) or state.overrides("accumulate_gradients")
+        self._by_outputs = not self.is_custom and (
+            plan.orders is None or self._size < 2
         )
-        self._samples = samples
-        self._count = 2 if self._by_outputs else min(_SAMPLES, self._size)
-        self._count = min(self._count, samples)
-        self._adds_up, self._largest, self._is_zero = True, 0.0, True
-        widths = {
-            tf.as_dtype(each.compute_dtype).size
-            for each in private_names.flat_layers(self._model)
-            if each.compute_dtype
-            and tf.as_dtype(each.compute_dtype).is_floating
-        }
-        self._rounding = _ROUNDING[min(widths & _ROUNDING.keys(), default=4)]
-        step = self._model.train_step
-        self._step = getattr(step, "python_function", step)
+        self._runner = ByOutputs if self._by_outputs else AsItIs
+        count = 2 if self._by_outputs else min(_SAMPLES, self._size)
+        self.count = min(count, samples)
+        self.adds_up = True
 
     def result(self):
         """Returns what is found, which begins with "exact" or "differs"."""
         with contextlib.ExitStack() as stack:
-            put_python_back_later(stack, owners_of(self._model))
-            found = self._find()
+            put_python_back_later(stack, owners_of(self.model))
+            found = self._find() if self.count > 1 else self._find_fixed_size()
         if found is not None:
             return "differs: " + found
-        if self._is_zero:
+        if self._last.is_zero:
             raise NotMade("the gradient of the loss by its samples is zero")
         return (
-            f"exact: {self._count} samples and {self._count} others differ by "
-            f"at most {self._largest:.1g} of the largest "
+            f"exact: {self.count} samples and {self.count} others differ by "
+            f"at most {self._last.largest:.1g} of the largest "
             f"{'output' if self._by_outputs else 'gradient'}"
         )
 
     def _find(self):
         """Returns a text of what differs, or `None`."""
-        if self._count < 2:
-            return self._find_fixed_size()
-        if not self._trace(self._spread()):
+        self.first = self._compared(self._spread(2 * self.count))
+        if self.first.is_random():
             return causes.TF_RANDOM
-        with contextlib.ExitStack() as stack:
-            for each in self._variables.used:  # buffers are shared, not copied
-                stack.callback(each.assign, each.read_value())
-            shake(self._variables.used)
-            for each in with_inner_optimizers(self._model.optimizer):
-                scale = getattr(each, "dynamic_scale", None)
-                if scale is not None:
-                    stack.callback(scale.assign, float(scale))
-                    scale.assign(1.0)  # no sum overflows
-            try:
-                found = self._look_twice()
-            except FloatingPointError:
-                stack.close()  # at the point where the training begins
-                found = self._look_twice()
-            return found and self._say(found)
+        try:
+            with shaken(self.first.used, self.model.optimizer):
+                return self._look_twice()
+        except FloatingPointError:  # at the point where the training begins
+            return self._look_twice()
 
     def _find_fixed_size(self):
         """Looks only at whether a step can be traced with two samples."""
-        self._runner(self._slice(0, 1), as_is=True)
+        self._runner(self.plan, self._slice(0, 1), is_known=True)
         try:
-            self._runner(self._spread(2), as_is=True)
+            self._runner(self.plan, self._spread(2), is_known=True)
         except ValueError as error:
             return causes.fixed_size(error)
         raise NotMade(
@@ -152,84 +129,54 @@ class Check:
             "one at a time"
         )
 
-    # -- data ------------------------------------------------------------------
-
-    def _spread(self, count=None):
-        """Returns rows for both comparisons, one after the other."""
-        n, count = self._samples, (count or 2 * self._count) // 2
-        if "slice_data" in self._plan.overridden:
-            return self._slice(0, min(2 * count, n))
-        spread = np.linspace(0, n, 2 * count, endpoint=False).astype(int)
+    def _spread(self, count):
+        """Returns rows for two comparisons, one after the other."""
+        n = self._samples
+        if "slice_data" in self.plan.overridden:
+            return self._slice(0, min(count, n))
+        spread = np.linspace(0, n, count, endpoint=False).astype(int)
         places = [*spread[::2], *spread[1::2]]
-        if n < 2 * count:
-            places = [*range(count), *reversed(range(n - count, n))]
+        if n < count:
+            half = count // 2
+            places = [*range(half), *reversed(range(n - half, n))]
         return _joined([self._slice(i, i + 1) for i in places])
 
     def _slice(self, begin, end):
         bounds = [tf.constant(each, tf.int64) for each in (begin, end)]
-        return self._model.slice_data(self._data, *bounds)
+        return self.model.slice_data(self._data, *bounds)
 
-    # -- one comparison --------------------------------------------------------
+    def _compared(self, data):
+        return _Comparison(self.plan, self.state, self._runner, data)
 
-    def _runner(self, data, step=None, **options):
-        """Returns a runner of the model's step, or of another function."""
-        trims = bool(self._plan.orders) and not self._by_outputs
-        by_outputs = self._by_outputs if step is None else None
-        step = self._step if step is None else step
-        return Runner(self._plan, step, data, by_outputs, trims, **options)
-
-    def _trace(self, data):
-        """Makes the runners of some data; `False` if it draws by TensorFlow."""
-        self._whole = self._parts = self._runner(data)
-        if not self._by_outputs and self._plan.orders:
-            features = self._plan.features
-            self._parts = self._runner(data, features=features)
-        nodes = nodes_of(self._whole.graph.as_graph_def())
-        for node in nodes:
-            for kind, name in _OUTSIDE.items():
-                if kind in node.op:
-                    raise NotMade(f"it calls {name}, which would run again")
-        self._variables = Variables(
-            [e.function for e in (self._whole, self._parts)]
-        )
-        return not any(map(is_random, nodes))
+    def _look_twice(self):
+        """Returns a text of what differs, or `None`."""
+        c, found, fails = self.count, None, None
+        self._last = first = self.first
+        if not self._fits(c):
+            raise NotMade("the outputs of two samples may not fit in memory")
+        others = int(count_samples(first.whole.data)) - c
+        try:
+            for begin in dict.fromkeys((0, others)):
+                found = found or first.look(begin, begin + c, (c + 1) // 2)
+        except NotMade as error:  # of rows that do not follow each other
+            fails = error
+        end, size = self._own_sizes()
+        if (found or fails) and end > c and self.is_sure:
+            self._last = self._compared(self._slice(0, end))
+            again = self._last.look(0, end, size)
+            found, fails = again and (found or again), None
+        if fails:
+            raise fails
+        self.adds_up = first.adds_up and self._last.adds_up
+        if not (found or self.adds_up or self._is_even):
+            found = Found("weights")
+        return found and causes.say(found, self)
 
     def _fits(self, count):
         """Whether the training has memory for so many samples at once."""
         # The outputs, their gradient, and what the loss keeps.
-        size = 3 * self._whole.bytes_of_a_sample
+        size = 3 * self._last.whole.bytes_of_a_sample
         return size * (count - self._size) < _MEMORY
-
-    def _look_twice(self):
-        """Returns what is `Found`, or `None`."""
-        c = self._count
-        if not self._fits(c):
-            raise NotMade("the outputs of two samples may not fit in memory")
-        found = None
-        try:
-            others = int(count_samples(self._whole.data)) - c
-            for begin in dict.fromkeys((0, others)):
-                found = found or self._compare(begin, begin + c, (c + 1) // 2)
-        except _FailsError as error:
-            found = Found("fails", key=error.__cause__)
-        weights = Found("weights")
-        if found is None and not (self._adds_up or self._is_even):
-            return weights
-        end, size = self._own_sizes()
-        if found is None or end <= c or not self._is_sure:
-            return found
-        variables, runners = self._variables, (self._whole, self._parts)
-        if not self._trace(self._slice(0, end)):
-            return found
-        self._largest = 0.0
-        try:
-            again = self._compare(0, end, size)
-        except _FailsError as error:
-            raise NotMade(f"the step fails: {error.__cause__}") from error
-        if again is not None:
-            self._variables, (self._whole, self._parts) = variables, runners
-            return again if found.kind == "fails" else found
-        return None if self._adds_up or self._is_even else weights
 
     def _own_sizes(self):
         """Returns how many rows to take in the sizes of the training."""
@@ -239,121 +186,129 @@ class Check:
         end = min(self._size, self._samples)
         return end, -(-end // 2)
 
-    def _compare(self, begin, end, size):
-        """Returns what differs between rows in parts and in one piece."""
-        try:
-            parts, after_parts = self._run(self._parts, begin, end, size)
-        except tf.errors.InvalidArgumentError as error:
-            raise _FailsError from error
-        try:
-            whole, after_whole = self._run(self._whole, begin, end, end - begin)
-        except tf.errors.InvalidArgumentError as error:
-            return Found("fixed", key=error)
-        for one, other in zip(whole.weights, parts.weights, strict=True):
-            self._adds_up &= one is None or abs(one - other) <= 1e-3 * abs(one)
-        for i, variable in enumerate(self._variables.assigned):
-            if self._differs(i, after_whole[i], after_parts[i]) and (
-                self._matters(variable)
-            ):
-                return Found("state", key=variable)
-        return self._difference(whole.arrays, parts.arrays)
 
-    def _run(self, runner, *rows):
-        """Returns what a runner makes, and the values of what it assigns."""
-        assigned = self._variables.assigned
-        before = [each.read_value() for each in assigned]
-        self._before = [*map(np.array, before)]
+class _Comparison:
+    """Some rows in micro-batches, and in one piece."""
+
+    def __init__(self, plan, state, runner, data):
+        self._state, self._model = state, state.model
+        self.whole = self.parts = runner(plan, data)
+        if plan.orders is not None and runner is AsItIs:
+            self.parts = runner(plan, data, plan.features)
+        functions = [self.whole.function, self.parts.function]
+        self.used, self._assigned = variables_of(functions)
+        self._is_trimmed = plan.orders is not None
+        widths = {
+            tf.as_dtype(each.compute_dtype).size
+            for each in private_names.flat_layers(self._model)
+            if each.compute_dtype
+            and tf.as_dtype(each.compute_dtype).is_floating
+        }
+        width = min(widths & _ROUNDING.keys(), default=4)
+        self._rounding, self._of_gradients, self._of_states = _ROUNDING[width]
+        self.adds_up, self.is_zero, self.largest = True, True, 0.0
+
+    def is_random(self):
+        """Whether it draws by TensorFlow; raises if it cannot run twice."""
+        nodes = nodes_of(self.whole.function.graph.as_graph_def())
+        for node in nodes:
+            for kind, name in _OUTSIDE.items():
+                if kind in node.op:
+                    raise NotMade(f"it calls {name}, which would run again")
+        return any(map(is_random, nodes))
+
+    def look(self, begin, end, size):
+        """Returns what is `Found` in rows, in parts of a size, or `None`."""
+        before = [np.array(each.read_value()) for each in self._assigned]
+
+        def run(runner, size):
+            try:
+                made = runner.run(begin, end, size)
+                return made, [np.array(e.read_value()) for e in self._assigned]
+            finally:
+                for each, value in zip(self._assigned, before, strict=True):
+                    each.assign(value)
+
         try:
-            made = runner.run(*rows)
-            return made, [np.array(each.read_value()) for each in assigned]
-        finally:
-            for each, value in zip(assigned, before, strict=True):
-                each.assign(value)
+            parts, after_parts = run(self.parts, size)
+        except tf.errors.InvalidArgumentError as error:
+            raise NotMade(f"the step fails: {error}") from error
+        try:
+            whole, after_whole = run(self.whole, end - begin)
+        except tf.errors.InvalidArgumentError as error:
+            return Found("fixed", what=error)
+        for one, other in zip(whole.weights, parts.weights, strict=True):
+            self.adds_up &= one is None or abs(one - other) <= 1e-3 * abs(one)
+        states = self._assigned, before, after_whole, after_parts
+        for variable, *values in zip(*states, strict=True):
+            if self._adds_other(variable, *values) and self._matters(variable):
+                return Found("state", what=variable)
+        return self._difference(whole.arrays, parts.arrays)
 
     def _difference(self, whole, parts):
         for kind in _KINDS:
-            pairs = {
-                key: (value, parts.get(key, np.zeros(())))
-                for key, value in whole.items()
-                if key[0] == kind
-            }
-            sizes = {k: np.abs(a).max(initial=0) for k, (a, _) in pairs.items()}
+            of_kind = {key: a for key, a in whole.items() if key[0] == kind}
+            sizes = {key: _largest(a) for key, a in of_kind.items()}
             largest = max(sizes.values(), default=0.0)
             if not np.isfinite(largest):
                 raise FloatingPointError
-            if pairs and kind != "added":
-                self._is_zero &= largest == 0
-            rounding = self._rounding * (10 if kind == "gradients" else 1)
-            rounding = min(rounding, _ROUNDING[2])
+            self.is_zero &= largest == 0 or kind == "added"
+            limit = (
+                self._of_gradients if kind == "gradients" else self._rounding
+            )
             shares = {}
-            for key, (one, other) in pairs.items():
-                if one.shape != other.shape and other.shape:
+            for key, one in of_kind.items():
+                if one.shape != parts[key].shape:
                     return Found(kind, 1.0, key)
+                error = np.nan_to_num(_largest(one - parts[key]), nan=np.inf)
+                self.largest = max(self.largest, error / (largest or 1.0))
                 bound = sizes[key] + largest * 1e-2
-                error = np.abs(one - other).max(initial=0)
                 shares[key] = error / bound if bound else 0.0
-                self._largest = max(self._largest, error / (largest or 1.0))
-            key = max(shares, key=shares.__getitem__, default=None)
-            if key is not None and not shares[key] <= rounding:
-                return Found(kind, shares[key], key)
+            worst = max(shares, key=shares.__getitem__, default=None)
+            if worst is not None and shares[worst] > limit:
+                return Found(kind, shares[worst], worst)
         return None
 
     # -- states ----------------------------------------------------------------
 
-    def _differs(self, i, whole, parts):
-        """Whether more was added to a state in parts than in one piece."""
-        variable, before = self._variables.assigned[i], self._before[i]
-        if any(is_of(each, variable) for each in self._ignored()):
-            return False
+    def _adds_other(self, variable, before, whole, parts):
+        """Whether more is added to a state in parts than in one piece."""
         if not variable.dtype.is_floating:
-            is_drawn = self._plan.orders and private_names.is_seed(variable)
+            is_drawn = self._is_trimmed and private_names.is_seed(variable)
             return not (is_drawn or np.array_equal(whole, parts))
-        units = 16 * np.finfo(variable.dtype.as_numpy_dtype).eps
+        units = 16 * np.spacing(np.abs(before).max(initial=0))
         before, whole, parts = (
             each.astype("float64") for each in (before, whole, parts)
         )
-        change = np.abs(whole - before).max(initial=0)
-        share = np.clip(self._rounding * 100, 1e-2, 0.1)
-        bound = max(share * change, units * np.abs(before).max(initial=0))
-        return not np.abs(whole - parts).max(initial=0) <= bound
-
-    def _ignored(self):
-        """Returns what differs by design, or is known by its own warning."""
-        model = self._model
-        owners = [*model.metrics, *private_names.loss_trackers(model)]
-        owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
-        return [tf_variable(v) for each in owners for v in each.variables]
+        bound = max(self._of_states * _largest(whole - before), units)
+        return not _largest(whole - parts) <= bound
 
     def _matters(self, variable):
         """Whether anything is computed of a state, or it only watches."""
-        model, graph = self._model, self._whole.graph
+        model, graph = self._model, self.whole.function.graph
+        # What differs by design, or is known by its own warning.
+        owners = [*model.metrics, *private_names.loss_trackers(model)]
+        owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
+        if any(is_of(v, variable) for each in owners for v in each.variables):
+            return False
         if self._state.overrides("after_update"):
             update = tf.function(model.after_update, autograph=False)
             used = update.get_concrete_function().variables
             if any(variable is each for each in used):
                 return True
-        x, *_ = keras.utils.unpack_x_y_sample_weight(self._whole.data)
+        x, *_ = keras.utils.unpack_x_y_sample_weight(self.whole.data)
         infer = tf.function(private_names.call_model, autograph=False)
         graphs = [graph]
         with contextlib.suppress(NotImplementedError):  # a step without `call`
             infer = infer.get_concrete_function(model, x, training=False)
             graphs.append(infer.graph)
         return any(is_read(each, variable) for each in graphs) or (
-            is_average(graph, variable, arguments=4)
+            is_average(graph, variable)
         )
 
-    # -- words -----------------------------------------------------------------
 
-    def _say(self, found):
-        make = functools.partial(self._runner, self._whole.data)
-        words = causes.Words(self._state, self._is_custom, self._whole, make)
-        text = words.say(found, self._adds_up, self._count)
-        if not self._is_sure:
-            text = text.replace(" will not be ", _UNSURE)
-        return (
-            f"{text} `compile(verify=False)` switches this check off. "
-            f"Received: model={self._model}"
-        )
+def _largest(array):
+    return np.abs(array).max(initial=0)
 
 
 def _joined(batches):

@@ -39,109 +39,7 @@ from accumodel._update.engine import FedBatch
 # The most entries of a gradient that are kept, see `_sketch`.
 _ENTRIES = 2**16
 
-
 _UPDATES = NotMade("the step calls an optimizer, which would move weights")
-
-
-class Runner:
-    """Runs the step of a model on rows of some data."""
-
-    def __init__(
-        self, plan, step, data, by_outputs, is_trimmed, features=(), as_is=False
-    ):
-        self._step, self.data = step, data
-        self._as_is = as_is  # with rows of which the number is known
-        self._model, self.by_outputs = plan.model, by_outputs
-        self._has_whole_loss = plan.whole_batch is not None
-        self.plan = dataclasses.replace(
-            plan,
-            options=dataclasses.replace(plan.options, micro_batch_size=1),
-            is_compiled=False,
-            assigned=collections.defaultdict(dict),
-            numbers=_OwnNumbers(is_trimmed),
-            features=tuple(features),
-        )
-        self.bytes_of_a_sample = 0  # of outputs
-        self._accumulators: list = []  # in the order of what is returned
-        scalar = tf.TensorSpec((), tf.int64)
-        function = tf.function(self._run, autograph=False)
-        with self._opened():
-            self.function = function.get_concrete_function(*[scalar] * 4)
-        self.graph = self.function.graph
-
-    def _opened(self):
-        """Returns the scopes in which the step is traced."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(hooks.without_updates(_UPDATES))
-        stack.enter_context(hooks.functions_traced_anew())
-        if not self.plan.options.sync_batch_norm or self.by_outputs:
-            stack.enter_context(hooks.replaced_moments(_inference))
-        for each in self._model._accumulation.accumulators:
-            stack.enter_context(hooks.replaced(each, "_has_weights", None))
-        return stack
-
-    def _run(self, begin, end, i, size):
-        plan = dataclasses.replace(self.plan, size=size)
-        data = self._model.slice_data(self.data, begin, end)
-        parts = MicroBatches(plan, data)
-        with contextlib.ExitStack() as stack:
-            for scope in plan.around_parts(trains=True):
-                stack.enter_context(scope(parts, i))
-            taken = _Taken()
-            data = self.data if self._as_is else parts.data_of(i)
-            with one_step(plan, data, taken):
-                if self.by_outputs:
-                    return [self._outputs(plan, data)]
-                made = self._step(data)
-                if self.by_outputs is None:
-                    return made
-        self._accumulators = taken.accumulators
-        return taken.terms
-
-    def _outputs(self, plan, data):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        model = plan.model
-        y_pred = private_names.call_model(model, x, training=True)
-        # Those of Keras's regularizers are the same in all parts.
-        made = {"added": [tf.reduce_sum(each) for each in model.losses]}
-        outputs = floats(y_pred)
-        if any(not each.shape.rank for each in outputs):
-            raise NotMade("an output has no axis of samples")
-        made["outputs"] = [_fold(each) for each in outputs]
-        self.bytes_of_a_sample = sum(map(_bytes_of_a_row, outputs))
-        if self._has_whole_loss:
-            return count_samples(data), 1.0, made
-        args = x, y, y_pred, sample_weight
-        with tf.GradientTape() as tape:
-            tape.watch(outputs)
-            loss = outcome.call_compute_loss(model.compute_loss, *args)
-            weight = outcome.weigh(plan, *args, loss)
-        sources = [outputs, model.trainable_variables]
-        by_outputs, own = tape.gradient(loss, sources)
-        own = [each if each is None else _sketch(each) for each in own]
-        by_outputs = [
-            each if each is None else _fold(each) for each in by_outputs
-        ]
-        return weight, 1.0, made | {"by_outputs": by_outputs, "own": own}
-
-    def run(self, begin, end, size):
-        """Returns what rows give in parts of a size, in a `Made`."""
-        return _joined(self.parts(begin, end, size))
-
-    def parts(self, begin, end, size):
-        """Returns what the step returns for each part, in arrays."""
-        made = []
-        for i in range(-(-(end - begin) // size)):
-            scalars = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
-            made.append(tf.nest.map_structure(_array, self.function(*scalars)))
-        return made
-
-    def variable(self, key):
-        """Returns the variable of a gradient."""
-        kind, accumulator, place = key
-        if kind == "own":
-            return self._model.trainable_variables[place]
-        return self._accumulators[accumulator].variables[place]
 
 
 class Made(typing.NamedTuple):
@@ -151,24 +49,124 @@ class Made(typing.NamedTuple):
     weights: list
 
 
+class Runner:
+    """Runs a step on rows of some data, of which the number may be known."""
+
+    bytes_of_a_sample = 0  # of outputs
+
+    def __init__(self, plan, data, features=(), is_known=False):
+        self._model, self.data, self._is_known = plan.model, data, is_known
+        self._has_whole_loss = plan.whole_batch is not None
+        self._plan = dataclasses.replace(
+            plan,
+            options=dataclasses.replace(plan.options, micro_batch_size=1),
+            is_compiled=False,
+            assigned=collections.defaultdict(dict),
+            numbers=_OwnNumbers(plan.orders is not None),
+            features=features,
+        )
+        self.sources: list = []  # for each term: what its arrays are of
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(hooks.without_updates(_UPDATES))
+            stack.enter_context(hooks.functions_traced_anew())
+            stack.enter_context(hooks.replaced_moments(_inference))
+            for each in plan.model._accumulation.accumulators:
+                stack.enter_context(hooks.replaced(each, "_has_weights", None))
+            scalars = [tf.TensorSpec((), tf.int64)] * 4
+            function = tf.function(self._run, autograph=False)
+            self.function = function.get_concrete_function(*scalars)
+
+    def step(self, plan, data, taken):
+        """Returns terms: a weight, and lists of tensors by kind, of each."""
+        raise NotImplementedError
+
+    def _run(self, begin, end, i, size):
+        plan = dataclasses.replace(self._plan, size=size)
+        parts = MicroBatches(
+            plan, self._model.slice_data(self.data, begin, end)
+        )
+        with contextlib.ExitStack() as stack:
+            for scope in plan.around_parts(trains=True):
+                stack.enter_context(scope(parts, i))
+            data = self.data if self._is_known else parts.data_of(i)
+            taken = _Taken()
+            stack.enter_context(one_step(plan, data, taken))
+            return self.step(plan, data, taken)
+
+    def run(self, begin, end, size):
+        """Returns what rows give in parts of a size: `Made` of all."""
+        made = []
+        for i in range(-(-(end - begin) // size)):
+            scalars = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
+            made.append(tf.nest.map_structure(_array, self.function(*scalars)))
+        arrays, weights = {}, []
+        for k, terms in enumerate(zip(*made, strict=True)):
+            own = [weight for weight, _ in terms]
+            weights.append(None if None in own else sum(own))
+            factors = [1 if w is None else w / (weights[k] or 1) for w in own]
+            for kind in terms[0][1]:
+                places = zip(*[term[kind] for _, term in terms], strict=True)
+                for j, values in enumerate(places):
+                    if values[0] is not None:
+                        arrays[kind, k, j] = _join(kind, values, factors)
+        return Made(arrays, weights)
+
+
+class ByOutputs(Runner):
+    """Runs the forward pass, and the loss."""
+
+    def step(self, plan, data, taken):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        model = plan.model
+        y_pred = private_names.call_model(model, x, training=True)
+        # Those of Keras's regularizers are the same in all parts.
+        made = {"added": [tf.reduce_sum(each) for each in model.losses]}
+        outputs = floats(y_pred)
+        if any(not each.shape.rank for each in outputs):
+            raise NotMade("an output has no axis of samples")
+        made["outputs"] = [*map(_fold, outputs)]
+        self.bytes_of_a_sample = sum(map(_bytes_of_a_row, outputs))
+        if self._has_whole_loss:
+            return [(count_samples(data), made)]
+        args = x, y, y_pred, sample_weight
+        with tf.GradientTape() as tape:
+            tape.watch(outputs)
+            loss = outcome.call_compute_loss(model.compute_loss, *args)
+            weight = outcome.weigh(plan, *args, loss)
+        self.sources = [model.trainable_variables]
+        by_outputs, own = tape.gradient(loss, [outputs, *self.sources])
+        made["by_outputs"] = [e if e is None else _fold(e) for e in by_outputs]
+        made["own"] = _sketches(own)
+        return [(weight, made)]
+
+
+class AsItIs(Runner):
+    """Runs the step of the model, and takes its gradients."""
+
+    def step(self, plan, data, taken):
+        step = self._model.train_step
+        getattr(step, "python_function", step)(data)
+        self.sources = taken.sources
+        return taken.terms
+
+
 class _Taken(FedBatch):
     """Takes the gradients that would be added to accumulators."""
 
     def __init__(self):
         super().__init__(is_split=True)
-        self.accumulators: list = []
+        self.sources: list = []
         self.terms: list = []
 
     def check(self, accumulator):
         pass  # it is outside of all strategies
 
     def accumulate(self, accumulator, gradients, weight, fraction=1.0):
-        self.accumulators.append(accumulator)
-        sketches = [None if g is None else _sketch(g) for g in gradients]
+        # Several gradients of one fed batch have fractions of its weight.
         if weight is not None:
-            weight = tf.cast(weight, tf.float64)
-        fraction = tf.cast(fraction, tf.float64)
-        self.terms.append((weight, fraction, {"gradients": sketches}))
+            weight = tf.cast(weight, tf.float64) * tf.cast(fraction, tf.float64)
+        self.sources.append(accumulator.variables)
+        self.terms.append((weight, {"gradients": _sketches(gradients)}))
 
 
 class _OwnNumbers(RandomNumbers):
@@ -206,29 +204,13 @@ def _array(value):
     return np.asarray(tf.cast(value, tf.float32) if is_half else value)
 
 
-def _joined(made):
-    """Returns the mean of parts by their weights, or the sum, in a `Made`."""
-    joined: dict = {}
-    weights: list = []
-    for k, terms in enumerate(zip(*made, strict=True)):
-        # Several gradients of one fed batch have fractions of its weight.
-        totals: list = [None if w is None else w * f for w, f, _ in terms]
-        weights.append(None if None in totals else sum(totals))
-        factors = [1 if w is None else w / (weights[k] or 1) for w in totals]
-        for kind in terms[0][2]:
-            places = zip(*[each[2][kind] for each in terms], strict=True)
-            for j, arrays in enumerate(places):
-                if arrays[0] is None:
-                    continue
-                if kind != "outputs":
-                    arrays = tuple(
-                        a * f for a, f in zip(arrays, factors, strict=True)
-                    )
-                has_rows = kind in ("outputs", "by_outputs")
-                joined[kind, k, j] = (
-                    np.concatenate(arrays) if has_rows else sum(arrays)
-                )
-    return Made(joined, weights)
+def _join(kind, values, factors):
+    """Returns the mean of parts by their weights, or their sum, or all rows."""
+    if kind != "outputs":
+        values = [a * f for a, f in zip(values, factors, strict=True)]
+    if kind in ("outputs", "by_outputs"):
+        return np.concatenate([*map(np.atleast_1d, values)])
+    return sum(values)
 
 
 def _bytes_of_a_row(tensor):
@@ -247,6 +229,10 @@ def _fold(tensor):
     # Numbers of no pattern, so that neither values nor differences cancel out.
     factors = tf.sin(tf.range(tf.cast(shape[1], tf.float64)) ** 2 + 1)
     return tf.einsum("njk,j->nk", rows, tf.cast(factors, rows.dtype))
+
+
+def _sketches(gradients):
+    return [None if each is None else _sketch(each) for each in gradients]
 
 
 def _sketch(gradient):
