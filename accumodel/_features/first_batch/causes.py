@@ -53,9 +53,9 @@ def say(found, check):
 def _say(found, check):
     if found.kind == "fixed":
         return fixed_size(found.what)
-    if found.kind == "state":
+    if found.kind == "states":
         return (
-            f"The variable '{name_of(found.what, check.model)}' changes in the "
+            f"The variable '{name_of(check.rows.of(found.what), check.model)}' changes in the "
             "step of each micro-batch, and is read there, in inference or by "
             "`after_update`, so it will not be that of the large batch. Change "
             "it in `after_update`, once for each update, or call the layer "
@@ -63,9 +63,7 @@ def _say(found, check):
         )
     what = _WHAT.get(found.kind)
     if what is None:
-        _, term, place = found.what
-        variable = check.first.whole.sources[term][place]
-        name = name_of(variable, check.model)
+        name = name_of(check.rows.of(found.what), check.model)
         what = f"the gradients by the variable '{name}'"
     share = f" by {found.share:.2g} times the largest" if found.share else ""
     return (
@@ -124,15 +122,18 @@ def _cause(found, check):
 def _first_layer(check):
     """Returns the first layer that differs, and what it draws, if known."""
     try:
-        runner = _Layers(check.plan, check.first.whole.data)
+        runner = _Layers(check.plan, check.rows.data)
     except NotImplementedError:  # a custom step needs no `call`
         return None, []
-    whole = runner.run(0, check.count, check.count).arrays
-    parts = runner.run(0, check.count, -(-check.count // 2)).arrays
+    whole = runner.run(0, check.count, check.count)
+    parts = runner.run(0, check.count, -(-check.count // 2))
     for key, one in whole.items():  # in the order of the calls
-        other, (_, call, _) = parts[key], key
-        if one.shape != other.shape or not np.allclose(one, other, 1e-3, 1e-4):
-            return runner.sources[call]
+        other = parts[key]
+        is_same = one.shape == other.shape and np.allclose(
+            one, other, 1e-3, 1e-4
+        )
+        if key[0] == "outputs" and not is_same:
+            return runner.of(key)
     return None, []
 
 
@@ -148,8 +149,9 @@ class _Layers(Runner):
             if graph is current_graph():
                 operations = graph.get_operations()[begin:]
                 drawn = [e.type for e in operations if _is_not_cut(e.type)]
-                self.sources.append((layer, drawn))
-                terms.append((None, {"outputs": floats(outputs)}))
+                found = floats(outputs)
+                self._sources.append([(layer, drawn)] * len(found))
+                terms.append((None, {"outputs": found}))
             return outputs
 
         with contextlib.ExitStack() as stack:

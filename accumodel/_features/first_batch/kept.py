@@ -40,10 +40,7 @@ class NotMade(Exception):  # noqa: N818
 
 
 def variables_of(functions):
-    """Returns the variables that traced functions use, and those they assign.
-
-    As lists, in an order that is always the same.
-    """
+    """Returns the variables that functions use, and those that they assign."""
     used, assigned = {}, {}
     handles = {id(v.handle): v for f in functions for v in f.variables}
     captures = [pair for f in functions for pair in f.graph.captures]

@@ -20,13 +20,12 @@ is drawn, and what is known of shapes, is as in the training.
 import collections
 import contextlib
 import dataclasses
-import typing
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._features.first_batch.kept import NotMade
+from accumodel._features.first_batch.kept import NotMade, variables_of
 from accumodel._features.trim_padding import same_draws
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.replicas import make_sum
@@ -42,30 +41,48 @@ _ENTRIES = 2**16
 _UPDATES = NotMade("the step calls an optimizer, which would move weights")
 
 
-class Made(typing.NamedTuple):
-    """What rows give: arrays by kind and place, and the sums of weights."""
-
-    arrays: dict
-    weights: list
-
-
 class Runner:
     """Runs a step on rows of some data, of which the number may be known."""
 
+    keeps_order = True  # whether no feature puts the rows of parts in order
     bytes_of_a_sample = 0  # of outputs
+    main_kind = "outputs"  # of the arrays that are compared
 
-    def __init__(self, plan, data, features=(), is_known=False):
+    def __init__(self, plan, data, is_known=False):
         self._model, self.data, self._is_known = plan.model, data, is_known
         self._has_whole_loss = plan.whole_batch is not None
-        self._plan = dataclasses.replace(
+        self._sources: list = []  # for each term: what its arrays are of
+        own = dataclasses.replace(
             plan,
             options=dataclasses.replace(plan.options, micro_batch_size=1),
             is_compiled=False,
             assigned=collections.defaultdict(dict),
             numbers=_OwnNumbers(plan.orders is not None),
-            features=features,
+            features=(),
         )
-        self.sources: list = []  # for each term: what its arrays are of
+        self.function = self._in_parts = self._trace(own)
+        if plan.orders is not None and not self.keeps_order:
+            own = dataclasses.replace(own, features=plan.features)
+            self._in_parts = self._trace(own)
+        functions = [self.function, self._in_parts]
+        self.used, self._assigned = variables_of(functions)
+
+    def step(self, plan, data, taken):
+        """Returns terms: a weight, and lists of tensors by kind, of each."""
+        raise NotImplementedError
+
+    def _trace(self, plan):
+        def run(begin, end, i, size):
+            own = dataclasses.replace(plan, size=size)
+            data = self._model.slice_data(self.data, begin, end)
+            parts, taken = MicroBatches(own, data), _Taken()
+            with contextlib.ExitStack() as stack:
+                for scope in own.around_parts(trains=True):
+                    stack.enter_context(scope(parts, i))
+                data = self.data if self._is_known else parts.data_of(i)
+                stack.enter_context(one_step(own, data, taken))
+                return self.step(own, data, taken)
+
         with contextlib.ExitStack() as stack:
             stack.enter_context(hooks.without_updates(_UPDATES))
             stack.enter_context(hooks.functions_traced_anew())
@@ -73,43 +90,47 @@ class Runner:
             for each in plan.model._accumulation.accumulators:
                 stack.enter_context(hooks.replaced(each, "_has_weights", None))
             scalars = [tf.TensorSpec((), tf.int64)] * 4
-            function = tf.function(self._run, autograph=False)
-            self.function = function.get_concrete_function(*scalars)
-
-    def step(self, plan, data, taken):
-        """Returns terms: a weight, and lists of tensors by kind, of each."""
-        raise NotImplementedError
-
-    def _run(self, begin, end, i, size):
-        plan = dataclasses.replace(self._plan, size=size)
-        parts = MicroBatches(
-            plan, self._model.slice_data(self.data, begin, end)
-        )
-        with contextlib.ExitStack() as stack:
-            for scope in plan.around_parts(trains=True):
-                stack.enter_context(scope(parts, i))
-            data = self.data if self._is_known else parts.data_of(i)
-            taken = _Taken()
-            stack.enter_context(one_step(plan, data, taken))
-            return self.step(plan, data, taken)
+            function = tf.function(run, autograph=False)
+            return function.get_concrete_function(*scalars)
 
     def run(self, begin, end, size):
-        """Returns what rows give in parts of a size: `Made` of all."""
-        made = []
-        for i in range(-(-(end - begin) // size)):
-            scalars = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
-            made.append(tf.nest.map_structure(_array, self.function(*scalars)))
-        arrays, weights = {}, []
+        """Returns what rows give in parts of a size: arrays by their keys.
+
+        A key is a kind, the number of a term, and a place in it.
+        """
+        count = -(-(end - begin) // size)
+        function = self.function if count == 1 else self._in_parts
+        before = [np.array(each.read_value()) for each in self._assigned]
+        made, arrays = [], {}
+        try:
+            for i in range(count):
+                rows = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
+                made.append(tf.nest.map_structure(_array, function(*rows)))
+            for i, each in enumerate(self._assigned):
+                now = np.array(each.read_value())
+                arrays["states", 0, i] = _added(before[i], now)
+        finally:
+            for each, value in zip(self._assigned, before, strict=True):
+                each.assign(value)
         for k, terms in enumerate(zip(*made, strict=True)):
-            own = [weight for weight, _ in terms]
-            weights.append(None if None in own else sum(own))
-            factors = [1 if w is None else w / (weights[k] or 1) for w in own]
+            weights = [weight for weight, _ in terms]
+            total = None if None in weights else sum(weights)
+            if total is not None:
+                arrays["weights", k, 0] = np.asarray(total)
+            factors = [1 if w is None else w / (total or 1) for w in weights]
             for kind in terms[0][1]:
                 places = zip(*[term[kind] for _, term in terms], strict=True)
                 for j, values in enumerate(places):
                     if values[0] is not None:
                         arrays[kind, k, j] = _join(kind, values, factors)
-        return Made(arrays, weights)
+        return arrays
+
+    def of(self, key):
+        """Returns what an array is of: a variable, or another source."""
+        kind, term, place = key
+        if kind == "states":
+            return self._assigned[place]
+        return self._sources[term][place]
 
 
 class ByOutputs(Runner):
@@ -133,8 +154,8 @@ class ByOutputs(Runner):
             tape.watch(outputs)
             loss = outcome.call_compute_loss(model.compute_loss, *args)
             weight = outcome.weigh(plan, *args, loss)
-        self.sources = [model.trainable_variables]
-        by_outputs, own = tape.gradient(loss, [outputs, *self.sources])
+        self._sources = [model.trainable_variables]
+        by_outputs, own = tape.gradient(loss, [outputs, *self._sources])
         made["by_outputs"] = [e if e is None else _fold(e) for e in by_outputs]
         made["own"] = _sketches(own)
         return [(weight, made)]
@@ -143,10 +164,12 @@ class ByOutputs(Runner):
 class AsItIs(Runner):
     """Runs the step of the model, and takes its gradients."""
 
+    keeps_order, main_kind = False, "gradients"
+
     def step(self, plan, data, taken):
         step = self._model.train_step
         getattr(step, "python_function", step)(data)
-        self.sources = taken.sources
+        self._sources = taken.sources
         return taken.terms
 
 
@@ -202,6 +225,15 @@ def _array(value):
         return None
     is_half = value.dtype.is_floating and value.dtype.size < 4
     return np.asarray(tf.cast(value, tf.float32) if is_half else value)
+
+
+def _added(before, now):
+    """Returns what was added to a state, in units that rounding is less than."""
+    units = 0.5
+    if now.dtype.kind not in "biu":
+        units = 16 * float(np.spacing(np.abs(before).max(initial=1e-30)))
+    before, now = before.astype("float64"), now.astype("float64")
+    return np.nan_to_num((now - before) / units)
 
 
 def _join(kind, values, factors):
