@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from accumodel._features.first_batch.kept import name_of
-from accumodel._features.first_batch.runs import Runner, floats
+from accumodel._features.first_batch.runs import Runner, floats, keyed
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.step import current_graph
 
@@ -21,12 +21,6 @@ _WEIGHT = (
     "was divided by, such as `tf.shape(x)[0]`, or `None` for a sum. Without "
     "one, a short micro-batch weighs as much as a full one."
 )
-_WHAT = {
-    "outputs": "the outputs of the model",
-    "by_outputs": "the gradients of the loss by the outputs",
-    "added": "a loss that is added by `add_loss`",
-    "weights": "the weights of the micro-batches",
-}
 
 
 def fixed_size(error):
@@ -40,36 +34,33 @@ def fixed_size(error):
 
 def say(found, check):
     """Returns what a `Check` has found, why, and what to do."""
-    text = _say(found, check)
+    source = check.rows.sources.get(found.what)
+    name = "" if source is None else name_of(source, check.model)
+    by = f" by the variable '{name}'" if name else ""
+    if found.share:
+        by += f" by {found.share:.2g} times the largest"
+    if found.kind == "fixed":
+        text = fixed_size(found.what)
+    elif found.kind == "states":
+        text = (
+            f"The variable '{name}' changes in the step of each micro-batch, "
+            "and is read there, in inference or by `after_update`, so it will "
+            "not be that of the large batch. Change it in `after_update`, once "
+            "for each update, or call the layer with `training=False`."
+        )
+    else:
+        text = (
+            "The first batch shows that the weights will not be those of the "
+            f"large batch. With {check.count} samples in one piece and in two "
+            f"micro-batches, the {found.kind} differ{by}. "
+            f"{_cause(found, check)}"
+        )
     if not check.is_sure:
         unsure = " would not be, if memory ran out and batches were split, "
         text = text.replace(" will not be ", unsure)
     return (
         f"{text} `compile(verify=False)` switches this check off. "
         f"Received: model={check.model}"
-    )
-
-
-def _say(found, check):
-    if found.kind == "fixed":
-        return fixed_size(found.what)
-    if found.kind == "states":
-        return (
-            f"The variable '{name_of(check.rows.of(found.what), check.model)}' changes in the "
-            "step of each micro-batch, and is read there, in inference or by "
-            "`after_update`, so it will not be that of the large batch. Change "
-            "it in `after_update`, once for each update, or call the layer "
-            "with `training=False`."
-        )
-    what = _WHAT.get(found.kind)
-    if what is None:
-        name = name_of(check.rows.of(found.what), check.model)
-        what = f"the gradients by the variable '{name}'"
-    share = f" by {found.share:.2g} times the largest" if found.share else ""
-    return (
-        "The first batch shows that the weights will not be those of the "
-        f"large batch. With {check.count} samples in one piece and in two "
-        f"micro-batches, {what} differ{share}. {_cause(found, check)}"
     )
 
 
@@ -100,7 +91,7 @@ def _cause(found, check):
                 "looks at several samples at once, or at their number. Apply "
                 f"it by `dataset.map`{advice}."
             )
-    if found.kind == "added":
+    if found.kind == "losses of `add_loss`":
         return (
             "Each micro-batch adds its own. Add a mean over samples, or return "
             "one loss per sample; `gradient_cache=True` does not help."
@@ -133,7 +124,7 @@ def _first_layer(check):
             one, other, 1e-3, 1e-4
         )
         if key[0] == "outputs" and not is_same:
-            return runner.of(key)
+            return runner.sources["outputs", key[1], 0]
     return None, []
 
 
@@ -150,8 +141,8 @@ class _Layers(Runner):
                 operations = graph.get_operations()[begin:]
                 drawn = [e.type for e in operations if _is_not_cut(e.type)]
                 found = floats(outputs)
-                self._sources.append([(layer, drawn)] * len(found))
-                terms.append((None, {"outputs": found}))
+                self.sources["outputs", len(terms), 0] = layer, drawn
+                terms.append(keyed("outputs", found, _with_axis))
             return outputs
 
         with contextlib.ExitStack() as stack:
@@ -161,6 +152,10 @@ class _Layers(Runner):
             x, *_ = keras.utils.unpack_x_y_sample_weight(data)
             private_names.call_model(plan.model, x, training=True)
         return terms
+
+
+def _with_axis(tensor):
+    return tensor if tensor.shape.rank else tensor[None]
 
 
 def _is_not_cut(kind):

@@ -26,7 +26,7 @@ from accumodel._features.first_batch.kept import (
     put_python_back_later,
     shaken,
 )
-from accumodel._features.first_batch.runs import AsItIs, ByOutputs
+from accumodel._features.first_batch.runs import AsItIs, ByOutputs, Runner
 from accumodel._fit import variables
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
@@ -47,6 +47,13 @@ _ROUNDING = {
     4: (1e-4, 1e-3, 1e-2),
     2: (3e-2, 3e-2, 0.1),
 }
+
+_KINDS = (
+    "outputs",
+    "gradients by the outputs",
+    "losses of `add_loss`",
+    "gradients",
+)
 
 # In the types of the operations that act outside of TensorFlow.
 _OUTSIDE = {"Print": "`tf.print`", "PyFunc": "a `tf.py_function`"}
@@ -79,8 +86,10 @@ class Check:
             size = max(int(count_samples(each)) for each in fed)
         own = {"train_step", "compute_gradients"} & plan.overridden
         self.is_custom = bool(own) or state.overrides("accumulate_gradients")
-        self._runner, count = AsItIs, min(_SAMPLES, size)
-        if not self.is_custom and (plan.orders is None or size < 2):
+        by_outputs = plan.orders is None or size < 2
+        self._runner: type[Runner] = AsItIs
+        count = min(_SAMPLES, size)
+        if by_outputs and not self.is_custom:
             self._runner, count = ByOutputs, 2
         self._size, self.count = size, min(count, self._samples)
         self.adds_up, self._is_zero, self._error = True, True, 0.0
@@ -162,7 +171,7 @@ class Check:
         if fails:
             raise fails
         if not (found or self.adds_up or self._is_even):
-            found = Found("weights")
+            found = Found("weights of the micro-batches")
         return found and causes.say(found, self)
 
     def _fits(self, count):
@@ -187,9 +196,9 @@ class Check:
         self.adds_up &= not [*found]
         most, of_gradients, of_states = self._rounding()
         for each in self._differ("states", of_states, whole, parts):
-            if self._matters(rows.of(each.what)):
+            if self._matters(rows.sources[each.what]):
                 return each
-        for kind in ("outputs", "by_outputs", "own", "added", "gradients"):
+        for kind in _KINDS:
             rounding = of_gradients if kind == "gradients" else most
             for each in self._differ(kind, rounding, whole, parts):
                 return each

@@ -38,20 +38,22 @@ from accumodel._update.engine import FedBatch
 # The most entries of a gradient that are kept, see `_sketch`.
 _ENTRIES = 2**16
 
+# The place of a weight, if there is one.
+_WEIGHT = ("weights", 0)
+
 _UPDATES = NotMade("the step calls an optimizer, which would move weights")
 
 
 class Runner:
     """Runs a step on rows of some data, of which the number may be known."""
 
-    keeps_order = True  # whether no feature puts the rows of parts in order
-    bytes_of_a_sample = 0  # of outputs
     main_kind = "outputs"  # of the arrays that are compared
+    bytes_of_a_sample = 0  # of outputs
 
     def __init__(self, plan, data, is_known=False):
         self._model, self.data, self._is_known = plan.model, data, is_known
         self._has_whole_loss = plan.whole_batch is not None
-        self._sources: list = []  # for each term: what its arrays are of
+        self.sources: dict = {}  # what an array is of, by its key
         own = dataclasses.replace(
             plan,
             options=dataclasses.replace(plan.options, micro_batch_size=1),
@@ -61,14 +63,17 @@ class Runner:
             features=(),
         )
         self.function = self._in_parts = self._trace(own)
-        if plan.orders is not None and not self.keeps_order:
+        if plan.orders is not None and isinstance(self, AsItIs):
             own = dataclasses.replace(own, features=plan.features)
             self._in_parts = self._trace(own)
         functions = [self.function, self._in_parts]
         self.used, self._assigned = variables_of(functions)
+        self.sources |= {
+            ("states", 0, i): each for i, each in enumerate(self._assigned)
+        }
 
     def step(self, plan, data, taken):
-        """Returns terms: a weight, and lists of tensors by kind, of each."""
+        """Returns terms: dicts of tensors by kind and place, and a weight."""
         raise NotImplementedError
 
     def _trace(self, plan):
@@ -105,7 +110,7 @@ class Runner:
         try:
             for i in range(count):
                 rows = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
-                made.append(tf.nest.map_structure(_array, function(*rows)))
+                made.append(tf.nest.map_structure(np.asarray, function(*rows)))
             for i, each in enumerate(self._assigned):
                 now = np.array(each.read_value())
                 arrays["states", 0, i] = _added(before[i], now)
@@ -113,24 +118,17 @@ class Runner:
             for each, value in zip(self._assigned, before, strict=True):
                 each.assign(value)
         for k, terms in enumerate(zip(*made, strict=True)):
-            weights = [weight for weight, _ in terms]
-            total = None if None in weights else sum(weights)
-            if total is not None:
-                arrays["weights", k, 0] = np.asarray(total)
-            factors = [1 if w is None else w / (total or 1) for w in weights]
-            for kind in terms[0][1]:
-                places = zip(*[term[kind] for _, term in terms], strict=True)
-                for j, values in enumerate(places):
-                    if values[0] is not None:
-                        arrays[kind, k, j] = _join(kind, values, factors)
+            weights = [term.get(_WEIGHT, 1.0) for term in terms]
+            total = sum(weights) if _WEIGHT in terms[0] else 1.0
+            for kind, j in terms[0]:
+                values = [term[kind, j] for term in terms]
+                if kind not in ("outputs", "weights"):  # a mean of parts
+                    pairs = zip(values, weights, strict=True)
+                    values = [a * (w / (total or 1.0)) for a, w in pairs]
+                has_rows = kind in ("outputs", "gradients by the outputs")
+                joined = np.concatenate if has_rows else sum
+                arrays[kind, k, j] = joined(values)
         return arrays
-
-    def of(self, key):
-        """Returns what an array is of: a variable, or another source."""
-        kind, term, place = key
-        if kind == "states":
-            return self._assigned[place]
-        return self._sources[term][place]
 
 
 class ByOutputs(Runner):
@@ -141,35 +139,37 @@ class ByOutputs(Runner):
         model = plan.model
         y_pred = private_names.call_model(model, x, training=True)
         # Those of Keras's regularizers are the same in all parts.
-        made = {"added": [tf.reduce_sum(each) for each in model.losses]}
+        losses = [tf.reduce_sum(each) for each in model.losses]
         outputs = floats(y_pred)
         if any(not each.shape.rank for each in outputs):
             raise NotMade("an output has no axis of samples")
-        made["outputs"] = [*map(_fold, outputs)]
         self.bytes_of_a_sample = sum(map(_bytes_of_a_row, outputs))
+        made = keyed("losses of `add_loss`", losses)
+        made |= keyed("outputs", map(_fold, outputs))
         if self._has_whole_loss:
-            return [(count_samples(data), made)]
+            return [made | {_WEIGHT: count_samples(data)}]
         args = x, y, y_pred, sample_weight
         with tf.GradientTape() as tape:
             tape.watch(outputs)
             loss = outcome.call_compute_loss(model.compute_loss, *args)
             weight = outcome.weigh(plan, *args, loss)
-        self._sources = [model.trainable_variables]
-        by_outputs, own = tape.gradient(loss, [outputs, *self._sources])
-        made["by_outputs"] = [e if e is None else _fold(e) for e in by_outputs]
-        made["own"] = _sketches(own)
-        return [(weight, made)]
+        own = model.trainable_variables  # which the loss itself may use
+        by_outputs, by_own = tape.gradient(loss, [outputs, own])
+        self.sources = _sources_of(0, own)
+        made |= keyed("gradients by the outputs", by_outputs, _fold)
+        made |= keyed("gradients", by_own, _sketch)
+        return [made | keyed("weights", [weight])]
 
 
 class AsItIs(Runner):
     """Runs the step of the model, and takes its gradients."""
 
-    keeps_order, main_kind = False, "gradients"
+    main_kind = "gradients"
 
     def step(self, plan, data, taken):
         step = self._model.train_step
         getattr(step, "python_function", step)(data)
-        self._sources = taken.sources
+        self.sources = taken.sources
         return taken.terms
 
 
@@ -178,7 +178,7 @@ class _Taken(FedBatch):
 
     def __init__(self):
         super().__init__(is_split=True)
-        self.sources: list = []
+        self.sources: dict = {}
         self.terms: list = []
 
     def check(self, accumulator):
@@ -188,8 +188,30 @@ class _Taken(FedBatch):
         # Several gradients of one fed batch have fractions of its weight.
         if weight is not None:
             weight = tf.cast(weight, tf.float64) * tf.cast(fraction, tf.float64)
-        self.sources.append(accumulator.variables)
-        self.terms.append((weight, {"gradients": _sketches(gradients)}))
+        self.sources |= _sources_of(len(self.terms), accumulator.variables)
+        self.terms.append(
+            keyed("gradients", gradients, _sketch) | keyed("weights", [weight])
+        )
+
+
+def keyed(kind, tensors, convert=tf.identity):
+    """Returns tensors by their kind and place, but for those that are `None`.
+
+    NumPy does not compute with all half types.
+    """
+    made = {
+        (kind, i): convert(each)
+        for i, each in enumerate(tensors)
+        if each is not None
+    }
+    for key, value in made.items():
+        if value.dtype.is_floating and value.dtype.size < 4:
+            made[key] = tf.cast(value, tf.float32)
+    return made
+
+
+def _sources_of(term, variables):
+    return {("gradients", term, i): each for i, each in enumerate(variables)}
 
 
 class _OwnNumbers(RandomNumbers):
@@ -220,29 +242,13 @@ def floats(structure):
     return [each for each in tensors if each.dtype.is_floating]
 
 
-def _array(value):
-    if value is None:
-        return None
-    is_half = value.dtype.is_floating and value.dtype.size < 4
-    return np.asarray(tf.cast(value, tf.float32) if is_half else value)
-
-
 def _added(before, now):
-    """Returns what was added to a state, in units that rounding is less than."""
+    """Returns what was added to a state, in units above its rounding."""
     units = 0.5
     if now.dtype.kind not in "biu":
         units = 16 * float(np.spacing(np.abs(before).max(initial=1e-30)))
     before, now = before.astype("float64"), now.astype("float64")
     return np.nan_to_num((now - before) / units)
-
-
-def _join(kind, values, factors):
-    """Returns the mean of parts by their weights, or their sum, or all rows."""
-    if kind != "outputs":
-        values = [a * f for a, f in zip(values, factors, strict=True)]
-    if kind in ("outputs", "by_outputs"):
-        return np.concatenate([*map(np.atleast_1d, values)])
-    return sum(values)
 
 
 def _bytes_of_a_row(tensor):
@@ -261,10 +267,6 @@ def _fold(tensor):
     # Numbers of no pattern, so that neither values nor differences cancel out.
     factors = tf.sin(tf.range(tf.cast(shape[1], tf.float64)) ** 2 + 1)
     return tf.einsum("njk,j->nk", rows, tf.cast(factors, rows.dtype))
-
-
-def _sketches(gradients):
-    return [None if each is None else _sketch(each) for each in gradients]
 
 
 def _sketch(gradient):
