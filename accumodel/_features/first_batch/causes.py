@@ -132,7 +132,8 @@ class _Layers(Runner):
     """Runs the model, and notes what its layers return and draw."""
 
     def step(self, plan, data, taken):
-        terms, graph = [], current_graph()
+        terms: list = []
+        graph = current_graph()
 
         def call_and_note(layer, call, *args, **kwargs):
             begin = len(current_graph().get_operations())

@@ -48,13 +48,6 @@ _ROUNDING = {
     2: (3e-2, 3e-2, 0.1),
 }
 
-_KINDS = (
-    "outputs",
-    "gradients by the outputs",
-    "losses of `add_loss`",
-    "gradients",
-)
-
 # In the types of the operations that act outside of TensorFlow.
 _OUTSIDE = {"Print": "`tf.print`", "PyFunc": "a `tf.py_function`"}
 
@@ -151,7 +144,10 @@ class Check:
     def _look_twice(self):
         """Returns a text of what differs, or `None`."""
         c, found, fails = self.count, None, None
-        if not self._fits(c):
+        # The outputs, their gradient, and what the loss keeps.
+        bytes_of_a_sample = max(3 * self.rows.bytes_of_a_sample, 1)
+        most = self._size + _MEMORY // bytes_of_a_sample
+        if c > most:
             raise NotMade("the outputs of two samples may not fit in memory")
         others = int(count_samples(self.rows.data)) - c
         try:
@@ -160,7 +156,7 @@ class Check:
         except NotMade as error:  # of rows that do not follow each other
             fails = error
         size, end = self._size, min(2 * self._size, self._samples)
-        if self._runner is AsItIs or not self._fits(end):
+        if self._runner is AsItIs or end > most:
             end = min(size, end)
             size = -(-end // 2)
         if (found or fails) and end > c and self.is_sure:
@@ -174,12 +170,6 @@ class Check:
             found = Found("weights of the micro-batches")
         return found and causes.say(found, self)
 
-    def _fits(self, count):
-        """Whether the training has memory for so many samples at once."""
-        # The outputs, their gradient, and what the loss keeps.
-        size = 3 * self.rows.bytes_of_a_sample
-        return size * (count - self._size) < _MEMORY
-
     # -- one comparison --------------------------------------------------------
 
     def _look(self, rows, begin, end, size):
@@ -192,20 +182,17 @@ class Check:
             whole = rows.run(begin, end, end - begin)
         except tf.errors.InvalidArgumentError as error:
             return Found("fixed", what=error)
-        found = self._differ("weights", 1e-3, whole, parts)
-        self.adds_up &= not [*found]
-        most, of_gradients, of_states = self._rounding()
-        for each in self._differ("states", of_states, whole, parts):
-            if self._matters(rows.sources[each.what]):
-                return each
-        for kind in _KINDS:
-            rounding = of_gradients if kind == "gradients" else most
-            for each in self._differ(kind, rounding, whole, parts):
-                return each
+        for kind in dict.fromkeys(kind for kind, _, _ in whole):
+            for each in self._differ(kind, whole, parts):
+                if kind == "weights":
+                    self.adds_up = False
+                elif kind != "states" or self._matters(rows.sources[each.what]):
+                    return each
         return None
 
-    def _differ(self, kind, rounding, whole, parts):
+    def _differ(self, kind, whole, parts):
         """Returns what differs of a kind, as `Found`, the most first."""
+        rounding = self._rounding(kind)
         whole = {key: value for key, value in whole.items() if key[0] == kind}
         sizes = {key: _largest(value) for key, value in whole.items()}
         largest = max(sizes.values(), default=0.0)
@@ -226,12 +213,15 @@ class Check:
         self._is_zero &= not largest or kind != self._runner.main_kind
         return sorted(found, key=lambda each: -each.share)
 
-    def _rounding(self):
-        """Returns the bounds in `_ROUNDING` for the model's layers."""
+    def _rounding(self, kind):
+        """Returns what is less than a difference that is not by rounding."""
         layers = private_names.flat_layers(self.model)
         dtypes = [e.compute_dtype for e in layers if e.compute_dtype]
         sizes = {tf.as_dtype(e).size for e in dtypes if "float" in e}
-        return _ROUNDING[min(sizes & _ROUNDING.keys(), default=4)]
+        width = min(sizes & _ROUNDING.keys(), default=4)
+        most, gradients, states = _ROUNDING[width]
+        other = {"gradients": gradients, "states": states, "weights": 1e-3}
+        return other.get(kind, most)
 
     def _matters(self, variable):
         """Whether anything is computed of a state, or it only watches."""

@@ -23,13 +23,7 @@ from accumodel._micro_batch.assignments import READS
 # The most bytes of an array that are copied.
 _LARGE = 2**24
 
-# What Python's collections add elements by.
-_ADD = {
-    dict: dict.update,
-    list: list.extend,
-    set: set.update,
-    collections.deque: collections.deque.extend,
-}
+_COLLECTIONS = (dict, list, set, collections.deque)
 
 
 class NotMade(Exception):  # noqa: N818
@@ -133,10 +127,8 @@ def _inside(graph, variables):
 
 def name_of(variable, model):
     """Returns what a user calls a variable: its path, or its attribute."""
-    if hasattr(variable, "path"):
-        return variable.path
-    for each in model.variables:
-        if is_of(each, variable):
+    for each in [variable, *model.variables]:
+        if hasattr(each, "path") and is_of(each, variable):
             return each.path
     for owner in owners_of(model):
         for name, value in vars(owner).items():
@@ -147,7 +139,8 @@ def name_of(variable, model):
 
 
 def is_of(value, variable):
-    value = tf_variable(value)
+    """Whether a value is a `tf.Variable`, or one of Keras that has it."""
+    value, variable = tf_variable(value), tf_variable(variable)
     return isinstance(value, tf.Variable) and value.handle is variable.handle
 
 
@@ -176,7 +169,7 @@ def put_python_back_later(stack, owners):
             continue
         seen.add(id(value))
         kind: typing.Any = next(  # of no proxy, which pretends to be one
-            (x for x in _ADD if issubclass(type(value), x)), None
+            (x for x in _COLLECTIONS if issubclass(type(value), x)), None
         )
         held: typing.Any = []
         if isinstance(value, np.random.Generator):
@@ -187,7 +180,8 @@ def put_python_back_later(stack, owners):
                 stack.callback(np.copyto, value, value.copy())
         elif kind is not None:  # unseen by what tracks it
             before: typing.Any = dict(value) if kind is dict else [*value]
-            stack.callback(_ADD[kind], value, before)
+            add = getattr(kind, "extend", None) or kind.update
+            stack.callback(add, value, before)
             stack.callback(kind.clear, value)
             held = before.values() if kind is dict else before
         elif (

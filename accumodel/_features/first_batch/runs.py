@@ -110,9 +110,9 @@ class Runner:
         try:
             for i in range(count):
                 rows = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
-                made.append(tf.nest.map_structure(np.asarray, function(*rows)))
+                made.append(tf.nest.map_structure(_array, function(*rows)))
             for i, each in enumerate(self._assigned):
-                now = np.array(each.read_value())
+                now = each.read_value()
                 arrays["states", 0, i] = _added(before[i], now)
         finally:
             for each, value in zip(self._assigned, before, strict=True):
@@ -139,15 +139,14 @@ class ByOutputs(Runner):
         model = plan.model
         y_pred = private_names.call_model(model, x, training=True)
         # Those of Keras's regularizers are the same in all parts.
-        losses = [tf.reduce_sum(each) for each in model.losses]
+        losses = keyed("losses of `add_loss`", model.losses, tf.reduce_sum)
         outputs = floats(y_pred)
         if any(not each.shape.rank for each in outputs):
             raise NotMade("an output has no axis of samples")
         self.bytes_of_a_sample = sum(map(_bytes_of_a_row, outputs))
-        made = keyed("losses of `add_loss`", losses)
-        made |= keyed("outputs", map(_fold, outputs))
+        made = keyed("outputs", outputs, _fold)
         if self._has_whole_loss:
-            return [made | {_WEIGHT: count_samples(data)}]
+            return [{_WEIGHT: count_samples(data)} | made | losses]
         args = x, y, y_pred, sample_weight
         with tf.GradientTape() as tape:
             tape.watch(outputs)
@@ -158,7 +157,7 @@ class ByOutputs(Runner):
         self.sources = _sources_of(0, own)
         made |= keyed("gradients by the outputs", by_outputs, _fold)
         made |= keyed("gradients", by_own, _sketch)
-        return [made | keyed("weights", [weight])]
+        return [keyed("weights", [weight]) | made | losses]
 
 
 class AsItIs(Runner):
@@ -189,25 +188,14 @@ class _Taken(FedBatch):
         if weight is not None:
             weight = tf.cast(weight, tf.float64) * tf.cast(fraction, tf.float64)
         self.sources |= _sources_of(len(self.terms), accumulator.variables)
-        self.terms.append(
-            keyed("gradients", gradients, _sketch) | keyed("weights", [weight])
-        )
+        made = keyed("gradients", gradients, _sketch)
+        self.terms.append(keyed("weights", [weight]) | made)
 
 
 def keyed(kind, tensors, convert=tf.identity):
-    """Returns tensors by their kind and place, but for those that are `None`.
-
-    NumPy does not compute with all half types.
-    """
-    made = {
-        (kind, i): convert(each)
-        for i, each in enumerate(tensors)
-        if each is not None
-    }
-    for key, value in made.items():
-        if value.dtype.is_floating and value.dtype.size < 4:
-            made[key] = tf.cast(value, tf.float32)
-    return made
+    """Returns the tensors that there are, by their kind and place."""
+    pairs = enumerate(tensors)
+    return {(kind, i): convert(e) for i, e in pairs if e is not None}
 
 
 def _sources_of(term, variables):
@@ -242,13 +230,17 @@ def floats(structure):
     return [each for each in tensors if each.dtype.is_floating]
 
 
+def _array(tensor):
+    """Returns numbers of any type with which NumPy computes."""
+    return np.asarray(tensor).astype("float64")
+
+
 def _added(before, now):
     """Returns what was added to a state, in units above its rounding."""
     units = 0.5
-    if now.dtype.kind not in "biu":
-        units = 16 * float(np.spacing(np.abs(before).max(initial=1e-30)))
-    before, now = before.astype("float64"), now.astype("float64")
-    return np.nan_to_num((now - before) / units)
+    if now.dtype.is_floating:
+        units = 16 * _array(np.spacing(np.abs(before).max(initial=1e-30)))
+    return np.nan_to_num((_array(now) - _array(before)) / units)
 
 
 def _bytes_of_a_row(tensor):
