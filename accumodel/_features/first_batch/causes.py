@@ -143,7 +143,7 @@ class _Layers(Runner):
                 drawn = [e.type for e in operations if _is_not_cut(e.type)]
                 found = floats(outputs)
                 self.sources["outputs", len(terms), 0] = layer, drawn
-                terms.append(keyed("outputs", found, _with_axis))
+                terms.append(keyed("outputs", found))
             return outputs
 
         with contextlib.ExitStack() as stack:
@@ -153,10 +153,6 @@ class _Layers(Runner):
             x, *_ = keras.utils.unpack_x_y_sample_weight(data)
             private_names.call_model(plan.model, x, training=True)
         return terms
-
-
-def _with_axis(tensor):
-    return tensor if tensor.shape.rank else tensor[None]
 
 
 def _is_not_cut(kind):

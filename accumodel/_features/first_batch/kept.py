@@ -83,12 +83,12 @@ def shaken(variables, optimizer):
 
 
 def _shake(value, numbers):
-    *rows, _ = value.shape if len(value.shape) else [1]
     if np.any(value):
         factors = numbers.uniform(0.9, 1.1, value.shape[-1:])
         return value * tf.cast(factors, value.dtype)
-    if rows:  # a kernel
-        new = numbers.normal(0, np.prod(rows) ** -0.5, value.shape)
+    if len(value.shape) > 1:  # a kernel
+        scale = np.prod(value.shape[:-1]) ** -0.5
+        new = numbers.normal(0, scale, value.shape)
     else:
         new = numbers.uniform(0.05, 0.15, value.shape)
     return tf.cast(new, value.dtype)

@@ -1,20 +1,13 @@
 """How a step runs on some samples, in one piece or in parts.
 
-A step of Keras's own is run by its outputs. The gradient of a batch is the sum
-over its samples of the gradient by their outputs, times those of the outputs by
-the weights. So it is right in parts if
+A step of Keras's own is run by its outputs: a forward pass without a tape, and
+no metric, optimizer or sum. The gradient of a batch is the sum over its samples
+of the gradient by their outputs, times those of the outputs by the weights. So
+it is right in parts if these are, and losses that are added.
 
-1. the outputs of a sample do not depend on the others;
-2. the gradients of the loss by the outputs do not, and neither do those by
-   weights that the loss itself uses;
-3. losses that are added are means with the same weights.
-
-That needs a forward pass without a tape, and no metric, optimizer or sum. A
-custom step is run as it is, and the gradients are taken where they would be
-added: sketches of them, one after the other.
-
-One function is traced, of which rows to take and of how to split them. So what
-is drawn, and what is known of shapes, is as in the training.
+A custom step is run as it is, and sketches of the gradients are taken where
+they would be added. One function is traced, of which rows to take and of how to
+split them: what is drawn, and what is known of shapes, is as in the training.
 """
 
 import collections
@@ -37,9 +30,6 @@ from accumodel._update.engine import FedBatch
 
 # The most entries of a gradient that are kept, see `_sketch`.
 _ENTRIES = 2**16
-
-# The place of a weight, if there is one.
-_WEIGHT = ("weights", 0)
 
 _UPDATES = NotMade("the step calls an optimizer, which would move weights")
 
@@ -68,9 +58,7 @@ class Runner:
             self._in_parts = self._trace(own)
         functions = [self.function, self._in_parts]
         self.used, self._assigned = variables_of(functions)
-        self.sources |= {
-            ("states", 0, i): each for i, each in enumerate(self._assigned)
-        }
+        self.sources |= _sources_of("states", 0, self._assigned)
 
     def step(self, plan, data, taken):
         """Returns terms: dicts of tensors by kind and place, and a weight."""
@@ -118,13 +106,15 @@ class Runner:
             for each, value in zip(self._assigned, before, strict=True):
                 each.assign(value)
         for k, terms in enumerate(zip(*made, strict=True)):
-            weights = [term.get(_WEIGHT, 1.0) for term in terms]
-            total = sum(weights) if _WEIGHT in terms[0] else 1.0
+            factors = [term.get(("weights", 0), np.ones(1)) for term in terms]
+            if ("weights", 0) in terms[0]:  # a mean of the parts, not a sum
+                total = sum(factors) or 1.0
+                factors = [each / total for each in factors]
             for kind, j in terms[0]:
                 values = [term[kind, j] for term in terms]
-                if kind not in ("outputs", "weights"):  # a mean of parts
-                    pairs = zip(values, weights, strict=True)
-                    values = [a * (w / (total or 1.0)) for a, w in pairs]
+                if kind not in ("outputs", "weights"):
+                    pairs = zip(values, factors, strict=True)
+                    values = [value * factor for value, factor in pairs]
                 has_rows = kind in ("outputs", "gradients by the outputs")
                 joined = np.concatenate if has_rows else sum
                 arrays[kind, k, j] = joined(values)
@@ -146,7 +136,8 @@ class ByOutputs(Runner):
         self.bytes_of_a_sample = sum(map(_bytes_of_a_row, outputs))
         made = keyed("outputs", outputs, _fold)
         if self._has_whole_loss:
-            return [{_WEIGHT: count_samples(data)} | made | losses]
+            weight = keyed("weights", [count_samples(data)])
+            return [weight | made | losses]
         args = x, y, y_pred, sample_weight
         with tf.GradientTape() as tape:
             tape.watch(outputs)
@@ -154,7 +145,7 @@ class ByOutputs(Runner):
             weight = outcome.weigh(plan, *args, loss)
         own = model.trainable_variables  # which the loss itself may use
         by_outputs, by_own = tape.gradient(loss, [outputs, own])
-        self.sources = _sources_of(0, own)
+        self.sources = _sources_of("gradients", 0, own)
         made |= keyed("gradients by the outputs", by_outputs, _fold)
         made |= keyed("gradients", by_own, _sketch)
         return [keyed("weights", [weight]) | made | losses]
@@ -187,7 +178,8 @@ class _Taken(FedBatch):
         # Several gradients of one fed batch have fractions of its weight.
         if weight is not None:
             weight = tf.cast(weight, tf.float64) * tf.cast(fraction, tf.float64)
-        self.sources |= _sources_of(len(self.terms), accumulator.variables)
+        k, trained = len(self.terms), accumulator.variables
+        self.sources |= _sources_of("gradients", k, trained)
         made = keyed("gradients", gradients, _sketch)
         self.terms.append(keyed("weights", [weight]) | made)
 
@@ -198,8 +190,8 @@ def keyed(kind, tensors, convert=tf.identity):
     return {(kind, i): convert(e) for i, e in pairs if e is not None}
 
 
-def _sources_of(term, variables):
-    return {("gradients", term, i): each for i, each in enumerate(variables)}
+def _sources_of(kind, term, variables):
+    return {(kind, term, i): each for i, each in enumerate(variables)}
 
 
 class _OwnNumbers(RandomNumbers):
@@ -224,15 +216,13 @@ def _inference(layer, inputs, mask):
 def floats(structure):
     """Returns the tensors of floats in a structure."""
     leaves = tf.nest.flatten(structure, expand_composites=True)
-    tensors = [
-        tf.convert_to_tensor(each) for each in leaves if each is not None
-    ]
+    tensors = [tf.convert_to_tensor(e) for e in leaves if e is not None]
     return [each for each in tensors if each.dtype.is_floating]
 
 
 def _array(tensor):
-    """Returns numbers of any type with which NumPy computes."""
-    return np.asarray(tensor).astype("float64")
+    """Returns numbers of any type as those with which NumPy computes."""
+    return np.atleast_1d(tensor).astype("float64")
 
 
 def _added(before, now):
@@ -266,16 +256,15 @@ def _sketch(gradient):
 
     A model may be large. The sketch of a difference is that of sketches.
     """
-    shape, rows = gradient.shape, None
+    shape, values, rows = gradient.shape, gradient, None
     if isinstance(gradient, tf.IndexedSlices):
-        gradient, rows = gradient.values, tf.cast(gradient.indices, tf.int64)
-    width = max(int(np.prod(shape[1:])), 1) if len(shape) else 1
-    values = tf.reshape(tf.cast(gradient, tf.float32), [-1, width])
+        values, rows = gradient.values, tf.cast(gradient.indices, tf.int64)
+    width = shape[1:].num_elements() or 1
+    values = tf.reshape(tf.cast(values, tf.float32), [-1, width])
     if rows is None:
         rows = tf.range(tf.shape(values, tf.int64)[0])
-    buckets = max(_ENTRIES // width, 1)
-    if len(shape) and shape[0] is not None:
-        buckets = max(min(buckets, shape[0]), 1)
+    known = shape[:1].num_elements() or _ENTRIES
+    buckets = max(min(_ENTRIES // width, known), 1)
     signs = 1 - 2 * (rows * 2654435761 // 128 % 2)
     values *= tf.cast(signs, tf.float32)[:, None]
     return tf.math.unsorted_segment_sum(values, rows % buckets, buckets)
