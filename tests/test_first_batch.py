@@ -719,6 +719,22 @@ class Steps(Linear):
         return logs | {"batch_loss": loss}
 
 
+class OwnAccumulator(Linear):
+    """Is not built, and nothing else asks for micro-batches."""
+
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+        self.dense.build((None, FEATURES))
+        self.own = accumodel.GradientAccumulator(
+            keras.optimizers.SGD(), self.dense.trainable_variables, 2
+        )
+
+    def train_step(self, data):
+        gradients, weight, logs = self.compute_gradients(data)
+        self.own.accumulate(gradients, weight)
+        return logs
+
+
 def was_built():
     model = Linear()
     model.built = True  # as `build` leaves it, with a warning
@@ -787,6 +803,7 @@ PROGRAMS = {
     "a custom step": (Steps, METRICS, array),
     "a custom step in steps": (Steps, STEPS, data_set),
     "a custom step, eager": (Steps, SIZE | {"run_eagerly": True}, array),
+    "an own accumulator": (OwnAccumulator, {}, array),
     "after build": (was_built, SIZE, array),
     "class weights": (plain, SIZE, class_weights, sparse, rooted),
     "one at a time": (plain, {"accum_steps": 8}, ones),

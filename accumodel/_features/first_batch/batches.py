@@ -122,10 +122,8 @@ class FirstBatch(Feature):
 
     def _check(self, fed):
         """Checks the batches, and warns if they show a difference."""
-        state = self._state
-        self._is_done = True
         try:
-            found = _outside(Check(state, fed, self._is_even).result)
+            found = _outside(Check(self._state, fed, self._is_even).result)
         except NotMade as error:
             found = f"not made: {error}"
         except Exception as error:
@@ -135,7 +133,7 @@ class FirstBatch(Feature):
             if is_out_of_memory(error):
                 found = "not made: memory ran out in the check"
         self._end(found)
-        if found.startswith("differs") and not state.loss_weights.warned:
+        if found.startswith("differs") and not self._state.loss_weights.warned:
             text = found.removeprefix("differs: ")
             warnings.warn(text, InexactWarning, stacklevel=2)
 
@@ -147,14 +145,11 @@ class FirstBatch(Feature):
         """Warns of normalizations if a batch was split."""
         state = self._state
         is_exact = state.options.sync_batch_norm and self._steps() == 1
-        if (
-            not is_split
-            or is_exact
-            or self._has_warned
-            or not trained_norms(state.model)
-        ):
+        if not is_split or is_exact or self._has_warned:
             return
-        self._has_warned = True
+        self._has_warned = bool(trained_norms(state.model))
+        if not self._has_warned:
+            return
         warnings.warn(
             "Batch normalization normalizes each micro-batch by itself, so the "
             "weights are not those of the large batch. Compile with "

@@ -36,9 +36,6 @@ def say(found, check):
     """Returns what a `Check` has found, why, and what to do."""
     source = check.rows.sources.get(found.what)
     name = "" if source is None else name_of(source, check.model)
-    by = f" by the variable '{name}'" if name else ""
-    if found.share:
-        by += f" by {found.share:.2g} times the largest"
     if found.kind == "fixed":
         text = fixed_size(found.what)
     elif found.kind == "states":
@@ -49,11 +46,12 @@ def say(found, check):
             "for each update, or call the layer with `training=False`."
         )
     else:
+        what = f"{found.kind} by the variable '{name}'" if name else found.kind
+        by = f" by {found.share:.2g} times the largest" if found.share else ""
         text = (
             "The first batch shows that the weights will not be those of the "
             f"large batch. With {check.count} samples in one piece and in two "
-            f"micro-batches, the {found.kind} differ{by}. "
-            f"{_cause(found, check)}"
+            f"micro-batches, the {what} differ{by}. {_cause(found, check)}"
         )
     if not check.is_sure:
         unsure = " would not be, if memory ran out and batches were split, "
@@ -65,7 +63,7 @@ def say(found, check):
 
 
 def _cause(found, check):
-    has_cache = check.state.options.gradient_cache
+    can_cache = not (check.state.options.gradient_cache or check.is_custom)
     if not check.adds_up and check.is_custom:
         return _WEIGHT
     if not check.adds_up and check.state.overrides("micro_batch_weight"):
@@ -79,17 +77,11 @@ def _cause(found, check):
                 "normal numbers."
             )
         if layer is not None:
-            advice = (
-                ""
-                if has_cache or check.is_custom
-                else (
-                    ", or compute this in the loss, with `gradient_cache=True`"
-                )
-            )
+            advice = ", or compute this in the loss, with `gradient_cache=True`"
             return (
                 f"The outputs of the layer '{layer.name}' differ already: it "
                 "looks at several samples at once, or at their number. Apply "
-                f"it by `dataset.map`{advice}."
+                f"it by `dataset.map`{advice if can_cache else ''}."
             )
     if found.kind == "losses of `add_loss`":
         return (
@@ -102,7 +94,7 @@ def _cause(found, check):
             "changes gradients, which is right in `process_gradients` only. "
             f"Or its weight is wrong. {_WEIGHT}"
         )
-    cache = "" if has_cache else "use `gradient_cache=True`; or "
+    cache = "use `gradient_cache=True`; or " if can_cache else ""
     return (
         "The loss compares or adds up samples, or is divided by a statistic of "
         f"the batch. Return one loss per sample; or {cache}return in "
@@ -118,13 +110,12 @@ def _first_layer(check):
         return None, []
     whole = runner.run(0, check.count, check.count)
     parts = runner.run(0, check.count, -(-check.count // 2))
-    for key, one in whole.items():  # in the order of the calls
-        other = parts[key]
-        is_same = one.shape == other.shape and np.allclose(
-            one, other, 1e-3, 1e-4
-        )
-        if key[0] == "outputs" and not is_same:
-            return runner.sources["outputs", key[1], 0]
+    for (kind, call, place), one in whole.items():  # in the order of the calls
+        other = parts[kind, call, place]
+        is_alike = one.shape == other.shape
+        is_alike = is_alike and np.allclose(one, other, 1e-3, 1e-4)
+        if kind == "outputs" and not is_alike:
+            return runner.sources["outputs", call, 0]
     return None, []
 
 
@@ -141,9 +132,8 @@ class _Layers(Runner):
             if graph is current_graph():
                 operations = graph.get_operations()[begin:]
                 drawn = [e.type for e in operations if _is_not_cut(e.type)]
-                found = floats(outputs)
                 self.sources["outputs", len(terms), 0] = layer, drawn
-                terms.append(keyed("outputs", found))
+                terms.append(keyed("outputs", floats(outputs)))
             return outputs
 
         with contextlib.ExitStack() as stack:
