@@ -720,7 +720,7 @@ class Steps(Linear):
 
 
 class OwnAccumulator(Linear):
-    """Is not built, and nothing else asks for micro-batches."""
+    """Is never called, so never built, and nothing else asks for parts."""
 
     def compile(self, *args, **kwargs):
         super().compile(*args, **kwargs)
@@ -730,9 +730,12 @@ class OwnAccumulator(Linear):
         )
 
     def train_step(self, data):
-        gradients, weight, logs = self.compute_gradients(data)
-        self.own.accumulate(gradients, weight)
-        return logs
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self.dense(x))
+        gradients = tape.gradient(loss, self.dense.trainable_variables)
+        self.own.accumulate(gradients, tf.shape(x)[0])
+        return {"loss": loss}
 
 
 def was_built():
@@ -1023,6 +1026,13 @@ UNSEEN = {
         "a size is fixed",
     ),
     "a draw": (around(Routes), SIZE, array, "mse", "'routes' draws numbers"),
+    "behind dropout": (
+        around(lambda: keras.Sequential([dropout(), NextSample()])),
+        SIZE,
+        array,
+        "mse",
+        "'next_sample' differ",
+    ),
     "classes in order": (plain, SIZE, in_order, other_classes, LOSS),
     "auto": (plain, {"micro_batch_size": "auto"}, array, root, "would not be"),
     "the cache does not help": (
