@@ -40,13 +40,8 @@ _SAMPLES = 3
 # How many bytes it may take beside those of a micro-batch.
 _MEMORY = 2**25
 
-# What rounding is less than, by the size of the smallest dtype, as a share of
-# the largest entry: for most kinds of arrays, for gradients and for states.
-_ROUNDING = {
-    8: (1e-8, 1e-7, 1e-2),
-    4: (1e-4, 1e-3, 1e-2),
-    2: (3e-2, 3e-2, 0.1),
-}
+# What rounding is less than, as a share of the largest entry, by dtype size.
+_ROUNDING = {8: 1e-8, 4: 1e-4, 2: 3e-2}
 
 # In the types of the operations that act outside of TensorFlow.
 _OUTSIDE = {"Print": "`tf.print`", "PyFunc": "a `tf.py_function`"}
@@ -79,10 +74,9 @@ class Check:
             size = max(int(count_samples(each)) for each in fed)
         own = {"train_step", "compute_gradients"} & plan.overridden
         self.is_custom = bool(own) or state.overrides("accumulate_gradients")
-        by_outputs = plan.orders is None or size < 2
         self._runner: type[Runner] = AsItIs
         count = min(_SAMPLES, size)
-        if by_outputs and not self.is_custom:
+        if not self.is_custom and (plan.orders is None or size < 2):
             self._runner, count = ByOutputs, 2
         self._size, self.count = size, min(count, self._samples)
         self.adds_up, self._is_zero, self._error = True, True, 0.0
@@ -145,8 +139,8 @@ class Check:
         """Returns a text of what differs, or `None`."""
         c, found, fails = self.count, None, None
         # The outputs, their gradient, and what the loss keeps.
-        bytes_of_a_sample = max(3 * self.rows.bytes_of_a_sample, 1)
-        most = self._size + _MEMORY // bytes_of_a_sample
+        of_a_sample = max(3 * self.rows.bytes_of_a_sample, 1)
+        most = self._size + _MEMORY // of_a_sample
         if c > most:
             raise NotMade("the outputs of two samples may not fit in memory")
         others = int(count_samples(self.rows.data)) - c
@@ -192,7 +186,7 @@ class Check:
 
     def _differ(self, kind, whole, parts):
         """Returns what differs of a kind, as `Found`, the most first."""
-        rounding = self._rounding(kind)
+        rounding, is_main = self._rounding(kind), kind == self._runner.main_kind
         whole = {key: value for key, value in whole.items() if key[0] == kind}
         sizes = {key: _largest(value) for key, value in whole.items()}
         largest = max(sizes.values(), default=0.0)
@@ -206,22 +200,25 @@ class Check:
             if one.shape == parts[key].shape:
                 share = _largest(one - parts[key]) / bound if bound else 0.0
                 share = np.nan_to_num(share, nan=np.inf)
-            if kind == self._runner.main_kind:
+            if is_main:
                 self._error = max(self._error, share)
             if share > rounding:
                 found.append(Found(kind, share, key))
-        self._is_zero &= not largest or kind != self._runner.main_kind
+        self._is_zero &= not (is_main and largest)
         return sorted(found, key=lambda each: -each.share)
 
     def _rounding(self, kind):
-        """Returns what is less than a difference that is not by rounding."""
+        """Returns the share that a difference by rounding is less than."""
         layers = private_names.flat_layers(self.model)
         dtypes = [e.compute_dtype for e in layers if e.compute_dtype]
         sizes = {tf.as_dtype(e).size for e in dtypes if "float" in e}
-        width = min(sizes & _ROUNDING.keys(), default=4)
-        most, gradients, states = _ROUNDING[width]
-        other = {"gradients": gradients, "states": states, "weights": 1e-3}
-        return other.get(kind, most)
+        share = _ROUNDING[min(sizes & _ROUNDING.keys(), default=4)]
+        others = {
+            "gradients": min(10 * share, 3e-2),
+            "states": np.clip(100 * share, 1e-2, 0.1),
+            "weights": 1e-3,
+        }
+        return others.get(kind, share)
 
     def _matters(self, variable):
         """Whether anything is computed of a state, or it only watches."""

@@ -30,9 +30,6 @@ class NotMade(Exception):  # noqa: N818
     """Says why there is no check, in words of the user."""
 
 
-# -- variables -----------------------------------------------------------------
-
-
 def variables_of(functions):
     """Returns the variables that functions use, and those that they assign."""
     used, assigned = {}, {}
@@ -142,9 +139,6 @@ def is_of(value, variable):
     """Whether a value is a `tf.Variable`, or one of Keras that has it."""
     value, variable = tf_variable(value), tf_variable(variable)
     return isinstance(value, tf.Variable) and value.handle is variable.handle
-
-
-# -- Python --------------------------------------------------------------------
 
 
 def owners_of(model):
