@@ -472,10 +472,13 @@ def test_padding_that_is_cut_off_is_silent(run_eagerly):
     assert model.first_batch_check.startswith("exact")
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"]
+)
 def test_half_types_are_silent(policy):
     keras.config.set_dtype_policy(policy)
-    assert not messages(around(dropout), "mse", micro_batch_size=4)
+    make = around(lambda: keras.Sequential([Notes(), dropout()]))
+    assert not messages(make, "mse", micro_batch_size=4)
 
 
 # -- nothing is left behind ----------------------------------------------------

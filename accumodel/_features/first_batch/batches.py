@@ -109,10 +109,9 @@ class FirstBatch(Feature):
         steps, size = self._steps(), self._state.model.micro_batch_size
         is_split = isinstance(size, int) and samples[-1] > size
         self._warn_about_norms(is_split or len(fed) > 1)
-        is_enough = is_split or isinstance(size, str)
-        if steps > 1:
-            is_full = len(fed) >= steps or (len(fed) > 1 and sum(samples) > 2)
-            is_enough = is_split or is_full
+        is_cycle = len(fed) >= steps or (len(fed) > 1 and sum(samples) > 2)
+        is_auto = isinstance(size, str)
+        is_enough = is_split or (is_cycle if steps > 1 else is_auto)
         self._looks += 1
         self._fed = [] if is_enough or steps == 1 else fed
         if is_enough:

@@ -32,23 +32,20 @@ class NotMade(Exception):  # noqa: N818
 
 def variables_of(functions):
     """Returns the variables that functions use, and those that they assign."""
-    used, assigned = {}, {}
     handles = {id(v.handle): v for f in functions for v in f.variables}
-    captures = [pair for f in functions for pair in f.graph.captures]
-    for outside, inside in captures:
-        if outside.dtype != tf.resource:
-            continue
-        variable = handles.get(id(outside))
-        if variable is not None:
-            used[id(variable)] = variable
-        if not all(map(_reads, inside.consumers())):
-            if variable is None:
-                raise NotMade(
-                    "the step changes a table or the like, which cannot be put "
-                    "back"
-                )
-            assigned[id(variable)] = variable
-    return [*used.values()], [*assigned.values()]
+    written = [
+        outside
+        for function in functions
+        for outside, inside in function.graph.captures
+        if outside.dtype == tf.resource
+        and not all(map(_reads, inside.consumers()))
+    ]
+    if any(id(each) not in handles for each in written):
+        raise NotMade(
+            "the step changes a table or the like, which cannot be put back"
+        )
+    assigned = {id(each): handles[id(each)] for each in written}
+    return [*handles.values()], [*assigned.values()]
 
 
 def _reads(op):
@@ -80,7 +77,7 @@ def shaken(variables, optimizer):
 
 
 def _shake(value, numbers):
-    if np.any(value):
+    if tf.reduce_any(value != 0):
         factors = numbers.uniform(0.9, 1.1, value.shape[-1:])
         return value * tf.cast(factors, value.dtype)
     if len(value.shape) > 1:  # a kernel

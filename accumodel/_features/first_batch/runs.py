@@ -93,15 +93,14 @@ class Runner:
         """
         count = -(-(end - begin) // size)
         function = self.function if count == 1 else self._in_parts
-        before = [np.array(each.read_value()) for each in self._assigned]
+        before = [np.array(each.numpy()) for each in self._assigned]
         made, arrays = [], {}
         try:
             for i in range(count):
                 rows = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
                 made.append(tf.nest.map_structure(_array, function(*rows)))
             for i, each in enumerate(self._assigned):
-                now = each.read_value()
-                arrays["states", 0, i] = _added(before[i], now)
+                arrays["states", 0, i] = _added(each, before[i])
         finally:
             for each, value in zip(self._assigned, before, strict=True):
                 each.assign(value)
@@ -222,15 +221,15 @@ def floats(structure):
 
 def _array(tensor):
     """Returns numbers of any type as those with which NumPy computes."""
-    return np.atleast_1d(tensor).astype("float64")
+    return np.atleast_1d(tensor.numpy()).astype("float64")
 
 
-def _added(before, now):
+def _added(variable, before):
     """Returns what was added to a state, in units above its rounding."""
     units = 0.5
-    if now.dtype.is_floating:
-        units = 16 * _array(np.spacing(np.abs(before).max(initial=1e-30)))
-    return np.nan_to_num((_array(now) - _array(before)) / units)
+    if variable.dtype.is_floating:
+        units = 16 * float(np.spacing(np.abs(before).max(initial=1e-30)))
+    return np.nan_to_num((_array(variable) - before.astype("float64")) / units)
 
 
 def _bytes_of_a_row(tensor):
