@@ -34,7 +34,7 @@ from accumodel._micro_batch.assignments import is_random, nodes_of
 from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._micro_batch.split import count_samples
 
-# The samples of a comparison with a tape: parts of unequal size.
+# The most samples of a comparison: parts of unequal size.
 _SAMPLES = 3
 
 # How many bytes it may take beside those of a micro-batch.
@@ -77,7 +77,7 @@ class Check:
         self._runner: type[Runner] = AsItIs
         count = min(_SAMPLES, size)
         if not self.is_custom and (plan.orders is None or size < 2):
-            self._runner, count = ByOutputs, 2
+            self._runner, count = ByOutputs, max(count, 2)
         self._size, self.count = size, min(count, self._samples)
         self.adds_up, self._is_zero, self._error = True, True, 0.0
 
