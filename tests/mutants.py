@@ -110,21 +110,21 @@ a batch in the middle of a cycle is run again
     """,
     "test_first_batch.py": """
 the parts are compared with themselves
-    _compare: call _run _whole => self._run(self._parts, begin, end, size)
+    Check._look: set whole => parts
 the check leaves behind what a step assigns
-    check: call callback each => None
+    shaken: call callback => None
 the first batch is lost
     first_batches: set rest => itertools.islice(batches, count)
 a state that only watches is told of
-    _compare: call _matters => True
+    Check._look: call _matters => True
 groups that are whole in the training are told of
-    _look_twice: if c => True
+    _look_twice: if found end => False
 the check looks at a special point
-    check: call shake => None
+    shaken: call _shake => each.read_value()
 the check updates weights by an optimizer of the step
     without_updates: return => _updates()
 functions in the model keep the check
-    _opened: call enter_context functions_traced_anew => None
+    Runner._trace: call enter_context functions_traced_anew => None
 the parts are of equal size
     first_batch.check: set _SAMPLES => 4
     """,

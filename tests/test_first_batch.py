@@ -472,10 +472,13 @@ def test_padding_that_is_cut_off_is_silent(run_eagerly):
     assert model.first_batch_check.startswith("exact")
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"]
+)
 def test_half_types_are_silent(policy):
     keras.config.set_dtype_policy(policy)
-    assert not messages(around(dropout), "mse", micro_batch_size=4)
+    make = around(lambda: keras.Sequential([Notes(), dropout()]))
+    assert not messages(make, "mse", micro_batch_size=4)
 
 
 # -- nothing is left behind ----------------------------------------------------
@@ -719,6 +722,25 @@ class Steps(Linear):
         return logs | {"batch_loss": loss}
 
 
+class OwnAccumulator(Linear):
+    """Is never called, so never built, and nothing else asks for parts."""
+
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+        self.dense.build((None, FEATURES))
+        self.own = accumodel.GradientAccumulator(
+            keras.optimizers.SGD(), self.dense.trainable_variables, 2
+        )
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self.dense(x))
+        gradients = tape.gradient(loss, self.dense.trainable_variables)
+        self.own.accumulate(gradients, tf.shape(x)[0])
+        return {"loss": loss}
+
+
 def was_built():
     model = Linear()
     model.built = True  # as `build` leaves it, with a warning
@@ -787,6 +809,7 @@ PROGRAMS = {
     "a custom step": (Steps, METRICS, array),
     "a custom step in steps": (Steps, STEPS, data_set),
     "a custom step, eager": (Steps, SIZE | {"run_eagerly": True}, array),
+    "an own accumulator": (OwnAccumulator, {}, array),
     "after build": (was_built, SIZE, array),
     "class weights": (plain, SIZE, class_weights, sparse, rooted),
     "one at a time": (plain, {"accum_steps": 8}, ones),
@@ -1006,6 +1029,13 @@ UNSEEN = {
         "a size is fixed",
     ),
     "a draw": (around(Routes), SIZE, array, "mse", "'routes' draws numbers"),
+    "behind dropout": (
+        around(lambda: keras.Sequential([dropout(), NextSample()])),
+        SIZE,
+        array,
+        "mse",
+        "'next_sample' differ",
+    ),
     "classes in order": (plain, SIZE, in_order, other_classes, LOSS),
     "auto": (plain, {"micro_batch_size": "auto"}, array, root, "would not be"),
     "the cache does not help": (

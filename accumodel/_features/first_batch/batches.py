@@ -12,8 +12,7 @@ import tensorflow as tf
 from accumodel._features.auto import is_out_of_memory
 from accumodel._features.first_batch.check import Check
 from accumodel._features.first_batch.kept import NotMade
-from accumodel._fit import variables
-from accumodel._keras_and_tf import private_names, replicas
+from accumodel._keras_and_tf import replicas
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._micro_batch.feature import Feature
@@ -49,10 +48,8 @@ class FirstBatch(Feature):
 
     def end_epoch(self, logs):
         size = self._state.model.current_micro_batch_size
-        if size is not None and not isinstance(
-            self._state.options.micro_batch_size, int
-        ):
-            self._warn_about_norms(self._state.batch_size or 0, size)
+        if isinstance(self._state.model.micro_batch_size, str) and size:
+            self._warn_about_norms((self._state.batch_size or 0) > size)
 
     def first_batches(self, batches, trains):
         """Takes the first batch, and returns the same batches."""
@@ -77,23 +74,20 @@ class FirstBatch(Feature):
         )
 
     def _must_look(self, batches):
-        state, model = self._state, self._state.model
+        state, size = self._state, self._state.model.micro_batch_size
         if self._is_done:
             return False
         if replicas.is_multi_worker(state.strategy):
-            return self._end(
-                "not made: several workers would wait for each other"
-            )
+            self._end("not made: several workers would wait for each other")
+            return False
         if not tf.executing_eagerly():
-            return self._end("not made: the model trains inside of a function")
-        size = model.micro_batch_size
+            self._end("not made: the model trains inside of a function")
+            return False
         if self._steps() > 1 or isinstance(size, str):
             return True
-        if size is None:
-            return False
         known = state.batch_size if hasattr(batches, "element_spec") else None
-        if known is None:
-            return self._looks < _LOOKS
+        if size is None or known is None:
+            return size is not None and self._looks < _LOOKS
         return known > size * state.strategy.num_replicas_in_sync
 
     def _steps(self):
@@ -102,42 +96,33 @@ class FirstBatch(Feature):
         return max([self._state.options.accum_steps, *steps])
 
     def _look(self, first):
-        """Notes a batch, and has it checked if there are enough."""
-        state = self._state
-        with replicas.scope_of(state.strategy):
-            data = tf.nest.map_structure(
-                lambda leaf: replicas.local_results(leaf)[0], first
-            )
-        data = as_tensors(keras.tree.map_structure(_without_optional, data))
-        samples, size = int(count_samples(data)), state.model.micro_batch_size
-        is_split = isinstance(size, int) and samples > size
-        if is_split:
-            self._warn_about_norms(samples, size)
-        self._fed.append(data)
+        """Notes a batch, and has all of them checked if they are enough."""
+
+        def of_one_replica(leaf):
+            leaf = replicas.local_results(leaf)[0]
+            return None if isinstance(leaf, tf.experimental.Optional) else leaf
+
+        with replicas.scope_of(self._state.strategy):
+            data = tf.nest.map_structure(of_one_replica, first)
+        fed = [*self._fed, as_tensors(data)]
+        samples = [int(count_samples(each)) for each in fed]
+        steps, size = self._steps(), self._state.model.micro_batch_size
+        is_split = isinstance(size, int) and samples[-1] > size
+        self._warn_about_norms(is_split or len(fed) > 1)
+        is_cycle = len(fed) >= steps or (len(fed) > 1 and sum(samples) > 2)
+        is_auto = isinstance(size, str)
+        is_enough = is_split or (is_cycle if steps > 1 else is_auto)
         self._looks += 1
-        if not is_split and (isinstance(size, int) or self._steps() > 1):
-            if self._steps() == 1:
-                self._fed = []
-                self.result = "not made: no batch was split so far"
-                return
-            if len(self._fed) > 1:
-                self._warn_about_norms(2, 1)
-            rows = sum(int(count_samples(each)) for each in self._fed)
-            full = len(self._fed) >= self._steps()
-            if not full and (len(self._fed) < 2 or rows < 3):
-                self.result = "not made: no update was made of several batches"
-                return
-        fed, self._fed = self._fed, []
-        self._check(fed)
+        self._fed = [] if is_enough or steps == 1 else fed
+        if is_enough:
+            self._check(fed)
+        else:
+            self.result = "not made: no update was made in several parts so far"
 
     def _check(self, fed):
         """Checks the batches, and warns if they show a difference."""
-        state = self._state
-        self._is_done = True
         try:
-            if not private_names.is_built(state.model):
-                variables.make(state.plan(), fed[0])
-            found = _outside(Check(state, fed, self._is_even).result)
+            found = _outside(Check(self._state, fed, self._is_even).result)
         except NotMade as error:
             found = f"not made: {error}"
         except Exception as error:
@@ -147,27 +132,23 @@ class FirstBatch(Feature):
             if is_out_of_memory(error):
                 found = "not made: memory ran out in the check"
         self._end(found)
-        kind, _, text = found.partition(": ")
-        if kind != "differs" or state.loss_weights.warned:
-            return
-        warnings.warn(text, InexactWarning, stacklevel=2)
+        if found.startswith("differs") and not self._state.loss_weights.warned:
+            text = found.removeprefix("differs: ")
+            warnings.warn(text, InexactWarning, stacklevel=2)
 
     def _end(self, result):
         self.result, self._is_done = result, True
         _logger.info("The check on the first batch: %s", result)
-        return False
 
-    def _warn_about_norms(self, samples, size):
+    def _warn_about_norms(self, is_split):
         """Warns of normalizations if a batch was split."""
         state = self._state
-        if (
-            self._has_warned
-            or (state.options.sync_batch_norm and self._steps() == 1)
-            or samples <= size
-            or not trained_norms(state.model)
-        ):
+        is_exact = state.options.sync_batch_norm and self._steps() == 1
+        if not is_split or is_exact or self._has_warned:
             return
-        self._has_warned = True
+        self._has_warned = bool(trained_norms(state.model))
+        if not self._has_warned:
+            return
         warnings.warn(
             "Batch normalization normalizes each micro-batch by itself, so the "
             "weights are not those of the large batch. Compile with "
@@ -186,10 +167,6 @@ def _outside(function):
         return function()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
-
-
-def _without_optional(leaf):
-    return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
 
 def _is_even(state, given):

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from accumodel._features.first_batch.kept import name_of
-from accumodel._features.first_batch.runs import floats
+from accumodel._features.first_batch.runs import Runner, floats, keyed
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.micro_batches import current_graph
 
@@ -32,132 +32,117 @@ def fixed_size(error):
     )
 
 
-class Words:
-    """Says what was found in a model."""
-
-    def __init__(self, state, is_custom, runner, make_runner):
-        self._state, self._model = state, state.model
-        self._runner, self._is_custom = runner, is_custom
-        self._make_runner = make_runner  # of another step, with the same data
-
-    def say(self, found, adds_up, count):
-        """Returns what differs, and why."""
-        if found.kind == "fixed":
-            return fixed_size(found.key)
-        if found.kind == "state":
-            return (
-                f"The variable '{name_of(found.key, self._model)}' changes in "
-                "the step of each micro-batch, and is read there, in inference "
-                "or by `after_update`, so it will not be that of the large "
-                "batch. Change it in `after_update`, once for each update, or "
-                "call the layer with `training=False`."
-            )
-        what = {
-            "outputs": "the outputs of the model",
-            "by_outputs": "the gradients of the loss by the outputs",
-            "added": "a loss that is added by `add_loss`",
-            "weights": "the weights of the micro-batches",
-        }.get(found.kind)
-        if what is None:
-            variable = self._runner.variable(found.key)
-            name = name_of(variable, self._model)
-            what = f"the gradients by the variable '{name}'"
-        cause = self._cause(found, adds_up, count)
-        share = (
-            f" by {found.share:.2g} times the largest" if found.share else ""
+def say(found, check):
+    """Returns what a `Check` has found, why, and what to do."""
+    source = check.rows.sources.get(found.what)
+    name = "" if source is None else name_of(source, check.model)
+    if found.kind == "fixed":
+        text = fixed_size(found.what)
+    elif found.kind == "states":
+        text = (
+            f"The variable '{name}' changes in the step of each micro-batch, "
+            "and is read there, in inference or by `after_update`, so it will "
+            "not be that of the large batch. Change it in `after_update`, once "
+            "for each update, or call the layer with `training=False`."
         )
-        return (
+    else:
+        what = f"{found.kind} by the variable '{name}'" if name else found.kind
+        by = f" by {found.share:.2g} times the largest" if found.share else ""
+        text = (
             "The first batch shows that the weights will not be those of the "
-            f"large batch. With {count} samples in one piece and in two "
-            f"micro-batches, {what} differ{share}. {cause}"
+            f"large batch. With {check.count} samples in one piece and in two "
+            f"micro-batches, the {what} differ{by}. {_cause(found, check)}"
         )
+    if not check.is_sure:
+        unsure = " would not be, if memory ran out and batches were split, "
+        text = text.replace(" will not be ", unsure)
+    return (
+        f"{text} `compile(verify=False)` switches this check off. "
+        f"Received: model={check.model}"
+    )
 
-    def _cause(self, found, adds_up, count):
-        options = self._state.options
-        if not adds_up and self._is_custom:
-            return _WEIGHT
-        if not adds_up and self._state.overrides("micro_batch_weight"):
-            return "`micro_batch_weight` must add up to that of all samples."
-        if found.kind in ("outputs", "gradients"):
-            layer, drawn = self._first_layer(count)
-            if drawn:
-                return (
-                    f"The layer '{layer.name}' draws numbers ({drawn[0]}) "
-                    "which cannot be drawn for some of the samples. Use "
-                    "uniform or normal numbers."
-                )
-            if layer is not None:
-                advice = "Apply it by `dataset.map`"
-                if not options.gradient_cache and not self._is_custom:
-                    advice += (
-                        ", or compute this in the loss, with "
-                        "`gradient_cache=True`"
-                    )
-                return (
-                    f"The outputs of the layer '{layer.name}' differ already: "
-                    "it looks at several samples at once, or at their number. "
-                    f"{advice}."
-                )
-        if found.kind == "added":
+
+def _cause(found, check):
+    can_cache = not (check.state.options.gradient_cache or check.is_custom)
+    if not check.adds_up and check.is_custom:
+        return _WEIGHT
+    if not check.adds_up and check.state.overrides("micro_batch_weight"):
+        return "`micro_batch_weight` must add up to that of all samples."
+    if found.kind in ("outputs", "gradients"):
+        layer, drawn = _first_layer(check)
+        if drawn:
             return (
-                "Each micro-batch adds its own. Add a mean over samples, or "
-                "return one loss per sample; `gradient_cache=True` does not "
-                "help."
+                f"The layer '{layer.name}' draws numbers ({drawn[0]}) which "
+                "cannot be drawn for some of the samples. Use uniform or "
+                "normal numbers."
             )
-        if self._is_custom:
+        if layer is not None:
+            advice = ", or compute this in the loss, with `gradient_cache=True`"
             return (
-                "The step compares samples, divides by a statistic of them, or "
-                "changes gradients, which is right in `process_gradients` "
-                f"only. Or its weight is wrong. {_WEIGHT}"
+                f"The outputs of the layer '{layer.name}' differ already: it "
+                "looks at several samples at once, or at their number. Apply "
+                f"it by `dataset.map`{advice if can_cache else ''}."
             )
-        cache = (
-            "" if options.gradient_cache else "use `gradient_cache=True`; or "
-        )
+    if found.kind == "losses of `add_loss`":
         return (
-            "The loss compares or adds up samples, or is divided by a "
-            f"statistic of the batch. Return one loss per sample; or {cache}"
-            "return in `micro_batch_weight` what the loss is divided by "
-            "(`None` for a sum)."
+            "Each micro-batch adds its own. Add a mean over samples, or return "
+            "one loss per sample; `gradient_cache=True` does not help."
         )
+    if check.is_custom:
+        return (
+            "The step compares samples, divides by a statistic of them, or "
+            "changes gradients, which is right in `process_gradients` only. "
+            f"Or its weight is wrong. {_WEIGHT}"
+        )
+    cache = "use `gradient_cache=True`; or " if can_cache else ""
+    return (
+        "The loss compares or adds up samples, or is divided by a statistic of "
+        f"the batch. Return one loss per sample; or {cache}return in "
+        "`micro_batch_weight` what the loss is divided by (`None` for a sum)."
+    )
 
-    def _first_layer(self, count):
-        """Returns the first layer that differs, and what it draws, if known."""
-        layers: list = []
 
-        def call_and_note(made, graph, layer, call, *args, **kwargs):
+def _first_layer(check):
+    """Returns the first layer that differs, and what it draws, if known."""
+    try:
+        runner = _Layers(check.plan, check.rows.data)
+    except NotImplementedError:  # a custom step needs no `call`
+        return None, []
+    whole = runner.run(0, check.count, check.count)
+    parts = runner.run(0, check.count, -(-check.count // 2))
+    for (kind, call, place), one in whole.items():  # in the order of the calls
+        if kind == "outputs":
+            other = parts[kind, call, place]
+            is_alike = one.shape == other.shape
+            if not (is_alike and np.allclose(one, other, 1e-3, 1e-4)):
+                return runner.sources["outputs", call, 0]
+    return None, []
+
+
+class _Layers(Runner):
+    """Runs the model, and notes what its layers return and draw."""
+
+    def step(self, plan, data, taken):
+        terms: list = []
+        graph = current_graph()
+
+        def call_and_note(layer, call, *args, **kwargs):
             begin = len(current_graph().get_operations())
             outputs = call(*args, **kwargs)
             if graph is current_graph():
                 operations = graph.get_operations()[begin:]
                 drawn = [e.type for e in operations if _is_not_cut(e.type)]
-                layers.append((layer, drawn))
-                made.append(floats(outputs))
+                self.sources["outputs", len(terms), 0] = layer, drawn
+                terms.append(keyed("outputs", floats(outputs)))
             return outputs
 
-        def call(data):
-            layers.clear()
-            made: list = []
-            noted = functools.partial(call_and_note, made, current_graph())
-            with contextlib.ExitStack() as stack:
-                for layer in private_names.flat_layers(self._model):
-                    new = functools.partial(noted, layer, layer.call)
-                    stack.enter_context(hooks.replaced(layer, "call", new))
-                x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-                private_names.call_model(self._model, x, training=True)
-            return made
-
-        try:
-            runner = self._make_runner(call)
-        except NotImplementedError:  # a custom step needs no `call`
-            return None, []
-        (whole,) = runner.parts(0, count, count)
-        parts = zip(*runner.parts(0, count, -(-count // 2)), strict=True)
-        for found, one, several in zip(layers, whole, parts, strict=True):
-            for a, *others in zip(one, *several, strict=True):
-                b = np.concatenate([np.atleast_1d(each) for each in others])
-                if a.shape != b.shape or not np.allclose(a, b, 1e-3, 1e-4):
-                    return found
-        return None, []
+        with contextlib.ExitStack() as stack:
+            for layer in private_names.flat_layers(plan.model):
+                call = functools.partial(call_and_note, layer, layer.call)
+                stack.enter_context(hooks.replaced(layer, "call", call))
+            x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+            private_names.call_model(plan.model, x, training=True)
+        return terms
 
 
 def _is_not_cut(kind):

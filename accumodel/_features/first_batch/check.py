@@ -10,7 +10,7 @@ With a tape, no more samples are in a step at once than in the training.
 
 import collections
 import contextlib
-import functools
+import dataclasses
 import typing
 
 import keras
@@ -20,32 +20,30 @@ import tensorflow as tf
 from accumodel._features.first_batch import causes
 from accumodel._features.first_batch.kept import (
     NotMade,
-    Variables,
     is_average,
     is_of,
     is_read,
     owners_of,
     put_python_back_later,
-    shake,
+    shaken,
+    variables_of,
 )
-from accumodel._features.first_batch.runs import Runner
+from accumodel._features.first_batch.runs import AsItIs, ByOutputs, Runner
+from accumodel._fit import variables
 from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.optimizers import (
-    tf_variable,
-    trained_norms,
-    with_inner_optimizers,
-)
+from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._micro_batch.assignments import is_random, nodes_of
 from accumodel._micro_batch.micro_batches import count_samples
+from accumodel._micro_batch.random_numbers import RandomNumbers
 
-# The samples of a comparison with a tape: parts of unequal size.
+# The most samples of a comparison: parts of unequal size.
 _SAMPLES = 3
-
-# The most rows, and numbers of a target, that are looked at to choose some.
-_PLACES = 1024
 
 # How many bytes it may take beside those of a micro-batch.
 _MEMORY = 2**25
+
+# The most rows, and numbers of a target, that are looked at to choose some.
+_PLACES = 1024
 
 # What rounding is less than, as a share of the largest entry, for each dtype. A
 # GPU multiplies float32 with the digits of float16 (TF32).
@@ -59,21 +57,13 @@ _ROUNDING = {
 # In the types of the operations that act outside of TensorFlow.
 _OUTSIDE = {"Print": "`tf.print`", "PyFunc": "a `tf.py_function`"}
 
-_UNSURE = " would not be, if memory ran out and batches were split, "
-
-_KINDS = ("outputs", "by_outputs", "own", "added", "gradients")
-
 
 class Found(typing.NamedTuple):
-    """What differs: its kind, by how much, and where."""
+    """What differs: its kind, by how much, and a place, variable or error."""
 
     kind: str
     share: float = 0.0
-    key: typing.Any = None
-
-
-class _FailsError(Exception):
-    """The parts do not run either."""
+    what: typing.Any = None
 
 
 class Check:
@@ -83,86 +73,69 @@ class Check:
     """
 
     def __init__(self, state, fed, is_even):
-        self._model, self._state = state.model, state
-        self._plan, self._is_even = state.plan(), is_even
+        self.state, self.model, self._is_even = state, state.model, is_even
+        numbers = state.numbers or RandomNumbers(state)
+        self.plan = plan = dataclasses.replace(state.plan(), numbers=numbers)
+        variables.make(plan, fed[0])
         try:
             self._data = _joined(fed)
         except (ValueError, tf.errors.InvalidArgumentError):
             self._data = fed[0]  # others have other shapes
-        samples = int(count_samples(self._data))
+        self._samples = int(count_samples(self._data))
         size = state.options.micro_batch_size
-        self._is_sure = isinstance(size, int) or size is None  # to be split
-        self._size = size if isinstance(size, int) else samples
-        if size is None:
-            self._size = max(int(count_samples(each)) for each in fed)
-        own = {"train_step", "compute_gradients"} & self._plan.overridden
-        self._is_custom = bool(own) or state.overrides("accumulate_gradients")
-        self._by_outputs = not self._is_custom and (
-            self._plan.orders is None
-            or self._size < 2
-            or self._plan.whole_batch is not None
-        )
-        self._samples = samples
-        self._count = 2 if self._by_outputs else min(_SAMPLES, self._size)
-        self._count = min(self._count, samples)
-        self._adds_up, self._largest, self._is_zero = True, 0.0, True
-        dtypes = [
-            e.compute_dtype for e in private_names.flat_layers(self._model)
-        ]
-        dtypes += ["float16"] * bool(tf.config.list_logical_devices("GPU"))
-        self._rounding = max(_ROUNDING.get(each, 0.0) for each in dtypes)
-        step = self._model.train_step
-        self._step = getattr(step, "python_function", step)
+        self.is_sure = not isinstance(size, str)  # to be split
+        if not isinstance(size, int):
+            size = max(int(count_samples(each)) for each in fed)
+        own = {"train_step", "compute_gradients"} & plan.overridden
+        self.is_custom = bool(own) or state.overrides("accumulate_gradients")
+        self._runner: type[Runner] = AsItIs
+        count = min(_SAMPLES, size)
+        if not self.is_custom and (plan.orders is None or size < 2):
+            self._runner, count = ByOutputs, max(count, 2)
+        self._size, self.count = size, min(count, self._samples)
+        self.adds_up, self._is_zero, self._error = True, True, 0.0
 
     def result(self):
         """Returns what is found, which begins with "exact" or "differs"."""
         with contextlib.ExitStack() as stack:
-            put_python_back_later(stack, owners_of(self._model))
-            found = self._find()
+            put_python_back_later(stack, owners_of(self.model))
+            found = self._find() if self.count > 1 else self._find_fixed_size()
         if found is not None:
             return "differs: " + found
-        if self._is_zero and not self._plan.whole_batch:
-            raise NotMade("the gradient of the loss by its samples is zero")
+        what = self._runner.main_kind
+        if self._is_zero and self.plan.whole_batch is None:
+            raise NotMade("the gradients of the loss are zero")
         return (
-            f"exact: {self._count} samples and {self._count} others differ by "
-            f"at most {self._largest:.1g} of the largest "
-            f"{'output' if self._by_outputs else 'gradient'}"
+            f"exact: {self.count} samples and {self.count} others differ by at "
+            f"most {self._error:.1g} of the largest of the {what}"
         )
 
     def _find(self):
         """Returns a text of what differs, or `None`."""
-        if self._count < 2 and self._by_outputs:
-            raise NotMade(
-                "the first batch has one sample, others another shape"
-            )
-        if self._count < 2:
-            return self._find_fixed_size()
-        if not self._trace(self._spread()):
+        self.rows = self._runner(self.plan, self._spread(2 * self.count))
+        nodes = nodes_of(self.rows.function.graph.as_graph_def())
+        for kind, name in _OUTSIDE.items():
+            if any(kind in node.op for node in nodes):
+                raise NotMade(f"it calls {name}, which would run again")
+        if any(map(is_random, nodes)):
             return causes.TF_RANDOM
-        with contextlib.ExitStack() as stack:
-            for each in self._variables.used:  # buffers are shared, not copied
-                stack.callback(each.assign, each.read_value())
-            shake(self._variables.used)
-            for each in with_inner_optimizers(self._model.optimizer):
-                scale = getattr(each, "dynamic_scale", None)
-                if scale is not None:
-                    stack.callback(scale.assign, float(scale))
-                    scale.assign(1.0)  # no sum overflows
-            try:
-                found = self._look_twice()
-            except FloatingPointError:
-                stack.close()  # at the point where the training begins
-                try:
-                    found = self._look_twice()
-                except FloatingPointError:
-                    raise NotMade("its gradients are not finite") from None
-            return found and self._say(found)
+        try:
+            with shaken(self.rows.used, self.model.optimizer):
+                return self._look_twice()
+        except FloatingPointError:
+            pass
+        try:  # at the point where the training begins
+            return self._look_twice()
+        except FloatingPointError:
+            raise NotMade("its gradients are not finite") from None
 
     def _find_fixed_size(self):
         """Looks only at whether a step can be traced with two samples."""
-        self._runner(self._slice(0, 1), as_is=True)
+        if self._runner is ByOutputs:
+            raise NotMade("the first batches have one sample of other shapes")
+        self._runner(self.plan, self._slice(0, 1), is_known=True)
         try:
-            self._runner(self._spread(2), as_is=True)
+            self._runner(self.plan, self._spread(2), is_known=True)
         except ValueError as error:
             return causes.fixed_size(error)
         raise NotMade(
@@ -170,25 +143,22 @@ class Check:
             "one at a time"
         )
 
-    # -- data ------------------------------------------------------------------
-
-    def _spread(self, count=None):
-        """Returns rows for both comparisons, one after the other."""
-        n, count = self._samples, (count or 2 * self._count) // 2
-        if "slice_data" in self._plan.overridden:
-            slice_data = tf.function(self._model.slice_data, autograph=False)
+    def _spread(self, count):
+        """Returns rows for two comparisons, one after the other."""
+        if "slice_data" in self.plan.overridden:
+            slice_data = tf.function(self.model.slice_data, autograph=False)
             bound = tf.TensorSpec((), tf.int64)
-            args = self._data, bound, bound
-            if Variables([slice_data.get_concrete_function(*args)]).assigned:
+            sliced = slice_data.get_concrete_function(self._data, bound, bound)
+            if variables_of([sliced])[1]:
                 raise NotMade("`slice_data` draws or counts, and would again")
-            return self._slice(0, min(2 * count, n))
-        order = np.argsort(np.arange(n) * 0.618034 % 1)[:_PLACES]  # spread
+            return self._slice(0, min(count, self._samples))
+        order = np.argsort(np.arange(self._samples) * 0.618034 % 1)[:_PLACES]
         seen: collections.Counter = collections.Counter()
         turns = []  # such that rows which follow each other have other targets
-        for kind in self._targets()[order]:
-            turns.append(seen[kind])
-            seen[kind] += 1
-        places = order[np.argsort(turns, kind="stable")][: 2 * count]
+        for target in self._targets()[order]:
+            turns.append(seen[target])
+            seen[target] += 1
+        places = order[np.argsort(turns, kind="stable")][:count]
         return _joined([self._slice(i, i + 1) for i in places])
 
     def _targets(self):
@@ -205,200 +175,126 @@ class Check:
     def _slice(self, begin, end):
         bounds = [tf.constant(each, tf.int64) for each in (begin, end)]
         try:
-            return self._model.slice_data(self._data, *bounds)
+            return self.model.slice_data(self._data, *bounds)
         except ValueError as error:  # with `accum_steps` nothing is split
             raise NotMade(f"the batch cannot be split: {error}") from error
 
+    def _look_twice(self):
+        """Returns a text of what differs, or `None`."""
+        c, found, fails = self.count, None, None
+        # The outputs, their gradient, and what the loss keeps.
+        of_a_sample = max(3 * self.rows.bytes_of_a_sample, 1)
+        most = self._size + _MEMORY // of_a_sample
+        if c > most:
+            raise NotMade("the outputs of two samples may not fit in memory")
+        others = int(count_samples(self.rows.data)) - c
+        try:
+            for begin in dict.fromkeys((0, others)):
+                found = found or self._look(self.rows, begin, begin + c, c - 1)
+        except NotMade as error:  # of rows that do not follow each other
+            fails = error
+        size, end = self._size, min(2 * self._size, self._samples)
+        if self._runner is AsItIs or end > most:
+            end = min(size, end)
+            size = -(-end // 2)
+        if (found or fails) and end > c and self.is_sure:
+            self._error = 0.0
+            rows = self._runner(self.plan, self._slice(0, end))
+            again = self._look(rows, 0, end, size)
+            found, fails = again and (found or again), None
+        if fails:
+            raise fails
+        if not (found or self.adds_up or self._is_even):
+            found = Found("weights of the micro-batches")
+        return found and causes.say(found, self)
+
     # -- one comparison --------------------------------------------------------
 
-    def _runner(self, data, step=None, **options):
-        """Returns a runner of the model's step, or of another function."""
-        trims = bool(self._plan.orders) and not self._by_outputs
-        by_outputs = self._by_outputs if step is None else None
-        step = self._step if step is None else step
-        return Runner(self._plan, step, data, by_outputs, trims, **options)
-
-    def _trace(self, data):
-        """Makes the runners of some data; `False` if it draws by TensorFlow."""
-        self._whole = self._parts = self._runner(data)
-        if not self._by_outputs and self._plan.orders:
-            features = self._plan.features
-            self._parts = self._runner(data, features=features)
-        nodes = nodes_of(self._whole.graph.as_graph_def())
-        for node in nodes:
-            for kind, name in _OUTSIDE.items():
-                if kind in node.op:
-                    raise NotMade(f"it calls {name}, which would run again")
-        self._variables = Variables(
-            [e.function for e in (self._whole, self._parts)]
-        )
-        return not any(map(is_random, nodes))
-
-    def _fits(self, count):
-        """Whether the training has memory for so many samples at once."""
-        # The outputs, their gradient, and what the loss keeps.
-        size = 3 * self._whole.bytes_of_a_sample
-        return size * (count - self._size) < _MEMORY
-
-    def _look_twice(self):
-        """Returns what is `Found`, or `None`."""
-        c = self._count
-        if not self._fits(c):
-            raise NotMade("the outputs of two samples may not fit in memory")
-        found = None
+    def _look(self, rows, begin, end, size):
+        """Returns what differs in parts of a size, as `Found`, or `None`."""
         try:
-            others = int(count_samples(self._whole.data)) - c
-            for begin in dict.fromkeys((0, others)):
-                found = found or self._compare(begin, begin + c, (c + 1) // 2)
-        except _FailsError as error:
-            found = Found("fails", key=error.__cause__)
-        weights = Found("weights")
-        if found is None and not (self._adds_up or self._is_even):
-            return weights
-        end, size = self._own_sizes()
-        if found is None or end <= c or not self._is_sure:
-            if found and found.kind == "fails":
-                raise NotMade(f"the step fails with some samples: {found.key}")
-            return found
-        variables, runners = self._variables, (self._whole, self._parts)
-        if not self._trace(self._slice(0, end)):
-            return found
-        self._largest = 0.0
-        try:
-            again = self._compare(0, end, size)
-        except _FailsError as error:
-            raise NotMade(f"the step fails: {error.__cause__}") from error
-        if again is not None:
-            self._variables, (self._whole, self._parts) = variables, runners
-            return again if found.kind == "fails" else found
-        return None if self._adds_up or self._is_even else weights
-
-    def _own_sizes(self):
-        """Returns how many rows to take in the sizes of the training."""
-        end = min(2 * self._size, self._samples)
-        if self._by_outputs and self._fits(end):
-            return end, self._size
-        end = min(self._size, self._samples)
-        return end, -(-end // 2)
-
-    def _compare(self, begin, end, size):
-        """Returns what differs between rows in parts and in one piece."""
-        try:
-            parts, after_parts = self._run(self._parts, begin, end, size)
+            parts = rows.run(begin, end, size)
         except tf.errors.InvalidArgumentError as error:
-            raise _FailsError from error
+            raise NotMade(f"the step fails: {error}") from error
         try:
-            whole, after_whole = self._run(self._whole, begin, end, end - begin)
+            whole = rows.run(begin, end, end - begin)
         except tf.errors.InvalidArgumentError as error:
-            return Found("fixed", key=error)
-        for one, other in zip(whole.weights, parts.weights, strict=True):
-            # Where nothing counts, a weight is tiny instead of 0.
-            if one is not None and max(one, other) > 1e-20:
-                self._adds_up &= abs(one - other) <= 1e-3 * abs(one)
-        for i, variable in enumerate(self._variables.assigned):
-            if self._differs(i, after_whole[i], after_parts[i]) and (
-                self._matters(variable)
-            ):
-                return Found("state", key=variable)
-        return self._difference(whole.arrays, parts.arrays)
-
-    def _run(self, runner, *rows):
-        """Returns what a runner makes, and the values of what it assigns."""
-        assigned = self._variables.assigned
-        before = [each.read_value() for each in assigned]
-        self._before = [*map(np.array, before)]
-        try:
-            made = runner.run(*rows)
-            return made, [np.array(each.read_value()) for each in assigned]
-        finally:
-            for each, value in zip(assigned, before, strict=True):
-                each.assign(value)
-
-    def _difference(self, whole, parts):
-        for kind in _KINDS:
-            pairs = {
-                key: (value, parts.get(key, np.zeros(())))
-                for key, value in whole.items()
-                if key[0] == kind
-            }
-            sizes = {k: np.abs(a).max(initial=0) for k, (a, _) in pairs.items()}
-            largest = max(sizes.values(), default=0.0)
-            if not np.isfinite(largest):
-                raise FloatingPointError
-            if pairs and kind in ("by_outputs", "gradients"):
-                self._is_zero &= largest == 0
-            rounding = self._rounding
-            if kind == "gradients":  # a tape adds up more
-                rounding = min(100 * rounding, 3e-2)
-            shares = {}
-            for key, (one, other) in pairs.items():
-                if one.shape != other.shape and other.shape:
-                    return Found(kind, 1.0, key)
-                bound = sizes[key] + largest * 1e-2
-                error = np.abs(one - other).max(initial=0)
-                shares[key] = error / bound if bound else 0.0
-                self._largest = max(self._largest, error / (largest or 1.0))
-            key = max(shares, key=shares.__getitem__, default=None)
-            if key is not None and not shares[key] <= rounding:
-                return Found(kind, shares[key], key)
+            return Found("fixed", what=error)
+        for kind in dict.fromkeys(kind for kind, _, _ in whole):
+            for each in self._differ(kind, whole, parts):
+                if kind == "weights":
+                    self.adds_up = False
+                elif kind != "states" or self._matters(rows.sources[each.what]):
+                    return each
         return None
 
-    # -- states ----------------------------------------------------------------
+    def _differ(self, kind, whole, parts):
+        """Returns what differs of a kind, as `Found`, the most first."""
+        rounding, is_main = self._rounding(kind), kind == self._runner.main_kind
+        whole = {key: value for key, value in whole.items() if key[0] == kind}
+        sizes = {key: _largest(value) for key, value in whole.items()}
+        largest = max(sizes.values(), default=0.0)
+        if not np.isfinite(largest):
+            raise FloatingPointError
+        # Of states, 1 is what the rounding of their values is less than. Where
+        # nothing counts, a weight is tiny instead of 0.
+        floors = {"states": 1 / rounding, "weights": 1e-20}
+        floor = floors.get(kind, largest * 1e-2)
+        found = []
+        for key, one in whole.items():
+            share, bound = 1.0, sizes[key] + floor
+            if one.shape == parts[key].shape:
+                share = _largest(one - parts[key]) / bound if bound else 0.0
+                share = np.nan_to_num(share, nan=np.inf)
+            if is_main:
+                self._error = max(self._error, share)
+            if share > rounding:
+                found.append(Found(kind, share, key))
+        if kind.startswith("gradients"):
+            self._is_zero &= largest == 0
+        return sorted(found, key=lambda each: -each.share)
 
-    def _differs(self, i, whole, parts):
-        """Whether more was added to a state in parts than in one piece."""
-        variable, before = self._variables.assigned[i], self._before[i]
-        if any(is_of(each, variable) for each in self._ignored()):
-            return False
-        if not variable.dtype.is_floating:
-            is_seed = private_names.is_seed(variable)  # what it draws tells
-            return not (is_seed or np.array_equal(whole, parts))
-        units = 16 * np.finfo(variable.dtype.as_numpy_dtype).eps
-        before, whole, parts = (
-            each.astype("float64") for each in (before, whole, parts)
-        )
-        change = np.abs(whole - before).max(initial=0)
-        share = np.clip(self._rounding * 20, 1e-2, 0.1)
-        bound = max(share * change, units * np.abs(before).max(initial=0))
-        return not np.abs(whole - parts).max(initial=0) <= bound
-
-    def _ignored(self):
-        """Returns what differs by design, or is known by its own warning."""
-        model = self._model
-        owners = [*model.metrics, *private_names.loss_trackers(model)]
-        owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
-        return [tf_variable(v) for each in owners for v in each.variables]
+    def _rounding(self, kind):
+        """Returns the share that a difference by rounding is less than."""
+        layers = private_names.flat_layers(self.model)
+        dtypes = ["float32", *[each.compute_dtype for each in layers]]
+        if "float64" in dtypes:
+            dtypes.remove("float32")
+        dtypes += ["float16"] * bool(tf.config.list_logical_devices("GPU"))
+        share = max(_ROUNDING.get(each, 0.0) for each in dtypes)
+        others = {
+            "gradients": min(100 * share, 3e-2),  # a tape adds up more
+            "states": np.clip(20 * share, 1e-2, 0.1),
+            "weights": 1e-3,
+        }
+        return others.get(kind, share)
 
     def _matters(self, variable):
         """Whether anything is computed of a state, or it only watches."""
-        model, graph = self._model, self._whole.graph
-        if self._state.overrides("after_update"):
+        model, graph = self.model, self.rows.function.graph
+        # What differs by design, or is known by its own warning.
+        if private_names.is_seed(variable):  # what it draws tells
+            return False
+        owners = [*model.metrics, *private_names.loss_trackers(model)]
+        owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
+        if any(is_of(v, variable) for each in owners for v in each.variables):
+            return False
+        if self.state.overrides("after_update"):
             update = tf.function(model.after_update, autograph=False)
             used = update.get_concrete_function().variables
             if any(variable is each for each in used):
                 return True
-        x, *_ = keras.utils.unpack_x_y_sample_weight(self._whole.data)
+        x, *_ = keras.utils.unpack_x_y_sample_weight(self.rows.data)
         infer = tf.function(private_names.call_model, autograph=False)
-        graphs = [graph]
         with contextlib.suppress(NotImplementedError):  # a step without `call`
             infer = infer.get_concrete_function(model, x, training=False)
-            graphs.append(infer.graph)
-        return any(is_read(each, variable) for each in graphs) or (
-            is_average(graph, variable, arguments=4)
-        )
+            if is_read(infer.graph, variable):
+                return True
+        return is_read(graph, variable) or is_average(graph, variable)
 
-    # -- words -----------------------------------------------------------------
 
-    def _say(self, found):
-        make = functools.partial(self._runner, self._whole.data)
-        words = causes.Words(self._state, self._is_custom, self._whole, make)
-        text = words.say(found, self._adds_up, self._count)
-        if not self._is_sure:
-            text = text.replace(" will not be ", _UNSURE)
-        return (
-            f"{text} `compile(verify=False)` switches this check off. "
-            f"Received: model={self._model}"
-        )
+def _largest(array):
+    return np.abs(array).max(initial=0)
 
 
 def _joined(batches):

@@ -5,6 +5,7 @@ list has to say which ones a step may change.
 """
 
 import collections
+import contextlib
 import typing
 
 import keras
@@ -13,47 +14,93 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.checks import is_ours
-from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf.optimizers import (
+    tf_variable,
+    with_inner_optimizers,
+)
 from accumodel._micro_batch.assignments import READS
 
 # The most bytes of an array that are copied.
 _LARGE = 2**24
 
-# What Python's collections add elements by.
-_ADD = {
-    dict: dict.update,
-    list: list.extend,
-    set: set.update,
-    collections.deque: collections.deque.extend,
-}
+_COLLECTIONS = (dict, list, set, collections.deque)
 
 
 class NotMade(Exception):  # noqa: N818
     """Says why there is no check, in words of the user."""
 
 
-class Variables:
-    """The variables that traced functions use."""
+def variables_of(functions):
+    """Returns the variables that functions use, and those that they assign."""
+    handles = {id(v.handle): v for f in functions for v in f.variables}
+    written = [
+        outside
+        for function in functions
+        for outside, inside in function.graph.captures
+        if outside.dtype == tf.resource
+        and not all(map(_reads, inside.consumers()))
+    ]
+    if any(id(each) not in handles for each in written):
+        raise NotMade(
+            "the step changes a table or the like, which cannot be put back"
+        )
+    assigned = {id(each): handles[id(each)] for each in written}
+    return [*handles.values()], [*assigned.values()]
 
-    def __init__(self, functions):
-        used, assigned = {}, {}
-        handles = {id(v.handle): v for f in functions for v in f.variables}
-        captures = [pair for f in functions for pair in f.graph.captures]
-        for outside, inside in captures:
-            if outside.dtype != tf.resource:
-                continue
-            variable = handles.get(id(outside))
-            if variable is not None:
-                used[id(variable)] = variable
-            if all(map(_reads, inside.consumers())):
-                continue
-            if variable is None:
-                raise NotMade(
-                    "the step changes a table or the like, which cannot be put "
-                    "back"
-                )
-            assigned[id(variable)] = variable
-        self.used, self.assigned = [*used.values()], [*assigned.values()]
+
+def _reads(op):
+    return op.type.startswith(READS)
+
+
+@contextlib.contextmanager
+def shaken(variables, optimizer):
+    """Scope in which floats are at a point that is not special.
+
+    At the initial weights, averages that begin as copies do not move, and
+    branches that begin at zero hide what is behind them. Nothing is scaled, so
+    that no sum overflows.
+    """
+    scales = [
+        tf_variable(each.dynamic_scale)
+        for each in with_inner_optimizers(optimizer)
+        if getattr(each, "dynamic_scale", None) is not None
+    ]
+    with contextlib.ExitStack() as stack:
+        for each in [*variables, *scales]:  # buffers are shared, not copied
+            stack.callback(each.assign, each.read_value())
+        for i, each in enumerate(variables):
+            if each.dtype.is_floating:
+                each.assign(_shake(each.read_value(), np.random.default_rng(i)))
+        for each in scales:
+            each.assign(1.0)
+        yield
+
+
+def _shake(value, numbers):
+    if tf.reduce_any(value != 0):
+        factors = numbers.uniform(0.9, 1.1, value.shape[-1:])
+        return value * tf.cast(factors, value.dtype)
+    if len(value.shape) > 1:  # a kernel
+        scale = np.prod(value.shape[:-1]) ** -0.5
+        new = numbers.normal(0, scale, value.shape)
+    else:
+        new = numbers.uniform(0.05, 0.15, value.shape)
+    return tf.cast(new, value.dtype)
+
+
+def is_read(graph, variable):
+    """Whether what a graph returns is computed of a variable."""
+    return bool(_sources(graph.outputs) & _inside(graph, [variable]))
+
+
+def is_average(graph, variable):
+    """Whether weights are assigned to a variable, and nothing of the rows."""
+    inside = next(b for a, b in graph.captures if a is variable.handle)
+    assigns = [op for op in inside.consumers() if not _reads(op)]
+    names = _sources([each for op in assigns for each in op.inputs])
+    rows = {each.name for each in graph.inputs[: -len(graph.captures)]}
+    weights = [each for each in graph.variables if each.trainable]
+    return bool(names & _inside(graph, weights)) and not names & rows
 
 
 def _sources(tensors):
@@ -66,33 +113,16 @@ def _sources(tensors):
     return names
 
 
-def is_read(graph, variable):
-    """Whether what a graph returns is computed of a variable."""
-    inside = [b for a, b in graph.captures if a is variable.handle]
-    return bool(_sources(graph.outputs) & {each.name for each in inside})
-
-
-def is_average(graph, variable, arguments):
-    """Whether weights are assigned to a variable, and no data."""
-    inside = next(b for a, b in graph.captures if a is variable.handle)
-    assigns = [op for op in inside.consumers() if not _reads(op)]
-    names = _sources([each for op in assigns for each in op.inputs])
-    weights = {v.handle.ref() for v in graph.variables if v.trainable}
-    return not names & {each.name for each in graph.inputs[:arguments]} and any(
-        b.name in names and a.ref() in weights for a, b in graph.captures
-    )
-
-
-def _reads(op):
-    return op.type.startswith(READS)
+def _inside(graph, variables):
+    """Returns the names that variables have in a graph."""
+    handles = {id(each.handle) for each in variables}
+    return {b.name for a, b in graph.captures if id(a) in handles}
 
 
 def name_of(variable, model):
     """Returns what a user calls a variable: its path, or its attribute."""
-    if hasattr(variable, "path"):
-        return variable.path
-    for each in model.variables:
-        if is_of(each, variable):
+    for each in [variable, *model.variables]:
+        if hasattr(each, "path") and is_of(each, variable):
             return each.path
     for owner in owners_of(model):
         for name, value in vars(owner).items():
@@ -103,28 +133,9 @@ def name_of(variable, model):
 
 
 def is_of(value, variable):
-    value = tf_variable(value)
+    """Whether a value is a `tf.Variable`, or one of Keras that has it."""
+    value, variable = tf_variable(value), tf_variable(variable)
     return isinstance(value, tf.Variable) and value.handle is variable.handle
-
-
-def shake(variables):
-    """Moves floats to a point that is not special.
-
-    At the initial weights, averages that begin as copies do not move, and
-    branches that begin at zero hide what is behind them.
-    """
-    for i, variable in enumerate(variables):
-        if variable.dtype.is_floating:
-            value, numbers = variable.read_value(), np.random.default_rng(i)
-            *rows, _ = value.shape if len(value.shape) else [1]
-            if np.any(value):
-                factors = numbers.uniform(0.9, 1.1, value.shape[-1:])
-                new = value * tf.cast(factors, value.dtype)
-            elif rows:  # a kernel
-                new = numbers.normal(0, np.prod(rows) ** -0.5, value.shape)
-            else:
-                new = numbers.uniform(0.05, 0.15, value.shape)
-            variable.assign(tf.cast(new, value.dtype))
 
 
 def owners_of(model):
@@ -141,15 +152,17 @@ def put_python_back_later(stack, owners):
     """
     names = private_names.own_attributes()
     names |= {"_accumulation", "_gradient_accumulator"}
+    owners = [each for each in owners if not is_ours(type(each))]
+    todo: list = [(each, _package(each)) for each in owners]
     seen: set = set()
-
-    def keep(value, package):
+    for value, package in todo:  # which grows
         if id(value) in seen:
-            return
+            continue
         seen.add(id(value))
         kind: typing.Any = next(  # of no proxy, which pretends to be one
-            (x for x in _ADD if issubclass(type(value), x)), None
+            (x for x in _COLLECTIONS if issubclass(type(value), x)), None
         )
+        held: typing.Any = []
         if isinstance(value, np.random.Generator):
             bits = value.bit_generator
             stack.callback(setattr, bits, "state", bits.state)
@@ -158,32 +171,26 @@ def put_python_back_later(stack, owners):
                 stack.callback(np.copyto, value, value.copy())
         elif kind is not None:  # unseen by what tracks it
             before: typing.Any = dict(value) if kind is dict else [*value]
-            stack.callback(_ADD[kind], value, before)
+            add = getattr(kind, "extend", None) or kind.update
+            stack.callback(add, value, before)
             stack.callback(kind.clear, value)
-            for element in before.values() if kind is dict else before:
-                keep(element, package)
+            held = before.values() if kind is dict else before
         elif (
             _package(value) == package
             and hasattr(value, "__dict__")
-            and not isinstance(value, type | tf.Module | keras.Layer)
+            and not isinstance(value, type | tf.Module)
         ):
-            keep_attributes(value)
+            before = {k: v for k, v in vars(value).items() if k not in names}
+            stack.callback(_put_back, value, before, names)
+            held = before.values()
+        todo += [(each, package) for each in held]
 
-    def put_back(owner, before):
-        for name in vars(owner).keys() - before.keys() - names:
-            if not isinstance(vars(owner)[name], keras.Layer | keras.Variable):
-                del vars(owner)[name]
-        vars(owner).update(before)
 
-    def keep_attributes(owner):
-        before = {k: v for k, v in vars(owner).items() if k not in names}
-        stack.callback(put_back, owner, before)
-        for value in before.values():
-            keep(value, _package(owner))
-
-    for owner in owners:
-        if not is_ours(type(owner)):
-            keep_attributes(owner)
+def _put_back(owner, before, names):
+    for name in vars(owner).keys() - before.keys() - names:
+        if not isinstance(vars(owner)[name], keras.Layer | keras.Variable):
+            del vars(owner)[name]
+    vars(owner).update(before)
 
 
 def _package(value):

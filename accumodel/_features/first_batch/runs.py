@@ -1,32 +1,24 @@
 """How a step runs on some samples, in one piece or in parts.
 
-A step of Keras's own is run by its outputs. The gradient of a batch is the sum
-over its samples of the gradient by their outputs, times those of the outputs by
-the weights. So it is right in parts if
+A step of Keras's own is run by its outputs: a forward pass without a tape, and
+no metric, optimizer or sum. The gradient of a batch is the sum over its samples
+of the gradient by their outputs, times those of the outputs by the weights. So
+it is right in parts if these are, and losses that are added.
 
-1. the outputs of a sample do not depend on the others;
-2. the gradients of the loss by the outputs do not, and neither do those by
-   weights that the loss itself uses;
-3. losses that are added are means with the same weights.
-
-That needs a forward pass without a tape, and no metric, optimizer or sum. A
-custom step is run as it is, and the gradients are taken where they would be
-added: sketches of them, one after the other.
-
-One function is traced, of which rows to take and of how to split them. So what
-is drawn, and what is known of shapes, is as in the training.
+A custom step is run as it is, and sketches of the gradients are taken where
+they would be added. One function is traced, of which rows to take and of how to
+split them: what is drawn, and what is known of shapes, is as in the training.
 """
 
 import collections
 import contextlib
 import dataclasses
-import typing
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._features.first_batch.kept import NotMade
+from accumodel._features.first_batch.kept import NotMade, variables_of
 from accumodel._features.trim_padding import same_draws
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.replicas import make_sum
@@ -43,116 +35,138 @@ from accumodel._update.engine import FedBatch
 # The most entries of a gradient that are kept, see `_sketch`.
 _ENTRIES = 2**16
 
-
 _UPDATES = NotMade("the step calls an optimizer, which would move weights")
 
 
 class Runner:
-    """Runs the step of a model on rows of some data."""
+    """Runs a step on rows of some data, of which the number may be known."""
 
-    def __init__(
-        self, plan, step, data, by_outputs, is_trimmed, features=(), as_is=False
-    ):
-        self._step, self.data = step, data
-        self._as_is = as_is  # with rows of which the number is known
-        self._model, self.by_outputs = plan.model, by_outputs
+    main_kind = "outputs"  # of the arrays that are compared
+    bytes_of_a_sample = 0  # of outputs
+
+    def __init__(self, plan, data, is_known=False):
+        self._model, self.data, self._is_known = plan.model, data, is_known
         self._has_whole_loss = plan.whole_batch is not None
-        self.plan = dataclasses.replace(
+        self.sources: dict = {}  # what an array is of, by its key
+        own = dataclasses.replace(
             plan,
             options=dataclasses.replace(plan.options, micro_batch_size=1),
             is_compiled=False,
             assigned=collections.defaultdict(dict),
-            numbers=_OwnNumbers(is_trimmed),
-            features=tuple(features),
+            numbers=_OwnNumbers(plan.orders is not None),
+            features=(),
         )
-        self.bytes_of_a_sample = 0  # of outputs
-        self._accumulators: list = []  # in the order of what is returned
-        scalar = tf.TensorSpec((), tf.int64)
-        function = tf.function(self._run, autograph=False)
-        with self._opened():
-            self.function = function.get_concrete_function(*[scalar] * 4)
-        self.graph = self.function.graph
+        self.function = self._in_parts = self._trace(own)
+        if plan.orders is not None and isinstance(self, AsItIs):
+            own = dataclasses.replace(own, features=plan.features)
+            self._in_parts = self._trace(own)
+        functions = [self.function, self._in_parts]
+        self.used, self._assigned = variables_of(functions)
+        self.sources |= _sources_of("states", 0, self._assigned)
 
-    def _opened(self):
-        """Returns the scopes in which the step is traced."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(hooks.without_updates(_UPDATES))
-        stack.enter_context(hooks.functions_traced_anew())
-        if not self.plan.options.sync_batch_norm or self.by_outputs:
-            stack.enter_context(hooks.replaced_moments(_inference))
-        for each in self._model._accumulation.accumulators:
-            stack.enter_context(hooks.replaced(each, "_has_weights", None))
-        return stack
+    def step(self, plan, data, taken):
+        """Returns terms: dicts of tensors by kind and place, and a weight."""
+        raise NotImplementedError
 
-    def _run(self, begin, end, i, size):
-        plan = dataclasses.replace(self.plan, size=size)
-        data = self._model.slice_data(self.data, begin, end)
-        parts = MicroBatches(plan, data)
+    def _trace(self, plan):
+        def run(begin, end, i, size):
+            own = dataclasses.replace(plan, size=size)
+            data = self._model.slice_data(self.data, begin, end)
+            parts, taken = MicroBatches(own, data), _Taken()
+            with contextlib.ExitStack() as stack:
+                for scope in own.around_parts(trains=True):
+                    stack.enter_context(scope(parts, i))
+                data = self.data if self._is_known else parts.data_of(i)
+                stack.enter_context(one_step(own, data, taken))
+                return self.step(own, data, taken)
+
         with contextlib.ExitStack() as stack:
-            for scope in plan.around_parts(trains=True):
-                stack.enter_context(scope(parts, i))
-            taken = _Taken()
-            data = self.data if self._as_is else parts.data_of(i)
-            with one_step(plan, data, taken):
-                if self.by_outputs:
-                    return [self._outputs(plan, data)]
-                made = self._step(data)
-                if self.by_outputs is None:
-                    return made
-        self._accumulators = taken.accumulators
-        return taken.terms
+            stack.enter_context(hooks.without_updates(_UPDATES))
+            stack.enter_context(hooks.functions_traced_anew())
+            stack.enter_context(hooks.replaced_moments(_inference))
+            for each in plan.model._accumulation.accumulators:
+                stack.enter_context(hooks.replaced(each, "_has_weights", None))
+            scalars = [tf.TensorSpec((), tf.int64)] * 4
+            function = tf.function(run, autograph=False)
+            return function.get_concrete_function(*scalars)
 
-    def _outputs(self, plan, data):
+    def run(self, begin, end, size):
+        """Returns what rows give in parts of a size: arrays by their keys.
+
+        A key is a kind, the number of a term, and a place in it.
+        """
+        count = -(-(end - begin) // size)
+        function = self.function if count == 1 else self._in_parts
+        before = [np.array(each.numpy()) for each in self._assigned]
+        made, arrays = [], {}
+        try:
+            for i in range(count):
+                rows = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
+                made.append(tf.nest.map_structure(_array, function(*rows)))
+            for i, each in enumerate(self._assigned):
+                arrays["states", 0, i] = _added(each, before[i])
+        finally:
+            for each, value in zip(self._assigned, before, strict=True):
+                each.assign(value)
+        for k, terms in enumerate(zip(*made, strict=True)):
+            factors = [term.get(("weights", 0), np.ones(1)) for term in terms]
+            if ("weights", 0) in terms[0]:  # a mean of the parts, not a sum
+                total = sum(factors) or 1.0
+                factors = [each / total for each in factors]
+            for kind, j in terms[0]:
+                values = [term[kind, j] for term in terms]
+                if kind not in ("outputs", "weights"):
+                    pairs = zip(values, factors, strict=True)
+                    values = [  # what weighs nothing may be not a number
+                        value * factor if factor.any() else np.zeros_like(value)
+                        for value, factor in pairs
+                    ]
+                has_rows = kind in ("outputs", "gradients by the outputs")
+                joined = np.concatenate if has_rows else sum
+                arrays[kind, k, j] = joined(values)
+        return arrays
+
+
+class ByOutputs(Runner):
+    """Runs the forward pass, and the loss."""
+
+    def step(self, plan, data, taken):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         model = plan.model
         y_pred = private_names.call_model(model, x, training=True)
         # Those of Keras's regularizers are the same in all parts.
-        made = {"added": [tf.reduce_sum(each) for each in model.losses]}
+        losses = keyed("losses of `add_loss`", model.losses, tf.reduce_sum)
         outputs = floats(y_pred)
         if any(not each.shape.rank for each in outputs):
             raise NotMade("an output has no axis of samples")
-        made["outputs"] = [_fold(each) for each in outputs]
         self.bytes_of_a_sample = sum(map(_bytes_of_a_row, outputs))
+        made = keyed("outputs", outputs, _fold)
         if self._has_whole_loss:
-            return count_samples(data), 1.0, made
+            weight = keyed("weights", [count_samples(data)])
+            return [weight | made | losses]
         args = x, y, y_pred, sample_weight
         with tf.GradientTape() as tape:
             tape.watch(outputs)
             loss = outcome.call_compute_loss(model.compute_loss, *args)
             weight = outcome.weigh(plan, *args, loss)
-        sources = [outputs, model.trainable_variables]
-        by_outputs, own = tape.gradient(loss, sources)
-        own = [each if each is None else _sketch(each) for each in own]
-        by_outputs = [
-            each if each is None else _fold(each) for each in by_outputs
-        ]
-        return weight, 1.0, made | {"by_outputs": by_outputs, "own": own}
-
-    def run(self, begin, end, size):
-        """Returns what rows give in parts of a size, in a `Made`."""
-        return _joined(self.parts(begin, end, size))
-
-    def parts(self, begin, end, size):
-        """Returns what the step returns for each part, in arrays."""
-        made = []
-        for i in range(-(-(end - begin) // size)):
-            scalars = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
-            made.append(tf.nest.map_structure(_array, self.function(*scalars)))
-        return made
-
-    def variable(self, key):
-        """Returns the variable of a gradient."""
-        kind, accumulator, place = key
-        if kind == "own":
-            return self._model.trainable_variables[place]
-        return self._accumulators[accumulator].variables[place]
+        own = model.trainable_variables  # which the loss itself may use
+        by_outputs, by_own = tape.gradient(loss, [outputs, own])
+        self.sources = _sources_of("gradients", 0, own)
+        made |= keyed("gradients by the outputs", by_outputs, _fold)
+        made |= keyed("gradients", by_own, _sketch)
+        return [keyed("weights", [weight]) | made | losses]
 
 
-class Made(typing.NamedTuple):
-    """What rows give: arrays by kind and place, and the sums of weights."""
+class AsItIs(Runner):
+    """Runs the step of the model, and takes its gradients."""
 
-    arrays: dict
-    weights: list
+    main_kind = "gradients"
+
+    def step(self, plan, data, taken):
+        step = self._model.train_step
+        getattr(step, "python_function", step)(data)
+        self.sources = taken.sources
+        return taken.terms
 
 
 class _Taken(FedBatch):
@@ -160,7 +174,7 @@ class _Taken(FedBatch):
 
     def __init__(self):
         super().__init__(is_split=True)
-        self.accumulators: list = []
+        self.sources: dict = {}
         self.terms: list = []
         self._graph = current_graph()
 
@@ -170,12 +184,23 @@ class _Taken(FedBatch):
     def accumulate(self, accumulator, gradients, weight, fraction=1.0):
         if current_graph() is not self._graph:
             raise NotMade("the step accumulates in a condition or a function")
-        self.accumulators.append(accumulator)
-        sketches = [None if g is None else _sketch(g) for g in gradients]
+        # Several gradients of one fed batch have fractions of its weight.
         if weight is not None:
-            weight = tf.cast(weight, tf.float64)
-        fraction = tf.cast(fraction, tf.float64)
-        self.terms.append((weight, fraction, {"gradients": sketches}))
+            weight = tf.cast(weight, tf.float64) * tf.cast(fraction, tf.float64)
+        k, trained = len(self.terms), accumulator.variables
+        self.sources |= _sources_of("gradients", k, trained)
+        made = keyed("gradients", gradients, _sketch)
+        self.terms.append(keyed("weights", [weight]) | made)
+
+
+def keyed(kind, tensors, convert=tf.identity):
+    """Returns the tensors that there are, by their kind and place."""
+    pairs = enumerate(tensors)
+    return {(kind, i): convert(e) for i, e in pairs if e is not None}
+
+
+def _sources_of(kind, term, variables):
+    return {(kind, term, i): each for i, each in enumerate(variables)}
 
 
 class _OwnNumbers(RandomNumbers):
@@ -200,43 +225,21 @@ def _inference(layer, inputs, mask):
 def floats(structure):
     """Returns the tensors of floats in a structure."""
     leaves = tf.nest.flatten(structure, expand_composites=True)
-    tensors = [
-        tf.convert_to_tensor(each) for each in leaves if each is not None
-    ]
+    tensors = [tf.convert_to_tensor(e) for e in leaves if e is not None]
     return [each for each in tensors if each.dtype.is_floating]
 
 
-def _array(value):
-    if value is None:
-        return None
-    is_half = value.dtype.is_floating and value.dtype.size < 4
-    return np.asarray(tf.cast(value, tf.float32) if is_half else value)
+def _array(tensor):
+    """Returns numbers of any type as those with which NumPy computes."""
+    return np.atleast_1d(tensor.numpy()).astype("float64")
 
 
-def _joined(made):
-    """Returns the mean of parts by their weights, or the sum, in a `Made`."""
-    joined: dict = {}
-    weights: list = []
-    for k, terms in enumerate(zip(*made, strict=True)):
-        # Several gradients of one fed batch have fractions of its weight.
-        totals: list = [None if w is None else w * f for w, f, _ in terms]
-        weights.append(None if None in totals else sum(totals))
-        factors = [1 if w is None else w / (weights[k] or 1) for w in totals]
-        for kind in terms[0][2]:
-            places = zip(*[each[2][kind] for each in terms], strict=True)
-            for j, arrays in enumerate(places):
-                if arrays[0] is None:
-                    continue
-                if kind != "outputs":
-                    arrays = tuple(  # what weighs nothing may be not a number
-                        a * f if f else np.zeros_like(a)
-                        for a, f in zip(arrays, factors, strict=True)
-                    )
-                has_rows = kind in ("outputs", "by_outputs")
-                joined[kind, k, j] = (
-                    np.concatenate(arrays) if has_rows else sum(arrays)
-                )
-    return Made(joined, weights)
+def _added(variable, before):
+    """Returns what was added to a state, in units above its rounding."""
+    units = 0.5
+    if variable.dtype.is_floating:
+        units = 16 * float(np.spacing(np.abs(before).max(initial=1e-30)))
+    return np.nan_to_num((_array(variable) - before.astype("float64")) / units)
 
 
 def _bytes_of_a_row(tensor):
@@ -262,16 +265,15 @@ def _sketch(gradient):
 
     A model may be large. The sketch of a difference is that of sketches.
     """
-    shape, rows = gradient.shape, None
+    shape, values, rows = gradient.shape, gradient, None
     if isinstance(gradient, tf.IndexedSlices):
-        gradient, rows = gradient.values, tf.cast(gradient.indices, tf.int64)
-    width = max(int(np.prod(shape[1:])), 1) if len(shape) else 1
-    values = tf.reshape(tf.cast(gradient, tf.float32), [-1, width])
+        values, rows = gradient.values, tf.cast(gradient.indices, tf.int64)
+    width = shape[1:].num_elements() or 1
+    values = tf.reshape(tf.cast(values, tf.float32), [-1, width])
     if rows is None:
         rows = tf.range(tf.shape(values, tf.int64)[0])
-    buckets = max(_ENTRIES // width, 1)
-    if len(shape) and shape[0] is not None:
-        buckets = max(min(buckets, shape[0]), 1)
+    known = shape[:1].num_elements() or _ENTRIES
+    buckets = max(min(_ENTRIES // width, known), 1)
     signs = 1 - 2 * (rows * 2654435761 // 128 % 2)
     values *= tf.cast(signs, tf.float32)[:, None]
     return tf.math.unsorted_segment_sum(values, rows % buckets, buckets)
