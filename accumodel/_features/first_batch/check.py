@@ -8,7 +8,6 @@
 With a tape, no more samples are in a step at once than in the training.
 """
 
-import collections
 import contextlib
 import dataclasses
 import typing
@@ -152,13 +151,14 @@ class Check:
             if variables_of([sliced])[1]:
                 raise NotMade("`slice_data` draws or counts, and would again")
             return self._slice(0, min(count, self._samples))
-        order = np.argsort(np.arange(self._samples) * 0.618034 % 1)[:_PLACES]
-        seen: collections.Counter = collections.Counter()
-        turns = []  # such that rows which follow each other have other targets
-        for target in self._targets()[order]:
-            turns.append(seen[target])
-            seen[target] += 1
-        places = order[np.argsort(turns, kind="stable")][:count]
+        spread = np.argsort(np.arange(self._samples) * 0.618034 % 1)[:_PLACES]
+        targets = self._targets()[spread]
+        # Rows of the same and of other targets are in one comparison.
+        same = [*spread[targets == targets[0]]]
+        others = [*spread[targets != targets[0]]]
+        turns = (same, others, same, same, others, others)[:count]
+        sources = [turn or same or others for turn in turns]
+        places = [each.pop(0) for each in sources if each]
         return _joined([self._slice(i, i + 1) for i in places])
 
     def _targets(self):
