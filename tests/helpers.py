@@ -5,6 +5,7 @@ The cases to which `train_case` and `check_case` are applied are in `cases.py`.
 """
 
 import contextlib
+import functools
 import itertools
 import warnings
 
@@ -14,8 +15,6 @@ import pytest
 import tensorflow as tf
 
 from accumodel import AccumulatingModel
-
-# -- rows of tables --------------------------------------------------------
 
 
 def slow(*values):
@@ -53,9 +52,6 @@ NO_COUNTS = [
     ("4", TypeError),
     (True, TypeError),
 ]
-
-
-# -- data ------------------------------------------------------------------
 
 
 class Batches(keras.utils.PyDataset):
@@ -104,9 +100,35 @@ def datasets(case):
     ]
 
 
-# -- models: the same one in three ways, for the fixture `data` ------------
+def chain(model_class, inputs, *layers):
+    """A functional model of layers that are called one after the other.
+
+    `inputs` is the shape of a sample, or what `keras.Input` returned.
+    """
+    if isinstance(inputs, tuple):
+        inputs = keras.Input(inputs)
+    outputs = functools.reduce(lambda x, layer: layer(x), layers, inputs)
+    return model_class(inputs, outputs)
 
 
+def functional(inputs, outputs_of):
+    """Returns what makes a functional model, given its class.
+
+    `inputs` is the shape of a sample, or a function that makes the inputs.
+    """
+
+    def make(model_class):
+        x = inputs() if callable(inputs) else keras.Input(inputs)
+        return model_class(x, outputs_of(x))
+
+    return make
+
+
+def softmax(units=3, **kwargs):
+    return keras.layers.Dense(units, activation="softmax", **kwargs)
+
+
+# The same model in three ways, for the fixture `data`.
 def make_functional(model_class, features=20, units=16, **kwargs):
     """Two layers; the arguments left over go to the first one."""
     inputs = keras.Input((features,))
@@ -147,9 +169,6 @@ def make_model(model_class=AccumulatingModel, make=make_functional):
     return make(model_class)
 
 
-# -- training --------------------------------------------------------------
-
-
 def mirrored(replicas, reduction=None):
     # With the default reduction, two strategies in one process collide.
     return tf.distribute.MirroredStrategy(
@@ -163,6 +182,19 @@ def compiled(
 ):
     model.compile(optimizer, loss, **kwargs)
     return model
+
+
+def fit(model, *data, **kwargs):
+    """Fits in silence and in order."""
+    return model.fit(*data, shuffle=False, verbose=0, **kwargs)
+
+
+def plain_and(*ways):
+    """Yields `keras.Model`, and ours with arguments; each with one seed."""
+    ours = ((AccumulatingModel, kwargs) for kwargs in ways)
+    for each in ((keras.Model, {}), *ours):
+        keras.utils.set_random_seed(0)
+        yield each
 
 
 def train(
@@ -229,9 +261,6 @@ def train_case(case, model_class, dataset, strategy=None, **kwargs):
         keras.config.set_dtype_policy("float32")
         keras.config.set_floatx("float32")
     return model, {"epochs": history.history, "batches": batches}
-
-
-# -- comparison ------------------------------------------------------------
 
 
 def updates(model):

@@ -4,12 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import WAYS, distance, mirrored, updates, weekly
+from helpers import WAYS, chain, distance, mirrored, updates, weekly
 
 import accumodel
 from accumodel import AccumulatingModel
-
-# -- what a script moves after each update -------------------------------------
 
 
 def average(model):
@@ -234,8 +232,7 @@ def test_it_is_told_if_nothing_calls_it():
         def after_update(self):
             pass
 
-    inputs = keras.Input((6,))
-    model = Model(inputs, keras.layers.Dense(4)(inputs))
+    model = chain(Model, (6,), keras.layers.Dense(4))
     model.compile("sgd")
     with pytest.warns(UserWarning, match="`after_update` was not called"):
         model.fit(*data(), verbose=0)

@@ -14,8 +14,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import CLASSES, FEATURES, classes
-from helpers import compiled, distance, mirrored, slow, updates, weekly
+from cases import FEATURES, classes
+from helpers import compiled, distance, mirrored, slow, softmax, updates, weekly
 
 from accumodel import (
     AccumStepsScheduler,
@@ -73,7 +73,7 @@ def plain(model_class, limit=None):
     inputs = keras.Input((FEATURES,))
     x = limit(inputs) if limit else inputs
     x = keras.layers.Dense(5, activation="tanh")(x)
-    x = keras.layers.Dense(CLASSES, activation="softmax")(x)
+    x = softmax()(x)
     return model_class(inputs, x)
 
 
@@ -213,7 +213,7 @@ def test_evaluate_comes_first(samples, cache):
 
 class Unbuilt(AccumulatingModel):
     def build(self, shape):
-        self.head = keras.layers.Dense(CLASSES, activation="softmax")
+        self.head = softmax()
         self.head.build(shape)
 
     def call(self, inputs):
@@ -231,9 +231,6 @@ def test_models_that_are_not_built_and_data_with_none(samples):
         model.fit(generate(), shuffle=False, verbose=0)
         kernels.append(model.get_weights()[0])
     assert np.abs(kernels[0] - kernels[1]).max() > 0.1
-
-
-# -- what is not retried ---------------------------------------------------
 
 
 class FailsToUpdate(keras.optimizers.SGD):
@@ -358,9 +355,6 @@ def test_errors_that_say_that_memory_ran_out(error, expected):
     assert auto.is_out_of_memory(error) is expected
 
 
-# -- what a step may do, and what is refused -------------------------------
-
-
 class InnerDropout(keras.layers.Dropout):
     """Assigns to its seed inside of a `tf.function`."""
 
@@ -411,10 +405,7 @@ class TwoAccumulators(AccumulatingModel):
 
     def __init__(self, accum_steps, limit=None):
         super().__init__()
-        self.parts = [
-            keras.layers.Dense(5, activation="tanh"),
-            keras.layers.Dense(CLASSES, activation="softmax"),
-        ]
+        self.parts = [keras.layers.Dense(5, activation="tanh"), softmax()]
         self.limit = limit or Limit()
         self.steps = [1, accum_steps]
 

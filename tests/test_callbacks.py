@@ -6,7 +6,7 @@ import cases
 import keras
 import numpy as np
 import pytest
-from helpers import compiled, distance, make_model, train, weekly
+from helpers import compiled, distance, make_model, plain_and, train, weekly
 
 import accumodel
 from accumodel import AccumStepsScheduler, AccumulatingModel
@@ -285,11 +285,7 @@ def test_a_callback_may_change_the_weights_of_losses():
                 ]
 
     logs = []
-    for base, kwargs in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": 4}),
-    ):
-        keras.utils.set_random_seed(0)
+    for base, kwargs in plain_and({"micro_batch_size": 4}):
         inputs = keras.Input((3,))
         outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
         model = base(inputs, outputs)

@@ -7,7 +7,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, messages_of, sgd, train_both
+from helpers import distance, fit, messages_of, sgd, train_both
+from keras import optimizers
 
 from accumodel import AccumulatingModel, GradientAccumulator
 
@@ -42,8 +43,8 @@ class HeadByKey:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1),
-        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: optimizers.AdamW(0.1, weight_decay=0.1),
+        lambda: optimizers.SGD(0.1, momentum=0.9),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
@@ -86,16 +87,14 @@ def test_an_accumulator_by_itself_leaves_it_alone_too(accum_steps, traced):
                 )
 
     variables = [keras.Variable([1.0]), keras.Variable([1.0])]
-    optimizer = keras.optimizers.Adam(0.1)
+    optimizer = optimizers.Adam(0.1)
     train(
         1,
         optimizer,
         lambda g: optimizer.apply(g, trainable_variables=variables),
     )
     ours = [keras.Variable([1.0]), keras.Variable([1.0])]
-    accumulator = GradientAccumulator(
-        keras.optimizers.Adam(0.1), ours, accum_steps
-    )
+    accumulator = GradientAccumulator(optimizers.Adam(0.1), ours, accum_steps)
     accumulate = accumulator.accumulate
     train(accum_steps, None, tf.function(accumulate) if traced else accumulate)
     for a, b in zip(ours, variables, strict=True):
@@ -106,7 +105,7 @@ def mixed_cycle(sets, traced):
     """Trains a cycle whose micro-batches train these sets of 3 variables."""
     variables = [keras.Variable([1.0]) for _ in range(3)]
     accumulator = GradientAccumulator(
-        keras.optimizers.SGD(0.1, momentum=0.9), variables, len(sets)
+        optimizers.SGD(0.1, momentum=0.9), variables, len(sets)
     )
     accumulate = accumulator.accumulate
     if traced:
@@ -149,9 +148,7 @@ def test_float8_keeps_the_maximum_over_the_cycle():
 
     plain, ours = train_both(
         make,
-        lambda model, size: model.fit(
-            x, y, batch_size=size, epochs=2, shuffle=False, verbose=0
-        ),
+        lambda model, size: fit(model, x, y, batch_size=size, epochs=2),
         sgd(),
         big=16,
         steps=4,
@@ -173,9 +170,7 @@ def test_float8_keeps_the_maximum_over_the_cycle():
 def test_variables_that_are_overwritten_take_the_maximum_of_the_cycle():
     scale, kernel = keras.Variable([1.0, 1.0]), keras.Variable([0.0])
     scale.overwrite_with_gradient = True
-    accumulator = GradientAccumulator(
-        keras.optimizers.SGD(1.0), [scale, kernel], 2
-    )
+    accumulator = GradientAccumulator(optimizers.SGD(1.0), [scale, kernel], 2)
     step = tf.function(accumulator.accumulate)
     for values in ([5.0, 2.0], [3.0, 4.0], [1.0, 1.0], [0.5, 2.0]):
         step([tf.constant(values), tf.ones(1)], weight=tf.constant(3.0))
@@ -197,7 +192,7 @@ def test_compute_gradients_may_be_called_twice_under_a_mask():
     x, y = cases.tokens(16, np.random.default_rng(0))
 
     def fit(model, size):
-        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        fit(model, x, y, batch_size=size)
 
     models = train_both(
         lambda cls: cases.masked_without_lstm(
@@ -216,14 +211,7 @@ def test_weights_that_cancel_move_nothing():
     weights = np.repeat([0.0, -1.0, 1.0, 0.0], 6)
 
     def fit(model, size):
-        model.fit(
-            x,
-            y,
-            sample_weight=weights,
-            batch_size=size,
-            shuffle=False,
-            verbose=0,
-        )
+        fit(model, x, y, sample_weight=weights, batch_size=size)
 
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     models = train_both(cases.linear, fit, sgd(loss), big=24, steps=4)
@@ -236,7 +224,7 @@ def test_pairs_are_matched_by_variable(accum_steps):
     x, y = cases.features(), np.ones((24, cases.FEATURES))
 
     def fit(model, size):
-        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        fit(model, x, y, batch_size=size)
 
     class Plain(keras.Model):
         def __init__(self):
@@ -279,7 +267,7 @@ def test_branches_of_a_condition_may_each_accumulate(recwarn):
 def test_a_short_epoch_is_counted_and_not_guessed(stop):
     keras.config.set_dtype_policy("mixed_float16")
     model = cases.linear(AccumulatingModel)
-    model.compile(keras.optimizers.SGD(0.01), "mse", accum_steps=4)
+    model.compile(optimizers.SGD(0.01), "mse", accum_steps=4)
     x, y = cases.features(20), np.ones((20, cases.CLASSES))
     x[0] = 6e4  # an overflow in the first cycle: no update is counted
 
@@ -306,7 +294,7 @@ def test_a_short_epoch_is_counted_and_not_guessed(stop):
 def test_a_failing_gradient_of_a_nested_function_adds_nothing(skip_nonfinite):
     variables = [keras.Variable([0.0]), keras.Variable([0.0])]
     accumulator = GradientAccumulator(
-        keras.optimizers.SGD(1.0), variables, 3, skip_nonfinite=skip_nonfinite
+        optimizers.SGD(1.0), variables, 3, skip_nonfinite=skip_nonfinite
     )
 
     fails = []
@@ -339,7 +327,7 @@ def test_a_failing_gradient_of_a_nested_function_adds_nothing(skip_nonfinite):
 
 
 def momentum():
-    return keras.optimizers.SGD(0.1, momentum=0.9)
+    return optimizers.SGD(0.1, momentum=0.9)
 
 
 def make_stateful(model_class):
@@ -371,7 +359,7 @@ def test_a_stateful_rnn_goes_on_from_micro_batch_to_micro_batch():
     model = make_stateful(AccumulatingModel)
     model.compile(momentum(), "mse", accum_steps=4)
     x, y = x.reshape(-1, 5, 3), y.reshape(-1, 1)
-    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    fit(model, x, y, batch_size=4)
     assert distance(model, reference) < 1e-6
     for state, expected in zip(
         model.layers[1].states, reference.layers[1].states, strict=True

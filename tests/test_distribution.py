@@ -21,6 +21,7 @@ from helpers import (
     updates,
     weekly,
 )
+from keras import optimizers
 
 import accumodel
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -44,7 +45,7 @@ def squares(y_true, y_pred):
 
 CASES = {
     "AdamW, global_clipnorm": cases.Case(
-        optimizer=lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.01)
+        optimizer=lambda: optimizers.AdamW(0.01, global_clipnorm=0.01)
     ),
     "embedding": cases.Case(
         make=cases.embedding,
@@ -53,7 +54,7 @@ CASES = {
     ),
     "sum": cases.Case(
         loss=cases.sparse_crossentropy("sum"),
-        optimizer=lambda: keras.optimizers.SGD(0.003),
+        optimizer=lambda: optimizers.SGD(0.003),
     ),
     "function that returns a scalar, not a number of no samples": cases.Case(
         make=cases.two_outputs,
@@ -68,7 +69,7 @@ CASES = {
         make=cases.with_summed_add_loss,
         data=cases.only_inputs,
         loss=lambda: None,
-        optimizer=lambda: keras.optimizers.SGD(0.003),
+        optimizer=lambda: optimizers.SGD(0.003),
     ),
     "unused variable": cases.Case(make=cases.with_unused_variable),
     "steps_per_execution": cases.Case(compile={"steps_per_execution": 3}),
@@ -191,9 +192,6 @@ def test_a_loss_that_a_custom_compute_loss_calls_is_left_as_it_is():
     assert distance(model, reference) < 1e-6
 
 
-# -- what a single device does, several do, too ----------------------------
-
-
 def with_a_bad_sample(samples, rng):
     """One sample is NaN: of the second micro-batch, on the second replica."""
     x, y = cases.classes(samples, rng)
@@ -248,7 +246,7 @@ def test_an_overflow_on_one_replica_skips_the_update_on_all():
     model, _ = train_case(
         cases.OVERFLOW, AccumulatingModel, micro, mirrored(2), accum_steps=4
     )
-    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert isinstance(model.optimizer, optimizers.LossScaleOptimizer)
     iterations = model.optimizer.inner_optimizer.iterations
     for value in values_of_replicas(model, iterations):
         assert value == cases.EPOCHS * (len(cases.WHOLE) - 1)
@@ -345,9 +343,6 @@ def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
     assert distance(model, reference) < 1e-6
 
 
-# -- the reductions --------------------------------------------------------
-
-
 def test_a_cycle_makes_one_reduction_and_at_its_end():
     reduction = CountingReduction()
     with mirrored(2, reduction).scope():
@@ -362,9 +357,6 @@ def test_a_cycle_makes_one_reduction_and_at_its_end():
     x, y = cases.classes(64, np.random.default_rng(0))
     model.fit(x, y, batch_size=8, callbacks=[at_batch_end], verbose=0)
     assert np.diff(executed, prepend=0).tolist() == [0, 0, 0, 1, 0, 0, 0, 1]
-
-
-# -- strategies, and where an accumulator belongs ----------------------------
 
 
 @pytest.mark.parametrize(
@@ -440,8 +432,8 @@ def test_an_accumulator_by_itself_under_strategy_run():
         return keras.ops.convert_to_numpy(variable)
 
     for optimizer in (
-        lambda: keras.optimizers.SGD(0.5, clipnorm=0.1),
-        lambda: keras.optimizers.Adam(0.1),
+        lambda: optimizers.SGD(0.5, clipnorm=0.1),
+        lambda: optimizers.Adam(0.1),
     ):
         expected = run(tf.distribute.get_strategy(), optimizer)
         np.testing.assert_allclose(run(mirrored(2), optimizer), expected, 1e-6)
@@ -450,22 +442,20 @@ def test_an_accumulator_by_itself_under_strategy_run():
 def test_an_accumulator_belongs_to_the_strategy_of_its_scope():
     strategy = mirrored(2)
     variable = keras.Variable([0.5])
-    outside = GradientAccumulator(keras.optimizers.SGD(), [variable])
+    outside = GradientAccumulator(optimizers.SGD(), [variable])
     match = "call `accumulate` in what `strategy.run\\(\\)` runs. Received: "
     with pytest.raises(ValueError, match=match):
         strategy.run(lambda: outside.accumulate([tf.ones(1)]))
     with strategy.scope():
         variable = keras.Variable([0.5])
-        inside = GradientAccumulator(keras.optimizers.SGD(), [variable])
+        inside = GradientAccumulator(optimizers.SGD(), [variable])
         with pytest.raises(ValueError, match=match):
             inside.accumulate([tf.ones(1)])
     with pytest.raises(ValueError, match=match):
         inside.accumulate([tf.ones(1)])
     assert inside.pending_steps == 0
     with pytest.raises(ValueError, match=r"`strategy.scope\(\)`, before"):
-        strategy.run(
-            lambda: GradientAccumulator(keras.optimizers.SGD(), [variable])
-        )
+        strategy.run(lambda: GradientAccumulator(optimizers.SGD(), [variable]))
 
 
 @pytest.mark.table
@@ -516,9 +506,6 @@ def test_one_replica_is_as_no_strategy(kwargs, built):
     assert distance(*models) < 1e-6
 
 
-# -- replicas that do not add the same -----------------------------------------
-
-
 def test_a_replica_that_leaves_all_out_adds_nothing_of_the_cycle_before():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(32, 4)), rng.normal(size=(32, 1))
@@ -530,16 +517,13 @@ def test_a_replica_that_leaves_all_out_adds_nothing_of_the_cycle_before():
         inputs = keras.Input((4,))
         return base(inputs, keras.layers.Dense(1)(inputs))
 
-    plain = compiled(make(keras.Model), keras.optimizers.SGD(0.1), "mse")
+    plain = compiled(make(keras.Model), optimizers.SGD(0.1), "mse")
     plain.train_on_batch(x, y)
     plain.train_on_batch(x[:16], y[:16])
     with mirrored(2).scope():
         model = make(AccumulatingModel)
         model.compile(
-            keras.optimizers.SGD(0.1),
-            "mse",
-            micro_batch_size=4,
-            skip_nonfinite=True,
+            optimizers.SGD(0.1), "mse", micro_batch_size=4, skip_nonfinite=True
         )
     model.train_on_batch(x, y)
     model.train_on_batch(bad, y)
@@ -583,7 +567,7 @@ def test_replicas_that_normalize_together_weigh_as_one_device(kwargs, what):
         x = keras.layers.BatchNormalization(synchronized=True)(x)
         model = base(inputs, keras.layers.Dense(2)(x))
         loss = keras.losses.MeanSquaredError("mean_with_sample_weight")
-        model.compile(keras.optimizers.SGD(0.1), loss, **kwargs)
+        model.compile(optimizers.SGD(0.1), loss, **kwargs)
         return model
 
     models = [make(keras.Model)]

@@ -115,9 +115,6 @@ def test_terminate_on_nan(data):
         assert np.isnan(model.get_weights()[0]).any()
 
 
-# -- tools ---------------------------------------------------------------------
-
-
 # Its own.
 @pytest.mark.filterwarnings("ignore:(currentThread|getName):DeprecationWarning")
 @pytest.mark.slow
@@ -164,8 +161,6 @@ def test_lora(data):
     models, _ = in_both_ways(data, make=with_lora)
     assert distance(*models) < 1e-6
 
-
-# -- trackers, as the page about them writes it: pip install mlflow wandb ------
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs/how-to/trackers.md"
 

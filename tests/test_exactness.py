@@ -26,6 +26,7 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from keras import optimizers
 
 from accumodel import AccumulatingModel
 
@@ -78,11 +79,9 @@ def test_every_argument_that_all_optimizers_have(arguments):
 
 
 SCHEDULES = {
-    "cosine": lambda: keras.optimizers.schedules.CosineDecay(0.3, 9),
-    "exponential": lambda: keras.optimizers.schedules.ExponentialDecay(
-        0.3, 2, 0.5
-    ),
-    "piecewise": lambda: keras.optimizers.schedules.PiecewiseConstantDecay(
+    "cosine": lambda: optimizers.schedules.CosineDecay(0.3, 9),
+    "exponential": lambda: optimizers.schedules.ExponentialDecay(0.3, 2, 0.5),
+    "piecewise": lambda: optimizers.schedules.PiecewiseConstantDecay(
         [2, 5], [0.3, 0.1, 0.01]
     ),
 }
@@ -92,13 +91,13 @@ SCHEDULES = {
     "name", names(SCHEDULES, rare=("exponential", "piecewise"))
 )
 def test_schedules_count_updates(name):
-    case = cases.Case(optimizer=lambda: keras.optimizers.SGD(SCHEDULES[name]()))
+    case = cases.Case(optimizer=lambda: optimizers.SGD(SCHEDULES[name]()))
     check_case(case, ways=["fed"])
 
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 # A sum is as large as its batch.
-SMALL_STEPS = {"sum": lambda: keras.optimizers.SGD(0.003)}
+SMALL_STEPS = {"sum": lambda: optimizers.SGD(0.003)}
 CASES = {
     # Losses, weights, masks.
     **{
@@ -227,7 +226,7 @@ CASES = {
     "sparse gradients, clipped": cases.Case(
         make=cases.embedding,
         data=cases.tokens,
-        optimizer=lambda: keras.optimizers.SGD(0.3, global_clipnorm=0.01),
+        optimizer=lambda: optimizers.SGD(0.3, global_clipnorm=0.01),
     ),
     "frozen layer": cases.Case(make=cases.with_frozen_layer),
     "unused variable": cases.Case(make=cases.with_unused_variable),
@@ -318,9 +317,6 @@ def test_every_case_that_users_meet(name):
     check_case(CASES[name], ways=["cut", *["fed"] * (name in FED_TOO)])
 
 
-# -- precision -------------------------------------------------------------
-
-
 @pytest.mark.table
 @pytest.mark.parametrize(
     "policy",
@@ -348,7 +344,7 @@ def test_an_overflow_in_a_cycle_skips_its_update_and_lowers_the_scale_once():
         cases.OVERFLOW, AccumulatingModel, big, micro_batch_size=8
     )
     for each in (reference, fed, cut):
-        assert isinstance(each.optimizer, keras.optimizers.LossScaleOptimizer)
+        assert isinstance(each.optimizer, optimizers.LossScaleOptimizer)
         updates = each.optimizer.inner_optimizer.iterations
         assert int(updates) == cases.EPOCHS * (len(cases.WHOLE) - 1)
         assert float(each.optimizer.dynamic_scale) == 2.0 ** (15 - cases.EPOCHS)
@@ -362,7 +358,7 @@ def test_a_weight_makes_no_float16_loss_overflow():
     outputs = keras.layers.Dense(8192, dtype="float16")(inputs)
     model = AccumulatingModel(inputs, outputs)
     model.compile(
-        keras.optimizers.SGD(0.1),
+        optimizers.SGD(0.1),
         lambda y_true, y_pred: (y_true - y_pred) ** 2,
         accum_steps=3,
     )
@@ -374,9 +370,6 @@ def test_a_weight_makes_no_float16_loss_overflow():
     after = model.get_weights()[0]
     assert np.isfinite(after).all()
     assert (before != after).any()
-
-
-# -- feeding ---------------------------------------------------------------
 
 
 def arrays(x, y, batch_size):
@@ -459,7 +452,7 @@ def test_every_way_to_feed(feed, steps_per_execution):
         keras.utils.set_random_seed(0)
         model = compiled(
             cases.dense(model_class),
-            keras.optimizers.Adam(0.01),
+            optimizers.Adam(0.01),
             steps_per_execution=steps_per_execution,
             **kwargs,
         )
@@ -484,23 +477,16 @@ def test_micro_batches_padded_to_different_lengths():
     x[:8, 3:] = 0
     x[8:16, 2:] = 0
     keras.utils.set_random_seed(0)
-    reference = compiled(
-        cases.recurrent(keras.Model), keras.optimizers.SGD(0.3)
-    )
+    reference = compiled(cases.recurrent(keras.Model), optimizers.SGD(0.3))
     reference.train_on_batch(x, y)
     keras.utils.set_random_seed(0)
     model = compiled(
-        cases.recurrent(AccumulatingModel),
-        keras.optimizers.SGD(0.3),
-        accum_steps=4,
+        cases.recurrent(AccumulatingModel), optimizers.SGD(0.3), accum_steps=4
     )
     for begin, length in ((0, 3), (8, 2), (16, 5), (24, 5)):
         part = slice(begin, begin + 8)
         model.train_on_batch(x[part, :length], y[part, :length])
     assert distance(model, reference) < 1e-6
-
-
-# -- what cannot be exact --------------------------------------------------
 
 
 def test_a_sum_next_to_a_mean_is_refused():
@@ -519,8 +505,6 @@ def test_a_sum_next_to_a_mean_is_refused():
         model.fit(x, y, batch_size=8, verbose=0)
     assert distance(model, before) == 0
 
-
-# -- the property ----------------------------------------------------------
 
 PROPERTY_LOSSES = {
     "classes": st.sampled_from(REDUCTIONS).map(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import as_dataset, compiled, distance, names, weekly
+from keras import layers
 
 import accumodel
 from benchmarks.workers import run_workers
@@ -104,17 +105,11 @@ def test_recalibrated_statistics_are_those_of_all_that_is_not_masked():
     x = rng.normal(3.0, 2.0, (100, 6, 4)).astype("float32")
     kept = np.arange(6) < rng.integers(1, 7, (100, 1))
     x[~kept] = 0.0
-    norms = [keras.layers.BatchNormalization() for _ in range(3)]
+    norms = [layers.BatchNormalization() for _ in range(3)]
     norms[1].trainable = False
-    dense = keras.layers.Dense(3, activation="tanh")
+    dense = layers.Dense(3, activation="tanh")
     model = keras.Sequential(
-        [
-            keras.Input((6, 4)),
-            keras.layers.Masking(),
-            norms[0],
-            dense,
-            *norms[1:],
-        ]
+        [keras.Input((6, 4)), layers.Masking(), norms[0], dense, *norms[1:]]
     )
     cut = np.split(x, [1, 3, 53])
     recalibrate_batch_norm.recalibrate_batch_norm(model, cut)
@@ -141,9 +136,6 @@ def test_the_program_prints_accuracies_before_and_after(capsys):
     assert len(rows) == 2
 
 
-# -- the noise scale -----------------------------------------------------------
-
-
 def population(samples):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(samples, 5)).astype("float32")
@@ -153,7 +145,7 @@ def population(samples):
 
 def linear(base=noise_scale.NoiseScaleModel, rate=0.0, **kwargs):
     inputs = keras.Input((5,))
-    layer = keras.layers.Dense(1, kernel_initializer="zeros", use_bias=False)
+    layer = layers.Dense(1, kernel_initializer="zeros", use_bias=False)
     model = base(inputs, layer(inputs))
     model.compile(keras.optimizers.SGD(rate), "mse", **kwargs)
     return model
@@ -207,7 +199,7 @@ def test_rows_that_are_repeated_are_added_first():
     ids = np.array([[0, 0, 1], [2, 0, 1], [1, 1, 1], [0, 2, 2]])
     y = np.arange(4.0)[:, None]
     inputs = keras.Input((3,), dtype="int32")
-    layer = keras.layers.Embedding(3, 1, embeddings_initializer="zeros")
+    layer = layers.Embedding(3, 1, embeddings_initializer="zeros")
     outputs = keras.ops.sum(layer(inputs), axis=1)
     model = noise_scale.NoiseScaleModel(inputs, outputs)
     model.compile(keras.optimizers.SGD(0.0), "mse", micro_batch_size=1)
@@ -274,8 +266,6 @@ def test_pure_noise_has_no_noise_scale():
     assert np.isnan(logs.history["noise_scale_low"][0])
 
 
-# -- the head in chunks --------------------------------------------------------
-
 # What differs from a plain training in batches of 10: the policy, the model,
 # the data, `fit` and `compile`.
 HEADS = {
@@ -318,10 +308,10 @@ def train_head(
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(policy)
     inputs = keras.Input((7,), dtype="int32")
-    words = keras.layers.ReversibleEmbedding(50, 8, mask_zero=mask)
-    hidden = keras.layers.Dropout(dropout)(words(inputs))
-    hidden = keras.layers.Dense(8, "tanh")(hidden)
-    head = keras.layers.Dense(50, kernel_regularizer="l2")
+    words = layers.ReversibleEmbedding(50, 8, mask_zero=mask)
+    hidden = layers.Dropout(dropout)(words(inputs))
+    hidden = layers.Dense(8, "tanh")(hidden)
+    head = layers.Dense(50, kernel_regularizer="l2")
     head.build(hidden.shape)
     keras.config.set_dtype_policy("float32")
     if is_chunked:

@@ -65,9 +65,6 @@ def train(model, data, batch_size=32, batches=128, **kwargs):
     ).history
 
 
-# -- what it finds -------------------------------------------------------------
-
-
 def test_the_size_with_the_least_time_is_found(clock, capsys):
     model = compiled(plain(AccumulatingModel), **FASTEST)
     logs = train(model, dense(512), verbose=2)
@@ -136,9 +133,6 @@ def test_evaluation_does_not_search(clock):
     assert clock.sizes == SEARCH + [8] * (128 - len(SEARCH))
 
 
-# -- when it searches again ----------------------------------------------------
-
-
 def test_it_searches_again_if_batches_have_another_length(clock):
     model = compiled(plain(AccumulatingModel), **FASTEST)
     train(model, dense(512))
@@ -189,9 +183,6 @@ def test_it_is_set_and_saved(tmp_path):
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert loaded.micro_batch_size == "fastest"
     assert loaded.current_micro_batch_size is None
-
-
-# -- the weights of plain Keras ------------------------------------------------
 
 
 def tokens(rows):

@@ -552,9 +552,6 @@ def test_both_passes_give_the_same_bits(jit_compile):
     assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
 
 
-# -- what is refused -----------------------------------------------------------
-
-
 def test_what_is_no_bool():
     model = cases.dense(AccumulatingModel)
     with pytest.raises(TypeError, match="`gradient_cache` must be a bool"):

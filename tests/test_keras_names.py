@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import compiled, distance, make_model, mirrored
+from helpers import chain, compiled, distance, make_model, mirrored
 
 import accumodel
 from accumodel._features.whole_batch.graph import _entered
@@ -26,8 +26,7 @@ MODULE = importlib.import_module("keras.src.losses.loss")
 
 
 def make_one_layer(model_class=keras.Model):
-    inputs = keras.Input((3,))
-    return model_class(inputs, keras.layers.Dense(2)(inputs))
+    return chain(model_class, (3,), keras.layers.Dense(2))
 
 
 def test_a_loss_reduces_in_one_function_that_is_given_all_it_needs():
@@ -519,8 +518,7 @@ def test_keras_knows_globally_how_layers_are_called():
     scopes: list = []
     seen: list = []
     dropout = keras.layers.Dropout(0.5)
-    inputs = keras.Input((9,))
-    model = keras.Model(inputs, Block(dtype="mixed_float16")(inputs))
+    model = chain(keras.Model, (9,), Block(dtype="mixed_float16"))
     scopes.clear()
     model(tf.ones((9, 9)), training=True)
     assert seen[-1] is model

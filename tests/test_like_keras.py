@@ -43,9 +43,6 @@ def normalize(text):
     return re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
 
 
-# -- logs, warnings, traces ----------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "compile_args",
     [
@@ -110,8 +107,6 @@ def test_a_model_is_traced_as_often(make, data):
     assert counts[1] == counts[0] > 0
 
 
-# -- errors --------------------------------------------------------------------
-
 ERRORS = {
     "fit before compile": lambda model, x, y: model.fit(x, y),
     "train_on_batch before compile": lambda model, x, y: model.train_on_batch(
@@ -157,9 +152,6 @@ def test_errors_are_the_same(name, data):
     plain, ours = of_both(run)
     assert plain is not None
     assert ours == plain
-
-
-# -- files ---------------------------------------------------------------------
 
 
 def train_briefly(model, data):
@@ -268,9 +260,6 @@ def test_tensorboard_draws_the_same(data, tmp_path):
     plain, ours = of_both(run)
     assert ours == plain
     assert (0, "keras") in ours  # the model as a graph
-
-
-# -- classes -------------------------------------------------------------------
 
 
 def test_names_and_clones_are_the_same():

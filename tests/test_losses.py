@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, sgd, train_both, weekly
+from helpers import chain, distance, fit, sgd, train_both, weekly
 from keras.src.losses.loss import reduce_weighted_values
 
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -32,20 +32,12 @@ def data(seed=0):
 def linear(base, loss, sample_weight=None, batch_size=SAMPLES, **kwargs):
     """Returns a model after one update, and its logs."""
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((3,))
-    model = base(inputs, keras.layers.Dense(1)(inputs))
+    model = chain(base, (3,), keras.layers.Dense(1))
     model.compile(keras.optimizers.SGD(0.1), loss, **kwargs)
-    history = model.fit(
-        *data(),
-        sample_weight=sample_weight,
-        batch_size=batch_size,
-        shuffle=False,
-        verbose=0,
+    history = fit(
+        model, *data(), sample_weight=sample_weight, batch_size=batch_size
     )
     return model, history.history
-
-
-# -- a loss that is one number -------------------------------------------------
 
 
 class Mean(keras.losses.Loss):
@@ -119,9 +111,6 @@ def test_a_sum_that_is_one_number_is_exact_if_it_is_said(is_custom):
     model, logs = linear(base, loss, micro_batch_size=4)
     assert distance(model, plain) < 1e-6
     np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
-
-
-# -- a custom `compute_loss` ---------------------------------------------------
 
 
 class Detector(keras.Model):
@@ -214,9 +203,6 @@ def test_logs_of_outputs_that_a_custom_loss_normalizes_add_up():
         np.testing.assert_allclose(logs[1][name], values, rtol=1e-5)
 
 
-# -- inputs without one row for each sample ------------------------------------
-
-
 def graphs(size):
     """Yields disjoint unions of `size` graphs: one row of `x` for each node."""
     rng = np.random.default_rng(0)
@@ -301,9 +287,6 @@ def test_without_targets_a_table_is_refused():
         model.train_on_batch(lookups()[0])
 
 
-# -- weights -------------------------------------------------------------------
-
-
 @pytest.mark.table
 @pytest.mark.parametrize("factor", [1e-9, 1e-13])
 def test_small_sample_weights_next_to_micro_batches_of_zeros(factor):
@@ -335,8 +318,7 @@ def test_a_micro_batch_that_weighs_nothing_may_be_not_a_number(place, kwargs):
     models = []
     for arguments in ({}, {"micro_batch_size": 4, **kwargs}):
         keras.utils.set_random_seed(0)
-        inputs = keras.Input((3,))
-        model = KnownOnly(inputs, keras.layers.Dense(1)(inputs))
+        model = chain(KnownOnly, (3,), keras.layers.Dense(1))
         model.compile(keras.optimizers.SGD(0.1), **arguments)
         model.train_on_batch(x, y)
         models.append(model)
@@ -392,7 +374,7 @@ def test_all_losses_none_next_to_add_loss():
     x, y = cases.features(), np.zeros((24, 3))
 
     def fit(model, size):
-        model.fit(x, (y, y), batch_size=size, shuffle=False, verbose=0)
+        fit(model, x, (y, y), batch_size=size)
 
     with pytest.warns(UserWarning, match="Gradients do not exist"):
         models = train_both(make, fit, sgd([None, None]), big=8, steps=2)
@@ -457,7 +439,7 @@ def test_a_users_loss_is_left_as_it_is(accum_steps):
     x, y = cases.features(), np.zeros((24, cases.CLASSES))
 
     def fit(model, size):
-        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        fit(model, x, y, batch_size=size)
 
     models = train_both(cases.linear, fit, sgd(loss), big=8, steps=accum_steps)
     assert distance(*models) < 1e-6
@@ -478,7 +460,7 @@ def test_one_loss_object_serves_models_in_several_threads():
 
     def fit(model):
         try:
-            model.fit(x, y, batch_size=1, epochs=3, shuffle=False, verbose=0)
+            fit(model, x, y, batch_size=1, epochs=3)
         except Exception as error:
             errors.append(error)
 
@@ -512,7 +494,7 @@ def test_a_loss_that_a_layer_calls_is_not_a_compiled_one():
     x, y = cases.features(), cases.features()[:, :2]
 
     def fit(model, size):
-        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        fit(model, x, y, batch_size=size)
 
     models = train_both(make, fit, sgd(), big=8, steps=2)
     assert distance(*models) < 1e-6

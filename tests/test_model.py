@@ -42,9 +42,6 @@ HOW_KERAS_RUNS = {
 }
 
 
-# -- the main job ----------------------------------------------------------
-
-
 @pytest.mark.table
 @pytest.mark.parametrize(
     ("kind", "how"),
@@ -197,9 +194,6 @@ def test_it_warns_if_no_batch_was_split(name, run_eagerly, data):
     assert messages_of(lambda: model.fit(**arguments)) == []
 
 
-# -- one process, many models ----------------------------------------------
-
-
 def test_built_with_inputs_and_outputs_it_is_functional_for_keras():
     functional = type(make_functional(keras.Model))
     model = make_model()
@@ -320,9 +314,6 @@ def test_a_custom_compile_is_warned_of_at_loading_as_by_keras(tmp_path):
     with pytest.warns(UserWarning, match="`compile\\(\\)` was not called"):
         loaded = keras.models.load_model(tmp_path / "model.keras")
     assert loaded.accum_steps == 1  # not compiled: the default
-
-
-# -- the end of the epoch --------------------------------------------------
 
 
 class Watch(keras.callbacks.Callback):
@@ -476,9 +467,6 @@ def test_variables_that_are_trained_may_not_change_without_compile(data):
     model.fit(data[0], y, batch_size=8, verbose=0)
 
 
-# -- accum_steps at run time -----------------------------------------------
-
-
 class CountTraces(keras.layers.Layer):
     """Counts how often it is traced."""
 
@@ -601,9 +589,6 @@ def test_custom_train_step_accumulates_for_every_n(accum_steps, data):
     assert distance(model, reference) < 1e-6
 
 
-# -- skip_nonfinite --------------------------------------------------------
-
-
 @pytest.mark.table
 @pytest.mark.parametrize(
     ("how", "bad", "accum_steps"),
@@ -656,9 +641,6 @@ def test_skip_nonfinite_next_to_a_loss_scale_optimizer_is_refused(policy, wrap):
     with pytest.raises(ValueError, match="Received: skip_nonfinite=True"):
         model.compile(optimizer, "mse", skip_nonfinite=True)
     assert not model.compiled
-
-
-# -- bad input -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import compiled, distance, names, weekly
+from helpers import chain, compiled, distance, names, weekly
 
 import accumodel
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -29,9 +29,6 @@ def fit(model, x, y, batch_size, **kwargs):
         **kwargs,
     )
     return model
-
-
-# -- from_model ----------------------------------------------------------------
 
 
 @keras.saving.register_keras_serializable("test_models")
@@ -126,9 +123,7 @@ def make_stack():
 
 
 def make_graph():
-    inputs = keras.Input((5,))
-    hidden = keras.layers.Dense(3)(inputs)
-    model = OwnGraph(inputs, keras.layers.Dense(2)(hidden))
+    model = chain(OwnGraph, (5,), keras.layers.Dense(3), keras.layers.Dense(2))
     model.unused = keras.layers.Dense(1)
     model.unused.build((None, 5))
     return model
@@ -216,8 +211,7 @@ def test_from_model_tells_of_weights_that_only_the_new_model_has():
 
 
 def functional(model_class):
-    inputs = keras.Input((3,))
-    return model_class(inputs, keras.layers.Dense(1)(inputs))
+    return chain(model_class, (3,), keras.layers.Dense(1))
 
 
 def sequential(model_class):
@@ -260,8 +254,7 @@ def test_from_model_keeps_other_custom_methods(functional, points):
     for _ in range(2):
         keras.utils.set_random_seed(0)
         if functional:
-            inputs = keras.Input((5,))
-            models.append(Halves(inputs, keras.layers.Dense(2)(inputs)))
+            models.append(chain(Halves, (5,), keras.layers.Dense(2)))
         else:
             models.append(HalvesSubclass())
             models[-1](points[0])
@@ -301,9 +294,6 @@ def test_from_model_keeps_the_precision(make):
     )
 
 
-# -- cooperative inheritance ---------------------------------------------------
-
-
 class Task(keras.Model):
     """In the manner of keras-hub's: functional inside, with its own `fit`."""
 
@@ -330,8 +320,7 @@ class AccumulatingTask(AccumulatingModel, Task):
 
 def make_task(task_class):
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((5,))
-    backbone = keras.Model(inputs, keras.layers.Dense(4)(inputs))
+    backbone = chain(keras.Model, (5,), keras.layers.Dense(4))
     return task_class(backbone, lambda x: 2 * x)
 
 
@@ -628,9 +617,6 @@ def test_from_model_takes_a_keras_hub_task(tmp_path):
     assert distance(loaded, reference) < 1e-6
 
 
-# -- several optimizers --------------------------------------------------------
-
-
 class GAN(AccumulatingModel):
     """Both players look at the weights of before the update.
 
@@ -737,9 +723,6 @@ def test_the_cycles_of_all_accumulators_are_saved(
     with pytest.raises(ValueError, match="this model does not have"):
         other.load_weights(tmp_path / "mid.weights.h5")
     assert other.pending_steps == 0
-
-
-# -- variables that not every batch trains -------------------------------------
 
 
 class HeadByDtype(AccumulatingModel):

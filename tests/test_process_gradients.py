@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import WAYS, distance, names, weekly
+from helpers import WAYS, chain, distance, names, weekly
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -168,9 +168,6 @@ def test_a_custom_loop_has_it_too():
     assert float(variable[0]) == -19
 
 
-# -- the norm --------------------------------------------------------------
-
-
 def expected_norms(batches):
     """Returns the mean of the first batches of each epoch in plain Keras."""
     made = []
@@ -260,8 +257,7 @@ class ClipsAndLeavesOut(ClipsAll):
 @pytest.mark.parametrize("made", [ClipsAll, ClipsAndLeavesOut])
 def test_a_loss_scale_sees_what_process_gradients_hides(made):
     keras.config.set_dtype_policy("mixed_float16")
-    inputs = keras.Input((4,))
-    model = made(inputs, keras.layers.Dense(2)(inputs))
+    model = chain(made, (4,), keras.layers.Dense(2))
     model.compile(keras.optimizers.SGD(1.0), "mse", micro_batch_size=3)
     before = model.get_weights()
     x = np.full((8, 4), 3e3)

@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import compiled, distance, mirrored, names, slow, weekly
-from keras import layers
+from helpers import chain, compiled, distance, mirrored, names, slow, weekly
+from keras import layers, ops
 
 from accumodel import AccumulatingModel
 from benchmarks.process_memory import run_limited
@@ -123,9 +123,9 @@ class DropsSteps(layers.Layer):
         self.drop = layers.Dropout(0.4)
 
     def call(self, inputs, training=None):
-        steps = keras.ops.reshape(inputs, (-1, 5))
+        steps = ops.reshape(inputs, (-1, 5))
         dropped = self.drop(steps, training=training)
-        return keras.ops.reshape(dropped, (-1, 4, 5))
+        return ops.reshape(dropped, (-1, 4, 5))
 
 
 class DropsWeights(layers.Dense):
@@ -138,7 +138,7 @@ class DropsWeights(layers.Dense):
     def call(self, inputs, training=None):
         seed = self.generator
         kernel = keras.random.dropout(self.kernel, 0.4, seed=seed)
-        return keras.ops.matmul(inputs, kernel) + self.bias
+        return ops.matmul(inputs, kernel) + self.bias
 
 
 class Draws(layers.Layer):
@@ -157,20 +157,20 @@ class Draws(layers.Layer):
 
 
 def drop_time_first(x, seed):
-    x = keras.ops.transpose(x, (1, 0, 2))
+    x = ops.transpose(x, (1, 0, 2))
     dropped = keras.random.dropout(x, 0.4, seed=seed)
-    return keras.ops.transpose(dropped, (1, 0, 2))
+    return ops.transpose(dropped, (1, 0, 2))
 
 
 def draw_latents(x, seed):
-    noise = keras.random.normal((3, keras.ops.shape(x)[0], 4, 5), seed=seed)
-    return keras.ops.mean(keras.ops.tanh(x + noise), axis=0)
+    noise = keras.random.normal((3, ops.shape(x)[0], 4, 5), seed=seed)
+    return ops.mean(ops.tanh(x + noise), axis=0)
 
 
 def draw_integers(x, seed):
-    shape = 2, keras.ops.shape(x)[0], 1, 3
+    shape = 2, ops.shape(x)[0], 1, 3
     drawn = keras.random.randint(shape, 0, 5, seed=seed)
-    return x * keras.ops.cast(drawn, x.dtype)[1, ..., 1:2]
+    return x * ops.cast(drawn, x.dtype)[1, ..., 1:2]
 
 
 def map_samples(x, seed):
@@ -184,15 +184,13 @@ def map_samples(x, seed):
 
 def map_samples_by_keras(x, seed):
     # It also calls the function once outside of its loop.
-    return keras.ops.map(
-        lambda row: keras.random.dropout(row, 0.4, seed=seed), x
-    )
+    return ops.map(lambda row: keras.random.dropout(row, 0.4, seed=seed), x)
 
 
 def map_time(x, seed):
-    x = keras.ops.transpose(x, (1, 0, 2))
+    x = ops.transpose(x, (1, 0, 2))
     dropped = map_samples_by_keras(x, seed)
-    return keras.ops.transpose(dropped, (1, 0, 2))
+    return ops.transpose(dropped, (1, 0, 2))
 
 
 def drop_at_all_rates(x, seed):
@@ -536,7 +534,7 @@ class DrawsLatents(AccumulatingModel):
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        noise = keras.random.normal(keras.ops.shape(x), seed=self.generator)
+        noise = keras.random.normal(ops.shape(x), seed=self.generator)
         with tf.GradientTape() as tape:
             errors = self(x + noise, training=True) - tf.cast(y, x.dtype)
             loss = tf.reduce_mean(errors**2)
@@ -636,8 +634,8 @@ def test_each_replica_draws_what_plain_keras_gives_it():
 
 
 def noisy_loss(y_true, y_pred):
-    noise = keras.random.uniform(keras.ops.shape(y_pred))  # the global seed
-    return keras.ops.mean((y_true - y_pred * noise) ** 2, axis=-1)
+    noise = keras.random.uniform(ops.shape(y_pred))  # the global seed
+    return ops.mean((y_true - y_pred * noise) ** 2, axis=-1)
 
 
 class OwnSeed(keras.losses.Loss):
@@ -646,12 +644,10 @@ class OwnSeed(keras.losses.Loss):
         self.seed = keras.random.SeedGenerator(7)
 
     def call(self, y_true, y_pred):
-        noise = keras.random.normal(keras.ops.shape(y_pred), seed=self.seed)
-        kept = keras.random.randint(
-            keras.ops.shape(y_pred), 0, 2, seed=self.seed
-        )
-        kept = keras.ops.cast(kept, y_pred.dtype)
-        return keras.ops.mean(kept * (y_true - y_pred * noise) ** 2, axis=-1)
+        noise = keras.random.normal(ops.shape(y_pred), seed=self.seed)
+        kept = keras.random.randint(ops.shape(y_pred), 0, 2, seed=self.seed)
+        kept = ops.cast(kept, y_pred.dtype)
+        return ops.mean(kept * (y_true - y_pred * noise) ** 2, axis=-1)
 
 
 @pytest.mark.table
@@ -674,7 +670,7 @@ class Denoiser(AccumulatingModel):
 
     def train_step(self, batch):
         x, _ = batch
-        samples = keras.ops.shape(x)[0]
+        samples = ops.shape(x)[0]
         noise = keras.random.normal((samples, 4, 5))
         share = keras.random.uniform((samples, 1, 1))
         with tf.GradientTape() as tape:
@@ -751,8 +747,7 @@ def called_before():
 
 
 def made_by_keras():
-    inputs = keras.Input((4, 5))
-    return AccumulatingModel(inputs, InFunction()(layers.Dense(5)(inputs)))
+    return chain(AccumulatingModel, (4, 5), layers.Dense(5), InFunction())
 
 
 @pytest.mark.parametrize(
@@ -788,14 +783,13 @@ class SlicesNoise(AccumulatingModel):
 
 def add_noise(model, batch):
     x, y = batch
-    shape = keras.ops.shape(x)
+    shape = ops.shape(x)
     return x + keras.random.normal(shape, seed=model.seed), y
 
 
 def train_with_noise(base, **kwargs):
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((4, 5))
-    model = base(inputs, layers.Dense(5)(inputs))
+    model = chain(base, (4, 5), layers.Dense(5))
     model.seed = keras.random.SeedGenerator(3)
     model.compile("sgd", "mse", **{"jit_compile": False} | kwargs)
     model.fit(*data(), batch_size=9, shuffle=False, verbose=0)
@@ -827,10 +821,9 @@ def test_seeds_that_a_step_does_not_use_are_left_alone():
             lambda: np.array(generator.next()), [], tf.int64
         )
         with tf.control_dependencies([drawn]):
-            return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+            return ops.mean((y_true - y_pred) ** 2, axis=-1)
 
-    inputs = keras.Input((4, 5))
-    model = AccumulatingModel(inputs, layers.Dense(5)(inputs))
+    model = chain(AccumulatingModel, (4, 5), layers.Dense(5))
     for loss in (draws, does_not):
         before = np.array(generator.state)
         model.compile("sgd", loss, micro_batch_size=3, jit_compile=False)
@@ -898,7 +891,7 @@ def test_what_is_not_known_differs_in_each_micro_batch(name):
 
         def call(self, inputs, training=None):
             if training:
-                values = draw(keras.ops.shape(inputs), seed=self.seed)
+                values = draw(ops.shape(inputs), seed=self.seed)
                 tf.numpy_function(drawn.append, [values], [])
             return inputs
 

@@ -18,9 +18,6 @@ def fit(model, outputs=cases.CLASSES):
     model.fit(cases.features(), np.ones((24, outputs)), batch_size=4, verbose=0)
 
 
-# -- losses --------------------------------------------------------------------
-
-
 class ComputesItsOwnMean(keras.losses.Loss):
     def __call__(self, y_true, y_pred, sample_weight=None):
         return keras.ops.mean((y_true - y_pred) ** 2)
@@ -108,9 +105,6 @@ def test_weights_are_numbers_for_all_or_none():
     assert accumulator.pending_steps == 1
 
 
-# -- layers --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_pairs_of_unknown_variables_are_refused(accum_steps):
     model = cases.linear(AccumulatingModel)
@@ -132,9 +126,6 @@ def test_a_second_call_in_a_train_step_is_refused(run_eagerly):
     model.compile("sgd", accum_steps=2, run_eagerly=run_eagerly)
     with pytest.raises(ValueError, match="twice in one `train_step`"):
         fit(model, cases.FEATURES)
-
-
-# -- compile, fit, optimizers --------------------------------------------------
 
 
 def test_another_optimizer_without_compile_is_refused():

@@ -13,11 +13,14 @@ import pytest
 import tensorflow as tf
 from helpers import (
     NO_COUNTS,
+    chain,
     check_logs,
     compiled,
     datasets,
     distance,
     mirrored,
+    plain_and,
+    softmax,
     train_case,
     updates,
     weekly,
@@ -49,10 +52,7 @@ class Sizes(keras.layers.Layer):
 
 
 def with_sizes(model_class=AccumulatingModel):
-    inputs = keras.Input((cases.FEATURES,))
-    x = Sizes(name="sizes")(inputs)
-    outputs = keras.layers.Dense(cases.CLASSES, activation="softmax")(x)
-    return model_class(inputs, outputs)
+    return chain(model_class, (cases.FEATURES,), Sizes(name="sizes"), softmax())
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_one_trace_for_every_size(samples):
             return inputs
 
     inputs = keras.Input((cases.FEATURES,))
-    x = keras.layers.Dense(cases.CLASSES, activation="softmax")(inputs)
+    x = softmax()(inputs)
     model = AccumulatingModel(inputs, Traced()(x))
     compiled(model, micro_batch_size=8)
     traces.clear()
@@ -118,9 +118,6 @@ def test_xla_sees_the_same_parts(samples):
     model = compiled(with_sizes(), micro_batch_size=8, jit_compile=True)
     model.fit(*samples, batch_size=32, epochs=2, shuffle=False, verbose=0)
     assert model.get_layer("sizes").read() == (8, 2 * 13)
-
-
-# -- what a batch may be ---------------------------------------------------
 
 
 def ragged_model(model_class):
@@ -183,11 +180,7 @@ def test_what_a_batch_may_be_made_of(make, data, run_eagerly):
     y = np.random.default_rng(2).normal(size=(20, 1)).astype("float32")
     dataset = tf.data.Dataset.from_tensor_slices((data(), y)).batch(8)
     models = []
-    for model_class, kwargs in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": 3}),
-    ):
-        keras.utils.set_random_seed(0)
+    for model_class, kwargs in plain_and({"micro_batch_size": 3}):
         model = make(model_class)
         model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
         logs = model.fit(dataset, epochs=2, shuffle=False, verbose=0).history
@@ -263,9 +256,6 @@ def test_scalars_and_none_are_left_as_they_are(run_eagerly):
         model.train_on_batch(2.0)
 
 
-# -- logs ------------------------------------------------------------------
-
-
 @pytest.mark.table
 @pytest.mark.parametrize(
     "compile_arguments",
@@ -277,11 +267,7 @@ def test_evaluate_shows_what_keras_does(compile_arguments):
     """Losses under different masks: each is averaged over its own elements."""
     x, y = cases.tokens_for_two(40, np.random.default_rng(0))
     results = []
-    for model_class, kwargs in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": 3}),
-    ):
-        keras.utils.set_random_seed(0)
+    for model_class, kwargs in plain_and({"micro_batch_size": 3}):
         model = cases.masked_and_not(model_class)
         model.compile(
             loss=["sparse_categorical_crossentropy"] * 2,
@@ -389,9 +375,6 @@ def test_the_logs_of_a_method_that_calls_super(name, run_eagerly):
     check_logs(*results)
 
 
-# -- the cycle -------------------------------------------------------------
-
-
 def test_cycles_of_several_batches_may_begin_and_end_at_any_time(samples):
     x, y = samples
     reference = compiled(cases.dense(keras.Model))
@@ -457,9 +440,7 @@ def test_a_failure_in_the_middle_leaves_no_part_behind(
     x, y = samples
     inputs = keras.Input((cases.FEATURES,))
     hidden = FailsAt()(keras.layers.Dense(4)(inputs))
-    model = AccumulatingModel(
-        inputs, keras.layers.Dense(cases.CLASSES, activation="softmax")(hidden)
-    )
+    model = AccumulatingModel(inputs, softmax()(hidden))
     compiled(
         model,
         micro_batch_size=8,
@@ -483,9 +464,6 @@ def test_a_failure_in_the_middle_leaves_no_part_behind(
     model.train_on_batch(x[:32], y[:32])
     for a, b in zip(model.get_weights(), after, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
-
-
-# -- custom steps ----------------------------------------------------------
 
 
 class LogsTheSize(AccumulatingModel):
@@ -615,9 +593,6 @@ def test_two_accumulators_of_which_one_is_called_in_turns(
         assert distance(*models) < 1e-6
 
 
-# -- several replicas ------------------------------------------------------
-
-
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_replicas_with_different_numbers_of_parts(run_eagerly):
     # On two replicas: 2 and 1, 1 and none, 2 and 2.
@@ -631,9 +606,6 @@ def test_replicas_with_different_numbers_of_parts(run_eagerly):
         case, AccumulatingModel, big, mirrored(2), micro_batch_size=2
     )
     assert distance(model, reference) < 1e-6
-
-
-# -- refused ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("value", "error"), NO_COUNTS)
@@ -743,9 +715,6 @@ def test_an_error_of_a_batch_that_is_not_split_does_not_say_so():
     assert not getattr(caught.value, "__notes__", None)
 
 
-# -- what users override ---------------------------------------------------
-
-
 class AddsNothing(AccumulatingModel):
     def accumulate_gradients(self, gradients, weight=1.0):
         super().accumulate_gradients([0 * each for each in gradients], weight)
@@ -796,7 +765,7 @@ def test_a_subclass_may_use_any_private_name(samples):
     class Mine(AccumulatingModel):
         def __init__(self):
             super().__init__()
-            self.head = keras.layers.Dense(cases.CLASSES, activation="softmax")
+            self.head = softmax()
             for name in ("search", "slices", "cycles", "remainder", "options"):
                 setattr(self, f"_{name}", "mine")
             self._meter = keras.metrics.Mean()

@@ -14,6 +14,7 @@ import pytest
 import resumed
 import tensorflow as tf
 from helpers import compiled, distance, make_functional, make_sequential, weekly
+from keras import optimizers
 
 from accumodel import AccumulatingModel, GradientAccumulator
 from accumodel._update.accumulators import split_off
@@ -30,9 +31,6 @@ def in_mid_cycle(steps=8, **kwargs):
     for _ in resumed.train(model, 0, steps):
         pass
     return model
-
-
-# -- between cycles ----------------------------------------------------------
 
 
 def plain():
@@ -112,7 +110,7 @@ def test_a_checkpoint_that_is_restored_before_compile_waits_for_it(tmp_path):
     model = make_functional(AccumulatingModel)
     tf.train.Checkpoint(model=model).restore(path)
     model.compile(
-        keras.optimizers.Adam(),
+        optimizers.Adam(),
         "sparse_categorical_crossentropy",
         accum_steps=written.accum_steps,
     )
@@ -126,9 +124,7 @@ def test_a_checkpoint_that_is_restored_before_compile_waits_for_it(tmp_path):
 def test_a_checkpoint_of_a_custom_loop_restores_the_pending_cycle(tmp_path):
     def make():
         variables = [keras.Variable([1.0]), keras.Variable([2.0])]
-        accumulator = GradientAccumulator(
-            keras.optimizers.Adam(0.1), variables, 3
-        )
+        accumulator = GradientAccumulator(optimizers.Adam(0.1), variables, 3)
         checkpoint = tf.train.Checkpoint(
             variables=variables,
             optimizer=accumulator.optimizer,
@@ -166,9 +162,6 @@ def test_a_cycle_of_what_is_no_longer_trained_is_left_out(tmp_path):
     np.testing.assert_array_equal(
         loaded.predict(x, verbose=0), model.predict(x, verbose=0)
     )
-
-
-# -- in mid-cycle --------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5")
@@ -303,9 +296,9 @@ def test_a_saved_model_of_tensorflow_can_be_made_in_mid_cycle(tmp_path):
 @pytest.mark.parametrize("scales", [True, False])
 def test_scaled_sums_are_not_taken_for_others(scales, tmp_path):
     def make(scales):
-        optimizer = keras.optimizers.SGD()
+        optimizer = optimizers.SGD()
         if scales:
-            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+            optimizer = optimizers.LossScaleOptimizer(optimizer)
         model = compiled(resumed.make_model(), optimizer, accum_steps=4)
         optimizer.build(model.trainable_variables)
         return model
@@ -324,9 +317,7 @@ def test_an_overflow_that_is_pending_is_saved_for_the_loss_scale(tmp_path):
         inputs = keras.Input((20,))
         outputs = keras.layers.Dense(3, dtype="mixed_float16")(inputs)
         model = AccumulatingModel(inputs, outputs)
-        optimizer = keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.SGD(0.1)
-        )
+        optimizer = optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
         model.compile(optimizer, "mse", accum_steps=2)
         optimizer.build(model.trainable_variables)
         return model
@@ -386,7 +377,7 @@ def test_weights_that_are_put_back_forget_the_cycle(put_back):
     fresh.set_weights(weights)
     loss = "sparse_categorical_crossentropy"
     for each in (model, fresh):
-        sgd = keras.optimizers.SGD(0.5)
+        sgd = optimizers.SGD(0.5)
         each.compile(sgd, loss, accum_steps=4, remainder="carry")
     one, two = zip(*folds, strict=True)
     model.fit(*one, batch_size=4, verbose=0)
@@ -405,9 +396,6 @@ def test_weights_of_another_model_leave_the_cycle():
     other = keras.models.clone_model(model)
     other.set_weights(model.get_weights())
     assert model.pending_steps == pending > 0
-
-
-# -- interruptions -------------------------------------------------------------
 
 
 class Interrupts(keras.callbacks.Callback):
@@ -547,9 +535,6 @@ def test_a_failure_in_a_step_forgets_the_pending_cycle(
         results.append(each.get_weights())
     for a, b in zip(*results, strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-# -- bad files -----------------------------------------------------------------
 
 
 def cut(fraction):

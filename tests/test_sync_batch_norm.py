@@ -436,9 +436,6 @@ def test_without_batch_normalization_nothing_changes():
     assert distance(with_it, without) == 0
 
 
-# -- keras.applications --------------------------------------------------------
-
-
 @pytest.mark.weekly
 @pytest.mark.parametrize(
     "name",
@@ -480,9 +477,6 @@ def test_applications(name):
     model, logs = train_big(case, **SYNC)
     assert distance(model, reference) <= 1e-6
     check_logs(logs["epochs"], expected["epochs"])
-
-
-# -- what is refused -----------------------------------------------------------
 
 
 class OwnMoments(Norm):

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance
+from helpers import chain, distance
 
 from accumodel import AccumulatingModel
 
@@ -31,8 +31,7 @@ class DecoratedHelper(AccumulatingModel):
 
 def linear(made):
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((4,))
-    return made(inputs, keras.layers.Dense(1)(inputs))
+    return chain(made, (4,), keras.layers.Dense(1))
 
 
 def add(model, x, y):

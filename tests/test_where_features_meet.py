@@ -31,9 +31,6 @@ def layers_of(way):
     return [norm] if way == "sync" else []
 
 
-# -- models of padded tokens ---------------------------------------------------
-
-
 def pooled(base, *layers, outputs=1):
     inputs = keras.Input((None,), dtype="int32")
     hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
@@ -138,9 +135,6 @@ def averaged(base, *layers):
     one = keras.layers.Dense(4, name="one")
     two = keras.layers.Dense(4, name="two", trainable=False)
     return pooled(Model, *layers, one, two)
-
-
-# -- the products --------------------------------------------------------------
 
 
 def with_layer(make_layer):
@@ -278,9 +272,6 @@ def test_each_way_with_each_feature(way, feature):
     if feature == "spare layer":
         most = 14 if way == "trim" else 10  # its probe calls the model, too
         assert type(model).traces < most  # and 12 batches or 24
-
-
-# -- the unhappy way -----------------------------------------------------------
 
 
 class Breaks(keras.layers.Layer):

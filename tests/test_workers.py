@@ -109,9 +109,6 @@ def test_workers_that_disagree_say_so_and_do_not_wait(tmp_path):
         assert "Received: {'accum_steps': 4}, {'accum_steps': 2}" in log
 
 
-# -- programs to copy ----------------------------------------------------------
-
-
 def slurm_job():
     """What `srun` would set for two tasks on this machine."""
     job = {
