@@ -9,7 +9,7 @@ import typing
 import keras
 import numpy as np
 import tensorflow as tf
-from helpers import chain, functional, make_functional, softmax
+from helpers import chain, fit, functional, make_functional, softmax
 
 from accumodel import AccumulatingModel
 
@@ -239,7 +239,6 @@ def with_summed_add_loss(model_class):
 
 
 def masked_and_not(model_class):
-    """Two outputs, of which one is under a mask."""
     inputs = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
     masked = softmax(name="a")(x)
@@ -358,22 +357,26 @@ class Case:
     micro_batch_size: int = 5
 
 
+# Models with their data.
+TAGS = {"make": masked_without_lstm, "data": tokens}
+POINTS = {"make": masking, "data": points}
+HEADS = {"make": two_outputs, "data": two_targets}
+BOTH_LOSSES = {"kind": "sparse_categorical_crossentropy", "size": "mse"}
+
 # A single cycle in an epoch, in which no weights move.
 LOG_CASES = {
     "logs": Case(
         sizes=[[8, 3, 8, 5]], compile={"metrics": ["accuracy"]}, logs=True
     ),
     "logs of a masked loss": Case(
-        make=masked_without_lstm,
-        data=weighted_tokens,
+        **TAGS | {"data": weighted_tokens},
         sizes=[[8, 3, 8, 5]],
         compile={"weighted_metrics": ["accuracy"]},
         logs=True,
     ),
     "logs of several outputs": Case(
-        make=two_outputs,
-        data=two_targets,
-        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+        **HEADS,
+        loss=lambda: BOTH_LOSSES,
         sizes=[[8] * 4],
         compile={"metrics": {"kind": ["accuracy"], "size": ["mae"]}},
         logs=True,
@@ -410,22 +413,15 @@ OPTIMIZERS = {
 # Newer than the oldest Keras that is admitted.
 if hasattr(keras.optimizers, "Muon"):
     OPTIMIZERS["Muon"] = lambda: keras.optimizers.Muon(0.01)
-if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
-    OPTIMIZERS["ScheduleFreeAdamW"] = lambda: (
-        keras.optimizers.ScheduleFreeAdamW(0.01)
-    )
-if hasattr(keras.optimizers, "MultiOptimizer"):
-    OPTIMIZERS["MultiOptimizer"] = lambda: keras.optimizers.MultiOptimizer(
-        _optimizer_map()
-    )
+if free := getattr(keras.optimizers, "ScheduleFreeAdamW", None):
+    OPTIMIZERS["ScheduleFreeAdamW"] = lambda: free(0.01)
+if several := getattr(keras.optimizers, "MultiOptimizer", None):
+    OPTIMIZERS["MultiOptimizer"] = lambda: several(_optimizer_map())
 
 
 def _optimizer_map():
-    optimizers = {
-        "kernel": keras.optimizers.Adam(0.01),
-        "bias": keras.optimizers.SGD(0.3),
-    }
-    return lambda variable: optimizers[variable.path.rsplit("/", 1)[-1]]
+    kernel, bias = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.3)
+    return lambda variable: kernel if "kernel" in variable.path else bias
 
 
 def features(samples=24):
@@ -462,26 +458,13 @@ def train_on_sequences(
     model = make(base)
     kwargs = {"loss": "mse", "jit_compile": False} | kwargs
     model.compile(keras.optimizers.SGD(0.1), **kwargs)
-    x, y = sequences(outputs)
-    history = model.fit(
-        x,
-        y,
-        batch_size=batch_size,
-        epochs=2,
-        shuffle=False,
-        callbacks=list(callbacks),
-        verbose=0,
-    )
-    return model, history.history
+    how = {"batch_size": batch_size, "epochs": 2, "callbacks": [*callbacks]}
+    return model, fit(model, *sequences(outputs), **how).history
 
 
 def flat(base, *layers, **kwargs):
-    inputs = keras.Input((5, 4))
-    outputs = keras.layers.Flatten()(inputs)
-    for layer in layers:
-        outputs = layer(outputs)
-    outputs = keras.layers.Dense(2, **kwargs)(outputs)
-    return base(inputs, outputs)
+    head = keras.layers.Dense(2, **kwargs)
+    return chain(base, (5, 4), keras.layers.Flatten(), *layers, head)
 
 
 class PassesPairs(AccumulatingModel):
@@ -503,7 +486,6 @@ class PassesPairs(AccumulatingModel):
                 loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
             variables = self.trainable_variables[::-1]
             gradients = tape.gradient(loss, variables)
-            self.accumulate_gradients(
-                zip(gradients, variables, strict=True), tf.shape(x)[0]
-            )
+            pairs = zip(gradients, variables, strict=True)
+            self.accumulate_gradients(pairs, tf.shape(x)[0])
         return {"batch_loss": loss}

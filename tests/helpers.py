@@ -124,6 +124,31 @@ def functional(inputs, outputs_of):
     return make
 
 
+def follow(followers, leaders, share=1.0):
+    """Moves variables towards others by this share of the way."""
+    for follower, leader in zip(followers, leaders, strict=True):
+        follower.assign((1 - share) * follower + share * leader)
+
+
+def moves_after_update(model_class, base):
+    """Returns a class that calls `move` after each update.
+
+    With plain Keras that is the last line of `train_step`.
+    """
+
+    class Moves(model_class):
+        def after_update(self):
+            self.move()
+
+    class MovesInStep(model_class):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            self.move()
+            return logs
+
+    return MovesInStep if base is keras.Model else Moves
+
+
 def softmax(units=3, **kwargs):
     return keras.layers.Dense(units, activation="softmax", **kwargs)
 
@@ -206,12 +231,13 @@ def train(
     )
 
 
-def train_both(make, fit, compile_args=dict, big=32, steps=4):
+def train_both(make, data, compile_args=dict, big=32, steps=4):
     """Trains a plain model in large batches, and ours in cycles.
 
     Args:
         make: Function that takes a model class and returns a model.
-        fit: Function that trains; it takes a model and the size of its batches.
+        data: Arrays to train on, or function that trains a model in batches of
+            a size.
         compile_args: Function that returns the arguments of `compile`. It is
             called once for each model.
         big: Int, the samples of a large batch.
@@ -220,14 +246,19 @@ def train_both(make, fit, compile_args=dict, big=32, steps=4):
     Returns:
         The list `[reference, model]`.
     """
-    models = []
+    models, train_on = [], data
+    if not callable(data):
+
+        def train_on(model, size):
+            fit(model, *data, batch_size=size)
+
     for model_class, batch_size, kwargs in (
         (keras.Model, big, {}),
         (AccumulatingModel, big // steps, {"accum_steps": steps}),
     ):
         model = make_model(model_class, make)
         model.compile(**compile_args(), **kwargs)
-        fit(model, batch_size)
+        train_on(model, batch_size)
         models.append(model)
     return models
 
@@ -268,9 +299,9 @@ def updates(model):
 
 
 def distance(model, reference):
-    """The largest difference of any weight of two models, or lists of them."""
+    """The largest difference of weights of two models, or lists of arrays."""
     weights = [
-        each if isinstance(each, list) else each.get_weights()
+        map(np.array, each if isinstance(each, list) else each.get_weights())
         for each in (model, reference)
     ]
     return max(np.abs(a - b).max() for a, b in zip(*weights, strict=True))

@@ -109,8 +109,6 @@ def with_a_mask(model_class):
 
 
 class Positions(layers.Layer):
-    """Adds one of 60 vectors to each position."""
-
     supports_masking = True
 
     def build(self, shape):
@@ -135,13 +133,17 @@ def subclassed(model_class):
     return Subclassed()
 
 
-def cross_entropy():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+def cross_entropy(**kwargs):
+    loss = keras.losses.SparseCategoricalCrossentropy
+    return loss(from_logits=True, **kwargs)
+
+
+TRIM = {"micro_batch_size": 5, "trim_padding": 0}
 
 
 def trimming(make, **kwargs):
-    kwargs = {"micro_batch_size": 5, "trim_padding": 0} | kwargs
-    return compiled(make(AccumulatingModel), "sgd", cross_entropy(), **kwargs)
+    model = make(AccumulatingModel)
+    return compiled(model, "sgd", cross_entropy(), **TRIM, **kwargs)
 
 
 def train(make, model_class, data, batches=(20,), strategy=None, **kwargs):
@@ -167,13 +169,8 @@ def check(make, data, trim_padding=0, ours=None, tolerance=1e-6, **kwargs):
     """
     ours = {"micro_batch_size": 6, **(ours or {})}
     reference, expected = train(make, keras.Model, data, **kwargs)
-    model, logs = train(
-        make,
-        AccumulatingModel,
-        data,
-        trim_padding=trim_padding,
-        **kwargs | ours,
-    )
+    ours = {"trim_padding": trim_padding} | kwargs | ours
+    model, logs = train(make, AccumulatingModel, data, **ours)
     assert distance(model, reference) < tolerance
     for name, values in expected.items():
         # Fed batches of a cycle are averaged by their samples, as in Keras.
@@ -188,10 +185,7 @@ CASES = {
     "bidirectional": (both_ways, lambda: (words(), of_samples())),
     "a masked mean": (masked_mean, lambda: (words(), of_samples())),
     "an output for each word": (tagger, lambda: (words(), of_words())),
-    "weights": (
-        tagger,
-        lambda: (words(), of_words(), np.where(used(), 0.5, 0.0)),
-    ),
+    "weights": (tagger, lambda: (words(), of_words(), 0.5 * used())),
     "weights after the mask": (
         with_a_mask,
         lambda: (
@@ -235,12 +229,7 @@ def test_the_weights_and_logs_are_those_of_the_padded_batch(name, jit_compile):
 
 
 def other_reduction(kind):
-    return {
-        "loss": keras.losses.SparseCategoricalCrossentropy(
-            from_logits=True, reduction=kind
-        ),
-        "learning_rate": 1e-3,
-    }
+    return {"loss": cross_entropy(reduction=kind), "learning_rate": 1e-3}
 
 
 # Further arguments: of both; of ours.
@@ -274,14 +263,10 @@ def test_process_gradients_gets_the_gradient_of_the_padded_batch():
             return [2 * each for each in gradients]
 
     models = []
-    for model_class, kwargs in (
-        (keras.Model, {"learning_rate": 0.5}),
-        (
-            Doubled,
-            {"learning_rate": 0.25, "micro_batch_size": 6, "trim_padding": 0},
-        ),
-    ):
-        model, _ = train(tagger, model_class, (words(), of_words()), **kwargs)
+    ours = {"micro_batch_size": 6, "trim_padding": 0}
+    for base, rate, kwargs in ((keras.Model, 0.5, {}), (Doubled, 0.25, ours)):
+        data = words(), of_words()
+        model, _ = train(tagger, base, data, learning_rate=rate, **kwargs)
         models.append(model)
     assert distance(*models) < 1e-6
 
@@ -377,24 +362,17 @@ def ignoring(padding):
     return targets
 
 
+TWO = {"ids": words(), "other": np.roll(words(), 3, 0)}
 # The model, its inputs, and other arguments.
 EXACT = {
     "two towers": (two_towers, {"ids": words(), "other": words_on()}, {}),
-    "two towers that are padded": (
-        two_towers,
-        {"ids": words(), "other": np.roll(words(), 3, 0)},
-        {},
-    ),
+    "two towers that are padded": (two_towers, TWO, {}),
     "a sum of features": (
         a_sum_of_features,
         {"ids": words(), "features": np.repeat(words_on()[..., None], 3, 2)},
         {},
     ),
-    "an encoder and a decoder": (
-        encoder_and_decoder,
-        {"ids": words(), "other": np.roll(words(), 3, 0)},
-        {},
-    ),
+    "an encoder and a decoder": (encoder_and_decoder, TWO, {}),
     "padding by the last word": (
         last_word,
         words(WORDS - 1),
@@ -413,12 +391,7 @@ EXACT = {
     "a class to ignore": (
         unmasked_tagger,
         words(),
-        {
-            "y": ignoring(-1),
-            "loss": keras.losses.SparseCategoricalCrossentropy(
-                from_logits=True, ignore_class=-1
-            ),
-        },
+        {"y": ignoring(-1), "loss": cross_entropy(ignore_class=-1)},
     ),
 }
 
@@ -455,9 +428,8 @@ def test_dropout_draws_other_numbers_for_each_micro_batch():
 
         def call(self, inputs, training=False):
             if training:
-                seen.append(
-                    keras.random.uniform(tf.shape(inputs), seed=self.draw)
-                )
+                shape = tf.shape(inputs)
+                seen.append(keras.random.uniform(shape, seed=self.draw))
             return inputs
 
     make = of(lambda x: layers.Dense(2)(layers.LSTM(5)(Noise()(embedded(x)))))
@@ -469,8 +441,6 @@ def test_dropout_draws_other_numbers_for_each_micro_batch():
 
 
 class Widths(layers.Layer):
-    """Notes the widths of its inputs."""
-
     supports_masking = True
 
     def __init__(self):
@@ -566,18 +536,8 @@ def seeing(kind):
     return of(outputs_of)
 
 
-# And whether it sees it in training.
-SEES = {
-    kind: (seeing(kind), kind != "prediction")
-    for kind in (
-        "a small scale",
-        "a soft mask",
-        "batch normalization",
-        "a loss",
-        "a state",
-        "prediction",
-    )
-}
+SEES = ("a small scale", "a soft mask", "batch normalization")
+SEES += ("a loss", "a state", "prediction")
 
 
 fixed_width = of(
@@ -651,12 +611,12 @@ REFUSED = {
     "half as wide": (half_as_wide, {}, "as wide as the inputs"),
     "one position less": (one_less, {}, "a last position that is missing"),
     **{
-        f"{name} that sees padding": (
-            make,
+        f"{kind} that sees padding": (
+            seeing(kind),
             {"micro_batch_size": 10},
-            f"training={training}",
+            f"training={kind != 'prediction'}",
         )
-        for name, (make, training) in SEES.items()
+        for kind in SEES
     },
     "an activity regularizer": (activity, {}, "sees its padding"),
     "a fixed width": (fixed_width, {}, r"with `keras.Input\(\(None,\)\)`"),
@@ -713,12 +673,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_refused(name):
     make, arguments, message = REFUSED[name]
-    arguments = {
-        "micro_batch_size": 5,
-        "trim_padding": 0,
-        "loss": cross_entropy(),
-        **arguments,
-    }
+    arguments = {"loss": cross_entropy(), **TRIM, **arguments}
     names = ("x", "y", "sample_weight")
     given = {name: arguments.pop(name, None) for name in names}
     x = words() if given["x"] is None else given["x"]
@@ -732,8 +687,7 @@ def test_refused(name):
 
     with pytest.raises((ValueError, TypeError), match=message):
         compile_and_fit()
-    for old, new in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    np.testing.assert_equal(model.get_weights(), before)
 
 
 def test_without_a_size_it_is_refused_later_too():
