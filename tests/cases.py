@@ -9,7 +9,7 @@ import typing
 import keras
 import numpy as np
 import tensorflow as tf
-from helpers import make_functional
+from helpers import chain, fit, functional, make_functional, softmax
 
 from accumodel import AccumulatingModel
 
@@ -29,9 +29,6 @@ FEATURES = 6
 CLASSES = 3
 TIMESTEPS = 5
 TOKENS = 11
-
-
-# -- data: dicts of arrays, one row a sample -------------------------------
 
 
 def classes(samples, rng):
@@ -99,16 +96,11 @@ def only_inputs(samples, rng):
     return (classes(samples, rng)[0],)
 
 
-# -- models ----------------------------------------------------------------
-
-
 def dense(model_class, **kwargs):
     return make_functional(model_class, FEATURES, units=4, **kwargs)
 
 
-def linear(model_class):
-    inputs = keras.Input((FEATURES,))
-    return model_class(inputs, keras.layers.Dense(1)(inputs))
+linear = functional((FEATURES,), lambda x: keras.layers.Dense(1)(x))
 
 
 def convolutional(model_class):
@@ -117,9 +109,7 @@ def convolutional(model_class):
     x = keras.layers.Conv1D(4, 3, activation="gelu")(x)
     x = keras.layers.LayerNormalization()(x)
     x = keras.layers.Flatten()(x)
-    return model_class(
-        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
-    )
+    return model_class(inputs, softmax()(x))
 
 
 class DenseGradientEmbedding(keras.layers.Embedding):
@@ -137,9 +127,7 @@ class DenseGradientEmbedding(keras.layers.Embedding):
 def masked_without_lstm(model_class, **kwargs):
     inputs = keras.Input((None,), dtype="int32")
     x = DenseGradientEmbedding(TOKENS, 4, mask_zero=True, **kwargs)(inputs)
-    return model_class(
-        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
-    )
+    return model_class(inputs, softmax()(x))
 
 
 def passing_masks(layer):
@@ -152,9 +140,7 @@ def recurrent(model_class, **kwargs):
     inputs = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(TOKENS, 4, mask_zero=True, **kwargs)(inputs)
     x = passing_masks(keras.layers.LSTM(4, return_sequences=True))(x)
-    return model_class(
-        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
-    )
+    return model_class(inputs, softmax()(x))
 
 
 def masking(model_class):
@@ -172,15 +158,13 @@ def embedding(model_class):
     table = layer(TOKENS, 4)
     inputs = keras.Input((None,), dtype="int32")
     x = table(inputs) * table((inputs + 1) % TOKENS)
-    return model_class(
-        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
-    )
+    return model_class(inputs, softmax()(x))
 
 
 def two_outputs(model_class):
     inputs = keras.Input((FEATURES,))
     x = keras.layers.Dense(4, activation="tanh")(inputs)
-    kind = keras.layers.Dense(CLASSES, activation="softmax", name="kind")(x)
+    kind = softmax(name="kind")(x)
     size = keras.layers.Dense(2, name="size")(x)
     return model_class(inputs, {"kind": kind, "size": size})
 
@@ -188,19 +172,14 @@ def two_outputs(model_class):
 def two_masked_outputs(model_class):
     inputs = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
-    heads = [
-        keras.layers.Dense(CLASSES, activation="softmax", name=name)(x)
-        for name in ("kind", "again")
-    ]
+    heads = [softmax(name=name)(x) for name in ("kind", "again")]
     return model_class(inputs, heads)
 
 
 def two_input_model(model_class):
     inputs = {name: keras.Input((3,), name=name) for name in ("a", "b")}
     x = keras.layers.Concatenate()(list(inputs.values()))
-    return model_class(
-        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
-    )
+    return model_class(inputs, softmax()(x))
 
 
 def with_frozen_layer(model_class):
@@ -213,7 +192,7 @@ def with_unused_variable(model_class):
     class Unused(model_class):
         def __init__(self):
             super().__init__()
-            self.head = keras.layers.Dense(CLASSES, activation="softmax")
+            self.head = softmax()
 
         def build(self, input_shape):
             self.head.build(input_shape)
@@ -229,9 +208,7 @@ def with_several_dtypes(model_class):
     inputs = keras.Input((FEATURES,))
     x = keras.layers.Dense(4, activation="tanh", dtype="float64")(inputs)
     x = keras.layers.Dense(4, activation="tanh", dtype="float32")(x)
-    return model_class(
-        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
-    )
+    return model_class(inputs, softmax()(x))
 
 
 class AddsLoss(keras.layers.Layer):
@@ -244,9 +221,7 @@ def with_add_loss(model_class):
     inputs = keras.Input((FEATURES,))
     x = keras.layers.Dense(4, activation="tanh")(inputs)
     x = AddsLoss()(x)
-    return model_class(
-        inputs, keras.layers.Dense(CLASSES, activation="softmax")(x)
-    )
+    return model_class(inputs, softmax()(x))
 
 
 class AddsLosses(keras.layers.Layer):
@@ -264,13 +239,10 @@ def with_summed_add_loss(model_class):
 
 
 def masked_and_not(model_class):
-    """Two outputs, of which one is under a mask."""
     inputs = keras.Input((None,), dtype="int32")
     x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
-    masked = keras.layers.Dense(CLASSES, activation="softmax", name="a")(x)
-    unmasked = keras.layers.Dense(CLASSES, activation="softmax", name="b")(
-        keras.ops.one_hot(inputs, TOKENS)
-    )
+    masked = softmax(name="a")(x)
+    unmasked = softmax(name="b")(keras.ops.one_hot(inputs, TOKENS))
     return model_class(inputs, [masked, unmasked])
 
 
@@ -278,7 +250,7 @@ def with_own_compute_loss(model_class):
     class Own(model_class):
         def __init__(self):
             super().__init__()
-            self.head = keras.layers.Dense(CLASSES, activation="softmax")
+            self.head = softmax()
 
         def call(self, inputs):
             return self.head(inputs)
@@ -307,9 +279,6 @@ def with_own_weight(model_class):
             return tf.reduce_sum(tf.cast(x > 0, tf.float32))
 
     return Own()
-
-
-# -- losses --------------------------------------------------------------
 
 
 def sparse_crossentropy(reduction, **kwargs):
@@ -353,9 +322,6 @@ class Combined(keras.losses.Loss):
         return self.first(y_true, y_pred) + 0.5 * self.second(y_true, y_pred)
 
 
-# -- the cases -------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class Case:
     """One row of the table.
@@ -391,22 +357,26 @@ class Case:
     micro_batch_size: int = 5
 
 
+# Models with their data.
+TAGS = {"make": masked_without_lstm, "data": tokens}
+POINTS = {"make": masking, "data": points}
+HEADS = {"make": two_outputs, "data": two_targets}
+BOTH_LOSSES = {"kind": "sparse_categorical_crossentropy", "size": "mse"}
+
 # A single cycle in an epoch, in which no weights move.
 LOG_CASES = {
     "logs": Case(
         sizes=[[8, 3, 8, 5]], compile={"metrics": ["accuracy"]}, logs=True
     ),
     "logs of a masked loss": Case(
-        make=masked_without_lstm,
-        data=weighted_tokens,
+        **TAGS | {"data": weighted_tokens},
         sizes=[[8, 3, 8, 5]],
         compile={"weighted_metrics": ["accuracy"]},
         logs=True,
     ),
     "logs of several outputs": Case(
-        make=two_outputs,
-        data=two_targets,
-        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+        **HEADS,
+        loss=lambda: BOTH_LOSSES,
         sizes=[[8] * 4],
         compile={"metrics": {"kind": ["accuracy"], "size": ["mae"]}},
         logs=True,
@@ -443,22 +413,15 @@ OPTIMIZERS = {
 # Newer than the oldest Keras that is admitted.
 if hasattr(keras.optimizers, "Muon"):
     OPTIMIZERS["Muon"] = lambda: keras.optimizers.Muon(0.01)
-if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
-    OPTIMIZERS["ScheduleFreeAdamW"] = lambda: (
-        keras.optimizers.ScheduleFreeAdamW(0.01)
-    )
-if hasattr(keras.optimizers, "MultiOptimizer"):
-    OPTIMIZERS["MultiOptimizer"] = lambda: keras.optimizers.MultiOptimizer(
-        _optimizer_map()
-    )
+if free := getattr(keras.optimizers, "ScheduleFreeAdamW", None):
+    OPTIMIZERS["ScheduleFreeAdamW"] = lambda: free(0.01)
+if several := getattr(keras.optimizers, "MultiOptimizer", None):
+    OPTIMIZERS["MultiOptimizer"] = lambda: several(_optimizer_map())
 
 
 def _optimizer_map():
-    optimizers = {
-        "kernel": keras.optimizers.Adam(0.01),
-        "bias": keras.optimizers.SGD(0.3),
-    }
-    return lambda variable: optimizers[variable.path.rsplit("/", 1)[-1]]
+    kernel, bias = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.3)
+    return lambda variable: kernel if "kernel" in variable.path else bias
 
 
 def features(samples=24):
@@ -467,8 +430,7 @@ def features(samples=24):
 
 def linear(model_class, units=CLASSES):
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((FEATURES,))
-    return model_class(inputs, keras.layers.Dense(units)(inputs))
+    return chain(model_class, (FEATURES,), keras.layers.Dense(units))
 
 
 # The batch size of `fit` and the arguments of `compile`, of batches of 8.
@@ -496,26 +458,13 @@ def train_on_sequences(
     model = make(base)
     kwargs = {"loss": "mse", "jit_compile": False} | kwargs
     model.compile(keras.optimizers.SGD(0.1), **kwargs)
-    x, y = sequences(outputs)
-    history = model.fit(
-        x,
-        y,
-        batch_size=batch_size,
-        epochs=2,
-        shuffle=False,
-        callbacks=list(callbacks),
-        verbose=0,
-    )
-    return model, history.history
+    how = {"batch_size": batch_size, "epochs": 2, "callbacks": [*callbacks]}
+    return model, fit(model, *sequences(outputs), **how).history
 
 
 def flat(base, *layers, **kwargs):
-    inputs = keras.Input((5, 4))
-    outputs = keras.layers.Flatten()(inputs)
-    for layer in layers:
-        outputs = layer(outputs)
-    outputs = keras.layers.Dense(2, **kwargs)(outputs)
-    return base(inputs, outputs)
+    head = keras.layers.Dense(2, **kwargs)
+    return chain(base, (5, 4), keras.layers.Flatten(), *layers, head)
 
 
 class PassesPairs(AccumulatingModel):
@@ -537,7 +486,6 @@ class PassesPairs(AccumulatingModel):
                 loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
             variables = self.trainable_variables[::-1]
             gradients = tape.gradient(loss, variables)
-            self.accumulate_gradients(
-                zip(gradients, variables, strict=True), tf.shape(x)[0]
-            )
+            pairs = zip(gradients, variables, strict=True)
+            self.accumulate_gradients(pairs, tf.shape(x)[0])
         return {"batch_loss": loss}

@@ -5,6 +5,7 @@ The cases to which `train_case` and `check_case` are applied are in `cases.py`.
 """
 
 import contextlib
+import functools
 import itertools
 import warnings
 
@@ -14,8 +15,6 @@ import pytest
 import tensorflow as tf
 
 from accumodel import AccumulatingModel
-
-# -- rows of tables --------------------------------------------------------
 
 
 def slow(*values):
@@ -53,9 +52,6 @@ NO_COUNTS = [
     ("4", TypeError),
     (True, TypeError),
 ]
-
-
-# -- data ------------------------------------------------------------------
 
 
 class Batches(keras.utils.PyDataset):
@@ -104,9 +100,60 @@ def datasets(case):
     ]
 
 
-# -- models: the same one in three ways, for the fixture `data` ------------
+def chain(model_class, inputs, *layers):
+    """A functional model of layers that are called one after the other.
+
+    `inputs` is the shape of a sample, or what `keras.Input` returned.
+    """
+    if isinstance(inputs, tuple):
+        inputs = keras.Input(inputs)
+    outputs = functools.reduce(lambda x, layer: layer(x), layers, inputs)
+    return model_class(inputs, outputs)
 
 
+def functional(inputs, outputs_of):
+    """Returns what makes a functional model, given its class.
+
+    `inputs` is the shape of a sample, or a function that makes the inputs.
+    """
+
+    def make(model_class):
+        x = inputs() if callable(inputs) else keras.Input(inputs)
+        return model_class(x, outputs_of(x))
+
+    return make
+
+
+def follow(followers, leaders, share=1.0):
+    """Moves variables towards others by this share of the way."""
+    for follower, leader in zip(followers, leaders, strict=True):
+        follower.assign((1 - share) * follower + share * leader)
+
+
+def moves_after_update(model_class, base):
+    """Returns a class that calls `move` after each update.
+
+    With plain Keras that is the last line of `train_step`.
+    """
+
+    class Moves(model_class):
+        def after_update(self):
+            self.move()
+
+    class MovesInStep(model_class):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            self.move()
+            return logs
+
+    return MovesInStep if base is keras.Model else Moves
+
+
+def softmax(units=3, **kwargs):
+    return keras.layers.Dense(units, activation="softmax", **kwargs)
+
+
+# The same model in three ways, for the fixture `data`.
 def make_functional(model_class, features=20, units=16, **kwargs):
     """Two layers; the arguments left over go to the first one."""
     inputs = keras.Input((features,))
@@ -147,9 +194,6 @@ def make_model(model_class=AccumulatingModel, make=make_functional):
     return make(model_class)
 
 
-# -- training --------------------------------------------------------------
-
-
 def mirrored(replicas, reduction=None):
     # With the default reduction, two strategies in one process collide.
     return tf.distribute.MirroredStrategy(
@@ -165,6 +209,19 @@ def compiled(
     return model
 
 
+def fit(model, *data, **kwargs):
+    """Fits in silence and in order."""
+    return model.fit(*data, shuffle=False, verbose=0, **kwargs)
+
+
+def plain_and(*ways):
+    """Yields `keras.Model`, and ours with arguments; each with one seed."""
+    ours = ((AccumulatingModel, kwargs) for kwargs in ways)
+    for each in ((keras.Model, {}), *ours):
+        keras.utils.set_random_seed(0)
+        yield each
+
+
 def train(
     model, data, batch_size, optimizer="adam", epochs=3, shuffle=False, **kwargs
 ):
@@ -174,12 +231,13 @@ def train(
     )
 
 
-def train_both(make, fit, compile_args=dict, big=32, steps=4):
+def train_both(make, data, compile_args=dict, big=32, steps=4):
     """Trains a plain model in large batches, and ours in cycles.
 
     Args:
         make: Function that takes a model class and returns a model.
-        fit: Function that trains; it takes a model and the size of its batches.
+        data: Arrays to train on, or function that trains a model in batches of
+            a size.
         compile_args: Function that returns the arguments of `compile`. It is
             called once for each model.
         big: Int, the samples of a large batch.
@@ -188,14 +246,19 @@ def train_both(make, fit, compile_args=dict, big=32, steps=4):
     Returns:
         The list `[reference, model]`.
     """
-    models = []
+    models, train_on = [], data
+    if not callable(data):
+
+        def train_on(model, size):
+            fit(model, *data, batch_size=size)
+
     for model_class, batch_size, kwargs in (
         (keras.Model, big, {}),
         (AccumulatingModel, big // steps, {"accum_steps": steps}),
     ):
         model = make_model(model_class, make)
         model.compile(**compile_args(), **kwargs)
-        fit(model, batch_size)
+        train_on(model, batch_size)
         models.append(model)
     return models
 
@@ -231,17 +294,14 @@ def train_case(case, model_class, dataset, strategy=None, **kwargs):
     return model, {"epochs": history.history, "batches": batches}
 
 
-# -- comparison ------------------------------------------------------------
-
-
 def updates(model):
     return int(keras.ops.convert_to_numpy(model.optimizer.iterations))
 
 
 def distance(model, reference):
-    """The largest difference of any weight of two models, or lists of them."""
+    """The largest difference of weights of two models, or lists of arrays."""
     weights = [
-        each if isinstance(each, list) else each.get_weights()
+        map(np.array, each if isinstance(each, list) else each.get_weights())
         for each in (model, reference)
     ]
     return max(np.abs(a - b).max() for a, b in zip(*weights, strict=True))

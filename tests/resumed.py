@@ -44,6 +44,11 @@ def train(model, begin, end):
         yield step + 1
 
 
+def run(*args):
+    for _ in train(*args):
+        pass
+
+
 def go_on(folder, steps):
     """Ends the training from each file in `folder`, and saves the weights."""
     for step in steps:

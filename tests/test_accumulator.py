@@ -1,6 +1,7 @@
 """`GradientAccumulator` by itself, in custom training loops."""
 
 import copy
+import functools
 import pickle
 import time
 import warnings
@@ -23,6 +24,11 @@ def make_variables(dtype="float32"):
     ]
 
 
+def accumulating(variables, *args, rate=1.0, **kwargs):
+    sgd = keras.optimizers.SGD(rate)
+    return GradientAccumulator(sgd, variables, *args, **kwargs)
+
+
 def gradients_of(value, variables):
     return [tf.fill(v.shape, tf.cast(value, v.dtype)) for v in variables]
 
@@ -33,9 +39,7 @@ def test_the_nth_micro_batch_applies_the_weighted_mean(
     in_function, jit_compile
 ):
     variables = make_variables()
-    accumulator = GradientAccumulator(
-        keras.optimizers.SGD(1.0), variables, 3, jit_compile=jit_compile
-    )
+    accumulator = accumulating(variables, 3, jit_compile=jit_compile)
     accumulate = accumulator.accumulate
     if in_function:
         accumulate = tf.function(accumulate)
@@ -51,7 +55,7 @@ def test_the_nth_micro_batch_applies_the_weighted_mean(
 
 def test_a_weight_of_none_says_that_the_loss_is_a_sum():
     variables = make_variables()
-    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), variables, 2)
+    accumulator = accumulating(variables, 2)
     for value in (1.0, 2.0):
         accumulator.accumulate(gradients_of(value, variables), weight=None)
     np.testing.assert_allclose(variables[1], np.full(2, -3.0))
@@ -79,9 +83,7 @@ def test_apply_ends_a_short_cycle_once_and_reset_forgets_it():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sums_of_half_types_are_float32(dtype):
     variables = make_variables(dtype)
-    accumulator = GradientAccumulator(
-        keras.optimizers.SGD(2.0**-9), variables, accum_steps=511
-    )
+    accumulator = accumulating(variables, accum_steps=511, rate=2.0**-9)
     accumulate = tf.function(accumulator.accumulate)
     for _ in range(510):
         accumulate(gradients_of(2.0, variables), weight=None)
@@ -96,7 +98,7 @@ def test_sums_of_half_types_are_float32(dtype):
 
 def test_sparse_gradients_touch_their_rows_and_repeated_ones_add_up():
     table = keras.Variable(np.zeros((5, 2)), name="table")
-    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [table], 2)
+    accumulator = accumulating([table], 2)
     accumulate = tf.function(accumulator.accumulate)
     for rows in ([1, 1], [3, 4]):
         accumulate([tf.IndexedSlices(tf.ones((2, 2)), tf.constant(rows))])
@@ -119,9 +121,7 @@ def test_skip_nonfinite_leaves_a_micro_batch_out_and_counts_it(
     gradient, weight
 ):
     variable = keras.Variable(np.zeros(2), name="bias")
-    accumulator = GradientAccumulator(
-        keras.optimizers.SGD(1.0), [variable], 2, skip_nonfinite=True
-    )
+    accumulator = accumulating([variable], 2, skip_nonfinite=True)
     accumulator.accumulate([tf.ones(2)])
     accumulator.accumulate([gradient], weight)
     assert (accumulator.pending_steps, accumulator.skipped_steps) == (1, 1)
@@ -131,7 +131,7 @@ def test_skip_nonfinite_leaves_a_micro_batch_out_and_counts_it(
 
 def test_plain_tensorflow_variables_will_do():
     variable = tf.Variable([1.0, 2.0])
-    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [variable], 2)
+    accumulator = accumulating([variable], 2)
     for value in (1.0, 3.0):
         accumulator.accumulate([tf.fill((2,), value)])
     np.testing.assert_array_equal(variable, [-1.0, 0.0])
@@ -164,9 +164,7 @@ def test_no_variables_are_refused():
 
 def test_a_cycle_begins_without_what_the_last_one_left():
     kernel, bias = make_variables()
-    accumulator = GradientAccumulator(
-        keras.optimizers.SGD(1.0), [kernel, bias], accum_steps=2
-    )
+    accumulator = accumulating([kernel, bias], accum_steps=2)
     ones = gradients_of(1.0, [kernel, bias])
     nones = [ones[0], None]
     for gradients in (ones, ones, nones, ones):
@@ -203,11 +201,12 @@ def test_auto_compiles_a_large_update_that_xla_has_the_operations_for(
     )
     answers = []
     pays = optimizers.pays_to_compile
-    monkeypatch.setattr(
-        optimizers,
-        "pays_to_compile",
-        lambda *args: answers.append(pays(*args)) or answers[-1],
-    )
+
+    def note(*args):
+        answers.append(pays(*args))
+        return answers[-1]
+
+    monkeypatch.setattr(optimizers, "pays_to_compile", note)
     accumulate = tf.function(accumulator.accumulate)
     for value in (1.0, 2.0):
         accumulate(gradients_of(value, variables))
@@ -217,9 +216,7 @@ def test_auto_compiles_a_large_update_that_xla_has_the_operations_for(
 
 def test_a_variable_may_get_its_first_gradient_late():
     kernel, bias = make_variables()
-    accumulator = GradientAccumulator(
-        keras.optimizers.SGD(1.0), [kernel, bias], 2, jit_compile=True
-    )
+    accumulator = accumulating([kernel, bias], 2, jit_compile=True)
     ones = gradients_of(1.0, [kernel, bias])
     accumulator.accumulate([ones[0], None])
     with pytest.warns(UserWarning, match="Gradients do not exist"):
@@ -236,7 +233,7 @@ def test_a_variable_may_get_its_first_gradient_late():
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_copy_trains_its_own_variables(duplicate, traced):
     variable = tf.Variable([1.0])
-    accumulator = GradientAccumulator(keras.optimizers.SGD(0.5), [variable], 2)
+    accumulator = accumulating([variable], 2, rate=0.5)
 
     def accumulate(each):
         function = tf.function(each.accumulate) if traced else each.accumulate
@@ -298,9 +295,7 @@ def test_an_error_in_an_eager_loop_forgets_the_cycle_and_says_so():
     def fail():
         raise ValueError("in after_update")
 
-    accumulator = GradientAccumulator(
-        keras.optimizers.SGD(1.0), [keras.Variable([0.0])], 2, after_update=fail
-    )
+    accumulator = accumulating([keras.Variable([0.0])], 2, after_update=fail)
     accumulator.accumulate([tf.ones(1)])
     with pytest.raises(ValueError, match="in after_update") as caught:
         accumulator.accumulate([tf.ones(1)])
@@ -391,7 +386,7 @@ HELD: dict = {}
 
 def test_sums_may_follow_means_when_nothing_is_pending():
     variable = keras.Variable([0.0])
-    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [variable], 2)
+    accumulator = accumulating([variable], 2)
     for weight, expected in ((4, -1.0), (None, -3.0), (4, -4.0)):
         accumulator.accumulate([tf.ones(1)], weight)
         with pytest.raises(ValueError, match="cannot be averaged with means"):
@@ -427,11 +422,8 @@ def test_keras_does_not_warn_of_variables_that_no_pair_names(accum_steps):
         model.names_all = names_all
         model.compile("sgd", accum_steps=accum_steps)
         before = model.net.get_weights()
-        messages = messages_of(
-            lambda model=model: model.fit(
-                np.ones((8, 3)), batch_size=2, verbose=0
-            )
-        )
+        how = {"x": np.ones((8, 3)), "batch_size": 2, "verbose": 0}
+        messages = messages_of(functools.partial(model.fit, **how))
         assert (model.net.get_weights()[0] != before[0]).all()
         found = any("Gradients do not exist" in each for each in messages)
         assert found == names_all

@@ -4,30 +4,31 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import WAYS, distance, mirrored, updates, weekly
+from helpers import (
+    WAYS,
+    chain,
+    distance,
+    follow,
+    mirrored,
+    moves_after_update,
+    updates,
+    weekly,
+)
 
 import accumodel
 from accumodel import AccumulatingModel
 
-# -- what a script moves after each update -------------------------------------
-
 
 def average(model):
     """As of diffusion models: an average of the weights."""
-    for mean, value in zip(
-        model.other.variables, model.net.variables, strict=True
-    ):
-        mean.assign(0.8 * mean + 0.2 * value)
+    follow(model.other.variables, model.net.variables, 0.2)
 
 
 def copy_at_times(model):
     """As of DQN: a copy of the weights, made at every second update."""
 
     def copy():
-        for target, value in zip(
-            model.other.variables, model.net.variables, strict=True
-        ):
-            target.assign(value)
+        follow(model.other.variables, model.net.variables)
 
     tf.cond(model.optimizer.iterations % 2 == 0, copy, lambda: None)
 
@@ -37,9 +38,8 @@ def move_codes(model):
     codes = model.codes
     counts = keras.ops.expand_dims(codes.counts, 1)
     means = codes.sums / keras.ops.maximum(counts, 1)
-    codes.book.assign(
-        keras.ops.where(counts > 0, (codes.book + means) / 2, codes.book)
-    )
+    moved = keras.ops.where(counts > 0, (codes.book + means) / 2, codes.book)
+    codes.book.assign(moved)
     codes.sums.assign(keras.ops.zeros_like(codes.sums))
     codes.counts.assign(keras.ops.zeros_like(codes.counts))
 
@@ -72,13 +72,13 @@ SCRIPTS = {
 }
 
 
-def make(base, move, share):
+def make(base, rule, share):
     class Model(base):
         def __init__(self):
             super().__init__()
             self.net = keras.layers.Dense(4)
             self.other = keras.layers.Dense(4, trainable=False)
-            self.codes = Codes() if move is move_codes else None
+            self.codes = Codes() if rule is move_codes else None
             self.followed = self.add_weight((), "zeros", trainable=False)
 
         def call(self, x, training=None):
@@ -87,23 +87,11 @@ def make(base, move, share):
                 own = self.codes(own, training=training)
             return own + share * keras.ops.stop_gradient(self.other(x))
 
-        def follow(self):
-            move(self)
+        def move(self):
+            rule(self)
             self.followed.assign_add(1.0)
 
-        if base is keras.Model:
-
-            def train_step(self, data):
-                logs = super().train_step(data)
-                self.follow()
-                return logs
-
-        else:
-
-            def after_update(self):
-                self.follow()
-
-    model = Model()
+    model = moves_after_update(Model, base)()
     model(np.zeros((1, 6), "float32"))
     model.other.set_weights(model.net.get_weights())
     return model
@@ -120,10 +108,8 @@ def train(base, script, batch_size=12, strategy=None, optimizer=None, **kwargs):
     strategy = strategy or tf.distribute.get_strategy()
     with strategy.scope():
         model = make(base, *SCRIPTS[script])
-        sgd = keras.optimizers.SGD(0.3)
-        model.compile(
-            optimizer or sgd, "mse", **{"jit_compile": False} | kwargs
-        )
+        kwargs = {"jit_compile": False} | kwargs
+        model.compile(optimizer or keras.optimizers.SGD(0.3), "mse", **kwargs)
     x, y = data()
     if optimizer is not None:
         y[0] = np.inf
@@ -154,9 +140,8 @@ def test_it_moves_what_a_plain_step_moves(script, way):
 def test_it_is_called_once_for_all_replicas(way):
     batch_size, kwargs = WAYS[way]
     reference = train(keras.Model, "target")
-    model = train(
-        AccumulatingModel, "target", batch_size, mirrored(2), **kwargs
-    )
+    args = AccumulatingModel, "target", batch_size, mirrored(2)
+    model = train(*args, **kwargs)
     assert distance(model, reference) < 1e-6
 
 
@@ -171,8 +156,7 @@ def test_no_update_is_followed_by_nothing(run_eagerly):
         def after_update(self):
             self.count.assign_add(1.0)
 
-    inputs = keras.Input((6,))
-    model = Model(inputs, keras.layers.Dense(4)(inputs))
+    model = chain(Model, (6,), keras.layers.Dense(4))
     model.count = keras.Variable(0.0, trainable=False)
     for kwargs in ({"micro_batch_size": 5}, {"accum_steps": 2}):
         model.count.assign(0.0)
@@ -182,15 +166,13 @@ def test_no_update_is_followed_by_nothing(run_eagerly):
 
 
 def test_an_overflow_is_followed_as_in_a_plain_step():
-    def optimizer():
-        return keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.SGD(0.3), initial_scale=64.0
-        )
+    def train_scaled(base, **kwargs):
+        sgd = keras.optimizers.SGD(0.3)
+        kwargs["optimizer"] = keras.optimizers.LossScaleOptimizer(sgd, 64.0)
+        return train(base, "average", **kwargs)
 
-    reference = train(keras.Model, "average", optimizer=optimizer())
-    model = train(
-        AccumulatingModel, "average", optimizer=optimizer(), micro_batch_size=5
-    )
+    reference = train_scaled(keras.Model)
+    model = train_scaled(AccumulatingModel, micro_batch_size=5)
     assert updates(model) < float(model.followed) == 8
     assert distance(model, reference) < 1e-6
 
@@ -225,17 +207,13 @@ def test_it_is_told_if_nothing_calls_it():
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean((self(x) - y) ** 2)
             variables = self.trainable_variables
-            gradients = tape.gradient(loss, variables)
-            self.optimizer.apply_gradients(
-                zip(gradients, variables, strict=True)
-            )
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
             return {"mean": loss}
 
         def after_update(self):
             pass
 
-    inputs = keras.Input((6,))
-    model = Model(inputs, keras.layers.Dense(4)(inputs))
+    model = chain(Model, (6,), keras.layers.Dense(4))
     model.compile("sgd")
     with pytest.warns(UserWarning, match="`after_update` was not called"):
         model.fit(*data(), verbose=0)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance
+from helpers import distance, fit
 from keras import layers
 
 from accumodel import AccumulatingModel
@@ -48,15 +48,7 @@ def fitted(model_class, make, data, **kwargs):
     before = model.get_weights()
     model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=False, **kwargs)
     x, y, sample_weight = data
-    model.fit(
-        x,
-        y,
-        BATCH_SIZE,
-        epochs=2,
-        sample_weight=sample_weight,
-        shuffle=False,
-        verbose=0,
-    )
+    fit(model, x, y, BATCH_SIZE, epochs=2, sample_weight=sample_weight)
     return model, before
 
 
@@ -96,8 +88,6 @@ def check_exact_or_told(make, data, messages, tolerance, run_eagerly=True):
     if any("The first batch shows" in each for each in told):
         assert distance(model, plain) > tolerance  # no false alarm
 
-
-# -- losses --------------------------------------------------------------------
 
 LOSSES = exported(keras.losses, keras.losses.Loss)
 
@@ -147,8 +137,6 @@ def test_losses(name, is_weighted):
     tolerance = 1e-7 if name == "CTC" else 1e-10
     check_exact_or_told(make, (x, y, sample_weight), LOSSES_TOLD, tolerance)
 
-
-# -- layers --------------------------------------------------------------------
 
 LAYERS = exported(layers, layers.Layer)
 

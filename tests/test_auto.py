@@ -14,14 +14,21 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import CLASSES, FEATURES, classes
-from helpers import compiled, distance, mirrored, slow, updates, weekly
-
-from accumodel import (
-    AccumStepsScheduler,
-    AccumulatingModel,
-    GradientAccumulator,
+from cases import FEATURES, classes
+from helpers import (
+    chain,
+    compiled,
+    distance,
+    fit,
+    mirrored,
+    slow,
+    softmax,
+    updates,
+    weekly,
 )
+
+import accumodel
+from accumodel import AccumulatingModel, GradientAccumulator
 from accumodel._features import auto
 
 AUTO = {"micro_batch_size": "auto"}
@@ -70,11 +77,12 @@ class Limit(keras.layers.Layer):
 
 
 def plain(model_class, limit=None):
-    inputs = keras.Input((FEATURES,))
-    x = limit(inputs) if limit else inputs
-    x = keras.layers.Dense(5, activation="tanh")(x)
-    x = keras.layers.Dense(CLASSES, activation="softmax")(x)
-    return model_class(inputs, x)
+    layers = keras.layers.Dense(5, activation="tanh"), softmax()
+    return chain(model_class, (FEATURES,), *[limit] * bool(limit), *layers)
+
+
+def automatic(limit=None, **kwargs):
+    return compiled(plain(AccumulatingModel, limit), **AUTO | kwargs)
 
 
 @pytest.fixture
@@ -88,16 +96,12 @@ def test_the_batch_is_run_again(cache):
     x, y = classes(96, np.random.default_rng(0))
     x[70] = LARGE  # in the last quarter of the third batch of 24
     reference = compiled(plain(keras.Model))
-    expected = reference.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    expected = fit(reference, x, y, batch_size=24)
     keras.utils.set_random_seed(0)
     limit = Limit(large=True)
-    model = compiled(
-        plain(AccumulatingModel, limit),
-        micro_batch_size="auto",
-        gradient_cache=cache,
-    )
+    model = automatic(limit, gradient_cache=cache)
     with pytest.warns(UserWarning, match="from now on") as caught:
-        found = model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+        found = fit(model, x, y, batch_size=24)
     assert len(caught) == 2
     loss = found.history["loss"][0]
     assert loss == pytest.approx(expected.history["loss"][0], rel=1e-6)
@@ -113,7 +117,7 @@ def test_the_size_does_not_grow_until_it_is_told_to(samples):
     x, y = samples
     x[30] = LARGE
     limit = Limit(large=True)
-    model = compiled(plain(AccumulatingModel, limit), micro_batch_size="auto")
+    model = automatic(limit)
     assert model.current_micro_batch_size is None
     model.train_on_batch(x[:24], y[:24])
     assert model.current_micro_batch_size == 24
@@ -142,17 +146,13 @@ def test_one_of_two_replicas_runs_out(samples, cache):
     x, y = samples
     x[40] = LARGE  # in the second half of the second batch of 24
     reference = compiled(plain(keras.Model))
-    expected = reference.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    expected = fit(reference, x, y, batch_size=24)
     keras.utils.set_random_seed(0)
     limit = Limit(large=True)
     with mirrored(2).scope():
-        model = compiled(
-            plain(AccumulatingModel, limit),
-            micro_batch_size="auto",
-            gradient_cache=cache,
-        )
+        model = automatic(limit, gradient_cache=cache)
     with pytest.warns(UserWarning, match="is 6 from now on") as caught:
-        found = model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+        found = fit(model, x, y, batch_size=24)
     assert len(caught) == 1
     loss = found.history["loss"]
     assert loss == pytest.approx(expected.history["loss"], rel=1e-6)
@@ -179,18 +179,14 @@ def test_the_pending_cycle_of_a_file_is_dropped(samples, tmp_path):
     saved.save_weights(path)
     reference = compiled(plain(keras.Model))
     reference.set_weights(saved.get_weights())
-    model = compiled(
-        plain(AccumulatingModel, Limit(large=True)),
-        micro_batch_size="auto",
-        remainder="carry",
-    )
+    model = automatic(Limit(large=True), remainder="carry")
     model.load_weights(path)
     with pytest.warns(UserWarning, match="from now on"):
         model.test_on_batch(x[24:48], y[24:48])
     assert model.pending_steps == 1
     with pytest.warns(UserWarning, match="pending_steps=1"):
-        model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
-    reference.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+        fit(model, x, y, batch_size=24)
+    fit(reference, x, y, batch_size=24)
     assert distance(model, reference) < 1e-6
     assert updates(model) == updates(reference)
 
@@ -198,11 +194,7 @@ def test_the_pending_cycle_of_a_file_is_dropped(samples, tmp_path):
 @pytest.mark.parametrize("cache", [False, True])
 def test_evaluate_comes_first(samples, cache):
     x, y = samples
-    model = compiled(
-        plain(AccumulatingModel, Limit()),
-        micro_batch_size="auto",
-        gradient_cache=cache,
-    )
+    model = automatic(Limit(), gradient_cache=cache)
     expected = compiled(plain(keras.Model))
     expected.set_weights(model.get_weights())
     with pytest.warns(UserWarning, match="from now on"):
@@ -213,7 +205,7 @@ def test_evaluate_comes_first(samples, cache):
 
 class Unbuilt(AccumulatingModel):
     def build(self, shape):
-        self.head = keras.layers.Dense(CLASSES, activation="softmax")
+        self.head = softmax()
         self.head.build(shape)
 
     def call(self, inputs):
@@ -231,9 +223,6 @@ def test_models_that_are_not_built_and_data_with_none(samples):
         model.fit(generate(), shuffle=False, verbose=0)
         kernels.append(model.get_weights()[0])
     assert np.abs(kernels[0] - kernels[1]).max() > 0.1
-
-
-# -- what is not retried ---------------------------------------------------
 
 
 class FailsToUpdate(keras.optimizers.SGD):
@@ -261,33 +250,27 @@ class Smallest(Limit):
 @pytest.mark.parametrize("cache", [False, True])
 def test_what_smaller_micro_batches_do_not_help(samples, cache):
     x, y = samples
-    kwargs = {"micro_batch_size": "auto", "gradient_cache": cache}
     limit = Smallest()
-    model = compiled(plain(AccumulatingModel, limit), **kwargs)
+    model = automatic(limit, gradient_cache=cache)
     before = model.get_weights()
+    error = tf.errors.ResourceExhaustedError
     with (
         pytest.warns(UserWarning, match="from now on"),
-        pytest.raises(
-            tf.errors.ResourceExhaustedError, match="one sample"
-        ) as e,
+        pytest.raises(error, match="one sample") as e,
     ):
         model.train_on_batch(x[:24], y[:24])
-    assert isinstance(e.value.__cause__, tf.errors.ResourceExhaustedError)
+    assert isinstance(e.value.__cause__, error)
     assert ("feed smaller batches" in str(e.value)) == cache
     assert set(limit.sizes) == {24, 12, 6, 3, 2, 1}
     assert model.pending_steps == updates(model) == 0
     assert distance(model, before) == 0
-    model = compiled(
-        plain(AccumulatingModel), optimizer=FailsToUpdate(), **kwargs
-    )
-    with pytest.raises(
-        tf.errors.ResourceExhaustedError, match="load the last checkpoint"
-    ):
+    model = automatic(gradient_cache=cache, optimizer=FailsToUpdate())
+    with pytest.raises(error, match="load the last checkpoint"):
         model.train_on_batch(x[:24], y[:24])
 
 
 def test_errors_of_the_data_and_of_callbacks_are_raised_once(samples):
-    model = compiled(plain(AccumulatingModel), micro_batch_size="auto")
+    model = automatic()
     calls = []
 
     def generate():
@@ -358,12 +341,7 @@ def test_errors_that_say_that_memory_ran_out(error, expected):
     assert auto.is_out_of_memory(error) is expected
 
 
-# -- what a step may do, and what is refused -------------------------------
-
-
 class InnerDropout(keras.layers.Dropout):
-    """Assigns to its seed inside of a `tf.function`."""
-
     def call(self, inputs):
         draw = tf.function(super().call, autograph=False)
         return draw(inputs, training=True)
@@ -382,16 +360,12 @@ class Center(keras.layers.Layer):
 
 
 class Clamped(keras.layers.Dense):
-    """Assigns to a weight that is trained."""
-
     def call(self, inputs):
         self.bias.assign(keras.ops.minimum(self.bias, 0.01))
         return super().call(inputs)
 
 
 class DroppingCell(keras.layers.SimpleRNNCell):
-    """Assigns to a seed inside of the loop of an `RNN`."""
-
     def __init__(self):
         super().__init__(FEATURES)
         self.drop = keras.layers.Dropout(0.3, seed=1)
@@ -411,10 +385,7 @@ class TwoAccumulators(AccumulatingModel):
 
     def __init__(self, accum_steps, limit=None):
         super().__init__()
-        self.parts = [
-            keras.layers.Dense(5, activation="tanh"),
-            keras.layers.Dense(CLASSES, activation="softmax"),
-        ]
+        self.parts = [keras.layers.Dense(5, activation="tanh"), softmax()]
         self.limit = limit or Limit()
         self.steps = [1, accum_steps]
 
@@ -467,11 +438,7 @@ RARE = ("a trained weight that is assigned", "dropout in the cell of an RNN")
     ("name", "kwargs"),
     [
         *[weekly(name, {}) if name in RARE else (name, {}) for name in LAYERS],
-        *[
-            weekly(name, {"gradient_cache": True})
-            for name in LAYERS
-            if LAYERS[name]
-        ],
+        *[weekly(x, {"gradient_cache": True}) for x in LAYERS if LAYERS[x]],
         weekly(STATES, {"run_eagerly": True}),
         weekly(STATES, {"steps_per_execution": 2}),
         slow(STATES, {"sync_batch_norm": True}),
@@ -499,21 +466,14 @@ def test_all_is_as_if_the_size_had_been_known(samples, name, kwargs):
             compiled(model, micro_batch_size=size, metrics=metrics, **kwargs)
         with warnings.catch_warnings(record=True) as caught:
             warnings.filterwarnings("always", message="Out of memory")
-            history = model.fit(
-                *samples,
-                batch_size=24,
-                epochs=2,
-                shuffle=False,
-                validation_split=1 / 3,
-                verbose=0,
-            ).history
+            how = {"epochs": 2, "validation_split": 1 / 3}
+            history = fit(model, *samples, batch_size=24, **how).history
         runs.append((model, history))
     (expected, logs), (model, found) = runs
     assert len(caught) == 2  # 12 and 6
     assert found.pop("micro_batch_size") == [6, 6]
     assert found == logs
-    for a, b in zip(model.variables, expected.variables, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert distance(model.variables, expected.variables) == 0
     assert updates(model) == updates(expected)
     assert model.micro_batch_size == "auto"
     assert model.current_micro_batch_size == 6
@@ -523,8 +483,10 @@ def test_all_is_as_if_the_size_had_been_known(samples, name, kwargs):
 
 
 def schedule(samples):
-    model = compiled(plain(AccumulatingModel), **AUTO)
-    model.fit(*samples, callbacks=[AccumStepsScheduler({0: 3})], verbose=0)
+    model = automatic()
+    model.fit(
+        *samples, callbacks=[accumodel.AccumStepsScheduler({0: 3})], verbose=0
+    )
 
 
 def accumulate(samples):
@@ -538,9 +500,7 @@ def accumulate(samples):
 
 
 DOORS = {
-    "compile": lambda _: compiled(
-        plain(AccumulatingModel), accum_steps=3, **AUTO
-    ),
+    "compile": lambda _: automatic(accum_steps=3),
     "AccumStepsScheduler": schedule,
     "GradientAccumulator": accumulate,
 }
@@ -558,7 +518,7 @@ def test_they_are_refused_when_they_are_set_and_nothing_changes(samples):
     x, y = samples
     reference = compiled(plain(keras.Model))
     keras.utils.set_random_seed(0)
-    model = compiled(plain(AccumulatingModel), **AUTO)
+    model = automatic()
     model.train_on_batch(x[:24], y[:24])
     with pytest.raises(ValueError, match="accum_steps=2"):
         model.accum_steps = 2
@@ -592,7 +552,7 @@ def test_what_it_cannot_be_used_with(samples):
             compiled(model, **AUTO)
     with pytest.raises(TypeError, match="'AUTO'"):
         compiled(plain(AccumulatingModel), micro_batch_size="AUTO")
-    model = compiled(plain(AccumulatingModel, Counter()), **AUTO)
+    model = automatic(Counter())
     with pytest.raises(ValueError, match="ResourceStridedSliceAssign"):
         model.train_on_batch(*samples)
 
@@ -627,15 +587,13 @@ for a, b in zip(*found, strict=True):
 def test_replicas_with_the_reduction_that_users_get():
     """In a process of its own: its collectives collide with other tests'."""
     folder = str(pathlib.Path(__file__).parent)
-    subprocess.run(
-        [sys.executable, "-c", DEFAULT_REDUCTION.format(folder=folder)],
-        check=True,
-        timeout=300,
-    )
+    program = DEFAULT_REDUCTION.format(folder=folder)
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, check=True, timeout=300)
 
 
 def test_what_is_found_is_not_saved(samples, tmp_path):
-    model = compiled(plain(AccumulatingModel), micro_batch_size="auto")
+    model = automatic()
     model.train_on_batch(*samples)
     assert model.current_micro_batch_size == 72
     model.save(tmp_path / "model.keras")

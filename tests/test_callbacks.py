@@ -6,10 +6,23 @@ import cases
 import keras
 import numpy as np
 import pytest
-from helpers import compiled, distance, make_model, train, weekly
+from helpers import (
+    chain,
+    compiled,
+    distance,
+    make_model,
+    plain_and,
+    train,
+    weekly,
+)
 
 import accumodel
 from accumodel import AccumStepsScheduler, AccumulatingModel
+
+
+def linear(optimizer="sgd", **kwargs):
+    model = chain(AccumulatingModel, (3,), keras.layers.Dense(1))
+    return compiled(model, optimizer, "mse", **kwargs)
 
 
 def test_the_schedule_sets_the_steps_of_each_epoch(data):
@@ -24,14 +37,8 @@ def test_the_schedule_sets_the_steps_of_each_epoch(data):
     for batch_size in (16, 32):
         reference.fit(*data, batch_size=batch_size, shuffle=False, verbose=0)
     model = compiled(make_model(), "adam")
-    logs = model.fit(
-        *data,
-        batch_size=8,
-        epochs=3,
-        shuffle=False,
-        verbose=0,
-        callbacks=[AccumStepsScheduler(schedule)],
-    )
+    how = {"epochs": 3, "callbacks": [AccumStepsScheduler(schedule)]}
+    logs = model.fit(*data, batch_size=8, shuffle=False, verbose=0, **how)
     assert seen == [(0, 1), (1, 1), (2, 2)]
     assert logs.history["accum_steps"] == [1, 2, 4]
     assert int(model.optimizer.iterations) == 13 + 7 + 4
@@ -50,17 +57,9 @@ def test_the_schedule_sets_the_steps_of_each_epoch(data):
 def test_a_dict_sets_the_steps_of_its_epochs_and_keeps_them(
     schedule, accum_steps, first, expected, data
 ):
-    model = make_model()
-    loss = "sparse_categorical_crossentropy"
-    model.compile("adam", loss, accum_steps=accum_steps)
-    logs = model.fit(
-        *data,
-        batch_size=8,
-        initial_epoch=first,
-        epochs=5,
-        verbose=0,
-        callbacks=[AccumStepsScheduler(schedule)],
-    )
+    model = compiled(make_model(), "adam", accum_steps=accum_steps)
+    how = {"epochs": 5, "callbacks": [AccumStepsScheduler(schedule)]}
+    logs = model.fit(*data, batch_size=8, initial_epoch=first, verbose=0, **how)
     assert logs.history["accum_steps"] == expected
 
 
@@ -97,11 +96,7 @@ def test_a_schedule_that_returns_no_step_count_is_refused(value, error, data):
         ({3: 2}, "update", [1, 2, 3, 5, 7, 9, 11, 13, 15]),
         # Batches of 4 samples.
         ({0: 1, 8: 2, 20: 4}, "sample", [1, 2, 4, 6, 10, 14]),
-        (
-            lambda count, steps: 1 + count // 12,
-            "sample",
-            [1, 2, 3, 5, 7, 10, 14],
-        ),
+        (lambda count, _: 1 + count // 12, "sample", [1, 2, 3, 5, 7, 10, 14]),
         (lambda count, steps: 2 * steps, "update", [2, 6, 14]),
     ],
 )
@@ -110,24 +105,18 @@ def test_a_ramp_counts_updates_or_samples(schedule, by, ends, fits):
     """In two epochs of 8 batches, in one `fit` or two; cycles are carried."""
     if ends == [2, 6, 14] and fits == 2:
         ends = [2, 6]  # a second `fit` asks for the next length at once
-    inputs = keras.Input((3,))
-    model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
-    model.compile("sgd", "mse", remainder="carry")
+    model = linear(remainder="carry")
     updates = [0]
     note = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: updates.append(
             int(model.optimizer.iterations)
         )
     )
+    how = {"batch_size": 4, "epochs": 2 // fits, "verbose": 0}
     for _ in range(fits):
-        logs = model.fit(
-            np.ones((32, 3)),
-            np.ones((32, 1)),
-            batch_size=4,
-            epochs=2 // fits,
-            callbacks=[AccumStepsScheduler(schedule, by=by), note],
-            verbose=0,
-        )
+        callbacks = [AccumStepsScheduler(schedule, by=by), note]
+        data = np.ones((32, 3)), np.ones((32, 1))
+        logs = model.fit(*data, callbacks=callbacks, **how)
     assert [*np.flatnonzero(np.diff(updates)) + 1] == ends
     assert logs.history["accum_steps"][-1] == model.accum_steps
 
@@ -183,18 +172,14 @@ def test_a_ramp_is_resumed_by_a_backup(schedule, by, is_first, tmp_path):
 
     def fit(*callbacks, folder="backup"):
         keras.utils.set_random_seed(0)
-        inputs = keras.Input((3,))
-        model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
-        model.compile("adam", "mse")
+        model = linear("adam")
         pair = [
             AccumStepsScheduler(schedule, by=by),
             keras.callbacks.BackupAndRestore(tmp_path / folder),
         ]
         callbacks = [*(pair if is_first else pair[::-1]), *callbacks]
-        model.fit(
-            x, y, batch_size=5, epochs=3, shuffle=False, verbose=0,
-            callbacks=callbacks,
-        )  # fmt: skip
+        how = {"batch_size": 5, "shuffle": False, "verbose": 0}
+        model.fit(x, y, epochs=3, callbacks=callbacks, **how)
         return model
 
     expected = fit(folder="other")
@@ -215,9 +200,7 @@ def test_a_ramp_that_cannot_see_each_batch_is_refused(data):
 
 
 def test_samples_of_batches_of_unknown_size_are_not_counted():
-    inputs = keras.Input((3,))
-    model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
-    model.compile("sgd", "mse")
+    model = linear()
     batches = ((np.ones((n, 3)), np.ones((n, 1))) for n in (2, 3))
     ramp = AccumStepsScheduler({0: 2}, by="sample")
     with pytest.raises(ValueError, match="of a fixed size, or use"):
@@ -285,11 +268,7 @@ def test_a_callback_may_change_the_weights_of_losses():
                 ]
 
     logs = []
-    for base, kwargs in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": 4}),
-    ):
-        keras.utils.set_random_seed(0)
+    for base, kwargs in plain_and({"micro_batch_size": 4}):
         inputs = keras.Input((3,))
         outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
         model = base(inputs, outputs)

@@ -24,18 +24,13 @@ OWN, CACHE, NORMALIZED, DROPOUT, _ = _check.PROBLEMS
 
 def mean_of_means(monkeypatch):
     """Each micro-batch weighs the same."""
-    monkeypatch.setattr(
-        LossWeights, "weight", lambda *_: tf.ones((), tf.float32)
-    )
+    monkeypatch.setattr(LossWeights, "weight", lambda *_: tf.ones(()))
 
 
 def dropped_cycle(monkeypatch):
     """The short last cycle is forgotten."""
-    monkeypatch.setattr(
-        accumodel.GradientAccumulator,
-        "apply",
-        accumodel.GradientAccumulator.reset,
-    )
+    made = accumodel.GradientAccumulator
+    monkeypatch.setattr(made, "apply", made.reset)
 
 
 def own_statistics(monkeypatch):
@@ -86,12 +81,9 @@ def test_arguments_are_read_before_tensorflow_is(argument, status, tmp_path):
     command = [sys.executable, "-m", "accumodel", *argument.split()]
     paths = [tmp_path, pathlib.Path(accumodel.__file__).parents[1]]
     path = os.pathsep.join(map(str, paths))
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )
+    how = {"capture_output": True, "text": True}
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=env, **how)
     assert done.returncode == status
     assert "--check" in done.stdout + done.stderr
 
@@ -145,11 +137,9 @@ def test_several_devices_are_compared_with_one(monkeypatch):
 
 def test_a_gpu_is_checked_in_the_precisions_that_it_has(monkeypatch):
     """By stand-ins for TensorFlow's functions of a GPU."""
-    monkeypatch.setattr(
-        tf.config.experimental,
-        "get_device_details",
-        lambda gpu: {"compute_capability": (7, 0)},
-    )
+    details = {"compute_capability": (7, 0)}
+    config = tf.config.experimental
+    monkeypatch.setattr(config, "get_device_details", lambda gpu: details)
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["a"])
     why = "cannot run: compute capability 7"
     assert list(_check.find_cases()) == [

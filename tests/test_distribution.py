@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    chain,
     check_case,
     compiled,
     datasets,
@@ -21,6 +22,7 @@ from helpers import (
     updates,
     weekly,
 )
+from keras import optimizers
 
 import accumodel
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -44,7 +46,7 @@ def squares(y_true, y_pred):
 
 CASES = {
     "AdamW, global_clipnorm": cases.Case(
-        optimizer=lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.01)
+        optimizer=lambda: optimizers.AdamW(0.01, global_clipnorm=0.01)
     ),
     "embedding": cases.Case(
         make=cases.embedding,
@@ -53,11 +55,10 @@ CASES = {
     ),
     "sum": cases.Case(
         loss=cases.sparse_crossentropy("sum"),
-        optimizer=lambda: keras.optimizers.SGD(0.003),
+        optimizer=lambda: optimizers.SGD(0.003),
     ),
     "function that returns a scalar, not a number of no samples": cases.Case(
-        make=cases.two_outputs,
-        data=cases.two_targets,
+        **cases.HEADS,
         loss=lambda: {"size": cases.squared_error_as_scalar},
     ),
     "scalar next to a regulariser": cases.Case(
@@ -68,7 +69,7 @@ CASES = {
         make=cases.with_summed_add_loss,
         data=cases.only_inputs,
         loss=lambda: None,
-        optimizer=lambda: keras.optimizers.SGD(0.003),
+        optimizer=lambda: optimizers.SGD(0.003),
     ),
     "unused variable": cases.Case(make=cases.with_unused_variable),
     "steps_per_execution": cases.Case(compile={"steps_per_execution": 3}),
@@ -85,10 +86,8 @@ if "MultiOptimizer" in cases.OPTIMIZERS:
 
 
 def with_l2(model_class):
-    inputs = keras.Input((None, 2))
-    return model_class(
-        inputs, keras.layers.Dense(1, kernel_regularizer="l2")(inputs)
-    )
+    layer = keras.layers.Dense(1, kernel_regularizer="l2")
+    return chain(model_class, (None, 2), layer)
 
 
 # What is fed is divided by the replicas as what is cut.
@@ -146,6 +145,12 @@ class LossOfKnownTokens(AccumulatingModel):
         return tf.reduce_sum(tf.cast(x > 0, tf.float32))
 
 
+def check_replicas(case, micro):
+    reference, _ = train_case(case, None, micro, accum_steps=4)
+    model, _ = train_case(case, None, micro, mirrored(2), accum_steps=4)
+    assert distance(model, reference) < 1e-6
+
+
 @pytest.mark.slow
 def test_a_custom_compute_loss_is_divided_by_the_replicas_as_in_keras():
     def data(samples, rng):
@@ -158,9 +163,7 @@ def test_a_custom_compute_loss_is_divided_by_the_replicas_as_in_keras():
         make=lambda cls: LossOfKnownTokens(), data=data, sizes=[[8] * 4]
     )
     _, micro = datasets(case)
-    reference, _ = train_case(case, None, micro, accum_steps=4)
-    model, _ = train_case(case, None, micro, mirrored(2), accum_steps=4)
-    assert distance(model, reference) < 1e-6
+    check_replicas(case, micro)
 
 
 class ScalarLoss(keras.losses.Loss):
@@ -179,19 +182,11 @@ class DividesItself(AccumulatingModel):
 @pytest.mark.weekly
 def test_a_loss_that_a_custom_compute_loss_calls_is_left_as_it_is():
     def make(model_class):
-        inputs = keras.Input((None, 2))
-        return DividesItself(inputs, keras.layers.Dense(1)(inputs))
+        return chain(DividesItself, (None, 2), keras.layers.Dense(1))
 
-    _, micro = datasets(
-        cases.Case(make=make, data=cases.points, sizes=cases.WHOLE)
-    )
+    _, micro = datasets(cases.Case(data=cases.points, sizes=cases.WHOLE))
     case = cases.Case(make=make, loss=lambda: None)
-    reference, _ = train_case(case, None, micro, accum_steps=4)
-    model, _ = train_case(case, None, micro, mirrored(2), accum_steps=4)
-    assert distance(model, reference) < 1e-6
-
-
-# -- what a single device does, several do, too ----------------------------
+    check_replicas(case, micro)
 
 
 def with_a_bad_sample(samples, rng):
@@ -245,10 +240,9 @@ def test_two_replicas_do_as_one_device_does(name):
 @pytest.mark.weekly
 def test_an_overflow_on_one_replica_skips_the_update_on_all():
     _, micro = datasets(cases.OVERFLOW)
-    model, _ = train_case(
-        cases.OVERFLOW, AccumulatingModel, micro, mirrored(2), accum_steps=4
-    )
-    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    args = cases.OVERFLOW, AccumulatingModel, micro, mirrored(2)
+    model, _ = train_case(*args, accum_steps=4)
+    assert isinstance(model.optimizer, optimizers.LossScaleOptimizer)
     iterations = model.optimizer.inner_optimizer.iterations
     for value in values_of_replicas(model, iterations):
         assert value == cases.EPOCHS * (len(cases.WHOLE) - 1)
@@ -261,9 +255,8 @@ def test_an_overflow_on_one_replica_skips_the_update_on_all():
 
 
 def values_of_replicas(model, variable):
-    values = model.distribute_strategy.experimental_local_results(
-        variable.value
-    )
+    strategy = model.distribute_strategy
+    values = strategy.experimental_local_results(variable.value)
     return [value.numpy() for value in values]
 
 
@@ -302,9 +295,8 @@ def test_a_batch_with_fewer_samples_than_replicas(kwargs):
     x, y = cases.classes(1, np.random.default_rng(0))
 
     def train(model_class, **kwargs):
-        inputs = keras.Input((cases.FEATURES,))
         layer = keras.layers.Dense(cases.CLASSES, kernel_regularizer="l2")
-        model = model_class(inputs, layer(inputs))
+        model = chain(model_class, (cases.FEATURES,), layer)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("sgd", loss, **kwargs)
         model.train_on_batch(x, y)
@@ -326,10 +318,8 @@ def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
 
     def make(replicas):
         with mirrored(replicas).scope():
-            model = compiled(
-                make_model(AccumulatingModel, cases.dense), "sgd", accum_steps=3
-            )
-        return model
+            model = make_model(AccumulatingModel, cases.dense)
+            return compiled(model, "sgd", accum_steps=3)
 
     reference = compiled(make_model(keras.Model, cases.dense), "sgd")
     reference.train_on_batch(x, y)
@@ -345,26 +335,20 @@ def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
     assert distance(model, reference) < 1e-6
 
 
-# -- the reductions --------------------------------------------------------
-
-
 def test_a_cycle_makes_one_reduction_and_at_its_end():
     reduction = CountingReduction()
     with mirrored(2, reduction).scope():
         model = make_model(AccumulatingModel, cases.dense)
         model.compile("adam", "sparse_categorical_crossentropy", accum_steps=4)
     executed = []
-    at_batch_end = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: executed.append(
-            int(reduction.executed.numpy())
-        )
-    )
+
+    def note(batch, logs):
+        executed.append(int(reduction.executed.numpy()))
+
+    at_batch_end = keras.callbacks.LambdaCallback(on_train_batch_end=note)
     x, y = cases.classes(64, np.random.default_rng(0))
     model.fit(x, y, batch_size=8, callbacks=[at_batch_end], verbose=0)
     assert np.diff(executed, prepend=0).tolist() == [0, 0, 0, 1, 0, 0, 0, 1]
-
-
-# -- strategies, and where an accumulator belongs ----------------------------
 
 
 @pytest.mark.parametrize(
@@ -417,9 +401,7 @@ def test_an_accumulator_by_itself_under_strategy_run():
     def run(strategy, optimizer):
         with strategy.scope():
             variable = keras.Variable([0.5], name="variable")
-            accumulator = GradientAccumulator(
-                optimizer(), [variable], accum_steps=3
-            )
+            accumulator = GradientAccumulator(optimizer(), [variable], 3)
 
         @tf.function
         def step(x):
@@ -428,20 +410,17 @@ def test_an_accumulator_by_itself_under_strategy_run():
             gradients = tape.gradient(loss, [variable.value])
             accumulator.accumulate(gradients, weight=tf.size(x))
 
-        def end():
-            accumulator.apply()
-
         batches = tf.data.Dataset.from_tensor_slices(values).batch(4)
         for x in strategy.experimental_distribute_dataset(batches):
             strategy.run(step, args=(x,))
         assert accumulator.pending_steps == 1
-        strategy.run(tf.function(end))
+        strategy.run(tf.function(lambda: accumulator.apply()))
         assert accumulator.pending_steps == 0
         return keras.ops.convert_to_numpy(variable)
 
     for optimizer in (
-        lambda: keras.optimizers.SGD(0.5, clipnorm=0.1),
-        lambda: keras.optimizers.Adam(0.1),
+        lambda: optimizers.SGD(0.5, clipnorm=0.1),
+        lambda: optimizers.Adam(0.1),
     ):
         expected = run(tf.distribute.get_strategy(), optimizer)
         np.testing.assert_allclose(run(mirrored(2), optimizer), expected, 1e-6)
@@ -450,22 +429,20 @@ def test_an_accumulator_by_itself_under_strategy_run():
 def test_an_accumulator_belongs_to_the_strategy_of_its_scope():
     strategy = mirrored(2)
     variable = keras.Variable([0.5])
-    outside = GradientAccumulator(keras.optimizers.SGD(), [variable])
+    outside = GradientAccumulator(optimizers.SGD(), [variable])
     match = "call `accumulate` in what `strategy.run\\(\\)` runs. Received: "
     with pytest.raises(ValueError, match=match):
         strategy.run(lambda: outside.accumulate([tf.ones(1)]))
     with strategy.scope():
         variable = keras.Variable([0.5])
-        inside = GradientAccumulator(keras.optimizers.SGD(), [variable])
+        inside = GradientAccumulator(optimizers.SGD(), [variable])
         with pytest.raises(ValueError, match=match):
             inside.accumulate([tf.ones(1)])
     with pytest.raises(ValueError, match=match):
         inside.accumulate([tf.ones(1)])
     assert inside.pending_steps == 0
     with pytest.raises(ValueError, match=r"`strategy.scope\(\)`, before"):
-        strategy.run(
-            lambda: GradientAccumulator(keras.optimizers.SGD(), [variable])
-        )
+        strategy.run(lambda: GradientAccumulator(optimizers.SGD(), [variable]))
 
 
 @pytest.mark.table
@@ -502,10 +479,8 @@ def test_one_replica_is_as_no_strategy(kwargs, built):
     one = mirrored(1)
     distributed = one.experimental_distribute_dataset(batches, options)
     models = []
-    for strategy, data in (
-        (tf.distribute.get_strategy(), batches),
-        (one, distributed),
-    ):
+    none = tf.distribute.get_strategy()
+    for strategy, data in ((none, batches), (one, distributed)):
         keras.utils.set_random_seed(0)
         with strategy.scope():
             model = cases.dense(AccumulatingModel) if built else Unbuilt()
@@ -516,9 +491,6 @@ def test_one_replica_is_as_no_strategy(kwargs, built):
     assert distance(*models) < 1e-6
 
 
-# -- replicas that do not add the same -----------------------------------------
-
-
 def test_a_replica_that_leaves_all_out_adds_nothing_of_the_cycle_before():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(32, 4)), rng.normal(size=(32, 1))
@@ -527,19 +499,15 @@ def test_a_replica_that_leaves_all_out_adds_nothing_of_the_cycle_before():
 
     def make(base):
         keras.utils.set_random_seed(0)
-        inputs = keras.Input((4,))
-        return base(inputs, keras.layers.Dense(1)(inputs))
+        return chain(base, (4,), keras.layers.Dense(1))
 
-    plain = compiled(make(keras.Model), keras.optimizers.SGD(0.1), "mse")
+    plain = compiled(make(keras.Model), optimizers.SGD(0.1), "mse")
     plain.train_on_batch(x, y)
     plain.train_on_batch(x[:16], y[:16])
     with mirrored(2).scope():
         model = make(AccumulatingModel)
         model.compile(
-            keras.optimizers.SGD(0.1),
-            "mse",
-            micro_batch_size=4,
-            skip_nonfinite=True,
+            optimizers.SGD(0.1), "mse", micro_batch_size=4, skip_nonfinite=True
         )
     model.train_on_batch(x, y)
     model.train_on_batch(bad, y)
@@ -578,21 +546,19 @@ def test_replicas_that_normalize_together_weigh_as_one_device(kwargs, what):
 
     def make(base, **kwargs):
         keras.utils.set_random_seed(0)
-        inputs = keras.Input((4,))
-        x = keras.layers.Dense(5, "tanh")(inputs)
-        x = keras.layers.BatchNormalization(synchronized=True)(x)
-        model = base(inputs, keras.layers.Dense(2)(x))
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        first, last = keras.layers.Dense(5, "tanh"), keras.layers.Dense(2)
+        model = chain(base, (4,), first, norm, last)
         loss = keras.losses.MeanSquaredError("mean_with_sample_weight")
-        model.compile(keras.optimizers.SGD(0.1), loss, **kwargs)
+        model.compile(optimizers.SGD(0.1), loss, **kwargs)
         return model
 
     models = [make(keras.Model)]
     with mirrored(2).scope():
         models.append(make(AccumulatingModel, **kwargs))
+    how = {"batch_size": 8, "epochs": 2, "verbose": 0}
     for model in models:
-        model.fit(
-            x, y, batch_size=8, epochs=2, sample_weight=weights, verbose=0
-        )
+        model.fit(x, y, sample_weight=weights, **how)
     assert distance(*models) < 1e-6
 
 
@@ -600,20 +566,13 @@ def test_sums_are_on_the_devices_of_their_variables():
     with tf.device("CPU:1"):
         layer = keras.layers.Dense(4)
         layer.build((None, cases.FEATURES))
-    inputs = keras.Input((cases.FEATURES,))
-    model = AccumulatingModel(inputs, keras.layers.Dense(1)(layer(inputs)))
+    parts = layer, keras.layers.Dense(1)
+    model = chain(AccumulatingModel, (cases.FEATURES,), *parts)
     model.compile("adam", "mse", accum_steps=2)
     model.fit(cases.features(), np.ones((24, 1)), batch_size=4, verbose=0)
-    for variable, total in zip(
-        model.trainable_variables,
-        model._gradient_accumulator._sums,
-        strict=True,
-    ):
-        assert total.device == variable.value.device
-    assert {each.device[-5:] for each in model._gradient_accumulator._sums} == {
-        "CPU:0",
-        "CPU:1",
-    }
+    devices = [each.device for each in model._gradient_accumulator._sums]
+    assert devices == [each.value.device for each in model.trainable_variables]
+    assert {each[-5:] for each in devices} == {"CPU:0", "CPU:1"}
 
 
 class AddsToItsOwn(AccumulatingModel):

@@ -15,17 +15,21 @@ import pytest
 import tensorflow as tf
 from helpers import (
     Batches,
+    chain,
     check_case,
     check_logs,
     compiled,
     datasets,
     distance,
+    fit,
     names,
+    plain_and,
     train_case,
     weekly,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from keras import optimizers
 
 from accumodel import AccumulatingModel
 
@@ -78,11 +82,9 @@ def test_every_argument_that_all_optimizers_have(arguments):
 
 
 SCHEDULES = {
-    "cosine": lambda: keras.optimizers.schedules.CosineDecay(0.3, 9),
-    "exponential": lambda: keras.optimizers.schedules.ExponentialDecay(
-        0.3, 2, 0.5
-    ),
-    "piecewise": lambda: keras.optimizers.schedules.PiecewiseConstantDecay(
+    "cosine": lambda: optimizers.schedules.CosineDecay(0.3, 9),
+    "exponential": lambda: optimizers.schedules.ExponentialDecay(0.3, 2, 0.5),
+    "piecewise": lambda: optimizers.schedules.PiecewiseConstantDecay(
         [2, 5], [0.3, 0.1, 0.01]
     ),
 }
@@ -92,13 +94,19 @@ SCHEDULES = {
     "name", names(SCHEDULES, rare=("exponential", "piecewise"))
 )
 def test_schedules_count_updates(name):
-    case = cases.Case(optimizer=lambda: keras.optimizers.SGD(SCHEDULES[name]()))
+    case = cases.Case(optimizer=lambda: optimizers.SGD(SCHEDULES[name]()))
     check_case(case, ways=["fed"])
 
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 # A sum is as large as its batch.
-SMALL_STEPS = {"sum": lambda: keras.optimizers.SGD(0.003)}
+SMALL_STEPS = {"sum": lambda: optimizers.SGD(0.003)}
+
+
+def two_losses():
+    return ["sparse_categorical_crossentropy"] * 2
+
+
 CASES = {
     # Losses, weights, masks.
     **{
@@ -123,71 +131,60 @@ CASES = {
     "no reduction": cases.Case(
         loss=cases.sparse_crossentropy("none"), optimizer=SMALL_STEPS["sum"]
     ),
-    "masking layer": cases.Case(
-        make=cases.masking, data=cases.points, loss=lambda: "mse"
-    ),
+    "masking layer": cases.Case(**cases.POINTS, loss=lambda: "mse"),
     "ignore_class": cases.Case(
         make=cases.masked_without_lstm,
         data=cases.tokens_with_ignored_classes,
         loss=cases.sparse_crossentropy("sum_over_batch_size", ignore_class=-1),
     ),
     "ignore_class under a mask": cases.Case(
-        make=cases.masked_without_lstm,
-        data=cases.tokens,
+        **cases.TAGS,
         loss=cases.sparse_crossentropy("sum_over_batch_size", ignore_class=0),
     ),
     "class_weight": cases.Case(fit={"class_weight": {0: 0.2, 1: 3.0, 2: 0.0}}),
     "function by sample": cases.Case(
-        make=cases.masking,
-        data=cases.points,
+        **cases.POINTS,
         loss=lambda: cases.squared_error_by_sample,
     ),
     "function that returns a scalar": cases.Case(
-        make=cases.two_outputs,
-        data=cases.two_targets,
+        **cases.HEADS,
         loss=lambda: {"size": cases.squared_error_as_scalar},
     ),
     "function that returns one element": cases.Case(
-        make=cases.two_outputs,
-        data=cases.two_targets,
+        **cases.HEADS,
         loss=lambda: {"size": cases.squared_error_as_one_element},
     ),
     "function that returns a Python number": cases.Case(
-        make=cases.two_outputs,
-        data=cases.two_targets,
+        **cases.HEADS,
         loss=lambda: {"kind": lambda y, p: 0, "size": "mse"},
     ),
     "loss that calls another one, under a mask": cases.Case(
-        make=cases.masked_without_lstm,
-        data=cases.tokens,
+        **cases.TAGS,
         loss=lambda: cases.Twice(),
     ),
     "loss that combines others, under a mask": cases.Case(
-        make=cases.masked_without_lstm,
-        data=cases.tokens,
+        **cases.TAGS,
         loss=lambda: cases.Combined(),
     ),
     # Several outputs.
     "an output whose loss weighs nothing": cases.Case(
         make=cases.masked_and_not,
         data=cases.tokens_for_two,
-        loss=lambda: ["sparse_categorical_crossentropy"] * 2,
+        loss=two_losses,
         compile={"loss_weights": [1.0, 0]},
     ),
     "dict of outputs": cases.Case(
-        make=cases.two_outputs,
-        data=cases.two_targets,
-        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+        **cases.HEADS,
+        loss=lambda: cases.BOTH_LOSSES,
         compile={"loss_weights": {"kind": 2.0, "size": 0.3}},
     ),
     "outputs under one mask": cases.Case(
         make=cases.two_masked_outputs,
         data=cases.tokens_for_two,
-        loss=lambda: ["sparse_categorical_crossentropy"] * 2,
+        loss=two_losses,
     ),
     "one of two outputs has a loss": cases.Case(
-        make=cases.two_outputs,
-        data=cases.two_targets,
+        **cases.HEADS,
         loss=lambda: {"size": "mse"},
     ),
     # Losses that are not compiled, and regularisers.
@@ -227,7 +224,7 @@ CASES = {
     "sparse gradients, clipped": cases.Case(
         make=cases.embedding,
         data=cases.tokens,
-        optimizer=lambda: keras.optimizers.SGD(0.3, global_clipnorm=0.01),
+        optimizer=lambda: optimizers.SGD(0.3, global_clipnorm=0.01),
     ),
     "frozen layer": cases.Case(make=cases.with_frozen_layer),
     "unused variable": cases.Case(make=cases.with_unused_variable),
@@ -239,8 +236,7 @@ CASES = {
         make=cases.two_input_model, data=cases.two_inputs
     ),
     "float64, to its own rounding": cases.Case(
-        make=cases.masking,
-        data=cases.points,
+        **cases.POINTS,
         loss=lambda: "mse",
         optimizer=cases.OPTIMIZERS["AdamW"],
         policy="float64",
@@ -318,9 +314,6 @@ def test_every_case_that_users_meet(name):
     check_case(CASES[name], ways=["cut", *["fed"] * (name in FED_TOO)])
 
 
-# -- precision -------------------------------------------------------------
-
-
 @pytest.mark.table
 @pytest.mark.parametrize(
     "policy",
@@ -348,7 +341,7 @@ def test_an_overflow_in_a_cycle_skips_its_update_and_lowers_the_scale_once():
         cases.OVERFLOW, AccumulatingModel, big, micro_batch_size=8
     )
     for each in (reference, fed, cut):
-        assert isinstance(each.optimizer, keras.optimizers.LossScaleOptimizer)
+        assert isinstance(each.optimizer, optimizers.LossScaleOptimizer)
         updates = each.optimizer.inner_optimizer.iterations
         assert int(updates) == cases.EPOCHS * (len(cases.WHOLE) - 1)
         assert float(each.optimizer.dynamic_scale) == 2.0 ** (15 - cases.EPOCHS)
@@ -359,13 +352,9 @@ def test_an_overflow_in_a_cycle_skips_its_update_and_lowers_the_scale_once():
 def test_a_weight_makes_no_float16_loss_overflow():
     # 16 x 8192 elements: more than float16 can count, and so can their weight.
     inputs = keras.Input((8,), dtype="float16")
-    outputs = keras.layers.Dense(8192, dtype="float16")(inputs)
-    model = AccumulatingModel(inputs, outputs)
-    model.compile(
-        keras.optimizers.SGD(0.1),
-        lambda y_true, y_pred: (y_true - y_pred) ** 2,
-        accum_steps=3,
-    )
+    layer = keras.layers.Dense(8192, dtype="float16")
+    model = chain(AccumulatingModel, inputs, layer)
+    model.compile(optimizers.SGD(0.1), lambda y, p: (y - p) ** 2, accum_steps=3)
     x = np.full((16, 8), 0.01, "float16")
     before = model.get_weights()[0]
     for _ in range(3):
@@ -376,55 +365,42 @@ def test_a_weight_makes_no_float16_loss_overflow():
     assert (before != after).any()
 
 
-# -- feeding ---------------------------------------------------------------
+SKIP = {"skip_nonfinite": True}
 
 
-def arrays(x, y, batch_size):
-    return {"x": x, "y": y, "batch_size": batch_size, "shuffle": False}
+def tf_data(x, y, size):
+    return {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(size)}
 
 
-def tf_data(x, y, batch_size):
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
-    return {"x": dataset, "shuffle": False}
-
-
-def unknown_length(x, y, batch_size):
+def unknown_length(x, y, size):
     """Each epoch ends with a run without data, whose shapes are known."""
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
-    dataset = dataset.batch(batch_size, drop_remainder=True)
-    return {"x": dataset.filter(lambda *_: True), "shuffle": False}
+    dataset = dataset.batch(size, drop_remainder=True)
+    return {"x": dataset.filter(lambda *_: True)}
 
 
-def endless(x, y, batch_size):
-    steps = -(-len(x) // batch_size)
-    arguments = tf_data(x, y, batch_size)
-    arguments["x"] = arguments["x"].repeat()
-    return {**arguments, "steps_per_epoch": steps}
+def endless(x, y, size):
+    dataset = tf_data(x, y, size)["x"].repeat()
+    return {"x": dataset, "steps_per_epoch": -(-len(x) // size)}
 
 
-def generator(x, y, batch_size):
-    parts = Batches(x, y, batch_size).parts
-    return {
-        "x": (part for part in itertools.cycle(parts)),
-        "steps_per_epoch": len(parts),
-        "shuffle": False,
-    }
+def generator(x, y, size):
+    parts = Batches(x, y, size).parts
+    x = (part for part in itertools.cycle(parts))
+    return {"x": x, "steps_per_epoch": len(parts)}
 
 
-def py_dataset(x, y, batch_size):
-    return {"x": Batches(x, y, batch_size), "shuffle": False}
+def py_dataset(x, y, size):
+    return {"x": Batches(x, y, size)}
 
 
-def validation_split(x, y, batch_size):
-    return {**arrays(x, y, batch_size), "validation_split": 0.25}
+def validation_split(x, y, size):
+    return {"x": x, "y": y, "batch_size": size, "validation_split": 0.25}
 
 
-def validation_data(x, y, batch_size):
-    return {
-        **arrays(x, y, batch_size),
-        "validation_data": (x[:30], y[:30]),
-        "validation_batch_size": 30,
-    }
+def validation_data(x, y, size):
+    data = {"validation_data": (x[:30], y[:30]), "validation_batch_size": 30}
+    return {"x": x, "y": y, "batch_size": size, **data}
 
 
 @pytest.mark.table
@@ -450,16 +426,12 @@ def test_every_way_to_feed(feed, steps_per_execution):
         (keras.Model, 32, {}),
         (AccumulatingModel, 8, {"accum_steps": 4}),
         # `skip_nonfinite`, to run the loop for a run without data, too.
-        (
-            AccumulatingModel,
-            32,
-            {"micro_batch_size": 5, "skip_nonfinite": True},
-        ),
+        (AccumulatingModel, 32, {"micro_batch_size": 5} | SKIP),
     ):
         keras.utils.set_random_seed(0)
         model = compiled(
             cases.dense(model_class),
-            keras.optimizers.Adam(0.01),
+            optimizers.Adam(0.01),
             steps_per_execution=steps_per_execution,
             **kwargs,
         )
@@ -468,8 +440,7 @@ def test_every_way_to_feed(feed, steps_per_execution):
             arguments = tf_data(x[:96], y[:96], batch_size)
         else:
             arguments = feed(x, y, batch_size)
-        history = model.fit(epochs=3, verbose=0, **arguments)
-        results.append((model, history.history))
+        results.append((model, fit(model, epochs=3, **arguments).history))
     (reference, expected), (fed, logs), (cut, cut_logs) = results
     for model in (fed, cut):
         assert distance(model, reference) < 1e-6
@@ -483,24 +454,15 @@ def test_micro_batches_padded_to_different_lengths():
     x, y = cases.tokens(32, np.random.default_rng(0))
     x[:8, 3:] = 0
     x[8:16, 2:] = 0
-    keras.utils.set_random_seed(0)
-    reference = compiled(
-        cases.recurrent(keras.Model), keras.optimizers.SGD(0.3)
+    reference, model = (
+        compiled(cases.recurrent(base), optimizers.SGD(0.3), **kwargs)
+        for base, kwargs in plain_and({"accum_steps": 4})
     )
     reference.train_on_batch(x, y)
-    keras.utils.set_random_seed(0)
-    model = compiled(
-        cases.recurrent(AccumulatingModel),
-        keras.optimizers.SGD(0.3),
-        accum_steps=4,
-    )
     for begin, length in ((0, 3), (8, 2), (16, 5), (24, 5)):
         part = slice(begin, begin + 8)
         model.train_on_batch(x[part, :length], y[part, :length])
     assert distance(model, reference) < 1e-6
-
-
-# -- what cannot be exact --------------------------------------------------
 
 
 def test_a_sum_next_to_a_mean_is_refused():
@@ -519,8 +481,6 @@ def test_a_sum_next_to_a_mean_is_refused():
         model.fit(x, y, batch_size=8, verbose=0)
     assert distance(model, before) == 0
 
-
-# -- the property ----------------------------------------------------------
 
 PROPERTY_LOSSES = {
     "classes": st.sampled_from(REDUCTIONS).map(

@@ -10,7 +10,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import as_dataset, compiled, distance, names, weekly
+from helpers import as_dataset, chain, compiled, distance, fit, names, weekly
+from keras import layers
 
 import accumodel
 from benchmarks.workers import run_workers
@@ -24,24 +25,29 @@ from examples import (
 ROOT = pathlib.Path(__file__).parent.parent
 
 
+def run_program(folder, *command):
+    """Returns what a program prints, which may write to a folder."""
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        timeout=900,  # two minutes, where nothing else runs
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+
+
 @pytest.mark.weekly
 def test_the_demonstration_trains_where_plain_keras_runs_out_of_memory(
     tmp_path,
 ):
     picture = tmp_path / "demonstration.svg"
     program = ROOT / "examples" / "demonstration.py"
-    run = subprocess.run(
-        [sys.executable, program, "--epochs=1", "--plot", picture],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        timeout=300,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    output = run_program(tmp_path, program, "--epochs=1", "--plot", picture)
     rows = {
         cells[0]: cells[1:]
-        for line in run.stdout.splitlines()
+        for line in output.splitlines()
         if len(cells := re.split("  +", line.strip())) > 2
     }
     assert rows["plain Keras"] == ["out of", "memory"]
@@ -59,16 +65,8 @@ def test_the_example_of_large_batches_ends_with_the_weights_of_the_large_one(
     tmp_path,
 ):
     program = ROOT / "examples" / "large_batches.py"
-    run = subprocess.run(
-        [sys.executable, program],
-        env={**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        timeout=300,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    picture, large, own, ours, _ = run.stdout.splitlines()
+    output = run_program(tmp_path, program)
+    picture, large, own, ours, _ = output.splitlines()
     assert (tmp_path / picture.split()[-1].rstrip(".")).exists()
     accuracies = [line.split()[-6] for line in (large, ours)]
     assert accuracies[0] == accuracies[1]
@@ -92,10 +90,7 @@ def test_multi_worker_resumes_and_ends_with_the_weights_of_the_large_batch(
         next(iter(data))  # Keras looks at a batch first, on several workers
         model.fit(data, epochs=2, shuffle=False, verbose=0)
     trained = keras.models.load_model(tmp_path / "model.keras")
-    for weight, desired in zip(
-        trained.get_weights(), model.get_weights(), strict=True
-    ):
-        np.testing.assert_allclose(weight, desired, rtol=0, atol=1e-6)
+    assert distance(trained, model) <= 1e-6
 
 
 @pytest.mark.weekly
@@ -104,17 +99,11 @@ def test_recalibrated_statistics_are_those_of_all_that_is_not_masked():
     x = rng.normal(3.0, 2.0, (100, 6, 4)).astype("float32")
     kept = np.arange(6) < rng.integers(1, 7, (100, 1))
     x[~kept] = 0.0
-    norms = [keras.layers.BatchNormalization() for _ in range(3)]
+    norms = [layers.BatchNormalization() for _ in range(3)]
     norms[1].trainable = False
-    dense = keras.layers.Dense(3, activation="tanh")
+    dense = layers.Dense(3, activation="tanh")
     model = keras.Sequential(
-        [
-            keras.Input((6, 4)),
-            keras.layers.Masking(),
-            norms[0],
-            dense,
-            *norms[1:],
-        ]
+        [keras.Input((6, 4)), layers.Masking(), norms[0], dense, *norms[1:]]
     )
     cut = np.split(x, [1, 3, 53])
     recalibrate_batch_norm.recalibrate_batch_norm(model, cut)
@@ -141,9 +130,6 @@ def test_the_program_prints_accuracies_before_and_after(capsys):
     assert len(rows) == 2
 
 
-# -- the noise scale -----------------------------------------------------------
-
-
 def population(samples):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(samples, 5)).astype("float32")
@@ -152,9 +138,8 @@ def population(samples):
 
 
 def linear(base=noise_scale.NoiseScaleModel, rate=0.0, **kwargs):
-    inputs = keras.Input((5,))
-    layer = keras.layers.Dense(1, kernel_initializer="zeros", use_bias=False)
-    model = base(inputs, layer(inputs))
+    layer = layers.Dense(1, kernel_initializer="zeros", use_bias=False)
+    model = chain(base, (5,), layer)
     model.compile(keras.optimizers.SGD(rate), "mse", **kwargs)
     return model
 
@@ -191,12 +176,8 @@ def test_the_noise_is_that_of_the_gradients_of_the_micro_batches(way):
     kwargs, fed, sizes = SAME[way]
     x, y = population(sum(sizes))
     model = linear(verify=True, **kwargs)
-    history = model.fit(
-        as_dataset((x, y), fed),
-        shuffle=False,
-        callbacks=[noise_scale.NoiseScale()],
-        verbose=0,
-    ).history
+    callbacks = [noise_scale.NoiseScale()]
+    history = fit(model, as_dataset((x, y), fed), callbacks=callbacks).history
     expected = by_hand(-2 * x * y, sizes)  # of weights of zero
     np.testing.assert_allclose(averages(model), expected, rtol=1e-5)
     assert np.isnan(history["noise_scale"][0])  # of a single update
@@ -207,7 +188,7 @@ def test_rows_that_are_repeated_are_added_first():
     ids = np.array([[0, 0, 1], [2, 0, 1], [1, 1, 1], [0, 2, 2]])
     y = np.arange(4.0)[:, None]
     inputs = keras.Input((3,), dtype="int32")
-    layer = keras.layers.Embedding(3, 1, embeddings_initializer="zeros")
+    layer = layers.Embedding(3, 1, embeddings_initializer="zeros")
     outputs = keras.ops.sum(layer(inputs), axis=1)
     model = noise_scale.NoiseScaleModel(inputs, outputs)
     model.compile(keras.optimizers.SGD(0.0), "mse", micro_batch_size=1)
@@ -250,8 +231,8 @@ def test_it_changes_no_weight_and_gives_advice(capsys):
     for base in (noise_scale.NoiseScaleModel, accumodel.AccumulatingModel):
         models.append(linear(base, 0.001, accum_steps=4))
         callbacks = [] if models[1:] else [callback]
-        fit = {"shuffle": False, "callbacks": callbacks, "verbose": 0}
-        history = models[-1].fit(x, y, batch_size=8, **fit).history
+        how = {"batch_size": 8, "callbacks": callbacks}
+        history = fit(models[-1], x, y, **how).history
         if callbacks:
             value = history["noise_scale"][0]
             assert history["noise_scale_low"][0] < value
@@ -274,8 +255,6 @@ def test_pure_noise_has_no_noise_scale():
     assert np.isnan(logs.history["noise_scale_low"][0])
 
 
-# -- the head in chunks --------------------------------------------------------
-
 # What differs from a plain training in batches of 10: the policy, the model,
 # the data, `fit` and `compile`.
 HEADS = {
@@ -294,6 +273,12 @@ HEADS = {
     "eager": {"micro_batch_size": 5, "run_eagerly": True},
     "gradient_cache": {"micro_batch_size": 3, "gradient_cache": True},
 }
+
+
+def of_logits():
+    return keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="mean_with_sample_weight"
+    )
 
 
 def train_head(
@@ -318,10 +303,10 @@ def train_head(
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(policy)
     inputs = keras.Input((7,), dtype="int32")
-    words = keras.layers.ReversibleEmbedding(50, 8, mask_zero=mask)
-    hidden = keras.layers.Dropout(dropout)(words(inputs))
-    hidden = keras.layers.Dense(8, "tanh")(hidden)
-    head = keras.layers.Dense(50, kernel_regularizer="l2")
+    words = layers.ReversibleEmbedding(50, 8, mask_zero=mask)
+    hidden = layers.Dropout(dropout)(words(inputs))
+    hidden = layers.Dense(8, "tanh")(hidden)
+    head = layers.Dense(50, kernel_regularizer="l2")
     head.build(hidden.shape)
     keras.config.set_dtype_policy("float32")
     if is_chunked:
@@ -331,24 +316,11 @@ def train_head(
     else:
         outputs = words(hidden, reverse=True) if tied else head(hidden)
         model = keras.Model(inputs, outputs)
-        kwargs = {
-            "loss": keras.losses.SparseCategoricalCrossentropy(
-                from_logits=True, reduction="mean_with_sample_weight"
-            ),
-            "weighted_metrics": ["accuracy"],
-        }
+        kwargs = {"loss": of_logits(), "weighted_metrics": ["accuracy"]}
         batch_size = 10
     model.compile(keras.optimizers.SGD(0.5), **kwargs)
-    logs = model.fit(
-        x,
-        y,
-        batch_size,
-        epochs=2,
-        sample_weight=weights,
-        validation_data=(x[:9], y[:9]),
-        shuffle=False,
-        verbose=0,
-    ).history
+    how = {"epochs": 2, "validation_data": (x[:9], y[:9])}
+    logs = fit(model, x, y, batch_size, sample_weight=weights, **how).history
     return logs, model.get_weights()
 
 
@@ -370,8 +342,8 @@ def test_a_causal_model_of_keras_hub_trains_with_its_head_in_chunks():
     tokens = np.random.default_rng(0).integers(50, size=(12, 8))
     kept = np.arange(7) < np.arange(1, 13)[:, None]
     x = {"token_ids": tokens[:, :-1], "padding_mask": kept}
-    fit = {"y": tokens[:, 1:], "sample_weight": kept.astype("float32")}
-    fit |= {"batch_size": 12, "epochs": 2, "shuffle": False, "verbose": 0}
+    how = {"y": tokens[:, 1:], "sample_weight": kept.astype("float32")}
+    how |= {"batch_size": 12, "epochs": 2, "shuffle": False, "verbose": 0}
 
     def make_task():
         keras.utils.set_random_seed(0)
@@ -380,12 +352,8 @@ def test_a_causal_model_of_keras_hub_trains_with_its_head_in_chunks():
         )
 
     reference = make_task()
-    loss = keras.losses.SparseCategoricalCrossentropy(
-        from_logits=True, reduction="mean_with_sample_weight"
-    )
-    reference.compile(keras.optimizers.SGD(0.5), loss)
-    expected = reference.fit(x, **fit).history
-
+    reference.compile(keras.optimizers.SGD(0.5), of_logits())
+    expected = reference.fit(x, **how).history
     task = make_task()
     model = chunked_head.ChunkedHeadModel(
         task.backbone.input,
@@ -394,24 +362,16 @@ def test_a_causal_model_of_keras_hub_trains_with_its_head_in_chunks():
         chunk=5,
     )
     model.compile(keras.optimizers.SGD(0.5), micro_batch_size=5)
-    logs = model.fit(x, **fit).history
+    logs = model.fit(x, **how).history
     assert distance(task, reference) < 1e-6
     np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
 
 
 @pytest.mark.weekly
 def test_chunks_of_the_head_take_less_than_half_of_the_memory(tmp_path):
-    run = subprocess.run(
-        [sys.executable, chunked_head.__file__, "--plot=chunks.svg"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        timeout=900,  # two minutes, where nothing else runs
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    _, logs, _, same_logs, difference, saved = run.stdout.splitlines()
-    whole, chunks = map(int, re.findall(r"(\d+) MB", run.stdout))
+    output = run_program(tmp_path, chunked_head.__file__, "--plot=chunks.svg")
+    _, logs, _, same_logs, difference, saved = output.splitlines()
+    whole, chunks = map(int, re.findall(r"(\d+) MB", output))
     assert 2 * chunks < whole
     assert logs == same_logs
     assert float(difference.split()[-1].rstrip(".")) < 1e-4

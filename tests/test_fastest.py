@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import FEATURES, classes
-from helpers import as_dataset, compiled, distance, mirrored, updates
+from helpers import (
+    as_dataset,
+    chain,
+    compiled,
+    distance,
+    mirrored,
+    softmax,
+    updates,
+)
 from test_auto import LARGE, Limit, plain
 
 from accumodel import AccumulatingModel
@@ -54,18 +62,9 @@ def dense(rows, features=FEATURES):
 
 def train(model, data, batch_size=32, batches=128, **kwargs):
     """Trains on that many batches."""
-    x, y = data
-    return model.fit(
-        x,
-        y,
-        batch_size=batch_size,
-        epochs=batches // -(-len(x) // batch_size),
-        shuffle=False,
-        **{"verbose": 0, **kwargs},
-    ).history
-
-
-# -- what it finds -------------------------------------------------------------
+    epochs = batches // -(-len(data[0]) // batch_size)
+    kwargs = {"shuffle": False, "verbose": 0, **kwargs}
+    return model.fit(*data, batch_size, epochs, **kwargs).history
 
 
 def test_the_size_with_the_least_time_is_found(clock, capsys):
@@ -136,9 +135,6 @@ def test_evaluation_does_not_search(clock):
     assert clock.sizes == SEARCH + [8] * (128 - len(SEARCH))
 
 
-# -- when it searches again ----------------------------------------------------
-
-
 def test_it_searches_again_if_batches_have_another_length(clock):
     model = compiled(plain(AccumulatingModel), **FASTEST)
     train(model, dense(512))
@@ -191,9 +187,6 @@ def test_it_is_set_and_saved(tmp_path):
     assert loaded.current_micro_batch_size is None
 
 
-# -- the weights of plain Keras ------------------------------------------------
-
-
 def tokens(rows):
     rng = np.random.default_rng(0)
     x = rng.integers(1, 9, (rows, 6))
@@ -209,18 +202,15 @@ def masked(model_class, limit=None):
 
 
 def dropout(model_class, limit=None):
-    inputs = keras.Input((FEATURES,))
-    x = limit(inputs) if limit else inputs
-    x = keras.layers.Dense(5, activation="tanh")(x)
-    x = keras.layers.Dropout(0.4, seed=1)(x)
-    return model_class(inputs, keras.layers.Dense(3, activation="softmax")(x))
+    drop = keras.layers.Dropout(0.4, seed=1)
+    layers = [keras.layers.Dense(5, "tanh"), drop, softmax()]
+    return chain(model_class, (FEATURES,), *[limit] * bool(limit), *layers)
 
 
 def normalized(model_class, limit=None):
-    inputs = keras.Input((FEATURES,))
-    x = keras.layers.BatchNormalization()(keras.layers.Dense(5)(inputs))
-    x = keras.layers.Dropout(0.4, seed=1)(x)
-    return model_class(inputs, keras.layers.Dense(3, activation="softmax")(x))
+    drop = keras.layers.Dropout(0.4, seed=1)
+    layers = keras.layers.Dense(5), keras.layers.BatchNormalization(), drop
+    return chain(model_class, (FEATURES,), *layers, softmax())
 
 
 # A model, and what is not as usual.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    chain,
     check_big,
     check_logs,
     check_weights,
@@ -20,6 +21,7 @@ from helpers import (
     distance,
     mirrored,
     names,
+    plain_and,
     train_big,
     train_case,
     updates,
@@ -39,12 +41,9 @@ def two_views(samples, rng):
 
 
 def tower(**kwargs):
-    return keras.Sequential(
-        [
-            keras.layers.Dense(8, "tanh", **kwargs),
-            keras.layers.Dense(4, activity_regularizer="l2"),
-        ]
-    )
+    first = keras.layers.Dense(8, "tanh", **kwargs)
+    second = keras.layers.Dense(4, activity_regularizer="l2")
+    return keras.Sequential([first, second])
 
 
 def in_batch_softmax(queries, keys, scale=1.0):
@@ -56,8 +55,6 @@ def in_batch_softmax(queries, keys, scale=1.0):
 
 
 class Towers:
-    """A base class, next to that of a model."""
-
     def __init__(self):
         super().__init__()
         self.query = tower(kernel_regularizer="l2")
@@ -159,16 +156,14 @@ CASES = {
         compile={"metrics": [spread, "accuracy"]},
     ),
     "Tversky": cases.Case(
-        make=cases.two_outputs,
-        data=cases.two_targets,
+        **cases.HEADS,
         loss=lambda: {
             "kind": keras.losses.SparseCategoricalCrossentropy(),
             "size": keras.losses.Tversky(),
         },
     ),
     "a sum next to a mean": cases.Case(
-        make=cases.two_outputs,
-        data=cases.two_targets,
+        **cases.HEADS,
         optimizer=lambda: keras.optimizers.SGD(0.01),
         loss=lambda: {
             "kind": keras.losses.SparseCategoricalCrossentropy(),
@@ -183,9 +178,7 @@ CASES = {
     "a mask and weights": cases.Case(
         make=cases.masked_without_lstm,
         data=cases.weighted_tokens,
-        loss=lambda: keras.losses.SparseCategoricalCrossentropy(
-            reduction="mean_with_sample_weight"
-        ),
+        loss=cases.sparse_crossentropy("mean_with_sample_weight"),
         compile={"weighted_metrics": ["accuracy"]},
     ),
     "scalars of add_loss": cases.Case(make=cases.with_add_loss),
@@ -206,6 +199,12 @@ OF_THE_WHOLE_BATCH = ("in-batch softmax", "Tversky")
 
 
 CACHE = {"micro_batch_size": 5, "gradient_cache": True}
+CACHE_OF_4 = {"micro_batch_size": 4, "gradient_cache": True}
+CACHE_OF_8 = {"micro_batch_size": 8, "gradient_cache": True}
+
+
+def eight():
+    return cases.classes(8, np.random.default_rng(0))
 
 
 def in_float64(case, **kwargs):
@@ -231,8 +230,6 @@ def test_any_size(size):
 
 
 class WholeBatchLoss:
-    """A base class, of which one or another method is overridden."""
-
     def __init__(self):
         super().__init__()
         self.hidden = self.make_hidden()
@@ -255,13 +252,9 @@ class LossThatCallsAgain(WholeBatchLoss):
     """So that both passes write the statistics and the states of seeds."""
 
     def make_hidden(self):
-        return keras.Sequential(
-            [
-                keras.layers.Dense(8, "tanh"),
-                keras.layers.BatchNormalization(momentum=0.5),
-                keras.layers.Dropout(0.5, seed=1),
-            ]
-        )
+        norm = keras.layers.BatchNormalization(momentum=0.5)
+        drop = keras.layers.Dropout(0.5, seed=1)
+        return keras.Sequential([keras.layers.Dense(8, "tanh"), norm, drop])
 
     def loss_of(self, x, y, y_pred, training):
         again = self(x + 0.1, training=training)
@@ -280,9 +273,8 @@ class MomentumEncoder(WholeBatchLoss):
 
     def loss_of(self, x, y, y_pred, training):
         if training:
-            for ours, theirs in zip(
-                self.teacher.weights, self.hidden.weights, strict=True
-            ):
+            pairs = zip(self.teacher.weights, self.hidden.weights, strict=True)
+            for ours, theirs in pairs:
                 ours.assign(0.9 * ours + 0.1 * theirs)
         return super().loss_of(x, y, y_pred, training)
 
@@ -371,8 +363,7 @@ def test_custom_models(base, size):
         variables = [np.array(each) for each in model.variables]
         results.append((variables, logs, model.evaluate(big, verbose=0)))
     (theirs, their_logs, expected), (ours, our_logs, evaluated) = results
-    for variable, reference in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(variable, reference, rtol=0, atol=1e-12)
+    assert distance(ours, theirs) < 1e-12
     check_logs(our_logs["epochs"], their_logs["epochs"])
     np.testing.assert_allclose(evaluated, expected, rtol=1e-6)
 
@@ -399,18 +390,11 @@ def test_regularizers_alone_do_not_count_a_run_without_data():
         for i in range(0, 60, 24):
             yield x[i : i + 24], y[i : i + 24]
 
-    signature = (
-        tf.TensorSpec((None, cases.FEATURES)),
-        tf.TensorSpec((None,), tf.int64),
-    )
+    shape = (None, cases.FEATURES)
+    signature = tf.TensorSpec(shape), tf.TensorSpec((None,), tf.int64)
     model = cases.dense(AccumulatingModel, kernel_regularizer="l2")
-    model.compile(
-        "sgd",
-        keras.losses.SparseCategoricalCrossentropy(reduction="sum"),
-        accum_steps=4,
-        micro_batch_size=5,
-        gradient_cache=True,
-    )
+    loss = cases.sparse_crossentropy("sum")()
+    model.compile("sgd", loss, accum_steps=4, **CACHE)
     data = tf.data.Dataset.from_generator(batches, output_signature=signature)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Keras, that the data have ended
@@ -540,19 +524,14 @@ def test_both_passes_give_the_same_bits(jit_compile):
             return ops.mean(self.first(y_pred) ** 2)
 
     model = Compare()
-    model.compile(
-        "sgd", micro_batch_size=8, gradient_cache=True, jit_compile=jit_compile
-    )
-    x, y = cases.classes(8, np.random.default_rng(0))
+    model.compile("sgd", jit_compile=jit_compile, **CACHE_OF_8)
+    x, y = eight()
     for _ in range(2):
         model.train_on_batch(x, y)
         first, second = (np.array(m.seen) for m in (model.first, model.second))
         np.testing.assert_array_equal(first, second)
         outputs.append(first)
     assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
-
-
-# -- what is refused -----------------------------------------------------------
 
 
 def test_what_is_no_bool():
@@ -570,123 +549,94 @@ def test_the_size_cannot_be_taken_away():
 
 
 class OneLayer(AccumulatingModel):
-    def __init__(self):
+    def __init__(self, outputs_of):
         super().__init__()
         self.dense = keras.layers.Dense(cases.CLASSES)
-
-    def call(self, inputs):
-        return self.dense(inputs)
-
-
-class OutputOfAnotherLength(OneLayer):
-    def call(self, inputs):
-        return {"z": self.dense(inputs), "scale": ops.ones(())}
-
-
-class Codebook(OneLayer):
-    def call(self, inputs):
-        return [self.dense(inputs), self.dense.kernel * 1.0]
-
-
-class OfFeatures(OneLayer):
-    def call(self, inputs):
-        self.add_loss(ops.mean(inputs**2, axis=0))
-        return self.dense(inputs)
-
-
-class Longer(OneLayer):
-    def call(self, inputs):
-        return self.dense(ops.reshape(inputs, (-1, cases.FEATURES // 2)))
-
-
-class Ragged(OneLayer):
-    def call(self, inputs):
-        return tf.RaggedTensor.from_tensor(self.dense(inputs))
-
-
-class TensorFlowNoise(OneLayer):
-    def call(self, inputs):
-        return self.dense(inputs + tf.random.normal(tf.shape(inputs)))
-
-
-class Counts(OneLayer):
-    def __init__(self):
-        super().__init__()
+        self.outputs_of = outputs_of
         self.count = tf.Variable(0.0, trainable=False)
 
     def call(self, inputs):
-        self.count.assign_add(1.0)
-        return self.dense(inputs)
+        return self.outputs_of(self, inputs)
+
+
+def output_of_another_length(model, x):
+    return {"z": model.dense(x), "scale": ops.ones(())}
+
+
+def codebook(model, x):
+    return [model.dense(x), model.dense.kernel * 1.0]
+
+
+def of_features(model, x):
+    model.add_loss(ops.mean(x**2, axis=0))
+    return model.dense(x)
+
+
+def longer(model, x):
+    return model.dense(ops.reshape(x, (-1, cases.FEATURES // 2)))
+
+
+def ragged(model, x):
+    return tf.RaggedTensor.from_tensor(model.dense(x))
+
+
+def tensorflow_noise(model, x):
+    return model.dense(x + tf.random.normal(tf.shape(x)))
+
+
+def counts(model, x):
+    model.count.assign_add(1.0)
+    return model.dense(x)
 
 
 @pytest.mark.unverified
 @pytest.mark.parametrize(
-    ("model_class", "message", "arguments"),
+    ("outputs_of", "message", "arguments"),
     [
-        (OutputOfAnotherLength, r"output\['scale'\] of shape \(\)", {}),
-        (Codebook, r"output\[1\] of shape \(6, 3\)", {}),
-        (Codebook, r"output\[1\] of shape \(6, 3\)", {"run_eagerly": True}),
-        (OfFeatures, r"loss of `add_loss` of shape \(6,\)", {}),
-        (Ragged, "output of type RaggedTensor", {}),
+        (output_of_another_length, r"output\['scale'\] of shape \(\)", {}),
+        (codebook, r"output\[1\] of shape \(6, 3\)", {}),
+        (codebook, r"output\[1\] of shape \(6, 3\)", {"run_eagerly": True}),
+        (of_features, r"loss of `add_loss` of shape \(6,\)", {}),
+        (ragged, "output of type RaggedTensor", {}),
         # These are seen in graphs, in those of XLA too.
-        (TensorFlowNoise, "operation RandomStandardNormal", {}),
-        (Counts, "operation AssignAddVariableOp", {"jit_compile": True}),
+        (tensorflow_noise, "operation RandomStandardNormal", {}),
+        (counts, "operation AssignAddVariableOp", {"jit_compile": True}),
     ],
 )
-def test_models_that_cannot_be(model_class, message, arguments):
-    model = model_class()
-    x, y = cases.classes(8, np.random.default_rng(0))
+def test_models_that_cannot_be(outputs_of, message, arguments):
+    model = OneLayer(outputs_of)
     model.dense.build((None, cases.FEATURES))
     before = model.get_weights()
-    model.compile(
-        "sgd",
-        loss=lambda *_: 0.0,
-        micro_batch_size=4,
-        gradient_cache=True,
-        **arguments,
-    )
+    model.compile("sgd", lambda *_: 0.0, **CACHE_OF_4, **arguments)
     with pytest.raises(ValueError, match=message):
-        model.train_on_batch(x, y)
+        model.train_on_batch(*eight())
     np.testing.assert_equal(model.get_weights(), before)
 
 
 @pytest.mark.slow
 def test_an_output_of_another_length():
     """Which is known only when it runs."""
-    model = Longer()
+    model = OneLayer(longer)
     model.dense.build((None, cases.FEATURES // 2))
-    model.compile(
-        "sgd",
-        lambda y, y_pred: ops.mean(y_pred**2),
-        micro_batch_size=4,
-        gradient_cache=True,
-    )
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match="first axis of each output"
-    ):
-        model.train_on_batch(*cases.classes(8, np.random.default_rng(0)))
+    model.compile("sgd", lambda y, p: ops.mean(p**2), **CACHE_OF_4)
+    error = tf.errors.InvalidArgumentError
+    with pytest.raises(error, match="first axis of each output"):
+        model.train_on_batch(*eight())
 
 
 def test_nothing_to_train():
     model = cases.dense(AccumulatingModel)
     model.trainable = False
-    model.compile(
-        "sgd", supervised_contrastive, micro_batch_size=4, gradient_cache=True
-    )
+    model.compile("sgd", supervised_contrastive, **CACHE_OF_4)
     with pytest.warns(UserWarning, match="any trainable weights"):
-        model.train_on_batch(*cases.classes(8, np.random.default_rng(0)))
+        model.train_on_batch(*eight())
 
 
 def test_a_loss_that_depends_on_nothing():
     model = cases.dense(AccumulatingModel)
-    model.compile(
-        "sgd",
-        lambda y, y_pred: ops.mean(y),
-        micro_batch_size=4,
-        gradient_cache=True,
-    )
+    model.compile("sgd", lambda y, p: ops.mean(y), **CACHE_OF_4)
     with pytest.raises(ValueError, match="does not depend on any"):
-        model.train_on_batch(*cases.classes(8, np.random.default_rng(0)))
+        model.train_on_batch(*eight())
 
 
 class KeepsItsFunction(AccumulatingModel):
@@ -717,13 +667,7 @@ def test_a_function_that_is_not_traced_again_draws_the_same_twice(run_eagerly):
     model, rng = KeepsItsFunction(), np.random.default_rng(0)
     x, y = rng.random((8, 4), "float32"), np.ones((8, 1))
     for _ in range(2):
-        model.compile(
-            "sgd",
-            "mse",
-            micro_batch_size=8,
-            gradient_cache=True,
-            run_eagerly=run_eagerly,
-        )
+        model.compile("sgd", "mse", run_eagerly=run_eagerly, **CACHE_OF_8)
         model.fit(x, y, batch_size=8, verbose=0)
         first, second = model.drawn[-2:]
         assert first == second
@@ -731,17 +675,9 @@ def test_a_function_that_is_not_traced_again_draws_the_same_twice(run_eagerly):
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_an_axis_that_does_not_grow_with_the_samples_is_exact(run_eagerly):
-    def make(base):
-        inputs = keras.Input((None, 4))
-        return base(inputs, keras.layers.Dense(4)(inputs))
-
     models = []
-    for base, kwargs in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": 4, "gradient_cache": True}),
-    ):
-        keras.utils.set_random_seed(0)
-        model = make(base)
+    for base, kwargs in plain_and(CACHE_OF_4):
+        model = chain(base, (None, 4), keras.layers.Dense(4))
         model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
         x = np.random.default_rng(0).normal(size=(8, 4, 4))
         model.fit(x, x + 1, batch_size=8, verbose=0)

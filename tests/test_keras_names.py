@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import compiled, distance, make_model, mirrored
+from helpers import chain, compiled, distance, make_model, mirrored
 
 import accumodel
 from accumodel._features.whole_batch.graph import _entered
@@ -26,8 +26,7 @@ MODULE = importlib.import_module("keras.src.losses.loss")
 
 
 def make_one_layer(model_class=keras.Model):
-    inputs = keras.Input((3,))
-    return model_class(inputs, keras.layers.Dense(2)(inputs))
+    return chain(model_class, (3,), keras.layers.Dense(2))
 
 
 def test_a_loss_reduces_in_one_function_that_is_given_all_it_needs():
@@ -88,9 +87,8 @@ def test_the_compiled_losses_are_known_after_the_first_call():
 
 def test_the_loss_tracker_is_what_the_log_shows():
     model = compiled(make_one_layer(), "sgd", "mse")
-    logs = model.train_on_batch(
-        np.ones((4, 3)), np.ones((4, 2)), return_dict=True
-    )
+    data = np.ones((4, 3)), np.ones((4, 2))
+    logs = model.train_on_batch(*data, return_dict=True)
     tracker, *_ = private_names.loss_trackers(model)
     assert float(tracker.result()) == pytest.approx(logs["loss"])
 
@@ -104,9 +102,8 @@ def test_all_layers_are_found_inside_of_others():
         def call(self, inputs):
             return self.inner(inputs)
 
-    inputs = keras.Input((3,))
     composite = Composite()
-    model = keras.Model(inputs, composite(inputs))
+    model = chain(keras.Model, (3,), composite)
     assert composite.inner in private_names.flat_layers(model)
 
 
@@ -129,33 +126,25 @@ def test_optimizers_reduce_through_the_method_that_is_replaced(make):
 
 
 def test_an_optimizer_that_reduces_in_another_way_is_refused(monkeypatch):
-    base = next(
-        each
-        for each in keras.optimizers.SGD.__mro__
-        if "_all_reduce_sum_gradients" in vars(each)
-    )
+    name = "_all_reduce_sum_gradients"
+    sgd = keras.optimizers.SGD
+    base = next(each for each in sgd.__mro__ if name in vars(each))
 
     def train():
         strategy = mirrored(2)
         with strategy.scope():
             variable = keras.Variable([1.0])
-            accumulator = accumodel.GradientAccumulator(
-                keras.optimizers.SGD(), [variable]
-            )
+            accumulator = accumodel.GradientAccumulator(sgd(), [variable])
         step = tf.function(lambda: accumulator.accumulate([tf.ones(1)]))
         with pytest.raises(RuntimeError, match="would reduce them twice"):
             strategy.run(step)
         np.testing.assert_array_equal(variable, [1.0])
 
     # The method is there, and another one is called.
-    monkeypatch.setattr(
-        base,
-        "_backend_update_step",
-        lambda self, gradients, variables, learning_rate: None,
-    )
+    monkeypatch.setattr(base, "_backend_update_step", lambda *args: None)
     train()
     monkeypatch.undo()
-    monkeypatch.delattr(base, "_all_reduce_sum_gradients")
+    monkeypatch.delattr(base, name)
     train()
 
 
@@ -187,11 +176,8 @@ def test_what_reduces_the_logs_of_replicas_is_there():
 
 def test_keras_builds_a_model_by_the_method_that_is_overridden():
     method = keras.Model._maybe_symbolic_build
-    assert [*inspect.signature(method).parameters] == [
-        "self",
-        "iterator",
-        "data_batch",
-    ]
+    names = ["self", "iterator", "data_batch"]
+    assert [*inspect.signature(method).parameters] == names
 
 
 def test_keras_takes_its_train_step_from_the_attribute():
@@ -391,9 +377,8 @@ def test_a_graph_knows_the_seeds_that_its_functions_use():
     @tf.function(autograph=False)
     def step(x):
         outputs = function(x)
-        used.extend(
-            private_names.used_variables(tf.compat.v1.get_default_graph())
-        )
+        graph = tf.compat.v1.get_default_graph()
+        used.extend(private_names.used_variables(graph))
         return outputs
 
     step(tf.ones((2,)))
@@ -438,9 +423,7 @@ def test_keras_asks_a_scope_for_the_variables_that_it_reads_and_writes():
 def test_a_mean_is_a_total_and_a_count():
     mean = keras.metrics.Mean()
     mean.update_state([1.0, 3.0], sample_weight=[1.0, 3.0])
-    assert [each.path for each in mean.variables] == [
-        each.path for each in (mean.total, mean.count)
-    ]
+    assert list(map(id, mean.variables)) == [id(mean.total), id(mean.count)]
     assert (float(mean.total), float(mean.count)) == (10.0, 4.0)
     mean.total.assign(6.0)
     assert float(mean.result()) == 1.5
@@ -475,9 +458,8 @@ def test_nothing_of_keras_is_replaced_until_a_model_accumulates():
 
     model = make_model()
     for accum_steps, is_kerass in ((1, True), (2, False)):
-        model.compile(
-            "sgd", Watching(), accum_steps=accum_steps, run_eagerly=True
-        )
+        kwargs = {"accum_steps": accum_steps, "run_eagerly": True}
+        model.compile("sgd", Watching(), **kwargs)
         model.train_on_batch(x, y)
         model.evaluate(x, y, verbose=0)
         assert seen == [is_kerass, is_kerass]
@@ -519,8 +501,7 @@ def test_keras_knows_globally_how_layers_are_called():
     scopes: list = []
     seen: list = []
     dropout = keras.layers.Dropout(0.5)
-    inputs = keras.Input((9,))
-    model = keras.Model(inputs, Block(dtype="mixed_float16")(inputs))
+    model = chain(keras.Model, (9,), Block(dtype="mixed_float16"))
     scopes.clear()
     model(tf.ones((9, 9)), training=True)
     assert seen[-1] is model

@@ -13,6 +13,7 @@ import keras
 import pytest
 import tensorflow as tf
 from helpers import (
+    chain,
     compiled,
     make_functional,
     make_model,
@@ -41,9 +42,6 @@ def normalize(text):
     """Without times and addresses."""
     text = re.sub(r"[\d.]+(us|ms|s)\b(/(step|epoch))?", "TIME", text)
     return re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
-
-
-# -- logs, warnings, traces ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -97,9 +95,7 @@ def test_a_model_is_traced_as_often(make, data):
     for model_class in CLASSES:
         model = make_model(model_class, make)
         layers = model._flatten_layers(include_self=False)
-        layer = next(
-            each for each in layers if isinstance(each, keras.layers.Dense)
-        )
+        layer = next(x for x in layers if isinstance(x, keras.layers.Dense))
         layer.call = unittest.mock.Mock(wraps=layer.call)
         model.compile("adam", LOSS)
         model.fit(*data, batch_size=8, epochs=2, verbose=0)
@@ -110,19 +106,13 @@ def test_a_model_is_traced_as_often(make, data):
     assert counts[1] == counts[0] > 0
 
 
-# -- errors --------------------------------------------------------------------
-
 ERRORS = {
     "fit before compile": lambda model, x, y: model.fit(x, y),
-    "train_on_batch before compile": lambda model, x, y: model.train_on_batch(
-        x, y
+    "train_on_batch before compile": lambda m, x, y: m.train_on_batch(x, y),
+    "an argument that compile does not know": lambda m, *_: compiled(
+        m, color=1
     ),
-    "an argument that compile does not know": lambda model, x, y: compiled(
-        model, color=1
-    ),
-    "an optimizer that is not known": lambda model, x, y: compiled(
-        model, "amad"
-    ),
+    "an optimizer that is not known": lambda model, *_: compiled(model, "amad"),
     "a loss that is not known": lambda model, x, y: compiled(
         model, loss="crossentropie"
     ).fit(x, y),
@@ -132,15 +122,11 @@ ERRORS = {
     ).fit(x, y, color=3),
     "too many arguments": lambda model, x, y: compiled(model).fit(*range(30)),
     "no inputs": lambda model, x, y: compiled(model).fit(),
-    "inputs of another shape": lambda model, x, y: compiled(model).fit(
-        x[:, :3], y
-    ),
+    "inputs of another shape": lambda m, x, y: compiled(m).fit(x[:, :3], y),
     "a callback that is none": lambda model, x, y: compiled(model).fit(
         x, y, callbacks=[3], verbose=0
     ),
-    "a file that is not there": lambda model, x, y: model.load_weights(
-        "nowhere.weights.h5"
-    ),
+    "a file that is not there": lambda m, *_: m.load_weights("no.weights.h5"),
     "an attribute that is not there": lambda model, x, y: model.losss,
 }
 
@@ -157,9 +143,6 @@ def test_errors_are_the_same(name, data):
     plain, ours = of_both(run)
     assert plain is not None
     assert ours == plain
-
-
-# -- files ---------------------------------------------------------------------
 
 
 def train_briefly(model, data):
@@ -216,11 +199,9 @@ def test_keras_files_differ_in_the_class_only(data, tmp_path):
 
 def test_weights_of_nested_models_have_the_same_paths(tmp_path):
     def run(model):
-        inputs = keras.Input((20,))
-        type(model)(inputs, model(inputs)).save_weights(
-            tmp_path / "nested.weights.h5"
-        )
-        return read_h5(tmp_path / "nested.weights.h5")
+        path = tmp_path / "nested.weights.h5"
+        chain(type(model), (20,), model).save_weights(path)
+        return read_h5(path)
 
     plain, ours = of_both(run)
     assert ours == plain
@@ -232,10 +213,8 @@ def test_checkpoints_and_exports_are_the_same(data, tmp_path):
         path = tf.train.Checkpoint(model).save(tmp_path / "checkpoint")
         model.export(tmp_path / "exported", verbose=False)
         exported = tf.saved_model.load(tmp_path / "exported")
-        names, shapes = zip(
-            *tf.train.list_variables(tmp_path / "exported/variables/variables"),
-            strict=True,
-        )
+        path_of_all = tmp_path / "exported/variables/variables"
+        names, shapes = zip(*tf.train.list_variables(path_of_all), strict=True)
         return (
             tf.train.list_variables(path),
             names,
@@ -252,25 +231,16 @@ def test_tensorboard_draws_the_same(data, tmp_path):
     def run(model):
         model.compile("adam", LOSS, metrics=["accuracy"])
         folder = tmp_path / type(model).__module__
-        model.fit(
-            *data,
-            batch_size=8,
-            validation_data=data,
-            callbacks=[
-                keras.callbacks.TensorBoard(
-                    folder, histogram_freq=1, update_freq="batch"
-                )
-            ],
-            verbose=0,
+        board = keras.callbacks.TensorBoard(
+            folder, histogram_freq=1, update_freq="batch"
         )
+        how = {"batch_size": 8, "validation_data": data, "verbose": 0}
+        model.fit(*data, callbacks=[board], **how)
         return [(step, value.tag) for step, value in read_summaries(folder)]
 
     plain, ours = of_both(run)
     assert ours == plain
     assert (0, "keras") in ours  # the model as a graph
-
-
-# -- classes -------------------------------------------------------------------
 
 
 def test_names_and_clones_are_the_same():

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, sgd, train_both, weekly
+from helpers import chain, distance, fit, sgd, train_both, weekly
 from keras.src.losses.loss import reduce_weighted_values
 
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -32,20 +32,12 @@ def data(seed=0):
 def linear(base, loss, sample_weight=None, batch_size=SAMPLES, **kwargs):
     """Returns a model after one update, and its logs."""
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((3,))
-    model = base(inputs, keras.layers.Dense(1)(inputs))
+    model = chain(base, (3,), keras.layers.Dense(1))
     model.compile(keras.optimizers.SGD(0.1), loss, **kwargs)
-    history = model.fit(
-        *data(),
-        sample_weight=sample_weight,
-        batch_size=batch_size,
-        shuffle=False,
-        verbose=0,
+    history = fit(
+        model, *data(), sample_weight=sample_weight, batch_size=batch_size
     )
     return model, history.history
-
-
-# -- a loss that is one number -------------------------------------------------
 
 
 class Mean(keras.losses.Loss):
@@ -90,10 +82,9 @@ DIVIDED = {
 @pytest.mark.parametrize("name", DIVIDED)
 def test_a_loss_of_sums_is_measured(name, way):
     batch_size, kwargs = WAYS[way]
-    plain, _ = linear(keras.Model, DIVIDED[name])
-    model, _ = linear(
-        AccumulatingModel, DIVIDED[name], batch_size=batch_size, **kwargs
-    )
+    loss, kwargs = DIVIDED[name], {"batch_size": batch_size} | kwargs
+    plain, _ = linear(keras.Model, loss)
+    model, _ = linear(AccumulatingModel, loss, **kwargs)
     assert distance(model, plain) < 1e-6
 
 
@@ -119,9 +110,6 @@ def test_a_sum_that_is_one_number_is_exact_if_it_is_said(is_custom):
     model, logs = linear(base, loss, micro_batch_size=4)
     assert distance(model, plain) < 1e-6
     np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
-
-
-# -- a custom `compute_loss` ---------------------------------------------------
 
 
 class Detector(keras.Model):
@@ -199,22 +187,14 @@ def test_logs_of_outputs_that_a_custom_loss_normalizes_add_up():
     for kwargs in ({}, {"micro_batch_size": 4}):
         keras.utils.set_random_seed(0)
         inputs = keras.Input((3,))
-        model = NormalizesItself(
-            inputs,
-            {key: keras.layers.Dense(1, name=key)(inputs) for key in "ab"},
-        )
-        losses = {
-            key: keras.losses.MeanSquaredError(reduction="sum") for key in "ab"
-        }
-        model.compile("sgd", losses, **kwargs)
+        heads = {key: keras.layers.Dense(1, name=key)(inputs) for key in "ab"}
+        model = NormalizesItself(inputs, heads)
+        model.compile("sgd", dict.fromkeys("ab", SQUARES), **kwargs)
         targets = {"a": y, "b": 2 * y}
         history = model.fit(x, targets, batch_size=SAMPLES, verbose=0)
         logs.append(history.history)
     for name, values in logs[0].items():
         np.testing.assert_allclose(logs[1][name], values, rtol=1e-5)
-
-
-# -- inputs without one row for each sample ------------------------------------
 
 
 def graphs(size):
@@ -301,9 +281,6 @@ def test_without_targets_a_table_is_refused():
         model.train_on_batch(lookups()[0])
 
 
-# -- weights -------------------------------------------------------------------
-
-
 @pytest.mark.table
 @pytest.mark.parametrize("factor", [1e-9, 1e-13])
 def test_small_sample_weights_next_to_micro_batches_of_zeros(factor):
@@ -335,8 +312,7 @@ def test_a_micro_batch_that_weighs_nothing_may_be_not_a_number(place, kwargs):
     models = []
     for arguments in ({}, {"micro_batch_size": 4, **kwargs}):
         keras.utils.set_random_seed(0)
-        inputs = keras.Input((3,))
-        model = KnownOnly(inputs, keras.layers.Dense(1)(inputs))
+        model = chain(KnownOnly, (3,), keras.layers.Dense(1))
         model.compile(keras.optimizers.SGD(0.1), **arguments)
         model.train_on_batch(x, y)
         models.append(model)
@@ -360,24 +336,20 @@ def test_an_accumulator_leaves_out_what_weighs_nothing(skip_nonfinite, place):
     assert accumulator.skipped_steps == 0
 
 
-def one_loss_per_sample(base):
-    class PerSample(base):
-        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-            return 0.1 * keras.losses.mean_squared_error(y, y_pred)
-
-    return cases.flat(PerSample)
-
-
 @pytest.mark.table
 @pytest.mark.parametrize("way", ["int", "steps", "both", "cache"])
 def test_a_custom_compute_loss_of_one_loss_per_sample_is_a_sum(way):
-    reference, expected = cases.train_on_sequences(
-        one_loss_per_sample, keras.Model
-    )
+    def make(base):
+        class PerSample(base):
+            def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+                return 0.1 * keras.losses.mean_squared_error(y, y_pred)
+
+        return cases.flat(PerSample)
+
+    train = cases.train_on_sequences
+    reference, expected = train(make, keras.Model)
     batch_size, kwargs = cases.WAYS[way]
-    model, logs = cases.train_on_sequences(
-        one_loss_per_sample, AccumulatingModel, batch_size, **kwargs
-    )
+    model, logs = train(make, AccumulatingModel, batch_size, **kwargs)
     assert distance(model, reference) < 1e-6
     assert logs["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
@@ -391,11 +363,9 @@ def test_all_losses_none_next_to_add_loss():
 
     x, y = cases.features(), np.zeros((24, 3))
 
-    def fit(model, size):
-        model.fit(x, (y, y), batch_size=size, shuffle=False, verbose=0)
-
+    losses = sgd([None, None])
     with pytest.warns(UserWarning, match="Gradients do not exist"):
-        models = train_both(make, fit, sgd([None, None]), big=8, steps=2)
+        models = train_both(make, (x, (y, y)), losses, big=8, steps=2)
     assert distance(*models) < 1e-6
 
 
@@ -406,12 +376,11 @@ def test_one_array_of_sample_weights_for_several_outputs_is_exact(is_named):
         heads = [keras.layers.Dense(2)(inputs) for _ in range(2)]
         return model_class(inputs, heads)
 
-    def fit(model, size):
+    def train(model, size):
         x, weights = cases.features(), np.linspace(0.1, 3.0, 24)
         y = [x[:, :2] * sign for sign in (1, -1)]
         if is_named:
-            how = {"batch_size": size, "shuffle": False, "verbose": 0}
-            model.fit(x, y, sample_weight=weights, **how)
+            fit(model, x, y, sample_weight=weights, batch_size=size)
         else:  # as Keras documents their order
             model.fit(x, y, size, 1, 0, None, 0.0, None, False, None, weights)
 
@@ -419,7 +388,7 @@ def test_one_array_of_sample_weights_for_several_outputs_is_exact(is_named):
         keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
         for _ in range(2)
     ]
-    models = train_both(make, fit, sgd(losses), big=8, steps=2)
+    models = train_both(make, train, sgd(losses), big=8, steps=2)
     assert distance(*models) < 1e-6
 
 
@@ -456,10 +425,9 @@ def test_a_users_loss_is_left_as_it_is(accum_steps):
     before = dict(vars(loss))
     x, y = cases.features(), np.zeros((24, cases.CLASSES))
 
-    def fit(model, size):
-        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
-
-    models = train_both(cases.linear, fit, sgd(loss), big=8, steps=accum_steps)
+    models = train_both(
+        cases.linear, (x, y), sgd(loss), big=8, steps=accum_steps
+    )
     assert distance(*models) < 1e-6
     assert vars(loss) == before
 
@@ -476,13 +444,15 @@ def test_one_loss_object_serves_models_in_several_threads():
         )
         models.append(model)
 
-    def fit(model):
+    def fit_one(model):
         try:
-            model.fit(x, y, batch_size=1, epochs=3, shuffle=False, verbose=0)
+            fit(model, x, y, batch_size=1, epochs=3)
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=fit, args=(each,)) for each in models]
+    threads = [
+        threading.Thread(target=fit_one, args=(each,)) for each in models
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -509,10 +479,6 @@ def test_a_loss_that_a_layer_calls_is_not_a_compiled_one():
         inputs = keras.Input((cases.FEATURES,))
         return model_class(inputs, Monitors()(keras.layers.Dense(2)(inputs)))
 
-    x, y = cases.features(), cases.features()[:, :2]
-
-    def fit(model, size):
-        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
-
-    models = train_both(make, fit, sgd(), big=8, steps=2)
+    data = cases.features(), cases.features()[:, :2]
+    models = train_both(make, data, sgd(), big=8, steps=2)
     assert distance(*models) < 1e-6

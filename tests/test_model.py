@@ -5,7 +5,6 @@ import inspect
 import os
 import subprocess
 import sys
-import warnings
 
 import cases
 import keras
@@ -14,13 +13,16 @@ import pytest
 import tensorflow as tf
 from helpers import (
     NO_COUNTS,
+    chain,
     compiled,
     distance,
+    fit,
     make_functional,
     make_model,
     make_sequential,
     make_subclassed,
     messages_of,
+    softmax,
     train,
     weekly,
 )
@@ -29,6 +31,8 @@ import accumodel
 from accumodel import AccumulatingModel
 from accumodel._fit.accumulation import Options
 
+FEATURES = {"gradient_cache": True, "sync_batch_norm": True}
+FEATURES["micro_batch_size"] = 3
 KINDS = {
     "functional": make_functional,
     "subclassed": make_subclassed,
@@ -40,9 +44,6 @@ HOW_KERAS_RUNS = {
     "xla": {"jit_compile": True},
     "steps_per_execution": {"steps_per_execution": 3},
 }
-
-
-# -- the main job ----------------------------------------------------------
 
 
 @pytest.mark.table
@@ -108,7 +109,7 @@ class Task(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.head = keras.layers.Dense(3, activation="softmax")
+        self.head = softmax()
 
     def call(self, inputs):
         return self.head(inputs)
@@ -147,17 +148,13 @@ def test_an_error_about_arguments_in_a_callback_stays(data):
 
 
 def test_compile_shows_the_arguments_of_keras():
-    ours = inspect.signature(AccumulatingModel.compile).parameters
-    theirs = inspect.signature(keras.Model.compile).parameters
-    assert [*ours][: len(theirs)] == [*theirs]
-    assert [ours[k].default for k in theirs] == [
-        each.default for each in theirs.values()
-    ]
-    options = dataclasses.fields(Options)
-    own = [*ours.values()][len(theirs) : -1]
-    assert [(k.name, k.default) for k in own] == [
-        (k.name, k.default) for k in options
-    ]
+    def named(function):
+        parameters = inspect.signature(function).parameters.values()
+        return [(each.name, each.default) for each in parameters]
+
+    ours, theirs = named(AccumulatingModel.compile), named(keras.Model.compile)
+    options = [(k.name, k.default) for k in dataclasses.fields(Options)]
+    assert ours[:-1] == theirs + options
 
 
 def test_it_says_how_it_was_compiled():
@@ -197,9 +194,6 @@ def test_it_warns_if_no_batch_was_split(name, run_eagerly, data):
     assert messages_of(lambda: model.fit(**arguments)) == []
 
 
-# -- one process, many models ----------------------------------------------
-
-
 def test_built_with_inputs_and_outputs_it_is_functional_for_keras():
     functional = type(make_functional(keras.Model))
     model = make_model()
@@ -211,10 +205,7 @@ def test_built_with_inputs_and_outputs_it_is_functional_for_keras():
 
 
 def test_from_model_keeps_nested_inputs_and_outputs():
-    inputs = {
-        "a": keras.Input((2,), name="a"),
-        "b": keras.Input((2,), name="b"),
-    }
+    inputs = {name: keras.Input((2,), name=name) for name in "ab"}
     outputs = {"sum": keras.layers.Add()([inputs["a"], inputs["b"]])}
     model = AccumulatingModel.from_model(keras.Model(inputs, outputs))
     one = np.ones((1, 2), np.float32)
@@ -262,7 +253,7 @@ def summary_of(model):
 class Registered(AccumulatingModel):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.head = keras.layers.Dense(3, activation="softmax")
+        self.head = softmax()
 
     def build(self, input_shape):
         self.scale = self.add_weight(shape=(), initializer="ones")
@@ -282,14 +273,7 @@ def make_registered(model_class):
     [
         (make_functional, {"remainder": "drop", "skip_nonfinite": True}),
         weekly(make_sequential, {}),
-        (
-            make_registered,
-            {
-                "micro_batch_size": 3,
-                "gradient_cache": True,
-                "sync_batch_norm": True,
-            },
-        ),
+        (make_registered, FEATURES),
     ],
 )
 def test_a_keras_file_comes_back_compiled_as_it_was(
@@ -320,9 +304,6 @@ def test_a_custom_compile_is_warned_of_at_loading_as_by_keras(tmp_path):
     with pytest.warns(UserWarning, match="`compile\\(\\)` was not called"):
         loaded = keras.models.load_model(tmp_path / "model.keras")
     assert loaded.accum_steps == 1  # not compiled: the default
-
-
-# -- the end of the epoch --------------------------------------------------
 
 
 class Watch(keras.callbacks.Callback):
@@ -371,14 +352,8 @@ def test_remainder_says_what_becomes_of_a_short_last_cycle(
     # 13 micro-batches an epoch, in cycles of 4.
     watch = Watch()
     model = compiled(make_model(), "sgd", accum_steps=4, remainder=remainder)
-    model.fit(
-        *data,
-        batch_size=8,
-        epochs=2,
-        validation_data=data,
-        callbacks=[watch],
-        verbose=0,
-    )
+    how = {"epochs": 2, "validation_data": data, "callbacks": [watch]}
+    model.fit(*data, batch_size=8, verbose=0, **how)
     if remainder == "drop":
         pending = [0, 0, 0, 0]  # gone before validation, as with "apply"
     assert watch.iterations == iterations
@@ -398,16 +373,13 @@ def test_carry_goes_on_in_the_next_epoch_and_the_next_fit(data):
 
 
 def test_validation_sees_the_updated_weights(data):
+    how = {"validation_data": data, "verbose": 0}
     reference = compiled(make_model(keras.Model), "sgd")
-    expected = reference.fit(
-        *data, batch_size=100, validation_data=data, verbose=0
-    )
+    expected = reference.fit(*data, batch_size=100, **how).history["val_loss"]
     model = compiled(make_model(), "sgd", accum_steps=20)
     with pytest.warns(UserWarning, match="only 13 batches"):
-        logs = model.fit(*data, batch_size=8, validation_data=data, verbose=0)
-    np.testing.assert_allclose(
-        logs.history["val_loss"], expected.history["val_loss"], rtol=1e-6
-    )
+        logs = model.fit(*data, batch_size=8, **how).history
+    np.testing.assert_allclose(logs["val_loss"], expected, rtol=1e-6)
 
 
 class Interrupt(keras.callbacks.Callback):
@@ -445,9 +417,8 @@ def test_an_interrupted_fit_carries_its_cycle_where_that_was_asked_for(data):
 def test_a_callback_list_of_the_user_is_taken(data):
     model = compiled(make_model(), "sgd", accum_steps=4)
     watch = Watch()
-    callbacks = keras.callbacks.CallbackList(
-        [watch], add_history=True, model=model, epochs=1, steps=13
-    )
+    kwargs = {"add_history": True, "model": model, "epochs": 1, "steps": 13}
+    callbacks = keras.callbacks.CallbackList([watch], **kwargs)
     other = compiled(make_model(), "sgd", accum_steps=4)
     for each in (model, other):
         callbacks.set_model(each)
@@ -461,8 +432,7 @@ def test_a_callback_list_of_the_user_is_taken(data):
 def test_variables_that_are_trained_may_not_change_without_compile(data):
     # Of the same shapes: no other check would tell them apart.
     first, second = keras.layers.Dense(20), keras.layers.Dense(20)
-    inputs = keras.Input((20,))
-    model = AccumulatingModel(inputs, second(first(inputs)))
+    model = chain(AccumulatingModel, (20,), first, second)
     first.trainable = False
     model.compile("sgd", "mse", accum_steps=2, run_eagerly=True)
     y = np.zeros((100, 20))
@@ -476,12 +446,7 @@ def test_variables_that_are_trained_may_not_change_without_compile(data):
     model.fit(data[0], y, batch_size=8, verbose=0)
 
 
-# -- accum_steps at run time -----------------------------------------------
-
-
 class CountTraces(keras.layers.Layer):
-    """Counts how often it is traced."""
-
     def __init__(self):
         super().__init__()
         self.traces = 0
@@ -494,8 +459,7 @@ class CountTraces(keras.layers.Layer):
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_accum_steps_take_effect_at_once_and_without_a_trace(jit_compile):
     counter = CountTraces()
-    inputs = keras.Input((2,))
-    model = AccumulatingModel(inputs, keras.layers.Dense(1)(counter(inputs)))
+    model = chain(AccumulatingModel, (2,), counter, keras.layers.Dense(1))
     model.compile("sgd", "mse", accum_steps=4, jit_compile=jit_compile)
     x, y = np.ones((2, 2)), np.ones((2, 1))
     model.train_on_batch(x, y)
@@ -517,9 +481,7 @@ def test_accum_steps_take_effect_at_once_and_without_a_trace(jit_compile):
 def test_a_built_model_is_traced_less_often_than_by_keras(jit_compile, data):
     def count(model_class, **kwargs):
         counter = CountTraces()
-        inputs = keras.Input((20,))
-        outputs = keras.layers.Dense(3, activation="softmax")(counter(inputs))
-        model = model_class(inputs, outputs)
+        model = chain(model_class, (20,), counter, softmax())
         traces = counter.traces
         # The epochs end with a short micro-batch and a short cycle.
         train(model, data, batch_size=8, jit_compile=jit_compile, **kwargs)
@@ -601,9 +563,6 @@ def test_custom_train_step_accumulates_for_every_n(accum_steps, data):
     assert distance(model, reference) < 1e-6
 
 
-# -- skip_nonfinite --------------------------------------------------------
-
-
 @pytest.mark.table
 @pytest.mark.parametrize(
     ("how", "bad", "accum_steps"),
@@ -624,14 +583,8 @@ def test_a_nonfinite_micro_batch_is_as_if_it_had_not_been_fed(
     reference = make_model()
     train(reference, (x[kept], y[kept]), 8, accum_steps=accum_steps)
     model = make_model()
-    train(
-        model,
-        (x, y),
-        8,
-        accum_steps=accum_steps,
-        skip_nonfinite=True,
-        **HOW_KERAS_RUNS[how],
-    )
+    kwargs = {"skip_nonfinite": True, **HOW_KERAS_RUNS[how]}
+    train(model, (x, y), 8, accum_steps=accum_steps, **kwargs)
     assert model.skipped_steps == 3
     assert distance(model, reference) < 1e-6
 
@@ -658,9 +611,6 @@ def test_skip_nonfinite_next_to_a_loss_scale_optimizer_is_refused(policy, wrap):
     assert not model.compiled
 
 
-# -- bad input -------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("value", "error"), [*NO_COUNTS, (None, TypeError), ([4], TypeError)]
 )
@@ -671,10 +621,9 @@ def test_bad_accum_steps_are_refused_everywhere(value, error):
         model.compile("sgd", "mse", accum_steps=value)
     assert not model.compiled
     if value is not None:  # that of the model
+        args = keras.optimizers.SGD(), model.trainable_variables, value
         with pytest.raises(error, match=match):
-            accumodel.GradientAccumulator(
-                keras.optimizers.SGD(), model.trainable_variables, value
-            )
+            accumodel.GradientAccumulator(*args)
     model.compile("sgd", "mse", accum_steps=4)
     with pytest.raises(error, match=match):
         model.compile("sgd", "mse", accum_steps=value)
@@ -693,9 +642,8 @@ def test_accum_steps_may_be_a_numpy_integer():
 @pytest.mark.parametrize("value", ["keep", None, True])
 def test_another_remainder_is_refused(value):
     model = make_model()
-    with pytest.raises(
-        ValueError, match=r"`remainder` .* Received: remainder="
-    ):
+    match = r"`remainder` .* Received: remainder="
+    with pytest.raises(ValueError, match=match):
         model.compile("sgd", "mse", remainder=value)
     assert not model.compiled
 
@@ -781,10 +729,8 @@ def test_more_steps_than_batches_are_warned_of_once(
     if not known:
         dataset = dataset.filter(lambda x, y: True)
     model = compiled(make_model(), "sgd", accum_steps=14, remainder=remainder)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.fit(dataset, epochs=3, shuffle=False, verbose=0)
-    messages = [str(w.message) for w in caught if "accum_steps" in str(w)]
+    found = messages_of(lambda: fit(model, dataset, epochs=3))
+    messages = [each for each in found if "accum_steps" in each]
     assert len(messages) == (consequence is not None)
     assert all(consequence in message for message in messages)
 
@@ -798,10 +744,7 @@ def test_a_model_without_trainable_weights_is_warned_of_as_by_keras(data):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {"loss_weights": {1}},
-        {"skip_nonfinite": True},  # with the optimizer below
-    ],
+    [{"loss_weights": {1}}, {"skip_nonfinite": True}],  # with its optimizer
 )
 def test_a_compile_that_fails_leaves_the_model_uncompiled(arguments):
     model = cases.linear(AccumulatingModel)

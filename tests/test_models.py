@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import compiled, distance, names, weekly
+from helpers import chain, compiled, distance, names, weekly
 
 import accumodel
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -19,19 +19,9 @@ SGD = keras.optimizers.SGD
 
 
 def fit(model, x, y, batch_size, **kwargs):
-    model.fit(
-        x,
-        y,
-        batch_size=batch_size,
-        epochs=3,
-        shuffle=False,
-        verbose=0,
-        **kwargs,
-    )
+    how = {"epochs": 3, "shuffle": False, "verbose": 0}
+    model.fit(x, y, batch_size=batch_size, **how, **kwargs)
     return model
-
-
-# -- from_model ----------------------------------------------------------------
 
 
 @keras.saving.register_keras_serializable("test_models")
@@ -126,9 +116,7 @@ def make_stack():
 
 
 def make_graph():
-    inputs = keras.Input((5,))
-    hidden = keras.layers.Dense(3)(inputs)
-    model = OwnGraph(inputs, keras.layers.Dense(2)(hidden))
+    model = chain(OwnGraph, (5,), keras.layers.Dense(3), keras.layers.Dense(2))
     model.unused = keras.layers.Dense(1)
     model.unused.build((None, 5))
     return model
@@ -166,10 +154,8 @@ def test_from_model_keeps_the_class_and_its_files(make, points, tmp_path):
         read.optimizer.build(read.trainable_variables)
         read.load_weights(tmp_path / "of.weights.h5")
         assert distance(read, written) == 0
-        for a, b in zip(
-            read.optimizer.variables, written.optimizer.variables, strict=True
-        ):
-            np.testing.assert_array_equal(a, b)
+        variables = (each.optimizer.variables for each in (read, written))
+        assert distance(*variables) == 0
 
 
 @pytest.mark.parametrize("sequential", [True, weekly(False)])
@@ -216,8 +202,7 @@ def test_from_model_tells_of_weights_that_only_the_new_model_has():
 
 
 def functional(model_class):
-    inputs = keras.Input((3,))
-    return model_class(inputs, keras.layers.Dense(1)(inputs))
+    return chain(model_class, (3,), keras.layers.Dense(1))
 
 
 def sequential(model_class):
@@ -260,8 +245,7 @@ def test_from_model_keeps_other_custom_methods(functional, points):
     for _ in range(2):
         keras.utils.set_random_seed(0)
         if functional:
-            inputs = keras.Input((5,))
-            models.append(Halves(inputs, keras.layers.Dense(2)(inputs)))
+            models.append(chain(Halves, (5,), keras.layers.Dense(2)))
         else:
             models.append(HalvesSubclass())
             models[-1](points[0])
@@ -296,12 +280,8 @@ def test_from_model_keeps_the_precision(make):
         keras.mixed_precision.set_global_policy("float32")
     accumulating = AccumulatingModel.from_model(model)
     accumulating.compile("sgd", "mse", accum_steps=2)
-    assert isinstance(
-        accumulating.optimizer, keras.optimizers.LossScaleOptimizer
-    )
-
-
-# -- cooperative inheritance ---------------------------------------------------
+    optimizer = keras.optimizers.LossScaleOptimizer
+    assert isinstance(accumulating.optimizer, optimizer)
 
 
 class Task(keras.Model):
@@ -319,9 +299,7 @@ class Task(keras.Model):
         super().compile(optimizer=optimizer, loss=loss, **kwargs)
 
     def fit(self, x=None, y=None, batch_size=None, **kwargs):
-        return super().fit(
-            self.preprocessor(x), y, batch_size=batch_size, **kwargs
-        )
+        return super().fit(self.preprocessor(x), y, batch_size, **kwargs)
 
 
 class AccumulatingTask(AccumulatingModel, Task):
@@ -330,8 +308,7 @@ class AccumulatingTask(AccumulatingModel, Task):
 
 def make_task(task_class):
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((5,))
-    backbone = keras.Model(inputs, keras.layers.Dense(4)(inputs))
+    backbone = chain(keras.Model, (5,), keras.layers.Dense(4))
     return task_class(backbone, lambda x: 2 * x)
 
 
@@ -497,9 +474,7 @@ def test_a_test_step_behind_ours_is_called(theirs, make, kwargs, points):
         model.compile(SGD(1e-3), loss, **split)
         model.fit(x, y, validation_data=(x[:4], y[:4]), verbose=0)
         found = model.evaluate(x[:4], y[:4], verbose=0, return_dict=True)
-        last = {
-            name: values[-1] for name, values in model.history.history.items()
-        }
+        last = {k: v[-1] for k, v in model.history.history.items()}
         logs.append(last | found)
     plain, ours = logs
     assert list(ours) == list(plain)
@@ -603,15 +578,11 @@ def test_from_model_takes_a_keras_hub_task(tmp_path):
     assert isinstance(model, type(task))
     assert model.preprocessor is task.preprocessor
     assert model.backbone is task.backbone
-    for each, size, kwargs in (
-        (reference, 8, {}),
-        (model, 2, {"accum_steps": 4}),
-    ):
-        each.compile(
-            optimizer=SGD(0.1, global_clipnorm=1.0),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            **kwargs,
-        )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    accumulating = {"accum_steps": 4}
+    for each, size, steps in ((reference, 8, {}), (model, 2, accumulating)):
+        optimizer = SGD(0.1, global_clipnorm=1.0)
+        each.compile(optimizer=optimizer, loss=loss, **steps)
         each.fit(texts, batch_size=size, epochs=3, shuffle=False, verbose=0)
     assert int(model.optimizer.iterations) == 9
     assert distance(model, reference) < 1e-6
@@ -628,9 +599,6 @@ def test_from_model_takes_a_keras_hub_task(tmp_path):
     assert distance(loaded, reference) < 1e-6
 
 
-# -- several optimizers --------------------------------------------------------
-
-
 class GAN(AccumulatingModel):
     """Both players look at the weights of before the update.
 
@@ -641,16 +609,9 @@ class GAN(AccumulatingModel):
     def __init__(self, hold):
         super().__init__()
         self.hold = hold
-        self.generator = keras.Sequential(
-            [keras.Input((3,)), keras.layers.Dense(5, activation="tanh")]
-        )
-        self.critic = keras.Sequential(
-            [
-                keras.Input((5,)),
-                keras.layers.Dense(8, activation="tanh"),
-                keras.layers.Dense(1),
-            ]
-        )
+        dense = keras.layers.Dense
+        self.generator = chain(keras.Model, (3,), dense(5, "tanh"))
+        self.critic = chain(keras.Model, (5,), dense(8, "tanh"), dense(1))
         self.built = True
 
     def compile(self, accum_steps):
@@ -737,9 +698,6 @@ def test_the_cycles_of_all_accumulators_are_saved(
     with pytest.raises(ValueError, match="this model does not have"):
         other.load_weights(tmp_path / "mid.weights.h5")
     assert other.pending_steps == 0
-
-
-# -- variables that not every batch trains -------------------------------------
 
 
 class HeadByDtype(AccumulatingModel):

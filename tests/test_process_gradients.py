@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import WAYS, distance, names, weekly
+from helpers import WAYS, chain, distance, fit, mirrored, names, weekly
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -21,15 +21,12 @@ def data():
 def train(base, optimizer, batch_size=12, strategy=None, **kwargs):
     keras.utils.set_random_seed(0)
     strategy = strategy or tf.distribute.get_strategy()
+    dense = keras.layers.Dense
     with strategy.scope():
-        inputs = keras.Input((6,))
-        hidden = keras.layers.Dense(8, activation="tanh")(inputs)
-        frozen = keras.layers.Dense(8, trainable=False)(hidden)
-        model = base(inputs, keras.layers.Dense(2)(frozen))
+        parts = dense(8, "tanh"), dense(8, trainable=False), dense(2)
+        model = chain(base, (6,), *parts)
         model.compile(optimizer(), "mse", **{"jit_compile": False} | kwargs)
-    history = model.fit(
-        *data(), batch_size=batch_size, epochs=2, shuffle=False, verbose=0
-    )
+    history = fit(model, *data(), batch_size=batch_size, epochs=2)
     return model, history.history
 
 
@@ -53,17 +50,9 @@ def clipped(optimizer):
 def test_halved_gradients_are_those_of_keras_halved(way):
     reference, _ = train(keras.Model, clipped(Halving))
     batch_size, kwargs = WAYS[way]
-    model, _ = train(
-        Halves, clipped(keras.optimizers.Adam), batch_size, **kwargs
-    )
+    optimizer = clipped(keras.optimizers.Adam)
+    model, _ = train(Halves, optimizer, batch_size, **kwargs)
     assert distance(model, reference) < 1e-6
-
-
-def replicas():
-    return tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"],
-        cross_device_ops=tf.distribute.ReductionToOneDevice(),
-    )
 
 
 @pytest.mark.weekly
@@ -72,10 +61,10 @@ def test_every_replica_gets_the_gradient_of_all(way):
     optimizer = clipped(keras.optimizers.Adam)
     reference, _ = train(keras.Model, clipped(Halving))
     batch_size, kwargs = WAYS[way]
-    model, _ = train(Halves, optimizer, batch_size, replicas(), **kwargs)
+    model, _ = train(Halves, optimizer, batch_size, mirrored(2), **kwargs)
     assert distance(model, reference) < 1e-6
     optimizer = functools.partial(keras.optimizers.SGD, 0.1)
-    _, logs = train(LogsNorm, optimizer, batch_size, replicas(), **kwargs)
+    _, logs = train(LogsNorm, optimizer, batch_size, mirrored(2), **kwargs)
     check_norms(logs, kwargs)
 
 
@@ -87,16 +76,14 @@ class Unscaled(AccumulatingModel):
 class ClipsByValue(keras.optimizers.SGD):
     def apply_gradients(self, grads_and_vars):
         clip = tf.clip_by_value
-        return super().apply_gradients(
-            [(clip(g, -0.01, 0.01), v) for g, v in grads_and_vars]
-        )
+        pairs = [(clip(g, -0.01, 0.01), v) for g, v in grads_and_vars]
+        return super().apply_gradients(pairs)
 
 
 def test_a_loss_scale_is_taken_out_and_put_back():
     def scaling():
-        return keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.SGD(0.5), initial_scale=1024
-        )
+        sgd = keras.optimizers.SGD(0.5)
+        return keras.optimizers.LossScaleOptimizer(sgd, initial_scale=1024)
 
     reference, _ = train(keras.Model, lambda: ClipsByValue(0.5))
     model, _ = train(Unscaled, scaling, micro_batch_size=5)
@@ -114,16 +101,13 @@ def test_an_update_that_is_left_out_changes_nothing(way):
     batch_size, kwargs = WAYS[way]
     model, _ = train(LeavesOut, keras.optimizers.Adam, batch_size, **kwargs)
     assert int(model.optimizer.iterations) == 3
-    before = [
-        np.array(each) for each in [*model.weights, *model.optimizer.variables]
-    ]
+    variables = [*model.weights, *model.optimizer.variables]
+    before = [*map(np.array, variables)]
     model.fit(*data(), batch_size=batch_size, verbose=0)
-    after = [*model.weights, *model.optimizer.variables]
-    for a, b in zip(before, after, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert distance(variables, before) == 0
     assert model.pending_steps == 0
     with pytest.raises(ValueError, match=r"leave out an update.*Received"):
-        train(LeavesOut, keras.optimizers.Adam, strategy=replicas())
+        train(LeavesOut, keras.optimizers.Adam, strategy=mirrored(2))
 
 
 class Drops(AccumulatingModel):
@@ -168,9 +152,6 @@ def test_a_custom_loop_has_it_too():
     assert float(variable[0]) == -19
 
 
-# -- the norm --------------------------------------------------------------
-
-
 def expected_norms(batches):
     """Returns the mean of the first batches of each epoch in plain Keras."""
     made = []
@@ -212,19 +193,11 @@ def test_a_metric_logs_what_it_sees(way):
     check_norms(logs, kwargs)
 
 
+NO_LIST = "must return a list"
 WRONG = {
-    "the clipped and their norm": (
-        lambda gradients: tf.clip_by_global_norm(gradients, 1.0),
-        "must return a list",
-    ),
-    "a tuple": (
-        lambda gradients: (*gradients, None, None),
-        "must return a list",
-    ),
-    "shapes": (
-        lambda gradients: [tf.reduce_sum(each) for each in gradients],
-        "of the shapes of",
-    ),
+    "their norm, too": (lambda g: tf.clip_by_global_norm(g, 1.0), NO_LIST),
+    "a tuple": (lambda g: (*g, None, None), NO_LIST),
+    "shapes": (lambda g: [*map(tf.reduce_sum, g)], "of the shapes of"),
 }
 
 
@@ -260,8 +233,7 @@ class ClipsAndLeavesOut(ClipsAll):
 @pytest.mark.parametrize("made", [ClipsAll, ClipsAndLeavesOut])
 def test_a_loss_scale_sees_what_process_gradients_hides(made):
     keras.config.set_dtype_policy("mixed_float16")
-    inputs = keras.Input((4,))
-    model = made(inputs, keras.layers.Dense(2)(inputs))
+    model = chain(made, (4,), keras.layers.Dense(2))
     model.compile(keras.optimizers.SGD(1.0), "mse", micro_batch_size=3)
     before = model.get_weights()
     x = np.full((8, 4), 3e3)

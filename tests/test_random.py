@@ -3,12 +3,15 @@
 Weights and the states of seed generators are those of plain Keras.
 """
 
+import functools
+import itertools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import compiled, distance, mirrored, names, slow, weekly
-from keras import layers
+from helpers import chain, compiled, distance, mirrored, names, slow, weekly
+from keras import layers, ops
 
 from accumodel import AccumulatingModel
 from benchmarks.process_memory import run_limited
@@ -24,9 +27,9 @@ LAYERS = {
     "in an LSTM": lambda: layers.LSTM(
         5, dropout=0.3, recurrent_dropout=0.3, return_sequences=True
     ),
-    "in attention": lambda: Attends(),
-    "augmentation": lambda: Flips(),
-    "samples and time in one axis": lambda: DropsSteps(),
+    "in attention": lambda: attend,
+    "augmentation": lambda: flip,
+    "samples and time in one axis": lambda: drop_steps,
     "weights": lambda: DropsWeights(),
     "time first": lambda: Draws(drop_time_first),
     "latents first": lambda: Draws(draw_latents),
@@ -38,6 +41,7 @@ LAYERS = {
     "all shapes of noise": lambda: Draws(drop_in_all_shapes),
     "all samples alike": lambda: Draws(change_all_alike),
 }
+STEPS = {"accum_steps": 2}  # fed as 2 x 3
 WAYS = {
     "size": {"micro_batch_size": 4},
     "xla": {"micro_batch_size": 4, "jit_compile": True},
@@ -45,16 +49,11 @@ WAYS = {
     "auto": {"micro_batch_size": "auto"},
     "eager": {"micro_batch_size": 4, "run_eagerly": True},
     "one sample": {"micro_batch_size": 1},
-    # Fed as 2 x 3.
-    "steps": {"accum_steps": 2},
-    "steps and size": {"accum_steps": 2, "micro_batch_size": 2},
-    "steps, xla": {"accum_steps": 2, "jit_compile": True},
-    "steps, cache": {
-        "accum_steps": 2,
-        "micro_batch_size": 2,
-        "gradient_cache": True,
-    },
-    "steps, eager": {"accum_steps": 2, "run_eagerly": True},
+    "steps": STEPS,
+    "steps and size": STEPS | {"micro_batch_size": 2},
+    "steps, xla": STEPS | {"jit_compile": True},
+    "steps, cache": STEPS | {"micro_batch_size": 2, "gradient_cache": True},
+    "steps, eager": STEPS | {"run_eagerly": True},
 }
 EVERY_DAY = [
     ("dropout", "steps"),
@@ -84,48 +83,32 @@ NEWEST = [
 # See the limits. XLA makes a normal number of two that lie far apart. In eager
 # code nobody sees a loop, and several axes are as long as these micro-batches.
 NOT_EXACT = [
-    ("latents first", "eager"),
-    ("integers", "eager"),
-    ("Gaussian dropout", "xla"),
-    ("latents first", "xla"),
-    ("Gaussian dropout", "steps, xla"),
-    ("latents first", "steps, xla"),
-    ("latents first", "steps, eager"),
-    ("integers", "steps, eager"),
-    ("one sample at a time", "steps, eager"),
-    ("one sample at a time, by Keras", "steps, eager"),
-    ("one sample at a time", "eager"),
-    ("one sample at a time, by Keras", "eager"),
+    *itertools.product(
+        ("Gaussian dropout", "latents first"), ("xla", "steps, xla")
+    ),
+    *itertools.product(
+        (
+            "latents first",
+            "integers",
+            "one sample at a time",
+            "one sample at a time, by Keras",
+        ),
+        ("eager", "steps, eager"),
+    ),
 ]
 
 
-class Attends(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.attention = layers.MultiHeadAttention(2, 3, dropout=0.3)
-
-    def call(self, inputs, training=None):
-        return self.attention(inputs, inputs, training=training)
+def attend(x):
+    return layers.MultiHeadAttention(2, 3, dropout=0.3)(x, x)
 
 
-class Flips(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.flip = layers.RandomFlip("horizontal")
-
-    def call(self, inputs, training=None):
-        return self.flip(inputs[..., None], training=training)[..., 0]
+def flip(x):
+    return layers.RandomFlip("horizontal")(x[..., None])[..., 0]
 
 
-class DropsSteps(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.drop = layers.Dropout(0.4)
-
-    def call(self, inputs, training=None):
-        steps = keras.ops.reshape(inputs, (-1, 5))
-        dropped = self.drop(steps, training=training)
-        return keras.ops.reshape(dropped, (-1, 4, 5))
+def drop_steps(x):
+    steps = layers.Dropout(0.4)(ops.reshape(x, (-1, 5)))
+    return ops.reshape(steps, (-1, 4, 5))
 
 
 class DropsWeights(layers.Dense):
@@ -138,7 +121,7 @@ class DropsWeights(layers.Dense):
     def call(self, inputs, training=None):
         seed = self.generator
         kernel = keras.random.dropout(self.kernel, 0.4, seed=seed)
-        return keras.ops.matmul(inputs, kernel) + self.bias
+        return ops.matmul(inputs, kernel) + self.bias
 
 
 class Draws(layers.Layer):
@@ -157,20 +140,20 @@ class Draws(layers.Layer):
 
 
 def drop_time_first(x, seed):
-    x = keras.ops.transpose(x, (1, 0, 2))
+    x = ops.transpose(x, (1, 0, 2))
     dropped = keras.random.dropout(x, 0.4, seed=seed)
-    return keras.ops.transpose(dropped, (1, 0, 2))
+    return ops.transpose(dropped, (1, 0, 2))
 
 
 def draw_latents(x, seed):
-    noise = keras.random.normal((3, keras.ops.shape(x)[0], 4, 5), seed=seed)
-    return keras.ops.mean(keras.ops.tanh(x + noise), axis=0)
+    noise = keras.random.normal((3, ops.shape(x)[0], 4, 5), seed=seed)
+    return ops.mean(ops.tanh(x + noise), axis=0)
 
 
 def draw_integers(x, seed):
-    shape = 2, keras.ops.shape(x)[0], 1, 3
+    shape = 2, ops.shape(x)[0], 1, 3
     drawn = keras.random.randint(shape, 0, 5, seed=seed)
-    return x * keras.ops.cast(drawn, x.dtype)[1, ..., 1:2]
+    return x * ops.cast(drawn, x.dtype)[1, ..., 1:2]
 
 
 def map_samples(x, seed):
@@ -184,15 +167,13 @@ def map_samples(x, seed):
 
 def map_samples_by_keras(x, seed):
     # It also calls the function once outside of its loop.
-    return keras.ops.map(
-        lambda row: keras.random.dropout(row, 0.4, seed=seed), x
-    )
+    return ops.map(lambda row: keras.random.dropout(row, 0.4, seed=seed), x)
 
 
 def map_time(x, seed):
-    x = keras.ops.transpose(x, (1, 0, 2))
+    x = ops.transpose(x, (1, 0, 2))
     dropped = map_samples_by_keras(x, seed)
-    return keras.ops.transpose(dropped, (1, 0, 2))
+    return ops.transpose(dropped, (1, 0, 2))
 
 
 def drop_at_all_rates(x, seed):
@@ -258,14 +239,11 @@ def check(model, plain, tolerance=1e-6):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        (name, way)
-        if (name, way) in EVERY_DAY
-        else slow(name, way)
-        if (name, way) in NEWEST
-        else weekly(name, way)
-        for name in LAYERS
-        for way in WAYS
-        if (name, way) not in NOT_EXACT
+        pair
+        if pair in EVERY_DAY
+        else (slow if pair in NEWEST else weekly)(*pair)
+        for pair in itertools.product(LAYERS, WAYS)
+        if pair not in NOT_EXACT
     ],
 )
 def test_draws_are_those_of_the_large_batch(name, way):
@@ -304,8 +282,6 @@ LARGE, FED = (9, 9, 3), (4, 1, 4, 3, 2, 4, 3)
 
 
 def in_batches(sizes, steps=None, between=None):
-    """Returns how to feed batches of these sizes."""
-
     def feed(model, x, y):
         begin = 0
         for i, size in enumerate(sizes):
@@ -363,11 +339,7 @@ def forget_some(model, x, y):
 
 
 SITUATIONS = {
-    "dropped": (
-        drop_the_last,
-        without_the_last,
-        {"accum_steps": 2, "remainder": "drop"},
-    ),
+    "dropped": (drop_the_last, without_the_last, STEPS | {"remainder": "drop"}),
     "forgotten": (forget_some, LARGE, {"accum_steps": 3}),
     "unequal": (in_batches(FED), LARGE, {"accum_steps": 3}),
     "unknown length": (of_unknown_length, LARGE, {"accum_steps": 3}),
@@ -406,10 +378,8 @@ def test_cycles_of_several_batches_draw_on(name, monkeypatch):
         feed(model, x, y)
         model.apply_accumulated_gradients()
 
-    ours = train(
-        AccumulatingModel, LAYERS["dropout"], feed=feed_and_end, **kwargs
-    )
-    check(ours, plain)
+    layer = LAYERS["dropout"]
+    check(train(AccumulatingModel, layer, feed=feed_and_end, **kwargs), plain)
 
 
 @pytest.mark.parametrize("kwargs", [{}, slow({"micro_batch_size": 2})])
@@ -419,13 +389,8 @@ def test_a_file_of_a_pending_cycle_goes_on_drawing(cut, kwargs, tmp_path):
         in_batches(FED[:cut])(model, x, y)
         model.save(tmp_path / "model.keras")
 
-    model = train(
-        AccumulatingModel,
-        lambda: layers.Dropout(0.4),
-        feed=feed,
-        accum_steps=3,
-        **kwargs,
-    )
+    kwargs = {"accum_steps": 3, **kwargs}
+    model = train(AccumulatingModel, LAYERS["dropout"], feed=feed, **kwargs)
     keras.utils.set_random_seed(3)  # layers without a seed take others
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert loaded.pending_steps == model.pending_steps > 0
@@ -438,20 +403,14 @@ def test_a_file_of_a_pending_cycle_goes_on_drawing(cut, kwargs, tmp_path):
 
 
 def test_a_file_of_a_cycles_end_holds_no_random_numbers(tmp_path):
-    model = train(
-        AccumulatingModel,
-        LAYERS["dropout"],
-        feed=in_batches(FED[:3]),
-        accum_steps=3,
-    )
+    layer, feed = LAYERS["dropout"], in_batches(FED[:3])
+    model = train(AccumulatingModel, layer, feed=feed, accum_steps=3)
     store: dict = {}
     model.save_own_variables(store)
     assert not any("accumulated" in each for each in store)
 
 
 class DrawsInUpdates(AccumulatingModel):
-    """Draws from the seed of its dropout after each forward pass."""
-
     def process_gradients(self, gradients):
         seed = self.layers[-2].seed_generator
         return [
@@ -466,8 +425,6 @@ class DrawsInUpdates(AccumulatingModel):
 
 
 class DrawsInSteps(keras.Model):
-    """The same by plain Keras."""
-
     process_gradients = DrawsInUpdates.process_gradients
     after_update = DrawsInUpdates.after_update
 
@@ -477,7 +434,7 @@ class DrawsInSteps(keras.Model):
             loss = self.compute_loss(x, y, self(x, training=True))
         variables = self.trainable_variables
         gradients = self.process_gradients(tape.gradient(loss, variables))
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        self.optimizer.apply(gradients, variables)
         self.after_update()
         return {"error": loss}
 
@@ -530,13 +487,9 @@ def test_initial_weights_are_no_draws_of_a_step(seed):
 
 
 class DrawsLatents(AccumulatingModel):
-    """Draws in its step, which calls `accumulate_gradients`."""
-
-    accumulates = True
-
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        noise = keras.random.normal(keras.ops.shape(x), seed=self.generator)
+        noise = keras.random.normal(ops.shape(x), seed=self.generator)
         with tf.GradientTape() as tape:
             errors = self(x + noise, training=True) - tf.cast(y, x.dtype)
             loss = tf.reduce_mean(errors**2)
@@ -544,9 +497,7 @@ class DrawsLatents(AccumulatingModel):
         if self.accumulates:
             self.accumulate_gradients(gradients, tf.shape(x)[0])
         else:
-            self.optimizer.apply_gradients(
-                zip(gradients, self.trainable_variables, strict=True)
-            )
+            self.optimizer.apply(gradients, self.trainable_variables)
         return {"error": loss}
 
 
@@ -590,11 +541,10 @@ def test_another_seed_is_seen():
 )
 def test_in_every_way_to_feed(kwargs):
     size = kwargs.get("batch_size", 9)
-    models = [
-        train(AccumulatingModel, LAYERS["dropout"], **each, **kwargs)
-        for each in ({"micro_batch_size": size}, {"micro_batch_size": 2})
-    ]
-    check(*models)
+    train_split = functools.partial(
+        train, AccumulatingModel, LAYERS["dropout"], **kwargs
+    )
+    check(train_split(micro_batch_size=2), train_split(micro_batch_size=size))
 
 
 @pytest.mark.table
@@ -626,18 +576,13 @@ def test_each_replica_draws_what_plain_keras_gives_it():
     kwargs = {"strategy": mirrored(2), "batch_size": 10, "samples": 20}
     plain = train(keras.Model, LAYERS["dropout"], **kwargs)
     for size in (5, 2):
-        model = train(
-            AccumulatingModel,
-            LAYERS["dropout"],
-            micro_batch_size=size,
-            **kwargs,
-        )
-        check(model, plain)
+        kwargs["micro_batch_size"] = size
+        check(train(AccumulatingModel, LAYERS["dropout"], **kwargs), plain)
 
 
 def noisy_loss(y_true, y_pred):
-    noise = keras.random.uniform(keras.ops.shape(y_pred))  # the global seed
-    return keras.ops.mean((y_true - y_pred * noise) ** 2, axis=-1)
+    noise = keras.random.uniform(ops.shape(y_pred))  # the global seed
+    return ops.mean((y_true - y_pred * noise) ** 2, axis=-1)
 
 
 class OwnSeed(keras.losses.Loss):
@@ -646,12 +591,10 @@ class OwnSeed(keras.losses.Loss):
         self.seed = keras.random.SeedGenerator(7)
 
     def call(self, y_true, y_pred):
-        noise = keras.random.normal(keras.ops.shape(y_pred), seed=self.seed)
-        kept = keras.random.randint(
-            keras.ops.shape(y_pred), 0, 2, seed=self.seed
-        )
-        kept = keras.ops.cast(kept, y_pred.dtype)
-        return keras.ops.mean(kept * (y_true - y_pred * noise) ** 2, axis=-1)
+        noise = keras.random.normal(ops.shape(y_pred), seed=self.seed)
+        kept = keras.random.randint(ops.shape(y_pred), 0, 2, seed=self.seed)
+        kept = ops.cast(kept, y_pred.dtype)
+        return ops.mean(kept * (y_true - y_pred * noise) ** 2, axis=-1)
 
 
 @pytest.mark.table
@@ -674,7 +617,7 @@ class Denoiser(AccumulatingModel):
 
     def train_step(self, batch):
         x, _ = batch
-        samples = keras.ops.shape(x)[0]
+        samples = ops.shape(x)[0]
         noise = keras.random.normal((samples, 4, 5))
         share = keras.random.uniform((samples, 1, 1))
         with tf.GradientTape() as tape:
@@ -686,11 +629,9 @@ class Denoiser(AccumulatingModel):
 
 
 def test_a_custom_step_that_draws_latent_vectors():
-    models = [
-        train(Denoiser, LAYERS["dropout"], micro_batch_size=size)
-        for size in (9, 2)
-    ]
-    check(*models)
+    large, small = ({"micro_batch_size": size} for size in (9, 2))
+    plain = train(Denoiser, LAYERS["dropout"], **large)
+    check(train(Denoiser, LAYERS["dropout"], **small), plain)
 
 
 class Kept(AccumulatingModel):
@@ -751,8 +692,7 @@ def called_before():
 
 
 def made_by_keras():
-    inputs = keras.Input((4, 5))
-    return AccumulatingModel(inputs, InFunction()(layers.Dense(5)(inputs)))
+    return chain(AccumulatingModel, (4, 5), layers.Dense(5), InFunction())
 
 
 @pytest.mark.parametrize(
@@ -775,8 +715,6 @@ def test_a_function_that_was_traced_without_these_draws_is_refused(
 
 
 class AddsNoise(keras.Model):
-    """The reference: plain Keras, with noise in its step."""
-
     def train_step(self, batch):
         return super().train_step(add_noise(self, batch))
 
@@ -788,14 +726,13 @@ class SlicesNoise(AccumulatingModel):
 
 def add_noise(model, batch):
     x, y = batch
-    shape = keras.ops.shape(x)
+    shape = ops.shape(x)
     return x + keras.random.normal(shape, seed=model.seed), y
 
 
 def train_with_noise(base, **kwargs):
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((4, 5))
-    model = base(inputs, layers.Dense(5)(inputs))
+    model = chain(base, (4, 5), layers.Dense(5))
     model.seed = keras.random.SeedGenerator(3)
     model.compile("sgd", "mse", **{"jit_compile": False} | kwargs)
     model.fit(*data(), batch_size=9, shuffle=False, verbose=0)
@@ -822,15 +759,15 @@ def test_seeds_that_a_step_does_not_use_are_left_alone():
     draws = OwnSeed()
     generator = draws.seed
 
-    def does_not(y_true, y_pred):
-        drawn = tf.numpy_function(
-            lambda: np.array(generator.next()), [], tf.int64
-        )
-        with tf.control_dependencies([drawn]):
-            return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+    def draw():
+        return np.array(generator.next())
 
-    inputs = keras.Input((4, 5))
-    model = AccumulatingModel(inputs, layers.Dense(5)(inputs))
+    def does_not(y_true, y_pred):
+        drawn = tf.numpy_function(draw, [], tf.int64)
+        with tf.control_dependencies([drawn]):
+            return ops.mean((y_true - y_pred) ** 2, axis=-1)
+
+    model = chain(AccumulatingModel, (4, 5), layers.Dense(5))
     for loss in (draws, does_not):
         before = np.array(generator.state)
         model.compile("sgd", loss, micro_batch_size=3, jit_compile=False)
@@ -888,22 +825,14 @@ NOT_KNOWN = {
 @pytest.mark.parametrize("name", names(NOT_KNOWN, ["gamma", "by hand"]))
 def test_what_is_not_known_differs_in_each_micro_batch(name):
     draw, kwargs = NOT_KNOWN[name]
-
     drawn = []
 
-    class Notes(layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.seed = keras.random.SeedGenerator(3)
+    def note(x, seed):
+        values = draw(ops.shape(x), seed=seed)
+        tf.numpy_function(drawn.append, [values], [])
+        return x
 
-        def call(self, inputs, training=None):
-            if training:
-                values = draw(keras.ops.shape(inputs), seed=self.seed)
-                tf.numpy_function(drawn.append, [values], [])
-            return inputs
-
-    inputs = keras.Input((5,))
-    model = AccumulatingModel(inputs, layers.Dense(1)(Notes()(inputs)))
+    model = chain(AccumulatingModel, (5,), Draws(note), layers.Dense(1))
     model.compile("sgd", "mse", micro_batch_size=4, **kwargs)
     model.fit(np.ones((8, 5)), np.ones((8, 1)), batch_size=8, verbose=0)
     first, second = drawn

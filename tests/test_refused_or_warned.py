@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import compiled, distance, messages_of, mirrored, weekly
+from helpers import chain, compiled, distance, messages_of, mirrored, weekly
 
 from accumodel import AccumulatingModel, GradientAccumulator
 
@@ -16,9 +16,6 @@ SGD = keras.optimizers.SGD
 
 def fit(model, outputs=cases.CLASSES):
     model.fit(cases.features(), np.ones((24, outputs)), batch_size=4, verbose=0)
-
-
-# -- losses --------------------------------------------------------------------
 
 
 class ComputesItsOwnMean(keras.losses.Loss):
@@ -46,17 +43,11 @@ def test_a_loss_without_init_trains(accum_steps):
     messages_of(lambda: fit(model))
 
 
-class Ctc(keras.layers.Layer):
-    """Adds one loss per sample, as the CTC layer of keras.io does."""
-
-    def call(self, inputs):
-        self.add_loss(keras.ops.sum(inputs**2, axis=-1, keepdims=True))
-        return inputs
-
-
 def test_a_summed_add_loss_next_to_a_mean_is_refused():
     inputs = keras.Input((cases.FEATURES,))
-    model = AccumulatingModel(inputs, Ctc()(keras.layers.Dense(2)(inputs)))
+    model = AccumulatingModel(
+        inputs, cases.AddsLosses()(keras.layers.Dense(2)(inputs))
+    )
     model.compile("sgd", "mse", accum_steps=2)
     before = model.get_weights()
     with pytest.raises(ValueError, match=r"sums and means.* 1 vectors"):
@@ -73,12 +64,11 @@ def test_a_summed_add_loss_next_to_a_mean_is_refused():
     ],
 )
 def test_scalars_next_to_a_sum_are_warned_of(scalar, match):
-    inputs = keras.Input((cases.FEATURES,))
     regularizer = "l2" if scalar == "regularizer" else None
-    hidden = keras.layers.Dense(2, kernel_regularizer=regularizer)(inputs)
-    if scalar == "add_loss":
-        hidden = cases.AddsLoss()(hidden)
-    model = AccumulatingModel(inputs, Ctc()(hidden))
+    layers = [keras.layers.Dense(2, kernel_regularizer=regularizer)]
+    layers += [cases.AddsLoss()] * (scalar == "add_loss")
+    shape = (cases.FEATURES,)
+    model = chain(AccumulatingModel, shape, *layers, cases.AddsLosses())
     model.compile(SGD(0.001), accum_steps=2)
     with pytest.warns(UserWarning, match=match):
         model.fit(cases.features(), batch_size=4, verbose=0)
@@ -115,9 +105,6 @@ def test_weights_are_numbers_for_all_or_none():
     assert accumulator.pending_steps == 1
 
 
-# -- layers --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_pairs_of_unknown_variables_are_refused(accum_steps):
     model = cases.linear(AccumulatingModel)
@@ -139,9 +126,6 @@ def test_a_second_call_in_a_train_step_is_refused(run_eagerly):
     model.compile("sgd", accum_steps=2, run_eagerly=run_eagerly)
     with pytest.raises(ValueError, match="twice in one `train_step`"):
         fit(model, cases.FEATURES)
-
-
-# -- compile, fit, optimizers --------------------------------------------------
 
 
 def test_another_optimizer_without_compile_is_refused():
@@ -215,10 +199,9 @@ def test_a_compiled_loss_that_is_a_mean_or_a_sum_is_exact(loss):
 
 
 def regularized(base):
-    inputs = keras.Input((5, 4))
-    masked = keras.layers.Masking()(inputs)
-    hidden = keras.layers.Dense(2, activity_regularizer="l2")(masked)
-    return base(inputs, keras.layers.Dense(2)(hidden))
+    hidden = keras.layers.Dense(2, activity_regularizer="l2")
+    layers = keras.layers.Masking(), hidden, keras.layers.Dense(2)
+    return chain(base, (5, 4), *layers)
 
 
 @pytest.mark.parametrize("way", ["int", "steps"])
@@ -262,13 +245,8 @@ def test_similarities_in_the_model_are_refused_with_the_cache(run_eagerly):
     hidden = keras.layers.Dense(3)(inputs)
     scores = keras.ops.matmul(hidden, keras.ops.transpose(hidden))
     model = AccumulatingModel(inputs, scores)
-    model.compile(
-        "sgd",
-        "mse",
-        micro_batch_size=4,
-        gradient_cache=True,
-        run_eagerly=run_eagerly,
-    )
+    kwargs = {"micro_batch_size": 4, "gradient_cache": True}
+    model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
     x = np.ones((8, 4), "float32")
     with pytest.raises(ValueError, match="similarities in `compute_loss`"):
         model.fit(x, np.eye(8), batch_size=8, verbose=0)
@@ -281,9 +259,8 @@ class Queue(keras.layers.Layer):
         super().__init__()
         self.operation = operation
         self.raw = tf.Variable(tf.zeros((4, 20)), trainable=False)
-        self.table = tf.lookup.experimental.MutableHashTable(
-            tf.int64, tf.int64, 0
-        )
+        table = tf.lookup.experimental.MutableHashTable
+        self.table = table(tf.int64, tf.int64, 0)
 
     def call(self, x):
         one = tf.constant([1], tf.int64)
@@ -382,13 +359,9 @@ def test_mixed_sets_of_variables_are_warned_of_with_carry_too():
     model = TrainsOne()
     model(np.ones((1, 4)))
     model.compile("sgd", accum_steps=2, remainder="carry")
+    how = {"callbacks": [NextHead()], "verbose": 0}
     with pytest.warns(UserWarning, match="trained different sets"):
-        model.fit(
-            *(np.ones((2, 4)), np.ones((2, 1))),
-            batch_size=1,
-            callbacks=[NextHead()],
-            verbose=0,
-        )
+        model.fit(np.ones((2, 4)), np.ones((2, 1)), batch_size=1, **how)
 
 
 class MakesTrainFunction(AccumulatingModel):

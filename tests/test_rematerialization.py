@@ -46,6 +46,10 @@ class Several(layers.Layer):
         }
 
 
+def remat(function):
+    return keras.remat(function) if Repeated.is_on else function
+
+
 class Repeated(layers.Layer):
     """`keras.remat`, of a method, and when the layer is made."""
 
@@ -55,7 +59,6 @@ class Repeated(layers.Layer):
         super().__init__()
         self.seed_generator = keras.random.SeedGenerator(1)
         self.dense = layers.Dense(8)
-        remat = keras.remat if Repeated.is_on else lambda function: function
         self.run = remat(self.run_once)
 
     def build(self, shape):
@@ -99,8 +102,6 @@ class Inner(layers.Layer):
 
 
 class Positions(layers.Layer):
-    """Takes no tensors that have gradients."""
-
     def build(self, shape):
         self.table = self.add_weight(shape=(6, 8), name="table")
 
@@ -109,12 +110,8 @@ class Positions(layers.Layer):
 
 
 class Counter(layers.Layer):
-    """Reads what it assigns."""
-
     def build(self, shape):
-        self.count = self.add_weight(
-            shape=(), initializer="ones", trainable=False, name="count"
-        )
+        self.count = self.add_weight((), "ones", trainable=False, name="count")
 
     def call(self, x):
         x = ops.tanh(x) * self.count
@@ -125,12 +122,8 @@ class Counter(layers.Layer):
 def several(x):
     made = Several()(x, layers.Dense(8)(x), factor=3.0)
     longest = layers.Embedding(6, 8)(made["longest"])
-    return layers.Add()(
-        [
-            *made["product"],
-            layers.RepeatVector(6)(layers.GlobalMaxPooling1D()(longest)),
-        ]
-    )
+    largest = layers.RepeatVector(6)(layers.GlobalMaxPooling1D()(longest))
+    return layers.Add()([*made["product"], largest])
 
 
 def shared(x):
@@ -139,9 +132,8 @@ def shared(x):
 
 
 def states(x):
-    outputs, state, _ = layers.LSTM(
-        8, return_sequences=True, return_state=True
-    )(x)
+    lstm = layers.LSTM(8, return_sequences=True, return_state=True)
+    outputs, state, _ = lstm(x)
     return layers.Add()([outputs, layers.RepeatVector(6)(state)])
 
 
@@ -186,6 +178,9 @@ WAYS = {
 }
 
 
+FULL = {"mode": "full"}
+
+
 def make(kind, base, **scope):
     keras.utils.set_random_seed(0)
     Repeated.is_on = bool(scope)
@@ -217,39 +212,35 @@ def train(kind, base, size, strategy=None, scope=None, **kwargs):
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_of_the_same_model_without_the_scope(kind, way):
-    size, kwargs = WAYS[way]
+    size, kwargs = WAYS[way][0], dict(WAYS[way][1])
     strategy = mirrored(2) if way == "replicas" else None
     tolerance, is_half = 1e-6, "float16" in way
     if is_half:
         keras.config.set_dtype_policy(f"mixed_{way}")
         tolerance = 1e-2
     jit = {"jit_compile": kwargs.get("jit_compile", False)}
+    ours = functools.partial(train, kind, AccumulatingModel, **jit)
+    kwargs.pop("jit_compile", None)
     if is_half or way == "replicas":  # other rounding, and draws
-        reference = train(
-            kind, AccumulatingModel, size, strategy, **jit | kwargs
-        )
+        reference = ours(size, strategy, **kwargs)
     else:
         reference = train(kind, keras.Model, 16, **jit)
-    model = train(
-        kind,
-        AccumulatingModel,
-        size,
-        strategy,
-        {"mode": "full"},
-        **jit | kwargs,
-    )
+    check(ours(size, strategy, FULL, **kwargs), reference, tolerance)
+
+
+def check_scope(kind, scope=FULL, tolerance=1e-6, **kwargs):
+    """Compares a model that is made in the scope with one of plain Keras."""
+    reference = train(kind, keras.Model, 16, jit_compile=False)
+    kwargs = {"jit_compile": False} | kwargs
+    model = train(kind, AccumulatingModel, 16, None, scope, **kwargs)
     check(model, reference, tolerance)
 
 
 def check(model, reference, tolerance=1e-6):
     pairs = zip(reference.variables, model.variables, strict=True)
     for expected, variable in pairs:
-        np.testing.assert_allclose(
-            np.array(variable, "float64"),
-            np.array(expected, "float64"),
-            atol=tolerance,
-            err_msg=expected.path,
-        )
+        a, b = (np.array(each, "float64") for each in (variable, expected))
+        np.testing.assert_allclose(a, b, atol=tolerance, err_msg=expected.path)
 
 
 @pytest.mark.parametrize(
@@ -262,11 +253,7 @@ def check(model, reference, tolerance=1e-6):
     ids=lambda scope: scope["mode"],
 )
 def test_modes(scope):
-    reference = train("block", keras.Model, 16, jit_compile=False)
-    model = train(
-        "block", AccumulatingModel, 16, None, scope, micro_batch_size=5
-    )
-    check(model, reference)
+    check_scope("block", scope, micro_batch_size=5)
 
 
 def norm(x):
@@ -304,7 +291,6 @@ class Holder(layers.Layer):
     def __init__(self, layer):
         super().__init__()
         self.layer = layer
-        remat = keras.remat if Repeated.is_on else lambda function: function
         self.run = remat(layer)
 
     def call(self, x):
@@ -313,40 +299,24 @@ class Holder(layers.Layer):
 
 @pytest.mark.parametrize("kind", [norm, counter, read_before, remat_of_a_layer])
 def test_what_is_assigned_is_assigned_once(kind):
-    reference = train(kind, keras.Model, 16, jit_compile=False)
-    scope = {"mode": "full"}
-    model = train(kind, AccumulatingModel, 16, None, scope, jit_compile=False)
-    check(model, reference)
+    check_scope(kind)
 
 
 def test_normalizations_of_the_batch():
-    reference = train(norm, keras.Model, 16, jit_compile=False)
-    train_synchronized = functools.partial(
-        train,
-        norm,
-        AccumulatingModel,
-        16,
-        micro_batch_size=5,
-        sync_batch_norm=True,
-    )
+    kwargs = {"micro_batch_size": 5, "sync_batch_norm": True}
     scope = {"mode": "list_of_layers", "layer_names": ["dense", "dense_1"]}
-    check(train_synchronized(scope=scope), reference, 3e-6)
-    with pytest.raises(
-        ValueError, match=r"batch_normalization.*\n*.*rematerialized"
-    ):
-        train_synchronized(scope={"mode": "full"})
+    check_scope(norm, scope, 3e-6, **kwargs)
+    match = r"batch_normalization.*\n*.*rematerialized"
+    with pytest.raises(ValueError, match=match):
+        check_scope(norm, **kwargs)
 
 
 class Keeper(layers.Layer):
-    """Reads what it assigns."""
-
     def __init__(self, keep, **kwargs):
         super().__init__()
         self.keep, self.dense = keep, layers.Dense(8, "tanh")
         self.seed_generator = keras.random.SeedGenerator(7)
-        self.kept = self.add_weight(
-            shape=(8,), initializer="ones", trainable=False, **kwargs
-        )
+        self.kept = self.add_weight((8,), "ones", trainable=False, **kwargs)
         self.raw = tf.Variable(tf.ones(8), trainable=False)
 
     def build(self, shape):
@@ -376,10 +346,9 @@ def spectral(layer, x):
 
 
 def drawn(layer, x):
-    noise = keras.random.uniform(
-        ops.shape(x), dtype=x.dtype, seed=layer.seed_generator
-    )
-    return keras.random.dropout(x + noise, 0.3, seed=layer.seed_generator)
+    seed = layer.seed_generator
+    noise = keras.random.uniform(ops.shape(x), dtype=x.dtype, seed=seed)
+    return keras.random.dropout(x + noise, 0.3, seed=seed)
 
 
 def count(layer, x):
@@ -458,8 +427,7 @@ def test_layers_that_keep_something(keep, way):
         kwargs["micro_batch_size"] = 5
     kind, jit = behind_a_norm(keep), {"jit_compile": kwargs["jit_compile"]}
     reference = train(kind, keras.Model, 16, **jit)
-    scope = {"mode": "full"}
-    model = train(kind, AccumulatingModel, 16, None, scope, **kwargs)
+    model = train(kind, AccumulatingModel, 16, None, FULL, **kwargs)
     check(model, reference, 3e-6)
 
 
@@ -472,17 +440,14 @@ def test_replicas_read_what_all_of_them_assigned(policy, aggregation):
         train, kind, AccumulatingModel, 16, jit_compile=False
     )
     reference = train_mirrored(mirrored(2))
-    model = train_mirrored(mirrored(2), {"mode": "full"})
+    model = train_mirrored(mirrored(2), FULL)
     check(model, reference, 1e-6 if policy == "float32" else 1e-2)
 
 
 def test_what_is_only_read_or_written_once(tmp_path, monkeypatch):
     writer = tf.summary.create_file_writer(str(tmp_path / "a"))
     monkeypatch.setitem(RESOURCES, "writer", writer)
-    kind, scope = behind_a_norm(lookup), {"mode": "full"}
-    reference = train(kind, keras.Model, 16, jit_compile=False)
-    model = train(kind, AccumulatingModel, 16, None, scope, jit_compile=False)
-    check(model, reference)
+    check_scope(behind_a_norm(lookup))
     assert len([*read_summaries(tmp_path)]) == 2 * 4  # of each model
 
 
@@ -498,17 +463,13 @@ def test_what_is_only_read_or_written_once(tmp_path, monkeypatch):
 def test_what_would_not_be_the_same_twice(keep, what, monkeypatch):
     numbers = iter(tf.data.Dataset.range(100))
     monkeypatch.setitem(RESOURCES, "numbers", numbers)
-    kind, scope = behind_a_norm(keep), {"mode": "full"}
+    kind = behind_a_norm(keep)
     with pytest.raises(ValueError, match=f"Received: .*{what}"):
-        train(kind, AccumulatingModel, 16, None, scope)
+        train(kind, AccumulatingModel, 16, None, FULL)
     # Eagerly nothing runs twice.
-    train(kind, AccumulatingModel, 16, None, scope, run_eagerly=True)
+    train(kind, AccumulatingModel, 16, None, FULL, run_eagerly=True)
     if keep in (raw, raw_in_condition):
-        reference = train(kind, keras.Model, 16, jit_compile=False)
-        model = train(
-            kind, AccumulatingModel, 16, None, scope, run_eagerly=True
-        )
-        check(model, reference)
+        check_scope(kind, jit_compile="auto", run_eagerly=True)
 
 
 class Loop(layers.Layer):
@@ -531,21 +492,16 @@ class TensorFlowDropout(layers.Layer):
 @pytest.mark.parametrize(
     ("layer", "what"),
     [
-        (Loop, "Received.*seed_generator_state"),
-        (
-            lambda: layers.SpectralNormalization(layers.Dense(8)),
-            "Received.*kernel",
-        ),
-        (lambda: TensorFlowDropout(), "Received.*RandomUniform"),
-        (lambda: called_in(loop), "Received: a call in a loop"),
-        (lambda: called_in(condition), "Received: a call in a loop"),
+        (Loop, "seed_generator_state"),
+        (lambda: layers.SpectralNormalization(layers.Dense(8)), "kernel"),
+        (lambda: TensorFlowDropout(), "RandomUniform"),
+        (lambda: called_in(loop), "a call in a loop"),
+        (lambda: called_in(condition), "a call in a loop"),
     ],
 )
 def test_refused(layer, what):
-    with pytest.raises(ValueError, match=what):
-        train(
-            lambda x: layer()(x), AccumulatingModel, 16, None, {"mode": "full"}
-        )
+    with pytest.raises(ValueError, match=f"Received: .*{what}"):
+        train(lambda x: layer()(x), AccumulatingModel, 16, None, FULL)
 
 
 def loop(layer, x):
@@ -574,12 +530,9 @@ def called_in(function):
 def test_a_function_that_adds_losses_is_refused():
     dense = layers.Dense(8, activity_regularizer="l2")
     dense.build((None, 6, 8))
+    repeated = keras.remat(lambda x: dense(x))
     with pytest.raises(ValueError, match="Received: a loss"):
-        train(
-            lambda x: layers.Lambda(keras.remat(lambda y: dense(y)))(x),
-            AccumulatingModel,
-            16,
-        )
+        train(lambda x: layers.Lambda(repeated)(x), AccumulatingModel, 16)
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
@@ -674,21 +627,15 @@ def test_backbones_of_keras_hub(kind):
         else:
             outputs = layers.GlobalAveragePooling1D()(backbone.output)
         model = base(backbone.input, layers.Dense(1)(outputs))
+        kwargs["jit_compile"] = False
         model.compile(keras.optimizers.SGD(0.01), "mse", **kwargs)
         fed = {each.name: x[each.name] for each in model.inputs}
         model.fit(fed, x["token_ids"][:, :1] / 50, verbose=0, batch_size=16)
         return model
 
-    reference = train_backbone(
-        keras.Model, contextlib.nullcontext(), jit_compile=False
-    )
-    model = train_backbone(
-        AccumulatingModel,
-        keras.RematScope(),
-        micro_batch_size=5,
-        jit_compile=False,
-    )
-    check(model, reference)
+    reference = train_backbone(keras.Model, contextlib.nullcontext())
+    scope, size = keras.RematScope(), {"micro_batch_size": 5}
+    check(train_backbone(AccumulatingModel, scope, **size), reference)
 
 
 def test_other_models_are_left_alone():

@@ -13,12 +13,15 @@ import pytest
 import tensorflow as tf
 from helpers import (
     NO_COUNTS,
+    chain,
     check_logs,
     compiled,
-    datasets,
     distance,
+    fit,
     mirrored,
-    train_case,
+    plain_and,
+    softmax,
+    train_big,
     updates,
     weekly,
 )
@@ -49,10 +52,7 @@ class Sizes(keras.layers.Layer):
 
 
 def with_sizes(model_class=AccumulatingModel):
-    inputs = keras.Input((cases.FEATURES,))
-    x = Sizes(name="sizes")(inputs)
-    outputs = keras.layers.Dense(cases.CLASSES, activation="softmax")(x)
-    return model_class(inputs, outputs)
+    return chain(model_class, (cases.FEATURES,), Sizes(name="sizes"), softmax())
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_one_trace_for_every_size(samples):
             return inputs
 
     inputs = keras.Input((cases.FEATURES,))
-    x = keras.layers.Dense(cases.CLASSES, activation="softmax")(inputs)
+    x = softmax()(inputs)
     model = AccumulatingModel(inputs, Traced()(x))
     compiled(model, micro_batch_size=8)
     traces.clear()
@@ -120,18 +120,14 @@ def test_xla_sees_the_same_parts(samples):
     assert model.get_layer("sizes").read() == (8, 2 * 13)
 
 
-# -- what a batch may be ---------------------------------------------------
+class Bag(keras.layers.Layer):
+    def call(self, inputs):
+        return tf.reduce_sum(tf.one_hot(inputs, cases.TOKENS), axis=1)
 
 
 def ragged_model(model_class):
     inputs = keras.Input((None,), dtype="int32", ragged=True)
-
-    class Bag(keras.layers.Layer):
-        def call(self, inputs):
-            return tf.reduce_sum(tf.one_hot(inputs, cases.TOKENS), axis=1)
-
-    outputs = keras.layers.Dense(1)(Bag()(inputs))
-    return model_class(inputs, outputs)
+    return chain(model_class, inputs, Bag(), keras.layers.Dense(1))
 
 
 def sparse_model(model_class):
@@ -183,11 +179,7 @@ def test_what_a_batch_may_be_made_of(make, data, run_eagerly):
     y = np.random.default_rng(2).normal(size=(20, 1)).astype("float32")
     dataset = tf.data.Dataset.from_tensor_slices((data(), y)).batch(8)
     models = []
-    for model_class, kwargs in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": 3}),
-    ):
-        keras.utils.set_random_seed(0)
+    for model_class, kwargs in plain_and({"micro_batch_size": 3}):
         model = make(model_class)
         model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
         logs = model.fit(dataset, epochs=2, shuffle=False, verbose=0).history
@@ -217,11 +209,10 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
     }
     y = rng.normal(size=(12, 1)).astype("float32")
     model = WithTable()
-    model.compile("sgd", "mse", run_eagerly=run_eagerly, micro_batch_size=5)
-    match = (
-        r"override `slice_data`.* x\['all'\] of length 5, x\['id'\] of "
-        r"length 12, y of length 12"
-    )
+    kwargs = {"run_eagerly": run_eagerly, "micro_batch_size": 5}
+    model.compile("sgd", "mse", **kwargs)
+    lengths = r"x\['all'\] of length 5, x\['id'\] of length 12, y of length 12"
+    match = f"override `slice_data`.* {lengths}"
     with pytest.raises(ValueError, match=match):
         model.train_on_batch(x, y)
     # Lengths that are known only when it runs.
@@ -232,15 +223,9 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
         ),
     )
     error = ValueError if run_eagerly else tf.errors.InvalidArgumentError
-    # As in Keras, a function whose first trace failed makes no variables.
-    model.compile(
-        "sgd",
-        "mse",
-        run_eagerly=run_eagerly,
-        micro_batch_size=5,
-        # Or Keras, from 3.16, traces with the lengths of the first batch.
-        steps_per_execution=2,
-    )
+    # As in Keras, a function whose first trace failed makes no variables. Two
+    # steps, or Keras, from 3.16, traces with the lengths of the first batch.
+    model.compile("sgd", "mse", steps_per_execution=2, **kwargs)
     with pytest.raises(error, match="must hold the same number"):
         model.fit(unknown, shuffle=False, verbose=0)
     assert model.pending_steps == int(model.optimizer.iterations) == 0
@@ -263,9 +248,6 @@ def test_scalars_and_none_are_left_as_they_are(run_eagerly):
         model.train_on_batch(2.0)
 
 
-# -- logs ------------------------------------------------------------------
-
-
 @pytest.mark.table
 @pytest.mark.parametrize(
     "compile_arguments",
@@ -277,11 +259,7 @@ def test_evaluate_shows_what_keras_does(compile_arguments):
     """Losses under different masks: each is averaged over its own elements."""
     x, y = cases.tokens_for_two(40, np.random.default_rng(0))
     results = []
-    for model_class, kwargs in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": 3}),
-    ):
-        keras.utils.set_random_seed(0)
+    for model_class, kwargs in plain_and({"micro_batch_size": 3}):
         model = cases.masked_and_not(model_class)
         model.compile(
             loss=["sparse_categorical_crossentropy"] * 2,
@@ -309,13 +287,9 @@ def test_custom_metrics_are_over_all_parts(samples, run_eagerly):
     results = []
     for size in (None, 7):
         keras.utils.set_random_seed(0)
+        kwargs = {"run_eagerly": run_eagerly, "metrics": ["accuracy"]}
         model = cases.dense(OwnMetrics)
-        compiled(
-            model,
-            micro_batch_size=size,
-            run_eagerly=run_eagerly,
-            metrics=["accuracy"],
-        )
+        compiled(model, micro_batch_size=size, **kwargs)
         results.append(model.train_on_batch(*samples, return_dict=True))
     check_logs(*results)
 
@@ -327,9 +301,7 @@ class SquaredErrors(AccumulatingModel):
 
 def test_a_custom_loss_is_evaluated_before_it_is_trained():
     x, y = np.ones((10, 6)), np.ones((10, 1))
-    model = SquaredErrors(
-        inputs := keras.Input((6,)), keras.layers.Dense(1)(inputs)
-    )
+    model = chain(SquaredErrors, (6,), keras.layers.Dense(1))
     model.compile("sgd", "mse", micro_batch_size=3)
     expected = model.compute_loss(y=y, y_pred=model(x), x=x)
     found = model.evaluate(x, y, verbose=0)
@@ -369,27 +341,16 @@ def test_the_logs_of_a_method_that_calls_super(name, run_eagerly):
         method = "train_step" if base is keras.Model else name
         model = calls_super(method)(inputs, outputs, base)
         kwargs = {"micro_batch_size": size} if size else {}
-        model.compile(
-            keras.optimizers.SGD(0.001),
-            [keras.losses.MeanSquaredError("sum") for _ in outputs],
-            run_eagerly=run_eagerly,
-            **kwargs,
-        )
-        logs = model.fit(
-            x,
-            list(y),
-            batch_size=16,
-            epochs=2,
-            validation_data=(x[:20], list(y[:, :20])),
-            validation_batch_size=10,
-            shuffle=False,
-            verbose=0,
-        ).history
-        results.append(logs)
+        losses = [keras.losses.MeanSquaredError("sum") for _ in outputs]
+        optimizer = keras.optimizers.SGD(0.001)
+        model.compile(optimizer, losses, run_eagerly=run_eagerly, **kwargs)
+        validation = {
+            "validation_data": (x[:20], list(y[:, :20])),
+            "validation_batch_size": 10,
+        }
+        how = {"batch_size": 16, "epochs": 2, **validation}
+        results.append(fit(model, x, list(y), **how).history)
     check_logs(*results)
-
-
-# -- the cycle -------------------------------------------------------------
 
 
 def test_cycles_of_several_batches_may_begin_and_end_at_any_time(samples):
@@ -411,15 +372,12 @@ def test_skip_nonfinite_leaves_micro_batches_out(samples, run_eagerly):
     x, y = samples
     x[9] = np.nan
     good = np.r_[:8, 12:32]  # without the third of eight parts
-    reference = compiled(cases.dense(keras.Model))
-    reference.train_on_batch(x[good], y[good])
-    keras.utils.set_random_seed(0)
-    model = compiled(
-        cases.dense(AccumulatingModel),
-        micro_batch_size=4,
-        skip_nonfinite=True,
-        run_eagerly=run_eagerly,
+    kwargs = {"skip_nonfinite": True, "run_eagerly": run_eagerly}
+    reference, model = (
+        compiled(cases.dense(base), **ours)
+        for base, ours in plain_and({"micro_batch_size": 4, **kwargs})
     )
+    reference.train_on_batch(x[good], y[good])
     model.train_on_batch(x[:32], y[:32])
     assert distance(model, reference) < 1e-6
     assert model.skipped_steps == 1
@@ -437,10 +395,8 @@ class FailsAt(keras.layers.Layer):
         @tf.custom_gradient
         def check(x):
             def backward(upstream):
-                largest = tf.reduce_max(x)
-                with tf.control_dependencies(
-                    [tf.debugging.assert_less(largest, 100.0)]
-                ):
+                is_small = tf.debugging.assert_less(tf.reduce_max(x), 100.0)
+                with tf.control_dependencies([is_small]):
                     return tf.identity(upstream)
 
             return tf.identity(x), backward
@@ -455,17 +411,10 @@ def test_a_failure_in_the_middle_leaves_no_part_behind(
     samples, accum_steps, run_eagerly
 ):
     x, y = samples
-    inputs = keras.Input((cases.FEATURES,))
-    hidden = FailsAt()(keras.layers.Dense(4)(inputs))
-    model = AccumulatingModel(
-        inputs, keras.layers.Dense(cases.CLASSES, activation="softmax")(hidden)
-    )
-    compiled(
-        model,
-        micro_batch_size=8,
-        accum_steps=accum_steps,
-        run_eagerly=run_eagerly,
-    )
+    parts = keras.layers.Dense(4), FailsAt(), softmax()
+    model = chain(AccumulatingModel, (cases.FEATURES,), *parts)
+    kwargs = {"micro_batch_size": 8, "accum_steps": accum_steps}
+    compiled(model, run_eagerly=run_eagerly, **kwargs)
     before = model.get_weights()
     bad = x[:32].copy()
     bad[20] = 1e6
@@ -481,11 +430,7 @@ def test_a_failure_in_the_middle_leaves_no_part_behind(
     model.set_weights(before)
     compiled(model)
     model.train_on_batch(x[:32], y[:32])
-    for a, b in zip(model.get_weights(), after, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
-
-
-# -- custom steps ----------------------------------------------------------
+    assert distance(model, after) < 1e-6
 
 
 class LogsTheSize(AccumulatingModel):
@@ -505,9 +450,7 @@ class LogsTheSize(AccumulatingModel):
 
 class StepWithoutAccumulation(LogsTheSize):
     def accumulate_gradients(self, gradients, weight):
-        self.optimizer.apply_gradients(
-            zip(gradients, self.trainable_variables, strict=True)
-        )
+        self.optimizer.apply(gradients, self.trainable_variables)
 
 
 @pytest.mark.unverified
@@ -545,43 +488,35 @@ class Players(AccumulatingModel):
 
     def compile(self, **kwargs):
         super().compile(**kwargs)
+        sgd, steps = keras.optimizers.SGD, self.accum_steps
         self.accumulators = [
-            GradientAccumulator(
-                keras.optimizers.SGD(0.1),
-                layer.trainable_variables,
-                self.accum_steps,
-            )
+            GradientAccumulator(sgd(0.1), layer.trainable_variables, steps)
             for layer in (self.first, self.second)
         ]
 
     def train_step(self, data):
         x, *_ = data
-        for layer, accumulator, is_due in zip(
-            (self.first, self.second),
-            self.accumulators,
-            (True, tf.equal(self.turn % 2, 0)),
-            strict=True,
-        ):
+        calls = []
+        for accumulator in self.accumulators:
+            layer = self.first if not calls else self.second
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean((layer(x) - 1) ** 2)
             gradients = tape.gradient(loss, layer.trainable_variables)
-            accumulate = functools.partial(
-                accumulator.accumulate, gradients, tf.shape(x)[0]
-            )
-            if is_due is True:
-                accumulate()
-            else:
-                tf.cond(is_due, accumulate, lambda: None)
+            args = accumulator.accumulate, gradients, tf.shape(x)[0]
+            calls.append(functools.partial(*args))
+        calls[0]()
+        tf.cond(tf.equal(self.turn % 2, 0), calls[1], lambda: None)
         return {}
+
+
+def one_device():
+    return tf.distribute.OneDeviceStrategy("CPU:0")
 
 
 @pytest.mark.parametrize(
     ("make_strategy", "kwargs"),
     [
-        (
-            lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
-            {"micro_batch_size": 3},
-        ),
+        (one_device, {"micro_batch_size": 3}),
         (tf.distribute.get_strategy, {"accum_steps": 2}),
         weekly(lambda: mirrored(2), {"micro_batch_size": 3}),
     ],
@@ -615,25 +550,15 @@ def test_two_accumulators_of_which_one_is_called_in_turns(
         assert distance(*models) < 1e-6
 
 
-# -- several replicas ------------------------------------------------------
-
-
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_replicas_with_different_numbers_of_parts(run_eagerly):
     # On two replicas: 2 and 1, 1 and none, 2 and 2.
     sizes = [[5], [1], [8]]
-    case = cases.Case(
-        sizes=sizes, compile={"run_eagerly": run_eagerly}, epochs=1
-    )
-    big, _ = datasets(case)
-    reference, _ = train_case(case, keras.Model, big)
-    model, _ = train_case(
-        case, AccumulatingModel, big, mirrored(2), micro_batch_size=2
-    )
+    compile_args = {"run_eagerly": run_eagerly}
+    case = cases.Case(sizes=sizes, compile=compile_args, epochs=1)
+    reference, _ = train_big(case, keras.Model)
+    model, _ = train_big(case, strategy=mirrored(2), micro_batch_size=2)
     assert distance(model, reference) < 1e-6
-
-
-# -- refused ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("value", "error"), NO_COUNTS)
@@ -650,8 +575,8 @@ def test_values_that_are_no_size(value, error):
 
 def test_layers_that_cannot_be_right_in_parts():
     inputs = keras.Input((4, 2), batch_size=2)
-    outputs = keras.layers.LSTM(1, stateful=True)(inputs)
-    model = AccumulatingModel(inputs, outputs)
+    layer = keras.layers.LSTM(1, stateful=True)
+    model = AccumulatingModel(inputs, layer(inputs))
     with pytest.raises(ValueError, match="stateful layer"):
         model.compile("sgd", "mse", micro_batch_size=1)
     assert not model.compiled
@@ -673,9 +598,8 @@ def test_layers_that_cannot_be_right_in_parts():
 
 class Mean(keras.layers.Layer):
     def build(self, shape):
-        self.mean = self.add_weight(
-            (), "zeros", trainable=False, aggregation="mean"
-        )
+        kwargs = {"trainable": False, "aggregation": "mean"}
+        self.mean = self.add_weight((), "zeros", **kwargs)
 
     def call(self, x):
         self.mean.assign(keras.ops.mean(x))
@@ -709,11 +633,8 @@ def one_graph():
     hidden = keras.ops.matmul(edges, keras.layers.Dense(4)(features))
     model = AccumulatingModel([features, edges], hidden)
     rng = np.random.default_rng(0)
-    return (
-        model,
-        [rng.random((40, 6)), rng.random((40, 40))],
-        rng.random((40, 4)),
-    )
+    x = [rng.random((40, 6)), rng.random((40, 40))]
+    return model, x, rng.random((40, 4))
 
 
 @pytest.mark.table
@@ -741,9 +662,6 @@ def test_an_error_of_a_batch_that_is_not_split_does_not_say_so():
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         model.fit([x, edges[:, :30]], y, batch_size=40, verbose=0)
     assert not getattr(caught.value, "__notes__", None)
-
-
-# -- what users override ---------------------------------------------------
 
 
 class AddsNothing(AccumulatingModel):
@@ -796,7 +714,7 @@ def test_a_subclass_may_use_any_private_name(samples):
     class Mine(AccumulatingModel):
         def __init__(self):
             super().__init__()
-            self.head = keras.layers.Dense(cases.CLASSES, activation="softmax")
+            self.head = softmax()
             for name in ("search", "slices", "cycles", "remainder", "options"):
                 setattr(self, f"_{name}", "mine")
             self._meter = keras.metrics.Mean()
@@ -824,10 +742,8 @@ def test_a_train_step_leaves_a_tensor_for_the_loss(
         def __init__(self):
             super().__init__()
             self.head = keras.layers.Dense(2)
-            self.teacher = keras.Sequential(
-                [keras.Input((cases.FEATURES,)), keras.layers.Dense(2)]
-            )
-            self.teacher.trainable = False
+            self.teacher = keras.layers.Dense(2, trainable=False)
+            self.teacher.build((None, cases.FEATURES))
 
         def call(self, inputs):
             return self.head(inputs)

@@ -4,6 +4,7 @@ The reference is plain Keras with the same fed batches, and no slices.
 """
 
 import dataclasses
+import functools
 
 import cases
 import keras
@@ -233,7 +234,7 @@ CASES = {
     "two outputs": cases.Case(
         make=two_outputs,
         data=cases.two_targets,
-        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
+        loss=lambda: cases.BOTH_LOSSES,
     ),
     "contrastive": cases.Case(make=chain, loss=lambda: contrastive),
     "in layers": cases.Case(make=in_layers),
@@ -294,8 +295,6 @@ class Always(layers.Layer):
 
 
 class Custom(Norm):
-    """Normalizes in training only."""
-
     def call(self, inputs, training=None, mask=None):
         if not training:
             return inputs
@@ -351,9 +350,8 @@ def test_functions_that_run_eagerly():
 )
 def test_mixed_precision(policy, tolerance):
     """To its rounding; statistics are computed in float32."""
-    case = dataclasses.replace(
-        CASES["a chain"], policy=policy, tolerance=tolerance
-    )
+    kwargs = {"policy": policy, "tolerance": tolerance}
+    case = dataclasses.replace(CASES["a chain"], **kwargs)
     reference, _ = train_big(case, keras.Model)
     model, _ = train_big(case, **SYNC)
     check_weights(model, reference, case)
@@ -364,17 +362,11 @@ def test_mixed_precision(policy, tolerance):
 @pytest.mark.weekly
 def test_with_the_gradient_cache_and_without_it():
     case = in_float64(CASES["contrastive"])
-    assert (
-        distance(
-            train_big(case, **SYNC, gradient_cache=True)[0],
-            train_big(case, **SYNC)[0],
-        )
-        == 0
-    )
+    cached, _ = train_big(case, **SYNC, gradient_cache=True)
+    assert distance(cached, train_big(case, **SYNC)[0]) == 0
 
 
-def shared_over_replicas(model_class):
-    return chain(model_class, synchronized=True)
+shared_over_replicas = functools.partial(chain, synchronized=True)
 
 
 # Of the second normalization, each replica has its own.
@@ -416,10 +408,7 @@ def test_a_state_behind_a_normalization_adds_up(kwargs):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(24, 4)), rng.normal(size=(24, 1))
     models = []
-    for base, ours in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": 5, "sync_batch_norm": True}),
-    ):
+    for base, ours in ((keras.Model, {}), (AccumulatingModel, SYNC)):
         model = make(base)
         model.compile("sgd", "mse", jit_compile=False, **ours, **kwargs)
         model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
@@ -434,9 +423,6 @@ def test_without_batch_normalization_nothing_changes():
         for value in (True, False)
     )
     assert distance(with_it, without) == 0
-
-
-# -- keras.applications --------------------------------------------------------
 
 
 @pytest.mark.weekly
@@ -467,22 +453,13 @@ def test_applications(name):
         y = rng.integers(cases.CLASSES, size=samples)
         return rng.uniform(0, 255, (samples, *shape)), y
 
-    case = in_float64(
-        cases.Case(
-            make=make,
-            data=images,
-            sizes=[[10]],
-            epochs=1,
-            optimizer=lambda: keras.optimizers.SGD(0.01),
-        )
-    )
+    optimizer = functools.partial(keras.optimizers.SGD, 0.01)
+    case = cases.Case(make, images, optimizer, sizes=[[10]], epochs=1)
+    case = in_float64(case)
     reference, expected = train_big(case, keras.Model)
     model, logs = train_big(case, **SYNC)
     assert distance(model, reference) <= 1e-6
     check_logs(logs["epochs"], expected["epochs"])
-
-
-# -- what is refused -----------------------------------------------------------
 
 
 class OwnMoments(Norm):
@@ -563,9 +540,8 @@ def test_what_cannot_be_split_is_refused_by_name(make, message):
     """In the first step, before a weight moves. Frozen, it is no obstacle."""
     x, y = np.random.default_rng(0).normal(size=(2, 8, 3, 2))
     y = y[:, 0, :1]
-    layer = make()
     inputs = keras.Input((3, 2))
-    outputs = layers.Dense(1)(layers.Flatten()(layer(inputs)))
+    outputs = layers.Dense(1)(layers.Flatten()(make()(inputs)))
     model = AccumulatingModel(inputs, outputs)
     before = model.get_weights()
     model.compile("sgd", "mse", **SYNC)

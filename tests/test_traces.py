@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance
+from helpers import chain, distance, plain_and
 
 from accumodel import AccumulatingModel
 
@@ -31,8 +31,7 @@ class DecoratedHelper(AccumulatingModel):
 
 def linear(made):
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((4,))
-    return made(inputs, keras.layers.Dense(1)(inputs))
+    return chain(made, (4,), keras.layers.Dense(1))
 
 
 def add(model, x, y):
@@ -93,10 +92,7 @@ def test_after_compile_a_function_in_a_step_trains_or_is_refused(
 def test_a_new_train_function_updates_as_the_optimizer_says_now():
     x, y = np.ones((8, 4)), 9 * np.ones((8, 1))
     models = []
-    for base, kwargs in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": 4}),
-    ):
+    for base, kwargs in plain_and({"micro_batch_size": 4}):
         model = linear(base)
         model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
         model.fit(x, y, verbose=0)

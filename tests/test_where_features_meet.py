@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, mirrored, slow
+from helpers import distance, follow, mirrored, moves_after_update, slow
 
 from accumodel import AccumulatingModel
 from accumodel._features import FEATURES as FEATURES_OF_THE_LIBRARY
@@ -31,9 +31,6 @@ def layers_of(way):
     return [norm] if way == "sync" else []
 
 
-# -- models of padded tokens ---------------------------------------------------
-
-
 def pooled(base, *layers, outputs=1):
     inputs = keras.Input((None,), dtype="int32")
     hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
@@ -45,7 +42,6 @@ def pooled(base, *layers, outputs=1):
 
 
 def masked(base, *layers):
-    """Has an output for each token."""
     inputs = keras.Input((None,), dtype="int32")
     hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
     hidden = keras.layers.GRU(3, return_sequences=True)(hidden)
@@ -110,37 +106,16 @@ def overridden(base, *layers):
 
 
 def averaged(base, *layers):
-    """Moves an average of a layer after each update; the loss depends on it.
-
-    In plain Keras these are the last lines of its `train_step`.
-    """
+    """Moves an average of a layer after each update; the loss depends on it."""
 
     class Model(base):
         def move(self):
             layer, average = self.get_layer("one"), self.get_layer("two")
-            for mean, value in zip(
-                average.variables, layer.variables, strict=True
-            ):
-                mean.assign(0.8 * mean + 0.2 * value)
-
-        if base is keras.Model:
-
-            def train_step(self, data):
-                logs = super().train_step(data)
-                self.move()
-                return logs
-
-        else:
-
-            def after_update(self):
-                self.move()
+            follow(average.variables, layer.variables, 0.2)
 
     one = keras.layers.Dense(4, name="one")
     two = keras.layers.Dense(4, name="two", trainable=False)
-    return pooled(Model, *layers, one, two)
-
-
-# -- the products --------------------------------------------------------------
+    return pooled(moves_after_update(Model, base), *layers, one, two)
 
 
 def with_layer(make_layer):
@@ -280,9 +255,6 @@ def test_each_way_with_each_feature(way, feature):
         assert type(model).traces < most  # and 12 batches or 24
 
 
-# -- the unhappy way -----------------------------------------------------------
-
-
 class Breaks(keras.layers.Layer):
     """Runs out of memory if it is told to, or hears Ctrl-C."""
 
@@ -357,38 +329,34 @@ def test_a_fit_after_an_error_is_that_of_a_model_without_one(way, what):
     """After one update, the second fails in its last micro-batch."""
     x, y = tokens()
     batch_size, arguments = WAYS["int" if way == "replicas" else way]
-    is_eager = what == "Ctrl-C"
-    scope = contextlib.nullcontext()
-    if way == "replicas":
-        scope = mirrored(2).scope()
+    no_scope = contextlib.nullcontext()
+    scope = mirrored(2).scope() if way == "replicas" else no_scope
     rate = 0 if way in ("trim", "replicas") else 0.4  # draw others
     models = []
     for base in (keras.Model, AccumulatingModel):
         ours = base is AccumulatingModel
-        with scope if ours else contextlib.nullcontext():
+        with scope if ours else no_scope:
             keras.utils.set_random_seed(0)
             dropout = keras.layers.Dropout(rate)
             model = breakable(base, *layers_of(way), dropout)
-            model.compile(
-                keras.optimizers.SGD(0.1), "mse", jit_compile=False,
-                run_eagerly=is_eager, **(arguments if ours else {}),
-            )  # fmt: skip
+            kwargs = {"jit_compile": False, "run_eagerly": what == "Ctrl-C"}
+            kwargs |= arguments if ours else {}
+            model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
         how = {"shuffle": False, "verbose": 0}
         if ours:
             bad = x.copy()
             bad[-1] = 99 if what == "step" else bad[-1]  # it is no token
             failure = Failure(what)
+            how["batch_size"] = batch_size
             with pytest.raises(ERRORS[what]) as caught:
-                model.fit(
-                    bad, y, batch_size=batch_size, callbacks=[failure], **how
-                )
+                model.fit(bad, y, callbacks=[failure], **how)
             notes = getattr(caught.value, "__notes__", [])
             # Ctrl-C between two batches leaves a cycle, which `fit` drops.
             assert any("is forgotten" in x for x in notes) == (
                 batch_size < 8 and what in ("step", "memory")
             )
             failure.set(False)
-            model.fit(x, y, batch_size=batch_size, epochs=2, **how)
+            model.fit(x, y, epochs=2, **how)
         else:
             model.fit(x[:8], y[:8], batch_size=8, **how)
             model.fit(x, y, batch_size=8, epochs=2, **how)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import worker
-from helpers import compiled, distance, weekly
+from helpers import compiled, distance, fit, weekly
 
 from accumodel import AccumulatingModel
 from benchmarks.workers import free_ports, run_tasks, run_workers, tf_configs
@@ -37,10 +37,7 @@ def check_reports(folder, count, expected):
         path = folder / f"report{rank}.json"
         assert path.exists(), (folder / f"log{rank}").read_text()
         report = json.loads(path.read_text())
-        for actual, desired in zip(
-            report["weights"], expected["weights"], strict=True
-        ):
-            np.testing.assert_allclose(actual, desired, rtol=0, atol=1e-6)
+        assert distance(report["weights"], expected["weights"]) <= 1e-6
         # Predictions come in the order of the data, logs are of all workers.
         for name in ("predict", "evaluate"):
             np.testing.assert_allclose(report[name], expected[name], rtol=1e-5)
@@ -61,10 +58,7 @@ def test_three_workers_end_with_the_weights_of_one_device(expected, tmp_path):
     plain = worker.make_and_compile(keras.Model)
     plain.optimizer.build(plain.trainable_variables)
     plain.load_weights(tmp_path / "chief.weights.h5")
-    for weight, desired in zip(
-        plain.get_weights(), expected["weights"], strict=True
-    ):
-        np.testing.assert_allclose(weight, desired, rtol=0, atol=1e-6)
+    assert distance(plain, expected["weights"]) <= 1e-6
     # In mid-cycle, the file of each worker holds the whole cycle.
     plain.train_on_batch(*worker.make_data())
     for rank in range(3):
@@ -109,9 +103,6 @@ def test_workers_that_disagree_say_so_and_do_not_wait(tmp_path):
         assert "Received: {'accum_steps': 4}, {'accum_steps': 2}" in log
 
 
-# -- programs to copy ----------------------------------------------------------
-
-
 def slurm_job():
     """What `srun` would set for two tasks on this machine."""
     job = {
@@ -125,17 +116,11 @@ def slurm_job():
 
 def check_saved(path):
     """What a program of `examples` saved is what the large batch gives."""
-    plain = compiled(
-        training.make_model(), keras.optimizers.AdamW(0.01, global_clipnorm=1.0)
-    )
-    batch_size = training.GLOBAL_BATCH * training.ACCUM_STEPS
-    plain.fit(
-        *training.make_data(),
-        batch_size=batch_size,
-        epochs=training.EPOCHS,
-        shuffle=False,
-        verbose=0,
-    )
+    adam = keras.optimizers.AdamW(0.01, global_clipnorm=1.0)
+    plain = compiled(training.make_model(), adam)
+    size = training.GLOBAL_BATCH * training.ACCUM_STEPS
+    how = {"batch_size": size, "epochs": training.EPOCHS}
+    fit(plain, *training.make_data(), **how)
     assert distance(keras.models.load_model(path), plain) < 1e-6
 
 
@@ -177,11 +162,10 @@ def test_tasks_that_do_not_train_are_refused_at_once(unwanted, tmp_path):
 )
 def test_one_task_saves(cluster, chief):
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver
+    spec = tf.train.ClusterSpec(cluster)
     for kind, machines in cluster.items():
         for index in range(len(machines)):
-            task = resolver(
-                tf.train.ClusterSpec(cluster), task_type=kind, task_id=index
-            )
+            task = resolver(spec, task_type=kind, task_id=index)
             assert training.is_chief(task) == ((kind, index) == chief)
 
 

@@ -98,16 +98,13 @@ def main(folder, accum_steps, epoch_of_death=None):
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     cluster = strategy.cluster_resolver.cluster_spec()
     assert cluster.jobs == ["worker"]  # or the chief would be the first
-    rank, workers = (
-        strategy.cluster_resolver.task_id,
-        cluster.num_tasks("worker"),
-    )
+    rank = strategy.cluster_resolver.task_id
+    workers = cluster.num_tasks("worker")
     steps = [int(number) for number in accum_steps.split(",")]
     accum_steps = steps[rank % len(steps)]
+    base = accumodel.AccumulatingModel
     with strategy.scope():
-        model = make_and_compile(
-            accumodel.AccumulatingModel, accum_steps=accum_steps
-        )
+        model = make_and_compile(base, accum_steps=accum_steps)
     callbacks = [keras.callbacks.BackupAndRestore(folder / f"backup{rank}")]
     if rank == 0:
         callbacks.append(SavesAlone(folder / "chief.weights.h5"))
