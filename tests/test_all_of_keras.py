@@ -93,7 +93,7 @@ LOSSES = exported(keras.losses, keras.losses.Loss)
 
 LOSSES_LEFT_OUT = {"Loss": "a base class"}
 
-LOSSES_TOLD = ["Return one loss per sample, which depends on no other sample"]
+LOSSES_TOLD = ["Return one loss per sample"]
 
 
 def classes_of_steps(rng):
@@ -158,7 +158,8 @@ LAYERS_TOLD = [
     "Batch normalization normalizes each micro-batch by itself",
     "looks at several samples at once",
     "changes in the step of each micro-batch",
-    "Return one loss per sample, which depends on no other sample",
+    "Return one loss per sample",
+    "cannot be drawn for some of the samples",
 ]
 
 # How to make the layers that need arguments, or draw nothing without them.

@@ -35,6 +35,8 @@ from accumodel._update.engine import FedBatch
 # The most entries of a gradient that are kept, see `_sketch`.
 _ENTRIES = 2**16
 
+_BY_OUTPUTS = "gradients of the loss by the outputs"
+
 _UPDATES = NotMade("the step calls an optimizer, which would move weights")
 
 
@@ -121,7 +123,7 @@ class Runner:
                         value * factor if factor.any() else np.zeros_like(value)
                         for value, factor in pairs
                     ]
-                has_rows = kind in ("outputs", "gradients by the outputs")
+                has_rows = kind in ("outputs", _BY_OUTPUTS)
                 joined = np.concatenate if has_rows else sum
                 arrays[kind, k, j] = joined(values)
         return arrays
@@ -152,7 +154,8 @@ class ByOutputs(Runner):
         own = model.trainable_variables  # which the loss itself may use
         by_outputs, by_own = tape.gradient(loss, [outputs, own])
         self.sources = _sources_of("gradients", 0, own)
-        made |= keyed("gradients by the outputs", by_outputs, _fold)
+        by_outputs = map(_before_softmax, outputs, by_outputs)
+        made |= keyed(_BY_OUTPUTS, by_outputs, _fold)
         made |= keyed("gradients", by_own, _sketch)
         return [keyed("weights", [weight]) | made | losses]
 
@@ -240,6 +243,17 @@ def _added(variable, before):
     if variable.dtype.is_floating:
         units = 16 * float(np.spacing(np.abs(before).max(initial=1e-30)))
     return np.nan_to_num((_array(variable) - before.astype("float64")) / units)
+
+
+def _before_softmax(output, gradient):
+    """Returns the gradient by what a softmax gets, which its sum does not move.
+
+    A Dice loss is a mean over samples if their outputs have the same sum.
+    """
+    if gradient is None or output.op.type != "Softmax":
+        return gradient
+    mean = tf.reduce_sum(gradient * output, -1, keepdims=True)
+    return output * (gradient - mean)
 
 
 def _bytes_of_a_row(tensor):
