@@ -10,12 +10,12 @@ cores: `python examples/chunked_head.py --plot chunked_head.svg`
 """
 
 import argparse
-import concurrent.futures
 import pathlib
 import pydoc_data.topics
 import re
 import resource  # not on Windows
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import keras
 import matplotlib.figure
@@ -25,7 +25,6 @@ import tensorflow as tf
 import accumodel
 
 WORDS, LENGTH, WIDTH, SAMPLES, BATCH = 32_768, 4096, 64, 12, 3
-NEW_PROCESS = {"max_workers": 1, "max_tasks_per_child": 1}  # of its own peak
 
 
 def chunked_loss(head, variables, hidden, targets, weights, chunk, training):
@@ -103,6 +102,8 @@ class ChunkedHeadModel(accumodel.AccumulatingModel):
         super().__init__(*args, **kwargs)
         self.head, self.chunk = head, chunk
         self.accuracy = keras.metrics.Mean("accuracy")
+        if not {*map(id, head.variables)} <= {*map(id, self.variables)}:
+            raise ValueError("Before Keras 3.15, the head must be tied.")
 
     def logits(self, hidden):
         if isinstance(self.head, keras.layers.ReversibleEmbedding):
@@ -178,7 +179,7 @@ def main():
     parser.add_argument("--plot", metavar="FILE", help="save a picture")
     arguments, results = parser.parse_args(), {}
     for name in ("whole", "in chunks"):
-        with concurrent.futures.ProcessPoolExecutor(**NEW_PROCESS) as pool:
+        with ProcessPoolExecutor(1, max_tasks_per_child=1) as pool:  # spawned
             result = pool.submit(train, name != "whole", arguments.epochs)
         results[name] = peak, seconds, logs, _ = result.result()
         print(f"Logits {name}: {peak:.0f} MB, {seconds:.1f} s for an update,")
@@ -193,7 +194,6 @@ def main():
         axes.bar_label(bars, fmt="{:.0f}")
         axes.set_xlabel("peak memory (MB)")
         figure.savefig(arguments.plot)
-        print(f"Saved {arguments.plot}.")
 
 
 if __name__ == "__main__":

@@ -326,6 +326,11 @@ def train_head(
 
 @pytest.mark.parametrize("row", names(HEADS, HEADS.keys() - {"mask"}))
 def test_a_head_in_chunks_gives_the_weights_of_whole_logits(row):
+    if keras.__version__ < "3.15" and not HEADS[row].get("tied"):
+        # A functional model does not train what only an attribute holds.
+        with pytest.raises(ValueError, match="must be tied"):
+            train_head(True, **HEADS[row])
+        return
     logs, weights = train_head(True, **HEADS[row])
     expected, desired = train_head(False, **HEADS[row])
     assert distance(weights, desired) < (2e-3 if "float16" in row else 1e-6)
@@ -370,10 +375,9 @@ def test_a_causal_model_of_keras_hub_trains_with_its_head_in_chunks():
 @pytest.mark.weekly
 def test_chunks_of_the_head_take_less_than_half_of_the_memory(tmp_path):
     output = run_program(tmp_path, chunked_head.__file__, "--plot=chunks.svg")
-    _, logs, _, same_logs, difference, saved = output.splitlines()
+    _, logs, _, same_logs, difference = output.splitlines()
     whole, chunks = map(int, re.findall(r"(\d+) MB", output))
     assert 2 * chunks < whole
     assert logs == same_logs
     assert float(difference.split()[-1].rstrip(".")) < 1e-4
-    assert saved == "Saved chunks.svg."
     assert (tmp_path / "chunks.svg").stat().st_size > 1000
