@@ -792,11 +792,53 @@ def rooted(y, p):
     return ops.sqrt(ops.mean(sparse(y, p)))
 
 
+def classifier(units, activation):
+    def make():
+        inputs = keras.Input((FEATURES,))
+        outputs = layers.Dense(units, activation=activation)(inputs)
+        return AccumulatingModel(inputs, outputs)
+
+    return make
+
+
+def classes(x, y):
+    return array(x, np.arange(len(x)) % 3)
+
+
+def yes_or_no(x, y):
+    return array(x, (y[:, :1] > 0).astype("float32"))
+
+
+def of_classes(y, p):
+    return ops.sqrt(
+        ops.mean(keras.losses.sparse_categorical_crossentropy(y, p))
+    )
+
+
+def of_yes_or_no(y, p):
+    return ops.sqrt(ops.mean(keras.losses.binary_crossentropy(y, p)))
+
+
 SIZE, STEPS = WAYS["size"], WAYS["steps"]
 METRICS = SIZE | {"metrics": ["accuracy", "mae"]}
 
 # The model, arguments of `compile`, what is fed, and both losses.
 PROGRAMS = {
+    # Keras takes the logits from before these activations.
+    "softmax": (
+        classifier(3, "softmax"),
+        SIZE | {"metrics": ["accuracy"]},
+        classes,
+        "sparse_categorical_crossentropy",
+        of_classes,
+    ),
+    "sigmoid": (
+        classifier(1, "sigmoid"),
+        SIZE | {"metrics": ["accuracy"]},
+        yes_or_no,
+        "binary_crossentropy",
+        of_yes_or_no,
+    ),
     "metrics": (plain, METRICS, array),
     "metrics in steps": (plain, STEPS | {"metrics": ["mae"]}, data_set),
     "weighted metrics": (plain, SIZE | {"weighted_metrics": ["mae"]}, array),

@@ -147,15 +147,20 @@ class ByOutputs(Runner):
             weight = keyed("weights", [count_samples(data)])
             return [weight | made | losses]
         args = x, y, y_pred, sample_weight
+        # Keras's losses take these instead of probabilities.
+        ops = [each.op for each in outputs]
+        logits = [e.inputs[0] for e in ops if e.type in ("Softmax", "Sigmoid")]
         with tf.GradientTape() as tape:
-            tape.watch(outputs)
+            tape.watch([outputs, logits])
             loss = outcome.call_compute_loss(model.compute_loss, *args)
             weight = outcome.weigh(plan, *args, loss)
         own = model.trainable_variables  # which the loss itself may use
-        by_outputs, by_own = tape.gradient(loss, [outputs, own])
+        by_outputs, by_logits, by_own = tape.gradient(
+            loss, [outputs, logits, own]
+        )
         self.sources = _sources_of("gradients", 0, own)
         by_outputs = map(_before_softmax, outputs, by_outputs)
-        made |= keyed(_BY_OUTPUTS, by_outputs, _fold)
+        made |= keyed(_BY_OUTPUTS, [*by_outputs, *by_logits], _fold)
         made |= keyed("gradients", by_own, _sketch)
         return [keyed("weights", [weight]) | made | losses]
 
