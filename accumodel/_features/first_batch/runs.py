@@ -231,9 +231,9 @@ def _inference(layer, inputs, mask):
 
 
 def floats(structure):
-    """Returns the tensors of floats in a structure."""
+    """Returns the tensors of floats in a structure that are computed."""
     leaves = tf.nest.flatten(structure, expand_composites=True)
-    tensors = [tf.convert_to_tensor(e) for e in leaves if e is not None]
+    tensors = [each for each in leaves if tf.is_symbolic_tensor(each)]
     return [each for each in tensors if each.dtype.is_floating]
 
 
