@@ -490,7 +490,9 @@ def replaced_draws(draw, initial=None, **others):
 
 def _parts(seed):
     """Returns the variables of a seed, one for each replica."""
-    return replicas.local_results(tf_variable(seed))
+    variable = tf_variable(seed)
+    with replicas.scope_of(getattr(variable, "distribute_strategy", None)):
+        return replicas.local_results(variable)
 
 
 def _apart(seed, begin):

@@ -420,13 +420,14 @@ class Engine(tf.Module):
             self._reduce_and_apply(present)
             return
         updates = self._untracked.updates
-        if present not in updates:
-            updates[present] = optimizers.compile_update(
+        key = present, tf.inside_function()
+        if key not in updates:
+            updates[key] = optimizers.compile_update(
                 functools.partial(self._reduce_and_apply, present),
                 self._sums,
                 None if strategy is not None else self._jit_compile,
             )
-        updates[present]()
+        updates[key]()
 
     def _reduce_and_apply(self, present):
         own = optimizers.with_inner_optimizers(self.optimizer)
