@@ -151,9 +151,9 @@ class Check:
         # Rows of the same and of other targets are in one comparison.
         same = [*spread[targets == targets[0]]]
         others = [*spread[targets != targets[0]]]
-        turns = (same, others, same, same, others, others)[:count]
-        sources = [turn or same or others for turn in turns]
-        places = [each.pop(0) for each in sources if each]
+        turns: tuple = (same, others, same, same, others, others)
+        turns = turns[: min(count, len(spread))]
+        places = [(turn or same or others).pop(0) for turn in turns]
         return _joined([self._slice(i, i + 1) for i in places])
 
     def _targets(self):

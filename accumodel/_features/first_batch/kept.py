@@ -102,9 +102,10 @@ def _flip(variable, factors):
     ones = tf.ones_like(factors)
     numbers = [tf.bitcast(each, of_dtype) for each in (value, factors, ones)]
     flipped = functools.reduce(tf.bitwise.bitwise_xor, numbers)
-    # Zeros and infinities are flipped to other kinds of numbers.
-    is_normal = tf.math.is_finite(value) & tf.math.is_finite(1 / value)
-    variable.assign(tf.where(is_normal, tf.bitcast(flipped, dtype), value))
+    flipped = tf.bitcast(flipped, dtype)
+    # Zeros and infinities would become other kinds of numbers.
+    is_normal = tf.math.is_finite(flipped / value)
+    variable.assign(tf.where(is_normal, flipped, value))
 
 
 def is_read(graph, variable):

@@ -32,7 +32,7 @@ from accumodel._micro_batch.micro_batches import (
 from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._update.engine import FedBatch
 
-# The most entries of a gradient that are kept, see `_sketch`.
+# The most entries of a gradient, or of a row of outputs, that are copied.
 _ENTRIES = 2**16
 
 _BY_OUTPUTS = "gradients of the loss by the outputs"
@@ -274,25 +274,22 @@ def _fold(tensor):
         return tensor
     shape = tf.shape(tensor)
     rows = tf.reshape(tensor, [shape[0], shape[1], tf.reduce_prod(shape[2:])])
-    # Numbers of no pattern, so that neither values nor differences cancel out.
-    factors = tf.sin(tf.range(tf.cast(shape[1], tf.float64)) ** 2 + 1)
-    return tf.einsum("njk,j->nk", rows, tf.cast(factors, rows.dtype))
+    return tf.einsum("njk,j->nk", rows, _factors(tf.range(shape[1]), rows))
 
 
 def _sketch(gradient):
-    """Returns sums of the rows of a gradient with random signs.
-
-    A model may be large. The sketch of a difference is that of sketches.
-    """
-    shape, values, rows = gradient.shape, gradient, None
+    """Returns a gradient; if it is large, the sum of its rows."""
     if isinstance(gradient, tf.IndexedSlices):
-        values, rows = gradient.values, tf.cast(gradient.indices, tf.int64)
-    width = shape[1:].num_elements() or 1
-    values = tf.reshape(tf.cast(values, tf.float32), [-1, width])
-    if rows is None:
-        rows = tf.range(tf.shape(values, tf.int64)[0])
-    known = shape[:1].num_elements() or _ENTRIES
-    buckets = max(min(_ENTRIES // width, known), 1)
-    signs = 1 - 2 * (rows * 2654435761 // 128 % 2)
-    values *= tf.cast(signs, tf.float32)[:, None]
-    return tf.math.unsorted_segment_sum(values, rows % buckets, buckets)
+        values, rows = gradient.values, gradient.indices
+    elif gradient.shape.num_elements() <= _ENTRIES:
+        return gradient
+    else:
+        values = tf.reshape(gradient, [-1, gradient.shape[-1]])
+        rows = tf.range(tf.shape(values)[0])
+    values = tf.cast(values, tf.float32)
+    return tf.tensordot(_factors(rows, values), values, 1)
+
+
+def _factors(rows, values):
+    """Returns numbers of no pattern, so that no differences cancel out."""
+    return tf.cast(tf.sin(tf.cast(rows, tf.float64) ** 2 + 1), values.dtype)
