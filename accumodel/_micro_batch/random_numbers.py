@@ -84,15 +84,14 @@ class RandomNumbers:
         before *= 1 - is_lost
         self.fed.assign([before, samples, cycle + is_lost])
 
-    def begin_seed(self, state):
+    def begin_seed(self, state, cycle):
         """Notes where a seed begins, or goes back to where the cycle did."""
         place = self._place(state)
         now = tf.cast(state.value, tf.float64)
-        cycle = self._cycle()
-        row = tf.concat([[cycle], now, now], 0)
+        row = tf.concat([cycle, now, now], 0)
         if self.state.spans_batches:
             before = self._row(place)
-            row = tf.where(before[0] == cycle, before, row)
+            row = tf.where(before[:1] == cycle, before, row)
             state.assign(tf.cast(row[3:], state.dtype))
         self._write(place, row)
 
@@ -105,8 +104,9 @@ class RandomNumbers:
     def _place(self, state):
         return [*self.state.assigned["seeds"]].index(id(state))
 
-    def _cycle(self):
-        return tf.cast(self.fed[2] + 1, tf.float64)
+    def cycle(self):
+        """Returns the number of this cycle, from 1, in a list."""
+        return tf.cast(self.fed[2:] + 1, tf.float64)
 
     def _row(self, place):
         # One row, where an index would read the whole table.
@@ -144,7 +144,7 @@ class RandomNumbers:
         """Puts the seeds back to where the cycle began."""
 
         def forget():
-            cycle = self._cycle()
+            cycle = self.cycle()
             for place, state in enumerate(self._seeds()):
                 number, *first = tf.unstack(self._row(place)[:3])
                 first = tf.cast(tf.stack(first), state.dtype)
@@ -297,9 +297,11 @@ class Draws:
         if self._is_begun:
             return
         self._is_begun = True
-        if self._begins and self._spans:
+        if self._begins:
             with self._seeds.outside(), recorded():
-                self._of_model.begin_batch(parts.samples)
+                if self._spans:
+                    self._of_model.begin_batch(parts.samples)
+                self._cycle = self._of_model.cycle()
         for state in self._known:
             self._record(state)
 
@@ -310,7 +312,7 @@ class Draws:
         if self._begins and self._is_begun and key not in self._seeds.before:
             unseen = hooks.outside_of_scopes()  # such as by a `Recorder`
             with unseen, self._seeds.outside(), recorded():
-                self._of_model.begin_seed(state)
+                self._of_model.begin_seed(state, self._cycle)
         self._seeds.record(state)
 
     @contextlib.contextmanager
