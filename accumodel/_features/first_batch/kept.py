@@ -83,11 +83,7 @@ def _shake(variable, numbers):
         factors = tf.cast(1 + numbers.integers(1, 4, shape[-1:]) / 16, dtype)
         _flip(variable, factors)
         return functools.partial(_flip, variable, factors)
-    if len(shape) > 1:  # a kernel
-        scale = np.prod(shape[:-1]) ** -0.5
-        new = numbers.normal(0, scale, shape)
-    else:
-        new = numbers.uniform(0.05, 0.15, shape)
+    new = numbers.uniform(0.05, 0.15, shape) * np.prod(shape[:-1]) ** -0.5
     variable.assign(tf.cast(new, dtype))
     return lambda: variable.assign(tf.zeros(shape, dtype))
 
