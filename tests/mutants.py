@@ -93,7 +93,7 @@ replicas that normalize together have weights of their own
     """,
     "test_exactness.py": """
 sums of an earlier cycle count
-    Engine._end_cycle: for => counted
+    _update_variables: call _clear => None
     """,
     "test_fastest.py": """
 a search takes the largest of the sizes that are nearly the fastest

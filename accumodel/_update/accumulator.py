@@ -195,6 +195,7 @@ class GradientAccumulator(Engine):
             if self._untracked.numbers is not None:
                 self._untracked.numbers.forget_cycle()
             self._end_cycle()
+            self._clear(*self._sums)
 
     def forget_if_broken(self):
         # After a step of a custom loop that failed. Its replicas have phases of

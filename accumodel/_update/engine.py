@@ -116,11 +116,13 @@ class Engine(tf.Module):
         return super()._trackable_children(save_type, **kwargs)
 
     def _end_cycle(self, after=()):
-        counted = self._totals, self._count, self._parts, self._phase
-        for each in (*self._sums, *counted):
-            each.assign(tf.zeros(each.shape, each.dtype))
+        self._clear(self._totals, self._count, self._parts, self._phase)
         if self._untracked.numbers is not None:
             self._untracked.numbers.end_cycle(after)
+
+    def _clear(self, *variables):
+        for each in variables:
+            each.assign(tf.zeros(each.shape, each.dtype))
 
     def is_broken(self):
         """Whether a step that failed has left a fed batch half-added."""
@@ -371,17 +373,17 @@ class Engine(tf.Module):
         else:
             # A function inside of the step cannot reach the other replicas.
             is_inline = strategy is not None
-        if is_inline:
-            self._reduce_and_apply(present)
-            return
         updates = self._untracked.updates
-        if present not in updates:
-            updates[present] = optimizers.compile_update(
-                functools.partial(self._reduce_and_apply, present),
-                self._sums,
-                None if strategy is not None else self._jit_compile,
-            )
-        updates[present]()
+        update = functools.partial(self._reduce_and_apply, present)
+        if not is_inline:
+            jit = None if strategy is not None else self._jit_compile
+            if present not in updates:
+                made = optimizers.compile_update(update, self._sums, jit)
+                updates[present] = made
+            update = updates[present]
+        update()
+        # Not in an XLA cluster, which would make zeros beside the sums.
+        self._clear(*self._sums)
 
     def _reduce_and_apply(self, present):
         own = optimizers.with_inner_optimizers(self.optimizer)
