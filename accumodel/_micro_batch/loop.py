@@ -188,8 +188,9 @@ class LossLogs:
         weight = samples
         for i, tracker in enumerate(loss_trackers(self._model)):
             total, count = losses[i, 0], losses[i, 1]
-            before = self._before.get(tracker, [])
-            for variable, value in zip(tracker.variables, before, strict=False):
+            zeros = map(tf.zeros_like, tracker.variables)
+            before = self._before.get(tracker, zeros)
+            for variable, value in zip(tracker.variables, before, strict=True):
                 variable.assign(value)
             loss = tf.where(count == 0, total, total / count)
             if count_replicas() > 1:
