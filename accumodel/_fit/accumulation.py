@@ -125,7 +125,6 @@ class Accumulation:
         """Refuses arguments that do not go together."""
         for kind in self._kinds:
             kind.check(self.model, options)
-        for kind in self._kinds:
             checks.check_conflicts(kind, self.model, options)
 
     def fit(self, super_fit, args, kwargs):
@@ -189,17 +188,15 @@ class Accumulation:
         if step is not None and step.plan.model is model:
             return step.plan
         return Plan(
+            state=self,
             model=model,
             options=self.options,
             overridden=frozenset(filter(self.overrides, _OVERRIDABLE)),
-            accumulates=self.accumulates,
             is_compiled=model.jit_compile and replicas.can_compile(model),
             size=self.size,
             assigned=self.assigned,
-            loss_weights=self.loss_weights,
             numbers=self.numbers,
             features=tuple(x for x in self.features if x.is_needed()),
-            ready_accumulator=self.ready_accumulator,
         )
 
     def set_accum_steps(self, value):
@@ -262,7 +259,11 @@ class Accumulation:
         if not self.accumulates:
             replicas.warn_about_xla(self.model)
         self.accumulates = True
-        self.make_functions_again()
+        # The functions that are in use, in the middle of `fit` too.
+        if self.model.train_function is not None:
+            self.model.make_train_function(force=True)
+        if self.model.test_function is not None:
+            self.model.make_test_function(force=True)
 
     def ready_accumulator(self):
         """Returns the accumulator of the trainable variables."""
@@ -279,11 +280,3 @@ class Accumulation:
         self.accumulators.is_live = True
         accumulator.use(self.numbers, not self.spans_batches)
         return accumulator
-
-    def make_functions_again(self):
-        """Makes the functions that are in use, in the middle of `fit` too."""
-        model = self.model
-        if model.train_function is not None:
-            model.make_train_function(force=True)
-        if model.test_function is not None:
-            model.make_test_function(force=True)

@@ -33,6 +33,8 @@ def differentiate(plan, data, compute, sources=()):
     # and a function that updates the metrics and returns the logs.
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     model = plan.model
+    if losses := _losses():
+        losses.begin()
     with tf.GradientTape() as tape:
         tape.watch(sources)
         y_pred, loss = compute(x, y, sample_weight)
@@ -94,15 +96,22 @@ def log(plan, x, y, y_pred, sample_weight, loss, weight):
     tracker, *_ = private_names.loss_trackers(model)
     own = samples if weight is None else weight
     tracker.update_state(of_batch, sample_weight=own)
-    step = current_step()
-    if step is not None and step.losses and not step.is_conditional():
-        step.losses.report(loss, weight, (x, y))
+    if losses := _losses():
+        losses.report(loss, weight, (x, y))
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def _losses():
+    """Returns the `LossLogs` to report to, or `None`."""
+    step = current_step()
+    return None if step is None or step.is_conditional() else step.losses
 
 
 def test(plan, data):
     """Does what Keras's `test_step` does, with a micro-batch."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    if losses := _losses():
+        losses.begin()
     y_pred, loss = forward(plan.model, False, x, y, sample_weight)
     step = (plan, x, y, y_pred, sample_weight, loss)
     return log(*step, weigh(*step))

@@ -191,4 +191,14 @@ class GradientAccumulator(Engine):
 
     def reset(self) -> None:
         """Forgets the pending cycle."""
-        self._reset()
+        with self.scope():
+            if self._untracked.numbers is not None:
+                self._untracked.numbers.forget_cycle()
+            self._end_cycle()
+            self._clear(*self._sums)
+
+    def forget_if_broken(self):
+        # After a step of a custom loop that failed. Its replicas have phases of
+        # one sign.
+        is_broken = tf.not_equal(self._phase, 0)
+        tf.cond(is_broken, self.reset, lambda: None)
