@@ -331,7 +331,7 @@ padding is looked for in predictions only
     _Probe.__init__: set _short => dict.fromkeys((True, False),
         self._call(self._end, self._paddings, False))
 another input is cut whatever it holds
-    _Probe.run: if padded => False
+    _Probe.run: if _find_change => i != self._place
 all words that the check feeds are the same
     _Probe.__init__: for str => (2,)
 targets are cut off that are not ignored
