@@ -106,7 +106,7 @@ a search takes the largest of the sizes that are nearly the fastest
 a short batch is timed
     Fastest._run_one: if times is_alike => True
 a batch in the middle of a cycle is run again
-    Fastest._halve: if => False
+    Auto._run_one: if is_pending => False
     """,
     "test_first_batch.py": """
 the parts are compared with themselves
