@@ -122,9 +122,9 @@ groups that are whole in the training are told of
 the check looks at a special point
     shaken: call _shake => each.read_value()
 the check updates weights by an optimizer of the step
-    without_updates: return => _updates()
+    Runner._trace: call enter_context updates => None
 functions in the model keep the check
-    Runner._trace: call enter_context functions_traced_anew => None
+    Runner._trace: call enter_context functions => None
 the parts are of equal size
     first_batch.check: set _SAMPLES => 4
     """,
@@ -177,7 +177,7 @@ no wait before the count
 weights of a subclass in another order
     track_alike: call add_to_store => None
 Keras's test step in micro-batches
-    replaced_test_step.call: return => original(called, data)
+    test_step.test: if => True
     """,
     "test_process_gradients.py": """
 the hook sees the loss scale
@@ -304,9 +304,9 @@ a part that draws without a seed of its own draws the first rows
 statistics of a layer's own are not seen
     Norms.check: set own => set()
 a normalization in a loop is split
-    Norms._note: if => False
+    Norms._note: if _graph => False
 a normalization that is rematerialized is not seen
-    refused: return => contextlib.nullcontext()
+    Norms._note: if are_known => False
 a function that was traced before is not seen
     Norms.check: if use => False
 gradients of loops are not those of XLA

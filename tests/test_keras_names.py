@@ -15,6 +15,7 @@ import tensorflow as tf
 from helpers import chain, compiled, distance, make_model, mirrored
 
 import accumodel
+from accumodel._features.first_batch.runs import _call_anew
 from accumodel._features.whole_batch.graph import _entered
 from accumodel._features.whole_batch.stages import set_apart
 from accumodel._keras_and_tf import construction, hooks, private_names
@@ -211,7 +212,11 @@ def test_the_test_step_of_keras_can_be_replaced():
     model, other = make_one_layer(), make_one_layer()
     other.compile("sgd", "mse")
     data = np.ones((4, 3)), np.ones((4, 2))
-    with hooks.replaced_test_step(model, lambda data: "replaced"):
+
+    def test_step(original, called, data):
+        return "replaced" if called is model else original(called, data)
+
+    with hooks.test_steps(test_step=test_step):
         assert model.test_step(data) == "replaced"
         assert "loss" in other.test_step(data)
 
@@ -245,14 +250,14 @@ def test_the_functional_class_is_that_of_keras():
 def test_a_normalization_that_trains_takes_its_moments_from_one_method():
     called = []
 
-    def measure(layer, inputs, mask):
+    def measure(original, layer, inputs, mask):
         called.append((layer, inputs.dtype, mask))
         return tf.constant([3.0, 3.0]), tf.constant([4.0, 4.0])
 
     norm = keras.layers.BatchNormalization(dtype="float16", epsilon=0.0)
     norm.build((None, 2))
     ones = np.ones((5, 2), "float16")
-    with hooks.replaced_moments(measure):
+    with hooks.moments(_moments=measure):
         for training in (False, True):
             made = norm(ones, training=training)
     assert called == [(norm, tf.float32, None)]
@@ -564,7 +569,7 @@ def test_a_function_can_be_called_without_its_traces():
         return x + 1
 
     for _ in range(2):
-        with hooks.functions_traced_anew():
+        with hooks.functions(__call__=_call_anew):
             assert function(tf.ones(())) == 2
     assert len(traces) == 2
     function(tf.ones(()))

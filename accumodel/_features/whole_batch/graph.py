@@ -87,6 +87,7 @@ class ModelGraph:
             for loss in map(tf.convert_to_tensor, losses)
         ]
         # What variables of normalizations become, by their ids.
+        self._norms.are_known = True
         self.new = scope.state_mapping
 
     def uses(self, variable):
@@ -220,8 +221,8 @@ class ModelGraph:
         """Returns placeholders of the gradients by `ends`, and parts to run."""
         variables = [*map(self._reads, self.model.trainable_variables)]
         reads = [each for of_one in variables for each in of_one]
-        refused, as_before = self._norms.refused(), _entered(self._context)
-        with self.graph.as_default(), refused, as_before:
+        noted, as_before = self._norms.noted(), _entered(self._context)
+        with self.graph.as_default(), noted, as_before:
             given = [tf.compat.v1.placeholder(e.dtype, e.shape) for e in ends]
             found = tf.gradients(
                 [*ends, *(norm.moments for norm in self.norms)],
