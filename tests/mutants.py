@@ -249,7 +249,7 @@ what is rematerialized reads what it assigned before
 the second pass draws other rows
     _Call._run: call _draws => tf.name_scope("x")
 random numbers of TensorFlow may be rematerialized
-    run_first: if => False
+    run_first: call check_repeats => None
 layers do not train when they run again
     _differentiate: call _as_called => tf.name_scope("x")
 the second pass runs early

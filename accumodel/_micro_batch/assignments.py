@@ -87,6 +87,17 @@ def check_assignments(definition, why, scope=""):
             )
 
 
+def check_repeats(definition, why, scope=""):
+    """Raises `why` if a `GraphDef` would not be the same a second time."""
+    check_assignments(definition, why, scope)
+    for node in filter(is_random, nodes_of(definition, scope)):
+        raise ValueError(
+            f"{why} and must draw the same random numbers, which `tf.random` "
+            "does not. Use `keras.random` or a layer of Keras. Received: the "
+            f"operation {node.op} ('{node.name}')"
+        )
+
+
 def is_random(node):
     """Whether an operation would return other numbers a second time."""
     return node.op.startswith(_RANDOM) or node.op.endswith("CandidateSampler")

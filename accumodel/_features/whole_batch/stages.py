@@ -161,8 +161,8 @@ class _Run:
         Draws(plan, is_training).begin(self.parts)
         _check_outputs(plan, graph)
         if is_training:
-            _check_can_repeat(plan, graph.definition)
-        _check_no_pairs(plan, graph, x)
+            why = f"With {_option(plan)}, the model is called twice"
+            assignments.check_repeats(graph.definition, why)
         graph.cut()
         return graph
 
@@ -452,33 +452,17 @@ def _check_slices_repeat(plan, graph):
     """Raises if `slice_data` would not return the same a second time."""
     seeds = filter(private_names.is_seed, private_names.used_variables(graph))
     drawn = [f"the seed '{seed.name}'" for seed in seeds]
-    drawn += _random_operations(graph.as_graph_def())
+    nodes = assignments.nodes_of(graph.as_graph_def())
+    drawn += [
+        f"the operation {node.op} ('{node.name}')"
+        for node in filter(assignments.is_random, nodes)
+    ]
     if drawn:
         raise ValueError(
             f"With {_option(plan)}, `slice_data` is called twice and must "
             "return the same, without random numbers. Draw them in the model "
             f"or in the data set. Received: {drawn[0]}"
         )
-
-
-def _check_can_repeat(plan, definition):
-    """Raises if a forward pass would not be the same a second time."""
-    why = f"With {_option(plan)}, the model is called twice"
-    for found in _random_operations(definition):
-        raise ValueError(
-            f"{why} and must draw the same random numbers, which `tf.random` "
-            "does not. Use `keras.random` or a layer of Keras. "
-            f"Received: {found}"
-        )
-    assignments.check_assignments(definition, why)
-
-
-def _random_operations(definition):
-    return [
-        f"the operation {node.op} ('{node.name}')"
-        for node in assignments.nodes_of(definition)
-        if assignments.is_random(node)
-    ]
 
 
 def _check_outputs(plan, graph):
