@@ -164,6 +164,7 @@ class _Run:
             why = f"With {_option(plan)}, the model is called twice"
             assignments.check_repeats(graph.definition, why)
         graph.cut()
+        _check_no_pairs(plan, graph, x)
         return graph
 
     def _x_of(self, i):
@@ -187,9 +188,11 @@ class _Run:
             with draws.of(self.parts, i) if draws else contextlib.nullcontext():
                 return run_part(i)
 
+        # Gradients of variables are in the sums already.
+        makes = {k: v for k, v in part.makes.items() if k != "own"}
         is_apart &= self.is_in_stages  # many loops take long to prepare
-        made = _collect_arrays(run, self.parts.count, is_apart)
-        for each, array in zip(part.makes["keeps"], made["keeps"], strict=True):
+        made = _collect_arrays(run, self.parts.count, makes, is_apart)
+        for each, array in zip(makes["keeps"], made["keeps"], strict=True):
             self._values[each.name] = functools.partial(_read, array)
         return made
 
@@ -361,24 +364,16 @@ def _as_keras(weight, own, samples):
 # -- what all micro-batches make, in arrays ------------------------------------
 
 
-def _collect_arrays(run, count, is_apart):
+def _collect_arrays(run, count, makes, is_apart):
     """Runs all micro-batches; returns a `TensorArray` for each tensor made."""
-    made = arrays = None
-    if not tf.executing_eagerly():
-        # Traced before the loop, which must know what there will be.
-        function = tf.function(run, autograph=False)
-        run = function.get_concrete_function(tf.TensorSpec((), tf.int64))
-        made = run.structured_outputs
-        arrays = [_make_array(leaf, count) for leaf in tensors_in(made)]
+    arrays = [_make_array(leaf, count) for leaf in tensors_in(makes)]
 
     def body(i, arrays):
-        nonlocal made
-        made = run(i)
-        arrays = arrays or [_make_array(e, count) for e in tensors_in(made)]
+        made = tensors_in(run(i))
         with micro_batches.on_host():
             written = [
                 array.write(tf.cast(i, tf.int32), leaf)
-                for array, leaf in zip(arrays, tensors_in(made), strict=True)
+                for array, leaf in zip(arrays, made, strict=True)
             ]
         return (written,)
 
@@ -388,7 +383,7 @@ def _collect_arrays(run, count, is_apart):
         for array in arrays:  # else TensorFlow warns of those that are not
             array.mark_used()
     rest = iter(arrays)
-    return map_present(lambda leaf: next(rest), made)
+    return map_present(lambda leaf: next(rest), makes)
 
 
 def set_apart(end):
@@ -408,14 +403,11 @@ def set_apart(end):
 
 
 def _make_array(leaf, count):
-    shape = leaf.shape
-    if tf.executing_eagerly() and shape.rank:  # other parts are longer
-        shape = [None, *shape[1:]]
     with micro_batches.on_host():
         return tf.TensorArray(
             leaf.dtype,
             tf.cast(count, tf.int32),
-            element_shape=shape,
+            element_shape=leaf.shape,
             infer_shape=False,
             clear_after_read=False,
         )
