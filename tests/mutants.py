@@ -294,7 +294,7 @@ what a normalization assigns is read again in the second pass
 a gradient flows through the moving averages
     _Scope.add_update: call stop_gradient => value
 a gradient runs before what it needs is there
-    _find_position: if items => True
+    _ready_at: if all => True
 a variable has one gradient, of its first use
     _total: if len => False
 seeds are those of the next stage

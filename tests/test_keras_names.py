@@ -293,12 +293,6 @@ def test_tensorflow_knows_of_xla_while_it_traces(jit_compile):
     assert ("XLA" in type(known[0]).__name__) is jit_compile
 
 
-def test_types_of_operations_are_known_to_have_a_state():
-    stateful = ["AssignVariableOp", "ReadVariableOp", "Assert", "of_a_function"]
-    assert all(map(private_names.is_stateful, stateful))
-    assert not any(map(private_names.is_stateful, ["AddV2", "StatelessWhile"]))
-
-
 def test_means_reduce_to_samples_in_the_function_that_is_replaced():
     """Where targets were cut, with zeros in the places that were cut off."""
     y, weights = tf.zeros((1, 2)), tf.constant([[1.0, 0.0]])

@@ -199,26 +199,15 @@ def track_alike(model, made):
 # -- graphs of TensorFlow ------------------------------------------------------
 
 
-def _definition_of(op):
-    name = "tensorflow.python.framework.op_def_registry"
-    registry: typing.Any = importlib.import_module(name)
-    return registry.get(op)
-
-
 def takes_resource(op):
     """Whether operations of a type take a variable, or the like."""
-    definition = _definition_of(op)
+    name = "tensorflow.python.framework.op_def_registry"
+    registry: typing.Any = importlib.import_module(name)
+    definition = registry.get(op)
     resource = tf.resource.as_datatype_enum
     return definition is not None and any(
         each.type == resource for each in definition.input_arg
     )
-
-
-@functools.cache
-def is_stateful(op):
-    """Whether operations of a type may do more than return tensors."""
-    definition = _definition_of(op)
-    return definition is None or definition.is_stateful
 
 
 def control_flow_context():
