@@ -21,6 +21,7 @@ depend on the size, so the batches of a search train as all others.
 
 import itertools
 import math
+import re
 import time
 import warnings
 
@@ -60,14 +61,10 @@ _OTHERS = (
     tf.errors.NotFoundError,
     tf.errors.UnknownError,
 )
-_TEXTS = (
-    "cublas_status_alloc_failed",
-    "cuda_error_out_of_memory",
-    "cudnn_status_alloc_failed",
-    "failed to allocate",
-    "no algorithm worked",
-    "out of memory",
-    "resource_exhausted",
+_TEXT = re.compile(
+    "alloc_failed|failed to allocate|no algorithm worked|out.of.memory"
+    "|resource_exhausted",
+    re.IGNORECASE,
 )
 
 # Of a search by `"fastest"`.
@@ -81,8 +78,7 @@ def is_out_of_memory(error):
     """Whether an error of a step says that memory ran out."""
     if isinstance(error, MemoryError | tf.errors.ResourceExhaustedError):
         return True
-    text = str(error).lower()
-    return isinstance(error, _OTHERS) and any(each in text for each in _TEXTS)
+    return isinstance(error, _OTHERS) and bool(_TEXT.search(str(error)))
 
 
 def _check_steps(accum_steps, owner=""):
