@@ -180,21 +180,35 @@ class _Run:
 
     def _collect(self, part, run_part, is_apart=True):
         """Runs a part for each micro-batch; returns arrays of what it makes."""
-        draws = None
+        draws: typing.Any = None
         if part.assigned or part.reads(self._plan.numbers.rows):
             draws = Draws(self._plan, self._is_training, part.assigned)
-
-        def run(i):
-            with draws.of(self.parts, i) if draws else contextlib.nullcontext():
-                return run_part(i)
-
         # Gradients of variables are in the sums already.
         makes = {k: v for k, v in part.makes.items() if k != "own"}
-        is_apart &= self.is_in_stages  # many loops take long to prepare
-        made = _collect_arrays(run, self.parts.count, makes, is_apart)
-        for each, array in zip(makes["keeps"], made["keeps"], strict=True):
+        count = self.parts.count
+        arrays = [_make_array(each, count) for each in tensors_in(makes)]
+
+        def body(i, arrays):
+            with draws.of(self.parts, i) if draws else contextlib.nullcontext():
+                made = tensors_in(run_part(i))
+            with micro_batches.on_host():
+                written = [
+                    array.write(tf.cast(i, tf.int32), each)
+                    for array, each in zip(arrays, made, strict=True)
+                ]
+            return (written,)
+
+        # Many loops take long to prepare.
+        finish = set_apart if is_apart and self.is_in_stages else None
+        (arrays,) = loop.for_each(body, count, (arrays,), finish)
+        if tf.executing_eagerly():
+            for array in arrays:  # else TensorFlow warns of those that are not
+                array.mark_used()
+        rest = iter(arrays)
+        collected = map_present(lambda _: next(rest), makes)
+        for each, array in zip(makes["keeps"], collected["keeps"], strict=True):
             self._values[each.name] = functools.partial(_read, array)
-        return made
+        return collected
 
     # -- 1. Forward, one micro-batch at a time ---------------------------------
 
@@ -362,28 +376,6 @@ def _as_keras(weight, own, samples):
 
 
 # -- what all micro-batches make, in arrays ------------------------------------
-
-
-def _collect_arrays(run, count, makes, is_apart):
-    """Runs all micro-batches; returns a `TensorArray` for each tensor made."""
-    arrays = [_make_array(leaf, count) for leaf in tensors_in(makes)]
-
-    def body(i, arrays):
-        made = tensors_in(run(i))
-        with micro_batches.on_host():
-            written = [
-                array.write(tf.cast(i, tf.int32), leaf)
-                for array, leaf in zip(arrays, made, strict=True)
-            ]
-        return (written,)
-
-    finish = set_apart if is_apart else None
-    (arrays,) = loop.for_each(body, count, (arrays,), finish)
-    if tf.executing_eagerly():
-        for array in arrays:  # else TensorFlow warns of those that are not
-            array.mark_used()
-    rest = iter(arrays)
-    return map_present(lambda leaf: next(rest), makes)
 
 
 def set_apart(end):
