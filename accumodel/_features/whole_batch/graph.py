@@ -117,12 +117,7 @@ class ModelGraph:
 
     def cut(self):
         """Finds the parts of the forward pass, one for each stage."""
-        stages = self._find_stages({})
-        again = self._find_stages(stages)
-        # Unless that moves the assignment itself.
-        alike = {k: stages[k] for k in stages if again[k] == stages[k]}
-        if alike != stages:
-            self._find_stages(alike)
+        self._find_stages(self._find_stages({}))
         self._norms.check(self, self._is_training)
         self.ends = tf.nest.flatten([self.outputs, self.losses])
         # The last stage, after which the gradient begins.

@@ -45,12 +45,8 @@ class Norms:
         self.calls: list = []
         self.are_known = False
         # The variables that they may assign, by their ids.
-        self.variables: dict = {}
-        for layer in layers:
-            self._hold(layer)
-
-    def _hold(self, layer):
-        self.variables |= {id(e): e for e in layer.non_trainable_variables}
+        states = [e for layer in layers for e in layer.non_trainable_variables]
+        self.variables = {id(each): each for each in states}
 
     def noted(self):
         """Returns the scope of a forward pass, and of its gradient."""
@@ -68,7 +64,6 @@ class Norms:
                 "(`keras.RematScope`, `tf.recompute_grad`)"
             )
             _refuse(layer, why)
-        self._hold(layer)  # it may have been built now
         moments = _compute_moments(inputs, mask, layer.axis)
         make = functools.partial(tf.compat.v1.placeholder, inputs.dtype)
         given, statistics = make(moments.shape), make([2, *moments.shape[1:]])
