@@ -237,7 +237,7 @@ a loop that does not split is let pass
 targets may differ in length
     samples: if => False
 what takes a resource is harmless
-    check_assignments: call takes_resource => False
+    check_assignments: call _takes_resource => False
 pairs of samples are joined
     _Run._trace: call _check_no_pairs => None
 what a loss combines is not looked at

@@ -7,7 +7,6 @@ None is needed to import accumodel, or by a model that does not accumulate.
 
 import functools
 import importlib
-import typing
 
 import keras
 import tensorflow as tf
@@ -197,17 +196,6 @@ def track_alike(model, made):
 
 
 # -- graphs of TensorFlow ------------------------------------------------------
-
-
-def takes_resource(op):
-    """Whether operations of a type take a variable, or the like."""
-    name = "tensorflow.python.framework.op_def_registry"
-    registry: typing.Any = importlib.import_module(name)
-    definition = registry.get(op)
-    resource = tf.resource.as_datatype_enum
-    return definition is not None and any(
-        each.type == resource for each in definition.input_arg
-    )
 
 
 def control_flow_context():
