@@ -55,24 +55,11 @@ def has_loss_trackers(model):
 
 def mask_of(output):
     """Returns the mask of an output that Keras's losses look at, or `None`."""
-    _check_masks()
-    return getattr(output, "_keras_mask", None)
+    return module_of("backend.common.masking").get_keras_mask(output)
 
 
 def set_mask(output, mask):
-    output._keras_mask = mask
-
-
-@functools.cache
-def _check_masks():
-    with tf.init_scope():
-        masked = keras.layers.Masking(name="probe")(tf.zeros((1, 1, 1)))
-    if getattr(masked, "_keras_mask", None) is None:
-        raise RuntimeError(
-            "accumodel does not know where this version of Keras keeps the "
-            "mask of an output, and the loss would count padding. Use a "
-            f"version that was tested. Received: Keras {keras.__version__}"
-        )
+    module_of("backend.common.masking").set_keras_mask(output, mask)
 
 
 def tracked_metrics(model):
