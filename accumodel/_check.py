@@ -7,7 +7,6 @@ in another order, says how near that is.
 """
 
 import concurrent.futures
-import functools
 import itertools
 import multiprocessing
 import os
@@ -34,17 +33,18 @@ _ROUNDING = {"float32": 2e-6, "mixed_bfloat16": 2e-3, "mixed_float16": 5e-4}
 _MOVES = 10
 
 
-def make_data(of_words=False):
+def make_data(problem):
     """Returns images or padded words, classes, and weights that differ."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(SAMPLES, 32, 32, 3)).astype("float32")
     y = (x.mean((1, 2)) @ [1.0, 2.0, -1.0] > 0).astype("int64")
-    if of_words:
+    if problem.has_words:
         words = rng.integers(1, 3, (SAMPLES, 32)) + 2 * y[:, None]
         x = words * (np.arange(32) < rng.integers(4, 33, (SAMPLES, 1)))
     # A mean of the means of micro-batches is far off.
     weights = np.exp(np.linspace(2, -2, BATCH)).astype("float32")
-    return x, y, np.resize(weights, SAMPLES)
+    data = x, y, np.resize(weights, SAMPLES)
+    return data[:2] if problem.loss is in_batch_loss else data
 
 
 weighted_loss = keras.losses.SparseCategoricalCrossentropy(
@@ -61,38 +61,35 @@ def in_batch_loss(y_true, y_pred):
     return tf.reduce_mean((products - same) ** 2, axis=1)
 
 
-def make_model(model_class, normalizes=False):
-    """Returns a CNN, with the same weights at every call."""
-    keras.utils.set_random_seed(0)
-    inputs = x = keras.Input((32, 32, 3))
-    for filters in (16, 32):
-        x = keras.layers.Conv2D(filters, 3, padding="same")(x)
-        if normalizes:
-            x = keras.layers.BatchNormalization()(x)
-        # Smooth: where ReLU is 0, rounding would decide.
-        x = keras.layers.AveragePooling2D(2)(keras.ops.gelu(x))
-    x = keras.layers.Flatten()(x)
-    return model_class(inputs, keras.layers.Dense(4, dtype="float32")(x))
-
-
-def make_model_of_words(model_class, rate=0.0):
-    """Returns a model of padded words, of which it drops some numbers."""
-    keras.utils.set_random_seed(0)
-    inputs = keras.Input((None,), dtype="int32")
-    x = keras.layers.Embedding(5, 16, mask_zero=True)(inputs)
-    x = keras.layers.Dense(16, activation="gelu")(x)
-    x = keras.layers.Dropout(rate)(x)
-    x = keras.layers.GlobalAveragePooling1D()(x)
-    return model_class(inputs, keras.layers.Dense(4, dtype="float32")(x))
-
-
 class Problem(typing.NamedTuple):
     """What is trained, and the ways to train it: the arguments of `compile`."""
 
     ways: dict
-    model: typing.Callable = make_model
-    data: typing.Callable = make_data
     loss: typing.Any = weighted_loss
+    has_words: bool = False
+    normalizes: bool = False
+    rate: float = 0.0  # of the dropout
+    samples: int | None = None  # of a single batch
+
+
+def make_model(problem, model_class):
+    """Returns a CNN or a model of words; its weights are always the same."""
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    if problem.has_words:
+        inputs = keras.Input((None,), dtype="int32")
+        x = layers.Embedding(5, 16, mask_zero=True)(inputs)
+        x = layers.Dense(16, activation="gelu")(x)
+        x = layers.GlobalAveragePooling1D()(layers.Dropout(problem.rate)(x))
+    else:
+        inputs = x = keras.Input((32, 32, 3))
+        for filters in (16, 32):
+            x = layers.Conv2D(filters, 3, padding="same")(x)
+            x = layers.BatchNormalization()(x) if problem.normalizes else x
+            # Smooth: where ReLU is 0, rounding would decide.
+            x = layers.AveragePooling2D(2)(keras.ops.gelu(x))
+        x = layers.Flatten()(x)
+    return model_class(inputs, layers.Dense(4, dtype="float32")(x))
 
 
 _SPLIT = {"micro_batch_size": MICRO_BATCH}
@@ -100,35 +97,32 @@ _UNEQUAL = {"micro_batch_size": MICRO_BATCH + 4}  # parts that are not equal
 _AUTO = {"micro_batch_size": "auto"}
 _STEPS = {"accum_steps": BATCH // MICRO_BATCH}
 _TRIMMED = {**_SPLIT, "trim_padding": 0}
-_WORDS = functools.partial(make_data, of_words=True)
-_NORMS = functools.partial(make_model, normalizes=True)
-_DROPPING = functools.partial(make_model_of_words, rate=0.3)
+_CACHE = {**_SPLIT, "gradient_cache": True}
+_SYNC = {**_SPLIT, "sync_batch_norm": True}
 PROBLEMS = (
     Problem(
         {"accum_steps": _STEPS, "micro_batch_size": _UNEQUAL, "auto": _AUTO}
     ),
-    Problem(
-        {"gradient_cache": {**_SPLIT, "gradient_cache": True}},
-        data=lambda: make_data()[:2],
-        loss=in_batch_loss,
-    ),
-    Problem({"sync_batch_norm": {**_SPLIT, "sync_batch_norm": True}}, _NORMS),
-    Problem({"dropout": _UNEQUAL}, _DROPPING, _WORDS),
-    Problem({"trim_padding": _TRIMMED}, make_model_of_words, _WORDS),
+    Problem({"gradient_cache": _CACHE}, in_batch_loss),
+    Problem({"sync_batch_norm": _SYNC}, normalizes=True),
+    Problem({"dropout": _UNEQUAL}, has_words=True, rate=0.3),
+    Problem({"trim_padding": _TRIMMED}, has_words=True),
 )
 
 
-def train(problem, model_class, jit, arguments, change=None, only=None):
+def train(problem, model_class, jit, arguments, change=None):
     """Trains a new model. Returns its weights before and after, and its size.
 
-    `change` is called with each batch. `only` are the samples of a single one.
+    `change` is called with each batch.
     """
-    model = problem.model(model_class)
+    model = make_model(problem, model_class)
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
     model.compile(optimizer, problem.loss, jit_compile=jit, **arguments)
-    data = tf.data.Dataset.from_tensor_slices(problem.data())
+    data = tf.data.Dataset.from_tensor_slices(make_data(problem))
     size = MICRO_BATCH if "accum_steps" in arguments else BATCH
-    data = data.repeat().batch(only).take(1) if only else data.batch(size)
+    if problem.samples:
+        data, size = data.repeat().take(problem.samples), problem.samples
+    data = data.batch(size)
     data = data.map(change) if change else data
     before = model.get_weights()
     with warnings.catch_warnings():
@@ -181,19 +175,21 @@ def judge(weights, plain, reordered, precision):
     )
 
 
-def compare(problem, precision="float32", jit=False, strategy=None):
-    """Yields a row for each way to train."""
+def compare(problem, precision="float32", jit=False, strategy=None, run=train):
+    """Yields a row for each way to train; `run` runs them as `train`."""
     keras.config.set_dtype_policy(precision)
     strategy = strategy or tf.distribute.get_strategy()
     try:
         plain, reordered = train(problem, keras.Model, jit, {}), None
-        if problem.model is not _DROPPING:  # which draws for each place
+        if not problem.rate:  # a dropout draws for each place
             reordered = train(problem, keras.Model, jit, {}, reverse)[1]
         for way, arguments in problem.ways.items():
             try:
                 with strategy.scope():
-                    ours = train(problem, AccumulatingModel, jit, arguments)
-                result = judge(ours[1], plain, reordered, precision)
+                    found = run(problem, AccumulatingModel, jit, arguments)
+                result = judge(found[1], plain, reordered, precision)
+                if problem.samples and found[2] >= problem.samples:
+                    result = False, f"the batch fits in {_LIMIT} MB"
             except Exception as error:
                 result = False, describe_error(error)
             yield Row(way, precision, jit, *result)
@@ -229,7 +225,7 @@ def find_cases():
 
 
 # It is halved once: each time, TensorFlow waits for memory for ten seconds.
-_LARGE, _LIMIT = 512, 220
+RECOVERY, _LIMIT = Problem({"auto, out of memory": _AUTO}, samples=512), 220
 # What a process reads when it starts. The limit is one of TensorFlow, which
 # then raises an error, as on a GPU. Where the system refuses memory,
 # convolutions end the process; those of oneDNN always do.
@@ -241,35 +237,21 @@ _LIMITED = {
 }
 
 
-def check_recovery():
-    """Yields a row of a batch that does not fit in memory."""
+def run_limited(*arguments):
+    """Trains in a process in which a batch does not fit in memory."""
     spawn = multiprocessing.get_context("spawn")
-    try:
-        with concurrent.futures.ProcessPoolExecutor(1, spawn, limit) as pool:
-            with unittest.mock.patch.dict(os.environ, _LIMITED):
-                done = pool.submit(train_large, AccumulatingModel, _AUTO)
-            _, weights, size = done.result()
-        plain = train_large(keras.Model, {})
-        _, reordered, _ = train_large(keras.Model, {}, reverse)
-        passed, text = judge(weights, plain, reordered, "float32")
-        if size >= _LARGE:
-            passed, text = False, f"{_LARGE} samples fit in {_LIMIT} MB"
-    except Exception as error:
-        passed, text = False, describe_error(error)
-    yield Row("auto, out of memory", "float32", False, passed, text)
+    with concurrent.futures.ProcessPoolExecutor(1, spawn, limit) as pool:
+        with unittest.mock.patch.dict(os.environ, _LIMITED):
+            done = pool.submit(train, *arguments)
+        return done.result()
 
 
 def limit():
     """Gives this process the same limit on GPUs."""
+    tf.config.experimental.enable_tensor_float_32_execution(False)
     device = tf.config.LogicalDeviceConfiguration(memory_limit=_LIMIT)
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.set_logical_device_configuration(gpu, [device])
-
-
-def train_large(model_class, arguments, change=None):
-    """Makes one update from a batch that does not fit in `_LIMIT` megabytes."""
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-    return train(PROBLEMS[0], model_class, False, arguments, change, _LARGE)
 
 
 def find_rows():
@@ -288,9 +270,10 @@ def find_rows():
         )
         # XLA is left aside on several replicas.
         calls += [(Problem({"replicas": _SPLIT}), "float32", False, strategy)]
-    count = 1 + sum(len(problem.ways) for problem, *_ in calls)
+    calls += [(RECOVERY, "float32", False, None, run_limited)]
+    count = sum(len(problem.ways) for problem, *_ in calls)
     rows = itertools.chain.from_iterable(compare(*each) for each in calls)
-    return count, itertools.chain(rows, check_recovery())
+    return count, rows
 
 
 def main():

@@ -278,9 +278,14 @@ class AccumulatingModel(keras.Model):
     def test_step(self, data: typing.Any) -> dict:
         if current_step() is None:  # the batch is not split
             return super().test_step(data)
-        test = functools.partial(outcome.test, self._accumulation.plan())
+
+        def test(original, model, data):
+            if model is not self:
+                return original(model, data)
+            return outcome.test(self._accumulation.plan(), data)
+
         # It may be another base class's, which may call that of Keras.
-        with hooks.replaced_test_step(self, test):
+        with hooks.test_steps(test_step=test):
             return super().test_step(data)
 
     def compute_gradients(

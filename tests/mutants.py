@@ -102,7 +102,7 @@ a search takes the largest of the sizes that are nearly the fastest
 a short batch is timed
     Fastest._run_one: if times is_alike => True
 a batch in the middle of a cycle is run again
-    Fastest._halve: if => False
+    Auto._run_one: if is_pending => False
     """,
     "test_first_batch.py": """
 the parts are compared with themselves
@@ -118,9 +118,9 @@ groups that are whole in the training are told of
 the check looks at a special point
     shaken: call _shake => each.read_value()
 the check updates weights by an optimizer of the step
-    without_updates: return => _updates()
+    Runner._trace: call enter_context updates => None
 functions in the model keep the check
-    Runner._trace: call enter_context functions_traced_anew => None
+    Runner._trace: call enter_context functions => None
 the parts are of equal size
     first_batch.check: set _SAMPLES => 4
     """,
@@ -173,7 +173,7 @@ no wait before the count
 weights of a subclass in another order
     track_alike: call add_to_store => None
 Keras's test step in micro-batches
-    replaced_test_step.call: return => original(called, data)
+    test_step.test: if => True
     """,
     "test_process_gradients.py": """
 the hook sees the loss scale
@@ -233,7 +233,7 @@ a loop that does not split is let pass
 targets may differ in length
     samples: if => False
 what takes a resource is harmless
-    check_assignments: call takes_resource => False
+    check_assignments: call _takes_resource => False
 pairs of samples are joined
     _Run._trace: call _check_no_pairs => None
 what a loss combines is not looked at
@@ -245,7 +245,7 @@ what is rematerialized reads what it assigned before
 the second pass draws other rows
     _Call._run: call _draws => tf.name_scope("x")
 random numbers of TensorFlow may be rematerialized
-    run_first: if => False
+    run_first: call check_repeats => None
 layers do not train when they run again
     _differentiate: call _as_called => tf.name_scope("x")
 the second pass runs early
@@ -286,7 +286,7 @@ what a normalization assigns is read again in the second pass
 a gradient flows through the moving averages
     _Scope.add_update: call stop_gradient => value
 a gradient runs before what it needs is there
-    _find_position: if items => True
+    _ready_at: if all => True
 a variable has one gradient, of its first use
     _total: if len => False
 seeds are those of the next stage
@@ -296,9 +296,9 @@ a part that draws without a seed of its own draws the first rows
 statistics of a layer's own are not seen
     Norms.check: set own => set()
 a normalization in a loop is split
-    Norms._note: if => False
+    Norms._note: if _graph => False
 a normalization that is rematerialized is not seen
-    refused: return => contextlib.nullcontext()
+    Norms._note: if are_known => False
 a function that was traced before is not seen
     Norms.check: if use => False
 gradients of loops are not those of XLA
@@ -323,7 +323,7 @@ padding is looked for in predictions only
     _Probe.__init__: set _short => dict.fromkeys((True, False),
         self._call(self._end, self._paddings, False))
 another input is cut whatever it holds
-    _Probe.run: if padded => False
+    _Probe.run: if _find_change => i != self._place
 all words that the check feeds are the same
     _Probe.__init__: for str => (2,)
 targets are cut off that are not ignored

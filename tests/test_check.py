@@ -129,10 +129,10 @@ def test_a_report_in_which_nothing_was_measured_fails(monkeypatch, capsys):
 @pytest.mark.slow
 def test_several_devices_are_compared_with_one(monkeypatch):
     monkeypatch.setattr(_check, "PROBLEMS", ())
-    monkeypatch.setattr(_check, "check_recovery", list)
+    monkeypatch.setattr(_check, "RECOVERY", _check.Problem({}))
     count, rows = _check.find_rows()
     (row,) = rows
-    assert (count, row.way, row.passed) == (2, "replicas", True)
+    assert (count, row.way, row.passed) == (1, "replicas", True)
 
 
 def test_a_gpu_is_checked_in_the_precisions_that_it_has(monkeypatch):
@@ -151,15 +151,17 @@ def test_a_gpu_is_checked_in_the_precisions_that_it_has(monkeypatch):
 
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_trained(monkeypatch):
-    (row,) = _check.check_recovery()
-    assert row.passed is True, row.text
+    def check():
+        (row,) = _check.compare(_check.RECOVERY, run=_check.run_limited)
+        return row.passed, row.text
+
+    passed, text = check()
+    assert passed is True, text
     monkeypatch.setitem(_check._LIMITED, "TF_CPU_BFC_MEM_LIMIT_IN_MB", "4000")
-    (row,) = _check.check_recovery()
-    assert row.passed is False
-    assert "512 samples fit" in row.text
-    monkeypatch.setattr(_check, "train_large", int)  # raises there
-    (row,) = _check.check_recovery()
-    assert row.passed is False
+    assert check() == (False, "the batch fits in 220 MB")
+    monkeypatch.setitem(_check._LIMITED, "KERAS_BACKEND", "jax")
+    passed, _ = check()
+    assert passed is False
 
 
 @pytest.mark.weekly
@@ -190,7 +192,8 @@ def test_the_whole_check_needs_no_extra(tmp_path):
 def test_an_interrupted_recovery_leaves_no_process_and_no_file(tmp_path):
     program = (
         "from accumodel import _check\n"
-        "_check.find_rows = lambda: (1, _check.check_recovery())\n"
+        "rows = _check.compare(_check.RECOVERY, run=_check.run_limited)\n"
+        "_check.find_rows = lambda: (1, rows)\n"
         "import sys; sys.exit(_check.main())"
     )
     process = subprocess.Popen(

@@ -21,6 +21,7 @@ depend on the size, so the batches of a search train as all others.
 
 import itertools
 import math
+import re
 import time
 import warnings
 
@@ -60,14 +61,10 @@ _OTHERS = (
     tf.errors.NotFoundError,
     tf.errors.UnknownError,
 )
-_TEXTS = (
-    "cublas_status_alloc_failed",
-    "cuda_error_out_of_memory",
-    "cudnn_status_alloc_failed",
-    "failed to allocate",
-    "no algorithm worked",
-    "out of memory",
-    "resource_exhausted",
+_TEXT = re.compile(
+    "alloc_failed|failed to allocate|no algorithm worked|out.of.memory"
+    "|resource_exhausted",
+    re.IGNORECASE,
 )
 
 # Of a search by `"fastest"`.
@@ -81,8 +78,7 @@ def is_out_of_memory(error):
     """Whether an error of a step says that memory ran out."""
     if isinstance(error, MemoryError | tf.errors.ResourceExhaustedError):
         return True
-    text = str(error).lower()
-    return isinstance(error, _OTHERS) and any(each in text for each in _TEXTS)
+    return isinstance(error, _OTHERS) and bool(_TEXT.search(str(error)))
 
 
 def _check_steps(accum_steps, owner=""):
@@ -162,8 +158,7 @@ class Auto(Feature):
 
     def _run_one(self, function, trains, data):
         cycles = self._state.accumulators
-        if trains:
-            self._begin_cycle()
+        is_pending = trains and self._begin_cycle()
         values = map(self._values, self._assigned.values())
         self._before = [*itertools.chain.from_iterable(values)]
         while True:
@@ -179,18 +174,21 @@ class Auto(Feature):
                     part.assign(value)
                 for each in cycles if trains else []:
                     each.reset()
+                if is_pending:
+                    give_up(_IN_A_CYCLE, error)
                 self._halve(data, error)
         self._largest = max(self._largest_part(data), self._largest or 0)
         return logs
 
     def _begin_cycle(self):
-        """Lets the next batch be a cycle, or says why it cannot be."""
+        """Lets the next batch be a cycle; returns whether it is of another."""
         cycles = self._state.accumulators
         for each in cycles:
             # Of the model's own, `check` knows.
             if each is not self._model._gradient_accumulator:
                 _check_steps(each.accum_steps, " of a `GradientAccumulator`")
         cycles.drop("fit", ", or use an int as `micro_batch_size`")
+        return False
 
     def _values(self, variable):
         with replicas.scope_of(self._state.strategy):
@@ -274,7 +272,6 @@ class Fastest(Auto):
         self._callback = keras.callbacks.Callback()  # whose `params` Keras sets
         self._initial_epoch = 0
         self._fits = ALL  # the largest size that fits, as far as is known
-        self._is_pending = False  # the cycle, when a batch begins
         self._fed = -1  # batches of this search; -1 before, `_FED` after it
         self._times: dict = {}  # by sizes: seconds for each number of a batch
         # How many numbers are in a batch; batches in a row with others.
@@ -282,14 +279,13 @@ class Fastest(Auto):
 
     def _begin_cycle(self):
         # A batch can be run again, but not the batches before it in its cycle.
-        self._is_pending = self._state.accumulators.pending_steps > 0
+        return self._state.accumulators.pending_steps > 0
 
     def begin_fit(self, given):
         self._callback = given["callbacks"][0]
         self._initial_epoch = given.get("initial_epoch", 0)
 
     def _run_one(self, function, trains, data):
-        self._is_pending = False
         if not trains:
             return super()._run_one(function, trains, data)
         leaves = tf.nest.flatten(data, expand_composites=True)
@@ -343,8 +339,6 @@ class Fastest(Auto):
             print()
 
     def _halve(self, data, error):
-        if self._is_pending:
-            give_up(_IN_A_CYCLE, error)
         super()._halve(data, error)
         self._fits, self._fed = self._size, -1
 

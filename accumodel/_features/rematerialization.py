@@ -62,10 +62,7 @@ class _Call:
                 made = self._run(self._inputs, scope)
             graph = self._graph.as_graph_def()
             why = f"{self._function} runs twice (`keras.RematScope`)"
-            assignments.check_assignments(graph, why, name)
-            for node in assignments.nodes_of(graph, name):
-                if assignments.is_random(node):
-                    self._refuse(f"the operation '{node.name}'")
+            assignments.check_repeats(graph, why, name)
             # A stage of a model keeps what it returns for the second pass.
             return [*_sources(made), *self._needed()], self._differentiate
 

@@ -343,22 +343,20 @@ class _Probe:
     def run(self):
         """Returns the `Trimming`, or raises."""
         follows = self._find_wide()
-        padded = [self._place]
-        if self._find_change(padded)[0]:  # not all others are ignored
-            padded = [*self._paddings]
-            change, training = self._find_change(padded)
-            if change:
-                raise ValueError(
-                    "`trim_padding` cannot be used with a model that sees its "
-                    f"padding: without it, outputs change by {change:.2g} "
-                    f"standard deviations with training={training}. Let layers "
-                    f"mask the inputs {[self._names[i] for i in padded]}. "
-                    f"Received: {self._model}"
-                )
-            for i in self._paddings:
-                fewer = [j for j in padded if j != i]
-                if i != self._place and not self._find_change(fewer)[0]:
-                    padded = fewer
+        padded = [*self._paddings]
+        change, training = self._find_change(padded)
+        if change:
+            raise ValueError(
+                "`trim_padding` cannot be used with a model that sees its "
+                f"padding: without it, outputs change by {change:.2g} "
+                f"standard deviations with training={training}. Let layers "
+                f"mask the inputs {[self._names[i] for i in padded]}. "
+                f"Received: {self._model}"
+            )
+        for i in self._paddings:  # some may be ignored where they are cut
+            fewer = [j for j in padded if j != i]
+            if i != self._place and not self._find_change(fewer)[0]:
+                padded = fewer
         paddings = {i: self._paddings[i] for i in padded}
         return Trimming(self._place, self._cut, paddings, follows)
 

@@ -17,7 +17,7 @@ import weakref
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf.private_names import KerasModel, module_of
+from accumodel._keras_and_tf.private_names import module_of
 
 _lock = threading.Lock()
 
@@ -95,11 +95,6 @@ class Hook:
             return function(*args, **kwargs)
 
         return call
-
-
-def _find_method(cls, name):
-    """Finds it in the first base class that has it."""
-    return [next((each, name) for each in cls.__mro__ if name in vars(each))]
 
 
 # -- losses --------------------------------------------------------------------
@@ -210,54 +205,24 @@ metrics = Hook(
 # -- steps ---------------------------------------------------------------------
 
 # If it is not called, `evaluate` with a custom `test_step` logs Keras's losses.
-_test_steps = Hook(lambda: _find_method(KerasModel, "test_step"))
-
-
-def replaced_test_step(model, test):
-    """Returns a scope in which a model has another `test_step` of Keras."""
-
-    def call(original, called, data):
-        return test(data) if called is model else original(called, data)
-
-    return _test_steps(test_step=call)
-
+test_steps = Hook(
+    lambda: [
+        (module_of("backend.tensorflow.trainer").TensorFlowTrainer, "test_step")
+    ]
+)
 
 # If it is not called, the check of the first batch may update weights.
-_updates = Hook(lambda: _find_method(keras.optimizers.Optimizer, "apply"))
+updates = Hook(
+    lambda: [(module_of("optimizers.base_optimizer").BaseOptimizer, "apply")]
+)
 
+# Calls of each `tf.function`.
+functions = Hook(lambda: [(type(tf.function(lambda: None)), "__call__")])
 
-def without_updates(error):
-    """Returns a scope in which optimizers raise an error in this thread."""
-
-    def refuse(*_, **__):
-        raise error
-
-    return _updates(apply=refuse)
-
-
-_functions = Hook(lambda: [(type(tf.function(lambda: None)), "__call__")])
-
-
-def functions_traced_anew():
-    """Returns a scope in which each call of a `tf.function` is a new trace."""
-
-    def call(original, function, *args, **kwargs):
-        anew = tf.function(function.python_function)
-        return original(anew, *args, **kwargs)
-
-    return _functions(__call__=call)
-
-
-# If it is not called, the first step raises with `sync_batch_norm`.
-_moments = Hook(lambda: [(keras.layers.BatchNormalization, "_moments")])
-
-
-def replaced_moments(measure):
-    """Returns a scope in which normalizations get other statistics."""
-    # `measure(layer, inputs, mask)` returns the mean and the variance. Inputs
-    # are cast to at least float32; the mask may be `None`.
-    return _moments(_moments=lambda original, *args: measure(*args))
-
+# Takes a layer, its inputs, which are at least float32, and a mask or `None`;
+# returns the mean and the variance. If it is not called, the first step raises
+# with `sync_batch_norm`.
+moments = Hook(lambda: [(keras.layers.BatchNormalization, "_moments")])
 
 # -- random numbers ------------------------------------------------------------
 

@@ -7,7 +7,6 @@ None is needed to import accumodel, or by a model that does not accumulate.
 
 import functools
 import importlib
-import typing
 
 import keras
 import tensorflow as tf
@@ -56,24 +55,11 @@ def has_loss_trackers(model):
 
 def mask_of(output):
     """Returns the mask of an output that Keras's losses look at, or `None`."""
-    _check_masks()
-    return getattr(output, "_keras_mask", None)
+    return module_of("backend.common.masking").get_keras_mask(output)
 
 
 def set_mask(output, mask):
-    output._keras_mask = mask
-
-
-@functools.cache
-def _check_masks():
-    with tf.init_scope():
-        masked = keras.layers.Masking(name="probe")(tf.zeros((1, 1, 1)))
-    if getattr(masked, "_keras_mask", None) is None:
-        raise RuntimeError(
-            "accumodel does not know where this version of Keras keeps the "
-            "mask of an output, and the loss would count padding. Use a "
-            f"version that was tested. Received: Keras {keras.__version__}"
-        )
+    module_of("backend.common.masking").set_keras_mask(output, mask)
 
 
 def tracked_metrics(model):
@@ -197,28 +183,6 @@ def track_alike(model, made):
 
 
 # -- graphs of TensorFlow ------------------------------------------------------
-
-
-def _definition_of(op):
-    name = "tensorflow.python.framework.op_def_registry"
-    registry: typing.Any = importlib.import_module(name)
-    return registry.get(op)
-
-
-def takes_resource(op):
-    """Whether operations of a type take a variable, or the like."""
-    definition = _definition_of(op)
-    resource = tf.resource.as_datatype_enum
-    return definition is not None and any(
-        each.type == resource for each in definition.input_arg
-    )
-
-
-@functools.cache
-def is_stateful(op):
-    """Whether operations of a type may do more than return tensors."""
-    definition = _definition_of(op)
-    return definition is None or definition.is_stateful
 
 
 def control_flow_context():

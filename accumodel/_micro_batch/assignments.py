@@ -7,7 +7,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.micro_batches import current_graph
 
 # Prefixes of types of operations that only read a variable or a table.
@@ -78,13 +77,31 @@ def check_assignments(definition, why, scope=""):
         if (
             _RECORDED not in node.name
             and not node.op.startswith(READS + _OTHERS)
-            and private_names.takes_resource(node.op)
+            and _takes_resource(node)
         ):
             raise ValueError(
                 f"{why}, and a `tf.Variable` that it assigns would change "
                 "twice. Make it with `self.add_weight(...)`. Received: the "
                 f"operation {node.op} ('{node.name}')"
             )
+
+
+def _takes_resource(node):
+    """Whether an operation takes a variable, or the like."""
+    definition = tf.compat.v1.get_default_graph().op_def_for_type(node.op)
+    resource = tf.resource.as_datatype_enum
+    return any(each.type == resource for each in definition.input_arg)
+
+
+def check_repeats(definition, why, scope=""):
+    """Raises `why` if a `GraphDef` would not be the same a second time."""
+    check_assignments(definition, why, scope)
+    for node in filter(is_random, nodes_of(definition, scope)):
+        raise ValueError(
+            f"{why} and must draw the same random numbers, which `tf.random` "
+            "does not. Use `keras.random` or a layer of Keras. Received: the "
+            f"operation {node.op} ('{node.name}')"
+        )
 
 
 def is_random(node):

@@ -37,8 +37,6 @@ _ENTRIES = 2**16
 
 _BY_OUTPUTS = "gradients of the loss by the outputs"
 
-_UPDATES = NotMade("the step calls an optimizer, which would move weights")
-
 
 class Runner:
     """Runs a step on rows of some data, of which the number may be known."""
@@ -83,9 +81,9 @@ class Runner:
                 return self.step(own, data, taken)
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(hooks.without_updates(_UPDATES))
-            stack.enter_context(hooks.functions_traced_anew())
-            stack.enter_context(hooks.replaced_moments(_inference))
+            stack.enter_context(hooks.updates(apply=_refuse_update))
+            stack.enter_context(hooks.functions(__call__=_call_anew))
+            stack.enter_context(hooks.moments(_moments=_inference))
             for each in plan.model._accumulation.accumulators:
                 stack.enter_context(hooks.replaced(each, "_has_weights", None))
             scalars = [tf.TensorSpec((), tf.int64)] * 4
@@ -224,7 +222,17 @@ class _OwnNumbers(RandomNumbers):
         return super().around_parts(plan, trains=False)  # no cycle begins
 
 
-def _inference(layer, inputs, mask):
+def _refuse_update(*_, **__):
+    raise NotMade("the step calls an optimizer, which would move weights")
+
+
+def _call_anew(original, function, *args, **kwargs):
+    """Calls a `tf.function` without its traces, which Python does not see."""
+    anew = tf.function(function.python_function)
+    return original(anew, *args, **kwargs)
+
+
+def _inference(original, layer, inputs, mask):
     """Returns what a normalization uses in inference."""
     moving = layer.moving_mean, layer.moving_variance
     return tuple(tf.cast(each, inputs.dtype) for each in moving)

@@ -46,9 +46,10 @@ class ModelGraph:
         self.positions: dict = {}
         # Those that depend on the samples of a micro-batch.
         self._of_samples: set = set()
-        # Those of the gradient that depend on the forward pass alone, and what
-        # they are made of. They are computed where they are used.
-        self._again: dict = {}
+        # Those that are computed again where they are used, instead of taken:
+        # casts of half types, and what the gradient adds to the forward pass,
+        # such as the shape of a tensor.
+        self._again: set = set()
         # Those that have an effect, in a list for each stage.
         self._effects: dict = {}
         function = tf.function(
@@ -86,6 +87,7 @@ class ModelGraph:
             tf.reshape(loss, ()) if weights.is_single(loss, None) else loss
             for loss in map(tf.convert_to_tensor, losses)
         ]
+        self._norms.are_known = True
         # What variables of normalizations become, by their ids.
         self.new = scope.state_mapping
 
@@ -100,32 +102,22 @@ class ModelGraph:
 
     def shapes_of(self, tensors, samples):
         """Returns what the shapes of tensors are for a number of samples."""
-
-        def trace(*values):
-            outer = map(private_names.capture, self.captured.values())
-            feeds = dict(zip(names, [*values, *outer], strict=True))
-            return tf.graph_util.import_graph_def(self.definition, feeds, ends)
-
-        names = [*(each.name for each in self.inputs), *self.captured]
-        ends = [each.name for each in tensors]
-        specs = [
-            tf.TensorSpec([samples, *each.shape[1:]], each.dtype)
-            for each in self.inputs
+        part = Part(self, 0, tensors)  # which takes nothing of others
+        shapes = [
+            [*(size or samples for size in each.shape[:1]), *each.shape[1:]]
+            for each in part.feeds
         ]
-        function = tf.function(trace, autograph=False)
-        outputs = function.get_concrete_function(*specs).outputs
+        dtypes = [each.dtype for each in part.feeds]
+        specs = [*map(tf.TensorSpec, shapes, dtypes)]
+        function = tf.function(part.run, autograph=False)
+        outputs = function.get_concrete_function(specs).outputs
         return [each.shape for each in outputs]
 
     # -- the forward pass ------------------------------------------------------
 
     def cut(self):
         """Finds the parts of the forward pass, one for each stage."""
-        stages = self._find_stages({})
-        again = self._find_stages(stages)
-        # Unless that moves the assignment itself.
-        alike = {k: stages[k] for k in stages if again[k] == stages[k]}
-        if alike != stages:
-            self._find_stages(alike)
+        self._find_stages(self._find_stages({}))
         self._norms.check(self, self._is_training)
         self.ends = tf.nest.flatten([self.outputs, self.losses])
         # The last stage, after which the gradient begins.
@@ -161,8 +153,10 @@ class ModelGraph:
             if op.name in noted:
                 stage = self._made_at(noted[op.name]) + 1
             self.positions[op.name] = stage
+            if op.type == "Cast" and op.inputs[0].dtype.size < 4:
+                self._again.add(op.name)
             is_pinned = op.name in inputs
-            if private_names.is_stateful(op.type):
+            if op.op_def.is_stateful:
                 handle = op.inputs[0].name if op.inputs else None
                 is_read = op.type.startswith(READS)
                 is_pinned = not is_read or op.name in of_assigned
@@ -206,13 +200,11 @@ class ModelGraph:
 
     def is_taken(self, tensor, position):
         """Whether a part takes a tensor from an earlier one."""
-        op = tensor.op
-        if self.is_of_batch(tensor) or op.name in self._again:
+        if self.is_of_batch(tensor) or tensor.op.name in self._again:
             return False
         made = self._made_at(tensor)
-        if made > self._last:
-            return made < position
-        return made < self.stage_at(position) and not _is_cast(op)
+        is_gradient = made > self._last
+        return made < (position if is_gradient else self.stage_at(position))
 
     # -- its gradient ----------------------------------------------------------
 
@@ -220,8 +212,8 @@ class ModelGraph:
         """Returns placeholders of the gradients by `ends`, and parts to run."""
         variables = [*map(self._reads, self.model.trainable_variables)]
         reads = [each for of_one in variables for each in of_one]
-        refused, as_before = self._norms.refused(), _entered(self._context)
-        with self.graph.as_default(), refused, as_before:
+        noted, as_before = self._norms.noted(), _entered(self._context)
+        with self.graph.as_default(), noted, as_before:
             given = [tf.compat.v1.placeholder(e.dtype, e.shape) for e in ends]
             found = tf.gradients(
                 [*ends, *(norm.moments for norm in self.norms)],
@@ -233,10 +225,10 @@ class ModelGraph:
             )
         self.definition = self.graph.as_graph_def()
         self._find_positions(given)
-        positions = [*map(self._ready_at, found)]
+        positions = [self._ready_at(tensors_in(each)) for each in found]
         of_norms = positions[len(reads) :]
         for norm, position in zip(self.norms, of_norms, strict=True):
-            if (position or 0) >= self._made_at(norm.given):
+            if position >= self._made_at(norm.given):
                 _give_up(norm.layer)
 
         names = [norm.statistics.name for norm in self.norms]
@@ -261,11 +253,6 @@ class ModelGraph:
         others = len(reads) < len(uses)
         return [*reads, self._handle(variable)] if others else reads
 
-    def _ready_at(self, gradient):
-        """Returns the position of the part that makes a gradient, or `None`."""
-        positions = [*map(self._made_at, tensors_in(gradient))]
-        return max(self._last + 1, *positions) if positions else None
-
     def _find_positions(self, given):
         """Finds the part in which each operation of the gradient runs."""
         for each in given:
@@ -276,45 +263,40 @@ class ModelGraph:
             self.positions[norm.given.op.name] = 2 * self._last + 1 - stage
         for op in self.graph.get_operations():
             if op.name not in self.positions:
-                self.positions[op.name] = self._find_position(op)
+                self._find_position(op)
 
     def _find_position(self, op):
-        """Returns the first part that has what an operation needs."""
         waits = [each for c in op.control_inputs for each in c.outputs[:1]]
         before = [*op.inputs, *waits]
         # What a loop keeps for its gradient is made later.
         for each in [e.op for e in before if e.op.name not in self.positions]:
-            self.positions[each.name] = self._find_position(each)
+            self._find_position(each)
         if not all(map(self.is_of_batch, before)):
             self._of_samples.add(op.name)
-        needed = {e.name: e for each in before for e in self._bases(each)}
-        others = [each for each in before if each.op.name not in self._again]
-        positions = [*map(self._made_at, others)]
-        first, end = max([0, *positions]), 2 * self._last + 1
-        is_again = first <= self._last  # such as the shape of a tensor
-        if is_again:
-            first = self._last + 1
-            self._again[op.name] = [*needed.values()]
-        for position in range(first, end + 1):
-            stage = end - position
-            takes = self.forward[stage].takes
-            items = needed.items()
-            if all(n in takes or self._made_at(e) == stage for n, e in items):
-                return position
-        if not is_again:
-            _give_up(op)
-        return end
+        self.positions[op.name] = max([0, *map(self._made_at, before)])
+        if self.positions[op.name] <= self._last:
+            self._again.add(op.name)
+        else:
+            self.positions[op.name] = self._ready_at(before)
 
-    def _bases(self, tensor):
-        """Returns what one is made of that is not computed again."""
-        op = tensor.op
+    def _ready_at(self, tensors):
+        """Returns the position of the first part that can have tensors."""
+        first = max([self._last + 1, *map(self._made_at, tensors)])
+        for position in range(first, 2 * self._last + 2):
+            stage = self.stage_at(position)
+            if all(self._can_have(each, stage) for each in tensors):
+                return position
+        return _give_up(tensors)
+
+    def _can_have(self, tensor, stage):
+        """Whether the gradient of a stage can have a tensor."""
         if self.is_of_batch(tensor) or is_placeholder(tensor):
-            return []
-        if op.name in self._again:
-            return self._again[op.name]
-        if self._made_at(tensor) > self._last:
-            return []
-        return self._bases(op.inputs[0]) if _is_cast(op) else [tensor]
+            return True
+        if tensor.op.name in self._again:
+            return all(self._can_have(e, stage) for e in tensor.op.inputs)
+        made = self._made_at(tensor)
+        takes = self.forward[stage].takes
+        return made > self._last or made == stage or tensor.name in takes
 
 
 class Part:
@@ -346,7 +328,7 @@ class Part:
         used = {e.name for op in self._operations.values() for e in op.inputs}
         self._fed = found.keys() & used
         self._run_eagerly = tf.function(
-            self._run, autograph=False, reduce_retracing=True
+            self.run, autograph=False, reduce_retracing=True
         )
 
     def _find(self, position, effects):
@@ -385,7 +367,7 @@ class Part:
 
     def __call__(self, values):
         """Runs it with the values of the `feeds`, and returns what it makes."""
-        run = self._run
+        run = self.run
         if tf.executing_eagerly():
             # A graph, also under `tf.config.run_functions_eagerly(True)`.
             run = self._run_eagerly.get_concrete_function(values)
@@ -393,7 +375,8 @@ class Part:
         return map_present(lambda _: next(made), self.makes)
 
     def _definition(self):
-        definition = tf.compat.v1.GraphDef()
+        library = self._graph.definition.library
+        definition = tf.compat.v1.GraphDef(library=library)
         definition.versions.producer = tf.version.GRAPH_DEF_VERSION
         known = {f"^{name}" for name in self._operations}
         for op in self._operations.values():
@@ -404,15 +387,10 @@ class Part:
             node.input[:] = inputs + waits
             node.attr.pop("_class", None)  # where other operations are
             definition.node.append(node)
-        if any(
-            value.HasField("func") or value.list.func
-            for node in definition.node
-            for value in node.attr.values()
-        ):
-            definition.library.CopyFrom(self._graph.definition.library)
         return definition
 
-    def _run(self, values):
+    def run(self, values):
+        """Returns the flat tensors that it makes, in what is traced now."""
         names = [each.name for each in self.feeds]
         values = self._graph.captured | dict(zip(names, values, strict=True))
         made = [each.name for each in self._flat if each.name not in values]
@@ -453,11 +431,6 @@ def _entered(context):
             context.Enter()
             stack.callback(context.Exit)
         yield
-
-
-def _is_cast(op):
-    """Whether what a normalization does to half types is to be done again."""
-    return op.type == "Cast" and op.inputs[0].dtype.size < 4
 
 
 def _give_up(received):

@@ -160,9 +160,10 @@ class _Run:
         Draws(plan, is_training).begin(self.parts)
         _check_outputs(plan, graph)
         if is_training:
-            _check_can_repeat(plan, graph.definition)
-        _check_no_pairs(plan, graph, x)
+            why = f"With {_option(plan)}, the model is called twice"
+            assignments.check_repeats(graph.definition, why)
         graph.cut()
+        _check_no_pairs(plan, graph, x)
         return graph
 
     def _x_of(self, i):
@@ -178,19 +179,35 @@ class _Run:
 
     def _collect(self, part, run_part, is_apart=True):
         """Runs a part for each micro-batch; returns arrays of what it makes."""
-        draws = None
+        draws: typing.Any = None
         if part.assigned or part.reads(self._plan.numbers.rows):
             draws = Draws(self._plan, self._is_training, part.assigned)
+        # Gradients of variables are in the sums already.
+        makes = {k: v for k, v in part.makes.items() if k != "own"}
+        count = self.parts.count
+        arrays = [_make_array(each, count) for each in tensors_in(makes)]
 
-        def run(i):
+        def body(i, arrays):
             with draws.of(self.parts, i) if draws else contextlib.nullcontext():
-                return run_part(i)
+                made = tensors_in(run_part(i))
+            with micro_batches.on_host():
+                written = [
+                    array.write(tf.cast(i, tf.int32), each)
+                    for array, each in zip(arrays, made, strict=True)
+                ]
+            return (written,)
 
-        is_apart &= self.is_in_stages  # many loops take long to prepare
-        made = _collect_arrays(run, self.parts.count, is_apart)
-        for each, array in zip(part.makes["keeps"], made["keeps"], strict=True):
+        # Many loops take long to prepare.
+        finish = set_apart if is_apart and self.is_in_stages else None
+        (arrays,) = loop.for_each(body, count, (arrays,), finish)
+        if tf.executing_eagerly():
+            for array in arrays:  # else TensorFlow warns of those that are not
+                array.mark_used()
+        rest = iter(arrays)
+        collected = map_present(lambda _: next(rest), makes)
+        for each, array in zip(makes["keeps"], collected["keeps"], strict=True):
             self._values[each.name] = functools.partial(_read, array)
-        return made
+        return collected
 
     # -- 1. Forward, one micro-batch at a time ---------------------------------
 
@@ -359,36 +376,6 @@ def _as_keras(weight, own, samples):
 # -- what all micro-batches make, in arrays ------------------------------------
 
 
-def _collect_arrays(run, count, is_apart):
-    """Runs all micro-batches; returns a `TensorArray` for each tensor made."""
-    made = arrays = None
-    if not tf.executing_eagerly():
-        # Traced before the loop, which must know what there will be.
-        function = tf.function(run, autograph=False)
-        run = function.get_concrete_function(tf.TensorSpec((), tf.int64))
-        made = run.structured_outputs
-        arrays = [_make_array(leaf, count) for leaf in tensors_in(made)]
-
-    def body(i, arrays):
-        nonlocal made
-        made = run(i)
-        arrays = arrays or [_make_array(e, count) for e in tensors_in(made)]
-        with micro_batches.on_host():
-            written = [
-                array.write(tf.cast(i, tf.int32), leaf)
-                for array, leaf in zip(arrays, tensors_in(made), strict=True)
-            ]
-        return (written,)
-
-    finish = set_apart if is_apart else None
-    (arrays,) = loop.for_each(body, count, (arrays,), finish)
-    if tf.executing_eagerly():
-        for array in arrays:  # else TensorFlow warns of those that are not
-            array.mark_used()
-    rest = iter(arrays)
-    return map_present(lambda leaf: next(rest), made)
-
-
 def set_apart(end):
     """Lets TensorFlow prepare a loop by itself, and not with what is around it.
 
@@ -406,14 +393,11 @@ def set_apart(end):
 
 
 def _make_array(leaf, count):
-    shape = leaf.shape
-    if tf.executing_eagerly() and shape.rank:  # other parts are longer
-        shape = [None, *shape[1:]]
     with micro_batches.on_host():
         return tf.TensorArray(
             leaf.dtype,
             tf.cast(count, tf.int32),
-            element_shape=shape,
+            element_shape=leaf.shape,
             infer_shape=False,
             clear_after_read=False,
         )
@@ -450,33 +434,17 @@ def _check_slices_repeat(plan, graph):
     """Raises if `slice_data` would not return the same a second time."""
     seeds = filter(private_names.is_seed, private_names.used_variables(graph))
     drawn = [f"the seed '{seed.name}'" for seed in seeds]
-    drawn += _random_operations(graph.as_graph_def())
+    nodes = assignments.nodes_of(graph.as_graph_def())
+    drawn += [
+        f"the operation {node.op} ('{node.name}')"
+        for node in filter(assignments.is_random, nodes)
+    ]
     if drawn:
         raise ValueError(
             f"With {_option(plan)}, `slice_data` is called twice and must "
             "return the same, without random numbers. Draw them in the model "
             f"or in the data set. Received: {drawn[0]}"
         )
-
-
-def _check_can_repeat(plan, definition):
-    """Raises if a forward pass would not be the same a second time."""
-    why = f"With {_option(plan)}, the model is called twice"
-    for found in _random_operations(definition):
-        raise ValueError(
-            f"{why} and must draw the same random numbers, which `tf.random` "
-            "does not. Use `keras.random` or a layer of Keras. "
-            f"Received: {found}"
-        )
-    assignments.check_assignments(definition, why)
-
-
-def _random_operations(definition):
-    return [
-        f"the operation {node.op} ('{node.name}')"
-        for node in assignments.nodes_of(definition)
-        if assignments.is_random(node)
-    ]
 
 
 def _check_outputs(plan, graph):

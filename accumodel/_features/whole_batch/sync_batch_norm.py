@@ -40,43 +40,35 @@ class Norms:
     def __init__(self, layers):
         self._layers = layers
         self._graph = current_graph()
-        # The `Norm`s, in the order in which they are called.
+        # The `Norm`s, in the order in which they are called, and whether these
+        # are all of them.
         self.calls: list = []
+        self.are_known = False
         # The variables that they may assign, by their ids.
-        self.variables: dict = {}
-        for layer in layers:
-            self._hold(layer)
-
-    def _hold(self, layer):
-        self.variables |= {id(e): e for e in layer.non_trainable_variables}
+        states = [e for layer in layers for e in layer.non_trainable_variables]
+        self.variables = {id(each): each for each in states}
 
     def noted(self):
-        """Returns the scope of a forward pass, which is traced once."""
-        return self._replaced(self._note)
+        """Returns the scope of a forward pass, and of its gradient."""
+        if not self._layers:
+            return contextlib.nullcontext()
+        return hooks.moments(_moments=self._note)
 
-    def _note(self, layer, inputs, mask):
+    def _note(self, original, layer, inputs, mask):
         if current_graph() is not self._graph:
             why = "called in a loop (as by an `RNN`), a condition or a function"
             _refuse(layer, why)
-        self._hold(layer)  # it may have been built now
+        if self.are_known:
+            why = (
+                "called again for the gradients, since it is rematerialized "
+                "(`keras.RematScope`, `tf.recompute_grad`)"
+            )
+            _refuse(layer, why)
         moments = _compute_moments(inputs, mask, layer.axis)
         make = functools.partial(tf.compat.v1.placeholder, inputs.dtype)
         given, statistics = make(moments.shape), make([2, *moments.shape[1:]])
         self.calls.append(Norm(layer, moments, statistics, given))
         return tuple(tf.unstack(statistics))
-
-    def refused(self):
-        """Returns a scope in which none may be called again."""
-        why = (
-            "called again for the gradients, since it is rematerialized "
-            "(`keras.RematScope`, `tf.recompute_grad`)"
-        )
-        return self._replaced(lambda layer, *_: _refuse(layer, why))
-
-    def _replaced(self, measure):
-        if not self._layers:
-            return contextlib.nullcontext()
-        return hooks.replaced_moments(measure)
 
     def check(self, graph, is_training):
         """Raises unless each that trains uses the statistics of the batch."""
