@@ -61,12 +61,6 @@ def weighted_tokens(samples, rng):
     return x, y, rng.uniform(0.0, 2.0, size=(samples, TIMESTEPS))
 
 
-def tokens_with_ignored_classes(samples, rng):
-    x, y = tokens(samples, rng)
-    y[rng.random(y.shape) < 0.3] = -1
-    return np.maximum(x, 1), y
-
-
 def points(samples, rng):
     """Sequences of points; the timesteps of all zeros are masked."""
     x = rng.normal(size=(samples, TIMESTEPS, 2))
@@ -299,6 +293,13 @@ def squared_error_as_one_element(y_true, y_pred):
     return keras.ops.mean((y_pred - y_true) ** 2, keepdims=True)
 
 
+class Mean(keras.losses.Loss):
+    """Reduces in `call`, as medicai's Dice losses do."""
+
+    def call(self, y_true, y_pred):
+        return squared_error_as_scalar(y_true, y_pred)
+
+
 class Twice(keras.losses.Loss):
     """Overrides `__call__`, and calls a loss inside."""
 
@@ -324,23 +325,13 @@ class Combined(keras.losses.Loss):
 
 @dataclasses.dataclass
 class Case:
-    """One row of the table.
+    """One row of the table: functions that make a model, its data and so on.
 
-    Args:
-        make: Makes the model, given its class.
-        data: Makes the arrays, given the number of samples and a generator.
-        optimizer: Makes the optimizer.
-        loss: Of `compile`; a function without arguments that returns it.
-        sizes: Samples of the micro-batches, in their cycles.
-        compile: More arguments of `compile`.
-        fit: More arguments of `fit`.
-        epochs: Of `fit`.
-        policy: The dtype policy of all layers.
-        tolerance: Largest difference of any weight. 1e-6 is what a few dozen
-            updates in float32 gather in rounding.
-        logs: Whether the logs of fed micro-batches are compared, too. They can
-            be equal only where the weights do not move inside an epoch.
-        micro_batch_size: Of the way in which the model cuts the large batches.
+    `sizes` are the samples of the micro-batches, in their cycles; `compile` and
+    `fit` are further arguments. A `tolerance` of 1e-6 is what a few dozen
+    updates in float32 gather in rounding. With `logs`, those of fed
+    micro-batches are compared too: they can be equal only where no weights move
+    inside an epoch. `micro_batch_size` is that of batches that are cut.
     """
 
     make: typing.Callable = dense
@@ -355,6 +346,22 @@ class Case:
     tolerance: float = 1e-6
     logs: bool = False
     micro_batch_size: int = 5
+
+
+class CellThatDraws(keras.layers.SimpleRNNCell):
+    """Its state of seeds is written inside of a loop."""
+
+    def __init__(self, units):
+        super().__init__(units)
+        self.draw = keras.layers.Dropout(0.5, seed=1)
+
+    def call(self, inputs, states, training=False):
+        inputs = self.draw(inputs, training=training)
+        return super().call(inputs, states, training=training)
+
+
+def in_float64(case, **kwargs):
+    return dataclasses.replace(case, policy="float64", **kwargs)
 
 
 # Models with their data.
@@ -378,7 +385,10 @@ LOG_CASES = {
         **HEADS,
         loss=lambda: BOTH_LOSSES,
         sizes=[[8] * 4],
-        compile={"metrics": {"kind": ["accuracy"], "size": ["mae"]}},
+        compile={
+            "metrics": {"kind": ["accuracy"], "size": ["mae"]},
+            "loss_weights": {"kind": 2.0, "size": 0.3},
+        },
         logs=True,
     ),
 }

@@ -124,6 +124,26 @@ def functional(inputs, outputs_of):
     return make
 
 
+def calling_super(base, name):
+    """Returns a class of which one method only calls that of its base."""
+
+    def method(self, *args, **kwargs):
+        return getattr(super(custom, self), name)(*args, **kwargs)
+
+    custom = type("Custom", (base,), {name: method})
+    return custom
+
+
+class CountTraces(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.traces = 0
+
+    def call(self, inputs):
+        self.traces += 1
+        return inputs
+
+
 def follow(followers, leaders, share=1.0):
     """Moves variables towards others by this share of the way."""
     for follower, leader in zip(followers, leaders, strict=True):
@@ -147,6 +167,24 @@ def moves_after_update(model_class, base):
             return logs
 
     return MovesInStep if base is keras.Model else Moves
+
+
+def import_hub():
+    return pytest.importorskip(
+        "keras_hub",
+        reason="it fits neither the oldest TensorFlow nor the next Keras",
+        exc_type=ImportError,
+    )
+
+
+def hub_backbone(kind, words, length, **kwargs):
+    """A small backbone of keras-hub, without dropout."""
+    sizes = {"num_heads": 2, "hidden_dim": 8, "intermediate_dim": 16}
+    return getattr(import_hub().models, f"{kind}Backbone")(
+        vocabulary_size=words,
+        max_sequence_length=length,
+        **sizes | {"dropout": 0.0} | kwargs,
+    )
 
 
 def softmax(units=3, **kwargs):
@@ -234,17 +272,9 @@ def train(
 def train_both(make, data, compile_args=dict, big=32, steps=4):
     """Trains a plain model in large batches, and ours in cycles.
 
-    Args:
-        make: Function that takes a model class and returns a model.
-        data: Arrays to train on, or function that trains a model in batches of
-            a size.
-        compile_args: Function that returns the arguments of `compile`. It is
-            called once for each model.
-        big: Int, the samples of a large batch.
-        steps: Int, the micro-batches of a cycle.
-
-    Returns:
-        The list `[reference, model]`.
+    `make` makes a model of a class, and `compile_args` the arguments of
+    `compile` of one model. `data` are arrays, or a function that trains a model
+    in batches of a size: `big`, and of ours a part of it, of `steps`.
     """
     models, train_on = [], data
     if not callable(data):

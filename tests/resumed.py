@@ -9,6 +9,7 @@ import sys
 import keras
 import numpy as np
 import tensorflow as tf
+from helpers import make_functional
 
 import accumodel
 
@@ -22,10 +23,7 @@ def make_data():
 
 def make_model(model_class=accumodel.AccumulatingModel, **kwargs):
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((20,))
-    x = keras.layers.Dense(16, activation="tanh")(inputs)
-    outputs = keras.layers.Dense(3, activation="softmax")(x)
-    model = model_class(inputs, outputs)
+    model = make_functional(model_class)
     if model_class is accumodel.AccumulatingModel:
         kwargs.setdefault("accum_steps", ACCUM_STEPS)
     model.compile("adam", "sparse_categorical_crossentropy", **kwargs)

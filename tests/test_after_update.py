@@ -15,7 +15,6 @@ from helpers import (
     weekly,
 )
 
-import accumodel
 from accumodel import AccumulatingModel
 
 
@@ -175,29 +174,6 @@ def test_an_overflow_is_followed_as_in_a_plain_step():
     model = train_scaled(AccumulatingModel, micro_batch_size=5)
     assert updates(model) < float(model.followed) == 8
     assert distance(model, reference) < 1e-6
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_a_custom_loop_has_it_too(traced):
-    variable, mean = keras.Variable([1.0]), keras.Variable([0.0])
-    accumulator = accumodel.GradientAccumulator(
-        keras.optimizers.SGD(1.0),
-        [variable],
-        accum_steps=2,
-        after_update=lambda: mean.assign((mean + variable) / 2),
-    )
-
-    def step(gradient):
-        accumulator.accumulate([gradient])
-
-    step = tf.function(step) if traced else step
-    means = []
-    for _ in range(5):
-        step(tf.constant([0.5]))
-        means.append(float(mean[0]))
-    assert means == [0.0, 0.25, 0.25, 0.125, 0.125]
-    accumulator.apply()
-    assert float(mean[0]) == (0.125 - 0.5) / 2
 
 
 def test_it_is_told_if_nothing_calls_it():

@@ -79,17 +79,6 @@ def test_a_bad_schedule_is_refused_when_it_is_made(schedule, error, match):
 
 
 @pytest.mark.parametrize(
-    ("value", "error"), [(0, ValueError), (2.5, TypeError)]
-)
-def test_a_schedule_that_returns_no_step_count_is_refused(value, error, data):
-    model = compiled(make_model(), "sgd", accum_steps=2)
-    scheduler = AccumStepsScheduler(lambda epoch, accum_steps: value)
-    with pytest.raises(error, match=r"`accum_steps` must .* Received"):
-        model.fit(*data, callbacks=[scheduler], verbose=0)
-    assert model.accum_steps == 2
-
-
-@pytest.mark.parametrize(
     ("schedule", "by", "ends"),
     [
         ({0: 1, 2: 2, 4: 3}, "update", [1, 2, 4, 6, 9, 12, 15]),

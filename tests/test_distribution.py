@@ -15,6 +15,7 @@ from helpers import (
     datasets,
     distance,
     make_model,
+    make_subclassed,
     messages_of,
     mirrored,
     names,
@@ -40,10 +41,6 @@ class CountingReduction(tf.distribute.ReductionToOneDevice):
         return super().batch_reduce_implementation(*args, **kwargs)
 
 
-def squares(y_true, y_pred):
-    return keras.ops.mean((y_true - y_pred) ** 2)
-
-
 CASES = {
     "AdamW, global_clipnorm": cases.Case(
         optimizer=lambda: optimizers.AdamW(0.01, global_clipnorm=0.01)
@@ -62,7 +59,11 @@ CASES = {
         loss=lambda: {"size": cases.squared_error_as_scalar},
     ),
     "scalar next to a regulariser": cases.Case(
-        make=lambda cls: with_l2(cls), data=cases.points, loss=lambda: squares
+        make=lambda cls: chain(
+            cls, (None, 2), keras.layers.Dense(1, kernel_regularizer="l2")
+        ),
+        data=cases.points,
+        loss=lambda: cases.squared_error_as_scalar,
     ),
     "loss that combines others": cases.Case(loss=lambda: cases.Combined()),
     "add_loss of one loss per sample": cases.Case(
@@ -83,11 +84,6 @@ if "MultiOptimizer" in cases.OPTIMIZERS:
     CASES["MultiOptimizer"] = cases.Case(
         optimizer=cases.OPTIMIZERS["MultiOptimizer"]
     )
-
-
-def with_l2(model_class):
-    layer = keras.layers.Dense(1, kernel_regularizer="l2")
-    return chain(model_class, (None, 2), layer)
 
 
 # What is fed is divided by the replicas as what is cut.
@@ -166,16 +162,11 @@ def test_a_custom_compute_loss_is_divided_by_the_replicas_as_in_keras():
     check_replicas(case, micro)
 
 
-class ScalarLoss(keras.losses.Loss):
-    def call(self, y_true, y_pred):
-        return keras.ops.mean((y_true - y_pred) ** 2)
-
-
 class DividesItself(AccumulatingModel):
     """Divides by the replicas the loss of a `Loss` that Keras does not."""
 
     def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        loss = ScalarLoss()(y, y_pred)
+        loss = cases.Mean()(y, y_pred)
         return loss / self.distribute_strategy.num_replicas_in_sync
 
 
@@ -398,10 +389,11 @@ def squared_error(variable, x):
 def test_an_accumulator_by_itself_under_strategy_run():
     values = np.linspace(0.0, 1.0, 16, dtype="float32")
 
-    def run(strategy, optimizer):
+    def run(strategy):
         with strategy.scope():
             variable = keras.Variable([0.5], name="variable")
-            accumulator = GradientAccumulator(optimizer(), [variable], 3)
+            sgd = optimizers.SGD(0.5, momentum=0.9, clipnorm=0.1)
+            accumulator = GradientAccumulator(sgd, [variable], 3)
 
         @tf.function
         def step(x):
@@ -418,12 +410,8 @@ def test_an_accumulator_by_itself_under_strategy_run():
         assert accumulator.pending_steps == 0
         return keras.ops.convert_to_numpy(variable)
 
-    for optimizer in (
-        lambda: optimizers.SGD(0.5, clipnorm=0.1),
-        lambda: optimizers.Adam(0.1),
-    ):
-        expected = run(tf.distribute.get_strategy(), optimizer)
-        np.testing.assert_allclose(run(mirrored(2), optimizer), expected, 1e-6)
+    expected = run(tf.distribute.get_strategy())
+    np.testing.assert_allclose(run(mirrored(2)), expected, 1e-6)
 
 
 def test_an_accumulator_belongs_to_the_strategy_of_its_scope():
@@ -462,15 +450,7 @@ def test_an_accumulator_belongs_to_the_strategy_of_its_scope():
 )
 def test_one_replica_is_as_no_strategy(kwargs, built):
     """What `MirroredStrategy()` makes on a machine with one GPU, or none."""
-
-    class Unbuilt(AccumulatingModel):
-        def __init__(self):
-            super().__init__()
-            self.head = keras.layers.Dense(cases.CLASSES, activation="softmax")
-
-        def call(self, inputs):
-            return self.head(inputs)
-
+    make = cases.dense if built else make_subclassed
     batches = cases.classes(32, np.random.default_rng(0))
     batches = tf.data.Dataset.from_tensor_slices(batches).batch(8)
     # If batches are fetched to the device in advance, TensorFlow 2.21 ends the
@@ -483,7 +463,7 @@ def test_one_replica_is_as_no_strategy(kwargs, built):
     for strategy, data in ((none, batches), (one, distributed)):
         keras.utils.set_random_seed(0)
         with strategy.scope():
-            model = cases.dense(AccumulatingModel) if built else Unbuilt()
+            model = make(AccumulatingModel)
             model.compile("adam", "sparse_categorical_crossentropy", **kwargs)
         model.fit(data, shuffle=False, verbose=0)
         model.evaluate(data, verbose=0)
@@ -573,27 +553,3 @@ def test_sums_are_on_the_devices_of_their_variables():
     devices = [each.device for each in model._gradient_accumulator._sums]
     assert devices == [each.value.device for each in model.trainable_variables]
     assert {each[-5:] for each in devices} == {"CPU:0", "CPU:1"}
-
-
-class AddsToItsOwn(AccumulatingModel):
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-        self.dense.build((None, 3))
-
-    def call(self, inputs):
-        return self.dense(inputs)
-
-    def train_step(self, data):
-        gradients, weight, logs = self.compute_gradients(data)
-        self.own.accumulate(gradients, weight)
-        return logs
-
-
-def test_an_accumulator_that_was_made_outside_is_refused_in_fit():
-    with mirrored(2).scope():
-        model = compiled(AddsToItsOwn(), "sgd", "mse", accum_steps=2)
-    variables = model.trainable_variables
-    model.own = GradientAccumulator(model.optimizer, variables, 2)
-    with pytest.raises(ValueError, match=r"in `strategy.scope\(\)`"):
-        model.fit(np.ones((16, 3)), np.ones((16, 1)), batch_size=8, verbose=0)

@@ -22,20 +22,11 @@ from accumodel import AccumulatingModel
 
 
 def in_both_ways(data, callbacks=(), make=make_functional, epochs=3, **kwargs):
-    """Trains in large batches, and in cycles of micro-batches of the same size.
+    """Trains in large batches and in cycles; returns both models and histories.
 
-    Args:
-        data: Tuple `(x, y)`.
-        callbacks: Functions that make the callbacks of one training.
-        make: Function that takes a model class and returns a model.
-        epochs: Int.
-        **kwargs: Of the optimizer, and `run_eagerly`.
-
-    Returns:
-        The two models, and the histories.
+    `callbacks` make those of one training, and `kwargs` are of the optimizer.
     """
     histories = []
-    run_eagerly = kwargs.pop("run_eagerly", False)
     # Labels are random, so what is learnt of others soon makes these worse.
     rng = np.random.default_rng(1)
     unseen = rng.random((100, 20), np.float32), rng.integers(3, size=100)
@@ -51,7 +42,6 @@ def in_both_ways(data, callbacks=(), make=make_functional, epochs=3, **kwargs):
             "optimizer": keras.optimizers.SGD(0.1, **kwargs),
             "loss": "sparse_categorical_crossentropy",
             "weighted_metrics": ["accuracy"],
-            "run_eagerly": run_eagerly,
         }
 
     return train_both(make, train, compile_args), histories
@@ -126,22 +116,6 @@ def test_keras_tuner_searches_over_accum_steps(data, tmp_path):
     found = [x.get("accum_steps") for x in tuner.get_best_hyperparameters(2)]
     assert sorted(found) == [2, 4]
     assert tuner.get_best_models(1)[0].accum_steps == found[0]
-
-
-def with_lora(model_class):
-    model = make_functional(model_class)
-    for layer in model.layers:
-        if isinstance(layer, keras.layers.Dense):
-            layer.enable_lora(2)
-    # a, b, and the bias, of each
-    assert len(model.trainable_variables) == 6
-    return model
-
-
-@pytest.mark.slow
-def test_lora(data):
-    models, _ = in_both_ways(data, make=with_lora)
-    assert distance(*models) < 1e-6
 
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs/how-to/trackers.md"

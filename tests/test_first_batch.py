@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Batches, as_dataset, compiled, mirrored
+from helpers import Batches, as_dataset, chain, compiled, distance, mirrored
 from keras import layers, ops
 
 import accumodel
@@ -30,15 +30,15 @@ def make_data(samples=16):
 def around(layer):
     """Returns a function that makes a model with a layer in the middle."""
 
-    def make(base=AccumulatingModel):
-        inputs = keras.Input((FEATURES,))
-        hidden = layers.Dense(6, activation="tanh")(inputs)
-        return base(inputs, layers.Dense(OUTPUTS)(layer()(hidden)))
+    def make():
+        parts = layers.Dense(6, "tanh"), layer(), layers.Dense(OUTPUTS)
+        return chain(AccumulatingModel, (FEATURES,), *parts)
 
     return make
 
 
 plain = around(lambda: layers.Activation("tanh"))
+norm = around(layers.BatchNormalization)
 
 
 class Linear(AccumulatingModel):
@@ -61,11 +61,6 @@ class NextSample(layers.Layer):
 class Centers(layers.Layer):
     def call(self, inputs):
         return inputs - ops.mean(inputs, axis=0, keepdims=True)
-
-
-class AttendsToTheBatch(layers.Layer):
-    def call(self, inputs):
-        return ops.softmax(inputs @ ops.transpose(inputs)) @ inputs
 
 
 class FixedSize(layers.Layer):
@@ -108,19 +103,6 @@ class CountsRaw(layers.Layer):
         return inputs * (1 + 0.1 * self.calls)
 
 
-class Frozen(Linear):
-    """Moves a copy of a layer that does not train, and reads it."""
-
-    def __init__(self):
-        super().__init__()
-        self.copy = layers.Dense(OUTPUTS, trainable=False)
-
-    def call(self, inputs):
-        outputs = self.dense(inputs) + self.copy(inputs)
-        self.copy.bias.assign(self.copy.bias + 1.0)
-        return outputs
-
-
 class Normalized(Linear):
     def train_step(self, data):
         gradients, weight, logs = self.compute_gradients(data)
@@ -135,17 +117,18 @@ class Clipped(Linear):
         return tf.clip_by_global_norm(gradients, 0.01)[0], *rest
 
 
-class Target(Linear):
-    """Moves a target network in the step."""
+class SlowCopy(Linear):
+    """Moves an average that begins as a copy of the weights, slowly."""
 
-    def __init__(self):
-        super().__init__()
-        self.target = self.add_weight((OUTPUTS,), "ones", trainable=False)
+    def build(self, shape):
+        self.dense.build(shape)
+        self.average = self.add_weight((FEATURES, OUTPUTS), trainable=False)
+        self.average.assign(self.dense.kernel)
+        self.built = True
 
     def train_step(self, data):
-        gradients, weight, logs = self.compute_gradients(data)
-        self.accumulate_gradients(gradients, weight)
-        self.target.assign(0.9 * self.target + 0.1 * self.dense.bias)
+        logs = super().train_step(data)
+        self.average.assign(0.9999 * self.average + 0.0001 * self.dense.kernel)
         return logs
 
 
@@ -193,6 +176,10 @@ def quotient(y, p):
     return ops.sum((y - p) ** 2, axis=0) / ops.sum(p**2, axis=0)
 
 
+def root(y, p):
+    return ops.sqrt(ops.mean((y - p) ** 2))
+
+
 def over_a_statistic(y, p):
     return ops.mean((y - p) ** 2, axis=-1) / ops.mean(p**2)
 
@@ -222,6 +209,10 @@ def sum_over_a_constant(y, p):
     )
 
 
+def means(y, p):
+    return ops.mean((y - p) ** 2, axis=0)
+
+
 def divided_sum(y, p):
     samples = ops.cast(ops.shape(p)[0], "float32")
     return keras.losses.MeanSquaredError(reduction="sum")(y, p) / samples
@@ -229,7 +220,7 @@ def divided_sum(y, p):
 
 class OwnMean(keras.losses.Loss):
     def __call__(self, y_true, y_pred, sample_weight=None):
-        return ops.sqrt(ops.mean((y_true - y_pred) ** 2))
+        return root(y_true, y_pred)
 
 
 STATE = "changes in the step of each micro-batch"
@@ -256,19 +247,12 @@ INEXACT = {
     "a variable outside": (around(CountsOutside), "mse", "outside:0' " + STATE),
     "a layer, the next sample": (around(NextSample), "mse", "next_sample"),
     "a layer, the mean": (around(Centers), "mse", "centers"),
-    "a layer, attention": (around(AttendsToTheBatch), "mse", "attends_to"),
     "a layer, a size": (around(FixedSize), "mse", "fixed_size"),
     "mixed samples": (lambda: images(layers.MixUp()), "mse", "mix_up"),
     "a counter": (around(Counts), "mse", "calls' " + STATE),
     "a moving mean": (around(Standardizes), "mse", STATE),
     "a raw counter": (around(CountsRaw), "mse", ".calls' " + STATE),
-    "a frozen layer": (Frozen, "mse", "bias' " + STATE),
-    "a spectral norm": (
-        around(lambda: layers.SpectralNormalization(layers.Dense(4))),
-        "mse",
-        STATE,
-    ),
-    "a target": (Target, "mse", STATE),
+    "a slow copy": (SlowCopy, "mse", "variable' " + STATE),
     "a centre": (plain, Centre, "centre.centre' " + STATE),
     "a normalized gradient": (Normalized, "mse", "process_gradients"),
     "a clipped gradient": (Clipped, "mse", "process_gradients"),
@@ -279,36 +263,32 @@ INEXACT = {
     "a statistic": (plain, over_a_statistic, LOSS),
     "a mean of its own": (plain, OwnMean, LOSS),
     "dice": (plain, "dice", LOSS),
-    "circle": (plain, keras.losses.Circle, LOSS),
     "a sum": (plain, lambda y, p: ops.sum((y - p) ** 2), SUM),
     "a sum for each output": (
         plain,
-        lambda y, p: ops.sum((y - p) ** 2, axis=0),
+        lambda y, p: ops.sum((y - p) ** 2, 0),
         SUM,
     ),
     "a sum of sums": (plain, SumOfSums, SUM),
     "a sum of parts of a mean": (plain, SumOfParts, SUM),
     "a sum over a constant": (plain, sum_over_a_constant, SUM),
     "a custom sum": (Sums, None, SUM),
-    "a largest": (plain, lambda y, p: ops.max((y - p) ** 2), LOSS),
-    "a root": (plain, lambda y, p: ops.sqrt(ops.mean((y - p) ** 2)), LOSS),
+    "a root": (plain, root, LOSS),
     "pairs": (plain, lambda y, p: (p @ ops.transpose(p)) ** 2, LOSS),
 }
 
 
 def images(layer):
-    inputs = keras.Input((FEATURES,))
-    image = layers.Reshape((FEATURES, 1, 1))(inputs)
-    outputs = layers.Flatten()(layer(image))
-    return AccumulatingModel(inputs, layers.Dense(OUTPUTS)(outputs))
+    parts = layers.Reshape((FEATURES, 1, 1)), layer, layers.Flatten()
+    head = layers.Dense(OUTPUTS)
+    return chain(AccumulatingModel, (FEATURES,), *parts, head)
 
 
-WAYS = {
-    "size": {"micro_batch_size": 4},
-    "steps": {"accum_steps": 2},
-    "eager": {"micro_batch_size": 4, "run_eagerly": True},
-    "XLA": {"micro_batch_size": 4, "jit_compile": True},
-}
+SIZE, THREE, ONE, AUTO = ({"micro_batch_size": x} for x in (4, 3, 1, "auto"))
+STEPS, EXECUTIONS = {"accum_steps": 2}, {"steps_per_execution": 2}
+EAGER, XLA = {"run_eagerly": True}, {"jit_compile": True}
+CACHE = {"gradient_cache": True}
+WAYS = {"size": SIZE, "steps": STEPS, "eager": SIZE | EAGER, "XLA": SIZE | XLA}
 
 
 def messages(make, loss, data=None, batch_size=8, **kwargs):
@@ -316,8 +296,6 @@ def messages(make, loss, data=None, batch_size=8, **kwargs):
     model = make()
     loss = loss() if isinstance(loss, type) else loss
     x, y = data or make_data()
-    if isinstance(loss, keras.losses.Circle):
-        y = np.arange(len(y)) % 3
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model.compile("sgd", loss, **kwargs)
@@ -352,7 +330,7 @@ def test_what_is_not_exact_is_told_of_once(name, way):
 @pytest.mark.parametrize("name", ["negatives", "a statistic", "a root"])
 def test_it_is_silent_of_what_the_cache_makes_right(name, way):
     make, loss, _ = INEXACT[name]
-    assert not messages(make, loss, gradient_cache=True, **WAYS[way])
+    assert not messages(make, loss, **CACHE, **WAYS[way])
 
 
 @pytest.mark.table
@@ -413,10 +391,7 @@ EXACT = {
     "a sum": (plain, lambda: keras.losses.MeanSquaredError("sum")),
     "a sum that is divided": (plain, lambda: divided_sum),
     "no reduction": (plain, lambda: keras.losses.MeanSquaredError("none")),
-    "means for each output": (
-        plain,
-        lambda: lambda y, p: ops.mean((y - p) ** 2, axis=0),
-    ),
+    "means for each output": (plain, lambda: means),
     "dropout": (around(dropout), "mse"),
     "noise": (around(lambda: layers.GaussianNoise(0.5)), "mse"),
     "normalized": (around(layers.LayerNormalization), "mae"),
@@ -455,19 +430,13 @@ def test_numbers_that_all_samples_share_are_silent(way):
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_padding_that_is_cut_off_is_silent(run_eagerly):
     """Though it draws other numbers."""
-    inputs = keras.Input((None,), dtype="int32")
-    hidden = layers.Embedding(9, 4, mask_zero=True)(inputs)
-    hidden = layers.LSTM(3)(layers.Dropout(0.5)(hidden))
-    model = AccumulatingModel(inputs, layers.Dense(OUTPUTS)(hidden))
+    inner = layers.Embedding(9, 4, mask_zero=True), dropout(), layers.LSTM(3)
+    inputs, head = keras.Input((None,), dtype="int32"), layers.Dense(OUTPUTS)
+    model = chain(AccumulatingModel, inputs, *inner, head)
     words = np.random.default_rng(0).integers(1, 9, size=(16, 40))
     words[:, 10:] *= np.arange(16)[:, None] % 4 == 0
-    model.compile(
-        "sgd",
-        "mse",
-        micro_batch_size=4,
-        trim_padding=0,
-        run_eagerly=run_eagerly,
-    )
+    kwargs = SIZE | {"trim_padding": 0, "run_eagerly": run_eagerly}
+    model.compile("sgd", "mse", **kwargs)
     model.fit(words, make_data()[1], batch_size=16, verbose=0)
     assert model.first_batch_check.startswith("exact")
 
@@ -494,23 +463,21 @@ class CountsInPython(layers.Layer):
         return inputs * (1 + 0.1 * self.calls)
 
 
-def moving(base=AccumulatingModel):
+def moving():
     """With seeds, statistics and a state that is not exact."""
-    inputs = keras.Input((FEATURES,))
-    hidden = layers.Dense(6, activation="tanh")(inputs)
-    hidden = layers.BatchNormalization()(layers.Dropout(0.3)(hidden))
-    hidden = CountsInPython()(Counts()(CountsRaw()(hidden)))
-    return base(inputs, layers.Dense(OUTPUTS)(hidden))
+    inner = layers.Dense(6, "tanh"), layers.Dropout(0.3)
+    counts = CountsRaw(), Counts(), CountsInPython()
+    inner += layers.BatchNormalization(), *counts, layers.Dense(OUTPUTS)
+    return chain(AccumulatingModel, (FEATURES,), *inner)
 
 
-def outside_and_python(base=AccumulatingModel):
-    inputs = keras.Input((FEATURES,))
-    hidden = layers.Dense(6)(inputs)
-    hidden = Draws()(CountsOutside()(CallsPython()(hidden)))
-    return base(inputs, layers.Dense(OUTPUTS)(hidden))
+def outside_and_python():
+    inner = layers.Dense(6), CallsPython(), CountsOutside(), Draws()
+    head = layers.Dense(OUTPUTS)
+    return chain(AccumulatingModel, (FEATURES,), *inner, head)
 
 
-def decorated(base=AccumulatingModel):
+def decorated():
     """With a `tf.function` that is traced once, and draws."""
 
     class Decorated(Linear):
@@ -584,58 +551,33 @@ class Keeps(layers.Layer):
 
 
 SAME = {
-    "kept, eager": (
-        around(Keeps),
-        {"micro_batch_size": 3, "run_eagerly": True},
-        array,
-    ),
-    "size": (moving, {"micro_batch_size": 3}, array),
-    "steps": (moving, {"accum_steps": 2}, data_set),
-    "both": (moving, {"accum_steps": 2, "micro_batch_size": 3}, py_data_set),
-    "auto": (around(dropout), {"micro_batch_size": "auto"}, data_set),
-    "cache": (
-        around(dropout),
-        {"micro_batch_size": 3, "gradient_cache": True},
-        generator,
-    ),
-    "sync": (
-        around(layers.BatchNormalization),
-        {"micro_batch_size": 3, "sync_batch_norm": True},
-        array,
-    ),
-    "eager": (moving, {"micro_batch_size": 3, "run_eagerly": True}, array),
-    "XLA": (moving, {"micro_batch_size": 3, "jit_compile": True}, array),
-    "executions": (
-        moving,
-        {"micro_batch_size": 3, "steps_per_execution": 2},
-        data_set,
-    ),
-    "decorated": (decorated, {"accum_steps": 2}, array),
-    "updates": (UpdatesItself, {"accum_steps": 2}, array),
-    "updates, eager": (
-        UpdatesItself,
-        {"accum_steps": 2, "run_eagerly": True},
-        array,
-    ),
-    "outside": (outside_and_python, {"micro_batch_size": 3}, array),
-    "outside, eager": (
-        outside_and_python,
-        {"micro_batch_size": 3, "run_eagerly": True},
-        array,
-    ),
+    "kept, eager": (around(Keeps), THREE | EAGER, array),
+    "size": (moving, THREE, array),
+    "steps": (moving, STEPS, data_set),
+    "both": (moving, STEPS | THREE, py_data_set),
+    "auto": (around(dropout), AUTO, data_set),
+    "cache": (around(dropout), THREE | CACHE, generator),
+    "sync": (norm, THREE | {"sync_batch_norm": True}, array),
+    "eager": (moving, THREE | EAGER, array),
+    "XLA": (moving, THREE | XLA, array),
+    "executions": (moving, THREE | EXECUTIONS, data_set),
+    "decorated": (decorated, STEPS, array),
+    "updates": (UpdatesItself, STEPS, array),
+    "updates, eager": (UpdatesItself, STEPS | EAGER, array),
+    "outside": (outside_and_python, THREE, array),
+    "outside, eager": (outside_and_python, THREE | EAGER, array),
 }
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("kwargs", [WAYS["size"], WAYS["steps"]], ids=str)
+@pytest.mark.parametrize("kwargs", [SIZE, STEPS], ids=str)
 def test_a_training_on_replicas_is_the_same(kwargs):
     make = around(lambda: keras.Sequential([dropout(), Counts()]))
     results = [
         train(lambda: scoped(make), kwargs, array, verify)
         for verify in (True, False)
     ]
-    for a, b in zip(results[0][0], results[1][0], strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert distance(results[0][0], results[1][0]) == 0
     assert results[0][1:] == results[1][1:]
 
 
@@ -670,16 +612,11 @@ def train(make, kwargs, feed, verify):
 @pytest.mark.parametrize("name", SAME)
 def test_a_training_is_the_same_with_and_without_the_check(name):
     with_check, without = (train(*SAME[name], each) for each in (True, False))
-    for a, b in zip(with_check[0], without[0], strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert distance(with_check[0], without[0]) == 0
     assert with_check[1:] == without[1:]
 
 
 # -- in every program, it says what it did -------------------------------------
-
-
-def root(y, p):
-    return ops.sqrt(ops.mean((y - p) ** 2))
 
 
 class OwnMetrics(Linear):
@@ -819,7 +756,6 @@ def of_yes_or_no(y, p):
     return ops.sqrt(ops.mean(keras.losses.binary_crossentropy(y, p)))
 
 
-SIZE, STEPS = WAYS["size"], WAYS["steps"]
 METRICS = SIZE | {"metrics": ["accuracy", "mae"]}
 
 # The model, arguments of `compile`, what is fed, and both losses.
@@ -850,20 +786,20 @@ PROGRAMS = {
     "own metrics": (OwnMetrics, METRICS, array),
     "a custom step": (Steps, METRICS, array),
     "a custom step in steps": (Steps, STEPS, data_set),
-    "a custom step, eager": (Steps, SIZE | {"run_eagerly": True}, array),
+    "a custom step, eager": (Steps, SIZE | EAGER, array),
     "an own accumulator": (OwnAccumulator, {}, array),
     "after build": (was_built, SIZE, array),
     "class weights": (plain, SIZE, class_weights, sparse, rooted),
     "one at a time": (plain, {"accum_steps": 8}, ones),
     "generator": (plain, SIZE, generator),
     "PyDataset": (plain, METRICS, py_data_set),
-    "executions": (plain, METRICS | {"steps_per_execution": 2}, data_set),
-    "XLA": (plain, METRICS | {"jit_compile": True}, data_set),
+    "executions": (plain, METRICS | EXECUTIONS, data_set),
+    "XLA": (plain, METRICS | XLA, data_set),
     "small first": (plain, SIZE, small_first),
     "a table": (around(Looks), SIZE, array),
-    "size of one": (plain, {"micro_batch_size": 1}, array),
-    "auto": (plain, {"micro_batch_size": "auto"}, array),
-    "a scope": (lambda: in_scope(plain), {"micro_batch_size": 1}, array),
+    "size of one": (plain, ONE, array),
+    "auto": (plain, AUTO, array),
+    "a scope": (lambda: in_scope(plain), ONE, array),
 }
 
 
@@ -936,29 +872,6 @@ def test_an_error_of_the_check_does_not_end_the_training(monkeypatch):
 
 
 # -- what only a second look, or a point that is not special, can see ----------
-
-
-class Copy(Linear):
-    """Moves an average that begins as a copy of the weights, slowly."""
-
-    momentum = 0.9
-
-    def build(self, shape):
-        self.dense.build(shape)
-        self.average = self.add_weight((FEATURES, OUTPUTS), trainable=False)
-        self.average.assign(self.dense.kernel)
-        self.built = True
-
-    def train_step(self, data):
-        gradients, weight, logs = self.compute_gradients(data)
-        self.accumulate_gradients(gradients, weight)
-        new = (1 - self.momentum) * self.dense.kernel
-        self.average.assign(self.momentum * self.average + new)
-        return logs
-
-
-class SlowCopy(Copy):
-    momentum = 0.9999
 
 
 class Slowly(Standardizes):
@@ -1050,26 +963,12 @@ def ten(x, y):
 
 
 UNSEEN = {
-    "a copy": (Copy, SIZE, array, "mse", "variable' " + STATE),
-    "a slow copy": (SlowCopy, SIZE, array, "mse", "variable' " + STATE),
     "a slow state": (around(Slowly), SIZE, array, "mse", STATE),
-    "read after the update": (
-        Centred,
-        SIZE,
-        array,
-        "mse",
-        "variable' " + STATE,
-    ),
+    "read after the update": (Centred, SIZE, array, "mse", STATE),
     "without a weight": (Unweighted, SIZE, ten, "mse", "tf.shape(x)[0]"),
     "a factor of 0": (Grows, SIZE, array, None, LOSS),
     "a branch of 0": (around(Branch), SIZE, array, "mse", "'branch' differ"),
-    "a fixed size": (
-        Draws16,
-        {"micro_batch_size": 1},
-        array,
-        "mse",
-        "a size is fixed",
-    ),
+    "a fixed size": (Draws16, ONE, array, "mse", "a size is fixed"),
     "a draw": (around(Routes), SIZE, array, "mse", "'routes' draws numbers"),
     "behind dropout": (
         around(lambda: keras.Sequential([dropout(), NextSample()])),
@@ -1079,14 +978,8 @@ UNSEEN = {
         "'next_sample' differ",
     ),
     "classes in order": (plain, SIZE, in_order, other_classes, LOSS),
-    "auto": (plain, {"micro_batch_size": "auto"}, array, root, "would not be"),
-    "the cache does not help": (
-        around(Adds),
-        SIZE | {"gradient_cache": True},
-        array,
-        "mse",
-        "does not help",
-    ),
+    "auto": (plain, AUTO, array, root, "would not be"),
+    "the cache": (around(Adds), SIZE | CACHE, array, "mse", "does not help"),
 }
 
 
@@ -1101,17 +994,6 @@ def test_what_hides_is_told_of(name):
 
 def even(x, y):
     return array(x[:16], y[:16])
-
-
-class Watches(layers.Layer):
-    """Counts, and reads nothing."""
-
-    def build(self, shape):
-        self.calls = self.add_weight((), "zeros", trainable=False)
-
-    def call(self, inputs):
-        self.calls.assign_add(1.0)
-        return inputs
 
 
 class Groups(layers.Layer):
@@ -1133,8 +1015,8 @@ class GroupsOfFour(layers.Layer):
 
 @pytest.mark.parametrize(
     "make",
-    [around(Watches), around(Groups), around(GroupsOfFour), Unweighted],
-    ids=["counter", "groups", "groups of four", "equal parts"],
+    [around(Groups), around(GroupsOfFour), Unweighted],
+    ids=["groups", "groups of four", "equal parts"],
 )
 def test_it_is_not_wrong(make):
     assert check(make, SIZE, even, "mse").startswith("exact")
@@ -1164,8 +1046,7 @@ def test_as_an_error_it_comes_before_a_weight_moves():
         warnings.simplefilter("error", InexactWarning)
         with pytest.raises(InexactWarning):
             model.fit(x, y, batch_size=8, verbose=0)
-    for a, b in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert distance(model, before) == 0
     assert model.pending_steps == 0
 
 
@@ -1191,7 +1072,6 @@ def test_what_is_in_one_piece_is_exact(kwargs):
 def test_it_can_be_switched_off():
     make, loss, _ = INEXACT["a counter"]
     assert not messages(make, loss, micro_batch_size=4, verify=False)
-    norm = around(layers.BatchNormalization)
     assert not messages(norm, "mse", micro_batch_size=4, verify=False)
 
 
@@ -1207,8 +1087,7 @@ def test_it_can_be_switched_off():
     ids=str,
 )
 def test_batch_normalization_is_told_of_at_any_size(kwargs, is_told):
-    make = around(layers.BatchNormalization)
-    found = messages(make, "mse", make_data(32), batch_size=16, **kwargs)
+    found = messages(norm, "mse", make_data(32), batch_size=16, **kwargs)
     assert [each.category for each in found] == [InexactWarning] * is_told
     assert ["normalizes each" in str(each.message) for each in found] == (
         [True] * is_told
@@ -1235,14 +1114,9 @@ def test_masks_are_told_of_by_what_is_known():
     assert ["different masks" in str(each.message) for each in found] == [True]
 
 
-def test_the_category_is_public():
-    assert issubclass(accumodel.InexactWarning, UserWarning)
-
-
 def test_several_threads_leave_functions_as_they_were():
     def train():
-        inputs = keras.Input((3,))
-        model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
+        model = chain(AccumulatingModel, (3,), layers.Dense(1))
         model.compile("sgd", "mse", accum_steps=2, run_eagerly=True)
         model.fit(np.ones((8, 3)), np.ones((8, 1)), batch_size=4, verbose=0)
 
@@ -1307,9 +1181,7 @@ def test_an_interrupted_check_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(runs.Runner, "run", interrupt)
     with pytest.warns(InexactWarning), pytest.raises(KeyboardInterrupt):
         model.fit(*make_data(), batch_size=8, verbose=0)
-    for one, other in zip(before, model.variables, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert any((a != b).any() for a, b in zip(before, moved, strict=True))
+    assert distance(model.variables, before) == 0 < distance(moved, before)
     assert model.layers[-2].calls == calls  # which Python counts in a trace
     assert threading.active_count() == threads
     assert not tf.config.functions_run_eagerly()

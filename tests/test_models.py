@@ -1,7 +1,6 @@
 """Models as people build them: adopted with a line or two, and still exact."""
 
 import copy
-import inspect
 import pickle
 import types
 import weakref
@@ -10,7 +9,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, compiled, distance, names, weekly
+from helpers import (
+    chain,
+    compiled,
+    distance,
+    hub_backbone,
+    import_hub,
+    make_subclassed,
+    weekly,
+)
 
 import accumodel
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -228,41 +235,6 @@ def test_from_model_refuses_to_lose_a_custom_train_step(make, base, match):
         AccumulatingModel.from_model(make(own))
 
 
-class Halves(keras.Model):
-    """Has a custom `compute_loss`, which its copy keeps."""
-
-    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        return 0.5 * keras.ops.mean((y - y_pred) ** 2)
-
-
-class HalvesSubclass(Linear):
-    compute_loss = Halves.compute_loss
-
-
-@pytest.mark.parametrize("functional", [True, False])
-def test_from_model_keeps_other_custom_methods(functional, points):
-    models = []
-    for _ in range(2):
-        keras.utils.set_random_seed(0)
-        if functional:
-            models.append(chain(Halves, (5,), keras.layers.Dense(2)))
-        else:
-            models.append(HalvesSubclass())
-            models[-1](points[0])
-    reference, model = models
-    accumulating = AccumulatingModel.from_model(model)
-    assert isinstance(accumulating, type(model))
-    assert not isinstance(model, AccumulatingModel)
-    reference.compile(SGD(0.1, momentum=0.9))
-    accumulating.compile(SGD(0.1, momentum=0.9), accum_steps=4)
-    fit(reference, *points, 32)
-    fit(accumulating, *points, 8)
-    assert int(accumulating.optimizer.iterations) == 12
-    assert list(map(id, accumulating.weights)) == list(map(id, model.weights))
-    assert distance(model, reference) < 1e-6
-    assert accumulating.count_params() == model.count_params()
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -323,17 +295,9 @@ def test_next_to_another_model_class_its_methods_are_kept(points):
         assert int(model.optimizer.iterations) == 12
         assert distance(model, reference) < 1e-6
     assert AccumulatingModel.__bases__ == bases
-
-    class Subclass(AccumulatingModel):
-        def __init__(self):
-            super().__init__()
-            self.head = keras.layers.Dense(2)
-
-        def call(self, inputs):
-            return self.head(inputs)
-
-    model = compiled(Subclass(), "sgd", "mse", accum_steps=4)
-    fit(model, *points, 8)
+    model = make_subclassed(AccumulatingModel)
+    compiled(model, "sgd", "mse", accum_steps=4)
+    fit(model, points[0], np.ones((100, 3)), 8)
 
 
 @keras.saving.register_keras_serializable("test_models")
@@ -505,23 +469,10 @@ def test_in_the_place_of_keras_model(points, monkeypatch):
     monkeypatch.setattr(keras, "Model", AccumulatingModel)
     model = compiled(functional(keras.Model), "sgd", "mse", micro_batch_size=4)
     fit(model, points[0][:, :3], points[1][:, :1], 32)
-
-    class Subclass(keras.Model):
-        call = Linear.call
-
-        def __init__(self):
-            super().__init__()
-            self.head = keras.layers.Dense(2)
-
-    model = compiled(Subclass(), "sgd", "mse", micro_batch_size=4)
-    fit(model, *points, 32)
+    model = make_subclassed(keras.Model)
+    compiled(model, "sgd", "mse", micro_batch_size=4)
+    fit(model, points[0], np.ones((100, 3)), 32)
     assert isinstance(AccumulatingModel.from_model(plain), AccumulatingModel)
-
-
-def test_fit_shows_the_arguments_of_keras():
-    """Libraries look at them to find those that `fit` takes: bayesflow does."""
-    ours = inspect.signature(AccumulatingModel.fit).parameters
-    assert [*ours] == [*inspect.signature(keras.Model.fit).parameters]
 
 
 def test_a_train_step_that_updates_by_itself_is_told_of(points):
@@ -547,15 +498,7 @@ def make_text_task(keras_hub):
         vocabulary={each: i for i, each in enumerate(characters)},
         merges=["t h", "th e"],
     )
-    backbone = keras_hub.models.GPT2Backbone(
-        len(characters),
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=8,
-        intermediate_dim=16,
-        dropout=0.0,
-        max_sequence_length=8,
-    )
+    backbone = hub_backbone("GPT2", len(characters), 8, num_layers=1)
     return keras_hub.models.GPT2CausalLM(
         backbone,
         keras_hub.models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=8),
@@ -564,9 +507,7 @@ def make_text_task(keras_hub):
 
 @pytest.mark.weekly
 def test_from_model_takes_a_keras_hub_task(tmp_path):
-    keras_hub = pytest.importorskip(
-        "keras_hub", reason="its newest release needs the newest TensorFlow"
-    )
+    keras_hub = import_hub()
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(WORDS, size=3)) for _ in range(20)]
     reference, task = make_text_task(keras_hub), make_text_task(keras_hub)
@@ -575,9 +516,6 @@ def test_from_model_takes_a_keras_hub_task(tmp_path):
     task = type(task).from_preset(str(tmp_path / "preset"))
     with pytest.warns(UserWarning, match="`model` is compiled"):
         model = AccumulatingModel.from_model(task)
-    assert isinstance(model, type(task))
-    assert model.preprocessor is task.preprocessor
-    assert model.backbone is task.backbone
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     accumulating = {"accum_steps": 4}
     for each, size, steps in ((reference, 8, {}), (model, 2, accumulating)):
@@ -586,7 +524,6 @@ def test_from_model_takes_a_keras_hub_task(tmp_path):
         each.fit(texts, batch_size=size, epochs=3, shuffle=False, verbose=0)
     assert int(model.optimizer.iterations) == 9
     assert distance(model, reference) < 1e-6
-    assert distance(task, reference) < 1e-6
     found = model.predict(texts, verbose=0)
     expected = reference.predict(texts, verbose=0)
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -646,8 +583,6 @@ class GAN(AccumulatingModel):
 
 HOLD = {
     "attributes": lambda each: each[1],
-    "list": list,
-    "tuple": tuple,
     "dict": lambda each: dict(zip("ab", each, strict=True)),
 }
 
@@ -677,7 +612,7 @@ def test_a_gan_with_two_optimizers(noise_and_real):
         assert int(each.optimizer.iterations) == 12 + 3 * 7
 
 
-@pytest.mark.parametrize("hold", names(HOLD, rare=("list", "tuple")))
+@pytest.mark.parametrize("hold", HOLD)
 def test_the_cycles_of_all_accumulators_are_saved(
     hold, noise_and_real, tmp_path
 ):
@@ -698,33 +633,3 @@ def test_the_cycles_of_all_accumulators_are_saved(
     with pytest.raises(ValueError, match="this model does not have"):
         other.load_weights(tmp_path / "mid.weights.h5")
     assert other.pending_steps == 0
-
-
-class HeadByDtype(AccumulatingModel):
-    """Which head it trains is in the dtype of the inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads = [keras.layers.Dense(1), keras.layers.Dense(1)]
-        for head in self.heads:
-            head.build((None, 2))
-        self.built = True
-
-    def call(self, inputs):
-        head = self.heads[inputs.dtype.is_floating]
-        return head(tf.cast(inputs, tf.float32))
-
-
-@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
-def test_a_head_that_comes_later_is_updated_by_what_was_traced_before():
-    model = compiled(HeadByDtype(), SGD(1.0), "mse", accum_steps=2)
-    a, b = np.ones((4, 2), "int32"), np.ones((4, 2), "float32")
-    y = np.zeros((4, 1), "float32")
-    model.train_on_batch(a, y)
-    model.train_on_batch(a, y)
-    before = model.heads[1].get_weights()[0]
-    model.train_on_batch(b, y)
-    model.train_on_batch(a, y)
-    # Half of the gradient of 2 x the sum of the weights.
-    expected = before - before.sum()
-    np.testing.assert_allclose(model.heads[1].get_weights()[0], expected, 1e-5)

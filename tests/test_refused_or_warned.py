@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from helpers import chain, compiled, distance, messages_of, mirrored, weekly
 
-from accumodel import AccumulatingModel, GradientAccumulator
+from accumodel import AccumulatingModel
 
 SGD = keras.optimizers.SGD
 
@@ -96,15 +96,6 @@ def test_an_unknown_reduction_is_refused(monkeypatch):
         fit(model)
 
 
-def test_weights_are_numbers_for_all_or_none():
-    variable = keras.Variable([0.0])
-    accumulator = GradientAccumulator(SGD(1.0), [variable], 2)
-    accumulator.accumulate([tf.ones(1)], weight=None)
-    with pytest.raises(ValueError, match="Received: a number after"):
-        accumulator.accumulate([tf.ones(1)], weight=8)
-    assert accumulator.pending_steps == 1
-
-
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_pairs_of_unknown_variables_are_refused(accum_steps):
     model = cases.linear(AccumulatingModel)
@@ -128,17 +119,6 @@ def test_a_second_call_in_a_train_step_is_refused(run_eagerly):
         fit(model, cases.FEATURES)
 
 
-def test_another_optimizer_without_compile_is_refused():
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", "mse", accum_steps=2, run_eagerly=True)
-    fit(model)
-    before = model.get_weights()
-    model.optimizer = SGD(0.0)
-    with pytest.raises(ValueError, match="or the optimizer have changed"):
-        fit(model)
-    assert distance(model, before) == 0
-
-
 def test_micro_batches_of_train_on_batch_are_not_dropped_in_silence():
     model = cases.linear(AccumulatingModel)
     x, y = cases.features(), np.ones((24, cases.CLASSES))
@@ -158,44 +138,6 @@ def test_micro_batches_of_train_on_batch_are_not_dropped_in_silence():
     assert "before `compile` made no update" in message
     assert message.endswith("pending_steps=1")
     assert model.pending_steps == 0
-
-
-class SumOfMeans(keras.losses.Loss):
-    def call(self, y, p):
-        return keras.ops.mean((y - p) ** 2, axis=0)
-
-
-# Of sums that are one number, the first batch tells: see `test_first_batch.py`.
-MEANS = {
-    "a sum of Keras": lambda y, p: (
-        0.01 * keras.losses.MeanSquaredError(reduction="sum")(y, p)
-    ),
-    "a mean for each output": lambda y, p: keras.ops.mean((y - p) ** 2, 0),
-    "means for each output, summed": SumOfMeans(reduction="sum"),
-    "a mean of one per sample": lambda y, p: keras.ops.mean(
-        keras.losses.MeanSquaredError(reduction="none")(y, p)
-    ),
-    "one per sample, and a mean": lambda y, p: (
-        keras.ops.mean((y - p) ** 2, axis=-1) + keras.ops.mean(p**2)
-    ),
-    "two losses of Keras": lambda y, p: (
-        keras.losses.MeanAbsoluteError()(y, p)
-        + 0.5 * keras.losses.MeanSquaredError()(y, p)
-    ),
-}
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
-def test_a_compiled_loss_that_is_a_mean_or_a_sum_is_exact(loss):
-    models = [
-        cases.train_on_sequences(
-            cases.flat, AccumulatingModel, batch_size, loss=loss, **kwargs
-        )[0]
-        for batch_size, kwargs in (cases.WAYS["steps"], cases.WAYS["int"])
-    ]
-    reference, _ = cases.train_on_sequences(cases.flat, keras.Model, loss=loss)
-    assert max(distance(model, reference) for model in models) < 1e-6
 
 
 def regularized(base):
@@ -238,20 +180,6 @@ def test_two_arrays_of_weights_are_not_taken_for_one():
     before = model.train_function
     model.fit(x, y, sample_weight=list(weights), batch_size=8, verbose=0)
     assert model.train_function is not before  # it took them for one
-
-
-@pytest.mark.unverified
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_similarities_in_the_model_are_refused_with_the_cache(run_eagerly):
-    inputs = keras.Input((4,))
-    hidden = keras.layers.Dense(3)(inputs)
-    scores = keras.ops.matmul(hidden, keras.ops.transpose(hidden))
-    model = AccumulatingModel(inputs, scores)
-    kwargs = {"micro_batch_size": 4, "gradient_cache": True}
-    model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
-    x = np.ones((8, 4), "float32")
-    with pytest.raises(ValueError, match="similarities in `compute_loss`"):
-        model.fit(x, np.eye(8), batch_size=8, verbose=0)
 
 
 class Queue(keras.layers.Layer):

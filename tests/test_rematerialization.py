@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import mirrored, read_summaries
+from helpers import hub_backbone, import_hub, mirrored, read_summaries
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -143,7 +143,6 @@ def positions(x):
 
 
 LAYERS = {
-    "dense": lambda x: layers.Dense(8, activation="relu")(x),
     "dropout": lambda x: layers.Dropout(0.5, seed=7)(layers.Dense(8)(x)),
     "block": lambda x: Block()(Block()(x)),
     "several": several,
@@ -159,9 +158,6 @@ LAYERS = {
             4, dropout=0.3, recurrent_dropout=0.3, seed=2, return_sequences=True
         )
     )(x),
-    "convolution": lambda x: layers.SpatialDropout1D(0.3, seed=4)(
-        layers.Conv1D(8, 3, padding="same")(x)
-    ),
 }
 # What is fed at once, the arguments of `compile`, and those of the scope.
 WAYS = {
@@ -598,11 +594,7 @@ def test_a_part_of_a_model_in_a_custom_step():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Bert", "GPT2"])
 def test_backbones_of_keras_hub(kind):
-    keras_hub = pytest.importorskip(
-        "keras_hub",
-        reason="it fits neither the oldest TensorFlow nor the next Keras",
-        exc_type=ImportError,
-    )
+    import_hub()
     rng = np.random.default_rng(0)
     x = {
         "token_ids": rng.integers(1, 50, (16, 12)),
@@ -613,15 +605,7 @@ def test_backbones_of_keras_hub(kind):
     def train_backbone(base, scope, **kwargs):
         keras.utils.set_random_seed(0)
         with scope:
-            backbone = getattr(keras_hub.models, f"{kind}Backbone")(
-                vocabulary_size=50,
-                num_layers=2,
-                num_heads=2,
-                hidden_dim=8,
-                intermediate_dim=16,
-                dropout=0.2,
-                max_sequence_length=12,
-            )
+            backbone = hub_backbone(kind, 50, 12, num_layers=2, dropout=0.2)
         if kind == "Bert":
             outputs = backbone.output["pooled_output"]
         else:

@@ -13,6 +13,8 @@ import pytest
 import tensorflow as tf
 from helpers import (
     NO_COUNTS,
+    CountTraces,
+    calling_super,
     chain,
     check_logs,
     compiled,
@@ -25,6 +27,7 @@ from helpers import (
     updates,
     weekly,
 )
+from test_losses import WithTable, lookups
 
 from accumodel import AccumulatingModel, GradientAccumulator
 
@@ -87,18 +90,10 @@ def test_parts_are_as_equal_as_they_can_be(samples, run_eagerly):
 
 @pytest.mark.unverified
 def test_one_trace_for_every_size(samples):
-    traces = []
-
-    class Traced(keras.layers.Layer):
-        def call(self, inputs):
-            traces.append(inputs.shape)
-            return inputs
-
-    inputs = keras.Input((cases.FEATURES,))
-    x = softmax()(inputs)
-    model = AccumulatingModel(inputs, Traced()(x))
+    counter = CountTraces()
+    model = chain(AccumulatingModel, (cases.FEATURES,), softmax(), counter)
     compiled(model, micro_batch_size=8)
-    traces.clear()
+    traces = counter.traces
 
     class Resize(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -109,7 +104,7 @@ def test_one_trace_for_every_size(samples):
     model.fit(x, y, batch_size=32, epochs=2, callbacks=[Resize()], verbose=0)
     assert model.micro_batch_size == 10
     model.evaluate(x, y, batch_size=32, verbose=0)
-    assert len(traces) == 2  # `fit` and `evaluate`
+    assert counter.traces == traces + 2  # `fit` and `evaluate`
 
 
 @pytest.mark.unverified
@@ -189,29 +184,15 @@ def test_what_a_batch_may_be_made_of(make, data, run_eagerly):
     check_logs(logs, expected)
 
 
-class WithTable(AccumulatingModel):
-    def __init__(self):
-        super().__init__()
-        self.head = keras.layers.Dense(1)
-
-    def call(self, inputs):
-        return self.head(tf.gather(inputs["all"], inputs["id"]))
-
-
 @pytest.mark.unverified
 @pytest.mark.table
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
-    rng = np.random.default_rng(0)
-    x = {
-        "id": rng.integers(5, size=12),
-        "all": rng.normal(size=(5, 4)).astype("float32"),
-    }
-    y = rng.normal(size=(12, 1)).astype("float32")
+    x, y = lookups()
     model = WithTable()
     kwargs = {"run_eagerly": run_eagerly, "micro_batch_size": 5}
     model.compile("sgd", "mse", **kwargs)
-    lengths = r"x\['all'\] of length 5, x\['id'\] of length 12, y of length 12"
+    lengths = r"x\['all'\] of length 5, x\['id'\] of length 10, y of length 10"
     match = f"override `slice_data`.* {lengths}"
     with pytest.raises(ValueError, match=match):
         model.train_on_batch(x, y)
@@ -308,20 +289,6 @@ def test_a_custom_loss_is_evaluated_before_it_is_trained():
     assert found == pytest.approx(float(expected), rel=1e-6)
 
 
-def calls_super(name):
-    """A class of models of which one method only calls that of its base."""
-
-    class Calls:
-        def __new__(cls, inputs, outputs, base):
-            def method(self, data):
-                return getattr(super(custom, self), name)(data)
-
-            custom = type("Custom", (base,), {name: method})
-            return custom(inputs, outputs)
-
-    return Calls
-
-
 @pytest.mark.table
 @pytest.mark.parametrize(
     "name", ["compute_gradients", "train_step", "test_step"]
@@ -339,7 +306,7 @@ def test_the_logs_of_a_method_that_calls_super(name, run_eagerly):
         inputs = keras.Input((6,))
         outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
         method = "train_step" if base is keras.Model else name
-        model = calls_super(method)(inputs, outputs, base)
+        model = calling_super(base, method)(inputs, outputs)
         kwargs = {"micro_batch_size": size} if size else {}
         losses = [keras.losses.MeanSquaredError("sum") for _ in outputs]
         optimizer = keras.optimizers.SGD(0.001)
@@ -351,20 +318,6 @@ def test_the_logs_of_a_method_that_calls_super(name, run_eagerly):
         how = {"batch_size": 16, "epochs": 2, **validation}
         results.append(fit(model, x, list(y), **how).history)
     check_logs(*results)
-
-
-def test_cycles_of_several_batches_may_begin_and_end_at_any_time(samples):
-    x, y = samples
-    reference = compiled(cases.dense(keras.Model))
-    keras.utils.set_random_seed(0)
-    model = compiled(cases.dense(AccumulatingModel), micro_batch_size=5)
-    for steps, begin, end in ((1, 0, 8), (2, 8, 30), (1, 30, 37)):
-        model.accum_steps = steps
-        model.train_on_batch(x[begin:end], y[begin:end])
-    assert model.pending_steps == 0
-    for begin, end in ((0, 8), (8, 37)):
-        reference.train_on_batch(x[begin:end], y[begin:end])
-    assert distance(model, reference) < 1e-6
 
 
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
@@ -386,51 +339,6 @@ def test_skip_nonfinite_leaves_micro_batches_out(samples, run_eagerly):
     assert model.skipped_steps == 26
     assert updates(model) == 1
     assert distance(model, before) == 0
-
-
-class FailsAt(keras.layers.Layer):
-    """Fails in the backward pass of a part that holds a number over 100."""
-
-    def call(self, inputs):
-        @tf.custom_gradient
-        def check(x):
-            def backward(upstream):
-                is_small = tf.debugging.assert_less(tf.reduce_max(x), 100.0)
-                with tf.control_dependencies([is_small]):
-                    return tf.identity(upstream)
-
-            return tf.identity(x), backward
-
-        return check(inputs)
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("run_eagerly", [False, True])
-@pytest.mark.parametrize("accum_steps", [1, weekly(2)])
-def test_a_failure_in_the_middle_leaves_no_part_behind(
-    samples, accum_steps, run_eagerly
-):
-    x, y = samples
-    parts = keras.layers.Dense(4), FailsAt(), softmax()
-    model = chain(AccumulatingModel, (cases.FEATURES,), *parts)
-    kwargs = {"micro_batch_size": 8, "accum_steps": accum_steps}
-    compiled(model, run_eagerly=run_eagerly, **kwargs)
-    before = model.get_weights()
-    bad = x[:32].copy()
-    bad[20] = 1e6
-    if accum_steps == 2:
-        model.train_on_batch(x[:32], y[:32])
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        model.train_on_batch(bad, y[:32])
-    assert model.pending_steps == updates(model) == 0
-    assert distance(model, before) == 0
-    for _ in range(accum_steps):
-        model.train_on_batch(x[:32], y[:32])
-    after = model.get_weights()
-    model.set_weights(before)
-    compiled(model)
-    model.train_on_batch(x[:32], y[:32])
-    assert distance(model, after) < 1e-6
 
 
 class LogsTheSize(AccumulatingModel):

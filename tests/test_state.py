@@ -256,16 +256,6 @@ def test_fit_goes_on_with_a_cycle_from_a_file_and_with_no_other(tmp_path):
     assert begins_with == [3, 0, 0]
 
 
-def test_model_checkpoint_saves_the_cycle(tmp_path):
-    x, y = resumed.make_data()
-    path = tmp_path / "{epoch}-{batch}.keras"
-    checkpoint = keras.callbacks.ModelCheckpoint(path, save_freq=7)
-    model = resumed.make_model()
-    model.fit(x, y, batch_size=8, callbacks=[checkpoint], verbose=0)
-    (saved,) = tmp_path.iterdir()
-    assert keras.models.load_model(saved).pending_steps == 2
-
-
 def test_a_saved_model_of_tensorflow_can_be_made_in_mid_cycle(tmp_path):
     model = in_mid_cycle()
     tf.saved_model.save(model, tmp_path)
@@ -380,17 +370,16 @@ def test_weights_of_another_model_leave_the_cycle():
 
 
 class Interrupts(keras.callbacks.Callback):
-    def __init__(self, error):
-        super().__init__()
-        self._error = error
-        self._epoch = 0
+    """In the middle of the second epoch, and of a cycle."""
+
+    epoch = 0
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._epoch = epoch
+        self.epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        if self._epoch == 1 and batch == 6:
-            raise self._error
+        if self.epoch == 1 and batch == 6:
+            raise RuntimeError("in a callback")
 
 
 class Fails(keras.layers.Layer):
@@ -421,29 +410,6 @@ class Fails(keras.layers.Layer):
         return identity(inputs)
 
 
-@pytest.mark.table
-@pytest.mark.parametrize(
-    ("remainder", "error"),
-    [("apply", KeyboardInterrupt()), ("carry", RuntimeError("in a callback"))],
-)
-def test_a_restarted_fit_ends_as_an_uninterrupted_one(
-    error, remainder, tmp_path
-):
-    x, y = resumed.make_data()
-
-    def fit(callbacks):
-        model = resumed.make_model(remainder=remainder)
-        backup = keras.callbacks.BackupAndRestore(tmp_path)
-        how = {"batch_size": 8, "shuffle": False, "verbose": 0}
-        model.fit(x, y, epochs=3, callbacks=[backup, *callbacks], **how)
-        return model
-
-    expected = fit([])
-    with pytest.raises(type(error)):
-        fit([Interrupts(error)])
-    assert distance(fit([]), expected) < 1e-6
-
-
 def test_a_backup_in_mid_cycle_brings_its_cycle_back(tmp_path):
     x, y = resumed.make_data()
     arguments = {"batch_size": 8, "shuffle": False, "verbose": 0}
@@ -454,7 +420,7 @@ def test_a_backup_in_mid_cycle_brings_its_cycle_back(tmp_path):
         return model
 
     with pytest.raises(RuntimeError, match="in a callback"):
-        fit(resumed.make_model(), [Interrupts(RuntimeError("in a callback"))])
+        fit(resumed.make_model(), [Interrupts()])
     # By hand: Keras begins the interrupted epoch again, with the weights of
     # the backup, in which the cycle had begun.
     expected = resumed.make_model()
@@ -508,23 +474,6 @@ def test_a_failure_in_a_step_forgets_the_pending_cycle(
     assert distance(model, again) == 0
 
 
-def cut(fraction):
-    def damage(path):
-        data = path.read_bytes()
-        path.write_bytes(data[: int(fraction * len(data))])
-
-    return damage
-
-
-def flip(position):
-    def damage(path):
-        data = bytearray(path.read_bytes())
-        data[position] ^= 0xFF
-        path.write_bytes(data)
-
-    return damage
-
-
 def edit(change):
     """Damages the pending cycle in the file."""
 
@@ -540,17 +489,12 @@ def edit(change):
     return damage
 
 
-def other_model(units=16, layers=1, frozen=None):
+def other_model(frozen=None, **kwargs):
     def replace(path):
-        inputs = x = keras.Input((20,))
-        for _ in range(layers):
-            x = keras.layers.Dense(units, activation="tanh")(x)
-        model = AccumulatingModel(
-            inputs, keras.layers.Dense(3, activation="softmax")(x)
-        )
+        model = make_functional(AccumulatingModel, **kwargs)
         if frozen is not None:
             model.layers[frozen].trainable = False
-        model.compile("adam", "sparse_categorical_crossentropy", accum_steps=5)
+        compiled(model, accum_steps=5)
         resumed.run(model, 0, 8)
         model.save_weights(path)
 
@@ -560,15 +504,9 @@ def other_model(units=16, layers=1, frozen=None):
 BAD_FILES = {
     "missing": (lambda path: path.unlink(), "No such file"),
     "empty": (lambda path: path.write_bytes(b""), None),
-    "cut in half": (cut(0.5), None),
-    "signature flipped": (flip(0), None),
     "the count is missing": (
         edit(lambda cycle: cycle.pop("pending_steps")),
         "is incomplete.* no \\['pending_steps'\\]",
-    ),
-    "the sums are missing": (
-        edit(lambda c: [c.pop(name) for name in [*c] if "sum_" in name]),
-        "is incomplete",
     ),
     "one sum is missing": (
         edit(lambda cycle: cycle.pop("sum_1")),
@@ -630,9 +568,3 @@ def test_a_keras_file_whose_cycle_is_damaged_is_refused(tmp_path):
             archive.writestr(name, data)
     with pytest.raises(ValueError, match="is damaged"):
         keras.models.load_model(path)
-
-
-def test_a_file_names_the_class_of_a_functional_model_by_this_path():
-    config = keras.saving.serialize_keras_object(resumed.make_model())
-    path = config["module"], config["class_name"]
-    assert path == ("accumodel.model", "Functional")

@@ -245,9 +245,7 @@ CASES = {
 SYNC = {"micro_batch_size": 5, "sync_batch_norm": True}
 
 
-def in_float64(case, **kwargs):
-    kwargs |= {"policy": "float64", "tolerance": 1e-9}
-    return dataclasses.replace(case, **kwargs)
+in_float64 = functools.partial(cases.in_float64, tolerance=1e-9)
 
 
 RARE = ("contrastive", "frozen", "residual", "sample weights", "two outputs")
@@ -314,23 +312,6 @@ def test_evaluate_normalizes_as_the_layer_says(layer, kwargs):
     assert distance(model, reference) < 1e-9  # moving averages, moved again
 
 
-class Draws(layers.Layer):
-    """By the global generator, which is made when it is traced."""
-
-    def call(self, x, training=None):
-        return x + keras.random.normal(ops.shape(x)) if training else x
-
-
-@pytest.mark.weekly
-def test_a_variable_that_is_made_in_the_trace():
-    def make(model_class):
-        inputs = keras.Input((cases.FEATURES,))
-        block = keras.Sequential([Draws(), Norm()])
-        return classifier(model_class, inputs, block(layers.Dense(5)(inputs)))
-
-    check_big(in_float64(cases.Case(make=make)), **SYNC)
-
-
 @pytest.mark.weekly
 @pytest.mark.filterwarnings("ignore:Even though the `tf.config")
 def test_functions_that_run_eagerly():
@@ -383,37 +364,6 @@ def test_replicas(make, sizes):
     reference, _ = train_big(case, keras.Model, mirrored(2))
     model, _ = train_big(case, strategy=mirrored(2), **SYNC)
     check_weights(model, reference, case)
-
-
-class Adds(layers.Layer):
-    """Adds up something of the samples, which does not depend on the split."""
-
-    def build(self, shape):
-        self.sums = self.add_weight((shape[-1],), "zeros", trainable=False)
-
-    def call(self, x, training=None):
-        if training:
-            self.sums.assign_add(0.01 * ops.sum(x, 0))
-        return x
-
-
-@pytest.mark.parametrize("kwargs", [{}, weekly({"run_eagerly": True})], ids=str)
-def test_a_state_behind_a_normalization_adds_up(kwargs):
-    def make(model_class):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((4,))
-        x = Adds()(Norm()(Adds()(layers.Dense(4)(inputs))))
-        return model_class(inputs, layers.Dense(1)(x))
-
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(24, 4)), rng.normal(size=(24, 1))
-    models = []
-    for base, ours in ((keras.Model, {}), (AccumulatingModel, SYNC)):
-        model = make(base)
-        model.compile("sgd", "mse", jit_compile=False, **ours, **kwargs)
-        model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
-        models.append(model)
-    assert distance(*models) < 1e-6
 
 
 def test_without_batch_normalization_nothing_changes():

@@ -11,7 +11,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, follow, mirrored, moves_after_update, slow
+from helpers import (
+    calling_super,
+    distance,
+    follow,
+    mirrored,
+    moves_after_update,
+    slow,
+)
 
 from accumodel import AccumulatingModel
 from accumodel._features import FEATURES as FEATURES_OF_THE_LIBRARY
@@ -49,12 +56,6 @@ def masked(base, *layers):
     for layer in layers:
         hidden = layer(hidden)
     return base(inputs, keras.layers.Dense(2)(hidden))
-
-
-class Adds(keras.layers.Layer):
-    def call(self, x):
-        self.add_loss(keras.ops.mean(x**2))
-        return x
 
 
 class Counts(keras.layers.Layer):
@@ -125,8 +126,8 @@ def with_layer(make_layer):
 # A model, and the arguments of `compile` or what else is not as usual.
 FEATURES = {
     "masks": (masked, {"is_long": True}),
-    "add_loss": (with_layer(Adds), {}),
-    "state": (with_layer(Counts), {}),
+    "add_loss": (with_layer(cases.AddsLoss), {}),
+    "state": (lambda base, *x: pooled(base, Counts(), *x, Counts()), {}),
     "outputs": (functools.partial(pooled, outputs=2), {"outputs": 2}),
     "dropout": (with_layer(lambda: keras.layers.Dropout(0.4)), {}),
     "normalization": (with_layer(keras.layers.BatchNormalization), {}),
@@ -137,8 +138,8 @@ FEATURES = {
     "executions": (pooled, {"steps_per_execution": 2}),
     "skipping": (pooled, {"skip_nonfinite": True}),
     "replicas": (pooled, {"is_mirrored": True}),
-    "eager": (with_layer(Adds), {"run_eagerly": True}),
-    "xla": (with_layer(Adds), {"jit_compile": True}),
+    "eager": (with_layer(cases.AddsLoss), {"run_eagerly": True}),
+    "xla": (with_layer(cases.AddsLoss), {"jit_compile": True}),
 }
 
 # What the features here are called in the table of what cannot be combined.
@@ -384,8 +385,7 @@ def test_what_cannot_be_combined_is_refused_and_changes_nothing(
         kwargs[other] = None
         match = f"`{argument}` is for .* pass `micro_batch_size`"
     elif callable(getattr(base, other, None)):
-        method = getattr(base, other)
-        base = type("Custom", (base,), {other: lambda *args: method(*args)})
+        base = calling_super(base, other)
     else:
         kwargs[other] = True
     model = pooled(base)
@@ -394,6 +394,11 @@ def test_what_cannot_be_combined_is_refused_and_changes_nothing(
         model.compile("sgd", "mae", **kwargs)
     assert model.loss == "mse"
     assert model.micro_batch_size is None
+    if other == "micro_batch_size":  # nor can it be taken away
+        model.compile("sgd", "mse", **kwargs | {other: 8})
+        with pytest.raises(ValueError, match=match):
+            model.micro_batch_size = None
+        assert model.micro_batch_size == 8
 
 
 def test_the_documentation_names_what_cannot_be_combined():
