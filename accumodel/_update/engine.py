@@ -235,9 +235,11 @@ class Engine(tf.Module):
         @recorded()
         def add():  # each as soon as it is made, which frees it
             self._phase.assign_add(0.0)  # what assigns it next waits for this
+            dtypes = dict.fromkeys(each.dtype for each in self._sums)
+            minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
             triples = zip(self._sums, gradients, self.variables, strict=True)
             for total, gradient, variable in triples:
-                sums.add(total, gradient, variable, scale)
+                sums.add(total, gradient, variable, minus[total.dtype])
 
         step = current_step()
         with tf.control_dependencies([begun]):

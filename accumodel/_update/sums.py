@@ -43,26 +43,25 @@ def make_counter(name):
     return tf.Variable(tf.zeros((), tf.int64), trainable=False, name=name)
 
 
-def add(total, gradient, variable, scale):
-    """Adds `scale * gradient` to a sum, in one pass over it."""
+def add(total, gradient, variable, minus):
+    """Adds a gradient, times a scale of which `minus` is the negative."""
     if gradient is None:
         return
-    scale = tf.cast(scale, total.dtype)
     if isinstance(gradient, tf.IndexedSlices):
-        tf.raw_ops.ResourceScatterAdd(
+        tf.raw_ops.ResourceScatterSub(
             resource=total.handle,
             indices=gradient.indices,
-            updates=scale * tf.cast(gradient.values, total.dtype),
+            updates=minus * tf.cast(gradient.values, total.dtype),
         )
         return
     gradient = tf.cast(gradient, total.dtype)
     if optimizers.overwrites(variable):  # what is a value and no gradient
         total.assign(tf.maximum(total, gradient))
     else:
-        # `total -= (-scale) * gradient`: the one public op that multiplies and
+        # `total -= minus * gradient`: the one public op that multiplies and
         # adds in place, with no product to store.
         tf.raw_ops.ResourceApplyGradientDescent(
-            var=total.handle, alpha=-scale, delta=gradient
+            var=total.handle, alpha=minus, delta=gradient
         )
 
 
