@@ -108,7 +108,7 @@ a batch in the middle of a cycle is run again
 the parts are compared with themselves
     Check._look: set whole => parts
 the check leaves behind what a step assigns
-    shaken: call callback => None
+    Runner.run: call assign => None
 the first batch is lost
     first_batches: set rest => itertools.islice(batches, count)
 a state that only watches is told of
