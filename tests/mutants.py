@@ -300,7 +300,7 @@ a normalization in a loop is split
 a normalization that is rematerialized is not seen
     Norms._note: if are_known => False
 a function that was traced before is not seen
-    Norms.check: if use => False
+    Norms.check: if uses => False
 gradients of loops are not those of XLA
     _entered: call Enter => context.Exit()
 a normalization that trains in evaluate is not seen

@@ -253,18 +253,6 @@ def test_a_normalization_that_trains_takes_its_moments_from_one_method():
     np.testing.assert_allclose(norm.moving_mean, 0.03, rtol=1e-3)
 
 
-def test_a_function_takes_tensors_from_outside():
-    outside = tf.constant(2.0)
-
-    @tf.function
-    def take():
-        assert private_names.capture(outside) is not outside
-        return private_names.capture(outside) * 2
-
-    assert take() == 4
-    assert len(take.get_concrete_function().captured_inputs) == 1
-
-
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_tensorflow_knows_of_xla_while_it_traces(jit_compile):
     """Gradients of loops are others in XLA; what they need is in no option."""

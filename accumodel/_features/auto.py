@@ -184,9 +184,7 @@ class Auto(Feature):
         """Lets the next batch be a cycle; returns whether it is of another."""
         cycles = self._state.accumulators
         for each in cycles:
-            # Of the model's own, `check` knows.
-            if each is not self._model._gradient_accumulator:
-                _check_steps(each.accum_steps, " of a `GradientAccumulator`")
+            _check_steps(each.accum_steps, " of a `GradientAccumulator`")
         cycles.drop("fit", ", or use an int as `micro_batch_size`")
         return False
 

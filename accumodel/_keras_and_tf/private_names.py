@@ -190,11 +190,6 @@ def control_flow_context():
     return tf.compat.v1.get_default_graph()._get_control_flow_context()
 
 
-def capture(tensor):
-    """Returns a tensor from outside of the function that is being traced."""
-    return tf.compat.v1.get_default_graph().capture(tensor)
-
-
 def set_flag(op, name, value):
     """Sets an attribute of an operation, a bool."""
     op._set_attr(name, tf.compat.v1.AttrValue(b=value))

@@ -21,7 +21,6 @@ the gradient computes again what it needs of its stage.
 """
 
 import contextlib
-import itertools
 import typing
 
 import tensorflow as tf
@@ -69,7 +68,7 @@ class ModelGraph:
         # Here, since TensorFlow traces again if a variable was made.
         splits = self._plan.options.sync_batch_norm
         self._norms = Norms(trained_norms(self.model) if splits else [])
-        self.norms = self._norms.calls
+        self.norms, self.averages = self._norms.calls, self._norms.variables
         self._context: typing.Any = private_names.control_flow_context()
         self.inputs = tensors_in(x)
         with self._norms.noted(), _Scope(self) as scope:
@@ -92,9 +91,10 @@ class ModelGraph:
         self.new = scope.state_mapping
 
     def uses(self, variable):
-        """Returns the operations that take a variable."""
+        """Returns the operations that take a variable, by their names."""
         handle = self._handle(variable)
-        return [] if handle is None else handle.consumers()
+        operations = [] if handle is None else handle.consumers()
+        return {op.name: op for op in operations}
 
     def _handle(self, variable):
         """Returns the placeholder of a variable, or `None`."""
@@ -103,12 +103,10 @@ class ModelGraph:
     def shapes_of(self, tensors, samples):
         """Returns what the shapes of tensors are for a number of samples."""
         part = Part(self, 0, tensors)  # which takes nothing of others
-        shapes = [
-            [*(size or samples for size in each.shape[:1]), *each.shape[1:]]
-            for each in part.feeds
-        ]
-        dtypes = [each.dtype for each in part.feeds]
-        specs = [*map(tf.TensorSpec, shapes, dtypes)]
+        specs = []
+        for each in part.feeds:
+            first = [size or samples for size in each.shape[:1]]
+            specs.append(tf.TensorSpec(first + each.shape[1:], each.dtype))
         function = tf.function(part.run, autograph=False)
         outputs = function.get_concrete_function(specs).outputs
         return [each.shape for each in outputs]
@@ -131,8 +129,7 @@ class ModelGraph:
             }
 
         self.forward = self._make_parts(range(self._last + 1), make)
-        self.moved = [self._norms.variables[key] for key in self.new]
-        self.moves = Part(self, self._last, [*self.new.values()])
+        self.moves = Part(self, self._last, self.new)
 
     def _find_stages(self, stages):
         """Finds the stage of each operation, and which depend on samples.
@@ -144,8 +141,8 @@ class ModelGraph:
         found: dict = {}
         inputs = {each.op.name for each in self.inputs}
         noted = {each.statistics.op.name: each.moments for each in self.norms}
-        uses = itertools.chain(*map(self.uses, self.assigned.values()))
-        of_assigned = {op.name for op in uses}
+        uses = map(self.uses, self.assigned.values())
+        of_assigned = {name for of_one in uses for name in of_one}
         for op in self.graph.get_operations():
             before = [each.op.name for each in op.inputs]
             before += [each.name for each in op.control_inputs]
@@ -248,7 +245,7 @@ class ModelGraph:
 
     def _reads(self, variable):
         """Returns the tensors that are a variable, each time it is read."""
-        uses = self.uses(variable)
+        uses = self.uses(variable).values()
         reads = [op.outputs[0] for op in uses if op.type == "ReadVariableOp"]
         others = len(reads) < len(uses)
         return [*reads, self._handle(variable)] if others else reads
@@ -323,7 +320,7 @@ class Part:
         self.assigned = {
             key: variable
             for key, variable in graph.assigned.items()
-            if any(op.name in written for op in graph.uses(variable))
+            if written & graph.uses(variable).keys()
         }
         used = {e.name for op in self._operations.values() for e in op.inputs}
         self._fed = found.keys() & used
@@ -362,8 +359,7 @@ class Part:
 
     def reads(self, variable):
         """Whether it reads a variable."""
-        uses = {op.name for op in self._graph.uses(variable)}
-        return not uses.isdisjoint(self._operations)
+        return bool(self._graph.uses(variable).keys() & self._operations.keys())
 
     def __call__(self, values):
         """Runs it with the values of the `feeds`, and returns what it makes."""
@@ -394,9 +390,10 @@ class Part:
         names = [each.name for each in self.feeds]
         values = self._graph.captured | dict(zip(names, values, strict=True))
         made = [each.name for each in self._flat if each.name not in values]
+        capture = tf.compat.v1.get_default_graph().capture
         tensors = tf.graph_util.import_graph_def(
             self._definition(),
-            {name: private_names.capture(values[name]) for name in self._fed},
+            {name: capture(values[name]) for name in self._fed},
             made,
             name="part",
         )

@@ -22,7 +22,6 @@ as after one pass in the end. The moving averages move once.
 
 import contextlib
 import functools
-import gc
 import typing
 
 import keras
@@ -101,11 +100,6 @@ class WholeBatch(Feature):
         if cache:
             with states.rolled_back():
                 fraction = run.backward(cache, fed_batch, add)
-        if run.is_in_stages and not tf.executing_eagerly():
-            # The graph of a large model, which TensorFlow does not need any
-            # more, takes 50 MB and is in circles.
-            del run
-            gc.collect()
         with one_step(plan, data, fed_batch):
             if has_own:
                 add(own, fraction=fraction)
@@ -130,7 +124,7 @@ class _Run:
         self._plan, self.parts = plan, micro_batches.MicroBatches(plan, data)
         self._states, self._is_training = states, is_training
         self._graph = self._trace()
-        self.is_in_stages = len(self._graph.forward) > 1
+        self._is_in_stages = len(self._graph.forward) > 1
         # Functions of the number of a micro-batch, by names of tensors.
         self._values: dict = {}
         # What the backward pass needs of each stage.
@@ -198,7 +192,7 @@ class _Run:
             return (written,)
 
         # Many loops take long to prepare.
-        finish = set_apart if is_apart and self.is_in_stages else None
+        finish = set_apart if is_apart and self._is_in_stages else None
         (arrays,) = loop.for_each(body, count, (arrays,), finish)
         if tf.executing_eagerly():
             for array in arrays:  # else TensorFlow warns of those that are not
@@ -216,8 +210,9 @@ class _Run:
         graph = self._graph
         for part in graph.forward:
             made = self._run_stage(part)
-        values = graph.moves(self._values_of(graph.moves, None))
-        for variable, value in zip(graph.moved, values, strict=True):
+        averages = graph.moves(self._values_of(graph.moves, None))
+        for key, value in averages.items():
+            variable = graph.averages[key]
             # If a stage reads it, then as it was.
             if any(part.reads(variable) for part in graph.forward):
                 self._states.record(variable)

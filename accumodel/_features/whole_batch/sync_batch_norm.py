@@ -81,8 +81,8 @@ class Norms:
             is_own = is_training and is_custom and id(layer) not in called
             if is_own or not own.isdisjoint(map(id, variables)):
                 _refuse(layer, "which computes statistics of its own")
-            uses = [op.type for each in variables for op in graph.uses(each)]
-            if any(use != "ReadVariableOp" for use in uses):
+            uses = [op for e in variables for op in graph.uses(e).values()]
+            if any(op.type != "ReadVariableOp" for op in uses):
                 _refuse(layer, "in a `tf.function` that is traced already")
 
 
