@@ -55,14 +55,8 @@ def fitted(model_class, make, data, **kwargs):
 def check_exact_or_told(make, data, messages, tolerance, run_eagerly=True):
     """Compares with the large batch.
 
-    Args:
-        make: Function that returns inputs, outputs and a loss.
-        data: Tuple `(x, y, sample_weight)`.
-        messages: List of parts of the warnings and errors that may say that it
-            is not exact.
-        tolerance: Float, the difference of weights that is rounding.
-        run_eagerly: Bool, whether the large batch is trained eagerly: to trace
-            takes longer.
+    `messages` are parts of what may say that it is not exact, and `tolerance`
+    is rounding. The large batch trains eagerly: to trace takes longer.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -257,18 +251,9 @@ DATA = {
 }
 # Called on a list of twice the same.
 OF_LISTS = [
-    "Add",
-    "AdditiveAttention",
-    "Attention",
-    "Average",
-    "Concatenate",
-    "Dot",
-    "HashedCrossing",
-    "Maximum",
-    "Minimum",
-    "Multiply",
-    "Subtract",
-]
+    "Add", "AdditiveAttention", "Attention", "Average", "Concatenate",
+    "Dot", "HashedCrossing", "Maximum", "Minimum", "Multiply", "Subtract",
+]  # fmt: skip
 # Called with a query and a value.
 OF_QUERIES = [
     "GroupQueryAttention",
@@ -276,31 +261,16 @@ OF_QUERIES = [
     "MultiHeadAttention",
 ]
 OF_IMAGES = [
-    "AugMix",
-    "AutoContrast",
-    "CenterCrop",
-    "ContrastLimitedAdaptiveHistogramEqualization",
-    "CutMix",
-    "MixUp",
-    "Mosaic",
-    "Pipeline",
-    "RandAugment",
-    "Resizing",
-    "Solarization",
-]
+    "AugMix", "AutoContrast", "CenterCrop",
+    "ContrastLimitedAdaptiveHistogramEqualization", "CutMix", "MixUp",
+    "Mosaic", "Pipeline", "RandAugment", "Resizing", "Solarization",
+]  # fmt: skip
 # TensorFlow, or the layer, has no float64.
 IN_FLOAT32 = [
-    "AdaptiveAveragePooling3D",
-    "AdaptiveMaxPooling3D",
-    "AugMix",
-    "AveragePooling3D",
-    "MaxPooling3D",
-    "MelSpectrogram",
-    "RandAugment",
-    "RandomRotation",
-    "STFTSpectrogram",
-    "TernaryDense",
-]
+    "AdaptiveAveragePooling3D", "AdaptiveMaxPooling3D", "AugMix",
+    "AveragePooling3D", "MaxPooling3D", "MelSpectrogram", "RandAugment",
+    "RandomRotation", "STFTSpectrogram", "TernaryDense",
+]  # fmt: skip
 
 
 def is_of_images(name):

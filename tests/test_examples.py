@@ -10,7 +10,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import as_dataset, chain, compiled, distance, fit, names, weekly
+from helpers import (
+    as_dataset,
+    chain,
+    compiled,
+    distance,
+    fit,
+    hub_backbone,
+    import_hub,
+    names,
+    weekly,
+)
 from keras import layers
 
 import accumodel
@@ -343,7 +353,7 @@ def test_a_head_in_chunks_gives_the_weights_of_whole_logits(row):
 
 @pytest.mark.weekly
 def test_a_causal_model_of_keras_hub_trains_with_its_head_in_chunks():
-    keras_hub = pytest.importorskip("keras_hub")
+    keras_hub = import_hub()
     tokens = np.random.default_rng(0).integers(50, size=(12, 8))
     kept = np.arange(7) < np.arange(1, 13)[:, None]
     x = {"token_ids": tokens[:, :-1], "padding_mask": kept}
@@ -353,7 +363,7 @@ def test_a_causal_model_of_keras_hub_trains_with_its_head_in_chunks():
     def make_task():
         keras.utils.set_random_seed(0)
         return keras_hub.models.GPT2CausalLM(
-            keras_hub.models.GPT2Backbone(50, 2, 2, 8, 16)
+            hub_backbone("GPT2", 50, 8, num_layers=2, dropout=0.1)
         )
 
     reference = make_task()

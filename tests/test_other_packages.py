@@ -21,14 +21,9 @@ pytestmark = [
 def compare(
     make, data, batch_size, compile_args, moved=1e-4, tolerance=1e-6, **kwargs
 ):
-    """Checks that two updates end at the weights of plain Keras.
+    """Checks that two updates end at the weights of plain Keras, and move them.
 
-    Args:
-        make: Function that makes the model, of Keras or of the package.
-        compile_args: Function that returns the arguments of `compile`.
-        moved: Float. How far at least the weights must move.
-        tolerance: Float. How far they may be from those of plain Keras.
-        **kwargs: Those of `compile` for ours.
+    `kwargs` are arguments of `compile` of ours.
     """
     models = []
     for extra in ({}, kwargs):
@@ -173,22 +168,6 @@ def test_medicai_losses_of_volumes(name):
     )
 
 
-def normalize_together(make, x):
-    """Compares batch normalization in float64 with that of plain Keras."""
-    x, y = np.random.default_rng(0).normal(size=(10, *x)), np.ones((10, 3))
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    compare(
-        make,
-        (x, y),
-        6,
-        lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"},
-        tolerance=1e-8,
-        micro_batch_size=4,
-        sync_batch_norm=True,
-    )
-
-
 def test_keras_tcn_with_batch_normalization():
     """Its blocks are layers in a layer, with dropout."""
     tcn = pytest.importorskip("tcn", reason="see the docstring")
@@ -200,4 +179,15 @@ def test_keras_tcn_with_batch_normalization():
         )(inputs)
         return keras.Model(inputs, keras.layers.Dense(3)(x))
 
-    normalize_together(make, (20, 3))
+    x, y = np.random.default_rng(0).normal(size=(10, 20, 3)), np.ones((10, 3))
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    compare(
+        make,
+        (x, y),
+        6,
+        lambda: {"optimizer": keras.optimizers.SGD(0.01), "loss": "mse"},
+        tolerance=1e-8,
+        micro_batch_size=4,
+        sync_batch_norm=True,
+    )

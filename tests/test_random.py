@@ -621,24 +621,14 @@ class Kept(AccumulatingModel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        weekly({"gradient_cache": True}),
-        weekly({"gradient_cache": True, "run_eagerly": True}),
-    ],
-    ids=str,
-)
-def test_a_function_in_the_model_that_is_traced_before(kwargs):
+def test_a_function_in_the_model_that_is_traced_before():
     models = []
     x, y = data()
     for sizes in ([9, 9], [9, 2], [2, 2], [2, None, 2]):
         keras.utils.set_random_seed(0)
         model = Kept()
         for size in sizes:
-            own = kwargs if models and size else {}
-            model.compile("sgd", "mse", micro_batch_size=size, **own)
+            model.compile("sgd", "mse", micro_batch_size=size)
             if size is not None:
                 model.fit(x, (y, y), batch_size=9, shuffle=False, verbose=0)
         models.append(model)
