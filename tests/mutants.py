@@ -164,7 +164,7 @@ the remainder is applied although it is to be dropped
 averages of no update replace the weights
     finalize_after_update: if => True
 an overflow is added inside of XLA
-    _add.add: call where => new
+    Engine._add: call where new => new
 each step of a custom loop ends a cycle
     _end_step.count: if _untracked => True
     """,

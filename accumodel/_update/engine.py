@@ -240,47 +240,36 @@ class Engine(tf.Module):
         divides = weight is not None
         with tf.control_dependencies(self._waits(gradients, weight)):
             weight = tf.identity(weight if divides else 1.0)
-        step = current_step()
-        is_compiled = step is not None and step.is_compiled
-        if is_compiled:
-            is_used = tf.not_equal(weight, 0)
-            gradients = [sums.zero_unless(is_used, each) for each in gradients]
-        accepted = tf.identity(True)
-        if self._skip_nonfinite:
-            accepted = self._is_finite(gradients, weight, meets)
         # Keras divides the loss of each replica by their number, unless it is
         # a sum. The sums are those of one device.
         scale = tf.cast(weight, tf.float64)
         if divides:
             scale *= replicas.count_replicas()
+        accepted = tf.identity(True)
+        if self._skip_nonfinite:
+            accepted = self._is_finite(gradients, weight, meets)
+            scale = tf.where(accepted, scale, 0.0)
         with tf.control_dependencies([scale]):
             begun = tf.identity(self._phase.assign(1.0))
         with tf.control_dependencies([begun]):
             # Then the sums are those of an earlier cycle.
             is_first = tf.equal(self._totals[2], 0)
-        if is_compiled and self._skip_nonfinite:
+        step = current_step()
+        begins = None if fraction is None else is_first
+        if step is not None and step.is_compiled:
             # A condition in an XLA cluster would carry all sums through it.
-            gradients = [sums.zero_unless(accepted, each) for each in gradients]
-            scale = tf.where(accepted, scale, tf.zeros_like(scale))
-
-        @recorded()
-        def add():
+            is_used = tf.not_equal(scale, 0)
+            gradients = [sums.zero_unless(is_used, each) for each in gradients]
             triples = zip(self._sums, gradients, self.variables, strict=True)
-            how = [*triples], scale, None if fraction is None else is_first
-            if is_compiled:
-                cleared = step.fed_batch.cleared.setdefault(self, [])
-                cleared += sums.select_each(*how)
-            else:
-                sums.add_each(*how, self._phase)
-            if fraction is not None:
-                each = tf.cast(weight, tf.float64) * float(divides) * fraction
-                new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
-                self._totals.assign_add(tf.where(accepted, new, 0.0))
-
-        if is_compiled or not self._skip_nonfinite:
-            add()
+            cleared = step.fed_batch.cleared.setdefault(self, [])
+            cleared += sums.select_each(triples, scale, begins)
         else:
-            tf.cond(accepted, add, lambda: None)
+            triples = zip(self._sums, gradients, self.variables, strict=True)
+            sums.add_each([*triples], scale, begins, self._phase)
+        if fraction is not None:
+            each = tf.cast(weight, tf.float64) * float(divides) * fraction
+            new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
+            self._totals.assign_add(tf.where(accepted, new, 0.0))
         # TensorFlow keeps what uses one variable in order, so this is last.
         with tf.control_dependencies([self._phase.assign(0.0)]):
             return tf.identity(accepted)
