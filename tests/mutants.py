@@ -56,7 +56,7 @@ the update does not wait for the stages that are not counted
 a part that fails leaves what it wrote
     Auto._run_one: call assign => None
 a broken part is repeated
-    Auto._run_one: call forget => None
+    Auto._run_one: call reset => None
 what a later batch began with is not saved
     Auto._run_one: call values => ()
 a cycle that memory cannot bring back goes on

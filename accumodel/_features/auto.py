@@ -178,7 +178,7 @@ class Auto(Feature):
                 for part, value in self._before:
                     part.assign(value)
                 for each in cycles if trains else []:
-                    each.forget()
+                    each.reset()
                 self._halve(data, error)
         self._largest = max(self._largest_part(data), self._largest or 0)
         return logs

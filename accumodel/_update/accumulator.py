@@ -191,4 +191,9 @@ class GradientAccumulator(Engine):
 
     def reset(self) -> None:
         """Forgets the pending cycle."""
-        self._reset()
+        with self.scope():
+            self._reset()
+            self._parts.assign(tf.zeros(2, tf.float64))
+            # If a step failed, XLA may have freed what it was to add to.
+            for each in self._sums:
+                each.assign(tf.zeros(each.shape, each.dtype))

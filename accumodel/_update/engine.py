@@ -173,15 +173,6 @@ class Engine(tf.Module):
         is_broken = tf.not_equal(self._phase, 0)
         tf.cond(is_broken, self._reset, lambda: None)
 
-    def forget(self):
-        """Forgets the pending cycle after a step that failed."""
-        with self.scope():
-            self._reset()
-            self._parts.assign(tf.zeros(2, tf.float64))
-            # XLA may have freed what it was to add to.
-            for each in self._sums:
-                each.assign(tf.zeros(each.shape, each.dtype))
-
     def check_call(self, fed_batch, gradients, has_weight):
         """Checks a call of `accumulate`; returns its gradients in order."""
         gradients, named = checks.check_gradients(gradients, self.variables)
@@ -438,10 +429,9 @@ class Engine(tf.Module):
             tf.cond(is_update, follow, lambda: None)
 
     def _warn_about_unsure_updates(self):
-        if not tf.executing_eagerly() or not self._unsure.numpy():
+        if not tf.executing_eagerly() or self._has_warned:
             return
-        self._unsure.assign(0)
-        if not self._has_warned:
+        if self._unsure.numpy():
             self._has_warned = True
             warnings.warn(
                 "The micro-batches of a cycle trained different sets of "
@@ -463,14 +453,11 @@ def step_failed(accumulators, error):
         pending = max((x.pending_steps for x in accumulators), default=0)
         is_broken = any(each.is_broken() for each in accumulators)
         is_updating = any(each.is_updating() for each in accumulators)
-        if is_broken or (isinstance(error, Exception) and not is_end):
-            for accumulator in accumulators:
-                accumulator.forget()
-        elif is_end or pending:
+        is_failure = isinstance(error, Exception) and not is_end
+        if not (is_broken or is_failure) and (is_end or pending):
             return
-        else:  # what it has drawn goes back
-            for accumulator in accumulators:
-                accumulator.reset()
+        for accumulator in accumulators:  # what it has drawn goes back, too
+            accumulator.reset()
     except Exception as other:
         error.add_note(
             "accumodel: The pending cycle could not be forgotten. Call "
