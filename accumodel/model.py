@@ -537,14 +537,12 @@ class AccumulatingModel(keras.Model):
         return super().train_on_batch(*args, **kwargs)
 
     def make_train_function(self, force=False):
-        if self.train_function is not None and not force:
-            return self.train_function  # as Keras does
-        train_function.make_train_function(self, super().make_train_function)
+        make = super().make_train_function
+        return train_function.make_function(self, "train", make, force)
 
     def make_test_function(self, force=False):
-        if self.test_function is not None and not force:
-            return self.test_function
-        train_function.make_test_function(self, super().make_test_function)
+        make = super().make_test_function
+        return train_function.make_function(self, "test", make, force)
 
     # Private: it builds a model before the first step. If Keras renames it, its
     # own error remains, if replicas get batches of unequal sizes.

@@ -271,7 +271,7 @@ lengths that are known late are not checked
 who was not called is counted
     _end_fed_batch: set may_be_nothing => self._skip_nonfinite
 evaluate does not cut
-    train_function.make_test_function: if is_whole => True
+    train_function.make_function: set is_ours is_whole => False
 a step of the instance is forgotten
     hooks.replaced: call update => None
     """,

@@ -2,7 +2,7 @@
 
 Every fed batch goes one way:
 
-    Trainer.fit -> model.train_function     `make_train_function`, here
+    Trainer.fit -> model.train_function     `make_function`, here
         around                              of features, see `Feature`
             Keras's function                `_make`, of `_train` as its step
                 loop.run                 for each micro-batch, `make_step`:
@@ -30,29 +30,26 @@ from accumodel._micro_batch.micro_batches import ALL, count_samples
 from accumodel._update.engine import FedBatch
 
 
-def make_train_function(model, make):
-    """Makes `model.train_function`; `make` is Keras's method of this name."""
+def make_function(model, name, make, force):
+    """Makes `model.train_function` or `test_function`; `make` is Keras's."""
+    made = getattr(model, f"{name}_function")
+    if made is not None and not force:
+        return made  # as Keras does
     state = model._accumulation
-    if state.accumulates or [*state.accumulators]:
-        _prepare_to_accumulate(state)
-        _make(model, "train", _train, make)
+    if name == "train":
+        is_ours = state.accumulates or bool([*state.accumulators])
+    else:
+        keeps = any(feature.keeps_test_step() for feature in state.features)
+        is_whole = keeps and state.overrides("test_step")
+        is_ours = model.micro_batch_size is not None and not is_whole
+    if is_ours:
+        _make(state, name, make)
     else:
         make(force=True)
-    if replicas.is_multi_worker(model.distribute_strategy):
-        model.train_function = hooks.with_local_logs(model.train_function)
-
-
-def make_test_function(model, make):
-    """Makes `model.test_function`, see `make_train_function`."""
-    state = model._accumulation
-    keeps = any(feature.keeps_test_step() for feature in state.features)
-    is_whole = keeps and state.overrides("test_step")
-    if model.micro_batch_size is None or is_whole:
-        make(force=True)
-    else:
-        _make(model, "test", _test, make)
-    if replicas.is_multi_worker(model.distribute_strategy):
-        model.test_function = hooks.with_local_logs(model.test_function)
+    if replicas.is_multi_worker(state.strategy):
+        function = hooks.with_local_logs(getattr(model, f"{name}_function"))
+        setattr(model, f"{name}_function", function)
+    return None
 
 
 def _prepare_to_accumulate(state):
@@ -156,10 +153,12 @@ def _around_batch(plan):
     return stack
 
 
-def _make(model, name, run, make):
-    """Makes the train or test function, of which `run` is the step."""
-    state, trains = model._accumulation, name == "train"
-    function = _make_by_keras(model, name, run, make)
+def _make(state, name, make):
+    """Makes the train or test function of a model that accumulates."""
+    trains = name == "train"
+    if trains:
+        _prepare_to_accumulate(state)
+    function = _make_by_keras(state.model, name, make)
     for feature in state.features:
         function = feature.around(function, trains)
     is_ready = False  # a layer that is never called is never built
@@ -184,17 +183,18 @@ def _make(model, name, run, make):
                 _say_that_it_was_split(state, error)
             raise
 
-    setattr(model, f"{name}_function", run_batches)
+    setattr(state.model, f"{name}_function", run_batches)
 
 
-def _make_by_keras(model, name, run, make):
+def _make_by_keras(model, name, make):
     """Returns the function that Keras makes, with another step."""
+    run = _train if name == "train" else _test
     step = getattr(model, f"{name}_step")
     # Without `@tf.function`: else a custom one would not run when it is traced
     # for something else.
     step = functools.partial(run, model, getattr(step, "python_function", step))
 
-    def make_function(run_eagerly):
+    def made(run_eagerly):
         before = model.jit_compile, model.run_eagerly
         model.jit_compile, model.run_eagerly = False, run_eagerly
         try:
@@ -204,11 +204,11 @@ def _make_by_keras(model, name, run, make):
             model.jit_compile, model.run_eagerly = before
         return getattr(model, f"{name}_function")
 
-    function = make_function(model.run_eagerly)
+    function = made(model.run_eagerly)
     is_one = model.run_eagerly or not private_names.NESTS_FUNCTIONS
     if is_one or model.steps_per_execution > 1:
         return function
-    eager = make_function(run_eagerly=True)
+    eager = made(run_eagerly=True)
 
     # One function instead of two. And Keras would wait for each step.
     @functools.partial(tf.function, reduce_retracing=True, autograph=False)
