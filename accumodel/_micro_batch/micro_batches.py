@@ -219,14 +219,6 @@ def _leaves(data):
     return [pair for pair in pairs if _has_samples(pair[1])]
 
 
-def _length(leaf):
-    if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.cast(leaf.nrows(), tf.int64)
-    return tf.shape(leaf, tf.int64)[0]
-
-
 def count_of_each_replica(data, strategy):
     """Returns the samples of each replica in a list of ints."""
     with replicas.scope_of(strategy):
@@ -264,7 +256,7 @@ def first_leaf(data):
 
 def count_samples(data):
     """Returns the number of samples of a batch, or of `(x, y)` of it."""
-    return _length(first_leaf(data))
+    return tf.shape(first_leaf(data), tf.int64)[0]
 
 
 def _check_lengths(leaves, message):
@@ -279,7 +271,7 @@ def _check_lengths(leaves, message):
         raise ValueError(message + ", ".join(received))
     if None not in lengths:
         return []
-    lengths = tf.stack([_length(leaf) for _, leaf in leaves])
+    lengths = tf.stack([tf.shape(leaf, tf.int64)[0] for _, leaf in leaves])
     # The op itself: `tf.debugging.Assert` adds a slow condition.
     check = tf.raw_ops.Assert(
         condition=tf.reduce_all(lengths == lengths[0]),
