@@ -38,9 +38,6 @@ def make_step(plan, function, fed_batch=None, losses=None):
     )
 
     def call(data):
-        compiled.get_concrete_function(data)  # the trace says what to clear
-        if fed_batch is not None:
-            fed_batch.clear_first()
         for feature in plan.features:
             if feature.runs_again:
                 return feature.call_compiled(compiled, data)

@@ -192,8 +192,13 @@ class GradientAccumulator(Engine):
     def reset(self) -> None:
         """Forgets the pending cycle."""
         with self.scope():
-            self._reset()
-            self._parts.assign(tf.zeros(2, tf.float64))
-            # If a step failed, XLA may have freed what it was to add to.
-            for each in self._sums:
-                each.assign(tf.zeros(each.shape, each.dtype))
+            if self._untracked.numbers is not None:
+                self._untracked.numbers.forget_cycle()
+            self._end_cycle()
+            self._clear(*self._sums)
+
+    def forget_if_broken(self):
+        # After a step of a custom loop that failed. Its replicas have phases of
+        # one sign.
+        is_broken = tf.not_equal(self._phase, 0)
+        tf.cond(is_broken, self.reset, lambda: None)

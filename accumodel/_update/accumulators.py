@@ -6,9 +6,8 @@ the weights, and for each accumulator of the model, arrays with these names:
 | name            | holds                                                      |
 |-----------------|------------------------------------------------------------|
 | `pending_steps` | int64, the batches accumulated                             |
-| `totals`        | three float64s: the sum of their weights, by which the     |
-|                 | sums are divided, the sum of the sizes of the weights, and |
-|                 | the number of micro-batches on all replicas                |
+| `totals`        | two float64s: the sum of their weights, by which the sums  |
+|                 | are divided, and the sum of the sizes of the weights       |
 | `places`        | int64s, which of the model's weights the sums are for      |
 | `scales_loss`   | bool, whether the losses were scaled                       |
 | `given`         | bools, which of them got a gradient                        |
@@ -297,7 +296,7 @@ def _check(accumulator, model, cycle):
         value = cycle.get(f"sum_{i}", total)
         if value.shape != total.shape or value.dtype != total.dtype:
             wrong[f"sum_{i}"] = value.shape, value.dtype
-    if wrong or count < 1 or totals.shape != (3,):
+    if wrong or count < 1 or totals.shape != (2,):
         _refuse(
             "is damaged, or belongs to another model",
             f"pending_steps={count}, totals={totals}, wrong sums={wrong}",

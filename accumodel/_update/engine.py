@@ -4,7 +4,7 @@ The algorithm, in which `sums`, `total` and `count` are variables:
 
     add(gradients, weight):             # on each replica, by itself
         for each gradient, as soon as it is made:
-            sum += weight * gradient    # the first of a cycle assigns
+            sum += weight * gradient
         total += weight
     end of a fed batch:                 # once for all replicas
         count += 1
@@ -15,7 +15,7 @@ The algorithm, in which `sums`, `total` and `count` are variables:
         reduce sums and total over the replicas
         optimizer.apply_gradients(sums / total)
         after_update()                  # the user's
-        total = count = 0
+        sums = total = count = 0
 
 A gradient is freed when it was added, so the sums are the only copy of the
 parameters that this needs. An error between the first and the last sum leaves
@@ -85,9 +85,8 @@ class Engine(tf.Module):
             if not optimizer.built:
                 optimizer.build(variables)
             # On each replica: the sum of the weights, by which the sums are
-            # divided; the sum of their sizes; and the micro-batches added.
-            # float64: it adds up many weights.
-            self._totals = replicas.make_sum((3,), tf.float64, "totals")
+            # divided, and the sum of their sizes. float64: they may be many.
+            self._totals = replicas.make_sum((2,), tf.float64, "totals")
             self._count = sums.make_counter("pending_steps")
             self._skipped = sums.make_counter("skipped_steps")
             self._accum_steps = sums.make_counter("accum_steps")
@@ -117,18 +116,13 @@ class Engine(tf.Module):
         return super()._trackable_children(save_type, **kwargs)
 
     def _end_cycle(self, after=()):
-        # The next micro-batch overwrites the sums: it saves a pass over them.
-        self._totals.assign(tf.zeros(3, tf.float64))
-        self._count.assign(0)
-        self._phase.assign(0.0)
+        self._clear(self._totals, self._count, self._parts, self._phase)
         if self._untracked.numbers is not None:
             self._untracked.numbers.end_cycle(after)
 
-    def _reset(self):
-        """Forgets the pending cycle, and the random numbers that it drew."""
-        if self._untracked.numbers is not None:
-            self._untracked.numbers.forget_cycle()
-        self._end_cycle()
+    def _clear(self, *variables):
+        for each in variables:
+            each.assign(tf.zeros(each.shape, each.dtype))
 
     def is_broken(self):
         """Whether a step that failed has left a fed batch half-added."""
@@ -166,12 +160,6 @@ class Engine(tf.Module):
         self._untracked.numbers = numbers
         if self._follows_model:
             self._accum_steps.assign(accum_steps)
-
-    def forget_if_broken(self):
-        """Forgets the pending cycle if a custom loop's last step failed."""
-        # Their phases have one sign.
-        is_broken = tf.not_equal(self._phase, 0)
-        tf.cond(is_broken, self._reset, lambda: None)
 
     def check_call(self, fed_batch, gradients, has_weight):
         """Checks a call of `accumulate`; returns its gradients in order."""
@@ -224,9 +212,8 @@ class Engine(tf.Module):
     def _add(self, gradients, weight, meets, fraction=1.0):
         """Adds a micro-batch to this replica's sums."""
         # `fraction` is how much of `weight` to add to the total, if the
-        # gradient of a batch comes in several parts. `None`: nothing, an
-        # earlier part did. Returns a bool tensor that is ready when all is
-        # added.
+        # gradient of a batch comes in several parts. Returns a bool tensor that
+        # is ready when all is added.
         self._is_traced |= not tf.executing_eagerly()
         divides = weight is not None
         with tf.control_dependencies(self._waits(gradients, weight)):
@@ -242,24 +229,26 @@ class Engine(tf.Module):
             scale = tf.where(accepted, scale, 0.0)
         with tf.control_dependencies([scale]):
             begun = tf.identity(self._phase.assign(1.0))
-        with tf.control_dependencies([begun]):
-            # Then the sums are those of an earlier cycle.
-            is_first = tf.equal(self._totals[2], 0)
+        # Zero times what is not a number is not 0.
+        is_used = tf.not_equal(scale, 0)
+
+        @recorded()
+        def add():  # each as soon as it is made, which frees it
+            self._phase.assign_add(0.0)  # what assigns it next waits for this
+            triples = zip(self._sums, gradients, self.variables, strict=True)
+            for total, gradient, variable in triples:
+                sums.add(total, gradient, variable, scale)
+
         step = current_step()
-        begins = None if fraction is None else is_first
-        if step is not None and step.is_compiled:
-            # A condition in an XLA cluster would carry all sums through it.
-            is_used = tf.not_equal(scale, 0)
-            gradients = [sums.zero_unless(is_used, each) for each in gradients]
-            triples = zip(self._sums, gradients, self.variables, strict=True)
-            cleared = step.fed_batch.cleared.setdefault(self, [])
-            cleared += sums.select_each(triples, scale, begins)
-        else:
-            triples = zip(self._sums, gradients, self.variables, strict=True)
-            sums.add_each([*triples], scale, begins, self._phase)
-        if fraction is not None:
+        with tf.control_dependencies([begun]):
+            if step is not None and step.is_compiled:
+                # An XLA cluster would carry all sums through a condition.
+                gradients = [sums.zero_unless(is_used, x) for x in gradients]
+                add()
+            else:
+                tf.cond(is_used, add, lambda: None)
             each = tf.cast(weight, tf.float64) * float(divides) * fraction
-            new = tf.stack([each, tf.abs(each), tf.ones_like(each)])
+            new = tf.stack([each, tf.abs(each)])
             self._totals.assign_add(tf.where(accepted, new, 0.0))
         # TensorFlow keeps what uses one variable in order, so this is last.
         with tf.control_dependencies([self._phase.assign(0.0)]):
@@ -289,16 +278,6 @@ class Engine(tf.Module):
             (bad,) = replicas.sum_over_replicas([tf.cast(~is_good, tf.float32)])
             is_good = tf.equal(bad, 0)
         return is_good
-
-    def _clear_if_empty(self, these):
-        """Clears some of the sums if they are those of an earlier cycle."""
-
-        @recorded()
-        def clear():
-            for total in these:
-                total.assign(tf.zeros_like(total))
-
-        tf.cond(tf.equal(self._totals[2], 0), clear, lambda: None)
 
     def _apply_gradients(self, present):
         """Updates by the divided sums; returns whether there was an update."""
@@ -344,8 +323,6 @@ class Engine(tf.Module):
         added, skipped = tf.unstack(waits[0])
 
         def count():
-            if may_be_nothing and replicas.count_replicas() > 1:
-                replicas.on_each_replica(self._clear_if_empty, self._sums)
             is_begun = self._count > 0
             self._given.assign((self._given & is_begun) | present)
             self._count.assign_add(1)
@@ -396,17 +373,17 @@ class Engine(tf.Module):
         else:
             # A function inside of the step cannot reach the other replicas.
             is_inline = strategy is not None
-        if is_inline:
-            self._reduce_and_apply(present)
-            return
         updates = self._untracked.updates
-        if present not in updates:
-            updates[present] = optimizers.compile_update(
-                functools.partial(self._reduce_and_apply, present),
-                self._sums,
-                None if strategy is not None else self._jit_compile,
-            )
-        updates[present]()
+        update = functools.partial(self._reduce_and_apply, present)
+        if not is_inline:
+            jit = None if strategy is not None else self._jit_compile
+            if present not in updates:
+                made = optimizers.compile_update(update, self._sums, jit)
+                updates[present] = made
+            update = updates[present]
+        update()
+        # Not in an XLA cluster, which would make zeros beside the sums.
+        self._clear(*self._sums)
 
     def _reduce_and_apply(self, present):
         own = optimizers.with_inner_optimizers(self.optimizer)
@@ -486,8 +463,6 @@ class FedBatch:
     def __init__(self, is_split):
         self.is_split = is_split  # then replicas may have unequal numbers
         self._added: dict = {}
-        # See `clear_first`: a list of sums for each accumulator.
-        self.cleared: dict = {}
 
     def check(self, accumulator):
         """Raises unless this is a step of the accumulator's strategy."""
@@ -509,8 +484,7 @@ class FedBatch:
         accepted = accumulator._add(gradients, weight, meets, fraction)
         # A micro-batch that all replicas accept adds 1 / replicas on each.
         # Later stages add 0, so that the end of the batch waits for them.
-        size = 1.0 if self.is_split else 1 / replicas.count_replicas()
-        size *= fraction is not None
+        size = fraction / (1 if self.is_split else replicas.count_replicas())
         accepted = tf.cast(accepted, tf.float64)
         accumulator._parts.assign_add([accepted * size, (1 - accepted) * size])
         present = tuple(each is not None for each in gradients)
@@ -522,12 +496,6 @@ class FedBatch:
         self._added[accumulator] = union, is_conditional
         if in_fit:
             accumulator._untracked.added = union, is_conditional
-
-    def clear_first(self):
-        """Clears what XLA's step does not clear in the first of a cycle."""
-        for accumulator, these in self.cleared.items():
-            if these:
-                accumulator._clear_if_empty(these)
 
     def end(self, accumulators):
         """Ends the fed batch in its accumulators; returns if it has any."""

@@ -7,7 +7,6 @@ import tensorflow as tf
 from accumodel._keras_and_tf import optimizers
 from accumodel._keras_and_tf.checks import check_shapes
 from accumodel._keras_and_tf.replicas import count_replicas, make_sum
-from accumodel._micro_batch.assignments import recorded
 
 # Weights that cancel leave a total that is rounding, next to their sizes.
 _CANCELLED = 1e-9
@@ -44,85 +43,27 @@ def make_counter(name):
     return tf.Variable(tf.zeros((), tf.int64), trainable=False, name=name)
 
 
-def add(total, gradient, variable, scale, is_first):
+def add(total, gradient, variable, scale):
     """Adds `scale * gradient` to a sum, in one pass over it."""
-    # `scale` is 0 only if the gradient is the first, which begins the sum.
-    dtype = total.dtype
-    is_sparse = isinstance(gradient, tf.IndexedSlices)
-    if is_first and (gradient is None or is_sparse):
-        total.assign(tf.zeros_like(total))
     if gradient is None:
         return
-    scale = tf.cast(scale, dtype)
-    if is_sparse:
-        values = tf.cast(gradient.values, dtype)
+    scale = tf.cast(scale, total.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
         tf.raw_ops.ResourceScatterAdd(
             resource=total.handle,
             indices=gradient.indices,
-            updates=tf.math.multiply_no_nan(values, scale),
+            updates=scale * tf.cast(gradient.values, total.dtype),
         )
         return
-    gradient = tf.cast(gradient, dtype)
+    gradient = tf.cast(gradient, total.dtype)
     if optimizers.overwrites(variable):  # what is a value and no gradient
-        total.assign(gradient if is_first else tf.maximum(total, gradient))
-    elif is_first:
-        # The product takes the gradient's buffer, and the variable takes that.
-        # The gradient of a mean over nothing is not a number.
-        total.assign(tf.math.multiply_no_nan(gradient, scale))
+        total.assign(tf.maximum(total, gradient))
     else:
         # `total -= (-scale) * gradient`: the one public op that multiplies and
         # adds in place, with no product to store.
         tf.raw_ops.ResourceApplyGradientDescent(
             var=total.handle, alpha=-scale, delta=gradient
         )
-
-
-def select(total, gradient, variable, scale, is_first):
-    """Adds a dense gradient as `add` does, inside of XLA."""
-    # A scalar zero: XLA would store one of the shape as a constant.
-    before = tf.where(is_first, tf.zeros((), total.dtype), total)
-    gradient = tf.cast(gradient, total.dtype)
-    if optimizers.overwrites(variable):
-        total.assign(tf.where(is_first, gradient, tf.maximum(before, gradient)))
-    else:
-        total.assign(before + tf.cast(scale, total.dtype) * gradient)
-
-
-def add_each(triples, scale, is_first, phase):
-    """Adds each gradient as soon as it is made, which frees it."""
-    # `triples` are what `add` takes: a sum, a gradient, a variable. `is_first`
-    # is a scalar bool tensor, or `None` if they do not begin the sums. What
-    # assigns to `phase` next waits for all of this.
-
-    @recorded()
-    def add_all(is_first):
-        phase.assign_add(0.0)
-        for total, gradient, variable in triples:
-            add(total, gradient, variable, scale, is_first)
-
-    def add_to_sums():
-        # The product in place would add zero times what is not a number.
-        tf.cond(tf.not_equal(scale, 0), lambda: add_all(False), lambda: None)
-
-    if is_first is None:
-        add_to_sums()
-    else:
-        tf.cond(is_first, lambda: add_all(True), add_to_sums)
-
-
-def select_each(triples, scale, is_first):
-    """Adds each gradient inside of an XLA cluster, see `add_each`."""
-    # A condition there would carry all sums through it. Returns those that are
-    # to be cleared before the cluster: of sparse gradients, and of none.
-    cleared = []
-    for total, gradient, variable in triples:
-        if is_first is not None:
-            if isinstance(gradient, tf.Tensor):
-                select(total, gradient, variable, scale, is_first)
-                continue
-            cleared.append(total)
-        add(total, gradient, variable, scale, is_first=False)
-    return cleared
 
 
 def make_divisor(weight, size):

@@ -302,8 +302,7 @@ class _Run:
                     by_statistics[name] = tf.reduce_sum(array.stack(), 0)
             # What the next stages add to has begun.
             has_begun |= bool(tensors_in(part.makes["own"]))
-            fed_batch.cleared.clear()
-        return None if has_begun else 1.0
+        return 0.0 if has_begun else 1.0
 
     def _run_backward(self, part, fed_batch, add, has_begun):
         def replay(arguments):
@@ -317,7 +316,7 @@ class _Run:
         step = loop.make_step(self._plan, replay, fed_batch)
 
         def run_part(i):
-            fraction = None if has_begun else self.parts.fraction(i)
+            fraction = 0.0 if has_begun else self.parts.fraction(i)
             return step((self._values_of(part, i), fraction))
 
         # The condition to begin the sums would hold all gradients.
