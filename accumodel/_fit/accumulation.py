@@ -189,17 +189,15 @@ class Accumulation:
         if step is not None and step.plan.model is model:
             return step.plan
         return Plan(
+            state=self,
             model=model,
             options=self.options,
             overridden=frozenset(filter(self.overrides, _OVERRIDABLE)),
-            accumulates=self.accumulates,
             is_compiled=model.jit_compile and replicas.can_compile(model),
             size=self.size,
             assigned=self.assigned,
-            loss_weights=self.loss_weights,
             numbers=self.numbers,
             features=tuple(x for x in self.features if x.is_needed()),
-            ready_accumulator=self.ready_accumulator,
         )
 
     def set_accum_steps(self, value):

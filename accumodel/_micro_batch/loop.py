@@ -160,7 +160,7 @@ class LossLogs:
             weight = tf.size(loss)
         weights, outputs = [weight], len(trackers) - 1
         if outputs:
-            of_outputs = self._plan.loss_weights.output_weights
+            of_outputs = self._plan.state.loss_weights.output_weights
             weights += of_outputs(data, outputs, weight)
         for each, divisor in zip(trackers, weights, strict=True):
             loss = each.result()

@@ -26,17 +26,15 @@ _step: contextvars.ContextVar = contextvars.ContextVar("step", default=None)
 class Plan:
     """What a step has to know, decided once for each trace."""
 
+    state: typing.Any  # the `Accumulation` of the model
     model: typing.Any
     options: typing.Any  # the `Options` of `compile`
     overridden: frozenset  # the names of the methods that are the user's
-    accumulates: bool  # whether gradients go through an accumulator
     is_compiled: bool  # whether XLA compiles what runs for a micro-batch
     size: typing.Any  # a `tf.Variable`, or `None`, see `Accumulation`
     assigned: dict  # see `Accumulation`
-    loss_weights: typing.Any  # the `LossWeights`
     numbers: typing.Any  # the `RandomNumbers`, or `None` if none is split
     features: tuple[Feature, ...]  # those that take part
-    ready_accumulator: typing.Any  # a function, see `Accumulation`
 
     @property
     def is_split(self):

@@ -215,7 +215,7 @@ class Draws:
     def __init__(self, plan, trains=False, assigned=None):
         self._model = plan.model
         self._of_model = plan.numbers
-        self._spans = trains and plan.numbers.state.spans_batches
+        self._spans = trains and plan.state.spans_batches
         self.rows = plan.numbers.rows
         self._are_in_order = plan.orders is None
         self._seeds = States(plan.assigned["seeds"])

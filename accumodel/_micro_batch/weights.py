@@ -68,7 +68,7 @@ class LossWeights:
         """Returns the weight of the last micro-batch, `None` if it is a sum."""
         step = current_step()
         samples = count_samples(data)
-        if "compute_loss" in plan.overridden or not plan.accumulates:
+        if "compute_loss" in plan.overridden or not plan.state.accumulates:
             return samples  # the caller ignores it if nothing accumulates
         if step is None or step.reductions is None:
             raise ValueError(

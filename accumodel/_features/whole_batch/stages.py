@@ -95,8 +95,9 @@ class WholeBatch(Feature):
             if not (own and (cache or has_own)):
                 plan.model.accumulate_gradients(own)  # says what is wrong
                 return log()
+        accumulator = plan.state.ready_accumulator()
         add = functools.partial(
-            fed_batch.accumulate, plan.ready_accumulator(), weight=weight
+            fed_batch.accumulate, accumulator, weight=weight
         )
         fraction = 1.0  # of the weight
         if cache:
