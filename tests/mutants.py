@@ -89,11 +89,9 @@ train_on_batch gives each replica the whole batch
 sums are all on one device
     make_accumulators: call colocate_vars_with => tf.name_scope("x")
 replicas that normalize together have weights of their own
-    outcome.differentiate: if => False
+    outcome.differentiate: if count_replicas => False
     """,
     "test_exactness.py": """
-a run without data empties the logs
-    loop: call control_dependencies samples => tf.control_dependencies([])
 sums of an earlier cycle count
     _update_variables: call _clear => None
     """,

@@ -57,10 +57,7 @@ def run(plan, function, data, fed_batch=None):
             for scope in scopes:
                 stack.enter_context(scope(parts, 0))
             return step(data)
-    # A data set of unknown length ends with a run without data, in which
-    # nothing may change.
-    with tf.control_dependencies([parts.samples]):
-        of_batch = LossLogs(plan)
+    of_batch = LossLogs(plan)
     step = make_step(plan, function, fed_batch, of_batch)
     specs = None
 
@@ -133,24 +130,29 @@ class LossLogs:
 
         of_batch = LossLogs(plan)
         for each micro-batch:
-            of_batch.report(loss, weight, (x, y))   # in its step
+            of_batch.begin()                        # in its step
+            of_batch.report(loss, weight, (x, y))
             losses += of_batch.take()
         of_batch.end(logs, losses, data, samples)
 
-    If a custom step does not report, its own updates of the trackers are kept,
-    and added to the old values.
+    If a custom step does not report, the trackers are its own.
     """
 
     def __init__(self, plan):
         self._plan = plan
         self._model = plan.model
         self._is_reported = False
-        self._before = {}
-        for tracker in loss_trackers(self._model):
-            self._before[tracker] = [*map(tf.identity, tracker.variables)]
-            tracker.reset_state()
+        self._before = {
+            tracker: [*map(tf.identity, tracker.variables)]
+            for tracker in loss_trackers(self._model)
+        }
         # Zeros, to which all that `take` returns is added.
         self.nothing = tf.zeros((len(self._before), 2), tf.float64)
+
+    def begin(self):
+        """Empties the trackers, which then hold one micro-batch."""
+        for tracker in loss_trackers(self._model):
+            tracker.reset_state()
 
     def report(self, loss, weight, data):
         """Puts losses and weights, `None` for a sum, in the trackers."""
@@ -170,25 +172,25 @@ class LossLogs:
             each.count.assign(0 if divisor is None else divisor)
 
     def take(self):
-        """Empties the trackers, and returns what `report` put in them."""
+        """Returns what `report` put in the trackers."""
         if not self._is_reported:
             return 0.0
         losses = []
         for tracker in loss_trackers(self._model):
             values = tracker.total, tracker.count
             losses.append([tf.cast(each, tf.float64) for each in values])
-            tracker.reset_state()
         return tf.stack(losses)
 
     def end(self, logs, losses, data, samples):
         """Updates the trackers, as Keras does, and returns the logs."""
         if not self._is_reported:
-            return self._restore(logs)
+            return logs
         weight = samples
         for i, tracker in enumerate(loss_trackers(self._model)):
             total, count = losses[i, 0], losses[i, 1]
-            before = self._before.get(tracker, [])
-            for variable, value in zip(tracker.variables, before, strict=False):
+            zeros = map(tf.zeros_like, tracker.variables)
+            before = self._before.get(tracker, zeros)
+            for variable, value in zip(tracker.variables, before, strict=True):
                 variable.assign(value)
             loss = tf.where(count == 0, total, total / count)
             if count_replicas() > 1:
@@ -205,16 +207,3 @@ class LossLogs:
             names = {tracker.name for tracker in loss_trackers(self._model)}
             results = {name: results[name] for name in names & results.keys()}
         return {name: results.get(name, value) for name, value in logs.items()}
-
-    def _restore(self, logs):
-        """Adds what was in the trackers before to what a step put in them."""
-        logs = dict(logs)
-        for tracker, before in self._before.items():
-            is_used = tracker.count > 0
-            for variable, value in zip(tracker.variables, before, strict=True):
-                variable.assign_add(value)
-            if tracker.name in logs:
-                log = tf.convert_to_tensor(logs[tracker.name])
-                result = tf.cast(tracker.result(), log.dtype)
-                logs[tracker.name] = tf.where(is_used, result, log)
-        return logs

@@ -22,6 +22,8 @@ def call_compute_loss(function, x, y, y_pred, sample_weight, training=True):
 
 def forward(model, training, x, y, sample_weight):
     """Returns the outputs of a model, and its loss."""
+    if losses := _losses():
+        losses.begin()
     y_pred = private_names.call_model(model, x, training=training)
     data = x, y, y_pred, sample_weight
     return y_pred, call_compute_loss(model.compute_loss, *data, training)
@@ -94,10 +96,15 @@ def log(plan, x, y, y_pred, sample_weight, loss, weight):
     tracker, *_ = private_names.loss_trackers(model)
     own = samples if weight is None else weight
     tracker.update_state(of_batch, sample_weight=own)
-    step = current_step()
-    if step is not None and step.losses and not step.is_conditional():
-        step.losses.report(loss, weight, (x, y))
+    if losses := _losses():
+        losses.report(loss, weight, (x, y))
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def _losses():
+    """Returns the `LossLogs` to report to, or `None`."""
+    step = current_step()
+    return None if step is None or step.is_conditional() else step.losses
 
 
 def test(plan, data):

@@ -95,10 +95,8 @@ class WholeBatch(Feature):
             if not (own and (cache or has_own)):
                 plan.model.accumulate_gradients(own)  # says what is wrong
                 return log()
-        accumulator = plan.state.ready_accumulator()
-        add = functools.partial(
-            fed_batch.accumulate, accumulator, weight=weight
-        )
+        own_sums = plan.state.ready_accumulator()
+        add = functools.partial(fed_batch.accumulate, own_sums, weight=weight)
         fraction = 1.0  # of the weight
         if cache:
             with states.rolled_back():
