@@ -34,7 +34,7 @@ from accumodel._update.engine import step_failed
 HOOKS = ("process_gradients", "after_update")
 
 # The attribute that holds the model's own accumulator.
-_ATTRIBUTE = "_gradient_accumulator"
+OWN = "_gradient_accumulator"
 
 # How deep, and in whose objects not, to look for others.
 _DEPTH = 4
@@ -43,9 +43,6 @@ _LIBRARIES = ("accumodel", "builtins", "keras", "numpy", "tensorflow")
 # Keys in `.weights.h5` are `accumulated:<attribute>:<array>`. Keras's own are
 # "0", "1", ..., and plain Keras refuses others.
 _PREFIX = "accumulated:"
-
-# What files call the model's own accumulator.
-OWN = "_accumulator"
 
 
 class Accumulators:
@@ -59,20 +56,19 @@ class Accumulators:
 
     def by_name(self):
         """Returns those in attributes, lists and dicts, by their names."""
-        found: dict = {}
-        seen = {id(self.model)}
+        found, seen = {}, {id(self.model)}
         level = [*vars(self.model).items()]
         for _ in range(_DEPTH):
             deeper = []
             for name, value in level:
+                if id(value) in seen:
+                    continue
+                seen.add(id(value))
                 if isinstance(value, GradientAccumulator):
-                    name = OWN if name == _ATTRIBUTE else name
-                    found.setdefault(value, name)
-                elif id(value) not in seen:
-                    seen.add(id(value))
-                    deeper += [(f"{name}.{k}", v) for k, v in _held_by(value)]
+                    found[name] = value
+                deeper += [(f"{name}.{k}", v) for k, v in _held_by(value)]
             level = deeper
-        return {name: accumulator for accumulator, name in found.items()}
+        return found
 
     def __iter__(self):
         return iter(self.by_name().values())
@@ -201,7 +197,7 @@ def _held_by(value):
     cls = type(value)
     # Objects of libraries hold none. Another accumulating model ends its own.
     is_library = cls.__module__.split(".")[0] in _LIBRARIES
-    if is_library or hasattr(cls, _ATTRIBUTE):
+    if is_library or hasattr(cls, OWN):
         return []
     return [*getattr(value, "__dict__", {}).items()]
 
