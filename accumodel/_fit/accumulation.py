@@ -260,7 +260,11 @@ class Accumulation:
         if not self.accumulates:
             replicas.warn_about_xla(self.model)
         self.accumulates = True
-        self.make_functions_again()
+        # The functions that are in use, in the middle of `fit` too.
+        if self.model.train_function is not None:
+            self.model.make_train_function(force=True)
+        if self.model.test_function is not None:
+            self.model.make_test_function(force=True)
 
     def ready_accumulator(self):
         """Returns the accumulator of the trainable variables."""
@@ -277,11 +281,3 @@ class Accumulation:
         self.accumulators.is_live = True
         accumulator.use(self.numbers, not self.spans_batches)
         return accumulator
-
-    def make_functions_again(self):
-        """Makes the functions that are in use, in the middle of `fit` too."""
-        model = self.model
-        if model.train_function is not None:
-            model.make_train_function(force=True)
-        if model.test_function is not None:
-            model.make_test_function(force=True)

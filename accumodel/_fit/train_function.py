@@ -100,12 +100,8 @@ def _train(model, train_step, data):
         is_split = count_samples(data) > plan.size
         state.splits.assign_add(tf.cast(is_split, tf.float64))
     fed_batch = FedBatch(plan.is_split)
-    run = functools.partial(loop.run, plan, train_step, data, fed_batch)
-    if plan.whole_batch is not None:
-        run = functools.partial(plan.whole_batch.train, plan, fed_batch, data)
     try:
-        with _around_batch(plan):
-            logs = run()
+        logs = _run(plan, train_step, data, fed_batch)
     except AssertionError as error:
         if "variables which have been deleted" in str(error):
             _refuse_function(model, error)
@@ -138,19 +134,20 @@ def _refuse_function(model, error=None):
 
 def _test(model, test_step, data):
     """Runs a `test_step`, which may be custom, on one fed batch."""
-    plan = model._accumulation.plan()
-    run = functools.partial(loop.run, plan, test_step, data)
-    if plan.whole_batch is not None and "test_step" not in plan.overridden:
-        run = functools.partial(plan.whole_batch.test, plan, data)
-    with _around_batch(plan):
-        return run()
+    return _run(model._accumulation.plan(), test_step, data)
 
 
-def _around_batch(plan):
-    stack = contextlib.ExitStack()
-    for feature in plan.features:
-        stack.enter_context(feature.around_batch())
-    return stack
+def _run(plan, step, data, fed_batch=None):
+    """Runs a step for each micro-batch, or as a feature does."""
+    trains, whole_batch = fed_batch is not None, plan.whole_batch
+    with contextlib.ExitStack() as stack:
+        for feature in plan.features:
+            stack.enter_context(feature.around_batch())
+        if whole_batch is not None and trains:
+            return whole_batch.train(plan, fed_batch, data)
+        if whole_batch is not None and "test_step" not in plan.overridden:
+            return whole_batch.test(plan, data)
+        return loop.run(plan, step, data, fed_batch)
 
 
 def _make(state, name, make):

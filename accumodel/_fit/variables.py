@@ -27,14 +27,14 @@ def make_first(plan, trains, batches):
         data = next(batches)
         batches = itertools.chain([data], batches)
     if _are_missing(plan, data):
-        _trace(plan, _all_of(plan, trains), data)
+        _trace(plan, trains, data)
     return batches
 
 
 def make(plan, data):
     """Makes the variables of a model that is not built, for a batch of it."""
     if not private_names.is_built(plan.model):
-        _trace(plan, _all_of(plan, trains=True), data)
+        _trace(plan, True, data)
 
 
 def _are_missing(plan, data):
@@ -55,7 +55,7 @@ def _are_missing(plan, data):
     return (is_on_replica or needs_model) and not private_names.is_built(model)
 
 
-def _trace(plan, step, data):
+def _trace(plan, trains, data):
     """Traces a step for a micro-batch of a batch, or of the specs of one."""
     model = plan.model
     state, was_built = random_state(), private_names.is_built(model)
@@ -72,7 +72,8 @@ def _trace(plan, step, data):
         # A `tf.function` in the model may not be traced again.
         draws = Draws(plan).replaced()
         with one_step(plan, data, FedBatch(is_split=True)), draws:
-            step(model.slice_data(data, tf.zeros_like(end), end))
+            part = model.slice_data(data, tf.zeros_like(end), end)
+            _use_all(plan, trains, part)
 
     with scope_of(model.distribute_strategy):
         tf.function(run, autograph=False).get_concrete_function(data)
@@ -80,21 +81,17 @@ def _trace(plan, step, data):
         random_state(state)
 
 
-def _all_of(plan, trains):
-    """Returns a function that uses all variables of a step."""
+def _use_all(plan, trains, data):
+    """Uses all variables of a step."""
     model = plan.model
     names = ("train_step", "compute_gradients") if trains else ("test_step",)
     custom = [name for name in names if name in plan.overridden]
     if custom and plan.whole_batch is None:
-        return getattr(model, custom[0])
-
-    def call(data):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        # Its loss sees all outputs, in no loop.
-        if plan.whole_batch is not None:
-            private_names.call_model(model, x, training=True)
-        else:
-            y_pred, _ = forward(model, True, x, y, sample_weight)
-            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-
-    return call
+        getattr(model, custom[0])(data)
+        return
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    if plan.whole_batch is not None:  # its loss sees all outputs, in no loop
+        private_names.call_model(model, x, training=True)
+    else:
+        y_pred, _ = forward(model, True, x, y, sample_weight)
+        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
