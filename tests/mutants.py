@@ -46,9 +46,10 @@ an error leaves half-added sums in a custom loop
     """,
     "test_after_update.py": """
 what follows an update comes before it
-    _reduce_and_apply: call on_each_replica => (self._follow(True), {})[1]
+    _reduce_and_apply: call on_each_replica =>
+        (self._after_update and self._after_update(), {})[1]
 an update that is left out is followed
-    Engine._follow: if => True
+    _reduce_and_apply: set is_update => True
     """,
     "test_auto.py": """
 the update does not wait for the stages that are not counted
@@ -147,7 +148,7 @@ samples are counted by the inputs
 nothing weighs as much as small weights
     weights: set _TINY => 1e-12
 what weighs nothing may spoil a cycle
-    Engine._add: set is_used => tf.equal(0, 0)
+    Engine._add: set is_used not_equal => tf.equal(0, 0)
 what weighs nothing is left out as not finite
     _is_finite: set is_good sums => sums.all_finite(gradients, weight)
     """,
@@ -161,7 +162,7 @@ averages of no update replace the weights
 an overflow is added inside of XLA
     Engine._add: call where new => new
 each step of a custom loop ends a cycle
-    _end_step.count: if _untracked => True
+    _end_step.count: set is_full _untracked => True
     """,
     "test_model.py test_refused_or_warned.py": """
 no wait before the count

@@ -125,7 +125,6 @@ class Accumulation:
         """Refuses arguments that do not go together."""
         for kind in self._kinds:
             kind.check(self.model, options)
-        for kind in self._kinds:
             checks.check_conflicts(kind, self.model, options)
 
     def fit(self, super_fit, args, kwargs):

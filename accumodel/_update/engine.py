@@ -244,9 +244,8 @@ class Engine(tf.Module):
             if step is not None and step.is_compiled:
                 # An XLA cluster would carry all sums through a condition.
                 gradients = [sums.zero_unless(is_used, x) for x in gradients]
-                add()
-            else:
-                tf.cond(is_used, add, lambda: None)
+                is_used = True
+            call_if(is_used, add)
             each = tf.cast(weight, tf.float64) * float(divides) * fraction
             new = tf.stack([each, tf.abs(each)])
             self._totals.assign_add(tf.where(accepted, new, 0.0))
@@ -305,10 +304,7 @@ class Engine(tf.Module):
             pairs = ((g, v) for g, v, n in triples if n or g is not None)
             self.optimizer.apply_gradients(pairs)
 
-        if keep is True:
-            apply()
-        else:
-            tf.cond(keep, apply, lambda: None)
+        call_if(keep, apply)
         # What reads a variable waits for what assigns to it.
         waits = map(optimizers.tf_variable, self.variables)
         with tf.control_dependencies([each.read_value() for each in waits]):
@@ -326,22 +322,17 @@ class Engine(tf.Module):
             is_begun = self._count > 0
             self._given.assign((self._given & is_begun) | present)
             self._count.assign_add(1)
-            update = functools.partial(self._update, present)
-            if self._untracked.updates_every_batch:
-                update()
-            else:
-                is_full = self._count >= self._accum_steps
-                tf.cond(is_full, update, lambda: None)
+            is_full = self._untracked.updates_every_batch
+            is_full = is_full or self._count >= self._accum_steps
+            call_if(is_full, functools.partial(self._update, present))
 
         with tf.control_dependencies(waits):
+            is_added = added > 0 if may_be_nothing else True
             if self._untracked.numbers is not None:
-                is_added = added > 0 if may_be_nothing else True
                 self._untracked.numbers.count_batch(is_added)
             if may_be_nothing:
                 self._skipped.assign_add(tf.cast(tf.round(skipped), tf.int64))
-                tf.cond(added > 0, count, lambda: None)
-            else:
-                count()
+            call_if(is_added, count)
 
     def _update(self, expected):
         """Updates the variables that got a gradient in this cycle."""
@@ -393,17 +384,10 @@ class Engine(tf.Module):
         updates = replicas.local_results(updates)
         with tf.control_dependencies([*updates]):
             if self._after_update is not None:
-                self._follow(updates[0])
+                # Which `process_gradients` may have left out.
+                is_update = self._process_gradients is None or updates[0]
+                call_if(is_update, self._after_update)
             self._end_cycle(updates)
-
-    def _follow(self, is_update):
-        def follow():
-            self._after_update()
-
-        if self._process_gradients is None:
-            follow()
-        else:  # which may have left the update out
-            tf.cond(is_update, follow, lambda: None)
 
     def _warn_about_unsure_updates(self):
         if not tf.executing_eagerly() or self._has_warned:
@@ -416,6 +400,18 @@ class Engine(tf.Module):
                 "decay may move them. Use a `GradientAccumulator` for each.",
                 stacklevel=3,
             )
+
+
+def call_if(condition, function):
+    """Calls a function if a scalar, `True` or a tensor, is true."""
+
+    def call():
+        function()  # what it returns may differ from nothing
+
+    if condition is True:
+        call()
+    else:
+        tf.cond(condition, call, lambda: None)
 
 
 def step_failed(accumulators, error):
