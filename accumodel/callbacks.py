@@ -77,8 +77,6 @@ class AccumStepsScheduler(keras.callbacks.Callback):
                 f"function. Received: schedule={schedule!r}"
             )
         self.schedule, self.by = schedule, by
-        # The updates that were followed: how many, and what was counted.
-        self._updates = self._count = 0
 
     # It runs before callbacks that write the logs.
     _adds_to_logs = True
@@ -103,6 +101,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
                     'batch. Use `steps_per_execution=1` or `by="epoch"`. '
                     f"Received: steps_per_execution={steps}"
                 )
+            # The updates that were followed, and what was counted in them.
             begun = self.model.optimizer.iterations
             self._updates = int(begun if self.by == "update" else 0)
             self._count = self._updates

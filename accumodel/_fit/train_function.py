@@ -27,7 +27,7 @@ from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.micro_batches import ALL, count_samples
-from accumodel._update.engine import FedBatch
+from accumodel._update.engine import FedBatch, step_failed
 
 
 def make_function(model, name, make, force):
@@ -175,7 +175,7 @@ def _make(state, name, make):
             return function(batches)
         except BaseException as error:
             if trains:
-                state.accumulators.step_failed(error)
+                step_failed([*state.accumulators], error)
             if isinstance(error, tf.errors.OpError):
                 _say_that_it_was_split(state, error)
             raise

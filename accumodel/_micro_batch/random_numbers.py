@@ -220,8 +220,7 @@ class Draws:
         self._are_in_order = plan.orders is None
         self._seeds = States(plan.assigned["seeds"])
         known = self._seeds.variables.items()
-        is_any = assigned is None
-        self._known = [v for k, v in known if is_any or k in assigned]
+        self._known = [v for k, v in known if assigned is None or k in assigned]
         self._is_known = assigned is not None
         # Whether a training begins with these draws, and has begun.
         self._begins, self._is_begun = trains and not self._is_known, False

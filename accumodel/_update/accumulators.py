@@ -112,15 +112,12 @@ class Accumulators:
             for accumulator in self:
                 accumulator.apply()
         except BaseException as error:
-            self.step_failed(error)  # of all, not of this one alone
+            step_failed([*self], error)  # of all, not of this one alone
             raise
 
     def reset(self):
         for accumulator in self:
             accumulator.reset()
-
-    def step_failed(self, error):
-        step_failed([*self], error)
 
     def drop(self, name, otherwise=""):
         """Forgets what is pending before `name`, with a warning."""

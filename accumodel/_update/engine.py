@@ -393,9 +393,8 @@ class Engine(tf.Module):
             self._end_cycle(updates)
 
     def _warn_about_unsure_updates(self):
-        if not tf.executing_eagerly() or self._has_warned:
-            return
-        if self._unsure.numpy():
+        is_known = tf.executing_eagerly() and not self._has_warned
+        if is_known and self._unsure.numpy():
             self._has_warned = True
             warnings.warn(
                 "The micro-batches of a cycle trained different sets of "
