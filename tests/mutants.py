@@ -42,7 +42,7 @@ IGNORED = ["--ignore=tests/test_mutants.py"]
 FAULTS = {
     "test_accumulator.py": """
 an error leaves half-added sums in a custom loop
-    forget_if_broken: set is_broken => tf.constant(False)
+    _forget_if_broken: set is_broken => tf.constant(False)
     """,
     "test_after_update.py": """
 what follows an update comes before it

@@ -62,8 +62,6 @@ def compile_update(update, sums, jit_compile):
     is_auto = jit_compile == "auto"
     if jit_compile is True or (is_auto and pays_to_compile(compiled, sums)):
         return compiled
-    if tf.inside_function():
-        return update  # a function in the step takes longer to trace
     return tf.function(update, autograph=False)
 
 

@@ -154,7 +154,7 @@ class GradientAccumulator(Engine):
             fed_batch.accumulate(self, gradients, weight)
             return
         with self._step():
-            replicas.across_replicas(self.forget_if_broken)
+            replicas.across_replicas(self._forget_if_broken)
             fed_batch.accumulate(self, gradients, weight)
             fed_batch.end([self])
 
@@ -162,7 +162,7 @@ class GradientAccumulator(Engine):
     def _step(self):
         """Scope of a step of a custom loop; if it fails, all is forgotten."""
         # For a `tf.function`, and on one of several replicas, the next step
-        # does it: see `forget_if_broken`.
+        # does it: see `_forget_if_broken`.
         try:
             yield
         except BaseException as error:
@@ -182,7 +182,7 @@ class GradientAccumulator(Engine):
         update = functools.partial(self._update, self._expected)
 
         def end():
-            self.forget_if_broken()
+            self._forget_if_broken()
             tf.cond(self._count > 0, update, lambda: None)
 
         with self._step(), self.scope():
@@ -197,7 +197,7 @@ class GradientAccumulator(Engine):
             self._end_cycle()
             self._clear(*self._sums)
 
-    def forget_if_broken(self):
+    def _forget_if_broken(self):
         # After a step of a custom loop that failed. Its replicas have phases of
         # one sign.
         is_broken = tf.not_equal(self._phase, 0)

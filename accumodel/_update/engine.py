@@ -20,7 +20,7 @@ The algorithm, in which `sums`, `total` and `count` are variables:
 A gradient is freed when it was added, so the sums are the only copy of the
 parameters that this needs. An error between the first and the last sum leaves
 them half-added. So whatever fails, the pending cycle is forgotten: see
-`step_failed`, and `forget_if_broken` for a `tf.function` of a custom loop.
+`step_failed`, and `_forget_if_broken` for a `tf.function` of a custom loop.
 """
 
 import contextvars
@@ -370,11 +370,10 @@ class Engine(tf.Module):
         update = functools.partial(self._reduce_and_apply, present)
         if not is_inline:
             jit = None if strategy is not None else self._jit_compile
-            key = present, tf.inside_function()
-            if key not in updates:
+            if present not in updates:
                 made = optimizers.compile_update(update, self._sums, jit)
-                updates[key] = made
-            update = updates[key]
+                updates[present] = made
+            update = updates[present]
         update()
         # Not in an XLA cluster, which would make zeros beside the sums.
         self._clear(*self._sums)

@@ -85,10 +85,7 @@ class FirstBatch(Feature):
             return False
         if self._steps() > 1 or isinstance(size, str):
             return True
-        known = state.batch_size if hasattr(batches, "element_spec") else None
-        if size is None or known is None:
-            return size is not None and self._looks < _LOOKS
-        return known > size * state.strategy.num_replicas_in_sync
+        return size is not None and self._looks < _LOOKS
 
     def _steps(self):
         """Returns how many fed batches may make one update."""

@@ -113,15 +113,11 @@ class Check:
                 raise NotMade(f"it calls {name}, which would run again")
         if any(map(is_random, nodes)):
             return causes.TF_RANDOM
-        try:
-            with shaken(self.rows.used, self.model.optimizer):
+        point = shaken(self.rows.used, self.model.optimizer)
+        for scope in (point, contextlib.nullcontext()):
+            with contextlib.suppress(FloatingPointError), scope:
                 return self._look_twice()
-        except FloatingPointError:
-            pass
-        try:  # at the point where the training begins
-            return self._look_twice()
-        except FloatingPointError:
-            raise NotMade("its gradients are not finite") from None
+        raise NotMade("its gradients are not finite")
 
     def _find_fixed_size(self):
         """Looks only at whether a step can be traced with two samples."""
@@ -279,11 +275,12 @@ class Check:
                 return True
         x, *_ = keras.utils.unpack_x_y_sample_weight(self.rows.data)
         infer = tf.function(private_names.call_model, autograph=False)
+        graphs = [graph]
         with contextlib.suppress(NotImplementedError):  # a step without `call`
             infer = infer.get_concrete_function(model, x, training=False)
-            if is_read(infer.graph, variable):
-                return True
-        return is_read(graph, variable) or is_average(graph, variable)
+            graphs.append(infer.graph)
+        is_read_in = (is_read(each, variable) for each in graphs)
+        return any(is_read_in) or is_average(graph, variable)
 
 
 def _largest(array):

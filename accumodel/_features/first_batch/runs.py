@@ -116,11 +116,7 @@ class Runner:
             for kind, j in terms[0]:
                 values = [term[kind, j] for term in terms]
                 if kind not in ("outputs", "weights"):
-                    pairs = zip(values, factors, strict=True)
-                    values = [  # what weighs nothing may be not a number
-                        value * factor if factor.any() else np.zeros_like(value)
-                        for value, factor in pairs
-                    ]
+                    values = [*map(_weighed, values, factors)]
                 has_rows = kind in ("outputs", _BY_OUTPUTS)
                 joined = np.concatenate if has_rows else sum
                 arrays[kind, k, j] = joined(values)
@@ -250,6 +246,11 @@ def _array(tensor):
     return np.atleast_1d(tensor.numpy()).astype("float64")
 
 
+def _weighed(array, factor):
+    """Returns a product, 0 where what weighs nothing is not a number."""
+    return array * factor if factor.any() else np.zeros_like(array)
+
+
 def _added(variable, before):
     """Returns what was added to a state, in units above its rounding."""
     units = 0.5
@@ -265,8 +266,7 @@ def _before_softmax(output, gradient):
     """
     if gradient is None or output.op.type != "Softmax":
         return gradient
-    mean = tf.reduce_sum(gradient * output, -1, keepdims=True)
-    return output * (gradient - mean)
+    return tf.gradients(output, output.op.inputs[0], gradient)[0]
 
 
 def _bytes_of_a_row(tensor):
@@ -289,11 +289,11 @@ def _sketch(gradient):
     """Returns a gradient; if it is large, the sum of its rows."""
     if isinstance(gradient, tf.IndexedSlices):
         values, rows = gradient.values, gradient.indices
-    elif gradient.shape.num_elements() <= _ENTRIES:
-        return gradient
-    else:
+    elif (gradient.shape.num_elements() or 0) > _ENTRIES:
         values = tf.reshape(gradient, [-1, gradient.shape[-1]])
         rows = tf.range(tf.shape(values)[0])
+    else:
+        return gradient
     values = tf.cast(values, tf.float32)
     return tf.tensordot(_factors(rows, values), values, 1)
 
