@@ -16,7 +16,6 @@ import accumodel
 from accumodel import AccumulatingModel, InexactWarning
 from accumodel._features.first_batch import batches, runs
 from accumodel._features.first_batch import check as check_module
-from accumodel._keras_and_tf import private_names
 
 FEATURES, OUTPUTS = 5, 3
 
