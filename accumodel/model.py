@@ -448,10 +448,9 @@ class AccumulatingModel(keras.Model):
         `None` before the first batch, then a string that begins with `"exact"`,
         `"differs"` or `"not made"`, and says why; see `verify` of `compile`.
         """
-        for feature in self._accumulation.features:
-            if isinstance(feature, FirstBatch):
-                return feature.result
-        return None
+        features = self._accumulation.features
+        found = (x.result for x in features if isinstance(x, FirstBatch))
+        return next(found, None)
 
     def accumulate_gradients(
         self, gradients: Iterable, weight: typing.Any = 1.0

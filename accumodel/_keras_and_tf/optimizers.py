@@ -59,10 +59,9 @@ def trained_norms(model):
 def compile_update(update, sums, jit_compile):
     """Returns the update as a `tf.function`, which reads the `sums`."""
     compiled = tf.function(update, jit_compile=True, autograph=False)
-    is_auto = jit_compile == "auto"
-    if jit_compile is True or (is_auto and pays_to_compile(compiled, sums)):
-        return compiled
-    return tf.function(update, autograph=False)
+    if jit_compile == "auto":
+        jit_compile = pays_to_compile(compiled, sums)
+    return compiled if jit_compile else tf.function(update, autograph=False)
 
 
 def pays_to_compile(update, sums):

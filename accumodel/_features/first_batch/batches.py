@@ -83,9 +83,7 @@ class FirstBatch(Feature):
         if not tf.executing_eagerly():
             self._end("not made: the model trains inside of a function")
             return False
-        if self._steps() > 1 or isinstance(size, str):
-            return True
-        return size is not None and self._looks < _LOOKS
+        return self._steps() > 1 or (size is not None and self._looks < _LOOKS)
 
     def _steps(self):
         """Returns how many fed batches may make one update."""
@@ -107,8 +105,8 @@ class FirstBatch(Feature):
         is_split = isinstance(size, int) and samples[-1] > size
         self._warn_about_norms(is_split or len(fed) > 1)
         is_cycle = len(fed) >= steps or (len(fed) > 1 and sum(samples) > 2)
-        is_auto = isinstance(size, str)
-        is_enough = is_split or (is_cycle if steps > 1 else is_auto)
+        is_cycle = is_cycle if steps > 1 else isinstance(size, str)
+        is_enough = is_split or is_cycle
         self._looks += 1
         self._fed = [] if is_enough or steps == 1 else fed
         if is_enough:
@@ -141,11 +139,10 @@ class FirstBatch(Feature):
         """Warns of normalizations if a batch was split."""
         state = self._state
         is_exact = state.options.sync_batch_norm and self._steps() == 1
-        if not is_split or is_exact or self._has_warned:
+        is_known = is_exact or self._has_warned
+        if not is_split or is_known or not trained_norms(state.model):
             return
-        self._has_warned = bool(trained_norms(state.model))
-        if not self._has_warned:
-            return
+        self._has_warned = True
         warnings.warn(
             "Batch normalization normalizes each micro-batch by itself, so the "
             "weights are not those of the large batch. Compile with "

@@ -223,7 +223,7 @@ class Check:
         """Returns what differs of a kind, as `Found`, the most first."""
         rounding, is_main = self._rounding(kind), kind == self._runner.main_kind
         whole = {key: value for key, value in whole.items() if key[0] == kind}
-        sizes = {key: _largest(value) for key, value in whole.items()}
+        sizes = {k: np.abs(v).max(initial=0) for k, v in whole.items()}
         largest = max(sizes.values(), default=0.0)
         if not np.isfinite(largest):
             raise FloatingPointError
@@ -235,7 +235,8 @@ class Check:
         for key, one in whole.items():
             share, bound = 1.0, sizes[key] + floor
             if one.shape == parts[key].shape:
-                share = _largest(one - parts[key]) / bound if bound else 0.0
+                difference = np.abs(one - parts[key]).max(initial=0)
+                share = difference / bound if bound else 0.0
                 share = np.nan_to_num(share, nan=np.inf)
             if is_main:
                 self._error = max(self._error, share)
@@ -281,10 +282,6 @@ class Check:
             graphs.append(infer.graph)
         is_read_in = (is_read(each, variable) for each in graphs)
         return any(is_read_in) or is_average(graph, variable)
-
-
-def _largest(array):
-    return np.abs(array).max(initial=0)
 
 
 def _joined(batches):

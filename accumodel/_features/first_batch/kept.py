@@ -61,15 +61,12 @@ def shaken(variables, optimizer):
     branches that begin at zero hide what is behind them. Numbers stay within a
     fifth of what they are, so that no sum overflows.
     """
-    scales = [
-        tf_variable(each.dynamic_scale)
-        for each in with_inner_optimizers(optimizer)
-        if getattr(each, "dynamic_scale", None) is not None
-    ]
     with contextlib.ExitStack() as stack:
-        for each in scales:
-            stack.callback(each.assign, each.read_value())
-            each.assign(1.0)
+        for each in with_inner_optimizers(optimizer):
+            scale = tf_variable(getattr(each, "dynamic_scale", None))
+            if scale is not None:
+                stack.callback(scale.assign, scale.read_value())
+                scale.assign(1.0)
         for i, each in enumerate(variables):
             if each.dtype.is_floating:
                 stack.callback(_shake(each, np.random.default_rng(i)))
