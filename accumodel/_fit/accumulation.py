@@ -278,5 +278,7 @@ class Accumulation:
                 f"Received: model={self.model}"
             )
         self.accumulators.is_live = True
-        accumulator.use(self.numbers, not self.spans_batches)
+        # A function of a custom loop is not traced again for other cycles.
+        in_fit = getattr(current_step(), "fed_batch", None) is not None
+        accumulator.use(self.numbers, in_fit and not self.spans_batches)
         return accumulator

@@ -235,8 +235,9 @@ class Engine(tf.Module):
         @recorded()
         def add():  # each as soon as it is made, which frees it
             self._phase.assign_add(0.0)  # what assigns it next waits for this
-            dtypes = dict.fromkeys(each.dtype for each in self._sums)
-            minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
+            minus = {
+                d: tf.cast(-scale, d) for d in {x.dtype for x in self._sums}
+            }
             triples = zip(self._sums, gradients, self.variables, strict=True)
             for total, gradient, variable in triples:
                 sums.add(total, gradient, variable, minus[total.dtype])

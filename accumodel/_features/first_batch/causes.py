@@ -13,8 +13,7 @@ from accumodel._micro_batch.micro_batches import current_graph
 
 TF_RANDOM = (
     "The model draws random numbers by `tf.random`: other ones in each "
-    "micro-batch than in the large batch. Use layers of Keras, or "
-    "`keras.random` with a `keras.random.SeedGenerator`."
+    "micro-batch than in the large batch. Use `keras.random` instead."
 )
 _WEIGHT = (
     "`accumulate_gradients` needs the weight of the micro-batch: what its loss "

@@ -94,7 +94,7 @@ class WholeBatch(Feature):
             if not (own and (cache or has_own)):
                 plan.model.accumulate_gradients(own)  # says what is wrong
                 return log()
-        own_sums = plan.state.ready_accumulator()
+            own_sums = plan.state.ready_accumulator()
         add = functools.partial(fed_batch.accumulate, own_sums, weight=weight)
         fraction = 1.0  # of the weight
         if cache:
