@@ -235,9 +235,8 @@ class Engine(tf.Module):
         @recorded()
         def add():  # each as soon as it is made, which frees it
             self._phase.assign_add(0.0)  # what assigns it next waits for this
-            minus = {
-                d: tf.cast(-scale, d) for d in {x.dtype for x in self._sums}
-            }
+            dtypes = {each.dtype for each in self._sums}
+            minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
             triples = zip(self._sums, gradients, self.variables, strict=True)
             for total, gradient, variable in triples:
                 sums.add(total, gradient, variable, minus[total.dtype])

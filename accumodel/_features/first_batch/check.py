@@ -72,7 +72,7 @@ class Check:
         self.plan = plan = dataclasses.replace(state.plan(), numbers=numbers)
         variables.make(plan, fed[0])
         try:
-            self._data = _joined(fed)
+            self._data = _joined(fed) if len(fed) > 1 else fed[0]
         except (ValueError, tf.errors.InvalidArgumentError):
             self._data = fed[0]  # others have other shapes
         self._samples = int(count_samples(self._data))
@@ -286,8 +286,6 @@ class Check:
 
 def _joined(batches):
     """Returns the rows of several batches in one."""
-    if len(batches) == 1:
-        return batches[0]
 
     def join(*leaves):
         first = leaves[0]
