@@ -227,6 +227,7 @@ class Draws:
         self._in_loops = plan.assigned["seeds in loops"]
         # How often each seed is drawn in this scope, and whether in a loop.
         self._drawn: collections.Counter = collections.Counter()
+        self._initial: dict = {}  # seeds of initial weights, by their ids
         self._around = current_graph()
         self._samples: int | None = None  # of the micro-batch, if it is known
         # Whether the draw that takes a seed has rows; `None`: taken by hand.
@@ -318,7 +319,7 @@ class Draws:
         """Scope in which what is traced draws the rows when it runs."""
         self._around = current_graph()
         self._drawn.clear()
-        with replaced_draws(self._draw, next=self._next):
+        with replaced_draws(self._draw, self._next_initial, next=self._next):
             yield
         for key, is_in_loop in [*self._drawn]:
             if is_in_loop:
@@ -327,6 +328,7 @@ class Draws:
     def check(self, graph):
         """Raises if a graph draws numbers that are not drawn so."""
         seeds = [self._seeds.variables[key] for key in self._seeds.before]
+        seeds += self._initial.values()
         known = {id(part) for seed in seeds for part in _parts(seed)}
         used = private_names.used_variables(graph)
         for seed in filter(private_names.is_seed, used):
@@ -354,6 +356,10 @@ class Draws:
             for key in keys
             if not used.isdisjoint(map(id, _parts(self._seeds.variables[key])))
         ]
+
+    def _next_initial(self, original, generator, ordered=True):
+        self._initial[id(generator.state)] = generator.state
+        return original(generator, ordered)
 
     def _next(self, original, generator, ordered=True):
         """Draws a seed, see `replaced_draws`."""
@@ -457,11 +463,11 @@ class Draws:
         return tf.reshape(numbers, shape)
 
 
-def replaced_draws(draw, **others):
+def replaced_draws(draw, initial=None, **others):
     """Returns a scope in which `draw` draws random numbers."""
     # It is called with the name of a function of `keras.random`, the function,
     # and its arguments in a dict. `others` replace other functions of the hook,
-    # such as `next`.
+    # such as `next`, and `initial` replaces `next` while variables are made.
 
     def call(name, original, *args, **kwargs):
         bound = inspect.signature(original).bind(*args, **kwargs)
@@ -475,7 +481,8 @@ def replaced_draws(draw, **others):
 
     def build(original, *args, **kwargs):
         # Initial weights are no draws of a step.
-        with hooks.draws.none():
+        kept = {} if initial is None else {"next": initial}
+        with hooks.draws.none(), hooks.draws(**kept):
             return original(*args, **kwargs)
 
     others |= {"draw_seed": draw_seed, **dict.fromkeys(hooks.BUILDS, build)}
