@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import keras
 import numpy as np
@@ -15,6 +16,9 @@ TF_RANDOM = (
     "The model draws random numbers by `tf.random`: other ones in each "
     "micro-batch than in the large batch. Use `keras.random` instead."
 )
+# The operations that draw numbers of which some rows cannot be drawn.
+_NOT_CUT = re.compile("Stateless(?!Random(Uniform|Normal|Get))")
+
 _WEIGHT = (
     "`accumulate_gradients` needs the weight of the micro-batch: what its loss "
     "was divided by, such as `tf.shape(x)[0]`, or `None` for a sum. Without "
@@ -130,7 +134,7 @@ class _Layers(Runner):
             outputs = call(*args, **kwargs)
             if graph is current_graph():
                 operations = graph.get_operations()[begin:]
-                drawn = [e.type for e in operations if _is_not_cut(e.type)]
+                drawn = [e.type for e in operations if _NOT_CUT.match(e.type)]
                 self.sources["outputs", len(terms), 0] = layer, drawn
                 terms.append(keyed("outputs", floats(outputs)))
             return outputs
@@ -142,10 +146,3 @@ class _Layers(Runner):
             x, *_ = keras.utils.unpack_x_y_sample_weight(data)
             private_names.call_model(plan.model, x, training=True)
         return terms
-
-
-def _is_not_cut(kind):
-    """Whether it is a draw of which no rows can be drawn."""
-    cut = ("StatelessRandomUniform", "StatelessRandomNormal")
-    others = ("StatelessRandomGet", "StatelessRandomGetAlg")
-    return kind.startswith("Stateless") and not kind.startswith(cut + others)

@@ -186,9 +186,6 @@ class _Taken(FedBatch):
     def accumulate(self, accumulator, gradients, weight, fraction=1.0):
         if current_graph() is not self._graph:
             raise NotMade("the step accumulates in a condition or a function")
-        # Several gradients of one fed batch have fractions of its weight.
-        if weight is not None:
-            weight = tf.cast(weight, tf.float64) * tf.cast(fraction, tf.float64)
         k, trained = len(self.terms), accumulator.variables
         self.sources |= _sources_of("gradients", k, trained)
         made = keyed("gradients", gradients, _sketch)
