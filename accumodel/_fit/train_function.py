@@ -79,7 +79,7 @@ def _say_that_it_was_split(state, error):
     size = int(tf.convert_to_tensor(state.size))  # a mirrored one is no number
     samples = state.batch_size
     is_split = size < ALL and (samples is None or size < samples)
-    of_values = r"valid range|is not in \[|Tensor had|micro_batch_size"
+    of_values = r"valid range|is not in \[|Tensor had|micro_batch_size|PyFunc"
     if is_split and not re.search(of_values, str(error)):
         batch = "The batch" if samples is None else f"A batch of {samples}"
         error.add_note(
