@@ -115,7 +115,6 @@ class FirstBatch(Feature):
             self.result = "not made: no update was made in several parts so far"
 
     def _check(self, fed):
-        """Checks the batches, and warns if they show a difference."""
         try:
             found = _outside(Check(self._state, fed, self._is_even).result)
         except NotMade as error:

@@ -226,7 +226,6 @@ def _call_anew(original, function, *args, **kwargs):
 
 
 def _inference(original, layer, inputs, mask):
-    """Returns what a normalization uses in inference."""
     moving = layer.moving_mean, layer.moving_variance
     return tuple(tf.cast(each, inputs.dtype) for each in moving)
 
