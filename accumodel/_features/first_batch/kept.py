@@ -6,7 +6,6 @@ list has to say which ones a step may change.
 
 import collections
 import contextlib
-import functools
 import typing
 
 import keras
@@ -58,47 +57,35 @@ def shaken(variables, optimizer):
     """Scope in which floats are at a point that is not special.
 
     At the initial weights, averages that begin as copies do not move, and
-    branches that begin at zero hide what is behind them. Numbers stay within a
-    fifth of what they are, so that no sum overflows.
+    branches that begin at zero hide what is behind them. Nothing is scaled, so
+    that no sum overflows.
     """
+    scales = [
+        tf_variable(each.dynamic_scale)
+        for each in with_inner_optimizers(optimizer)
+        if getattr(each, "dynamic_scale", None) is not None
+    ]
     with contextlib.ExitStack() as stack:
-        for each in with_inner_optimizers(optimizer):
-            scale = tf_variable(getattr(each, "dynamic_scale", None))
-            if scale is not None:
-                stack.callback(scale.assign, scale.read_value())
-                scale.assign(1.0)
+        for each in [*variables, *scales]:  # buffers are shared, not copied
+            stack.callback(each.assign, each.read_value())
         for i, each in enumerate(variables):
             if each.dtype.is_floating:
-                stack.callback(_shake(each, np.random.default_rng(i)))
+                each.assign(_shake(each.read_value(), np.random.default_rng(i)))
+        for each in scales:
+            each.assign(1.0)
         yield
 
 
-def _shake(variable, numbers):
-    """Moves a variable, and returns a function that moves it back."""
-    shape, dtype = variable.shape, variable.dtype
-    if tf.reduce_any(variable != 0):
-        factors = tf.cast(1 + numbers.integers(1, 4, shape[-1:]) / 16, dtype)
-        _flip(variable, factors)
-        return functools.partial(_flip, variable, factors)
-    new = numbers.uniform(0.05, 0.15, shape) * np.prod(shape[:-1]) ** -0.5
-    variable.assign(tf.cast(new, dtype))
-    return lambda: variable.assign(tf.zeros(shape, dtype))
-
-
-def _flip(variable, factors):
-    """Flips those bits of numbers that these factors of 1 have.
-
-    Flipped twice, each number is as it was, and no copy of it waits.
-    """
-    value, dtype = variable.read_value(), variable.dtype
-    of_dtype = {2: tf.int16, 4: tf.int32, 8: tf.int64}[dtype.size]
-    ones = tf.ones_like(factors)
-    numbers = [tf.bitcast(each, of_dtype) for each in (value, factors, ones)]
-    flipped = functools.reduce(tf.bitwise.bitwise_xor, numbers)
-    flipped = tf.bitcast(flipped, dtype)
-    # Zeros and infinities would become other kinds of numbers.
-    is_normal = tf.math.is_finite(flipped / value)
-    variable.assign(tf.where(is_normal, flipped, value))
+def _shake(value, numbers):
+    if tf.reduce_any(value != 0):
+        factors = numbers.uniform(0.9, 1.1, value.shape[-1:])
+        return value * tf.cast(factors, value.dtype)
+    if len(value.shape) > 1:  # a kernel
+        scale = np.prod(value.shape[:-1]) ** -0.5
+        new = numbers.normal(0, scale, value.shape)
+    else:
+        new = numbers.uniform(0.05, 0.15, value.shape)
+    return tf.cast(new, value.dtype)
 
 
 def is_read(graph, variable):
