@@ -50,7 +50,7 @@ class LossWeights:
 
     def __init__(self, model):
         self._model = model
-        self.warned = False
+        self.warned: set[str] = set()
         # Whether `fit` was given one array of sample weights for all outputs.
         self.shares_sample_weight = False
 
@@ -94,17 +94,21 @@ class LossWeights:
                 f"reductions={names} and {len(vectors)} vectors from `add_loss`"
             )
         if len(divisors) > 1:
-            if not self.warned:
-                self.warned = True
-                warnings.warn(
-                    "The losses of this model are averaged over different "
-                    "masks or sample weights, so no single weight is exact. "
-                    "Use `gradient_cache=True`, or override "
-                    "`micro_batch_weight`.",
-                    InexactWarning,
-                    stacklevel=2,
-                )
+            self._warn(
+                "The losses of this model are averaged over different masks "
+                "or sample weights, so no single weight is exact. Use "
+                "`gradient_cache=True`, or override `micro_batch_weight`."
+            )
             return samples
+        if divisors.keys() - {_SAMPLES} and any(
+            is_single(tf.convert_to_tensor(each), data)
+            for each in added_losses(self._model)
+        ):
+            self._warn(
+                "The compiled loss is averaged over a mask or sample weights, "
+                "and a scalar of `add_loss` over samples: no single weight is "
+                "exact. Override `micro_batch_weight` if samples matter more."
+            )
         value = next(iter(divisors.values()), None)
         return samples if value is None else _nonzero(value, samples)
 
@@ -207,6 +211,13 @@ class LossWeights:
         each = tf.math.divide_no_nan(elements, size)  # a replica may get none
         value = private_names.sum_of_weights(None, mask, dtype) * each
         return {("mask", id(mask)): value}
+
+    def _warn(self, message):
+        # The loss may be that of the whole fed batch, which is exact.
+        is_exact = current_step().plan.whole_batch is not None
+        if not is_exact and message not in self.warned:
+            self.warned.add(message)
+            warnings.warn(message, InexactWarning, stacklevel=2)
 
 
 def _is_mean(reduction):
