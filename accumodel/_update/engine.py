@@ -246,7 +246,8 @@ class Engine(tf.Module):
             if step is not None and step.is_compiled:
                 # An XLA cluster would carry all sums through a condition. What
                 # is read is one of its variables, see `Auto.call_compiled`.
-                [*map(operator.methodcaller("read_value"), self._sums)]
+                for total in self._sums:
+                    total.read_value()
                 gradients = [sums.zero_unless(is_used, x) for x in gradients]
                 is_used = True
             call_if(is_used, add)
