@@ -53,7 +53,7 @@ an update that is left out is followed
     """,
     "test_auto.py": """
 the update does not wait for the stages that are not counted
-    FedBatch.accumulate: call assign_add =>
+    Added.accumulate: call assign_add =>
         {} if tf.is_tensor(fraction) or fraction else None
 a part that fails leaves what it wrote
     Auto._run_one: call assign => None
@@ -256,8 +256,8 @@ parts of the whole size, and a rest
     bounds: return count n i => (i * -(-n // count), tf.minimum((i + 1) * -(-n
         // count), n))
 each part ends its fed batch
-    loop.make_step.step: return function => ({}, fed_batch and
-        fed_batch.end([]))[0]
+    loop.make_step.step: return function => ({}, added and
+        added.end([]))[0]
 the log forgets the batches before
     LossLogs.end: call assign => None
 a failure leaves parts behind
@@ -310,7 +310,7 @@ normalizations of two traces are taken for those of one
     """,
     "test_traces.py": """
 a function in a step that was traced before counts nothing
-    FedBatch.end: if => False
+    Added.end: if => False
     """,
     "test_trim_padding.py": """
 samples stay in the order in which they are fed

@@ -279,6 +279,6 @@ class Accumulation:
             )
         self.accumulators.is_live = True
         # A function of a custom loop is not traced again for other cycles.
-        in_fit = getattr(current_step(), "fed_batch", None) is not None
+        in_fit = getattr(current_step(), "added", None) is not None
         accumulator.use(self.numbers, in_fit and not self.spans_batches)
         return accumulator

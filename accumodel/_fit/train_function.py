@@ -9,7 +9,7 @@ Every fed batch goes one way:
                     model.train_step        the user's, or that of accumodel
                         compute_gradients   forward, backward, weight, logs
                         accumulate_gradients -> GradientAccumulator: the sums
-                FedBatch.end                counts it; updates if the cycle ends
+                Added.end                counts it; updates if the cycle ends
 
 A feature may `train` or `test` a fed batch instead of the loop. The test
 function goes the same way, without gradients. XLA compiles what runs for a
@@ -27,7 +27,7 @@ from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.micro_batches import ALL, count_samples
-from accumodel._update.engine import FedBatch, step_failed
+from accumodel._update.engine import Added, step_failed
 
 
 def make_function(model, name, make, force):
@@ -99,14 +99,14 @@ def _train(model, train_step, data):
     if isinstance(plan.options.micro_batch_size, int):
         is_split = count_samples(data) > plan.size
         state.splits.assign_add(tf.cast(is_split, tf.float64))
-    fed_batch = FedBatch(plan.is_split)
+    added = Added(plan.is_split)
     try:
-        logs = _run(plan, train_step, data, fed_batch)
+        logs = _run(plan, train_step, data, added)
     except AssertionError as error:
         if "variables which have been deleted" in str(error):
             _refuse_function(model, error)
         raise
-    is_added = fed_batch.end(state.accumulators)
+    is_added = added.end(state.accumulators)
     if is_added or not model.trainable_variables:
         return logs
     if state.accumulators.adds_in_function:
@@ -137,17 +137,17 @@ def _test(model, test_step, data):
     return _run(model._accumulation.plan(), test_step, data)
 
 
-def _run(plan, step, data, fed_batch=None):
+def _run(plan, step, data, added=None):
     """Runs a step for each micro-batch, or as a feature does."""
-    trains, whole_batch = fed_batch is not None, plan.whole_batch
+    trains, whole_batch = added is not None, plan.whole_batch
     with contextlib.ExitStack() as stack:
         for feature in plan.features:
             stack.enter_context(feature.around_batch())
         if whole_batch is not None and trains:
-            return whole_batch.train(plan, fed_batch, data)
+            return whole_batch.train(plan, added, data)
         if whole_batch is not None and "test_step" not in plan.overridden:
             return whole_batch.test(plan, data)
-        return loop.run(plan, step, data, fed_batch)
+        return loop.run(plan, step, data, added)
 
 
 def _make(state, name, make):

@@ -11,7 +11,7 @@ from accumodel._micro_batch.assignments import random_state
 from accumodel._micro_batch.micro_batches import count_samples, one_step
 from accumodel._micro_batch.outcome import forward
 from accumodel._micro_batch.random_numbers import Draws
-from accumodel._update.engine import FedBatch
+from accumodel._update.engine import Added
 
 
 def make_first(plan, trains, batches):
@@ -71,7 +71,7 @@ def _trace(plan, trains, data):
             end = tf.minimum(end, plan.size)
         # A `tf.function` in the model may not be traced again.
         draws = Draws(plan).replaced()
-        with one_step(plan, data, FedBatch(is_split=True)), draws:
+        with one_step(plan, data, Added(is_split=True)), draws:
             part = model.slice_data(data, tf.zeros_like(end), end)
             _use_all(plan, trains, part)
 

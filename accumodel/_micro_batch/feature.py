@@ -68,14 +68,14 @@ class Feature:
         return contextlib.nullcontext()
 
     def around_part(self, parts, i) -> contextlib.AbstractContextManager:
-        """Returns the scope of the i-th of the `MicroBatches`."""
+        """Returns the scope of the i-th micro-batch of a `FedBatch`."""
         return contextlib.nullcontext()
 
     def order(self, plan, data) -> typing.Any:
         """Returns the fed batch in order, as an object that cuts its parts."""
         raise NotImplementedError
 
-    def train(self, plan, fed_batch, data) -> dict:
+    def train(self, plan, added, data) -> dict:
         """Trains on a fed batch that sees all samples; returns the logs."""
         raise NotImplementedError
 

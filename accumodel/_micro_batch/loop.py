@@ -17,10 +17,10 @@ from accumodel._keras_and_tf.replicas import count_replicas
 from accumodel._micro_batch import micro_batches
 
 
-def make_step(plan, function, fed_batch=None, losses=None):
+def make_step(plan, function, added=None, losses=None):
     """Returns a function that runs `function` as a `Step` of a micro-batch."""
 
-    how = fed_batch, losses, plan.is_compiled
+    how = added, losses, plan.is_compiled
 
     def step(data):
         with micro_batches.one_step(plan, data, *how):
@@ -47,18 +47,18 @@ def make_step(plan, function, fed_batch=None, losses=None):
     return call
 
 
-def run(plan, function, data, fed_batch=None):
+def run(plan, function, data, added=None):
     """Calls a step with each micro-batch of a fed batch; returns the logs."""
-    parts = micro_batches.MicroBatches(plan, data)
-    scopes = plan.around_parts(trains=fed_batch is not None)
+    parts = micro_batches.FedBatch(plan, data)
+    scopes = plan.around_parts(trains=added is not None)
     if not plan.is_split:
-        step = make_step(plan, function, fed_batch)
+        step = make_step(plan, function, added)
         with contextlib.ExitStack() as stack:
             for scope in scopes:
                 stack.enter_context(scope(parts, 0))
             return step(data)
     of_batch = LossLogs(plan)
-    step = make_step(plan, function, fed_batch, of_batch)
+    step = make_step(plan, function, added, of_batch)
     specs = None
 
     def body(i, _, losses):

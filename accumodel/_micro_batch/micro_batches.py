@@ -72,7 +72,7 @@ class Step:
 
     plan: Plan
     data: typing.Any
-    fed_batch: typing.Any = None  # that it is part of, `None` if none trains
+    added: typing.Any = None  # where it registers, `None` if none trains
     losses: typing.Any = None  # the `LossLogs` to report to, or `None`
     is_compiled: bool = False  # by XLA
     # The arguments of each loss reduction in this step, or `None` before.
@@ -127,8 +127,8 @@ _OTHER_TARGETS = (
 )
 
 
-class MicroBatches:
-    """The micro-batches of one fed batch; one if it is not split."""
+class FedBatch:
+    """One fed batch, and its micro-batches; one if it is not split."""
 
     def __init__(self, plan, data):
         self._model, self.data, self.is_split = plan.model, data, plan.is_split

@@ -200,7 +200,7 @@ class LossWeights:
         if name == "mean_with_sample_weight" and weighed:
             value = private_names.sum_of_weights(sample_weight, mask, dtype)
             # What `evaluate` was given is not known.
-            is_shared = self.shares_sample_weight and current_step().fed_batch
+            is_shared = self.shares_sample_weight and current_step().added
             weights = 0 if is_shared else id(sample_weight)
             return {("weights", id(mask), weights): value}
         elements = tf.cast(tf.size(values, out_type=tf.int64), dtype)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, replicas
 from accumodel._micro_batch.micro_batches import current_step
-from accumodel._update.engine import Engine, FedBatch, step_failed
+from accumodel._update.engine import Added, Engine, step_failed
 
 
 class GradientAccumulator(Engine):
@@ -146,17 +146,17 @@ class GradientAccumulator(Engine):
                 or if it is called twice in one `train_step` of a model.
         """
         step = current_step()
-        in_fit = step is not None and step.fed_batch is not None
+        in_fit = step is not None and step.added is not None
         # In a custom loop, each micro-batch is a fed batch.
-        fed_batch = step.fed_batch if in_fit else FedBatch(is_split=False)
-        gradients = self.check_call(fed_batch, gradients, weight is not None)
+        added = step.added if in_fit else Added(is_split=False)
+        gradients = self.check_call(added, gradients, weight is not None)
         if in_fit:  # which ends the fed batch, and knows of errors
-            fed_batch.accumulate(self, gradients, weight)
+            added.accumulate(self, gradients, weight)
             return
         with self._step():
             replicas.across_replicas(self._forget_if_broken)
-            fed_batch.accumulate(self, gradients, weight)
-            fed_batch.end([self])
+            added.accumulate(self, gradients, weight)
+            added.end([self])
 
     @contextlib.contextmanager
     def _step(self):

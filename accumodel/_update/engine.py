@@ -51,7 +51,7 @@ class _Untracked:
         # gradient? Empty if all were.
         self.named: list = []
         self.updates_every_batch = False  # whether each fed batch is a cycle
-        # What a fed batch last registered, see `FedBatch.accumulate`.
+        # What a fed batch last registered, see `Added.accumulate`.
         self.added: typing.Any = None
 
     def __getstate__(self):
@@ -161,13 +161,13 @@ class Engine(tf.Module):
         if self._follows_model:
             self._accum_steps.assign(accum_steps)
 
-    def check_call(self, fed_batch, gradients, has_weight):
+    def check_call(self, added, gradients, has_weight):
         """Checks a call of `accumulate`; returns its gradients in order."""
         gradients, named = checks.check_gradients(gradients, self.variables)
         holder, step = fitted.get(), current_step()
         if holder is not None:
             holder.check_holds(self)
-        fed_batch.check(self)
+        added.check(self)
         # What was traced does not look at it again, so it must stay the same.
         is_eager = tf.executing_eagerly() and not self._is_traced
         if is_eager and not self._untracked.strategy and self._count == 0:
@@ -457,12 +457,12 @@ def step_failed(accumulators, error):
 fitted: contextvars.ContextVar = contextvars.ContextVar("fitted", default=None)
 
 
-class FedBatch:
+class Added:
     """The accumulators that the micro-batches of one fed batch are added to."""
 
     def __init__(self, is_split):
         self.is_split = is_split  # then replicas may have unequal numbers
-        self._added: dict = {}
+        self._known: dict = {}
 
     def check(self, accumulator):
         """Raises unless this is a step of the accumulator's strategy."""
@@ -488,12 +488,12 @@ class FedBatch:
         accepted = tf.cast(accepted, tf.float64)
         accumulator._parts.assign_add([accepted * size, (1 - accepted) * size])
         present = tuple(each is not None for each in gradients)
-        before, was_conditional = self._added.get(accumulator, (present, False))
+        before, was_conditional = self._known.get(accumulator, (present, False))
         union = tuple(map(operator.or_, present, before))
         step = current_step()
-        in_fit = step is not None and step.fed_batch is self
+        in_fit = step is not None and step.added is self
         is_conditional = was_conditional or (in_fit and step.is_conditional())
-        self._added[accumulator] = union, is_conditional
+        self._known[accumulator] = union, is_conditional
         if in_fit:
             accumulator._untracked.added = union, is_conditional
 
@@ -502,8 +502,8 @@ class FedBatch:
         # A `tf.function` in a custom step may be traced already: then it adds,
         # but registers nothing, so the accumulators themselves know.
         for each in accumulators:
-            if each not in self._added and each._untracked.added is not None:
-                self._added[each] = (each._untracked.added[0], True)
-        for accumulator, (present, is_conditional) in self._added.items():
+            if each not in self._known and each._untracked.added is not None:
+                self._known[each] = (each._untracked.added[0], True)
+        for accumulator, (present, is_conditional) in self._known.items():
             accumulator._end_fed_batch(present, is_conditional)
-        return bool(self._added)
+        return bool(self._known)

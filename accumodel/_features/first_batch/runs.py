@@ -24,13 +24,13 @@ from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.replicas import make_sum
 from accumodel._micro_batch import outcome
 from accumodel._micro_batch.micro_batches import (
-    MicroBatches,
+    FedBatch,
     count_samples,
     current_graph,
     one_step,
 )
 from accumodel._micro_batch.random_numbers import RandomNumbers
-from accumodel._update.engine import FedBatch
+from accumodel._update.engine import Added
 
 # The most entries of a gradient, or of a row of outputs, that are copied.
 _ENTRIES = 2**16
@@ -72,7 +72,7 @@ class Runner:
         def run(begin, end, i, size):
             own = dataclasses.replace(plan, size=size)
             data = self._model.slice_data(self.data, begin, end)
-            parts, taken = MicroBatches(own, data), _Taken()
+            parts, taken = FedBatch(own, data), _Taken()
             with contextlib.ExitStack() as stack:
                 for scope in own.around_parts(trains=True):
                     stack.enter_context(scope(parts, i))
@@ -171,7 +171,7 @@ class AsItIs(Runner):
         return taken.terms
 
 
-class _Taken(FedBatch):
+class _Taken(Added):
     """Takes the gradients that would be added to accumulators."""
 
     def __init__(self):

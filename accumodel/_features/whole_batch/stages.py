@@ -81,26 +81,26 @@ class WholeBatch(Feature):
         # With the cache, a custom one gets the batch whole, as the loss does.
         return self._state.options.gradient_cache
 
-    def train(self, plan, fed_batch, data):
+    def train(self, plan, added, data):
         """Trains on one fed batch, which the caller ends. Returns the logs."""
         data = micro_batches.as_tensors(data)
         # What is assigned between the two passes.
         states = States(plan.assigned["loss"])
         run = _Run(plan, data, states, is_training=True)
         made = run.forward()
-        with one_step(plan, data, fed_batch):
+        with one_step(plan, data, added):
             own, cache, weight, log = run.differentiate(*made)
             has_own = bool(tensors_in(own))
             if not (own and (cache or has_own)):
                 plan.model.accumulate_gradients(own)  # says what is wrong
                 return log()
             own_sums = plan.state.ready_accumulator()
-        add = functools.partial(fed_batch.accumulate, own_sums, weight=weight)
+        add = functools.partial(added.accumulate, own_sums, weight=weight)
         fraction = 1.0  # of the weight
         if cache:
             with states.rolled_back():
-                fraction = run.backward(cache, fed_batch, add)
-        with one_step(plan, data, fed_batch):
+                fraction = run.backward(cache, added, add)
+        with one_step(plan, data, added):
             if has_own:
                 add(own, fraction=fraction)
             return log()
@@ -121,7 +121,7 @@ class _Run:
     """All micro-batches of a fed batch, through the parts of a `ModelGraph`."""
 
     def __init__(self, plan, data, states, is_training):
-        self._plan, self.parts = plan, micro_batches.MicroBatches(plan, data)
+        self._plan, self.parts = plan, micro_batches.FedBatch(plan, data)
         self._states, self._is_training = states, is_training
         self._graph = self._trace()
         self._is_in_stages = len(self._graph.forward) > 1
@@ -284,7 +284,7 @@ class _Run:
 
     # -- 3. Forward again, and backward ----------------------------------------
 
-    def backward(self, cache, fed_batch, add):
+    def backward(self, cache, added, add):
         """Runs all stages backward, and adds the gradients of the variables.
 
         Returns the fraction of the weight that is left, see `Engine._add`.
@@ -307,7 +307,7 @@ class _Run:
             if not tensors_in(part.makes):  # such as of layers that are frozen
                 continue
             with states.rolled_back():
-                made = self._run_backward(part, fed_batch, add, has_begun)
+                made = self._run_backward(part, added, add, has_begun)
             for name, array in made["by_statistics"].items():
                 if array is not None:
                     by_statistics[name] = tf.reduce_sum(array.stack(), 0)
@@ -315,7 +315,7 @@ class _Run:
             has_begun |= bool(tensors_in(part.makes["own"]))
         return 0.0 if has_begun else 1.0
 
-    def _run_backward(self, part, fed_batch, add, has_begun):
+    def _run_backward(self, part, added, add, has_begun):
         def replay(arguments):
             values, fraction = arguments
             made = part(values)
@@ -324,7 +324,7 @@ class _Run:
                 add(own, fraction=fraction)
             return made
 
-        step = loop.make_step(self._plan, replay, fed_batch)
+        step = loop.make_step(self._plan, replay, added)
 
         def run_part(i):
             fraction = 0.0 if has_begun else self.parts.fraction(i)
