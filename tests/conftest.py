@@ -15,6 +15,9 @@ from accumodel._features.first_batch import batches
 
 pytest.register_assert_rewrite("helpers")
 
+# On a GPU, or float32 would round as float16 does.
+tf.config.experimental.enable_tensor_float_32_execution(False)
+
 # Devices for the strategies. TensorFlow splits them only before it begins.
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
