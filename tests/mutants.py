@@ -53,8 +53,7 @@ an update that is left out is followed
     """,
     "test_auto.py": """
 the update does not wait for the stages that are not counted
-    Added.accumulate: call assign_add =>
-        {} if tf.is_tensor(fraction) or fraction else None
+    Added.accumulate: call assign_add => {} if is_last else None
 a part that fails leaves what it wrote
     Auto._run_one: call assign => None
 a broken part is repeated

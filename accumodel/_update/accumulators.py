@@ -110,7 +110,8 @@ class Accumulators:
     def apply(self):
         try:
             for accumulator in self:
-                accumulator.apply()
+                if accumulator.pending_steps:
+                    accumulator.apply()
         except BaseException as error:
             step_failed([*self], error)  # of all, not of this one alone
             raise

@@ -209,11 +209,11 @@ class Engine(tf.Module):
         end = functools.partial(self._end_step, present, may_be_nothing)
         replicas.across_replicas(end, parts)
 
-    def _add(self, gradients, weight, meets, fraction=1.0):
+    def _add(self, gradients, weight, meets, is_last=True):
         """Adds a micro-batch to this replica's sums."""
-        # `fraction` is how much of `weight` to add to the total, if the
-        # gradient of a batch comes in several parts. Returns a bool tensor that
-        # is ready when all is added.
+        # The gradient of a batch may come in several parts, of which the last
+        # adds the weight to the total. Returns a bool tensor that is ready when
+        # all is added.
         self._is_traced |= not tf.executing_eagerly()
         divides = weight is not None
         with tf.control_dependencies(self._waits(gradients, weight)):
@@ -251,7 +251,7 @@ class Engine(tf.Module):
                 gradients = [sums.zero_unless(is_used, x) for x in gradients]
                 is_used = True
             call_if(is_used, add)
-            each = tf.cast(weight, tf.float64) * float(divides) * fraction
+            each = tf.cast(weight, tf.float64) * float(divides and is_last)
             new = tf.stack([each, tf.abs(each)])
             self._totals.assign_add(tf.where(accepted, new, 0.0))
         # TensorFlow keeps what uses one variable in order, so this is last.
@@ -478,13 +478,13 @@ class Added:
             )
 
     @recorded()
-    def accumulate(self, accumulator, gradients, weight, fraction=1.0):
+    def accumulate(self, accumulator, gradients, weight, is_last=True):
         """Adds a micro-batch, and registers which variables got a gradient."""
         meets = not self.is_split
-        accepted = accumulator._add(gradients, weight, meets, fraction)
+        accepted = accumulator._add(gradients, weight, meets, is_last)
         # A micro-batch that all replicas accept adds 1 / replicas on each.
-        # Later stages add 0, so that the end of the batch waits for them.
-        size = fraction / (1 if self.is_split else replicas.count_replicas())
+        # Earlier parts add 0, so that the end of the batch waits for them.
+        size = is_last / (1 if self.is_split else replicas.count_replicas())
         accepted = tf.cast(accepted, tf.float64)
         accumulator._parts.assign_add([accepted * size, (1 - accepted) * size])
         present = tuple(each is not None for each in gradients)

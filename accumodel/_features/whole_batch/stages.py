@@ -96,13 +96,11 @@ class WholeBatch(Feature):
                 return log()
             own_sums = plan.state.ready_accumulator()
         add = functools.partial(added.accumulate, own_sums, weight=weight)
-        fraction = 1.0  # of the weight
         if cache:
             with states.rolled_back():
-                fraction = run.backward(cache, added, add)
+                run.backward(cache, added, add)
         with one_step(plan, data, added):
-            if has_own:
-                add(own, fraction=fraction)
+            add(own)
             return log()
 
     def test(self, plan, data):
@@ -171,7 +169,7 @@ class _Run:
         rest = part.feeds[len(values) :]
         return values + [self._values[each.name](i) for each in rest]
 
-    def _collect(self, part, run_part, is_apart=True):
+    def _collect(self, part, run_part):
         """Runs a part for each micro-batch; returns arrays of what it makes."""
         draws: typing.Any = None
         if part.assigned or part.reads(self._plan.numbers.rows):
@@ -192,7 +190,7 @@ class _Run:
             return (written,)
 
         # Many loops take long to prepare.
-        finish = set_apart if is_apart and self._is_in_stages else None
+        finish = set_apart if self._is_in_stages else None
         (arrays,) = loop.for_each(body, count, (arrays,), finish)
         if tf.executing_eagerly():
             for array in arrays:  # else TensorFlow warns of those that are not
@@ -285,16 +283,12 @@ class _Run:
     # -- 3. Forward again, and backward ----------------------------------------
 
     def backward(self, cache, added, add):
-        """Runs all stages backward, and adds the gradients of the variables.
-
-        Returns the fraction of the weight that is left, see `Engine._add`.
-        """
+        """Runs all stages backward, and adds the gradients of the variables."""
         graph = self._graph
         given, parts = graph.differentiate([graph.ends[i] for i in cache])
         for each, gradient in zip(given, cache.values(), strict=True):
             self._values[each.name] = functools.partial(self._cut, gradient)
         by_statistics: dict = {}
-        has_begun = False
         for part in parts:
             states, tape, joined, moments = self._stages.pop()
             given = [
@@ -307,31 +301,21 @@ class _Run:
             if not tensors_in(part.makes):  # such as of layers that are frozen
                 continue
             with states.rolled_back():
-                made = self._run_backward(part, added, add, has_begun)
+                made = self._run_backward(part, added, add)
             for name, array in made["by_statistics"].items():
                 if array is not None:
                     by_statistics[name] = tf.reduce_sum(array.stack(), 0)
-            # What the next stages add to has begun.
-            has_begun |= bool(tensors_in(part.makes["own"]))
-        return 0.0 if has_begun else 1.0
 
-    def _run_backward(self, part, added, add, has_begun):
-        def replay(arguments):
-            values, fraction = arguments
+    def _run_backward(self, part, added, add):
+        def replay(values):
             made = part(values)
             own = [*map(_total, made.pop("own"))]
             if tensors_in(own):
-                add(own, fraction=fraction)
+                add(own, is_last=False)
             return made
 
         step = loop.make_step(self._plan, replay, added)
-
-        def run_part(i):
-            fraction = 0.0 if has_begun else self.parts.fraction(i)
-            return step((self._values_of(part, i), fraction))
-
-        # The condition to begin the sums would hold all gradients.
-        return self._collect(part, run_part, is_apart=has_begun)
+        return self._collect(part, lambda i: step(self._values_of(part, i)))
 
     def _cut(self, gradient, i):
         """Returns the i-th micro-batch's part of a gradient by an output."""
