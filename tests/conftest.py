@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("table"):
             table = item.path, item.originalname
-            if rows[table] % 5:
+            if rows[table] % 20:
                 item.add_marker("weekly")
             rows[table] += 1
     long = ("test_documentation.py", "test_workers.py")

@@ -134,6 +134,7 @@ def test_it_moves_what_a_plain_step_moves(script, way):
     assert float(model.followed) == updates(model) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.table
 @pytest.mark.parametrize("way", ["size", "steps"])
 def test_it_is_called_once_for_all_replicas(way):

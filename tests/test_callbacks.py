@@ -78,6 +78,7 @@ def test_a_bad_schedule_is_refused_when_it_is_made(schedule, error, match):
         AccumStepsScheduler(schedule)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("schedule", "by", "ends"),
     [
@@ -140,6 +141,8 @@ def test_a_ramp_goes_on_after_a_short_last_cycle(schedule, by, sizes):
     assert [*np.diff(ends, prepend=0)] == sizes
 
 
+@pytest.mark.slow
+@pytest.mark.table
 @pytest.mark.parametrize("is_first", [True, weekly(False)])
 @pytest.mark.parametrize(
     ("schedule", "by"),

@@ -208,6 +208,7 @@ FEATURES_OF_ONE_DEVICE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     names(
@@ -433,6 +434,7 @@ def test_an_accumulator_belongs_to_the_strategy_of_its_scope():
         strategy.run(lambda: GradientAccumulator(optimizers.SGD(), [variable]))
 
 
+@pytest.mark.slow
 @pytest.mark.table
 @pytest.mark.parametrize("built", [weekly(True), False])
 @pytest.mark.parametrize(

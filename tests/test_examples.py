@@ -334,6 +334,7 @@ def train_head(
     return logs, model.get_weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", names(HEADS, HEADS.keys() - {"mask"}))
 def test_a_head_in_chunks_gives_the_weights_of_whole_logits(row):
     if keras.__version__ < "3.15" and not HEADS[row].get("tied"):

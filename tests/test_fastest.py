@@ -81,6 +81,7 @@ def test_the_size_with_the_least_time_is_found(clock, capsys):
     assert capsys.readouterr().out.count(line) == 1
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("seconds", "found", "fed"),
     [
@@ -99,6 +100,7 @@ def test_the_smallest_of_the_nearly_fastest(clock, seconds, found, fed, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_xla_compiles_three_sizes(clock):
     model = compiled(
         plain(AccumulatingModel), jit_compile=True, verify=False, **FASTEST
@@ -124,6 +126,7 @@ def test_short_trainings_do_not_search(clock, batches, kwargs):
     assert clock.sizes[96:] == [*SEARCH, 8]
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_search(clock):
     model = compiled(plain(AccumulatingModel), **FASTEST)
     x, y = dense(512)
@@ -134,6 +137,7 @@ def test_evaluation_does_not_search(clock):
     assert clock.sizes == SEARCH + [8] * (128 - len(SEARCH))
 
 
+@pytest.mark.slow
 def test_it_searches_again_if_batches_have_another_length(clock):
     model = compiled(plain(AccumulatingModel), **FASTEST)
     train(model, dense(512))
@@ -164,6 +168,7 @@ def test_it_searches_again_if_memory_runs_out_later(clock):
     assert clock.sizes == before + [4] + again + [4] * (128 - 43)
 
 
+@pytest.mark.slow
 def test_it_is_set_and_saved(tmp_path):
     model = compiled(plain(AccumulatingModel), micro_batch_size="auto")
     x, y = dense(32)
@@ -239,6 +244,7 @@ def fit(make, base, arrays, sizes, limit=None, is_mirrored=False, **kwargs):
 
 
 @pytest.mark.filterwarnings("ignore:Out of memory")
+@pytest.mark.table
 @pytest.mark.parametrize("name", CASES)
 def test_weights_and_logs_are_those_of_plain_keras(name, clock, monkeypatch):
     monkeypatch.setattr(fastest, "_LONG", 28)

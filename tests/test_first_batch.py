@@ -568,6 +568,7 @@ SAME = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.table
 @pytest.mark.parametrize("kwargs", [SIZE, STEPS], ids=str)
 def test_a_training_on_replicas_is_the_same(kwargs):

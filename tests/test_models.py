@@ -613,6 +613,7 @@ def test_a_gan_with_two_optimizers(noise_and_real):
         assert int(each.optimizer.iterations) == 12 + 3 * 7
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("hold", HOLD)
 def test_the_cycles_of_all_accumulators_are_saved(
     hold, noise_and_real, tmp_path

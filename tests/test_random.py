@@ -366,6 +366,7 @@ SITUATIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.table
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_cycles_of_several_batches_draw_on(name, monkeypatch):
     feed, large, kwargs = SITUATIONS[name]
@@ -384,6 +385,7 @@ def test_cycles_of_several_batches_draw_on(name, monkeypatch):
     check(train(AccumulatingModel, layer, feed=feed_and_end, **kwargs), plain)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("kwargs", [{}, slow({"micro_batch_size": 2})])
 @pytest.mark.parametrize("cut", [1, 4, 5])
 def test_a_file_of_a_pending_cycle_goes_on_drawing(cut, kwargs, tmp_path):

@@ -239,6 +239,7 @@ def check(model, reference, tolerance=1e-6):
         np.testing.assert_allclose(a, b, atol=tolerance, err_msg=expected.path)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "scope",
     [
@@ -298,6 +299,7 @@ def test_what_is_assigned_is_assigned_once(kind):
     check_scope(kind)
 
 
+@pytest.mark.slow
 def test_normalizations_of_the_batch():
     kwargs = {"micro_batch_size": 5, "sync_batch_norm": True}
     scope = {"mode": "list_of_layers", "layer_names": ["dense", "dense_1"]}
@@ -427,6 +429,8 @@ def test_layers_that_keep_something(keep, way):
     check(model, reference, 3e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.table
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize("aggregation", ["mean", "only_first_replica"])
 def test_replicas_read_what_all_of_them_assigned(policy, aggregation):
@@ -565,6 +569,7 @@ def test_custom_loop():
     check(model, reference)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_model_in_a_custom_step():
     class Custom(AccumulatingModel):
         def __init__(self, part):
