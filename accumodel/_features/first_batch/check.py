@@ -10,6 +10,7 @@ With a tape, no more samples are in a step at once than in the training.
 
 import contextlib
 import dataclasses
+import functools
 import typing
 
 import keras
@@ -261,7 +262,7 @@ class Check:
 
     def _matters(self, variable):
         """Whether anything is computed of a state, or it only watches."""
-        model, graph = self.model, self.rows.function.graph
+        model = self.model
         # What differs by design, or is known by its own warning.
         if private_names.is_seed(variable):  # what it draws tells
             return False
@@ -269,19 +270,24 @@ class Check:
         owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
         if any(is_of(v, variable) for each in owners for v in each.variables):
             return False
+        used, graphs = self._readers
+        is_used = any(variable is each for each in used)
+        is_used |= any(is_read(each, variable) for each in graphs)
+        return is_used or is_average(graphs[0], variable)
+
+    @functools.cached_property
+    def _readers(self):
+        """What `after_update` uses, and graphs of the step and of inference."""
+        model, used, graphs = self.model, [], [self.rows.function.graph]
         if self.state.overrides("after_update"):
             update = tf.function(model.after_update, autograph=False)
             used = update.get_concrete_function().variables
-            if any(variable is each for each in used):
-                return True
         x, *_ = keras.utils.unpack_x_y_sample_weight(self.rows.data)
         infer = tf.function(private_names.call_model, autograph=False)
-        graphs = [graph]
         with contextlib.suppress(NotImplementedError):  # a step without `call`
             infer = infer.get_concrete_function(model, x, training=False)
             graphs.append(infer.graph)
-        is_read_in = (is_read(each, variable) for each in graphs)
-        return any(is_read_in) or is_average(graph, variable)
+        return used, graphs
 
 
 def _joined(batches):
