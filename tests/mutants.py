@@ -52,8 +52,6 @@ an update that is left out is followed
     _reduce_and_apply: set is_update => True
     """,
     "test_auto.py": """
-the update does not wait for the stages that are not counted
-    Added.accumulate: call assign_add => {} if is_last else None
 a part that fails leaves what it wrote
     Auto._run_one: call assign => None
 a broken part is repeated

@@ -5,6 +5,7 @@ The reference is plain Keras with the same fed batches, and no slices.
 
 import dataclasses
 import functools
+import itertools
 
 import cases
 import keras
@@ -24,6 +25,7 @@ from helpers import (
 )
 
 from accumodel import AccumulatingModel
+from accumodel._features.whole_batch import stages
 
 layers = keras.layers
 ops = keras.ops
@@ -502,3 +504,21 @@ def test_what_cannot_be_split_is_refused_by_name(make, message):
     model.trainable = False
     model.layers[-1].trainable = True
     model.compile("sgd", "mse", **SYNC)
+
+
+def test_ctrl_c_between_two_stages_forgets_the_pending_cycle(monkeypatch):
+    calls, run = itertools.count(1), stages._Run._run_backward
+
+    def interrupted(*args):
+        if next(calls) == 5:  # the second of three in the second batch
+            raise KeyboardInterrupt
+        return run(*args)
+
+    monkeypatch.setattr(stages._Run, "_run_backward", interrupted)
+    model, x = chain(AccumulatingModel), np.ones((16, cases.FEATURES))
+    kwargs = {"micro_batch_size": 4, "accum_steps": 2, "sync_batch_norm": True}
+    model.compile("sgd", "mse", run_eagerly=True, verify=False, **kwargs)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, np.ones((16, cases.CLASSES)), batch_size=8, verbose=0)
+    assert next(calls) == 6
+    assert model._accumulation.accumulators.pending_steps == 0

@@ -255,7 +255,8 @@ class Engine(tf.Module):
             new = tf.stack([each, tf.abs(each)])
             self._totals.assign_add(tf.where(accepted, new, 0.0))
         # TensorFlow keeps what uses one variable in order, so this is last.
-        with tf.control_dependencies([self._phase.assign(0.0)]):
+        phase = self._phase.assign(float(not is_last))
+        with tf.control_dependencies([phase]):
             return tf.identity(accepted)
 
     def _waits(self, gradients, weight):
@@ -482,11 +483,12 @@ class Added:
         """Adds a micro-batch, and registers which variables got a gradient."""
         meets = not self.is_split
         accepted = accumulator._add(gradients, weight, meets, is_last)
-        # A micro-batch that all replicas accept adds 1 / replicas on each.
-        # Earlier parts add 0, so that the end of the batch waits for them.
-        size = is_last / (1 if self.is_split else replicas.count_replicas())
         accepted = tf.cast(accepted, tf.float64)
-        accumulator._parts.assign_add([accepted * size, (1 - accepted) * size])
+        if is_last:
+            # What all replicas accept adds 1 / replicas on each of them.
+            size = 1 / (1 if self.is_split else replicas.count_replicas())
+            size = [accepted * size, (1 - accepted) * size]
+            accumulator._parts.assign_add(size)
         present = tuple(each is not None for each in gradients)
         before, was_conditional = self._known.get(accumulator, (present, False))
         union = tuple(map(operator.or_, present, before))
