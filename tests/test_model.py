@@ -520,6 +520,28 @@ def test_another_backend_is_refused_at_import():
     assert error.endswith("Received: backend='numpy'")
 
 
+TRAINS = """
+import accumodel, keras, numpy as np
+inputs = keras.Input((4,))
+model = accumodel.AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
+model.compile("sgd", "mse", jit_compile=False, accum_steps=2)
+model.fit(np.ones((16, 4)), np.ones(16), batch_size=8, verbose=0)
+"""
+
+
+@pytest.mark.slow
+def test_tensorflow_does_not_log_that_it_skips_an_optimization():
+    result = subprocess.run(
+        [sys.executable, "-c", TRAINS],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "loop_optimizer" not in result.stderr
+
+
 @pytest.mark.table
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize(

@@ -81,7 +81,9 @@ def _say_that_it_was_split(state, error):
     is_split = size < ALL and (samples is None or size < samples)
     of_values = r"valid range|is not in \[|Tensor had|micro_batch_size|PyFunc"
     if is_split and not re.search(of_values, str(error)):
-        batch = "The batch" if samples is None else f"A batch of {samples}"
+        batch = (
+            "The batch" if samples is None else f"A batch of up to {samples}"
+        )
         error.add_note(
             f"accumodel: {batch} was split into micro-batches of at most "
             f"{size} samples (`micro_batch_size`). If a batch size is written "

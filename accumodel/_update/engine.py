@@ -229,8 +229,9 @@ class Engine(tf.Module):
             scale = tf.where(accepted, scale, 0.0)
         with tf.control_dependencies([scale]):
             begun = tf.identity(self._phase.assign(1.0))
-        # Zero times what is not a number is not 0.
-        is_used = tf.not_equal(scale, 0)
+        # Zero times what is not a number is not 0. With a constant condition,
+        # TensorFlow logs that it cannot optimize it.
+        is_used = tf.not_equal(scale, 0) & (begun > 0)
 
         @recorded()
         def add():  # each as soon as it is made, which frees it
