@@ -496,6 +496,17 @@ def test_bad_gradients_are_refused_and_change_nothing(
     assert distance(model, before) == 0
 
 
+def test_a_function_may_end_the_cycle():
+    models = []
+    for model_class in (keras.Model, AccumulatingModel):
+        kwargs = {} if model_class is keras.Model else {"accum_steps": 4}
+        model = compiled(make_model(model_class), "sgd", "mse", **kwargs)
+        model.train_on_batch(np.ones((8, 20)), np.ones((8, 3)))
+        models.append(model)
+    tf.function(model.apply_accumulated_gradients)()
+    assert distance(*models) < 1e-6
+
+
 def test_accumulating_before_compile_is_refused():
     model = make_model()
     gradients = [tf.ones_like(v) for v in model.trainable_variables]

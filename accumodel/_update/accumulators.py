@@ -110,8 +110,7 @@ class Accumulators:
     def apply(self):
         try:
             for accumulator in self:
-                if accumulator.pending_steps:
-                    accumulator.apply()
+                accumulator.apply()
         except BaseException as error:
             step_failed([*self], error)  # of all, not of this one alone
             raise
