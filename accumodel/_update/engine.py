@@ -488,8 +488,8 @@ class Added:
         if is_last:
             # What all replicas accept adds 1 / replicas on each of them.
             size = 1 / (1 if self.is_split else replicas.count_replicas())
-            size = [accepted * size, (1 - accepted) * size]
-            accumulator._parts.assign_add(size)
+            sizes = [accepted * size, (1 - accepted) * size]
+            accumulator._parts.assign_add(sizes)
         present = tuple(each is not None for each in gradients)
         before, was_conditional = self._known.get(accumulator, (present, False))
         union = tuple(map(operator.or_, present, before))
