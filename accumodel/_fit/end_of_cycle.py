@@ -49,8 +49,7 @@ class EndOfCycle(keras.callbacks.Callback):
     def _end_cycle(self):
         state = self.model._accumulation
         if state.options.remainder == "apply":
-            if state.accumulators.pending_steps:
-                state.accumulators.apply()
+            state.accumulators.apply()
         elif state.options.remainder == "drop":
             state.accumulators.reset()
 

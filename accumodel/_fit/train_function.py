@@ -97,8 +97,7 @@ def _train(model, train_step, data):
     """Runs a `train_step`, which may be custom, on one fed batch."""
     state = model._accumulation
     plan = state.plan()
-    if replicas.count_replicas() > 1:
-        data = replicas.hide_empty(data)
+    data = replicas.hide_empty(data)
     if isinstance(plan.options.micro_batch_size, int):
         is_split = count_samples(data) > plan.size
         state.splits.assign_add(tf.cast(is_split, tf.float64))

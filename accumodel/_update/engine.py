@@ -484,8 +484,8 @@ class Added:
         """Adds a micro-batch, and registers which variables got a gradient."""
         meets = not self.is_split
         accepted = accumulator._add(gradients, weight, meets, is_last)
-        accepted = tf.cast(accepted, tf.float64)
         if is_last:
+            accepted = tf.cast(accepted, tf.float64)
             # What all replicas accept adds 1 / replicas on each of them.
             size = 1 / (1 if self.is_split else replicas.count_replicas())
             sizes = [accepted * size, (1 - accepted) * size]
