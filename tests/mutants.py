@@ -118,8 +118,6 @@ the check updates weights by an optimizer of the step
     Runner._trace: call enter_context updates => None
 functions in the model keep the check
     Runner._trace: call enter_context functions => None
-the parts are of equal size
-    first_batch.check: set _SAMPLES => 4
     """,
     "test_gradient_cache.py": """
 what the loss wrote is lost
