@@ -126,6 +126,7 @@ SIZES = {  # of batches and of micro-batches
 }
 
 
+@pytest.mark.verified
 @pytest.mark.parametrize("name", SIZES)
 def test_it_warns_if_no_batch_was_split(name, data):
     make, size = SIZES[name]

@@ -37,6 +37,7 @@ LAYERS = {
     "all rates": lambda: Draws(drop_at_all_rates),
     "all shapes of noise": lambda: Draws(drop_in_all_shapes),
     "all samples alike": lambda: Draws(change_all_alike),
+    "normal numbers": lambda: Draws(draw_normal),
 }
 STEPS = {"accum_steps": 2}  # fed as 2 x 3
 CACHE = {"micro_batch_size": 4, "gradient_cache": True}
@@ -69,6 +70,7 @@ EVERY_DAY = [
     ("all rates", "size"),
     ("all shapes of noise", "size"),
     ("all samples alike", "one sample"),
+    ("normal numbers", "xla"),
 ]
 # Not on the oldest versions.
 NEWEST = [
@@ -80,8 +82,8 @@ NEWEST = [
     ("in an LSTM", "size"),
     ("augmentation", "size"),
 ]
-# See the limits. XLA makes a normal number of two that lie far apart. In eager
-# code nobody sees a loop, and several axes are as long as these micro-batches.
+# See the limits. XLA may pair normal numbers along the first axis. In eager code
+# nobody sees a loop, and several axes are as long as these micro-batches.
 NOT_EXACT = [
     *itertools.product(("latents first",), ("xla", "steps, xla")),
     *itertools.product(
@@ -146,6 +148,16 @@ def drop_time_first(x, seed):
 def draw_latents(x, seed):
     noise = keras.random.normal((3, ops.shape(x)[0], 4, 5), seed=seed)
     return ops.mean(ops.tanh(x + noise), axis=0)
+
+
+def draw_normal(x, seed):
+    # XLA pairs numbers in the first axis of even length, or in the longest.
+    samples = ops.shape(x)[0]
+    for shape in ((samples, 4, 5), (samples, 1, 5), (samples, 1, 3)):
+        for dtype in ("float64", "float32", "bfloat16", "float16"):
+            noise = keras.random.normal(shape, dtype=dtype, seed=seed)
+            x = x + 0.1 * ops.cast(noise, x.dtype)[..., :1]
+    return x
 
 
 def draw_integers(x, seed):

@@ -15,8 +15,7 @@ nothing is tried again. So each batch must make an update: `accum_steps` above 1
 is refused, and what is pending, such as from a file, is dropped with a warning.
 
 `"fastest"` begins with what fits, times some batches, and halves the size until
-it gets slower twice. The smallest of the nearly fastest stays. Weights do not
-depend on the size, so the batches of a search train as all others.
+it gets slower twice. The smallest of the nearly fastest stays.
 """
 
 import itertools
@@ -329,12 +328,7 @@ class Fastest(Auto):
         is_whole = self._size == ALL
         self._largest = self._largest_part(data) if is_whole else self._size
         if (self._callback.params or {}).get("verbose"):
-            print(f"\nThe fastest micro_batch_size is {self._largest}", end="")
-            for size, seconds in found.items():
-                time_of_batch = f"{1000 * self._length * seconds:.1f} ms"
-                name = "whole batches" if size == ALL else size
-                print(f"; {name}: {time_of_batch}", end="")
-            print()
+            print(f"\nThe fastest micro_batch_size is {self._largest}")
 
     def _halve(self, data, error):
         super()._halve(data, error)

@@ -80,7 +80,6 @@ class Accumulation:
         # If batches are split, a `tf.Variable`: the most samples of a
         # micro-batch. Another size needs no retrace.
         self.size: typing.Any = None
-        self.splits: typing.Any = 0  # a variable: batches that were split
         self.batch_size: typing.Any = None  # of `fit`, if it is known
         # The `RandomNumbers`, for life: a `tf.function` may read its variable.
         self.numbers: typing.Any = None
@@ -241,12 +240,7 @@ class Accumulation:
             scope = replicas.scope_of(self.strategy)
             with tf.init_scope(), scope, on_host():
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
-                self.splits = replicas.make_sum((), tf.float64, "splits")
         self.size.assign(value)
-
-    def count_splits(self):
-        with replicas.scope_of(self.strategy):  # of this worker
-            return sum(map(float, replicas.local_results(self.splits)))
 
     def begin_to_span_batches(self):
         """Lets several fed batches make an update from now on."""

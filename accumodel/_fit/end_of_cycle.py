@@ -14,7 +14,6 @@ class EndOfCycle(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         state = self.model._accumulation
         self._warned, self._batches = set(), 0
-        self._splits = state.count_splits()  # before the first epoch
         # A pending cycle ends, unless it is carried or from a file.
         if state.options.remainder != "carry" and state.accumulators.is_live:
             otherwise = ', or `compile` with `remainder="carry"`'
@@ -34,7 +33,6 @@ class EndOfCycle(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         state = self.model._accumulation
         self._warn_about_train_step()
-        self._warn_about_size()
         is_short = self.model.accum_steps > self._batches > 0
         if is_short and not self.model.stop_training:
             # The length of the data was not known before.
@@ -73,18 +71,6 @@ class EndOfCycle(keras.callbacks.Callback):
                 "call `self.accumulate_gradients(gradients, weight)`. Call it "
                 "instead of `self.optimizer.apply_gradients(...)`. Several "
                 f"optimizers need a `GradientAccumulator` each.{advice}",
-                stacklevel=2,
-            )
-
-    def _warn_about_size(self):
-        """Warns after the first epoch of `fit` if no batch was split."""
-        state, size = self.model._accumulation, self.model.micro_batch_size
-        before, self._splits = self._splits, None
-        if isinstance(size, int) and state.count_splits() == before:
-            warnings.warn(
-                f"No batch was larger than `micro_batch_size={size}`, so none "
-                "was split. Set the batch size where a Dataset is batched, or "
-                "in `fit(x, y, batch_size=...)`, whose default is 32.",
                 stacklevel=2,
             )
 

@@ -26,7 +26,7 @@ from accumodel._fit import variables
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
-from accumodel._micro_batch.micro_batches import ALL, count_samples
+from accumodel._micro_batch.micro_batches import ALL
 from accumodel._update.engine import Added, step_failed
 
 
@@ -98,9 +98,6 @@ def _train(model, train_step, data):
     state = model._accumulation
     plan = state.plan()
     data = replicas.hide_empty(data)
-    if isinstance(plan.options.micro_batch_size, int):
-        is_split = count_samples(data) > plan.size
-        state.splits.assign_add(tf.cast(is_split, tf.float64))
     added = Added(plan.is_split)
     try:
         logs = _run(plan, train_step, data, added)

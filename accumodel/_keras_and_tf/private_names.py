@@ -7,6 +7,7 @@ None is needed to import accumodel, or by a model that does not accumulate.
 
 import functools
 import importlib
+import math
 
 import keras
 import tensorflow as tf
@@ -84,6 +85,34 @@ def draw_seed(seed):
     """Returns what `tf.random.stateless_*` takes for a seed of Keras."""
     module = module_of("backend.tensorflow.random")
     return module._cast_seed(module.draw_seed(seed))
+
+
+def normal_in_xla(draw, whole, first, shape):
+    """Returns normal numbers of a draw, from the `first` on, as XLA does."""
+    # Two of two uniform ones (Box and Muller 1958), which are neighbors in the
+    # first axis of even length, or in the longest, of the shape of the `whole`
+    # batch: `NormalFloatingPointDistribution` in XLA's `prng.cc`. If that
+    # changes, they are not those of the large batch.
+    odd = tf.truncatemod(whole, 2)
+    axis = tf.where(tf.reduce_all(odd > 0), tf.argmax(whole), tf.argmin(odd))
+    strides = tf.math.cumprod(whole, exclusive=True, reverse=True)
+    length, stride = tf.gather(whole, axis), tf.gather(strides, axis)
+    place = first + tf.range(tf.reduce_prod(shape))
+    line = tf.truncatediv(place, stride)
+    second = tf.truncatemod(tf.truncatemod(line, length), 2)
+    # The last one of an odd length has a neighbor that is dropped.
+    dropped = tf.truncatediv(line, length) * tf.truncatemod(length, 2)
+    place += (dropped - second) * stride
+    rows = tf.concat([shape[:1] + 1, shape[1:]], 0)  # neighbors, too
+    numbers = draw(place[0], 2 * tf.reduce_prod(rows, keepdims=True))
+    place -= place[0]
+    constants = tf.constant([1e-7, -2, 2 * math.pi], numbers.dtype)
+    least, minus_2, circle = tf.unstack(constants)
+    radius = tf.math.log(tf.maximum(tf.gather(numbers, place), least))
+    radius = tf.sqrt(minus_2 * radius)
+    angle = circle * tf.gather(numbers, place + stride)
+    normal = tf.where(second > 0, tf.cos(angle), tf.sin(angle)) * radius
+    return tf.reshape(normal, shape)
 
 
 def is_seed(variable):

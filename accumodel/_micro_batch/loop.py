@@ -126,16 +126,8 @@ class LossLogs:
     Keras's loss trackers average over batches. While the micro-batches of a fed
     batch run, the trackers are registers: each holds `weight * loss` and
     `weight` of one micro-batch, or a sum and 0. In the end they get the loss of
-    the fed batch, as plain Keras gives it to them:
-
-        of_batch = LossLogs(plan)
-        for each micro-batch:
-            of_batch.begin()                        # in its step
-            of_batch.report(loss, weight, (x, y))
-            losses += of_batch.take()
-        of_batch.end(logs, losses, data, samples)
-
-    If a custom step does not report, the trackers are its own.
+    the fed batch, as plain Keras gives it to them. If a custom step does not
+    report, the trackers are its own.
     """
 
     def __init__(self, plan):

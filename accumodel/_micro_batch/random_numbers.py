@@ -17,12 +17,9 @@ numbers: as easy as 1, 2, 3"). So rows are a draw that begins further on, bit
 for bit the same, and nothing is drawn in vain.
 
 Draws without an axis of samples are the same for all micro-batches; in a loop,
-one is taken for that of a single sample, and its seed goes on. In a graph the
-size of that axis is not known, and that of the others mostly is. What cannot be
-drawn from the middle takes another seed for each micro-batch, and so does what
-has several axes that may be the one, and all if the samples are in another
-order. If other axes come before that of the samples, a cycle of several fed
-batches is taken for a full one of batches of this size.
+one is taken for that of a single sample, and its seed goes on. What cannot be
+drawn from the middle takes another seed for each micro-batch. Where rows depend
+on their number, a cycle of several fed batches is taken for a full one.
 """
 
 import collections
@@ -38,6 +35,7 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf.private_names import normal_in_xla
 from accumodel._micro_batch.assignments import States, recorded
 from accumodel._micro_batch.micro_batches import (
     current_graph,
@@ -204,12 +202,10 @@ class Draws:
     """The draws of the micro-batches of one fed batch.
 
     The variable `rows` holds three int64s: the first sample of the micro-batch,
-    their number, and that of the fed batch. A variable, since a `tf.function`
-    in the model may be traced already. `plan.assigned["seeds"]` holds the known
-    states of seed generators, and `plan.assigned["seeds in loops"]`, for those
-    that draw in one, how often a micro-batch draws from them outside of it.
-    `assigned` are the variables that the micro-batches assign, by their ids, or
-    `None` if that is not known.
+    their number, and that of the large batch. `plan.assigned["seeds"]` holds
+    the known states of seed generators, and `plan.assigned["seeds in loops"]`,
+    for those that draw in one, how often they are drawn from outside of it.
+    `assigned` are the variables that micro-batches assign, by their ids.
     """
 
     def __init__(self, plan, trains=False, assigned=None):
@@ -391,8 +387,8 @@ class Draws:
             len(axes) > 1
             or not self._are_in_order
             or name not in _OFFSETS
-            # XLA makes normal numbers of two halves of the whole draw.
-            or (name == "normal" and _is_compiled())
+            # XLA may pair what is far apart, see `normal_in_xla`.
+            or (name == "normal" and axes[0] and _is_compiled())
         ):
             return original(**arguments, seed=_apart(seed, self.rows[0]))
         numbers = functools.partial(self._numbers, axes[0], sizes, shape, seed)
@@ -411,15 +407,16 @@ class Draws:
             axes.insert(0, 0)
         return axes
 
-    def _numbers(self, axis, sizes, shape, seed, operation, drawn, **kwargs):
+    def _numbers(
+        self, axis, sizes, shape, seed, operation, drawn, make=None, **kwargs
+    ):
         """Returns the rows of this micro-batch of a draw."""
         # They begin at `(j * all_rows + begin) * inner` numbers, for each `j`
         # of the axes before them. Their number may be a multiple of the
         # samples; if it is not, they are not known, and take other counters.
-        # `shape` is that of the rows, and `sizes` what is known of it. The raw
-        # `operation` of TensorFlow takes `kwargs`, and gives the dtype `drawn`.
-        # How many of them come from one value of the counter. Not `//`: XLA
-        # compiles it with ten times the operations of `truncatediv`.
+        # `sizes` is what is known of the `shape` of the rows. The raw
+        # `operation` takes `kwargs`; `block` of the dtype `drawn` come from one
+        # value of the counter. Not `//`, which XLA compiles to much more.
         block = 4 if tf.as_dtype(drawn).size <= 4 else 2
         rest = sizes[axis + 1 :]
         is_known = None not in rest
@@ -432,34 +429,37 @@ class Draws:
                 inner = math.prod(rest)
             else:
                 inner = tf.reduce_prod(shape[axis + 1 :])
-            is_aligned = is_known and inner % block == 0
+            is_aligned = is_known and inner % block == 0 and make is None
             samples = tf.maximum(samples, 1)
             multiple = tf.truncatediv(own, samples)
             apart = begin * tf.minimum(tf.truncatemod(own, samples), 1)
-            begin *= multiple
+            first = begin * multiple * inner
+            all_rows = tf.maximum(of_batch * multiple, own)
             key, start = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
         kwargs |= {"key": key, "alg": _ALGORITHM}
 
-        def draw(begin):
+        def draw(first, own_shape=shape[axis:]):
+            """Draws numbers of a shape, from the `first` on."""
             with _host():
-                first = begin * inner
                 counter = tf.stack([tf.truncatediv(first, block), apart])
                 counter = start + tf.bitcast(counter, tf.uint64)
             if is_aligned:
-                return operation(shape=shape[axis:], counter=counter, **kwargs)
-            count = own * inner
+                return operation(shape=own_shape, counter=counter, **kwargs)
+            count = tf.reduce_prod(own_shape)
             size = count + block - 1
             numbers = operation(shape=[size], counter=counter, **kwargs)
             # XLA would compile a slice for each place where one begins.
             numbers = tf.roll(numbers, -tf.truncatemod(first, block), axis=0)
-            numbers = tf.slice(numbers, [0], [count])
-            return tf.reshape(numbers, shape[axis:])
+            return tf.reshape(tf.slice(numbers, [0], [count]), own_shape)
 
+        if make is not None:
+            whole = tf.concat([[all_rows], shape[1:]], 0)
+            return make(draw, whole, first, shape)
         if axis == 0:
-            return draw(begin)
-        all_rows = tf.maximum(of_batch * multiple, own)
+            return draw(first)
         begins = tf.range(math.prod(sizes[:axis]), dtype=tf.int64) * all_rows
-        numbers = tf.map_fn(draw, begins + begin, fn_output_signature=drawn)
+        begins = first + begins * inner
+        numbers = tf.map_fn(draw, begins, fn_output_signature=drawn)
         return tf.reshape(numbers, shape)
 
 
@@ -559,7 +559,15 @@ def _uniform(numbers, minval=0.0, maxval=1.0, dtype=None):
 
 def _normal(numbers, mean=0.0, stddev=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
-    values = numbers(tf.raw_ops.StatelessRandomNormalV2, dtype, dtype=dtype)
+    if _is_compiled():
+        drawn = tf.float32 if dtype == tf.bfloat16 else dtype
+        uniform, make = tf.raw_ops.StatelessRandomUniformV2, normal_in_xla
+        values = numbers(uniform, drawn, make, dtype=drawn)
+        if drawn != dtype:  # XLA cuts bits off, instead of rounding
+            bits = tf.bitcast(values, tf.uint32)
+            values = tf.cast(tf.bitcast(bits - bits % 2**16, drawn), dtype)
+    else:
+        values = numbers(tf.raw_ops.StatelessRandomNormalV2, dtype, dtype=dtype)
     mean = tf.convert_to_tensor(mean, dtype)
     return values * tf.convert_to_tensor(stddev, dtype) + mean
 

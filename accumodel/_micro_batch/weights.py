@@ -11,11 +11,10 @@ batch. What `D` is follows from how Keras reduces a loss
 | `mean_with_sample_weight`     | the sample weights that no mask hides |
 | `sum`, `none`                 | nothing is divided                    |
 
-A loss that combines others was divided by what these were. If they are sums, it
-may divide them itself: then it is computed of four made-up samples, and of
-three of them and the fourth, which shows whether it is a sum or a mean. Else,
-values without an axis of samples, such as one number, are taken for means over
-the samples. If they are not, the check on the first batch tells.
+A loss that combines others was divided by what these were; if they are sums, it
+may divide them itself, see `_is_mean`. Values without an axis of samples, such
+as one number, are taken for means over the samples. If they are not, the check
+on the first batch tells.
 """
 
 import warnings

@@ -35,7 +35,7 @@ class FirstBatch(Feature):
         self.result: str | None = None
         self._fed: list = []  # those that make a comparison, so far
         self._looks = 0
-        self._is_done = self._has_warned = False
+        self._is_done = self._has_warned = self._has_split = False
         self._is_even = False  # whether all micro-batches are as large
 
     @classmethod
@@ -43,13 +43,21 @@ class FirstBatch(Feature):
         return options.verify
 
     def begin_fit(self, given):
-        self._looks, self._fed = 0, []
+        self._looks, self._fed, self._has_split = 0, [], False
         self._is_even = _is_even(self._state, given)
 
     def end_epoch(self, logs):
-        size = self._state.model.current_micro_batch_size
-        if isinstance(self._state.model.micro_batch_size, str) and size:
-            self._warn_about_norms((self._state.batch_size or 0) > size)
+        state, size = self._state, self._state.model.current_micro_batch_size
+        if isinstance(state.model.micro_batch_size, str) and size:
+            self._warn_about_norms((state.batch_size or 0) > size)
+        elif size and self._looks and not self._has_split:
+            self._has_split = True  # it is said once
+            warnings.warn(
+                f"No batch was larger than `micro_batch_size={size}`, so none "
+                "was split. Set the batch size where a Dataset is batched, or "
+                "in `fit(x, y, batch_size=...)`, whose default is 32.",
+                stacklevel=2,
+            )
 
     def first_batches(self, batches, trains):
         """Takes the first batch, and returns the same batches."""
@@ -103,6 +111,7 @@ class FirstBatch(Feature):
         samples = [int(count_samples(each)) for each in fed]
         steps, size = self._steps(), self._state.model.micro_batch_size
         is_split = isinstance(size, int) and samples[-1] > size
+        self._has_split |= is_split
         self._warn_about_norms(is_split or len(fed) > 1)
         is_cycle = len(fed) >= steps or (len(fed) > 1 and sum(samples) > 2)
         is_cycle = is_cycle if steps > 1 else isinstance(size, str)

@@ -18,6 +18,7 @@ TF_RANDOM = (
 )
 # The operations that draw numbers of which some rows cannot be drawn.
 _NOT_CUT = re.compile("Stateless(?!Random(Uniform|Normal|Get))")
+_NOT_CUT_BY_XLA = re.compile("Stateless(?!Random(Uniform|Get))")
 
 _WEIGHT = (
     "`accumulate_gradients` needs the weight of the micro-batch: what its loss "
@@ -77,7 +78,7 @@ def _cause(found, check):
             return (
                 f"The layer '{layer.name}' draws numbers ({drawn[0]}) which "
                 "cannot be drawn for some of the samples. Use uniform or "
-                "normal numbers."
+                "normal numbers, with the axis of samples first."
             )
         if layer is not None:
             advice = ", or compute this in the loss, with `gradient_cache=True`"
@@ -134,7 +135,8 @@ class _Layers(Runner):
             outputs = call(*args, **kwargs)
             if graph is current_graph():
                 operations = graph.get_operations()[begin:]
-                drawn = [e.type for e in operations if _NOT_CUT.match(e.type)]
+                not_cut = _NOT_CUT_BY_XLA if plan.is_compiled else _NOT_CUT
+                drawn = [e.type for e in operations if not_cut.match(e.type)]
                 self.sources["outputs", len(terms), 0] = layer, drawn
                 terms.append(keyed("outputs", floats(outputs)))
             return outputs

@@ -38,7 +38,7 @@ def variables_of(functions):
         for function in functions
         for outside, inside in function.graph.captures
         if outside.dtype == tf.resource
-        and not all(map(_reads, inside.consumers()))
+        and not all(op.type.startswith(READS) for op in inside.consumers())
     ]
     if any(id(each) not in handles for each in written):
         raise NotMade(
@@ -46,10 +46,6 @@ def variables_of(functions):
         )
     assigned = {id(each): handles[id(each)] for each in written}
     return [*handles.values()], [*assigned.values()]
-
-
-def _reads(op):
-    return op.type.startswith(READS)
 
 
 @contextlib.contextmanager
@@ -96,8 +92,8 @@ def is_read(graph, variable):
 def is_average(graph, variable):
     """Whether weights are assigned to a variable, and nothing of the rows."""
     inside = next(b for a, b in graph.captures if a is variable.handle)
-    assigns = [op for op in inside.consumers() if not _reads(op)]
-    names = _sources([each for op in assigns for each in op.inputs])
+    ops = [op for op in inside.consumers() if not op.type.startswith(READS)]
+    names = _sources([each for op in ops for each in op.inputs])
     rows = {each.name for each in graph.inputs[: -len(graph.captures)]}
     weights = [each for each in graph.variables if each.trainable]
     return bool(names & _inside(graph, weights)) and not names & rows

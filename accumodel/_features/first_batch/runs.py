@@ -51,7 +51,6 @@ class Runner:
         own = dataclasses.replace(
             plan,
             options=dataclasses.replace(plan.options, micro_batch_size=1),
-            is_compiled=False,
             assigned=collections.defaultdict(dict),
             numbers=_OwnNumbers(plan.orders is not None),
             features=(),
@@ -77,7 +76,8 @@ class Runner:
                 for scope in own.around_parts(trains=True):
                     stack.enter_context(scope(parts, i))
                 data = self.data if self._is_known else parts.data_of(i)
-                stack.enter_context(one_step(own, data, taken))
+                how = taken, None, own.is_compiled  # XLA draws in its own way
+                stack.enter_context(one_step(own, data, *how))
                 return self.step(own, data, taken)
 
         with contextlib.ExitStack() as stack:
