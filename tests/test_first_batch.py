@@ -928,9 +928,7 @@ class Branch(layers.Layer):
         return inputs + self.scale * (inputs - ops.mean(inputs, 0))
 
 
-class Draws16(Steps):
-    """Draws as many numbers as there are in a batch."""
-
+class Draws16(Steps):  # as many numbers as there are in a batch
     def train_step(self, data):
         x, y = data
         noise = keras.random.normal((8, 1), seed=1)
@@ -945,6 +943,12 @@ class Routes(layers.Layer):
     def call(self, inputs):
         drawn = keras.random.categorical(inputs, 6, seed=self.seed)
         return inputs * ops.cast(drawn, inputs.dtype)
+
+
+class Latents(Routes):
+    def call(self, inputs):
+        shape = 2, ops.shape(inputs)[0], 6
+        return inputs + keras.random.normal(shape, seed=self.seed)[0]
 
 
 def other_classes(y, p):
@@ -970,6 +974,7 @@ UNSEEN = {
     "a branch of 0": (around(Branch), SIZE, array, "mse", "'branch' differ"),
     "a fixed size": (Draws16, ONE, array, "mse", "a size is fixed"),
     "a draw": (around(Routes), SIZE, array, "mse", "'routes' draws numbers"),
+    "by XLA": (around(Latents), SIZE | XLA, array, "mse", "'latents' draws"),
     "behind dropout": (
         around(lambda: keras.Sequential([dropout(), NextSample()])),
         SIZE,
@@ -996,9 +1001,7 @@ def even(x, y):
     return array(x[:16], y[:16])
 
 
-class Groups(layers.Layer):
-    """Looks at groups of 4 samples that follow each other."""
-
+class Groups(layers.Layer):  # of 4 samples that follow each other
     def call(self, inputs):
         size = tf.minimum(4, tf.shape(inputs)[0])
         groups = tf.reshape(inputs, (-1, size, 6))

@@ -82,18 +82,13 @@ NEWEST = [
     ("in an LSTM", "size"),
     ("augmentation", "size"),
 ]
-# See the limits. XLA may pair normal numbers along the first axis. In eager code
+# See the limits. XLA may pair normal numbers along the first axis. Eagerly,
 # nobody sees a loop, and several axes are as long as these micro-batches.
+LOOPS = "one sample at a time", "one sample at a time, by Keras"
 NOT_EXACT = [
     *itertools.product(("latents first",), ("xla", "steps, xla")),
     *itertools.product(
-        (
-            "latents first",
-            "integers",
-            "one sample at a time",
-            "one sample at a time, by Keras",
-        ),
-        ("eager", "steps, eager"),
+        ("latents first", "integers", *LOOPS), ("eager", "steps, eager")
     ),
 ]
 
@@ -152,11 +147,12 @@ def draw_latents(x, seed):
 
 def draw_normal(x, seed):
     # XLA pairs numbers in the first axis of even length, or in the longest.
-    samples = ops.shape(x)[0]
-    for shape in ((samples, 4, 5), (samples, 1, 5), (samples, 1, 3)):
-        for dtype in ("float64", "float32", "bfloat16", "float16"):
-            noise = keras.random.normal(shape, dtype=dtype, seed=seed)
-            x = x + 0.1 * ops.cast(noise, x.dtype)[..., :1]
+    shapes = (4, 5), (1, 5), (1, 3)
+    dtypes = "float64", "float32", "bfloat16", "float16"
+    for rest, dtype in itertools.product(shapes, dtypes):
+        shape = ops.shape(x)[0], *rest
+        noise = keras.random.normal(shape, dtype=dtype, seed=seed)
+        x = x + 0.1 * ops.cast(noise, x.dtype)[..., :1]
     return x
 
 
