@@ -16,6 +16,7 @@ from accumodel import AccumulatingModel
 from benchmarks.process_memory import run_limited
 
 LAYERS = {
+    "normal numbers": lambda: Draws(draw_normal),
     "dropout": lambda: layers.Dropout(0.4),
     "noise that all samples share": lambda: layers.Dropout(
         0.4, noise_shape=(1, 4, 5)
@@ -37,13 +38,12 @@ LAYERS = {
     "all rates": lambda: Draws(drop_at_all_rates),
     "all shapes of noise": lambda: Draws(drop_in_all_shapes),
     "all samples alike": lambda: Draws(change_all_alike),
-    "normal numbers": lambda: Draws(draw_normal),
 }
 STEPS = {"accum_steps": 2}  # fed as 2 x 3
 CACHE = {"micro_batch_size": 4, "gradient_cache": True}
 WAYS = {
-    "size": {"micro_batch_size": 4},
     "xla": {"micro_batch_size": 4, "jit_compile": True},
+    "size": {"micro_batch_size": 4},
     "cache": CACHE,
     "auto": {"micro_batch_size": "auto"},
     "cache, xla": {**CACHE, "jit_compile": True},
