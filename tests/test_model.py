@@ -134,9 +134,8 @@ def test_it_warns_if_no_batch_was_split(name, data):
     model = compiled(make_model(), "sgd", **kwargs)
     arguments = make(*data) | {"epochs": 2, "shuffle": False, "verbose": 0}
     found = messages_of(lambda: model.fit(**arguments))
-    assert [each.split(",")[0] for each in found] == [
-        f"No batch was larger than `micro_batch_size={size}`"
-    ]
+    (message,) = found
+    assert f"batches was larger than `micro_batch_size={size}`" in message
     model.micro_batch_size = 4
     assert messages_of(lambda: model.fit(**arguments)) == []
 

@@ -53,9 +53,9 @@ class FirstBatch(Feature):
         elif size and self._looks and not self._has_split:
             self._has_split = True  # it is said once
             warnings.warn(
-                f"No batch was larger than `micro_batch_size={size}`, so none "
-                "was split. Set the batch size where a Dataset is batched, or "
-                "in `fit(x, y, batch_size=...)`, whose default is 32.",
+                f"None of the first {self._looks} batches was larger than "
+                f"`micro_batch_size={size}`, so none was split. Batch a Dataset"
+                " in larger ones, or pass `batch_size` to `fit`: it is 32.",
                 stacklevel=2,
             )
 
