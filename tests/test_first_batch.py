@@ -299,7 +299,7 @@ def messages(make, loss, data=None, batch_size=8, **kwargs):
         warnings.simplefilter("always")
         model.compile("sgd", loss, **kwargs)
         model.fit(x, y, batch_size=batch_size, verbose=0)
-    others = "batches was larger"  # of sizes that leave a batch whole
+    others = "No batch of the first"  # of sizes that leave a batch whole
     return [
         each
         for each in found

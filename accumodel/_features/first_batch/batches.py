@@ -53,7 +53,7 @@ class FirstBatch(Feature):
         elif size and self._looks and not self._has_split:
             self._has_split = True  # it is said once
             warnings.warn(
-                f"None of the first {self._looks} batches was larger than "
+                f"No batch of the first {self._looks} was larger than "
                 f"`micro_batch_size={size}`, so none was split. Batch a Dataset"
                 " in larger ones, or pass `batch_size` to `fit`: it is 32.",
                 stacklevel=2,
