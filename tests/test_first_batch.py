@@ -247,8 +247,8 @@ INEXACT = {
     "a layer, the next sample": (around(NextSample), "mse", "next_sample"),
     "a layer, the mean": (around(Centers), "mse", "centers"),
     "a layer, a size": (around(FixedSize), "mse", "fixed_size"),
-    "mixed samples": (lambda: images(layers.MixUp()), "mse", "mix_up"),
     "a counter": (around(Counts), "mse", "calls' " + STATE),
+    "mixed samples": (lambda: images(layers.MixUp()), "mse", "mix_up"),
     "a moving mean": (around(Standardizes), "mse", STATE),
     "a raw counter": (around(CountsRaw), "mse", ".calls' " + STATE),
     "a slow copy": (SlowCopy, "mse", "variable' " + STATE),
@@ -426,7 +426,9 @@ def test_numbers_that_all_samples_share_are_silent(way):
     assert not messages(around(NoiseOfFeatures), "mse", **WAYS[way])
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize(
+    "run_eagerly", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_padding_that_is_cut_off_is_silent(run_eagerly):
     """Though it draws other numbers."""
     inner = layers.Embedding(9, 4, mask_zero=True), dropout(), layers.LSTM(3)
@@ -1117,6 +1119,7 @@ def test_masks_are_told_of_by_what_is_known():
     assert ["different masks" in str(each.message) for each in found] == [True]
 
 
+@pytest.mark.slow
 def test_several_threads_leave_functions_as_they_were():
     def train():
         model = chain(AccumulatingModel, (3,), layers.Dense(1))

@@ -82,8 +82,7 @@ NEWEST = [
     ("in an LSTM", "size"),
     ("augmentation", "size"),
 ]
-# See the limits. XLA may pair normal numbers along the first axis. Eagerly,
-# nobody sees a loop, and several axes are as long as these micro-batches.
+# See the limits: XLA pairs numbers in the first axis, eager code has no loops.
 LOOPS = "one sample at a time", "one sample at a time, by Keras"
 NOT_EXACT = [
     *itertools.product(("latents first",), ("xla", "steps, xla")),
@@ -147,9 +146,8 @@ def draw_latents(x, seed):
 
 def draw_normal(x, seed):
     # XLA pairs numbers in the first axis of even length, or in the longest.
-    shapes = (4, 5), (1, 5), (1, 3)
-    dtypes = "float64", "float32", "bfloat16", "float16"
-    for rest, dtype in itertools.product(shapes, dtypes):
+    shapes = {"float64": (4, 5), "bfloat16": (1, 3), "float16": (1, 5)}
+    for dtype, rest in shapes.items():
         shape = ops.shape(x)[0], *rest
         noise = keras.random.normal(shape, dtype=dtype, seed=seed)
         x = x + 0.1 * ops.cast(noise, x.dtype)[..., :1]

@@ -316,6 +316,11 @@ def ignoring(padding):
 TWO = {"ids": words(), "other": np.roll(words(), 3, 0)}
 # The model, its inputs, and other arguments.
 EXACT = {
+    "padding by the last word": (
+        last_word,
+        words(WORDS - 1),
+        {"trim_padding": WORDS - 1},
+    ),
     "two towers": (two_towers, {"ids": words(), "other": words_on()}, {}),
     "two towers that are padded": (two_towers, TWO, {}),
     "a sum of features": (
@@ -324,11 +329,6 @@ EXACT = {
         {},
     ),
     "an encoder and a decoder": (encoder_and_decoder, TWO, {}),
-    "padding by the last word": (
-        last_word,
-        words(WORDS - 1),
-        {"trim_padding": WORDS - 1},
-    ),
     "samples that are normalized": (
         normalized_samples,
         words(),
