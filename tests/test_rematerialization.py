@@ -144,6 +144,7 @@ def positions(x):
 
 LAYERS = {
     "dropout": lambda x: layers.Dropout(0.5, seed=7)(layers.Dense(8)(x)),
+    "noise": lambda x: layers.GaussianDropout(0.5)(layers.Dense(8)(x)),
     "block": lambda x: Block()(Block()(x)),
     "several": several,
     "repeated": lambda x: Repeated()(x),
@@ -159,14 +160,15 @@ LAYERS = {
         )
     )(x),
 }
-# What is fed at once, the arguments of `compile`, and those of the scope.
-WAYS = {
+CACHE = {"micro_batch_size": 5, "gradient_cache": True}
+WAYS = {  # what is fed at once, and the arguments of `compile`
     "plain": (16, {}),
     "micro-batches": (16, {"micro_batch_size": 5}),
     "cycles": (4, {"accum_steps": 4}),
     "XLA": (16, {"micro_batch_size": 5, "jit_compile": True}),
     "eager": (16, {"micro_batch_size": 5, "run_eagerly": True}),
-    "cache": (16, {"micro_batch_size": 5, "gradient_cache": True}),
+    "cache": (16, CACHE),
+    "cache, XLA": (16, CACHE | {"jit_compile": True}),
     "auto": (16, {"micro_batch_size": "auto"}),
     "bfloat16": (16, {"micro_batch_size": 5}),
     "float16": (16, {"micro_batch_size": 5}),
@@ -203,7 +205,6 @@ def train(kind, base, size, strategy=None, scope=None, **kwargs):
 
 
 @pytest.mark.table
-# The nightly of Keras 3.16 says it of GRU and LSTM, in plain models too.
 @pytest.mark.filterwarnings("ignore:.*does not support masking")
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("way", WAYS)
@@ -225,7 +226,6 @@ def test_weights_of_the_same_model_without_the_scope(kind, way):
 
 
 def check_scope(kind, scope=FULL, tolerance=1e-6, **kwargs):
-    """Compares a model that is made in the scope with one of plain Keras."""
     reference = train(kind, keras.Model, 16, jit_compile=False)
     kwargs = {"jit_compile": False} | kwargs
     model = train(kind, AccumulatingModel, 16, None, scope, **kwargs)

@@ -12,6 +12,7 @@ An eager step would keep all in any case: there, nothing runs twice.
 """
 
 import collections
+import contextvars
 import threading
 import typing
 
@@ -44,6 +45,7 @@ class _Call:
     def __init__(self, function, args, kwargs):
         self._function, self._inputs = function, (args, kwargs)
         self._graph: typing.Any = current_graph()
+        self._context = contextvars.copy_context()  # of the step
         self._as_called, self._draws = hooks.keep_call(), hooks.draws.keep()
         # How often the first pass assigned a variable, by its id. And what it
         # read, by both.
@@ -103,7 +105,7 @@ class _Call:
         once = tf.summary.record_if(False)  # they are written already
         with tf.GradientTape() as tape, self._as_called(), once:
             tape.watch(sources)
-            made = self._run(inputs, scope)
+            made = self._context.run(self._run, inputs, scope)
         found = tape.gradient(_sources(made), [*sources, *variables], gradients)
         of_inputs = [*found[: len(sources)], None]
         return (of_inputs, found[len(sources) :]) if variables else of_inputs

@@ -89,10 +89,9 @@ def draw_seed(seed):
 
 def normal_in_xla(draw, whole, first, shape):
     """Returns normal numbers of a draw, from the `first` on, as XLA does."""
-    # Two of two uniform ones (Box and Muller 1958), which are neighbors in the
-    # first axis of even length, or in the longest, of the shape of the `whole`
-    # batch: `NormalFloatingPointDistribution` in XLA's `prng.cc`. If that
-    # changes, they are not those of the large batch.
+    # Two of two uniform ones (Box and Muller 1958), neighbors in the first axis
+    # of even length, or in the longest, of the shape of the `whole` batch. If
+    # XLA's `NormalFloatingPointDistribution` changes, they are others.
     odd = tf.truncatemod(whole, 2)
     axis = tf.where(tf.reduce_all(odd > 0), tf.argmax(whole), tf.argmin(odd))
     strides = tf.math.cumprod(whole, exclusive=True, reverse=True)

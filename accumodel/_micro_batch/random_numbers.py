@@ -368,7 +368,6 @@ class Draws:
             seed = original(generator, ordered)
         if is_of_one or self._has_rows is not None:
             return seed
-        # It is not known what for.
         return _apart(seed, self.rows[0])
 
     def _draw(self, name, original, arguments):
