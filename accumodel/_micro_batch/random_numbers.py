@@ -35,7 +35,6 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._keras_and_tf.private_names import normal_in_xla
 from accumodel._micro_batch.assignments import States, recorded
 from accumodel._micro_batch.micro_batches import (
     current_graph,
@@ -205,7 +204,7 @@ class Draws:
     their number, and that of the large batch. `plan.assigned["seeds"]` holds
     the known states of seed generators, and `plan.assigned["seeds in loops"]`,
     for those that draw in one, how often they are drawn from outside of it.
-    `assigned` are the variables that micro-batches assign, by their ids.
+    `assigned` are the variables that micro-batches assign, by id, or `None`.
     """
 
     def __init__(self, plan, trains=False, assigned=None):
@@ -368,7 +367,7 @@ class Draws:
             seed = original(generator, ordered)
         if is_of_one or self._has_rows is not None:
             return seed
-        return _apart(seed, self.rows[0])
+        return _apart(seed, self.rows[0])  # it is not known what for
 
     def _draw(self, name, original, arguments):
         """Calls a function of `keras.random`, see `replaced_draws`."""
@@ -433,7 +432,6 @@ class Draws:
             multiple = tf.truncatediv(own, samples)
             apart = begin * tf.minimum(tf.truncatemod(own, samples), 1)
             first = begin * multiple * inner
-            all_rows = tf.maximum(of_batch * multiple, own)
             key, start = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
         kwargs |= {"key": key, "alg": _ALGORITHM}
 
@@ -451,11 +449,12 @@ class Draws:
             numbers = tf.roll(numbers, -tf.truncatemod(first, block), axis=0)
             return tf.reshape(tf.slice(numbers, [0], [count]), own_shape)
 
+        if axis == 0 and make is None:
+            return draw(first)
+        all_rows = tf.maximum(of_batch * multiple, own)
         if make is not None:
             whole = tf.concat([[all_rows], shape[1:]], 0)
             return make(draw, whole, first, shape)
-        if axis == 0:
-            return draw(first)
         begins = tf.range(math.prod(sizes[:axis]), dtype=tf.int64) * all_rows
         begins = first + begins * inner
         numbers = tf.map_fn(draw, begins, fn_output_signature=drawn)
@@ -560,7 +559,8 @@ def _normal(numbers, mean=0.0, stddev=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     if _is_compiled():
         drawn = tf.float32 if dtype == tf.bfloat16 else dtype
-        uniform, make = tf.raw_ops.StatelessRandomUniformV2, normal_in_xla
+        uniform = tf.raw_ops.StatelessRandomUniformV2
+        make = private_names.normal_in_xla
         values = numbers(uniform, drawn, make, dtype=drawn)
         if drawn != dtype:  # XLA cuts bits off, instead of rounding
             bits = tf.bitcast(values, tf.uint32)

@@ -55,7 +55,7 @@ class FirstBatch(Feature):
             warnings.warn(
                 f"No batch of the first {self._looks} was larger than "
                 f"`micro_batch_size={size}`, so none was split. Batch a Dataset"
-                " in larger ones, or pass `batch_size` to `fit`: it is 32.",
+                " in larger ones, or raise `batch_size` of `fit` (default 32).",
                 stacklevel=2,
             )
 
