@@ -74,7 +74,7 @@ def test_the_size_with_the_least_time_is_found(clock, capsys):
     assert logs["micro_batch_size"] == [2] + [8] * 7
     assert model.micro_batch_size == "fastest"
     assert model.current_micro_batch_size == 8
-    assert capsys.readouterr().out.count("size is 8\n") == 1
+    assert capsys.readouterr().out.count("fastest micro_batch_size is 8\n") == 1
 
 
 @pytest.mark.table

@@ -426,9 +426,7 @@ def test_numbers_that_all_samples_share_are_silent(way):
     assert not messages(around(NoiseOfFeatures), "mse", **WAYS[way])
 
 
-@pytest.mark.parametrize(
-    "run_eagerly", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("run_eagerly", [False, True])
 def test_padding_that_is_cut_off_is_silent(run_eagerly):
     """Though it draws other numbers."""
     inner = layers.Embedding(9, 4, mask_zero=True), dropout(), layers.LSTM(3)

@@ -292,7 +292,7 @@ class DrawsInALoop(WholeBatchLoss):
 @pytest.mark.parametrize(
     ("base", "size"),
     [
-        weekly(LossThatCallsAgain, 100),
+        (LossThatCallsAgain, 100),
         weekly(MomentumEncoder, 5),
         weekly(HeadInTheLoss, 5),
         (ChoosesByPython, 5),

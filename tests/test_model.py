@@ -135,6 +135,7 @@ def test_it_warns_if_no_batch_was_split(name, data):
     arguments = make(*data) | {"epochs": 2, "shuffle": False, "verbose": 0}
     found = messages_of(lambda: model.fit(**arguments))
     (message,) = found
+    assert message.startswith("No batch of the first ")
     assert f"was larger than `micro_batch_size={size}`" in message
     model.micro_batch_size = 4
     assert messages_of(lambda: model.fit(**arguments)) == []

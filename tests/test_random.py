@@ -82,7 +82,7 @@ NEWEST = [
     ("in an LSTM", "size"),
     ("augmentation", "size"),
 ]
-# See the limits: XLA pairs numbers in the first axis, eager code has no loops.
+# See the limits: XLA pairs numbers in an axis, and eager code shows no loops.
 LOOPS = "one sample at a time", "one sample at a time, by Keras"
 NOT_EXACT = [
     *itertools.product(("latents first",), ("xla", "steps, xla")),
@@ -146,8 +146,8 @@ def draw_latents(x, seed):
 
 def draw_normal(x, seed):
     # XLA pairs numbers in the first axis of even length, or in the longest.
-    shapes = {"float64": (4, 5), "bfloat16": (1, 3), "float16": (1, 5)}
-    for dtype, rest in shapes.items():
+    dtypes = "float64", "float32", "bfloat16", "float16"
+    for dtype, rest in zip(dtypes, [(4, 5), (1, 5)] * 2, strict=True):
         shape = ops.shape(x)[0], *rest
         noise = keras.random.normal(shape, dtype=dtype, seed=seed)
         x = x + 0.1 * ops.cast(noise, x.dtype)[..., :1]

@@ -205,7 +205,7 @@ def train(kind, base, size, strategy=None, scope=None, **kwargs):
 
 
 @pytest.mark.table
-@pytest.mark.filterwarnings("ignore:.*does not support masking")
+@pytest.mark.filterwarnings("ignore:.*does not support masking")  # Keras 3.16
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_of_the_same_model_without_the_scope(kind, way):
@@ -226,6 +226,7 @@ def test_weights_of_the_same_model_without_the_scope(kind, way):
 
 
 def check_scope(kind, scope=FULL, tolerance=1e-6, **kwargs):
+    """Compares a model that is made in the scope with one of plain Keras."""
     reference = train(kind, keras.Model, 16, jit_compile=False)
     kwargs = {"jit_compile": False} | kwargs
     model = train(kind, AccumulatingModel, 16, None, scope, **kwargs)
