@@ -325,7 +325,8 @@ class AccumulatingModel(keras.Model):
             loss = outcome.call_compute_loss(*given)
         step = current_step()
         if step is not None:
-            step.reductions, step.loss_data = reductions, data
+            step.reductions = reductions
+            weights.note_axes(step, reductions)
         if is_default and replicas.count_replicas() > 1:
             loss += weights.missing_sums(self, (x, y))
         return loss

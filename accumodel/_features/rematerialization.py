@@ -39,6 +39,11 @@ def call(function, by_keras, *args, **kwargs):
     return _Call(function, args, kwargs).run()
 
 
+def none():
+    """Returns a scope in which nothing is rematerialized."""
+    return hooks.replaced(_local, "is_open", True)
+
+
 class _Call:
     """A call of a function, which runs twice."""
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from accumodel._fit.end_of_cycle import with_end_of_cycle
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
+from accumodel._micro_batch.decisions import Decisions
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.micro_batches import Plan, current_step, on_host
 from accumodel._micro_batch.random_numbers import RandomNumbers
@@ -80,6 +81,7 @@ class Accumulation:
         # If batches are split, a `tf.Variable`: the most samples of a
         # micro-batch. Another size needs no retrace.
         self.size: typing.Any = None
+        self.decisions = Decisions()
         self.batch_size: typing.Any = None  # of `fit`, if it is known
         # The `RandomNumbers`, for life: a `tf.function` may read its variable.
         self.numbers: typing.Any = None
@@ -115,6 +117,7 @@ class Accumulation:
             raise
         self.options = options
         self.loss_weights = LossWeights(model)  # which warns anew
+        self.decisions = Decisions()
         self.accumulates = accumulates
         self.spans_batches = options.accum_steps > 1
         self._use(options, are_new=True)

@@ -46,6 +46,8 @@ class EndOfCycle(keras.callbacks.Callback):
 
     def _end_cycle(self):
         state = self.model._accumulation
+        for feature in state.features:
+            feature.end_cycle()
         if state.options.remainder == "apply":
             state.accumulators.apply()
         elif state.options.remainder == "drop":

@@ -166,11 +166,11 @@ def _make(state, name, make):
             if not isinstance(batches, replicas.ITERATORS):
                 batches = replicas.split_over_replicas(batches, state.strategy)
         try:
+            for feature in state.features:
+                batches = feature.first_batches(batches, trains)
             if not is_ready:
                 batches = variables.make_first(state.plan(), trains, batches)
                 is_ready = True
-            for feature in state.features:
-                batches = feature.first_batches(batches, trains)
             return function(batches)
         except BaseException as error:
             if trains:

@@ -1,34 +1,54 @@
 """Makes the variables of a step by a trace of it that is not run."""
 
+import contextlib
 import itertools
 
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf import hooks, private_names
+from accumodel._keras_and_tf.python_state import PythonState, owners_of
 from accumodel._keras_and_tf.replicas import scope_of
-from accumodel._micro_batch.assignments import random_state
-from accumodel._micro_batch.micro_batches import count_samples, one_step
+from accumodel._micro_batch.micro_batches import (
+    as_tensors,
+    count_samples,
+    first_leaf,
+    one_step,
+)
 from accumodel._micro_batch.outcome import forward
 from accumodel._micro_batch.random_numbers import Draws
 from accumodel._update.engine import Added
 
 
 def make_first(plan, trains, batches):
-    """Makes the variables that the first step of a function cannot make."""
+    """Prepares the first step of a function by a trace of it."""
     # Inside of a scope that records what is assigned, or of a loop on a
-    # replica, none can be made. So the step is traced before, and not run.
-    # Takes the iterator of the batches, and returns one of the same.
+    # replica, no variables can be made. And where all sizes are numbers, it is
+    # not known which of them is that of the samples. Takes the iterator of the
+    # batches, and returns one of the same.
     replicas = plan.model.distribute_strategy.num_replicas_in_sync
-    if replicas > 1 or not plan.is_split:  # Keras has done it, or does it
-        return batches
+    if replicas > 1 or not (plan.is_split or trains):
+        return batches  # Keras has done it, or does it
     data = getattr(batches, "element_spec", None)
     if data is None:
-        data = next(batches)
+        data = as_tensors(next(batches))
         batches = itertools.chain([data], batches)
-    if _are_missing(plan, data):
+    if plan.is_split and _are_missing(plan, data):
         _trace(plan, trains, data)
+    elif trains and _is_size_known(plan, data):
+        # What fails here fails in the step, or needs the sizes as numbers.
+        with contextlib.suppress(Exception):
+            _trace(plan, trains, data, decides=True)
     return batches
+
+
+def _is_size_known(plan, data):
+    """Whether a step has to look up which axes are those of the samples."""
+    is_fed_batch = not plan.is_split or plan.whole_batch is not None
+    is_known = plan.model.run_eagerly or (
+        is_fed_batch and first_leaf(data).shape[0] is not None
+    )
+    return is_known and not plan.state.decisions.is_made
 
 
 def make(plan, data):
@@ -55,33 +75,61 @@ def _are_missing(plan, data):
     return (is_on_replica or needs_model) and not private_names.is_built(model)
 
 
-def _trace(plan, trains, data):
+def _trace(plan, trains, data, decides=False):
     """Traces a step for a micro-batch of a batch, or of the specs of one."""
-    model = plan.model
-    state, was_built = random_state(), private_names.is_built(model)
+    # The number of its samples is not known in it.
+    model, was_built = plan.model, private_names.is_built(plan.model)
+    samples = first_leaf(data).shape[0]
 
-    def without_optionals(leaf):  # as Keras does
-        is_optional = isinstance(leaf, tf.experimental.Optional)
-        return None if is_optional else leaf
+    def spec(leaf):
+        if isinstance(leaf, tf.experimental.Optional | None):
+            return leaf
+        spec = leaf if isinstance(leaf, tf.TypeSpec) else None
+        spec = spec or tf.type_spec_from_value(leaf)
+        is_tensor = isinstance(spec, tf.TensorSpec) and spec.shape.rank
+        if is_tensor and spec.shape[0] == samples:
+            return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+        return spec
 
     def run(data):
-        data = keras.tree.map_structure(without_optionals, data)
-        end = count_samples(data)
-        if plan.size is not None:
-            end = tf.minimum(end, plan.size)
+        data = keras.tree.map_structure(_without_optionals, data)
         # A `tf.function` in the model may not be traced again.
-        draws = Draws(plan).replaced()
-        with one_step(plan, data, Added(is_split=True)), draws:
-            part = model.slice_data(data, tf.zeros_like(end), end)
-            _use_all(plan, trains, part)
+        step = one_step(plan, data, _Ignored(is_split=True))
+        with Draws(plan).replaced(), step:
+            if plan.is_split:
+                end = tf.minimum(count_samples(data), plan.size)
+                data = model.slice_data(data, tf.zeros_like(end), end)
+            _use_all(plan, trains, data, decides)
 
-    with scope_of(model.distribute_strategy):
-        tf.function(run, autograph=False).get_concrete_function(data)
-    if was_built:  # if not, it drew the initial weights
-        random_state(state)
+    python = PythonState(owners_of(model))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(scope_of(model.distribute_strategy))
+        if was_built:  # if not, it draws the initial weights
+            stack.enter_context(hooks.own_draws([]))
+            stack.callback(python.close)
+        for accumulator in plan.state.accumulators:
+            of_it = hooks.replaced(accumulator, "_has_weights", None)
+            stack.enter_context(of_it)
+        specs = keras.tree.map_structure(spec, data)
+        tf.function(run, autograph=False).get_concrete_function(specs)
+    plan.state.decisions.is_made |= decides
 
 
-def _use_all(plan, trains, data):
+def _without_optionals(leaf):  # as Keras does
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf
+
+
+class _Ignored(Added):
+    """Adds nothing."""
+
+    def check(self, accumulator):
+        pass
+
+    def accumulate(self, accumulator, gradients, weight, is_last=True):
+        pass
+
+
+def _use_all(plan, trains, data, decides):
     """Uses all variables of a step."""
     model = plan.model
     names = ("train_step", "compute_gradients") if trains else ("test_step",)
@@ -90,7 +138,8 @@ def _use_all(plan, trains, data):
         getattr(model, custom[0])(data)
         return
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    if plan.whole_batch is not None:  # its loss sees all outputs, in no loop
+    # A loss of the whole batch sees all outputs, in no loop.
+    if plan.whole_batch is not None and not decides:
         private_names.call_model(model, x, training=True)
     else:
         y_pred, _ = forward(model, True, x, y, sample_weight)

@@ -9,12 +9,14 @@ import contextlib
 import copy
 import functools
 import inspect
+import random
 import sys
 import threading
 import typing
 import weakref
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf.private_names import module_of
@@ -252,6 +254,50 @@ draws = Hook(
         (keras.random.SeedGenerator, "next"),
     ]
 )
+
+
+# The functions of the generators that Python and NumPy share. Those that a
+# module has imported by name are not seen.
+_SHARED = [
+    (module, name)
+    for module in (np.random, random)
+    for name in dir(module)
+    if hasattr(getattr(getattr(module, name), "__self__", None), "random")
+]
+_shared_draws = Hook(lambda: _SHARED)
+
+
+def own_draws(called):
+    """Scope in which this thread draws from copies: other threads go on.
+
+    The names of the functions that are called are added to a list.
+    """
+    copies: dict = {}
+
+    def draw(original, *args, **kwargs):
+        generator, name = original.__self__, original.__name__
+        own = copies.setdefault(id(generator), copy.deepcopy(generator))
+        called.append(f"{type(generator).__module__}.{name}")
+        return getattr(own, name)(*args, **kwargs)
+
+    return _shared_draws(**dict.fromkeys((name for _, name in _SHARED), draw))
+
+
+# -- what prints, or has a custom gradient -------------------------------------
+
+_prints = Hook(lambda: [(tf, "print")])
+_silu = Hook(lambda: [(tf.nn, "silu")])
+
+
+def silenced():
+    """Returns a scope in which `tf.print` does nothing."""
+    return _prints(print=lambda original, *args, **kwargs: tf.no_op())
+
+
+def plain_silu():
+    """Returns a scope in which `silu` has the gradient of its value."""
+    # Its custom one is the same, and saves memory.
+    return _silu(silu=lambda original, x, beta=1.0: x * tf.sigmoid(beta * x))
 
 
 # -- rematerialization ---------------------------------------------------------

@@ -42,6 +42,9 @@ class Feature:
     def begin_fit(self, given: dict) -> None:
         """Begins a `fit`, with its arguments by name."""
 
+    def end_cycle(self) -> None:
+        """Ends the data of a cycle, before its update."""
+
     def end_epoch(self, logs: dict | None) -> None:
         """Ends an epoch; may add to its logs."""
 

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import replicas
+from accumodel._micro_batch.decisions import sizes_of
 from accumodel._micro_batch.feature import Feature
 
 _step: contextvars.ContextVar = contextvars.ContextVar("step", default=None)
@@ -54,6 +55,11 @@ class Plan:
         return next((x for x in self.features if x.sees_whole_batch), None)
 
     @property
+    def has_whole_loss(self):
+        """Whether the loss of an update is computed once, of all samples."""
+        return self.whole_batch is not None and not self.state.spans_batches
+
+    @property
     def orders(self):
         """The feature that puts the samples of a batch in order, if any."""
         return next((x for x in self.features if x.orders_samples), None)
@@ -77,11 +83,27 @@ class Step:
     is_compiled: bool = False  # by XLA
     # The arguments of each loss reduction in this step, or `None` before.
     reductions: list | None = None
-    # Their inputs, outputs, targets and sample weights.
-    loss_data: typing.Any = None
+    # Whether the first axis of what they reduced is that of the samples, by the
+    # ids of the tensors.
+    axes: dict = dataclasses.field(default_factory=dict)
     # The accumulators that were called, and in which graphs.
     calls: set = dataclasses.field(default_factory=set)
     graph: typing.Any = dataclasses.field(default_factory=current_graph)
+
+    def has_samples(self, loss, key, place=0):
+        """Whether the first axis of a loss is that of the samples."""
+        # It is then as long as that of the data, or as all their time steps.
+        decisions, sizes = self.plan.state.decisions, sizes_of(loss)
+        samples = first_leaf(self.data).shape[0]
+        if sizes == []:
+            return False
+        if samples is None:
+            is_first = sizes is None or sizes[0] is None
+            return decisions.note(key, place, sizes, is_first)
+        if decisions.is_made:
+            return decisions.find(key, place, sizes, "A loss")
+        is_single = loss.shape.num_elements() == 1 != samples
+        return not is_single and not (samples and (sizes[0] or 0) % samples)
 
     def is_conditional(self):
         """Whether what is traced now may be left out when the step runs."""
@@ -191,7 +213,7 @@ def slice_data(data, begin, end):
     """See `AccumulatingModel.slice_data`."""
 
     def cut(leaf):
-        if not _has_samples(leaf):
+        if not has_axis(leaf):
             return leaf
         if not isinstance(leaf, tf.SparseTensor):
             return leaf[begin:end]
@@ -206,7 +228,7 @@ def slice_data(data, begin, end):
         return keras.tree.map_structure(cut, data)
 
 
-def _has_samples(leaf):
+def has_axis(leaf):
     """Whether a leaf of the data has an axis of samples."""
     return hasattr(leaf, "shape") and tf.TensorShape(leaf.shape).rank != 0
 
@@ -214,7 +236,7 @@ def _has_samples(leaf):
 def _leaves(data):
     """Returns pairs of the path and the leaf, for those that have samples."""
     pairs = keras.tree.flatten_with_path(data)
-    return [pair for pair in pairs if _has_samples(pair[1])]
+    return [pair for pair in pairs if has_axis(pair[1])]
 
 
 def count_of_each_replica(data, strategy):

@@ -10,7 +10,6 @@ from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import build_optimizer, trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch.micro_batches import count_samples, current_step
-from accumodel._micro_batch.weights import has_samples
 
 
 def call_compute_loss(function, x, y, y_pred, sample_weight, training=True):
@@ -58,7 +57,8 @@ def weigh(plan, x, y, y_pred, sample_weight, loss):
     is_known = "micro_batch_weight" in plan.overridden
     is_custom = "compute_loss" in plan.overridden and not is_known
     # Keras sums one loss for each sample.
-    if weight is None or (is_custom and has_samples(loss, data)):
+    step = current_step()
+    if weight is None or (is_custom and step.has_samples(loss, "own loss")):
         return None
     # Tied to the data: see `GradientAccumulator._waits`.
     with tf.control_dependencies([loss]):

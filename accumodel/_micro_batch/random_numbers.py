@@ -209,7 +209,7 @@ class Draws:
 
     def __init__(self, plan, trains=False, assigned=None):
         self._model = plan.model
-        self._of_model = plan.numbers
+        self._of_model, self._state = plan.numbers, plan.state
         self._spans = trains and plan.state.spans_batches
         self.rows = plan.numbers.rows
         self._are_in_order = plan.orders is None
@@ -222,6 +222,8 @@ class Draws:
         self._in_loops = plan.assigned["seeds in loops"]
         # How often each seed is drawn in this scope, and whether in a loop.
         self._drawn: collections.Counter = collections.Counter()
+        # How often the axes of each draw were asked for.
+        self._asked: collections.Counter = collections.Counter()
         self._initial: dict = {}  # seeds of initial weights, by their ids
         self._around = current_graph()
         self._samples: int | None = None  # of the micro-batch, if it is known
@@ -314,6 +316,7 @@ class Draws:
         """Scope in which what is traced draws the rows when it runs."""
         self._around = current_graph()
         self._drawn.clear()
+        self._asked.clear()
         with replaced_draws(self._draw, self._next_initial, next=self._next):
             yield
         for key, is_in_loop in [*self._drawn]:
@@ -376,7 +379,7 @@ class Draws:
         self._open()
         shape = _shape_of(name, arguments)
         sizes = _sizes(shape)
-        axes = self._axes(sizes)
+        axes = self._axes(name, arguments.get("seed"), sizes)
         with hooks.replaced(self, "_has_rows", bool(axes)):
             seed = private_names.draw_seed(arguments.pop("seed", None))
         if not axes:
@@ -393,15 +396,21 @@ class Draws:
         arguments.pop("noise_shape", arguments.pop("shape", None))
         return _OFFSETS[name](numbers, **arguments)
 
-    def _axes(self, sizes):
+    def _axes(self, name, seed, sizes):
         """Returns the axes of a draw that may be that of the samples."""
-        # It is the first one if that may be as long. In an eager step all
-        # lengths are known: there it is one as long as the samples.
+        # It is the first one if that may be as long.
+        key = name, id(getattr(seed, "state", None))
+        self._asked[key] += 1
+        place, decisions = self._asked[key] - 1, self._state.decisions
         samples = self._samples
-        if sizes[:1] in ([None], [samples]):
-            return [0]
+        if samples is not None and decisions.is_made:
+            what = f"A draw of `keras.random.{name}`"
+            return decisions.find(key, place, sizes, what)
         axes = [i for i, size in enumerate(sizes) if size in (None, samples)]
-        if (samples or 0) > 1 and sizes and sizes[0] % samples == 0:
+        axes = [0] if 0 in axes else axes
+        if samples is None:
+            return decisions.note(key, place, sizes, axes)
+        if samples > 1 and sizes and axes != [0] and sizes[0] % samples == 0:
             axes.insert(0, 0)
         return axes
 

@@ -80,8 +80,8 @@ class LossWeights:
         vectors = summed_losses(self._model, data)
         if vectors:
             divisors.setdefault(None)
-        if len(divisors) > 1 and plan.whole_batch is not None:
-            return samples  # each fed batch has its own loss
+        if len(divisors) > 1 and plan.has_whole_loss:
+            return samples
         if [*divisors] == [None]:
             return None  # the check on the first batch tells of scalars
         if None in divisors:
@@ -190,7 +190,7 @@ class LossWeights:
                 "Override `micro_batch_weight` to say so. "
                 f"Received: reduction={name!r}"
             )
-        if not has_samples(values, current_step().loss_data):
+        if not current_step().axes[id(values)]:
             return {_SAMPLES: None}
         if name in _SUMS:
             return {None: None}
@@ -212,8 +212,8 @@ class LossWeights:
         return {("mask", id(mask)): value}
 
     def _warn(self, message):
-        # The loss may be that of the whole fed batch, which is exact.
-        is_exact = current_step().plan.whole_batch is not None
+        # The loss may be that of all samples, which is exact.
+        is_exact = current_step().plan.has_whole_loss
         if not is_exact and message not in self.warned:
             self.warned.add(message)
             warnings.warn(message, InexactWarning, stacklevel=2)
@@ -254,18 +254,13 @@ def is_single(values, data):
     return data is None or (tf.TensorShape(first_leaf(data).shape)[:1] != [1])
 
 
-def has_samples(loss, data):
-    """Whether the first axis of a loss is that of the samples."""
-    # It is then as long as that of the data, or as all steps of all samples.
-    if is_single(loss, data):
-        return False
-    leaves = tf.nest.flatten(data, expand_composites=True)
-    shapes = [leaf.shape for leaf in leaves if tf.is_tensor(leaf)]
-    sizes = {shape[0] for shape in shapes if shape.rank}
-    length = loss.shape[0]
-    if not length or not sizes:
-        return True
-    return any(size and length % size == 0 for size in sizes)
+def note_axes(step, reductions):
+    """Notes which of the losses of a step have an axis of samples."""
+    todo = [*reductions]
+    for place, reduction in enumerate(todo):  # which grows
+        values = reduction.values
+        step.axes[id(values)] = step.has_samples(values, "losses", place)
+        todo += reduction.inner
 
 
 def added_losses(model):

@@ -10,8 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._features.auto import is_out_of_memory
-from accumodel._features.first_batch.check import Check
+from accumodel._features.first_batch.causes import last_line
+from accumodel._features.first_batch.check import Check, NoGradient
 from accumodel._features.first_batch.kept import NotMade
+from accumodel._features.first_batch.runs import MEMORY
 from accumodel._keras_and_tf import replicas
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.optimizers import trained_norms
@@ -24,6 +26,9 @@ RAISES = False
 # How many batches are looked at in a `fit` until one is split.
 _LOOKS = 8
 
+# The most batches of a cycle that are looked at.
+_MOST = 64
+
 _logger = logging.getLogger("accumodel")
 
 
@@ -33,10 +38,12 @@ class FirstBatch(Feature):
     def __init__(self, state):
         super().__init__(state)
         self.result: str | None = None
-        self._fed: list = []  # those that make a comparison, so far
+        self._fed: list = []  # those of the first cycle, so far
         self._looks = 0
-        self._is_done = self._has_warned = self._has_split = False
+        self._is_done = self._has_split = False
+        self._spans = False  # whether an update was of several batches
         self._is_even = False  # whether all micro-batches are as large
+        self._norms = ""  # what is known of normalizations
 
     @classmethod
     def is_on(cls, options):
@@ -45,6 +52,10 @@ class FirstBatch(Feature):
     def begin_fit(self, given):
         self._looks, self._fed, self._has_split = 0, [], False
         self._is_even = _is_even(self._state, given)
+
+    def end_cycle(self):
+        if len(self._fed) > 1 and not self._is_done:
+            self._check(self._fed)  # the data has ended before the cycle
 
     def end_epoch(self, logs):
         state, size = self._state, self._state.model.current_micro_batch_size
@@ -60,107 +71,138 @@ class FirstBatch(Feature):
             )
 
     def first_batches(self, batches, trains):
-        """Takes the first batch, and returns the same batches."""
-        if not (trains and self._must_look(batches)):
+        """Takes the first batches, and returns the same batches."""
+        if not (trains and self._must_look()):
             return batches
         spec = getattr(batches, "element_spec", None)
-        first = next(batches, None)
-        if first is None:
+        count = self._state.model.steps_per_execution
+        first = [*itertools.islice(batches, count)]
+        if not first:
             return batches
-        count = self._state.model.steps_per_execution - 1
-        rest = itertools.chain([first], itertools.islice(batches, count))
         self._look(first)
         if spec is None:
-            return rest
+            return itertools.chain(first, batches)
         # An iterator of the same type, for which no step is traced again.
         strategy = self._state.strategy
         if strategy.num_replicas_in_sync > 1:
             with replicas.scope_of(strategy):
-                return iter([*rest])
+                return iter(first)
         return iter(
-            tf.data.Dataset.from_generator(lambda: rest, output_signature=spec)
+            tf.data.Dataset.from_generator(lambda: first, output_signature=spec)
         )
 
-    def _must_look(self, batches):
+    def _must_look(self):
         state, size = self._state, self._state.model.micro_batch_size
-        if self._is_done:
-            return False
-        if replicas.is_multi_worker(state.strategy):
-            self._end("not made: several workers would wait for each other")
+        if self._spans < state.spans_batches:  # from now on
+            self._spans, self._is_done, self._looks = True, False, 0
+        if self._is_done or self._looks >= _LOOKS:
             return False
         if not tf.executing_eagerly():
             self._end("not made: the model trains inside of a function")
             return False
-        return self._steps() > 1 or (size is not None and self._looks < _LOOKS)
+        return self._steps() > 1 or size is not None
 
     def _steps(self):
         """Returns how many fed batches may make one update."""
-        steps = [each.accum_steps for each in self._state.accumulators]
+        accumulators = self._state.accumulators
+        steps = [accumulator.accum_steps for accumulator in accumulators]
         return max([self._state.options.accum_steps, *steps])
 
     def _look(self, first):
-        """Notes a batch, and has all of them checked if they are enough."""
+        """Notes batches, and has them checked if they make an update."""
 
         def of_one_replica(leaf):
             leaf = replicas.local_results(leaf)[0]
             return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
         with replicas.scope_of(self._state.strategy):
-            data = tf.nest.map_structure(of_one_replica, first)
-        fed = [*self._fed, as_tensors(data)]
-        samples = [int(count_samples(each)) for each in fed]
+            first = [tf.nest.map_structure(of_one_replica, x) for x in first]
         steps, size = self._steps(), self._state.model.micro_batch_size
-        is_split = isinstance(size, int) and samples[-1] > size
+        batches = [*self._fed, *map(as_tensors, first)][:steps]
+        samples = max(int(count_samples(batch)) for batch in batches)
+        is_split = isinstance(size, int) and samples > size
         self._has_split |= is_split
-        self._warn_about_norms(is_split or len(fed) > 1)
-        is_cycle = len(fed) >= steps or (len(fed) > 1 and sum(samples) > 2)
-        is_cycle = is_cycle if steps > 1 else isinstance(size, str)
-        is_enough = is_split or is_cycle
-        self._looks += 1
-        self._fed = [] if is_enough or steps == 1 else fed
+        self._warn_about_norms(is_split or len(batches) > 1)
+        is_full = (
+            len(batches) >= min(steps, _MOST) or _bytes_of(batches) > MEMORY
+        )
+        is_cycle = len(batches) > 1 and is_full
+        is_enough = is_cycle if steps > 1 else is_split or isinstance(size, str)
+        self._looks += steps == 1
+        self._fed = batches if steps > 1 else []
         if is_enough:
-            self._check(fed)
+            self._check(batches)
         else:
             self.result = "not made: no update was made in several parts so far"
 
-    def _check(self, fed):
+    def _check(self, batches):
+        self._fed = []
         try:
-            found = _outside(Check(self._state, fed, self._is_even).result)
+            found = _outside(Check(self._state, batches, self._is_even).result)
+        except NoGradient as error:  # those of another batch may be there
+            self._looks += self._steps() > 1
+            found = f"not made: {error}"
+            if self._looks < _LOOKS:
+                self.result = f"{found} so far"
+                return
         except NotMade as error:
             found = f"not made: {error}"
         except Exception as error:
             if RAISES:
                 raise
-            found = f"not made: {type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {last_line(error)}"
             if is_out_of_memory(error):
-                found = "not made: memory ran out in the check"
+                text = "memory ran out in the check"
+            found = f"not made: {text}"
         self._end(found)
-        if found.startswith("differs") and not self._state.loss_weights.warned:
-            text = found.removeprefix("differs: ")
-            warnings.warn(text, InexactWarning, stacklevel=2)
 
     def _end(self, result):
+        """Says what was found, once."""
         self.result, self._is_done = result, True
-        _logger.info("The check on the first batch: %s", result)
+        what, _, text = result.partition(": ")
+        told = [*self._state.loss_weights.warned]
+        if what == "not made":
+            warnings.warn(
+                "The first batch could not be compared in micro-batches and in "
+                f"one piece: {text}. If the loss or a layer looks at several "
+                "samples at once, the weights will not be those of the large "
+                "batch. `compile(verify=False)` hides this warning.",
+                stacklevel=2,
+            )
+        elif what == "differs" and not told:
+            warnings.warn(text, InexactWarning, stacklevel=2)
+        # What was told of before the comparison differs, too.
+        if known := [*filter(None, [self._norms, *told])]:
+            rest = (
+                "" if told and what == "differs" else f" Beside that: {result}"
+            )
+            self.result = f"differs: {' '.join(known)}{rest}"
+        _logger.info("The check on the first batch: %s", self.result)
 
     def _warn_about_norms(self, is_split):
         """Warns of normalizations if a batch was split."""
         state = self._state
         is_exact = state.options.sync_batch_norm and self._steps() == 1
-        is_known = is_exact or self._has_warned
+        is_known = is_exact or self._norms
         if not is_split or is_known or not trained_norms(state.model):
             return
-        self._has_warned = True
-        warnings.warn(
+        self._norms = (
             "Batch normalization normalizes each micro-batch by itself, so the "
             "weights are not those of the large batch. Compile with "
             "`micro_batch_size` and `sync_batch_norm=True`, which is exact; or "
             "use `GroupNormalization`, or freeze the layer. With 16 samples or "
             "more in a micro-batch it usually trains well all the same; "
-            "`compile(verify=False)` hides this warning.",
-            InexactWarning,
-            stacklevel=2,
+            "`compile(verify=False)` hides this warning."
         )
+        warnings.warn(self._norms, InexactWarning, stacklevel=2)
+        if self.result is not None and self._is_done:
+            self.result = f"differs: {self._norms} Beside that: {self.result}"
+
+
+def _bytes_of(batches):
+    leaves = tf.nest.flatten(batches, expand_composites=True)
+    tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
+    return sum(x.shape.num_elements() * x.dtype.size for x in tensors)
 
 
 def _outside(function):

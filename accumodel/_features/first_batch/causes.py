@@ -6,9 +6,16 @@ import re
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from accumodel._features.first_batch import runs
 from accumodel._features.first_batch.kept import name_of
-from accumodel._features.first_batch.runs import Runner, floats, keyed
+from accumodel._features.first_batch.runs import (
+    MEMORY,
+    ByOutputs,
+    floats,
+    keyed,
+)
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.micro_batches import current_graph
 
@@ -27,35 +34,22 @@ _WEIGHT = (
 )
 
 
-def fixed_size(error):
+def last_line(error):
+    """Returns what an error of TensorFlow says, without where it was."""
     text = str(getattr(error, "message", None) or error).strip()
-    return (
-        "The step does not run with another number of samples than it got, so "
-        "a size is fixed in it, and parts may be broadcast. Replace the batch "
-        f"size in it by `tf.shape(x)[0]`, or `-1` in a `reshape`: {text[:300]}"
-    )
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if not line.startswith(("[[", "File"))]
+    return (named or [text])[-1][:300]
 
 
 def say(found, check):
     """Returns what a `Check` has found, why, and what to do."""
-    source = check.rows.sources.get(found.what)
-    name = "" if source is None else name_of(source, check.model)
-    if found.kind == "fixed":
-        text = fixed_size(found.what)
-    elif found.kind == "states":
-        text = (
-            f"The variable '{name}' changes in the step of each micro-batch, "
-            "and is read there, in inference or by `after_update`, so it will "
-            "not be that of the large batch. Change it in `after_update`, once "
-            "for each update, or call the layer with `training=False`."
-        )
-    else:
-        what = f"{found.kind} by the variable '{name}'" if name else found.kind
-        by = f" by {found.share:.2g} times the largest" if found.share else ""
+    try:
+        text = _text(found, check)
+    except Exception:  # what was found does not depend on its cause
         text = (
             "The first batch shows that the weights will not be those of the "
-            f"large batch. With {check.count} samples in one piece and in two "
-            f"micro-batches, the {what} differ{by}. {_cause(found, check)}"
+            f"large batch: the {found.kind} differ in micro-batches."
         )
     if not check.is_sure:
         unsure = " would not be, if memory ran out and batches were split, "
@@ -66,39 +60,80 @@ def say(found, check):
     )
 
 
+def _text(found, check):
+    if found.kind == "tf.random":
+        return TF_RANDOM
+    if found.kind == "fixed":
+        return (
+            "The step does not run with another number of samples than it got, "
+            "so a size is fixed in it, and parts may be broadcast. Replace the "
+            "batch size in it by `tf.shape(x)[0]`, or `-1` in a `reshape`: "
+            f"{last_line(found.what)}"
+        )
+    source = check.rows.sources.get(found.what)
+    name = "" if source is None else name_of(source, check.model)
+    if found.kind == runs.STATES:
+        return (
+            f"The variable '{name}' changes in the step of each micro-batch, "
+            "and is read there, in inference or by `after_update`, so it will "
+            "not be that of the large batch. Change it in `after_update`, once "
+            "for each update, or call the layer with `training=False`."
+        )
+    what = f"{found.kind} by the variable '{name}'" if name else found.kind
+    verb = "differs" if what in (runs.LOSS, runs.READ) else "differ"
+    by = f" by {found.share:.2g} times the largest" if found.share else ""
+    begin, end, size = check.window
+    return (
+        "The first batch shows that the weights will not be those of the "
+        f"large batch. With {end - begin} samples in one piece and in "
+        f"micro-batches of {size}, the {what} {verb}{by}. "
+        f"{_cause(found, check)}"
+    )
+
+
 def _cause(found, check):
-    can_cache = not (check.state.options.gradient_cache or check.is_custom)
     if not check.adds_up and check.is_custom:
         return _WEIGHT
     if not check.adds_up and check.state.overrides("micro_batch_weight"):
         return "`micro_batch_weight` must add up to that of all samples."
-    if found.kind in ("outputs", "gradients"):
-        layer, drawn = _first_layer(check)
-        if drawn:
-            return (
-                f"The layer '{layer.name}' draws numbers ({drawn[0]}) which "
-                "cannot be drawn for some of the samples. Use uniform or "
-                "normal numbers, with the axis of samples first."
-            )
-        if layer is not None:
-            advice = ", or compute this in the loss, with `gradient_cache=True`"
-            return (
-                f"The outputs of the layer '{layer.name}' differ already: it "
-                "looks at several samples at once, or at their number. Apply "
-                f"it by `dataset.map`{advice if can_cache else ''}."
-            )
-    if found.kind == "losses of `add_loss`":
-        return (
-            "Each micro-batch adds its own. Add a mean over samples, or return "
-            "one loss per sample; `gradient_cache=True` does not help."
-        )
     if check.is_custom:
         return (
             "The step compares samples, divides by a statistic of them, or "
             "changes gradients, which is right in `process_gradients` only. "
-            f"Or its weight is wrong. {_WEIGHT}"
+            f"Or its weight is wrong. {_WEIGHT} If the loss compares samples, "
+            "override `compute_loss` instead of `train_step`, and use "
+            "`micro_batch_size` with `gradient_cache=True`."
         )
-    cache = "use `gradient_cache=True`; or " if can_cache else ""
+    options = check.state.options
+    cache = ""
+    if options.micro_batch_size is None:
+        cache = (
+            "feed the large batch with `micro_batch_size=..., "
+            "gradient_cache=True` instead of `accum_steps`"
+        )
+    elif not options.gradient_cache:
+        cache = "use `gradient_cache=True`"
+    layer, drawn = _first_layer(check)
+    if layer is not None and drawn:
+        return (
+            f"The layer '{layer.name}' draws numbers ({drawn[0]}) which "
+            "cannot be drawn for some of the samples. Use uniform or "
+            "normal numbers, with the axis of samples first."
+        )
+    if layer is not None:
+        advice = f", or compute this in the loss, and {cache}" if cache else ""
+        return (
+            f"The outputs of the layer '{layer.name}' differ already: it "
+            "looks at several samples at once, or at their number. Apply "
+            f"it by `dataset.map`{advice}."
+        )
+    if found.kind == runs.ADDED:
+        return (
+            "Each micro-batch adds its own. Add a mean over samples, or return "
+            "one loss per sample; `gradient_cache=True` does not help. Compute "
+            "anything else in `compute_loss`, with `gradient_cache=True`."
+        )
+    cache = f"{cache}; or " if cache else ""
     return (
         "The loss compares or adds up samples, or is divided by a statistic of "
         f"the batch. Return one loss per sample; or {cache}return in "
@@ -108,25 +143,36 @@ def _cause(found, check):
 
 def _first_layer(check):
     """Returns the first layer that differs, and what it draws, if known."""
-    try:
-        runner = _Layers(check.plan, check.rows.data)
-    except NotImplementedError:  # a custom step needs no `call`
-        return None, []
-    whole = runner.run(0, check.count, check.count)
-    parts = runner.run(0, check.count, -(-check.count // 2))
-    for (kind, call, place), one in whole.items():  # in the order of the calls
-        if kind == "outputs":
-            other = parts[kind, call, place]
-            is_alike = one.shape == other.shape
-            if not (is_alike and np.allclose(one, other, 1e-3, 1e-4)):
-                return runner.sources["outputs", call, 0]
+    runner = _Layers(check.plan, check.rows.rows)
+    kept, _ = runner.activations
+    begin, end, size = check.window
+    fits = max(MEMORY // max(kept, 1), 2 * check.count)
+    windows = [(0, check.count, max(check.count - 1, 1))]
+    windows.append((begin, min(end, begin + fits), size))
+    for window in windows:
+        with contextlib.suppress(tf.errors.InvalidArgumentError):
+            if layer := _first_in(runner, *window):
+                return layer
     return None, []
 
 
-class _Layers(Runner):
+def _first_in(runner, begin, end, size):
+    """Returns the first layer that differs in some rows, or `None`."""
+    whole = runner.run(begin, end, end - begin)
+    parts = runner.run(begin, end, size)
+    for (kind, k, place), one in whole.items():  # in the order of the calls
+        if kind == runs.OUTPUTS:
+            other = parts[kind, k, place]
+            is_alike = other is not None and one.shape == other.shape
+            if not (is_alike and np.allclose(one, other, 1e-3, 1e-4)):
+                return runner.sources[kind, k, 0]
+    return None
+
+
+class _Layers(ByOutputs):
     """Runs the model, and notes what its layers return and draw."""
 
-    def step(self, plan, data, taken):
+    def step(self, plan, data, taken, is_part):
         terms: list = []
         graph = current_graph()
 
@@ -137,8 +183,8 @@ class _Layers(Runner):
                 operations = graph.get_operations()[begin:]
                 not_cut = _NOT_CUT_BY_XLA if plan.is_compiled else _NOT_CUT
                 drawn = [e.type for e in operations if not_cut.match(e.type)]
-                self.sources["outputs", len(terms), 0] = layer, drawn
-                terms.append(keyed("outputs", floats(outputs)))
+                self.sources[runs.OUTPUTS, len(terms), 0] = layer, drawn
+                terms.append(keyed(runs.OUTPUTS, floats(outputs)))
             return outputs
 
         with contextlib.ExitStack() as stack:

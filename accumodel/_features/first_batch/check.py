@@ -1,11 +1,19 @@
-"""Compares some samples in micro-batches with the same in one piece.
+"""Compares the first batch in micro-batches with the same in one piece.
 
-    first look    a few rows, spread over the batch, in parts of unequal size,
-                  at a point that is not special; then other rows
-    second look   if they differ: rows that follow each other, in the sizes of
-                  the training, in which groups of samples may be whole
+    a step of Keras's own   the first batch, or cycle, in the sizes of the
+                            training, as far as it fits in memory: outputs, the
+                            loss, what that reads, and its gradients by these;
+                            then a few rows in parts of unequal size
+    a custom step           a few rows, spread over the batch, in parts of
+                            unequal size: gradients by the weights; if they
+                            differ, rows that follow each other, in which groups
+                            of samples may be whole
 
-With a tape, no more samples are in a step at once than in the training.
+All of it is at a point that is not special. What has the same value there, in
+one piece and in parts, has the same gradient, unless an operation returns
+another gradient than that of its value, such as `stop_gradient`: then gradients
+by the weights are compared for a few rows, too. With a tape, no more samples
+are in a step at once than in the training.
 """
 
 import contextlib
@@ -17,30 +25,32 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._features.first_batch import causes
+from accumodel._features.first_batch import causes, runs
 from accumodel._features.first_batch.kept import (
     NotMade,
     is_average,
     is_of,
     is_read,
-    owners_of,
-    put_python_back_later,
-    shaken,
+    moved,
     variables_of,
 )
-from accumodel._features.first_batch.runs import AsItIs, ByOutputs, Runner
+from accumodel._features.first_batch.runs import (
+    MEMORY,
+    AsItIs,
+    ByOutputs,
+    Rows,
+    Runner,
+)
 from accumodel._fit import variables
-from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
+from accumodel._keras_and_tf.python_state import PythonState, owners_of
 from accumodel._micro_batch.assignments import is_random, nodes_of
 from accumodel._micro_batch.micro_batches import count_samples
 from accumodel._micro_batch.random_numbers import RandomNumbers
 
-# The most samples of a comparison: parts of unequal size.
+# The most samples of a comparison in parts of unequal size.
 _SAMPLES = 3
-
-# How many bytes it may take beside those of a micro-batch.
-_MEMORY = 2**25
 
 # The most rows, and numbers of a target, that are looked at to choose some.
 _PLACES = 1024
@@ -49,8 +59,16 @@ _PLACES = 1024
 # GPU multiplies float32 in TF32; 30 trainings differed by at most 7e-4 there.
 _ROUNDING = {"float32": 5e-6, "TF32": 2e-3, "float16": 5e-3, "bfloat16": 3e-2}
 
-# In the types of the operations that act outside of TensorFlow.
-_OUTSIDE = {"Print": "`tf.print`", "PyFunc": "a `tf.py_function`"}
+# Operations whose gradient is not that of their value.
+_STOPS = ("StopGradient", "PreventGradient")
+
+
+class NoRows(Exception):  # noqa: N818
+    """The outputs are not one row for each sample."""
+
+
+class NoGradient(NotMade):
+    """The loss has no gradient for these samples."""
 
 
 class Found(typing.NamedTuple):
@@ -75,83 +93,158 @@ class Check:
         try:
             self._data = _joined(fed) if len(fed) > 1 else fed[0]
         except (ValueError, tf.errors.InvalidArgumentError):
-            self._data = fed[0]  # others have other shapes
+            fed = fed[:1]  # others have other shapes
+            self._data = fed[0]
+        self.what = "batch" if len(fed) == 1 else "cycle"
         self._samples = int(count_samples(self._data))
+        self._fed = max(int(count_samples(batch)) for batch in fed)
         size = state.options.micro_batch_size
         self.is_sure = not isinstance(size, str)  # to be split
-        if not isinstance(size, int):
-            size = max(int(count_samples(each)) for each in fed)
+        self._size = size if isinstance(size, int) else self._fed
         own = {"train_step", "compute_gradients"} & plan.overridden
         self.is_custom = bool(own) or state.overrides("accumulate_gradients")
         self._runner: type[Runner] = AsItIs
-        count = min(_SAMPLES, size)
-        if not self.is_custom and (plan.orders is None or size < 2):
+        count = min(_SAMPLES, self._size)
+        if not self.is_custom and (plan.orders is None or self._size < 2):
             self._runner, count = ByOutputs, max(count, 2)
-        self._size, self.count = size, min(count, self._samples)
+        self.count = min(count, self._samples)
         self.adds_up, self._is_zero, self._error = True, True, 0.0
+        # What is compared: the first row, the one behind the last, and how many
+        # are in a part.
+        self.window = 0, self.count, max(self.count - 1, 1)
+        self.rows: typing.Any = None
 
     def result(self):
         """Returns what is found, which begins with "exact" or "differs"."""
-        with contextlib.ExitStack() as stack:
-            put_python_back_later(stack, owners_of(self.model))
-            found = self._find() if self.count > 1 else self._find_fixed_size()
+        python = PythonState(owners_of(self.model))
+        with contextlib.closing(python):
+            try:
+                found = self._find()
+            except NoRows:  # a step of Keras's own, as it is
+                found = self._find_as_it_is()
+            if self.model.run_eagerly:
+                _check_python(python, self.rows.drawn)
         if found is not None:
-            return "differs: " + found
-        what = self._runner.main_kind
-        if self._is_zero and self.plan.whole_batch is None:
-            raise NotMade("the gradients of the loss are zero")
+            return f"differs: {found}"
+        if self._is_zero:
+            raise NoGradient("the gradients of the loss are zero")
+        return self._exact()
+
+    def _exact(self):
+        """Returns how much was seen, in words of the user."""
+        begin, end, size = self.window
+        count, samples = end - begin, self._samples
+        if self._runner is ByOutputs:
+            what = "output"
+            who = f" for the first {count} of {samples} samples: they give"
+            if count == samples:
+                who = f": the first {self.what} of {samples} samples gives"
+        else:
+            what = "gradient"
+            who = f" for {count} and {count} of {samples} samples: they give"
         return (
-            f"exact: {self.count} samples and {self.count} others differ by at "
-            f"most {self._error:.1g} of the largest of the {what}"
+            f"exact{who} the same in micro-batches of {size} as in one piece "
+            f"(largest difference: {self._error:.1g} of the largest {what})"
         )
 
     def _find(self):
         """Returns a text of what differs, or `None`."""
-        self.rows = self._runner(self.plan, self._spread(2 * self.count))
-        nodes = nodes_of(self.rows.function.graph.as_graph_def())
-        for kind, name in _OUTSIDE.items():
-            if any(kind in node.op for node in nodes):
-                raise NotMade(f"it calls {name}, which would run again")
+        if self.count < 2:
+            return self._find_fixed_size()
+        self._choose()
+        self.rows = self._runner(self.plan, self._chosen)
+        nodes = [*nodes_of(self.rows.function.graph.as_graph_def())]
+        if any("PyFunc" in node.op for node in nodes):
+            raise NotMade(
+                "it calls Python by `tf.py_function` or `tf.numpy_function`, "
+                "which would run again"
+            )
         if any(map(is_random, nodes)):
-            return causes.TF_RANDOM
-        point = shaken(self.rows.used, self.model.optimizer)
+            return causes.say(Found("tf.random"), self)
+        is_by_outputs = self._runner is ByOutputs
+        look = self._look_at_batch if is_by_outputs else self._look_at_few
+        found = self._near(look, self.rows)
+        if found or not is_by_outputs:
+            return found
+        # The values are the same, so gradients are, if they are those of them.
+        if any(map(_hides_gradient, nodes)):
+            return self._find_by_gradients(ByOutputs)
+        return None
+
+    def _near(self, look, rows):
+        """Looks at a point near the weights, or else at these themselves."""
+        point = moved(rows.used, self.model.optimizer)
         for scope in (point, contextlib.nullcontext()):
             with contextlib.suppress(FloatingPointError), scope:
-                return self._look_twice()
+                found = look(rows)
+                return found and causes.say(found, self)
         raise NotMade("its gradients are not finite")
+
+    def _find_as_it_is(self):
+        """Compares gradients, for outputs that have no row for each sample."""
+        self.adds_up, self._is_zero, self._error = True, True, 0.0
+        return self._find_by_gradients(AsItIs)
+
+    def _find_by_gradients(self, runner):
+        kept, _ = self.rows.activations
+        if self._size < 2 and kept > MEMORY:
+            raise NotMade(
+                "its gradients are compared for two samples at once, of which "
+                "only one fits in a micro-batch"
+            )
+        if self.plan.has_whole_loss:
+            return None  # gradients of parts are not those of the loss
+        window, self._runner = self.window, AsItIs
+        self.count = min(self.count, max(self._size, 2))
+        self.rows = AsItIs(self.plan, self._chosen)
+        found = self._near(self._look_at_few, self.rows)
+        if runner is ByOutputs and not found:  # which has seen more
+            self._runner, self.window = ByOutputs, window
+        return found
 
     def _find_fixed_size(self):
         """Looks only at whether a step can be traced with two samples."""
         if self._runner is ByOutputs:
             raise NotMade("the first batches have one sample of other shapes")
-        self._runner(self.plan, self._slice(0, 1), is_known=True)
+        one, two = (Rows(self.model, self._slice(0, n)) for n in (1, 2))
+        self._runner(self.plan, one, is_known=True)
         try:
-            self._runner(self.plan, self._spread(2), is_known=True)
+            self._runner(self.plan, two, is_known=True)
         except ValueError as error:
-            return causes.fixed_size(error)
+            return causes.say(Found("fixed", what=error), self)
         raise NotMade(
             "a custom step is compared with two samples at once, and it gets "
             "one at a time"
         )
 
-    def _spread(self, count):
-        """Returns rows for two comparisons, one after the other."""
-        if "slice_data" in self.plan.overridden:
+    # -- which rows ------------------------------------------------------------
+
+    def _choose(self):
+        """Chooses rows: some that are spread over the batch, and then all."""
+        data, self._begin = self._data, 0
+        self._few = min(2 * self.count, self._samples)
+        leaves = tf.nest.flatten(data)
+        is_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in leaves)
+        if "slice_data" in self.plan.overridden or is_sparse:
             slice_data = tf.function(self.model.slice_data, autograph=False)
             bound = tf.TensorSpec((), tf.int64)
-            sliced = slice_data.get_concrete_function(self._data, bound, bound)
+            with hooks.own_draws([]):
+                sliced = slice_data.get_concrete_function(data, bound, bound)
             if variables_of([sliced])[1]:
                 raise NotMade("`slice_data` draws or counts, and would again")
-            return self._slice(0, min(count, self._samples))
+            self._chosen = Rows(self.model, data)
+            return
+        self._slice(0, 1)  # raises if it cannot be
         spread = np.argsort(np.arange(self._samples) * 0.618034 % 1)[:_PLACES]
         targets = self._targets()[spread]
         # Rows of the same and of other targets are in one comparison.
         same = [*spread[targets == targets[0]]]
         others = [*spread[targets != targets[0]]]
         turns: tuple = (same, others, same, same, others, others)
-        turns = turns[: min(count, len(spread))]
-        places = [(turn or same or others).pop(0) for turn in turns]
-        return _joined([self._slice(i, i + 1) for i in places])
+        few = [(turn or same or others).pop(0) for turn in turns[: self._few]]
+        self._begin = len(few)
+        places = np.concatenate([few, np.arange(self._samples)])
+        self._chosen = Rows(self.model, data, places.astype("int64"))
 
     def _targets(self):
         """Returns a number for each sample, which its target decides."""
@@ -165,100 +258,169 @@ class Check:
         return numbers
 
     def _slice(self, begin, end):
-        bounds = [tf.constant(each, tf.int64) for each in (begin, end)]
+        bounds = [tf.constant(place, tf.int64) for place in (begin, end)]
         try:
             return self.model.slice_data(self._data, *bounds)
         except ValueError as error:  # with `accum_steps` nothing is split
             raise NotMade(f"the batch cannot be split: {error}") from error
 
-    def _look_twice(self):
-        """Returns a text of what differs, or `None`."""
+    def _fitting(self):
+        """Returns how many samples fit in memory at once, without a tape."""
+        kept, largest = self.rows.activations
+        if private_names.is_rematerialized(self.model):
+            kept = min(kept, 4 * largest)
+        # What a micro-batch keeps for its gradient; and the outputs of all
+        # samples in one piece and in parts, and gradients by them.
+        at_once = (self._size * kept / 2 + MEMORY) // (3 * largest)
+        in_all = MEMORY // (6 * max(self.rows.bytes_of_a_row, 1))
+        return int(min(at_once, self._size + in_all, self._samples))
+
+    # -- one look --------------------------------------------------------------
+
+    def _look_at_batch(self, rows):
+        """Returns what differs in the first batch, or `None`."""
+        most, size, begin = self._fitting(), self._size, self._begin
+        if most < 2:
+            raise NotMade("two samples may not fit in memory at once")
+        sizes = [size]
+        if self.plan.whole_batch is not None and not self.plan.has_whole_loss:
+            sizes = [size, self._fed]  # of the layers, and of the loss
+        for size in sizes:
+            if most < self._samples:
+                most = max(most // size * size, min(most, 2 * size))
+            if not self.is_sure or most < 2 * size:
+                size = -(-most // 2)
+            self.window = window = begin, begin + most, size
+            of_layers = len(sizes) > 1 and size is not sizes[-1]
+            kinds = (runs.OUTPUTS, runs.READ, runs.STATES)
+            if found := self._look(rows, *window, kinds if of_layers else None):
+                return found
+        if self.plan.has_whole_loss:
+            return None
+        few = None
+        with contextlib.suppress(NotMade):  # of rows that are in groups
+            few = self._look(rows, 0, self.count, self.count - 1)
+        if not self.is_sure and few:
+            self.window = 0, self.count, self.count - 1
+            return few
+        return self._weights_that_do_not_add_up()
+
+    def _look_at_few(self, rows):
+        """Returns what differs in a few rows, or `None`."""
         c, found, fails = self.count, None, None
-        # The outputs, their gradient, and what the loss keeps.
-        of_a_sample = max(3 * self.rows.bytes_of_a_sample, 1)
-        most = self._size + _MEMORY // of_a_sample
-        if c > most:
-            raise NotMade("the outputs of two samples may not fit in memory")
-        others = int(count_samples(self.rows.data)) - c
+        self.window = 0, c, c - 1
         try:
-            for begin in dict.fromkeys((0, others)):
-                found = found or self._look(self.rows, begin, begin + c, c - 1)
+            for begin in dict.fromkeys((0, self._few - c)):
+                found = found or self._look(rows, begin, begin + c, c - 1)
         except NotMade as error:  # of rows that do not follow each other
             fails = error
-        size, end = self._size, min(2 * self._size, self._samples)
-        if self._runner is AsItIs or end > most:
-            end = min(size, end)
-            size = -(-end // 2)
+        end = min(self._size, self._samples)
         if (found or fails) and end > c and self.is_sure:
-            self._error = 0.0
-            rows = self._runner(self.plan, self._slice(0, end))
-            again = self._look(rows, 0, end, size)
+            self._error, begin = 0.0, self._begin
+            window = begin, begin + end, -(-end // 2)
+            again = self._look(rows, *window)
+            if not again:
+                self.window = window
             found, fails = again and (found or again), None
         if fails:
             raise fails
-        if not (found or self.adds_up or self._is_even):
-            found = Found("weights of the micro-batches")
-        return found and causes.say(found, self)
+        return found or self._weights_that_do_not_add_up()
 
-    # -- one comparison --------------------------------------------------------
+    def _weights_that_do_not_add_up(self):
+        is_right = self.adds_up or self._is_even
+        return None if is_right else Found("weights of the micro-batches")
 
-    def _look(self, rows, begin, end, size):
+    def _look(self, rows, begin, end, size, kinds=None):
         """Returns what differs in parts of a size, as `Found`, or `None`."""
         try:
             parts = rows.run(begin, end, size)
         except tf.errors.InvalidArgumentError as error:
-            raise NotMade(f"the step fails: {error}") from error
+            text = causes.last_line(error)
+            raise NotMade(
+                f"the step fails for {size} samples: {text}"
+            ) from error
         try:
             whole = rows.run(begin, end, end - begin)
         except tf.errors.InvalidArgumentError as error:
             return Found("fixed", what=error)
+        self._is_zero &= not any(
+            array.any()
+            for (kind, _, _), array in whole.items()
+            if kind.startswith(runs.GRADIENTS) or kind == runs.ADDED
+        )
         for kind in dict.fromkeys(kind for kind, _, _ in whole):
-            for each in self._differ(kind, whole, parts):
-                if kind == "weights":
+            for found in self._differ(kind, whole, parts):
+                if kind == runs.WEIGHTS:
                     self.adds_up = False
-                elif kind != "states" or self._matters(rows.sources[each.what]):
-                    return each
+                elif kinds is not None and kind not in kinds:
+                    continue
+                elif kind != runs.STATES or self._matters(
+                    rows.sources[found.what]
+                ):
+                    return found
         return None
 
     def _differ(self, kind, whole, parts):
         """Returns what differs of a kind, as `Found`, the most first."""
-        rounding, is_main = self._rounding(kind), kind == self._runner.main_kind
-        whole = {key: value for key, value in whole.items() if key[0] == kind}
-        sizes = {k: np.abs(v).max(initial=0) for k, v in whole.items()}
+        if kind == runs.SIZES or (kind == runs.LOSS and self._stops_gradients):
+            return []
+        rounding, found = self._rounding(kind), []
+        pairs = {
+            key: (value, parts[key])
+            for key, value in whole.items()
+            if key[0] == kind and key in parts and _is_used(key, whole, parts)
+        }
+        sizes = {k: np.abs(v).max(initial=0) for k, (v, _) in pairs.items()}
         largest = max(sizes.values(), default=0.0)
         if not np.isfinite(largest):
             raise FloatingPointError
         # Of states, 1 is what the rounding of their values is less than. Where
-        # nothing counts, a weight is tiny instead of 0.
-        floors = {"states": 1 / rounding, "weights": 1e-20}
+        # nothing counts, a weight is tiny instead of 0. A loss may add up what
+        # cancels out.
+        of_loss = whole.get((runs.SIZES, 0, 0), np.zeros(1)).max()
+        floors = {
+            runs.STATES: 1 / rounding,
+            runs.WEIGHTS: 1e-20,
+            runs.LOSS: of_loss,
+            runs.READ: of_loss * 1e-2,
+            runs.ADDED: of_loss * 1e-2,
+        }
         floor = floors.get(kind, largest * 1e-2)
-        found = []
-        for key, one in whole.items():
-            share, bound = 1.0, sizes[key] + floor
-            if one.shape == parts[key].shape:
-                difference = np.abs(one - parts[key]).max(initial=0)
-                share = difference / bound if bound else 0.0
-                share = np.nan_to_num(share, nan=np.inf)
-            if is_main:
+        for key, (one, many) in pairs.items():
+            if many is None or one.shape != many.shape[-one.ndim :]:
+                raise NoRows
+            difference = np.abs(one - many)
+            bound = sizes[key] + floor
+            share = difference.max(initial=0) / bound if bound else 0.0
+            if kind in (runs.OUTPUTS, runs.BY_OUTPUTS):
+                share = max(share, _of_columns(one, difference, rounding))
+            share = np.nan_to_num(share, nan=np.inf)
+            if kind not in (runs.STATES, runs.WEIGHTS):
                 self._error = max(self._error, share)
             if share > rounding:
                 found.append(Found(kind, share, key))
-        if kind.startswith("gradients"):
-            self._is_zero &= largest == 0
-        return sorted(found, key=lambda each: -each.share)
+        return sorted(found, key=lambda item: -item.share)
 
     def _rounding(self, kind):
         """Returns the share that a difference by rounding is less than."""
         layers = private_names.flat_layers(self.model)
-        dtypes = ["float32", *[each.compute_dtype for each in layers]]
+        dtypes = ["float32", *[layer.compute_dtype for layer in layers]]
         dtypes += ["TF32"] * bool(tf.config.list_logical_devices("GPU"))
-        share = max(_ROUNDING.get(each, 0.0) for each in dtypes)
+        share = max(_ROUNDING.get(dtype, 0.0) for dtype in dtypes)
         others = {
-            "gradients": min(100 * share, 3e-2),  # a tape adds up more
-            "states": np.clip(20 * share, 1e-2, 0.1),
-            "weights": 1e-3,
+            runs.GRADIENTS: min(100 * share, 3e-2),  # a tape adds up more
+            runs.STATES: np.clip(20 * share, 1e-2, 0.1),
+            runs.WEIGHTS: 1e-3,
+            runs.OUTPUTS: share,
+            runs.BY_OUTPUTS: share,
         }
-        return others.get(kind, share)
+        return others.get(kind, min(20 * share, 3e-2))
+
+    @functools.cached_property
+    def _stops_gradients(self):
+        """Whether a value may differ that has no gradient."""
+        nodes = nodes_of(self.rows.function.graph.as_graph_def())
+        return any(map(_hides_gradient, nodes))
 
     def _matters(self, variable):
         """Whether anything is computed of a state, or it only watches."""
@@ -268,11 +430,11 @@ class Check:
             return False
         owners = [*model.metrics, *private_names.loss_trackers(model)]
         owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
-        if any(is_of(v, variable) for each in owners for v in each.variables):
+        if any(is_of(v, variable) for owner in owners for v in owner.variables):
             return False
         used, graphs = self._readers
-        is_used = any(variable is each for each in used)
-        is_used |= any(is_read(each, variable) for each in graphs)
+        is_used = any(variable is reader for reader in used)
+        is_used |= any(is_read(graph, variable) for graph in graphs)
         return is_used or is_average(graphs[0], variable)
 
     @functools.cached_property
@@ -282,12 +444,57 @@ class Check:
         if self.state.overrides("after_update"):
             update = tf.function(model.after_update, autograph=False)
             used = update.get_concrete_function().variables
-        x, *_ = keras.utils.unpack_x_y_sample_weight(self.rows.data)
+        x, *_ = keras.utils.unpack_x_y_sample_weight(self._chosen.take(0, 1))
         infer = tf.function(private_names.call_model, autograph=False)
-        with contextlib.suppress(NotImplementedError):  # a step without `call`
+        # A custom step may call the model with anything, or not at all.
+        with contextlib.suppress(Exception), hooks.own_draws([]):
             infer = infer.get_concrete_function(model, x, training=False)
             graphs.append(infer.graph)
         return used, graphs
+
+
+def _hides_gradient(node):
+    """Whether the gradient of an operation is not that of its value."""
+    if "_gradient_op_type" in node.attr:
+        return True
+    # The mean of `tf.nn.moments`, of which the gradient is zero.
+    is_moment = node.name.endswith("moments/StopGradient")
+    return node.op in _STOPS and not is_moment
+
+
+def _is_used(key, whole, parts):
+    """Whether a loss has a gradient by an output, other than zero."""
+    kind, term, place = key
+    by = {runs.OUTPUTS: runs.BY_OUTPUTS, runs.READ: runs.BY_READ}.get(kind)
+    gradients = [arrays.get((by, term, place)) for arrays in (whole, parts)]
+    known = [gradient for gradient in gradients if gradient is not None]
+    return not known or any(gradient.any() for gradient in known)
+
+
+def _of_columns(one, difference, rounding):
+    """Returns by how much a column differs that is small next to others."""
+    axes = tuple(range(one.ndim - 1))
+    sizes = np.abs(one).max(axes, initial=0)
+    difference = difference.max(axes, initial=0)
+    largest = sizes.max(initial=0)
+    is_far = difference > 200 * rounding * sizes + rounding / 12 * largest
+    shares = difference / np.maximum(sizes, 1e-30)
+    return np.where(is_far, shares, 0.0).max(initial=0)
+
+
+def _check_python(python, drawn):
+    """Raises if an eager step would do something else the next time."""
+    if drawn:
+        raise NotMade(
+            f"with `run_eagerly=True`, the step draws by `{drawn[0]}`: other "
+            "numbers in each micro-batch than in the large batch. Use "
+            "`keras.random`"
+        )
+    if name := python.changed():
+        raise NotMade(
+            f"with `run_eagerly=True`, the step changes `{name}` in Python, "
+            "in each micro-batch"
+        )
 
 
 def _joined(batches):

@@ -1,29 +1,31 @@
-"""What a check puts back: variables, and what Python objects hold.
+"""What a check puts back, and how it moves variables.
 
 A traced function knows all variables that it uses, wherever they are, so no
 list has to say which ones a step may change.
 """
 
-import collections
 import contextlib
-import typing
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.checks import is_ours
 from accumodel._keras_and_tf.optimizers import (
     tf_variable,
     with_inner_optimizers,
 )
+from accumodel._keras_and_tf.python_state import owners_of
 from accumodel._micro_batch.assignments import READS
 
-# The most bytes of an array that are copied.
-_LARGE = 2**24
+# The most entries of a variable that is copied, unless it is a constant.
+_SMALL = 2**16
 
-_COLLECTIONS = (dict, list, set, collections.deque)
+# What is smaller hides what it is multiplied with, such as the scale of a
+# branch, which begins at 1e-6 in some models.
+_TINY = 0.02
+
+# The bits of the mantissa of each dtype, and integers of as many bytes.
+_MANTISSAS = {tf.float16: 10, tf.bfloat16: 7, tf.float32: 23, tf.float64: 52}
+_BITS = {2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
 
 
 class NotMade(Exception):  # noqa: N818
@@ -49,38 +51,85 @@ def variables_of(functions):
 
 
 @contextlib.contextmanager
-def shaken(variables, optimizer):
-    """Scope in which floats are at a point that is not special.
+def moved(variables, optimizer):
+    """Scope in which floats are at a point near the present one.
 
-    At the initial weights, averages that begin as copies do not move, and
-    branches that begin at zero hide what is behind them. Nothing is scaled, so
-    that no sum overflows.
+    At initial weights, averages that begin as copies do not move, and branches
+    that begin at zero, or close to it, hide what is behind them. Loss scales
+    are 1, so that no sum overflows.
     """
     scales = [
-        tf_variable(each.dynamic_scale)
-        for each in with_inner_optimizers(optimizer)
-        if getattr(each, "dynamic_scale", None) is not None
+        tf_variable(inner.dynamic_scale)
+        for inner in with_inner_optimizers(optimizer)
+        if getattr(inner, "dynamic_scale", None) is not None
     ]
     with contextlib.ExitStack() as stack:
-        for each in [*variables, *scales]:  # buffers are shared, not copied
-            stack.callback(each.assign, each.read_value())
-        for i, each in enumerate(variables):
-            if each.dtype.is_floating:
-                each.assign(_shake(each.read_value(), np.random.default_rng(i)))
-        for each in scales:
-            each.assign(1.0)
+        for scale in scales:
+            stack.callback(scale.assign, scale.read_value())
+            scale.assign(1.0)
+        for i, variable in enumerate(variables):
+            if variable.dtype.is_floating and variable.shape.num_elements():
+                _move(variable, np.random.default_rng(i), stack)
         yield
 
 
-def _shake(value, numbers):
-    if tf.reduce_any(value != 0):
-        factors = numbers.uniform(0.9, 1.1, value.shape[-1:])
+def _move(variable, rng, stack):
+    """Moves a variable, and lets a stack put its bits back, without a copy."""
+    value = variable.read_value()
+    first = tf.reshape(value[(slice(1),) * len(value.shape)], ())
+    is_constant = bool(tf.reduce_all(value == first))
+    is_small = value.shape.num_elements() <= _SMALL
+    if is_constant or is_small or variable.dtype not in _MANTISSAS:
+        kept = first if is_constant else value  # its buffer, not a copy
+        stack.callback(_fill, variable, kept)
+        variable.assign(_near(value, is_constant, rng))
+        return
+    del value
+    # The second highest bit of the mantissa, in half of the columns. Which
+    # makes 12 to 25 % of an entry, and is put back by doing it again.
+    bit = 2 ** (_MANTISSAS[variable.dtype] - 2)
+    mask = rng.integers(2, size=variable.shape[-1:]) * bit
+    mask[0] = bit
+    mask = tf.cast(mask, _BITS[variable.dtype.size])
+    before = _first_bits(variable)
+    stack.callback(_flip_back, variable, mask, before)
+    _flip(variable, mask)
+
+
+def _fill(variable, value):
+    variable.assign(tf.broadcast_to(value, variable.shape))
+
+
+def _flip(variable, mask):
+    bits = tf.bitcast(variable.read_value(), mask.dtype)
+    bits = tf.bitwise.bitwise_xor(bits, mask)
+    variable.assign(tf.bitcast(bits, variable.dtype))
+
+
+def _flip_back(variable, mask, before):
+    # Ctrl-C may come before the first time.
+    if _first_bits(variable) != before:
+        _flip(variable, mask)
+
+
+def _first_bits(variable):
+    place = (slice(1),) * len(variable.shape)
+    return variable.read_value()[place].numpy().tobytes()
+
+
+def _near(value, is_constant, rng):
+    """Returns numbers near a value; what is close to zero becomes larger."""
+    sizes = tf.abs(tf.cast(value, tf.float32))
+    # A gate may be closed by its bias, of -4 or less.
+    is_closed = is_constant and bool(tf.reduce_all(value < -4))
+    if tf.reduce_max(sizes) > _TINY and not is_closed:
+        factors = rng.uniform(0.9, 1.1, value.shape[-1:])
         return value * tf.cast(factors, value.dtype)
     if len(value.shape) > 1:  # a kernel
         scale = np.prod(value.shape[:-1]) ** -0.5
-        new = numbers.normal(0, scale, value.shape)
+        new = rng.normal(0, scale, value.shape).astype("float32")
     else:
-        new = numbers.uniform(0.05, 0.15, value.shape)
+        new = rng.uniform(0.05, 0.15, value.shape)
     return tf.cast(new, value.dtype)
 
 
@@ -132,62 +181,3 @@ def is_of(value, variable):
     """Whether a value is a `tf.Variable`, or one of Keras that has it."""
     value, variable = tf_variable(value), tf_variable(variable)
     return isinstance(value, tf.Variable) and value.handle is variable.handle
-
-
-def owners_of(model):
-    """Returns a model, its layers and its losses."""
-    losses = [loss for loss, _ in private_names.compiled_losses(model)]
-    return [model, *private_names.flat_layers(model), *losses]
-
-
-def put_python_back_later(stack, owners):
-    """Lets a stack put back what the user's objects hold in Python.
-
-    Numbers, collections, arrays, generators of NumPy, and objects of their own
-    packages. What Keras's own classes hold is left alone.
-    """
-    names = private_names.own_attributes()
-    names |= {"_accumulation", "_gradient_accumulator"}
-    owners = [each for each in owners if not is_ours(type(each))]
-    todo: list = [(each, _package(each)) for each in owners]
-    seen: set = set()
-    for value, package in todo:  # which grows
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        kind: typing.Any = next(  # of no proxy, which pretends to be one
-            (x for x in _COLLECTIONS if issubclass(type(value), x)), None
-        )
-        held: typing.Any = []
-        if isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            stack.callback(setattr, bits, "state", bits.state)
-        elif isinstance(value, np.ndarray):
-            if value.nbytes <= _LARGE and value.flags.writeable:
-                stack.callback(np.copyto, value, value.copy())
-        elif kind is not None:  # unseen by what tracks it
-            before: typing.Any = dict(value) if kind is dict else [*value]
-            add = getattr(kind, "extend", None) or kind.update
-            stack.callback(add, value, before)
-            stack.callback(kind.clear, value)
-            held = before.values() if kind is dict else before
-        elif (
-            _package(value) == package
-            and hasattr(value, "__dict__")
-            and not isinstance(value, type | tf.Module)
-        ):
-            before = {k: v for k, v in vars(value).items() if k not in names}
-            stack.callback(_put_back, value, before, names)
-            held = before.values()
-        todo += [(each, package) for each in held]
-
-
-def _put_back(owner, before, names):
-    for name in vars(owner).keys() - before.keys() - names:
-        if not isinstance(vars(owner)[name], keras.Layer | keras.Variable):
-            del vars(owner)[name]
-    vars(owner).update(before)
-
-
-def _package(value):
-    return type(value).__module__.split(".")[0]

@@ -2,8 +2,9 @@
 
 A step of Keras's own is run by its outputs: a forward pass without a tape, and
 no metric, optimizer or sum. The gradient of a batch is the sum over its samples
-of the gradient by their outputs, times those of the outputs by the weights. So
-it is right in parts if these are, and losses that are added.
+of the gradient of the loss by what it reads of the forward pass, times the
+gradients of that by the weights. So it is right in parts if the loss, what it
+reads, and its gradients by that are the same in parts.
 
 A custom step is run as it is, and sketches of the gradients are taken where
 they would be added. One function is traced, of which rows to take and of how to
@@ -13,11 +14,13 @@ split them: what is drawn, and what is known of shapes, is as in the training.
 import collections
 import contextlib
 import dataclasses
+import typing
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from accumodel._features import rematerialization
 from accumodel._features.first_batch.kept import NotMade, variables_of
 from accumodel._features.trim_padding import same_draws
 from accumodel._keras_and_tf import hooks, private_names
@@ -27,26 +30,71 @@ from accumodel._micro_batch.micro_batches import (
     FedBatch,
     count_samples,
     current_graph,
+    has_axis,
     one_step,
 )
 from accumodel._micro_batch.random_numbers import RandomNumbers
+from accumodel._micro_batch.weights import added_losses
 from accumodel._update.engine import Added
+
+# How many bytes the check may take beside those of a micro-batch.
+MEMORY = 2**25
 
 # The most entries of a gradient, or of a row of outputs, that are copied.
 _ENTRIES = 2**16
 
-_BY_OUTPUTS = "gradients of the loss by the outputs"
+# The kinds of what is compared, as a message calls them, and how the values of
+# parts make up that of the whole. "rows" are joined, a "mean" is weighed as the
+# micro-batches of an update are, and what is "each" must be the same in each.
+OUTPUTS = "outputs"
+READ = "what the loss reads"
+LOSS = "loss"
+ADDED = "losses of `add_loss`"
+BY_OUTPUTS = "gradients of the loss by the outputs"
+BY_READ = "gradients of the loss by what it reads"
+GRADIENTS = "gradients"
+STATES = "states"
+WEIGHTS = "weights"
+SIZES = "sizes"  # of what a loss adds up: its rounding is less than that of it
+_JOINS = {
+    OUTPUTS: "rows",
+    BY_OUTPUTS: "rows",
+    BY_READ: "each",
+    WEIGHTS: "sum",
+}
+
+# Operations that show a tensor as another one, read no values of it, or compute
+# nothing.
+_VIEWS = ("ExpandDims", "Identity", "Reshape", "Squeeze")
+_SHAPES = ("Shape", "ShapeN", "Size", "Rank")
+_GIVEN = ("Const", "Placeholder", "ReadVariableOp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The samples that are looked at: the data, and which in which order."""
+
+    model: typing.Any
+    data: typing.Any
+    places: typing.Any = None  # an array; `None` if only `slice_data` may cut
+
+    def take(self, begin, end):
+        if self.places is None:
+            return self.model.slice_data(self.data, begin, end)
+        places = tf.constant(self.places)[begin:end]
+        return keras.tree.map_structure(
+            lambda leaf: tf.gather(leaf, places) if has_axis(leaf) else leaf,
+            self.data,
+        )
 
 
 class Runner:
-    """Runs a step on rows of some data, of which the number may be known."""
+    """Runs a step on some `Rows`, of which the number may be known."""
 
-    main_kind = "outputs"  # of the arrays that are compared
-    bytes_of_a_sample = 0  # of outputs
-
-    def __init__(self, plan, data, is_known=False):
-        self._model, self.data, self._is_known = plan.model, data, is_known
-        self._has_whole_loss = plan.whole_batch is not None
+    def __init__(self, plan, rows, is_known=False):
+        self._model, self.rows, self._is_known = plan.model, rows, is_known
+        self.drawn: list = []  # by Python's and NumPy's shared generators
+        self._has_whole_loss = plan.has_whole_loss
         self.sources: dict = {}  # what an array is of, by its key
         own = dataclasses.replace(
             plan,
@@ -55,40 +103,56 @@ class Runner:
             numbers=_OwnNumbers(plan.orders is not None),
             features=(),
         )
-        self.function = self._in_parts = self._trace(own)
+        self.function = self._in_parts = self._trace(own, is_part=False)
         if plan.orders is not None and isinstance(self, AsItIs):
             own = dataclasses.replace(own, features=plan.features)
-            self._in_parts = self._trace(own)
+            self._in_parts = self._trace(own, is_part=True)
+        elif plan.has_whole_loss and isinstance(self, ByOutputs):
+            self._in_parts = self._trace(own, is_part=True)
         functions = [self.function, self._in_parts]
         self.used, self._assigned = variables_of(functions)
-        self.sources |= _sources_of("states", 0, self._assigned)
+        # A loss of the whole batch assigns once, in the training, too.
+        _, self._states = variables_of([self._in_parts])
+        self.sources |= _sources_of(STATES, self._states)
 
-    def step(self, plan, data, taken):
+    def step(self, plan, data, taken, is_part):
         """Returns terms: dicts of tensors by kind and place, and a weight."""
         raise NotImplementedError
 
-    def _trace(self, plan):
+    def scopes(self):
+        """Returns the scopes in which the step is traced."""
+        return [
+            hooks.own_draws(self.drawn),
+            hooks.silenced(),
+            hooks.updates(apply=_refuse_update),
+            hooks.functions(__call__=_call_anew),
+            hooks.moments(_moments=_inference),
+        ]
+
+    def _trace(self, plan, is_part):
         def run(begin, end, i, size):
             own = dataclasses.replace(plan, size=size)
-            data = self._model.slice_data(self.data, begin, end)
-            parts, taken = FedBatch(own, data), _Taken()
+            parts, taken = FedBatch(own, self.rows.take(begin, end)), _Taken()
             with contextlib.ExitStack() as stack:
                 for scope in own.around_parts(trains=True):
                     stack.enter_context(scope(parts, i))
-                data = self.data if self._is_known else parts.data_of(i)
+                is_known = self._is_known
+                data = self.rows.data if is_known else parts.data_of(i)
                 how = taken, None, own.is_compiled  # XLA draws in its own way
                 stack.enter_context(one_step(own, data, *how))
-                return self.step(own, data, taken)
+                return self.step(own, data, taken, is_part)
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(hooks.updates(apply=_refuse_update))
-            stack.enter_context(hooks.functions(__call__=_call_anew))
-            stack.enter_context(hooks.moments(_moments=_inference))
-            for each in plan.model._accumulation.accumulators:
-                stack.enter_context(hooks.replaced(each, "_has_weights", None))
+            for scope in self.scopes():
+                stack.enter_context(scope)
+            for accumulator in plan.model._accumulation.accumulators:
+                of_it = hooks.replaced(accumulator, "_has_weights", None)
+                stack.enter_context(of_it)
             scalars = [tf.TensorSpec((), tf.int64)] * 4
             function = tf.function(run, autograph=False)
-            return function.get_concrete_function(*scalars)
+            function = function.get_concrete_function(*scalars)
+        plan.state.decisions.is_made = not self._is_known
+        return function
 
     def run(self, begin, end, size):
         """Returns what rows give in parts of a size: arrays by their keys.
@@ -97,77 +161,134 @@ class Runner:
         """
         count = -(-(end - begin) // size)
         function = self.function if count == 1 else self._in_parts
-        before = [np.array(each.numpy()) for each in self._assigned]
-        made, arrays = [], {}
+        before = [np.array(variable.numpy()) for variable in self._assigned]
+        terms_of, arrays = [], {}
         try:
             for i in range(count):
                 rows = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
-                made.append(tf.nest.map_structure(_array, function(*rows)))
-            for i, each in enumerate(self._assigned):
-                arrays["states", 0, i] = _added(each, before[i])
+                terms = function(*rows)
+                terms_of.append(tf.nest.map_structure(_array, terms))
+            pairs = zip(self._assigned, before, strict=True)
+            places = {id(variable): value for variable, value in pairs}
+            for i, variable in enumerate(self._states):
+                change = _change(variable, places[id(variable)])
+                arrays[STATES, 0, i] = change
         finally:
-            for each, value in zip(self._assigned, before, strict=True):
-                each.assign(value)
-        for k, terms in enumerate(zip(*made, strict=True)):
-            factors = [term.get(("weights", 0), np.ones(1)) for term in terms]
-            if ("weights", 0) in terms[0]:  # a mean of the parts, not a sum
-                total = sum(factors) or 1.0
-                factors = [each / total for each in factors]
-            for kind, j in terms[0]:
-                values = [term[kind, j] for term in terms]
-                if kind not in ("outputs", "weights"):
-                    values = [*map(_weighed, values, factors)]
-                has_rows = kind in ("outputs", _BY_OUTPUTS)
-                joined = np.concatenate if has_rows else sum
-                arrays[kind, k, j] = joined(values)
+            for variable, value in zip(self._assigned, before, strict=True):
+                variable.assign(value)
+        for k, terms in enumerate(zip(*terms_of, strict=True)):
+            for key, value in _join(terms).items():
+                arrays[key[0], k, key[1]] = value
         return arrays
+
+
+def _join(terms):
+    """Returns the arrays of the micro-batches of a fed batch as those of it."""
+    factors = [term.get((WEIGHTS, 0), np.ones(1)) for term in terms]
+    if (WEIGHTS, 0) in terms[0]:  # a mean of the parts, not a sum
+        total = sum(factors) or 1.0
+        factors = [factor / total for factor in factors]
+    joined = {}
+    for key in terms[0]:
+        values, kind = [term[key] for term in terms], key[0]
+        how = _JOINS.get(kind, "mean")
+        if how == "mean" or kind == BY_OUTPUTS:
+            values = [*map(_weighed, values, factors)]
+        if how == "rows":
+            are_alike = len({value.shape[1:] for value in values}) == 1
+            joined[key] = np.concatenate(values) if are_alike else None
+        elif len({value.shape for value in values}) > 1:
+            joined[key] = None
+        else:
+            joined[key] = np.stack(values) if how == "each" else sum(values)
+    return joined
 
 
 class ByOutputs(Runner):
     """Runs the forward pass, and the loss."""
 
-    def step(self, plan, data, taken):
+    bytes_of_a_row = 0  # of what is copied of the outputs
+
+    def scopes(self):
+        # Nothing is kept for a backward pass.
+        return [
+            *super().scopes(),
+            rematerialization.none(),
+            hooks.plain_silu(),
+        ]
+
+    def step(self, plan, data, taken, is_part):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        model = plan.model
+        model, graph = plan.model, current_graph()
         y_pred = private_names.call_model(model, x, training=True)
-        # Those of Keras's regularizers are the same in all parts.
-        losses = keyed("losses of `add_loss`", model.losses, tf.reduce_sum)
-        outputs = floats(y_pred)
-        if any(not each.shape.rank for each in outputs):
-            raise NotMade("an output has no axis of samples")
-        self.bytes_of_a_sample = sum(map(_bytes_of_a_row, outputs))
-        made = keyed("outputs", outputs, _fold)
-        if self._has_whole_loss:
-            weight = keyed("weights", [count_samples(data)])
-            return [weight | made | losses]
+        outputs = [*{x.name: x for x in floats(y_pred)}.values()]
+        rows = [_fold(x) for x in outputs if x.shape[:1] == [None]]
+        self.bytes_of_a_row = sum(map(_bytes_of_a_row, rows))
+        added = floats(added_losses(model))
+        if self._has_whole_loss and is_part:
+            return [
+                keyed(WEIGHTS, [count_samples(data)])
+                | keyed(ADDED, added, tf.reduce_sum)
+                | _keyed_by_rows(OUTPUTS, READ, outputs, outputs)
+            ]
         args = x, y, y_pred, sample_weight
-        # Keras's losses take these instead of probabilities.
-        ops = [each.op for each in outputs]
-        logits = [e.inputs[0] for e in ops if e.type in ("Softmax", "Sigmoid")]
+        forward = {op.name for op in graph.get_operations()}
         with tf.GradientTape() as tape:
-            tape.watch([outputs, logits])
             loss = outcome.call_compute_loss(model.compute_loss, *args)
             weight = outcome.weigh(plan, *args, loss)
         own = model.trainable_variables  # which the loss itself may use
-        by_outputs, by_logits, by_own = tape.gradient(
-            loss, [outputs, logits, own]
-        )
-        self.sources = _sources_of("gradients", 0, own)
-        by_outputs = map(_before_softmax, outputs, by_outputs)
-        made |= keyed(_BY_OUTPUTS, [*by_outputs, *by_logits], _fold)
-        made |= keyed("gradients", by_own, _sketch)
-        return [keyed("weights", [weight]) | made | losses]
+        self.sources |= _sources_of(GRADIENTS, own)
+        # Such as logits, which Keras's losses take instead of probabilities.
+        read = _read_of(loss, forward, data)
+        read = {tensor.name: tensor for tensor in [*outputs, *read]}
+        for tensor in added:
+            read.pop(tensor.name, None)
+        reads = [*read.values()]
+        sources = [*reads, *added]
+        by = tf.gradients(tf.reduce_sum(loss), sources, stop_gradients=sources)
+        by = [None if g is None else tf.convert_to_tensor(g) for g in by]
+        # What no loss reads is not compared.
+        pairs = [*zip(sources, by, strict=True)]
+        sources = [x if g is not None else None for x, g in pairs]
+        reads, added = sources[: len(reads)], sources[len(reads) :]
+        sizes = [
+            tf.reduce_sum(tf.abs(x * g)) for x, g in pairs if g is not None
+        ]
+        sizes = [tf.cast(size, tf.float64) for size in sizes]
+        by_own = tape.gradient(loss, own)
+        by = [*map(_before_softmax, reads, by[: len(reads)])]
+        if self._has_whole_loss:
+            weight = count_samples(data)
+        return [
+            keyed(WEIGHTS, [weight])
+            | _keyed_by_rows(OUTPUTS, READ, reads, reads)
+            | _keyed_by_rows(BY_OUTPUTS, BY_READ, by, reads)
+            | keyed(GRADIENTS, by_own, _sketch)
+            | keyed(ADDED, added, tf.reduce_sum)
+            | keyed(LOSS, [tf.reduce_sum(loss)])
+            | keyed(SIZES, [sum(sizes, tf.zeros((), tf.float64))])
+        ]
+
+    @property
+    def activations(self):
+        """Returns the bytes of a sample: in all tensors, and in the largest."""
+        sizes = [
+            _bytes_of_a_row(tensor)
+            for op in self.function.graph.get_operations()
+            if op.type not in _VIEWS
+            for tensor in op.outputs
+            if tensor.dtype.is_floating and tensor.shape[:1] == [None]
+        ]
+        return sum(sizes), max(sizes, default=1)
 
 
 class AsItIs(Runner):
     """Runs the step of the model, and takes its gradients."""
 
-    main_kind = "gradients"
-
-    def step(self, plan, data, taken):
+    def step(self, plan, data, taken, is_part):
         step = self._model.train_step
         getattr(step, "python_function", step)(data)
-        self.sources = taken.sources
+        self.sources |= taken.sources
         return taken.terms
 
 
@@ -186,20 +307,73 @@ class _Taken(Added):
     def accumulate(self, accumulator, gradients, weight, is_last=True):
         if current_graph() is not self._graph:
             raise NotMade("the step accumulates in a condition or a function")
-        k, trained = len(self.terms), accumulator.variables
-        self.sources |= _sources_of("gradients", k, trained)
-        made = keyed("gradients", gradients, _sketch)
-        self.terms.append(keyed("weights", [weight]) | made)
+        sources = _sources_of(GRADIENTS, accumulator.variables)
+        k = len(self.terms)
+        self.sources |= {(kind, k, i): v for (kind, _, i), v in sources.items()}
+        made = keyed(GRADIENTS, gradients, _sketch)
+        self.terms.append(keyed(WEIGHTS, [weight]) | made)
 
 
 def keyed(kind, tensors, convert=tf.identity):
     """Returns the tensors that there are, by their kind and place."""
     pairs = enumerate(tensors)
-    return {(kind, i): convert(e) for i, e in pairs if e is not None}
+    return {(kind, i): convert(x) for i, x in pairs if x is not None}
 
 
-def _sources_of(kind, term, variables):
-    return {(kind, term, i): each for i, each in enumerate(variables)}
+def _keyed_by_rows(of_rows, of_all, tensors, read):
+    """Returns tensors by their kind: whether what is read has rows."""
+    found: dict = {}
+    for i, (tensor, source) in enumerate(zip(tensors, read, strict=True)):
+        if tensor is None:
+            continue
+        if source.shape[:1] == [None]:
+            found[of_rows, i] = _fold(tensor)
+        elif of_all == BY_READ and not _depends(source, _is_data):
+            # As a gradient by the weights that it is made of.
+            found[GRADIENTS, -1 - i] = _sketch(tensor)
+        elif _depends(source, _is_variable):
+            found[of_all, i] = tensor
+    return found
+
+
+def _sources_of(kind, variables):
+    return {(kind, 0, i): variable for i, variable in enumerate(variables)}
+
+
+def _read_of(loss, forward, data):
+    """Returns what a loss reads of the forward pass, of these operations."""
+    leaves = tf.nest.flatten(data, expand_composites=True)
+    seen = {id(leaf) for leaf in leaves}
+    read, todo = [], [loss]
+    for tensor in todo:  # which grows
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        if tensor.op.name not in forward:
+            todo += tensor.op.inputs
+        elif tensor.op.type not in _GIVEN:
+            read.append(tensor)
+    return floats(read)
+
+
+def _depends(tensor, test):
+    """Whether a tensor is computed of one that passes a test."""
+    seen, todo = set(), [tensor]
+    for tensor in todo:  # which grows
+        if test(tensor):
+            return True
+        if id(tensor) not in seen and tensor.op.type not in _SHAPES:
+            seen.add(id(tensor))
+            todo += tensor.op.inputs
+    return False
+
+
+def _is_variable(tensor):
+    return tensor.dtype == tf.resource
+
+
+def _is_data(tensor):
+    return tensor.op.type == "Placeholder" and tensor.dtype != tf.resource
 
 
 class _OwnNumbers(RandomNumbers):
@@ -227,32 +401,37 @@ def _call_anew(original, function, *args, **kwargs):
 
 def _inference(original, layer, inputs, mask):
     moving = layer.moving_mean, layer.moving_variance
-    return tuple(tf.cast(each, inputs.dtype) for each in moving)
+    return tuple(tf.cast(statistics, inputs.dtype) for statistics in moving)
 
 
 def floats(structure):
-    """Returns the tensors of floats in a structure that are computed."""
+    """Returns the tensors in a structure that may have gradients."""
     leaves = tf.nest.flatten(structure, expand_composites=True)
-    tensors = [each for each in leaves if tf.is_symbolic_tensor(each)]
-    return [each for each in tensors if each.dtype.is_floating]
+    tensors = [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf)]
+    return [x for x in tensors if x.dtype.is_floating or x.dtype.is_complex]
 
 
 def _array(tensor):
     """Returns numbers of any type as those with which NumPy computes."""
-    return np.atleast_1d(tensor.numpy()).astype("float64")
+    array = np.atleast_1d(tensor.numpy())
+    if np.iscomplexobj(array):
+        array = np.stack([array.real, array.imag], -1)
+    is_large = array.size > _ENTRIES and array.dtype.itemsize <= 4
+    return array.astype("float32" if is_large else "float64")
 
 
 def _weighed(array, factor):
     """Returns a product, 0 where what weighs nothing is not a number."""
-    return array * factor if factor.any() else np.zeros_like(array)
+    return array * factor.item() if factor.any() else np.zeros_like(array)
 
 
-def _added(variable, before):
+def _change(variable, before):
     """Returns what was added to a state, in units above its rounding."""
     units = 0.5
     if variable.dtype.is_floating:
         units = 16 * float(np.spacing(np.abs(before).max(initial=1e-30)))
-    return np.nan_to_num((_array(variable) - before.astype("float64")) / units)
+    now = np.atleast_1d(variable.numpy()).astype("float64")
+    return np.nan_to_num((now - before.astype("float64")) / units)
 
 
 def _before_softmax(output, gradient):
@@ -275,7 +454,7 @@ def _fold(tensor):
     The logits of a sample may take hundreds of MB, of which no copy is made.
     """
     if len(tensor.shape) < 3 or _bytes_of_a_row(tensor) < 4 * _ENTRIES:
-        return tensor
+        return tf.identity(tensor)
     shape = tf.shape(tensor)
     rows = tf.reshape(tensor, [shape[0], shape[1], tf.reduce_prod(shape[2:])])
     return tf.einsum("njk,j->nk", rows, _factors(tf.range(shape[1]), rows))
@@ -289,7 +468,7 @@ def _sketch(gradient):
         values = tf.reshape(gradient, [-1, gradient.shape[-1]])
         rows = tf.range(tf.shape(values)[0])
     else:
-        return gradient
+        return tf.identity(gradient)
     values = tf.cast(values, tf.float32)
     return tf.tensordot(_factors(rows, values), values, 1)
 

@@ -1,0 +1,117 @@
+"""What the objects of a user hold in Python: compared, and put back."""
+
+import collections
+import contextlib
+import typing
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.checks import is_ours
+
+# The most bytes of an array that are copied.
+_LARGE = 2**24
+
+_COLLECTIONS = (dict, list, set, collections.deque)
+
+
+def owners_of(model):
+    """Returns a model, its layers and its losses."""
+    losses = [loss for loss, _ in private_names.compiled_losses(model)]
+    return [model, *private_names.flat_layers(model), *losses]
+
+
+class PythonState:
+    """What the user's objects hold in Python: compared, and put back.
+
+    Numbers, collections, arrays, generators of NumPy, and objects of their own
+    packages. What Keras's own classes hold is left alone.
+    """
+
+    def __init__(self, owners):
+        self._names = private_names.own_attributes()
+        self._names |= {"_accumulation", "_gradient_accumulator"}
+        owners = [owner for owner in owners if not is_ours(type(owner))]
+        self._stack = contextlib.ExitStack()
+        self._values: list = []  # with the names of owners
+        todo: list = [(owner, owner.name, _package(owner)) for owner in owners]
+        seen: set = set()
+        for value, name, package in todo:  # which grows
+            if id(value) not in seen:
+                seen.add(id(value))
+                held = self._keep(name, value, package)
+                todo += [(x, f"{name}.{key}", package) for key, x in held]
+        self._before = self._numbers()
+
+    def _keep(self, name, value, package):
+        """Keeps what a value holds; returns pairs of a name and a value."""
+        stack = self._stack
+        self._values.append((name, value))
+        kind: typing.Any = next(  # of no proxy, which pretends to be one
+            (x for x in _COLLECTIONS if issubclass(type(value), x)), None
+        )
+        if isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            stack.callback(setattr, bits, "state", bits.state)
+        elif isinstance(value, np.ndarray):
+            if value.nbytes <= _LARGE and value.flags.writeable:
+                stack.callback(np.copyto, value, value.copy())
+        elif kind is not None:  # unseen by what tracks it
+            before: typing.Any = dict(value) if kind is dict else [*value]
+            add = getattr(kind, "extend", None) or kind.update
+            stack.callback(add, value, before)
+            stack.callback(kind.clear, value)
+            return [*(before.items() if kind is dict else enumerate(before))]
+        elif (
+            _package(value) == package
+            and hasattr(value, "__dict__")
+            and not isinstance(value, type | tf.Module)
+        ):
+            before = self._attributes(value)
+            stack.callback(_put_back, value, before, self._names)
+            return [*before.items()]
+        else:
+            self._values.pop()
+        return []
+
+    def _attributes(self, value):
+        return {k: v for k, v in vars(value).items() if k not in self._names}
+
+    def close(self):
+        """Puts all of it back."""
+        self._stack.close()
+
+    def changed(self):
+        """Returns the name of what is another number now, or `None`."""
+        now = self._numbers()
+        names = self._before.keys() & now.keys()
+        return next((x for x in names if now[x] != self._before[x]), None)
+
+    def _numbers(self):
+        """Returns what is held of numbers, by names."""
+        found: dict = {}
+        for name, value in self._values:
+            if isinstance(value, np.random.Generator):
+                found[name] = str(value.bit_generator.state)
+            elif isinstance(value, np.ndarray):
+                found[name] = value.tobytes() if value.nbytes < _LARGE else None
+            elif isinstance(value, _COLLECTIONS):
+                found[name] = len(value)
+            else:
+                for key, number in self._attributes(value).items():
+                    if isinstance(number, bool | int | float | str):
+                        found[f"{name}.{key}"] = number
+        return found
+
+
+def _put_back(owner, before, names):
+    for name in vars(owner).keys() - before.keys() - names:
+        if not isinstance(vars(owner)[name], keras.Layer | keras.Variable):
+            del vars(owner)[name]
+    vars(owner).update(before)
+
+
+def _package(value):
+    return type(value).__module__.split(".")[0]

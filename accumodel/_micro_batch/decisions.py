@@ -1,0 +1,61 @@
+"""Which axes of a step are those of the samples: decided once, by a trace.
+
+In a trace in which the number of samples is not known, an axis of no known size
+is one of samples. In an eager step, and for batches of a fixed size, all sizes
+are numbers, and another one may be equal by chance. So what was decided is
+looked up there, in the order of the calls:
+
+    before the first batch, in a trace:     note(key, sizes, decision)
+    in a step of a known size:              the decision of the same call
+
+A step that was never traced so, such as one of a custom loop, guesses.
+"""
+
+import collections
+
+import tensorflow as tf
+
+
+class Decisions:
+    """What the steps of a model decide, by what they decide on."""
+
+    def __init__(self):
+        self.is_made = False  # by a trace of a step, from its begin to its end
+        # Pairs of sizes, `None` where unknown, and a decision; by a key, in
+        # the order of the calls.
+        self._noted: dict = collections.defaultdict(list)
+
+    def note(self, key, place, sizes, decision):
+        """Notes what the call at a place of its key has decided."""
+        noted = self._noted[key]
+        noted[place:] = [(sizes, decision), *noted[place + 1 :]]
+        return decision
+
+    def find(self, key, place, sizes, what):
+        """Returns what a call with known sizes decides; raises if unknown."""
+        noted = [pair for pair in self._noted[key] if _fits(pair[0], sizes)]
+        at_place = self._noted[key][place : place + 1]
+        for pair in [*(x for x in at_place if x in noted), *noted]:
+            return pair[1]
+        raise ValueError(
+            f"{what} was not there when the step was traced before the first "
+            "batch, so it is not known which of its axes is that of the "
+            "samples. A step may not draw, or compute losses, on conditions "
+            "in Python. Without `run_eagerly=True`, and with batches of any "
+            f"size, none is needed. Received: sizes={sizes}"
+        )
+
+
+def _fits(noted, sizes):
+    """Whether sizes may be those that were noted, some of them unknown."""
+    if noted is None:  # of no known rank
+        return True
+    pairs = zip(noted, sizes, strict=False)
+    is_alike = all(size in (None, known) for size, known in pairs)
+    return len(noted) == len(sizes) and is_alike
+
+
+def sizes_of(tensor):
+    """Returns the sizes of a tensor, `None` where unknown."""
+    shape = tf.TensorShape(tensor.shape)
+    return None if shape.rank is None else shape.as_list()
