@@ -89,6 +89,22 @@ def custom():
     return Steps(model.inputs, model.outputs)
 
 
+def large():
+    made = [layers.Dense(3072, "gelu") for _ in range(9)]
+    return chain((3072,), *made, layers.Dense(4))
+
+
+def transformer():
+    inputs = x = keras.Input((32, 1024))
+    for _ in range(7):
+        normal = layers.LayerNormalization()(x)
+        x += layers.MultiHeadAttention(16, 64)(normal, normal)
+        hidden = layers.Dense(4096, "gelu")(layers.LayerNormalization()(x))
+        x += layers.Dense(1024)(hidden)
+    outputs = layers.Dense(4)(layers.GlobalAveragePooling1D()(x))
+    return accumodel.AccumulatingModel(inputs, outputs)
+
+
 # The model, samples, those of a batch, and arguments of `compile`.
 ROWS = {
     "12 blocks, size 1": (blocks, 4, 4, {"micro_batch_size": 1}),
@@ -112,16 +128,33 @@ ROWS = {
         {"micro_batch_size": 4, "sync_batch_norm": True},
     ),
 }
+LARGE = {
+    "302 MB of dense layers": (large, 16),
+    "a transformer of 353 MB": (transformer, 8),
+}
+WAYS = {
+    "accum_steps": (4, {"accum_steps": 4}),
+    "micro_batch_size": (1, {"micro_batch_size": 4}),
+    '"auto"': (1, {"micro_batch_size": "auto"}),
+}
+for (name, (make, samples)), (way, (steps, kwargs)), xla in itertools.product(
+    LARGE.items(), WAYS.items(), (False, True)
+):
+    options = kwargs | {"optimizer": "adam", "jit_compile": xla}
+    key = f"{name}, {way}{', XLA' if xla else ''}"
+    ROWS[key] = make, samples, samples // steps, options
 
 
 def measure(name, verify):
     make, samples, batch_size, kwargs = ROWS[name]
     model = make()
-    model.compile("sgd", "mse", jit_compile=False, verify=verify, **kwargs)
+    kwargs = {"optimizer": "sgd", "jit_compile": False} | kwargs
+    model.compile(loss="mse", verify=verify, **kwargs)
     x = np.full((samples, *model.inputs[0].shape[1:]), 0.5, "float32")
     y = np.random.default_rng(0).random((samples, model.outputs[0].shape[-1]))
     held, begin = live_memory(), time.process_time()
-    model.fit(x, y, batch_size=batch_size, steps_per_epoch=1, verbose=0)
+    steps = model.accum_steps  # of one update
+    model.fit(x, y, batch_size=batch_size, steps_per_epoch=steps, verbose=0)
     seconds = time.process_time() - begin
     said = (model.first_batch_check or "-").partition(":")[0]
     return (peak_memory() - held) / 1e6, seconds, said

@@ -97,7 +97,7 @@ def unverified(request, monkeypatch):
     )
     if not is_verified:
         monkeypatch.setattr(
-            batches.FirstBatch, "_must_look", lambda self, batches: False
+            batches.FirstBatch, "_must_look", lambda self: False
         )
 
 

@@ -14,7 +14,7 @@ from keras import layers, ops
 
 import accumodel
 from accumodel import AccumulatingModel, InexactWarning
-from accumodel._features.first_batch import batches, runs
+from accumodel._features.first_batch import batches, causes, runs
 from accumodel._features.first_batch import check as check_module
 
 FEATURES, OUTPUTS = 5, 3
@@ -827,7 +827,7 @@ def test_each_program_is_told_of_exact_and_of_inexact_losses(name):
     for loss, text in zip(
         losses or ("mse", root), ("exact", "differs"), strict=True
     ):
-        assert check(make, kwargs, feed, loss).startswith(text + ": ")
+        assert check(make, kwargs, feed, loss).startswith(text)
 
 
 @pytest.mark.weekly
@@ -838,25 +838,33 @@ def test_data_sets_on_replicas_are_looked_at(kwargs):
             assert check(plain, kwargs, data_set, loss).startswith(text)
 
 
-def with_a_scalar():
-    inputs = keras.Input((FEATURES,))
-    outputs = layers.Dense(OUTPUTS)(inputs)
-    return AccumulatingModel(inputs, ops.mean(outputs))
+def counted():
+    """Counts calls in Python: in an eager step, at each of them."""
+    return around(CountsInPython)()
 
 
-def test_it_says_why_there_is_none(caplog):
-    def say(make, **kwargs):
-        return check(make, kwargs, array, "mse")
+NOT_MADE = {
+    "a custom step": (Steps, ONE, "mse"),
+    "an optimizer": (UpdatesItself, STEPS, "mse"),
+    "py_function": (around(CallsPython), SIZE, "mse"),
+    "counts_in_python": (counted, SIZE | EAGER, "mse"),
+    "numpy.random": (around(Keeps), SIZE | EAGER, "mse"),
+    "gradients of the loss are zero": (Nothing, {"accum_steps": 2}, None),
+}
 
-    model = compiled(plain(), "sgd", "mse", micro_batch_size=8)
-    assert model.first_batch_check is None
+
+@pytest.mark.parametrize("text", NOT_MADE)
+def test_it_says_why_there_is_none(text, caplog):
+    make, kwargs, loss = NOT_MADE[text]
     caplog.set_level("INFO", "accumodel")
-    assert "a custom step" in say(Steps, micro_batch_size=1)
-    assert "no axis" in say(with_a_scalar, micro_batch_size=4)
-    assert "optimizer" in say(UpdatesItself, accum_steps=2)
-    assert "py_function" in say(around(CallsPython), micro_batch_size=4)
-    texts = [each.message for each in caplog.records]
-    assert [": not made: " in each for each in texts] == [True] * 4
+    model = compiled(make(), "sgd", loss, **kwargs)
+    assert model.first_batch_check is None
+    with pytest.warns(UserWarning, match=text) as told:
+        model.fit(*make_data(160), batch_size=8, verbose=0)
+    assert model.first_batch_check.startswith("not made: ")
+    assert [warning.category for warning in told] == [UserWarning]
+    (record,) = [x for x in caplog.records if x.name == "accumodel"]
+    assert model.first_batch_check in record.message
 
 
 # What an error of the check becomes outside of the tests.
@@ -869,6 +877,14 @@ def test_an_error_of_the_check_does_not_end_the_training(monkeypatch):
         check(plain, SIZE, array, "mse")
     monkeypatch.setattr(batches, "RAISES", False)
     assert check(plain, SIZE, array, "mse") == "not made: KeyError: 'anything'"
+
+
+def test_a_cause_that_fails_does_not_hide_what_was_found(monkeypatch):
+    def fail(*args):
+        raise KeyError("anything")
+
+    monkeypatch.setattr(causes, "_text", fail)
+    assert check(plain, SIZE, array, root).startswith("differs: The first")
 
 
 # -- what only a second look, or a point that is not special, can see ----------
@@ -928,13 +944,6 @@ class Branch(layers.Layer):
         return inputs + self.scale * (inputs - ops.mean(inputs, 0))
 
 
-class Draws16(Steps):  # as many numbers as there are in a batch
-    def train_step(self, data):
-        x, y = data
-        noise = keras.random.normal((8, 1), seed=1)
-        return super().train_step((x + noise, y))
-
-
 class Routes(layers.Layer):
     def __init__(self):
         super().__init__()
@@ -972,7 +981,6 @@ UNSEEN = {
     "without a weight": (Unweighted, SIZE, ten, "mse", "tf.shape(x)[0]"),
     "a factor of 0": (Grows, SIZE, array, None, LOSS),
     "a branch of 0": (around(Branch), SIZE, array, "mse", "'branch' differ"),
-    "a fixed size": (Draws16, ONE, array, "mse", "a size is fixed"),
     "a draw": (around(Routes), SIZE, array, "mse", "'routes' draws numbers"),
     "by XLA": (around(Latents), SIZE | XLA, array, "mse", "'latents' draws"),
     "behind dropout": (

@@ -80,7 +80,7 @@ def _text(found, check):
             "for each update, or call the layer with `training=False`."
         )
     what = f"{found.kind} by the variable '{name}'" if name else found.kind
-    verb = "differs" if what in (runs.LOSS, runs.READ) else "differ"
+    verb = "differs" if what == runs.LOSS else "differ"
     by = f" by {found.share:.2g} times the largest" if found.share else ""
     begin, end, size = check.window
     return (

@@ -47,11 +47,11 @@ _ENTRIES = 2**16
 # parts make up that of the whole. "rows" are joined, a "mean" is weighed as the
 # micro-batches of an update are, and what is "each" must be the same in each.
 OUTPUTS = "outputs"
-READ = "what the loss reads"
+READ = "tensors that the loss reads"
 LOSS = "loss"
 ADDED = "losses of `add_loss`"
 BY_OUTPUTS = "gradients of the loss by the outputs"
-BY_READ = "gradients of the loss by what it reads"
+BY_READ = "gradients of the loss by tensors that it reads"
 GRADIENTS = "gradients"
 STATES = "states"
 WEIGHTS = "weights"
@@ -89,10 +89,10 @@ class Rows:
 
 
 class Runner:
-    """Runs a step on some `Rows`, of which the number may be known."""
+    """Runs a step on some `Rows`."""
 
-    def __init__(self, plan, rows, is_known=False):
-        self._model, self.rows, self._is_known = plan.model, rows, is_known
+    def __init__(self, plan, rows):
+        self._model, self.rows = plan.model, rows
         self.drawn: list = []  # by Python's and NumPy's shared generators
         self._has_whole_loss = plan.has_whole_loss
         self.sources: dict = {}  # what an array is of, by its key
@@ -136,8 +136,7 @@ class Runner:
             with contextlib.ExitStack() as stack:
                 for scope in own.around_parts(trains=True):
                     stack.enter_context(scope(parts, i))
-                is_known = self._is_known
-                data = self.rows.data if is_known else parts.data_of(i)
+                data = parts.data_of(i)
                 how = taken, None, own.is_compiled  # XLA draws in its own way
                 stack.enter_context(one_step(own, data, *how))
                 return self.step(own, data, taken, is_part)
@@ -151,7 +150,7 @@ class Runner:
             scalars = [tf.TensorSpec((), tf.int64)] * 4
             function = tf.function(run, autograph=False)
             function = function.get_concrete_function(*scalars)
-        plan.state.decisions.is_made = not self._is_known
+        plan.state.decisions.is_made = True
         return function
 
     def run(self, begin, end, size):
@@ -286,10 +285,27 @@ class AsItIs(Runner):
     """Runs the step of the model, and takes its gradients."""
 
     def step(self, plan, data, taken, is_part):
+        if self._has_whole_loss:
+            return self._without_loss(plan, data)
         step = self._model.train_step
         getattr(step, "python_function", step)(data)
         self.sources |= taken.sources
         return taken.terms
+
+    def _without_loss(self, plan, data):
+        """Takes gradients by a sum of the outputs: the loss sees them whole."""
+        x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+        model, samples = plan.model, count_samples(data)
+        with tf.GradientTape() as tape:
+            y_pred = private_names.call_model(model, x, training=True)
+            sizes = [tf.cast(tf.abs(x), "float32") for x in floats(y_pred)]
+            loss = sum(tf.reduce_sum(size**2) for size in sizes)
+            loss /= tf.cast(samples, "float32")
+            loss += sum(map(tf.reduce_sum, added_losses(model)))
+        variables = model.trainable_variables
+        self.sources |= _sources_of(GRADIENTS, variables)
+        made = keyed(GRADIENTS, tape.gradient(loss, variables), _sketch)
+        return [keyed(WEIGHTS, [samples]) | made]
 
 
 class _Taken(Added):

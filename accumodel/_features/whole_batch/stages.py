@@ -277,7 +277,14 @@ class _Run:
                 keras.layers.Layer.add_loss(layer, loss)
             function = self._plan.model.compute_loss
             data = x, y, outputs, sample_weight
-            loss = outcome.call_compute_loss(function, *data, self._is_training)
+            try:
+                loss = outcome.call_compute_loss(
+                    function, *data, self._is_training
+                )
+            except (TypeError, ValueError) as error:
+                if "out of scope" in str(error):
+                    _refuse_kept_tensor(self._plan, error)
+                raise
         return outputs, loss
 
     # -- 3. Forward again, and backward ----------------------------------------
@@ -323,6 +330,15 @@ class _Run:
             return gradient[slice(*self.parts.bounds(i))]
         # Of a mean over samples.
         return gradient * tf.cast(self.parts.fraction(i), gradient.dtype)
+
+
+def _refuse_kept_tensor(plan, error):
+    raise ValueError(
+        f"With {_option(plan)}, the loss is computed once, from all outputs, "
+        "and cannot read a tensor that `call` or a layer keeps in an "
+        "attribute: it is that of one micro-batch. Return it from `call`, "
+        f"beside the other outputs. Received: {str(error).splitlines()[0]}"
+    ) from error
 
 
 def _total(gradients):

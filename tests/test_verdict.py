@@ -1,0 +1,505 @@
+"""One rule: weights that differ from plain Keras are told of, others are exact.
+
+The programs are those of public bug reports, and of attacks on the check.
+"""
+
+import random
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import chain, distance
+from keras import layers, ops
+
+from accumodel import AccumulatingModel, InexactWarning
+
+rng = np.random.default_rng(0)
+X, Y = (rng.normal(size=(24, n)).astype("float32") for n in (6, 4))
+SEQUENCES, TARGETS = (
+    rng.normal(size=(24, 5, n)).astype("float32") for n in (6, 4)
+)
+SGD, ADAM = keras.optimizers.SGD, keras.optimizers.Adam
+
+
+# -- models --------------------------------------------------------------------
+
+
+def around(function, units=4):
+    """Returns a function that makes a model with a layer in the middle."""
+
+    def make(cls):
+        inner = layers.Lambda(function, output_shape=(6,))
+        made = layers.Dense(6, "tanh"), inner, layers.Dense(units)
+        return chain(cls, (6,), *made)
+
+    return make
+
+
+def dense(cls):
+    return chain(cls, (6,), layers.Dense(8, "tanh"), layers.Dense(4))
+
+
+def subclass(call, compute_loss=None, train_step=None, **outer):
+    """Returns a function that makes a subclassed model with two layers."""
+
+    def make(cls):
+        class Model(cls):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = layers.Dense(8, "tanh"), layers.Dense(4)
+                self.seed = keras.random.SeedGenerator(3)
+                self.scale = self.add_weight((), "ones")
+                self.a.build((None, 6))
+                self.b.build((None, 8))
+                self.built = True
+
+        Model.call = call
+        if compute_loss is not None:
+
+            def loss(
+                self, x=None, y=None, y_pred=None, sample_weight=None, **_
+            ):
+                return compute_loss(self, y, y_pred)
+
+            Model.compute_loss = loss
+        if train_step is not None:
+            Model.train_step = train_step
+        return Model()
+
+    return make
+
+
+def forward(self, x):
+    return self.b(self.a(x))
+
+
+def rooted_step(self, data):
+    x, y = data
+    with tf.GradientTape() as tape:
+        y_pred = self.b(self.a(x))
+        loss = ops.sqrt(ops.mean((y_pred - y) ** 2))
+    variables = [*self.a.trainable_variables, *self.b.trainable_variables]
+    pairs = zip(tape.gradient(loss, variables), variables, strict=True)
+    if hasattr(self, "accumulate_gradients"):
+        self.accumulate_gradients([*pairs], tf.shape(x)[0])
+    else:
+        self.optimizer.apply_gradients(pairs)
+    return {"batch_loss": loss}
+
+
+class Scaled(layers.Layer):
+    """A branch with a scale, as LayerScale."""
+
+    def __init__(self, branch, scale):
+        super().__init__()
+        self.branch, self.scale = branch, scale
+        self.seed = keras.random.SeedGenerator(3)
+
+    def build(self, shape):
+        scale = keras.initializers.Constant(self.scale)
+        self.gamma = self.add_weight(shape[-1:], scale)
+
+    def call(self, x):
+        return x + self.gamma * self.branch(self, x)
+
+
+def scaled(branch, scale=1e-6):
+    def make(cls):
+        made = layers.Dense(6, "tanh"), Scaled(branch, scale), layers.Dense(4)
+        return chain(cls, (6,), *made)
+
+    return make
+
+
+def moments(layer, h):
+    return (h - ops.mean(h, 0)) / (ops.std(h, 0) + 1e-3)
+
+
+def drawn(layer, h):
+    logits = ops.zeros((ops.shape(h)[0], 3))
+    numbers = keras.random.categorical(logits, 6, seed=layer.seed)
+    return h * ops.cast(numbers, "float32")
+
+
+def scaled_gradient(layer, h):
+    scale = ops.stop_gradient(1.0 / (ops.std(h, 0) + 0.1))
+    return h * scale + ops.stop_gradient(h - h * scale)
+
+
+class AddsNothing(layers.Layer):
+    def call(self, x):
+        loss = ops.sum(ops.mean(x, 0) ** 2)
+        self.add_loss(loss - ops.stop_gradient(loss))
+        return x
+
+
+class AddsSquares(layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.sum(ops.sum(x, 0) ** 2))
+        return x
+
+
+def experts(h):
+    """Each of 3 experts takes at most 3 samples."""
+    gates = ops.softmax(h[:, :3])
+    chosen = ops.one_hot(ops.argmax(gates, -1), 3)
+    kept = chosen * ops.cast(ops.cumsum(chosen, 0) <= 3, "float32")
+    return h * ops.sum(kept * gates, -1, keepdims=True)
+
+
+def centred(h):
+    return h - ops.mean(h, 0)
+
+
+def two_outputs(cls):
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(6, "tanh")(inputs)
+    features = layers.Lambda(centred, output_shape=(6,))(hidden)
+    outputs = layers.Dense(4, name="a")(hidden)
+    return cls(inputs, {"a": outputs, "features": features})
+
+
+def price(cls):
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(6, "tanh")(inputs)
+    large = layers.Rescaling(1e6)(layers.Dense(1)(hidden))
+    small = layers.Lambda(centred, output_shape=(6,))(hidden)
+    return cls(inputs, layers.Concatenate()([large, layers.Dense(1)(small)]))
+
+
+class Endpoint(layers.Layer):
+    def call(self, outputs, targets):
+        self.add_loss(ops.mean((targets - outputs) ** 2))
+        return outputs
+
+
+def endpoint(cls):
+    inputs, targets = keras.Input((6,)), keras.Input((4,))
+    outputs = layers.Dense(4)(layers.Dense(8, "tanh")(inputs))
+    return cls([inputs, targets], Endpoint()(outputs, targets))
+
+
+def swapped(cls):
+    inputs = keras.Input((5, 6))
+    outputs = layers.Permute((2, 1))(layers.Dense(4)(inputs))
+    outputs = layers.Lambda(lambda x: ops.transpose(x, (1, 0, 2)))(outputs)
+    return cls(inputs, outputs)
+
+
+def softmax_of_steps(cls):
+    return chain(cls, (5, 6), layers.Dense(4), layers.Softmax(axis=1))
+
+
+# -- losses --------------------------------------------------------------------
+
+
+def rows(y, p):
+    return ops.mean((y - p) ** 2, -1)
+
+
+def mean(self, y, p):
+    return ops.mean(rows(y, p))
+
+
+def root(y, p):
+    return ops.sqrt(ops.mean(rows(y, p)))
+
+
+def hardest(kept):
+    def loss(y, p):
+        losses = rows(y, p)
+        kept_now = tf.minimum(kept, tf.size(losses))
+        return ops.mean(tf.math.top_k(losses, kept_now).values)
+
+    return loss
+
+
+def triplets(y, p):
+    y, p = tf.reshape(y, (-1,)), tf.math.l2_normalize(p, 1)
+    distances = tf.reduce_sum((p[:, None] - p[None]) ** 2, -1)
+    same = tf.cast(y[:, None] == y[None], tf.float32)
+    pairs = same - tf.eye(tf.shape(y)[0])
+    losses = distances[:, :, None] - distances[:, None, :] + 0.5
+    losses = tf.nn.relu(losses * pairs[:, :, None] * (1 - same)[:, None, :])
+    count = tf.reduce_sum(tf.cast(losses > 0, tf.float32))
+    return tf.reduce_sum(losses) / (count + 1e-16)
+
+
+def pairs(y, p):
+    return 0.1 * ops.mean((p @ ops.transpose(p) - y @ ops.transpose(y)) ** 2, 1)
+
+
+def known_mean(y, p):
+    known = ops.cast(y != 0, "float32")
+    return ops.sum(known * (y - p) ** 2) / ops.sum(known)
+
+
+def contrast(logits):
+    labels = ops.arange(ops.shape(logits)[0])
+    return ops.mean(
+        keras.losses.sparse_categorical_crossentropy(
+            labels, logits, from_logits=True
+        )
+    )
+
+
+def per_class(y, p):
+    return ops.mean((y - p) ** 2, 0)
+
+
+def time_major(y, p):
+    return ops.mean((p - ops.transpose(y, (2, 0, 1))) ** 2)
+
+
+def keep(reduce):
+    """Returns a model that keeps a tensor in an attribute, for its loss."""
+
+    def call(self, x):
+        self.z = self.a(x)
+        self.kept = reduce(ops.sum(self.z**2, -1))
+        return self.b(self.z)
+
+    return subclass(
+        call, lambda s, y, p: mean(s, y, p) + 0.1 * ops.mean(s.kept)
+    )
+
+
+def covariance(self, y, p):
+    z = centred(self.z)
+    count = ops.cast(ops.shape(z)[0], "float32")
+    square = ops.transpose(z) @ z / count - ops.eye(8)
+    return mean(self, y, p) + ops.sum(square**2)
+
+
+def keep_z(self, x):
+    self.z = self.a(x)
+    return self.b(self.z)
+
+
+def logits(self, x):
+    a, b = ops.normalize(self.a(x)), ops.normalize(self.b(self.a(x)))
+    return self.scale * a[:, :4] @ ops.transpose(b)
+
+
+def with_temperature(self, x):
+    return self.b(self.a(x)), ops.exp(self.scale)
+
+
+def spectrum(self, x):
+    return tf.signal.fft(tf.cast(self.b(self.a(x)), tf.complex64))
+
+
+def of_spectrum(self, y, p):
+    return ops.mean(tf.abs(p - tf.cast(y, tf.complex64)) ** 2)
+
+
+def ordered(y, begin):
+    """Targets of which fewer are known in later samples."""
+    y = y.copy()
+    y[begin:, 2:] = 0
+    return y
+
+
+class PerClass(keras.losses.Loss):
+    def __init__(self):
+        super().__init__(reduction="sum")
+
+    def call(self, y, p):
+        return per_class(y, p)
+
+
+class Prints(layers.Layer):
+    def call(self, x):
+        tf.print("", end="")
+        return centred(x)
+
+
+class Draws(layers.Layer):
+    def call(self, x, training=None):
+        return x * random.random() * np.random.random() if training else x
+
+
+def connections(cls):
+    """With a mask of a kernel whose rows are a multiple of the samples."""
+
+    class DropConnect(layers.Layer):
+        def build(self, shape):
+            self.seed = keras.random.SeedGenerator(3)
+            self.kernel = self.add_weight((6, 12))
+
+        def call(self, x):
+            dropped = keras.random.dropout(self.kernel, 0.5, seed=self.seed)
+            return x @ dropped
+
+    return chain(cls, (6,), DropConnect(), layers.Dense(4))
+
+
+def with_layer(make_layer):
+    return lambda cls: chain(
+        cls, (6,), layers.Dense(6, "tanh"), make_layer(), layers.Dense(4)
+    )
+
+
+MSE, CROSS = "mse", keras.losses.CategoricalCrossentropy(axis=1)
+CLASSES = np.eye(5, dtype="float32")[rng.integers(5, size=(24, 4))]
+CLASSES = CLASSES.transpose(0, 2, 1)
+TEMPERATURE = subclass(
+    with_temperature,
+    lambda s, y, p: contrast(p[1] * p[0] @ ops.transpose(p[0])),
+)
+VIEWS = subclass(
+    lambda self, x: ops.stack([self.b(self.a(x)), self.b(self.a(-x))]),
+    lambda s, y, p: contrast(p[0] @ ops.transpose(p[1])),
+)
+THE_LOSS = subclass(
+    lambda self, x: contrast(logits(self, x)), lambda s, y, p: p
+)
+
+# How to make the model, its loss, and the data, of which each is also fed in
+# cycles of 4 batches.
+PROGRAMS: dict = {
+    **{f"{n} hardest": (dense, hardest(n), X, Y) for n in (2, 3, 12)},
+    "pairs": (dense, pairs, X, Y),
+    "root": (dense, root, X, Y),
+    "known targets": (dense, known_mean, X, ordered(Y, 12)),
+    "mean": (dense, MSE, X, Y),
+    "per class": (dense, PerClass(), X, Y),
+    "connections": (connections, MSE, X, Y),
+    "shared dropout": (
+        with_layer(lambda: layers.Dropout(0.5, noise_shape=(1, 6))),
+        MSE,
+        X,
+        Y,
+    ),
+    "custom step": (subclass(forward, None, rooted_step), None, X, Y),
+    "step, call(x, t)": (
+        subclass(lambda self, x, t: x + t, None, rooted_step),
+        None,
+        X,
+        Y,
+    ),
+    "step, call(z)": (
+        subclass(
+            lambda self, z: self.a(z @ ops.ones((2, 6))), None, rooted_step
+        ),
+        None,
+        X,
+        Y,
+    ),
+    "covariance": (subclass(keep_z, covariance), None, X, Y),
+    "kept rows": (keep(lambda x: x), None, X, Y),
+    "kept mean": (keep(ops.mean), None, X, Y),
+    "kept sum": (keep(ops.sum), None, X, Y),
+    "kept root": (keep(lambda x: ops.sqrt(ops.mean(x))), None, X, Y),
+    "moments": (scaled(moments), MSE, X, Y),
+    "moments, 0": (scaled(moments, 0.0), MSE, X, Y),
+    "drawn": (scaled(drawn), MSE, X, Y),
+    "scaled gradient": (scaled(scaled_gradient, 1.0), MSE, X, Y),
+    "adds nothing": (with_layer(AddsNothing), MSE, X, Y),
+    "ignored squares": (
+        lambda cls: subclass(
+            lambda self, x: self.b(self.a(AddsSquares()(x))), mean
+        )(cls),
+        None,
+        X,
+        Y,
+    ),
+    "experts": (around(experts), MSE, X, Y),
+    "two outputs": (two_outputs, {"a": MSE}, X, {"a": Y}),
+    "price": (
+        price,
+        lambda y, p: ops.mean(((p - y[:, :2]) / [1e6, 1.0]) ** 2),
+        X,
+        Y,
+    ),
+    "endpoint": (endpoint, None, [X, Y], None),
+    "logits": (subclass(logits, lambda s, y, p: contrast(p)), None, X, Y),
+    "temperature": (TEMPERATURE, None, X, Y),
+    "the loss": (THE_LOSS, None, X, Y),
+    "views": (VIEWS, None, X, Y),
+    "time major": (swapped, time_major, SEQUENCES, TARGETS),
+    "axis 1": (softmax_of_steps, CROSS, SEQUENCES, CLASSES),
+    "axis 1, root": (
+        softmax_of_steps,
+        lambda y, p: ops.sqrt(CROSS(y, p)),
+        SEQUENCES,
+        CLASSES,
+    ),
+    "spectrum": (subclass(spectrum, of_spectrum), None, X, Y),
+    "spectrum, root": (
+        subclass(spectrum, lambda s, y, p: ops.sqrt(of_spectrum(s, y, p))),
+        None,
+        X,
+        Y,
+    ),
+    "normalization": (with_layer(layers.BatchNormalization), MSE, X, Y),
+    "print": (with_layer(Prints), MSE, X, Y),
+    "Python": (with_layer(Draws), MSE, X, Y),
+}
+for seed in range(8):
+    numbers = np.random.default_rng(seed)
+    for name, classes in {
+        "of two": np.repeat(np.arange(12), 2),
+        "of four": np.repeat(np.arange(6), 4),
+        "of twelve": numbers.integers(12, size=24),
+    }.items():
+        features = numbers.normal(size=(24, 6)).astype("float32")
+        row = dense, triplets, features, classes
+        PROGRAMS[f"triplets {name}, {seed}"] = row
+
+WAYS = {
+    "split": {"micro_batch_size": 6},
+    "fed": {"accum_steps": 4},
+    "cache": {"micro_batch_size": 6, "gradient_cache": True},
+    "eager": {"micro_batch_size": 6, "run_eagerly": True},
+    "fed, eager": {"accum_steps": 4, "run_eagerly": True},
+}
+# Refused by name with the cache.
+REFUSED = (
+    *("covariance", "kept rows", "kept mean", "kept sum", "kept root"),
+    *("logits", "temperature", "the loss", "views", "time major"),
+    *("custom step", "step, call(x, t)", "step, call(z)"),
+)
+
+
+def train(cls, make, loss, x, y, **kwargs):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    model = make(cls)
+    is_large = loss is PROGRAMS["price"][1]
+    model.compile(ADAM(0.01) if is_large else SGD(0.1), loss, **kwargs)
+    steps = kwargs.get("accum_steps", 1)
+    options = {"batch_size": 24 // steps, "shuffle": False, "verbose": 0}
+    model.fit(x, y, epochs=2, **options)
+    return model
+
+
+@pytest.mark.table
+@pytest.mark.verified
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_said_is_true(name, way):
+    program, kwargs = PROGRAMS[name], WAYS[way]
+    if way == "cache" and name in REFUSED:
+        warnings.simplefilter("ignore", InexactWarning)
+        with pytest.raises(ValueError, match=r"cache|`call`"):
+            train(AccumulatingModel, *program, **kwargs)
+        return
+    is_eager = kwargs.get("run_eagerly", False)
+    plain = train(keras.Model, *program, run_eagerly=is_eager)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        warnings.filterwarnings("ignore", "Gradients do not exist")
+        model = train(AccumulatingModel, *program, **kwargs)
+    said, is_told = model.first_batch_check, bool(told)
+    if name == "Python" and is_eager:  # it draws anew in each micro-batch
+        assert said.startswith("not made: with `run_eagerly=True`, the step")
+        assert is_told
+        return
+    is_right = distance(model, plain.get_weights()) < 2e-6
+    assert said.startswith("exact" if is_right else "differs"), said
+    kinds = {InexactWarning} if not is_right else set()
+    assert {warning.category for warning in told} == kinds
