@@ -260,14 +260,11 @@ class Check:
             kinds = (runs.OUTPUTS, runs.READ, runs.STATES)
             if found := self._look(rows, *window, kinds if of_layers else None):
                 return found
-        if self.plan.has_whole_loss:
+        is_known = self.plan.has_whole_loss or self._is_even
+        if is_known or not self.state.overrides("micro_batch_weight"):
             return None
-        few = None
         with contextlib.suppress(NotMade):  # of rows that are in groups
-            few = self._look(rows, 0, self.count, self.count - 1)
-        if not self.is_sure and few:
-            self.window = 0, self.count, self.count - 1
-            return few
+            self._look(rows, 0, self.count, self.count - 1)
         return self._weights_that_do_not_add_up()
 
     def _look_at_few(self, rows):
