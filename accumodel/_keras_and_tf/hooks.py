@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import sys
 import threading
 import typing
 import weakref
@@ -17,7 +16,13 @@ import weakref
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf.private_names import module_of
+from accumodel._keras_and_tf.private_names import (
+    GLOBAL_STATE,
+    RANDOM,
+    KerasModel,
+    module_of,
+    needed_for,
+)
 
 _lock = threading.Lock()
 
@@ -42,12 +47,14 @@ class Hook:
     replaced in the thread that asks for it. If scopes are nested, the function
     of the outer one is called first, and calls that of the inner one.
 
-    `find` returns pairs `(owner, name)`. It, or the first scope, raises if
-    Keras has changed.
+    `find` returns pairs `(owner, name)`. If Keras has changed, so that one is
+    not there, or is called in another way, the others raise when they are
+    called in a scope: they are needed for `what`.
     """
 
-    def __init__(self, find):
-        self._find = find
+    def __init__(self, what, find):
+        self._what, self._find = what, find
+        self._places: list = []
         self._users = 0
         self._originals: dict = {}
         self._local = threading.local()
@@ -71,8 +78,13 @@ class Hook:
     def _open(self, functions):
         with _lock:
             if not self._users:
-                places = self._find()
-                self._originals = {each: getattr(*each) for each in places}
+                with needed_for(self._what):
+                    self._places = self._find()
+                self._originals = {
+                    place: getattr(*place)
+                    for place in self._places
+                    if hasattr(*place)
+                }
                 for (owner, name), original in self._originals.items():
                     setattr(owner, name, self._dispatch(name, original))
             self._users += 1
@@ -92,6 +104,9 @@ class Hook:
             function = original
             for each in getattr(self._local, "functions", {}).get(name, ()):
                 function = functools.partial(each, function)
+                with needed_for(self._what, f", in a call of `{name}`"):
+                    _ = [getattr(*place) for place in self._places]
+                    inspect.signature(function).bind(*args, **kwargs)
             return function(*args, **kwargs)
 
         return call
@@ -120,8 +135,8 @@ def _find_losses():
         for _, each in inspect.getmembers(keras.losses, inspect.isclass)
         if "__call__" in vars(each)
     ]
-    modules = [sys.modules[each.__module__] for each in classes]
-    reducing = {module_of("losses.loss")} | {
+    modules = [module_of(each) for each in classes]
+    reducing = {module_of(keras.Loss)} | {
         each for each in modules if hasattr(each, "reduce_weighted_values")
     }
     return [
@@ -131,8 +146,8 @@ def _find_losses():
 
 
 # Keras computes the masks and divisors of a loss in one function, and returns
-# neither. If it does so elsewhere, the first step raises.
-losses = Hook(_find_losses)
+# neither.
+losses = Hook("losses", _find_losses)
 
 
 class _Recorder:
@@ -154,9 +169,8 @@ class _Recorder:
         # As Keras does first: a function may return a Python number.
         values = keras.ops.convert_to_tensor(values, dtype=dtype)
         given = values, sample_weight, mask, reduction
-        loss = original(*given, dtype)
         self.reductions.append(Reduction(*given))
-        return loss
+        return original(*given, dtype)
 
     def call(self, original, own_loss, *args, **kwargs):
         with replaced(self, "reductions", []):
@@ -193,36 +207,44 @@ def recorded_reductions(scales):
         yield recorder.reductions
 
 
-# Keras's means average over positions before they average over samples. If it
-# does so elsewhere, the first step raises with `trim_padding`.
+# Keras's means average over positions before they average over samples.
 metrics = Hook(
+    "padding",
     lambda: [
-        (module_of("trainers.compile_utils").MetricsList, "update_state"),
-        (module_of("metrics.reduction_metrics"), "reduce_to_samplewise_values"),
-    ]
+        (
+            module_of(module_of(KerasModel.compile).CompileMetrics).MetricsList,
+            "update_state",
+        ),
+        (module_of(keras.metrics.Mean), "reduce_to_samplewise_values"),
+    ],
 )
 
 # -- steps ---------------------------------------------------------------------
 
+
+def definition(cls, name):
+    """Returns the class from which `cls` has an attribute, and its name."""
+    getattr(cls, name)  # or it raises
+    return next(each for each in cls.__mro__ if name in vars(each)), name
+
+
 # If it is not called, `evaluate` with a custom `test_step` logs Keras's losses.
-test_steps = Hook(
-    lambda: [
-        (module_of("backend.tensorflow.trainer").TensorFlowTrainer, "test_step")
-    ]
-)
+test_steps = Hook("evaluate", lambda: [definition(KerasModel, "test_step")])
 
 # If it is not called, the check of the first batch may update weights.
-updates = Hook(
-    lambda: [(module_of("optimizers.base_optimizer").BaseOptimizer, "apply")]
-)
+updates = Hook("check", lambda: [definition(keras.Optimizer, "apply")])
 
 # Calls of each `tf.function`.
-functions = Hook(lambda: [(type(tf.function(lambda: None)), "__call__")])
+functions = Hook(
+    "check", lambda: [(type(tf.function(lambda: None)), "__call__")]
+)
 
 # Takes a layer, its inputs, which are at least float32, and a mask or `None`;
-# returns the mean and the variance. If it is not called, the first step raises
-# with `sync_batch_norm`.
-moments = Hook(lambda: [(keras.layers.BatchNormalization, "_moments")])
+# returns the mean and the variance.
+moments = Hook(
+    "norms",
+    lambda: [definition(keras.layers.BatchNormalization, "_moments")],
+)
 
 # -- random numbers ------------------------------------------------------------
 
@@ -240,17 +262,20 @@ DRAWS = (
     "uniform",
 )
 
-# What makes variables, and draws initial values for them.
-BUILDS = ("_maybe_build", "add_weight")
-
-# If one is not there, a step with `micro_batch_size` raises when it is traced.
 draws = Hook(
+    "random numbers",
     lambda: [
-        *((keras.layers.Layer, name) for name in BUILDS),
-        *((module_of("backend.tensorflow.random"), name) for name in DRAWS),
-        (module_of("backend.tensorflow.random"), "draw_seed"),
+        *((RANDOM.backend.random, name) for name in (*DRAWS, "draw_seed")),
         (keras.random.SeedGenerator, "next"),
-    ]
+    ],
+)
+
+# What makes variables, and draws initial values for them.
+builds = Hook(
+    "new layers",
+    lambda: [
+        (keras.layers.Layer, name) for name in ("_maybe_build", "add_weight")
+    ],
 )
 
 
@@ -259,10 +284,11 @@ draws = Hook(
 
 def replace_rematerialized(call):
     """Lets `call(function, by_keras, ...)` run what Keras rematerializes."""
-    # For good: a layer may wrap its functions when it is made.
-    backend = module_of("backend")
-    core = getattr(backend, "core", backend)  # in `ops` from Keras 3.16 on
-    module = getattr(backend, "ops", core)
+    # For good: a layer may wrap its functions when it is made. If Keras renames
+    # it, TensorFlow's own way fails in `fit`.
+    backend: typing.Any = getattr(module_of(keras.remat), "backend", None)
+    core = getattr(backend, "core", None)  # in `ops` from Keras 3.16 on
+    module: typing.Any = getattr(backend, "ops", core)
     original: typing.Any = getattr(module, "remat", None)
 
     def remat(function):
@@ -270,7 +296,9 @@ def replace_rematerialized(call):
 
         @functools.wraps(function)
         def run(*args, **kwargs):
-            if backend.in_symbolic_scope():  # to infer shapes
+            with needed_for("rematerialization"):
+                infers_shapes = backend.in_symbolic_scope()
+            if infers_shapes:
                 return function(*args, **kwargs)
             return call(function, by_keras, *args, **kwargs)
 
@@ -280,26 +308,29 @@ def replace_rematerialized(call):
         module.remat = remat
 
 
+@needed_for("rematerialization")
 def outer_layer():
     """Returns the layer whose call called the others, or `None`."""
-    state = module_of("backend.common.global_state")
-    call = state.get_global_attribute("current_call_ctx")
+    tracker = GLOBAL_STATE.GLOBAL_STATE_TRACKER
+    call = getattr(tracker, "current_call_ctx", None)
     return getattr(call, "entry_layer", None)
 
 
+@needed_for("random numbers")
 def outside_of_scopes():
     """Returns a scope in which no `keras.StatelessScope` sees what is read."""
     # If Keras keeps the scope elsewhere, a rematerialized layer in a cycle of
     # several batches draws other numbers in its second pass.
-    tracker = module_of("backend.common.global_state").GLOBAL_STATE_TRACKER
+    tracker = GLOBAL_STATE.GLOBAL_STATE_TRACKER
     return replaced(tracker, "stateless_scope", None)
 
 
+@needed_for("rematerialization")
 def keep_call():
     """Captures how layers are called now; see `Hook.keep`."""
     # Keras keeps globally whether they train, and to what dtype variables are
     # cast. If it does so elsewhere, gradients are wrong.
-    tracker = module_of("backend.common.global_state").GLOBAL_STATE_TRACKER
+    tracker = GLOBAL_STATE.GLOBAL_STATE_TRACKER
     dtype = getattr(tracker, "autocast_scope", None)
     call = copy.copy(getattr(tracker, "current_call_ctx", None))
 
@@ -325,19 +356,18 @@ def without_own_reduction(optimizers):
         yield  # nothing is reduced
         return
     name, is_called = "_all_reduce_sum_gradients", False
-    optimizers = {id(each): each for each in optimizers}.values()
 
-    def take(pairs):
+    def take(original, pairs):
         nonlocal is_called
         is_called = True
         return pairs
 
-    is_known = all(hasattr(each, name) for each in optimizers)
-    if is_known:
-        with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        with needed_for("replicas"):
             for each in optimizers:
-                stack.enter_context(replaced(each, name, take))
-            yield
+                own = functools.partial(take, getattr(each, name))
+                stack.enter_context(replaced(each, name, own))
+        yield
     if not is_called:
         raise RuntimeError(
             "accumodel does not know how optimizers of this version of Keras "
@@ -346,9 +376,15 @@ def without_own_reduction(optimizers):
         )
 
 
-# If it is not there, the first step on several workers raises.
+# If it is not there, Keras's own error remains.
 _logs = Hook(
-    lambda: [(module_of("backend.tensorflow.trainer"), "reduce_per_replica")]
+    "workers",
+    lambda: [
+        (
+            module_of(definition(KerasModel, "fit")[0]),
+            "reduce_per_replica",
+        )
+    ],
 )
 
 
