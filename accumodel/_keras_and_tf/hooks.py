@@ -150,15 +150,13 @@ def _find_losses():
 losses = Hook("losses", _find_losses)
 
 
-class _Recorder:
-    """Records what each loss that is called reduces."""
-
-    def __init__(self, scales):
-        self.reductions: list = []
-        self._scales = scales
+@contextlib.contextmanager
+def recorded_reductions(scales):
+    """Scope in which a list of `Reduction` grows as losses are called."""
+    # The lists of the scope, and of each loss that is being called.
+    lists: list[list] = [[]]
 
     def reduce(
-        self,
         original,
         values,
         sample_weight=None,
@@ -169,13 +167,13 @@ class _Recorder:
         # As Keras does first: a function may return a Python number.
         values = keras.ops.convert_to_tensor(values, dtype=dtype)
         given = values, sample_weight, mask, reduction
-        self.reductions.append(Reduction(*given))
+        lists[-1].append(Reduction(*given))
         return original(*given, dtype)
 
-    def call(self, original, own_loss, *args, **kwargs):
-        with replaced(self, "reductions", []):
-            loss = original(own_loss, *args, **kwargs)
-            *inner, own = self.reductions or [None]
+    def call(original, own_loss, *args, **kwargs):
+        lists.append([])
+        loss = original(own_loss, *args, **kwargs)
+        *inner, own = lists.pop() or [None]
         if own is None:  # Keras has changed: `LossWeights` raises
             return loss
         is_scalar = own.values.shape.rank == 0
@@ -184,9 +182,9 @@ class _Recorder:
             compute=functools.partial(original, own_loss),
             data=args[:2],
         )
-        self.reductions.append(own)
+        lists[-1].append(own)
         is_mean = own.reduction not in ("sum", "none", None)
-        if is_scalar and is_mean and self._scales:
+        if is_scalar and is_mean and scales:
             # Keras divides a mean by the number of replicas once. It does not
             # divide a scalar loss, and divides a composite loss under a mask
             # twice.
@@ -198,13 +196,8 @@ class _Recorder:
                 loss /= replicas
         return loss
 
-
-@contextlib.contextmanager
-def recorded_reductions(scales):
-    """Scope in which a list of `Reduction` grows as losses are called."""
-    recorder = _Recorder(scales)
-    with losses(reduce_weighted_values=recorder.reduce, __call__=recorder.call):
-        yield recorder.reductions
+    with losses(reduce_weighted_values=reduce, __call__=call):
+        yield lists[0]
 
 
 # Keras's means average over positions before they average over samples.
@@ -311,8 +304,7 @@ def replace_rematerialized(call):
 @needed_for("rematerialization")
 def outer_layer():
     """Returns the layer whose call called the others, or `None`."""
-    tracker = GLOBAL_STATE.GLOBAL_STATE_TRACKER
-    call = getattr(tracker, "current_call_ctx", None)
+    call = GLOBAL_STATE.get_global_attribute("current_call_ctx")
     return getattr(call, "entry_layer", None)
 
 
