@@ -318,6 +318,7 @@ class AccumulatingModel(keras.Model):
         state, step = self._accumulation, current_step()
         data = x, y, y_pred, sample_weight
         given = super().compute_loss, *data, training
+        # Outside of a step nothing is weighed, but replicas scale the loss.
         is_ours = step is not None or replicas.count_replicas() > 1
         if not (state.accumulates and is_ours):
             return outcome.call_compute_loss(*given)

@@ -51,11 +51,10 @@ def tf_variable(variable):
 
 def trained_norms(model):
     """Returns the normalizations in a model that training updates."""
-    norm = keras.layers.BatchNormalization
     return [
         each
         for each in flat_layers(model)
-        if isinstance(each, norm) and each.trainable
+        if isinstance(each, keras.layers.BatchNormalization) and each.trainable
     ]
 
 

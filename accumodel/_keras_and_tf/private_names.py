@@ -73,8 +73,9 @@ def module_of(member):
     return sys.modules[member.__module__]
 
 
-# Where Keras keeps what is global, and where it draws.
+# Where Keras keeps what is global, what is next to it, and where it draws.
 GLOBAL_STATE = module_of(keras.utils.clear_session)
+_COMMON = sys.modules[GLOBAL_STATE.__package__]
 RANDOM = module_of(keras.random.normal)
 
 
@@ -84,8 +85,9 @@ RANDOM = module_of(keras.random.normal)
 @needed_for("losses")
 def sum_of_weights(sample_weight, mask, dtype):
     """Returns the sum of the weights by which Keras multiplies losses."""
-    reduce = module_of(keras.Loss).reduce_weighted_values
-    return reduce(tf.ones((), dtype), sample_weight, mask, "sum", dtype)
+    return module_of(keras.Loss).reduce_weighted_values(
+        tf.ones((), dtype), sample_weight, mask, "sum", dtype
+    )
 
 
 @needed_for("losses")
@@ -113,20 +115,15 @@ def has_loss_trackers(model):
     return model._compile_loss is None or model._compile_loss.built
 
 
-def _masks():
-    """Returns the module of functions for masks, next to `GLOBAL_STATE`."""
-    return sys.modules[GLOBAL_STATE.__package__].masking
-
-
 @needed_for("masks")
 def mask_of(output):
     """Returns the mask of an output that Keras's losses look at, or `None`."""
-    return _masks().get_keras_mask(output)
+    return _COMMON.masking.get_keras_mask(output)
 
 
 @needed_for("masks")
 def set_mask(output, mask):
-    _masks().set_keras_mask(output, mask)
+    _COMMON.masking.set_keras_mask(output, mask)
 
 
 def tracked_metrics(model):
