@@ -223,9 +223,9 @@ DRAWS = {"size", "cache", "remat"}
 STOPPED = {
     "reduce_weighted_values": LOSSES,
     "reduce_weighted_values takes more": LOSSES,
+    "binomial": DRAWS,
     "draw_seed": DRAWS,
     "draw_seed takes more": DRAWS,
-    "binomial": DRAWS,
     "CompileMetrics": {"padding"},
     "get_keras_mask": SPLIT - {"size"},
     "get_keras_mask takes more": SPLIT - {"size"},
