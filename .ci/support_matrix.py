@@ -18,6 +18,7 @@ VERSIONS = {
         (r"-c \.ci/oldest\.txt", True),
     ],
     "Keras nightly, newest TensorFlow": [(r"\.ci/next keras", True)],
+    "Keras and TensorFlow nightly": [(r"\.ci/run", False)],
     "newest Keras, TensorFlow candidate": [(r"\.ci/next tensorflow", True)],
 }
 

@@ -315,15 +315,16 @@ class AccumulatingModel(keras.Model):
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
-        state = self._accumulation
+        state, step = self._accumulation, current_step()
         data = x, y, y_pred, sample_weight
         given = super().compute_loss, *data, training
-        if not state.accumulates:
+        # Outside of a step nothing is weighed, but replicas scale the loss.
+        is_ours = step is not None or replicas.count_replicas() > 1
+        if not (state.accumulates and is_ours):
             return outcome.call_compute_loss(*given)
         is_default = not state.overrides("compute_loss")
         with hooks.recorded_reductions(scales=is_default) as reductions:
             loss = outcome.call_compute_loss(*given)
-        step = current_step()
         if step is not None:
             step.reductions = reductions
             weights.note_axes(step, reductions)

@@ -10,7 +10,6 @@ import copy
 import functools
 import inspect
 import random
-import sys
 import threading
 import typing
 import weakref
@@ -19,7 +18,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf.private_names import module_of
+from accumodel._keras_and_tf.private_names import (
+    GLOBAL_STATE,
+    RANDOM,
+    KerasModel,
+    module_of,
+    needed_for,
+)
 
 _lock = threading.Lock()
 
@@ -44,12 +49,14 @@ class Hook:
     replaced in the thread that asks for it. If scopes are nested, the function
     of the outer one is called first, and calls that of the inner one.
 
-    `find` returns pairs `(owner, name)`. It, or the first scope, raises if
-    Keras has changed.
+    `find` returns pairs `(owner, name)`. If Keras has changed, so that one is
+    not there, or is called in another way, the others raise when they are
+    called in a scope: they are needed for `what`.
     """
 
-    def __init__(self, find):
-        self._find = find
+    def __init__(self, what, find):
+        self._what, self._find = what, find
+        self._places: list = []
         self._users = 0
         self._originals: dict = {}
         self._local = threading.local()
@@ -73,8 +80,13 @@ class Hook:
     def _open(self, functions):
         with _lock:
             if not self._users:
-                places = self._find()
-                self._originals = {each: getattr(*each) for each in places}
+                with needed_for(self._what):
+                    self._places = self._find()
+                self._originals = {
+                    place: getattr(*place)
+                    for place in self._places
+                    if hasattr(*place)
+                }
                 for (owner, name), original in self._originals.items():
                     setattr(owner, name, self._dispatch(name, original))
             self._users += 1
@@ -94,6 +106,9 @@ class Hook:
             function = original
             for each in getattr(self._local, "functions", {}).get(name, ()):
                 function = functools.partial(each, function)
+                with needed_for(self._what, f", in a call of `{name}`"):
+                    _ = [getattr(*place) for place in self._places]
+                    inspect.signature(function).bind(*args, **kwargs)
             return function(*args, **kwargs)
 
         return call
@@ -122,8 +137,8 @@ def _find_losses():
         for _, each in inspect.getmembers(keras.losses, inspect.isclass)
         if "__call__" in vars(each)
     ]
-    modules = [sys.modules[each.__module__] for each in classes]
-    reducing = {module_of("losses.loss")} | {
+    modules = [module_of(each) for each in classes]
+    reducing = {module_of(keras.Loss)} | {
         each for each in modules if hasattr(each, "reduce_weighted_values")
     }
     return [
@@ -133,19 +148,17 @@ def _find_losses():
 
 
 # Keras computes the masks and divisors of a loss in one function, and returns
-# neither. If it does so elsewhere, the first step raises.
-losses = Hook(_find_losses)
+# neither.
+losses = Hook("losses", _find_losses)
 
 
-class _Recorder:
-    """Records what each loss that is called reduces."""
-
-    def __init__(self, scales):
-        self.reductions: list = []
-        self._scales = scales
+@contextlib.contextmanager
+def recorded_reductions(scales):
+    """Scope in which a list of `Reduction` grows as losses are called."""
+    # The lists of the scope, and of each loss that is being called.
+    lists: list[list] = [[]]
 
     def reduce(
-        self,
         original,
         values,
         sample_weight=None,
@@ -156,14 +169,13 @@ class _Recorder:
         # As Keras does first: a function may return a Python number.
         values = keras.ops.convert_to_tensor(values, dtype=dtype)
         given = values, sample_weight, mask, reduction
-        loss = original(*given, dtype)
-        self.reductions.append(Reduction(*given))
-        return loss
+        lists[-1].append(Reduction(*given))
+        return original(*given, dtype)
 
-    def call(self, original, own_loss, *args, **kwargs):
-        with replaced(self, "reductions", []):
-            loss = original(own_loss, *args, **kwargs)
-            *inner, own = self.reductions or [None]
+    def call(original, own_loss, *args, **kwargs):
+        lists.append([])
+        loss = original(own_loss, *args, **kwargs)
+        *inner, own = lists.pop() or [None]
         if own is None:  # Keras has changed: `LossWeights` raises
             return loss
         is_scalar = own.values.shape.rank == 0
@@ -172,9 +184,9 @@ class _Recorder:
             compute=functools.partial(original, own_loss),
             data=args[:2],
         )
-        self.reductions.append(own)
+        lists[-1].append(own)
         is_mean = own.reduction not in ("sum", "none", None)
-        if is_scalar and is_mean and self._scales:
+        if is_scalar and is_mean and scales:
             # Keras divides a mean by the number of replicas once. It does not
             # divide a scalar loss, and divides a composite loss under a mask
             # twice.
@@ -186,45 +198,48 @@ class _Recorder:
                 loss /= replicas
         return loss
 
-
-@contextlib.contextmanager
-def recorded_reductions(scales):
-    """Scope in which a list of `Reduction` grows as losses are called."""
-    recorder = _Recorder(scales)
-    with losses(reduce_weighted_values=recorder.reduce, __call__=recorder.call):
-        yield recorder.reductions
+    with losses(reduce_weighted_values=reduce, __call__=call):
+        yield lists[0]
 
 
-# Keras's means average over positions before they average over samples. If it
-# does so elsewhere, the first step raises with `trim_padding`.
+# Keras's means average over positions before they average over samples.
 metrics = Hook(
+    "padding",
     lambda: [
-        (module_of("trainers.compile_utils").MetricsList, "update_state"),
-        (module_of("metrics.reduction_metrics"), "reduce_to_samplewise_values"),
-    ]
+        (
+            module_of(module_of(KerasModel.compile).CompileMetrics).MetricsList,
+            "update_state",
+        ),
+        (module_of(keras.metrics.Mean), "reduce_to_samplewise_values"),
+    ],
 )
 
 # -- steps ---------------------------------------------------------------------
 
+
+def definition(cls, name):
+    """Returns the class from which `cls` has an attribute, and its name."""
+    getattr(cls, name)  # or it raises
+    return next(each for each in cls.__mro__ if name in vars(each)), name
+
+
 # If it is not called, `evaluate` with a custom `test_step` logs Keras's losses.
-test_steps = Hook(
-    lambda: [
-        (module_of("backend.tensorflow.trainer").TensorFlowTrainer, "test_step")
-    ]
-)
+test_steps = Hook("evaluate", lambda: [definition(KerasModel, "test_step")])
 
 # If it is not called, the check of the first batch may update weights.
-updates = Hook(
-    lambda: [(module_of("optimizers.base_optimizer").BaseOptimizer, "apply")]
-)
+updates = Hook("check", lambda: [definition(keras.Optimizer, "apply")])
 
 # Calls of each `tf.function`.
-functions = Hook(lambda: [(type(tf.function(lambda: None)), "__call__")])
+functions = Hook(
+    "check", lambda: [(type(tf.function(lambda: None)), "__call__")]
+)
 
 # Takes a layer, its inputs, which are at least float32, and a mask or `None`;
-# returns the mean and the variance. If it is not called, the first step raises
-# with `sync_batch_norm`.
-moments = Hook(lambda: [(keras.layers.BatchNormalization, "_moments")])
+# returns the mean and the variance.
+moments = Hook(
+    "norms",
+    lambda: [definition(keras.layers.BatchNormalization, "_moments")],
+)
 
 # -- random numbers ------------------------------------------------------------
 
@@ -242,17 +257,20 @@ DRAWS = (
     "uniform",
 )
 
-# What makes variables, and draws initial values for them.
-BUILDS = ("_maybe_build", "add_weight")
-
-# If one is not there, a step with `micro_batch_size` raises when it is traced.
 draws = Hook(
+    "random numbers",
     lambda: [
-        *((keras.layers.Layer, name) for name in BUILDS),
-        *((module_of("backend.tensorflow.random"), name) for name in DRAWS),
-        (module_of("backend.tensorflow.random"), "draw_seed"),
+        *((RANDOM.backend.random, name) for name in (*DRAWS, "draw_seed")),
         (keras.random.SeedGenerator, "next"),
-    ]
+    ],
+)
+
+# What makes variables, and draws initial values for them.
+builds = Hook(
+    "new layers",
+    lambda: [
+        (keras.layers.Layer, name) for name in ("_maybe_build", "add_weight")
+    ],
 )
 
 
@@ -264,7 +282,7 @@ _SHARED = [
     for name in dir(module)
     if hasattr(getattr(getattr(module, name), "__self__", None), "random")
 ]
-_shared_draws = Hook(lambda: _SHARED)
+_shared_draws = Hook("check", lambda: _SHARED)
 
 
 def own_draws(called):
@@ -285,8 +303,8 @@ def own_draws(called):
 
 # -- what prints, or has a custom gradient -------------------------------------
 
-_prints = Hook(lambda: [(tf, "print")])
-_silu = Hook(lambda: [(tf.nn, "silu")])
+_prints = Hook("check", lambda: [(tf, "print")])
+_silu = Hook("check", lambda: [(tf.nn, "silu")])
 
 
 def silenced():
@@ -305,10 +323,11 @@ def plain_silu():
 
 def replace_rematerialized(call):
     """Lets `call(function, by_keras, ...)` run what Keras rematerializes."""
-    # For good: a layer may wrap its functions when it is made.
-    backend = module_of("backend")
-    core = getattr(backend, "core", backend)  # in `ops` from Keras 3.16 on
-    module = getattr(backend, "ops", core)
+    # For good: a layer may wrap its functions when it is made. If Keras renames
+    # it, TensorFlow's own way fails in `fit`.
+    backend: typing.Any = getattr(module_of(keras.remat), "backend", None)
+    core = getattr(backend, "core", None)  # in `ops` from Keras 3.16 on
+    module: typing.Any = getattr(backend, "ops", core)
     original: typing.Any = getattr(module, "remat", None)
 
     def remat(function):
@@ -316,7 +335,9 @@ def replace_rematerialized(call):
 
         @functools.wraps(function)
         def run(*args, **kwargs):
-            if backend.in_symbolic_scope():  # to infer shapes
+            with needed_for("rematerialization"):
+                infers_shapes = backend.in_symbolic_scope()
+            if infers_shapes:
                 return function(*args, **kwargs)
             return call(function, by_keras, *args, **kwargs)
 
@@ -326,26 +347,28 @@ def replace_rematerialized(call):
         module.remat = remat
 
 
+@needed_for("rematerialization")
 def outer_layer():
     """Returns the layer whose call called the others, or `None`."""
-    state = module_of("backend.common.global_state")
-    call = state.get_global_attribute("current_call_ctx")
+    call = GLOBAL_STATE.get_global_attribute("current_call_ctx")
     return getattr(call, "entry_layer", None)
 
 
+@needed_for("random numbers")
 def outside_of_scopes():
     """Returns a scope in which no `keras.StatelessScope` sees what is read."""
     # If Keras keeps the scope elsewhere, a rematerialized layer in a cycle of
     # several batches draws other numbers in its second pass.
-    tracker = module_of("backend.common.global_state").GLOBAL_STATE_TRACKER
+    tracker = GLOBAL_STATE.GLOBAL_STATE_TRACKER
     return replaced(tracker, "stateless_scope", None)
 
 
+@needed_for("rematerialization")
 def keep_call():
     """Captures how layers are called now; see `Hook.keep`."""
     # Keras keeps globally whether they train, and to what dtype variables are
     # cast. If it does so elsewhere, gradients are wrong.
-    tracker = module_of("backend.common.global_state").GLOBAL_STATE_TRACKER
+    tracker = GLOBAL_STATE.GLOBAL_STATE_TRACKER
     dtype = getattr(tracker, "autocast_scope", None)
     call = copy.copy(getattr(tracker, "current_call_ctx", None))
 
@@ -371,19 +394,18 @@ def without_own_reduction(optimizers):
         yield  # nothing is reduced
         return
     name, is_called = "_all_reduce_sum_gradients", False
-    optimizers = {id(each): each for each in optimizers}.values()
 
-    def take(pairs):
+    def take(original, pairs):
         nonlocal is_called
         is_called = True
         return pairs
 
-    is_known = all(hasattr(each, name) for each in optimizers)
-    if is_known:
-        with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        with needed_for("replicas"):
             for each in optimizers:
-                stack.enter_context(replaced(each, name, take))
-            yield
+                own = functools.partial(take, getattr(each, name))
+                stack.enter_context(replaced(each, name, own))
+        yield
     if not is_called:
         raise RuntimeError(
             "accumodel does not know how optimizers of this version of Keras "
@@ -392,9 +414,15 @@ def without_own_reduction(optimizers):
         )
 
 
-# If it is not there, the first step on several workers raises.
+# If it is not there, Keras's own error remains.
 _logs = Hook(
-    lambda: [(module_of("backend.tensorflow.trainer"), "reduce_per_replica")]
+    "workers",
+    lambda: [
+        (
+            module_of(definition(KerasModel, "fit")[0]),
+            "reduce_per_replica",
+        )
+    ],
 )
 
 

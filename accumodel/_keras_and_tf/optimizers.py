@@ -51,9 +51,11 @@ def tf_variable(variable):
 
 def trained_norms(model):
     """Returns the normalizations in a model that training updates."""
-    norm = keras.layers.BatchNormalization
-    norms = [each for each in flat_layers(model) if isinstance(each, norm)]
-    return [each for each in norms if each.trainable]
+    return [
+        each
+        for each in flat_layers(model)
+        if isinstance(each, keras.layers.BatchNormalization) and each.trainable
+    ]
 
 
 def compile_update(update, sums, jit_compile):

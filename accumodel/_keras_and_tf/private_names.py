@@ -1,13 +1,28 @@
 """Private names of Keras and TensorFlow that accumodel reads or calls.
 
-Those that are replaced are in `hooks`. If one is renamed, the first step that
-needs it raises, unless it is said here; `tests/test_keras_names.py` checks all.
-None is needed to import accumodel, or by a model that does not accumulate.
+Those that are replaced are in `hooks`. No module of Keras is spelled: each is
+found by something public in it. If a name is gone, or is called in another way,
+`needed_for` raises in the first step that needs it, unless it is said here.
+`tests/test_keras_names.py` checks what they do, and `tests/test_programs.py`
+what works without each.
+
+None is needed to import accumodel, or by a model that does not accumulate. The
+plain way needs:
+
+- for a Keras loss, `reduce_weighted_values`, `_compile_loss`, `_flat_losses`
+  and `_loss_tracker`;
+- for `micro_batch_size`, `_flatten_layers` and `_watched_variables`;
+- for random numbers such as dropout's, the functions that `keras.random` calls
+  (`hooks.draws`), `_cast_seed` and `GLOBAL_STATE_TRACKER`.
+
+`fit`, `evaluate` and files need no more.
 """
 
+import contextlib
 import functools
-import importlib
+import inspect
 import math
+import sys
 
 import keras
 import tensorflow as tf
@@ -18,20 +33,64 @@ KerasModel = keras.Model
 # Whether Keras runs a step in two functions.
 NESTS_FUNCTIONS = (*map(int, keras.__version__.split(".")[:2]),) < (3, 16)
 
+# What stops if a private name is missing, and only that.
+_NEEDS = {
+    "check": "the check on the first batch (`verify`)",
+    "evaluate": "`evaluate` in micro-batches",
+    "losses": "micro-batches of a model with a Keras loss",
+    "masks": "`trim_padding`, `gradient_cache`, `sync_batch_norm` and "
+    "`keras.RematScope`",
+    "micro-batches": "`micro_batch_size`, and the check on the first batch "
+    "(`verify`)",
+    "new layers": "layers that are built in a step, in micro-batches",
+    "norms": "`sync_batch_norm`, and the check on the first batch (`verify`)",
+    "padding": "`trim_padding`",
+    "random numbers": "random numbers in micro-batches, as those of dropout",
+    "rematerialization": "`keras.RematScope` and `keras.remat`",
+    "replicas": "several replicas",
+    "subclasses": "`from_model` with a custom class",
+    "whole batch": "`gradient_cache` and `sync_batch_norm`",
+    "workers": "several workers",
+}
 
-def module_of(name):
-    return importlib.import_module(f"keras.src.{name}")
+
+@contextlib.contextmanager
+def needed_for(what, where=""):
+    """Scope, or decorator, in which a private name may be missing."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise RuntimeError(
+            "In this version of Keras or TensorFlow accumodel does not find "
+            f"what it needs for {_NEEDS[what]}. Leave that out: the rest works."
+            " Or install versions that accumodel was tested with. "
+            f"Received: Keras {keras.__version__}, TensorFlow {tf.__version__}:"
+            f" {type(error).__name__}: {error}{where}"
+        ) from error
+
+
+def module_of(member):
+    return sys.modules[member.__module__]
+
+
+# Where Keras keeps what is global, what is next to it, and where it draws.
+GLOBAL_STATE = module_of(keras.utils.clear_session)
+_COMMON = sys.modules[GLOBAL_STATE.__package__]
+RANDOM = module_of(keras.random.normal)
 
 
 # -- losses --------------------------------------------------------------------
 
 
+@needed_for("losses")
 def sum_of_weights(sample_weight, mask, dtype):
     """Returns the sum of the weights by which Keras multiplies losses."""
-    reduce = module_of("losses.loss").reduce_weighted_values
-    return reduce(tf.ones((), dtype), sample_weight, mask, "sum", dtype)
+    return module_of(keras.Loss).reduce_weighted_values(
+        tf.ones((), dtype), sample_weight, mask, "sum", dtype
+    )
 
 
+@needed_for("losses")
 def compiled_losses(model):
     """Returns each `keras.Loss` with its weight; known after the first call."""
     if model._compile_loss is None:
@@ -41,6 +100,7 @@ def compiled_losses(model):
     return [(loss, weight) for _, loss, weight, *_ in losses]
 
 
+@needed_for("losses")
 def loss_trackers(model):
     """Returns the metric behind the log `loss`, and those of the outputs."""
     # Not by its name among `model.metrics`: a subclass may have a metric "loss"
@@ -49,18 +109,21 @@ def loss_trackers(model):
     return [model._loss_tracker, *of_outputs]
 
 
+@needed_for("losses")
 def has_loss_trackers(model):
     """Whether `loss_trackers` knows those of the outputs, if there are any."""
     return model._compile_loss is None or model._compile_loss.built
 
 
+@needed_for("masks")
 def mask_of(output):
     """Returns the mask of an output that Keras's losses look at, or `None`."""
-    return module_of("backend.common.masking").get_keras_mask(output)
+    return _COMMON.masking.get_keras_mask(output)
 
 
+@needed_for("masks")
 def set_mask(output, mask):
-    module_of("backend.common.masking").set_keras_mask(output, mask)
+    _COMMON.masking.set_keras_mask(output, mask)
 
 
 def tracked_metrics(model):
@@ -81,9 +144,10 @@ def own_attributes():
 # -- random numbers ------------------------------------------------------------
 
 
+@needed_for("random numbers")
 def draw_seed(seed):
     """Returns what `tf.random.stateless_*` takes for a seed of Keras."""
-    module = module_of("backend.tensorflow.random")
+    module = RANDOM.backend.random
     return module._cast_seed(module.draw_seed(seed))
 
 
@@ -120,6 +184,7 @@ def is_seed(variable):
     return "seed_generator_state" in variable.name
 
 
+@needed_for("micro-batches")
 def used_variables(graph):
     """Returns the variables that a graph uses so far, also in functions."""
     return [*graph._watched_variables]
@@ -141,11 +206,12 @@ def is_in_loop(outside):
 
 def call_model(model, x, training):
     """Calls a model as the steps of Keras do."""
-    if "training" in model.call_signature_parameters:
+    if "training" in inspect.signature(model.call).parameters:
         return model(x, training=training)
     return model(x)
 
 
+@needed_for("micro-batches")
 def flat_layers(model):
     """Returns all layers of a model, those inside of other layers too."""
     return list(model._flatten_layers(include_self=False))
@@ -165,18 +231,24 @@ def layer_of(function):
 
 def is_rematerialized(model):
     """Whether layers of a model were made in a `keras.RematScope`."""
-    return any(each._remat_mode for each in [model, *flat_layers(model)])
+    # If Keras renames these, `can_run_twice` raises for such a layer, only.
+    return any(
+        getattr(layer, "_remat_mode", None)
+        for layer in getattr(model, "_flatten_layers", list)()
+    )
 
 
+@needed_for("rematerialization")
 def can_run_twice(function):
     """Whether its layer is built, and no model that its scope does not name."""
     layer = layer_of(function)
+    mode = None if layer is None else layer._remat_mode
     if hasattr(layer, "state_size") and not isinstance(layer, keras.layers.RNN):
         return False  # a cell, whose RNN calls it in a loop
     name = getattr(function, "__name__", None)  # a layer has none
     if isinstance(layer, KerasModel) and name == "call":
-        mode = getattr(layer._remat_mode, "mode", None)
-        return is_built(layer) and mode == "list_of_layers"
+        is_named = getattr(mode, "mode", None) == "list_of_layers"
+        return is_built(layer) and is_named
     return layer is None or is_built(layer)
 
 
@@ -198,6 +270,7 @@ _STATE = {
 }
 
 
+@needed_for("subclasses")
 def track_alike(model, made):
     """Gives `made`, a new model, what Keras keeps of `model`, in its order."""
     for name, (_, values) in model._tracker.config.items():
@@ -213,11 +286,13 @@ def track_alike(model, made):
 # -- graphs of TensorFlow ------------------------------------------------------
 
 
+@needed_for("whole batch")
 def control_flow_context():
     """Returns what TensorFlow knows of XLA while it traces, or `None`."""
     return tf.compat.v1.get_default_graph()._get_control_flow_context()
 
 
+@needed_for("whole batch")
 def set_flag(op, name, value):
     """Sets an attribute of an operation, a bool."""
     op._set_attr(name, tf.compat.v1.AttrValue(b=value))

@@ -470,14 +470,17 @@ class Draws:
         return tf.reshape(numbers, shape)
 
 
+@contextlib.contextmanager
 def replaced_draws(draw, initial=None, **others):
-    """Returns a scope in which `draw` draws random numbers."""
+    """Scope in which `draw` draws random numbers."""
     # It is called with the name of a function of `keras.random`, the function,
     # and its arguments in a dict. `others` replace other functions of the hook,
     # such as `next`, and `initial` replaces `next` while variables are made.
 
     def call(name, original, *args, **kwargs):
-        bound = inspect.signature(original).bind(*args, **kwargs)
+        public = inspect.signature(getattr(keras.random, name))
+        with private_names.needed_for("random numbers"):
+            bound = public.bind(*args, **kwargs)
         return draw(name, original, bound.arguments)
 
     drawn = {name: functools.partial(call, name) for name in hooks.DRAWS}
@@ -492,8 +495,9 @@ def replaced_draws(draw, initial=None, **others):
         with hooks.draws.none(), hooks.draws(**kept):
             return original(*args, **kwargs)
 
-    others |= {"draw_seed": draw_seed, **dict.fromkeys(hooks.BUILDS, build)}
-    return hooks.draws(**drawn, **others)
+    draws = hooks.draws(**drawn, draw_seed=draw_seed, **others)
+    with draws, hooks.builds(_maybe_build=build, add_weight=build):
+        yield
 
 
 def _parts(seed):
