@@ -356,6 +356,8 @@ def check_case(case, strategy=None, ways=("fed", "cut")):
     """
     big, micro = datasets(case)
     reference, expected = train_case(case, keras.Model, big)
+    # Replicas weigh the batches of an epoch by what counts in them.
+    has_logs = not strategy or len(case.sizes) == 1
     if "fed" in ways:
         # Cycles that are short inside a data set would not end by themselves.
         steps = max(map(len, case.sizes))
@@ -363,7 +365,7 @@ def check_case(case, strategy=None, ways=("fed", "cut")):
             case, AccumulatingModel, micro, strategy, accum_steps=steps
         )
         check_weights(fed, reference, case)
-        if case.logs:
+        if has_logs:
             check_logs(logs["epochs"], expected["epochs"])
     if "cut" in ways:
         size = case.micro_batch_size
@@ -371,7 +373,7 @@ def check_case(case, strategy=None, ways=("fed", "cut")):
             case, AccumulatingModel, big, strategy, micro_batch_size=size
         )
         check_weights(cut, reference, case)
-        if case.logs or not strategy:
+        if has_logs:
             check_logs(logs["epochs"], expected["epochs"])
         if not strategy:
             batches = zip(logs["batches"], expected["batches"], strict=True)

@@ -20,14 +20,17 @@ def make_first(plan, trains, batches):
     # replica, none can be made. So the step is traced before, and not run.
     # Takes the iterator of the batches, and returns one of the same.
     replicas = plan.model.distribute_strategy.num_replicas_in_sync
-    if replicas > 1 or not plan.is_split:  # Keras has done it, or does it
-        return batches
-    data = getattr(batches, "element_spec", None)
-    if data is None:
-        data = next(batches)
-        batches = itertools.chain([data], batches)
-    if _are_missing(plan, data):
-        _trace(plan, trains, data)
+    spans_batches = trains and plan.state.spans_batches
+    # Otherwise Keras has made them, or does it.
+    if replicas == 1 and (plan.is_split or spans_batches):
+        data = getattr(batches, "element_spec", None)
+        if data is None:
+            data = next(batches)
+            batches = itertools.chain([data], batches)
+        if _are_missing(plan, data):
+            _trace(plan, trains, data)
+    if spans_batches:
+        plan.state.loss_weights.make_cycle()
     return batches
 
 
@@ -66,13 +69,13 @@ def _trace(plan, trains, data):
 
     def run(data):
         data = keras.tree.map_structure(without_optionals, data)
-        end = count_samples(data)
-        if plan.size is not None:
-            end = tf.minimum(end, plan.size)
+        part = data
         # A `tf.function` in the model may not be traced again.
         draws = Draws(plan).replaced()
         with one_step(plan, data, Added(is_split=True)), draws:
-            part = model.slice_data(data, tf.zeros_like(end), end)
+            if plan.size is not None:
+                end = tf.minimum(count_samples(data), plan.size)
+                part = model.slice_data(data, tf.zeros_like(end), end)
             _use_all(plan, trains, part)
 
     with scope_of(model.distribute_strategy):

@@ -12,8 +12,8 @@ import contextlib
 
 import tensorflow as tf
 
+from accumodel._keras_and_tf import replicas
 from accumodel._keras_and_tf.private_names import loss_trackers
-from accumodel._keras_and_tf.replicas import count_replicas
 from accumodel._micro_batch import micro_batches
 
 
@@ -50,37 +50,38 @@ def make_step(plan, function, added=None, losses=None):
 def run(plan, function, data, added=None):
     """Calls a step with each micro-batch of a fed batch; returns the logs."""
     parts = micro_batches.FedBatch(plan, data)
-    scopes = plan.around_parts(trains=added is not None)
+    trains = added is not None
+    scopes = plan.around_parts(trains)
+    losses = LossLogs(plan, data, trains and plan.state.spans_batches)
+    combines = plan.is_split or losses.spans_batches
+    step = make_step(plan, function, added, losses if combines else None)
     if not plan.is_split:
-        step = make_step(plan, function, added)
         with contextlib.ExitStack() as stack:
             for scope in scopes:
                 stack.enter_context(scope(parts, 0))
             return step(data)
-    of_batch = LossLogs(plan)
-    step = make_step(plan, function, added, of_batch)
     specs = None
 
-    def body(i, _, losses):
+    def body(i, _, sums):
         nonlocal specs
         with contextlib.ExitStack() as stack:
             for scope in scopes:
                 stack.enter_context(scope(parts, i))
             logs = step(parts.data_of(i))
-        losses += of_batch.take()
+        sums += losses.take()
         if tf.executing_eagerly():
-            return logs, losses
+            return logs, sums
         for feature in plan.features:
             feature.check_graph(tf.compat.v1.get_default_graph())
         logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, logs)
         # `[i]`: there may be no logs.
         flat = [i, *tf.nest.flatten(logs)]
-        return tf.raw_ops.OptionalFromValue(components=flat), losses
+        return tf.raw_ops.OptionalFromValue(components=flat), sums
 
     # What is in the logs is known when the body is traced, and not before.
     logs = None if tf.executing_eagerly() else tf.raw_ops.OptionalNone()
-    logs, losses = for_each(body, parts.count, (logs, of_batch.nothing))
+    logs, sums = for_each(body, parts.count, (logs, losses.nothing))
     if specs is not None:
         flat = [tf.TensorSpec((), tf.int64), *tf.nest.flatten(specs)]
         _, *values = tf.raw_ops.OptionalGetValue(
@@ -89,7 +90,7 @@ def run(plan, function, data, added=None):
             output_shapes=[spec.shape for spec in flat],
         )
         logs = tf.nest.pack_sequence_as(specs, values)
-    return of_batch.end(logs, losses, data, parts.samples)
+    return losses.end(logs, sums, parts.samples)
 
 
 def for_each(body, parts, state, finish=None):
@@ -121,23 +122,32 @@ def for_each(body, parts, state, finish=None):
 
 
 class LossLogs:
-    """The logged losses of a fed batch, made of those of its micro-batches.
+    """The logged losses of a cycle, made of those of its micro-batches.
 
     Keras's loss trackers average over batches. While the micro-batches of a fed
     batch run, the trackers are registers: each holds `weight * loss` and
     `weight` of one micro-batch, or a sum and 0. In the end they get the loss of
-    the fed batch, as plain Keras gives it to them. If a custom step does not
-    report, the trackers are its own.
+    all that was fed of the cycle, as plain Keras gives it to them, on top of
+    the cycles before. If a custom step does not report, the trackers are its
+    own.
+
+    `LossWeights.cycle` is a variable with a row for each tracker: its total and
+    count before the cycle; and of the cycle the sums of `weight * loss`, of
+    `weight` and of the samples. If the trackers are reset in the middle of a
+    cycle, as at the end of an epoch, the rest counts as a cycle of its own.
     """
 
-    def __init__(self, plan):
-        self._plan = plan
-        self._model = plan.model
+    def __init__(self, plan, data, spans_batches):
+        self._plan, self._model, self._data = plan, plan.model, data
+        self.spans_batches = spans_batches
         self._is_reported = False
-        self._before = {
-            tracker: [*map(tf.identity, tracker.variables)]
-            for tracker in loss_trackers(self._model)
-        }
+        leaves = tf.nest.flatten(data, expand_composites=True)
+        # Without data, nothing may be changed: see `Engine._waits`.
+        with tf.control_dependencies([*filter(tf.is_tensor, leaves)]):
+            self._before = {
+                tracker: _numbers_of(tracker)
+                for tracker in loss_trackers(self._model)
+            }
         # Zeros, to which all that `take` returns is added.
         self.nothing = tf.zeros((len(self._before), 2), tf.float64)
 
@@ -162,40 +172,64 @@ class LossLogs:
                 loss *= tf.cast(divisor, loss.dtype)
             each.total.assign(loss)
             each.count.assign(0 if divisor is None else divisor)
+        if not self._plan.is_split or self._plan.whole_batch is not None:
+            # It is the fed batch. A custom `compute_metrics` reads the logs.
+            self._update(self.take(), micro_batches.count_samples(data))
 
     def take(self):
         """Returns what `report` put in the trackers."""
         if not self._is_reported:
             return 0.0
-        losses = []
-        for tracker in loss_trackers(self._model):
-            values = tracker.total, tracker.count
-            losses.append([tf.cast(each, tf.float64) for each in values])
-        return tf.stack(losses)
+        return tf.stack([*map(_numbers_of, loss_trackers(self._model))])
 
-    def end(self, logs, losses, data, samples):
-        """Updates the trackers, as Keras does, and returns the logs."""
+    def end(self, logs, sums, samples):
+        """Updates the trackers, and returns the logs."""
         if not self._is_reported:
             return logs
-        weight = samples
-        for i, tracker in enumerate(loss_trackers(self._model)):
-            total, count = losses[i, 0], losses[i, 1]
-            zeros = map(tf.zeros_like, tracker.variables)
-            before = self._before.get(tracker, zeros)
-            for variable, value in zip(tracker.variables, before, strict=True):
-                variable.assign(value)
-            loss = tf.where(count == 0, total, total / count)
-            if count_replicas() > 1:
-                # Masks may differ from replica to replica.
-                known = tf.cast(samples, count.dtype)
-                weight = tf.where(count == 0, known, count)
-            tracker.update_state(loss, sample_weight=weight)
-            # Keras weighs an output's loss by the static batch size; if that is
-            # unknown, batches count equally.
-            weight = micro_batches.first_leaf(data).shape[0]
+        self._update(sums, samples)
         results = self._model.get_metrics_result()
         if "compute_metrics" in self._plan.overridden:
             # Its other logs may have names of metrics, too.
             names = {tracker.name for tracker in loss_trackers(self._model)}
             results = {name: results[name] for name in names & results.keys()}
         return {name: results.get(name, value) for name, value in logs.items()}
+
+    def _update(self, sums, samples):
+        """Updates the trackers, as Keras does, once for a cycle."""
+        trackers = loss_trackers(self._model)
+        before = [self._before.get(x, self.nothing[0]) for x in trackers]
+        samples = tf.fill((len(trackers), 1), tf.cast(samples, tf.float64))
+        rows = tf.concat([before, sums, samples], 1)
+        if self.spans_batches:
+            rows = self._with_pending(rows)
+        # Keras weighs an output's loss by the static batch size; if that is
+        # unknown, as with a short last batch, batches count equally.
+        length = micro_batches.first_leaf(self._data).shape[0]
+        are_equal = length is None or self.spans_batches
+        for i, tracker in enumerate(trackers):
+            total, count, loss, weight, samples = tf.unstack(rows[i])
+            loss = tf.where(weight == 0, loss, loss / weight)
+            size = 1.0 if are_equal and i else samples
+            if replicas.count_replicas() > 1:
+                # Masks may differ from replica to replica.
+                size = tf.where(weight == 0, samples, weight)
+            tracker.total.assign(total + loss * size)
+            tracker.count.assign(count + size)
+
+    def _with_pending(self, rows):
+        """Adds what was fed of the cycle before, and stores all of it."""
+        state = self._plan.state
+        state.loss_weights.make_cycle()
+        cycle = state.loss_weights.cycle
+        is_first = tf.equal(state.count_pending(), 0)
+        is_new = is_first | (rows[:, 1:2] <= cycle[:, 1:2])  # or was reset
+        new = tf.concat([tf.zeros_like(rows[:, :2]), rows[:, 2:]], 1)
+        rows = tf.where(is_new, rows, cycle + new)
+        cycle.assign(rows)
+        return rows
+
+
+def _numbers_of(tracker):
+    """Returns the total and the count of a loss tracker in a tensor."""
+    values = tracker.total, tracker.count
+    return tf.stack([tf.cast(each, tf.float64) for each in values])

@@ -88,7 +88,9 @@ class WholeBatch(Feature):
         states = States(plan.assigned["loss"])
         run = _Run(plan, data, states, is_training=True)
         made = run.forward()
-        with one_step(plan, data, added):
+        spans_batches = plan.state.spans_batches
+        losses = loop.LossLogs(plan, data, True) if spans_batches else None
+        with one_step(plan, data, added, losses):
             own, cache, weight, log = run.differentiate(*made)
             has_own = bool(tensors_in(own))
             if not (own and (cache or has_own)):
@@ -99,7 +101,7 @@ class WholeBatch(Feature):
         if cache:
             with states.rolled_back():
                 run.backward(cache, added, add)
-        with one_step(plan, data, added):
+        with one_step(plan, data, added, losses):
             add(own)
             return log()
 
