@@ -149,9 +149,9 @@ what weighs nothing is left out as not finite
     """,
     "test_logs.py": """
 each batch of a cycle is logged by itself
-    LossLogs._with_pending: set rows is_new => rows
+    LossLogs.report: if spans_batches => False
 trackers that were reset get back what was pending
-    LossLogs._with_pending: set is_new => is_first
+    LossLogs.report: set is_reset => tf.constant(False)
     """,
     "test_model.py": """
 no end of the cycle before validation
@@ -260,7 +260,7 @@ each part ends its fed batch
     loop.make_step.step: return function => ({}, added and
         added.end([]))[0]
 the log forgets the batches before
-    LossLogs._update: call assign total => tracker.total.assign(loss * size)
+    LossLogs.report: call assign total => tracker.total.assign(loss * size)
 a failure leaves parts behind
     run_batches: call step_failed => None
 lengths that are known late are not checked

@@ -20,17 +20,16 @@ def make_first(plan, trains, batches):
     # replica, none can be made. So the step is traced before, and not run.
     # Takes the iterator of the batches, and returns one of the same.
     replicas = plan.model.distribute_strategy.num_replicas_in_sync
-    spans_batches = trains and plan.state.spans_batches
-    # Otherwise Keras has made them, or does it.
-    if replicas == 1 and (plan.is_split or spans_batches):
+    if not (plan.is_split or plan.state.spans_batches):
+        return batches
+    if replicas == 1:  # otherwise Keras has made them
         data = getattr(batches, "element_spec", None)
         if data is None:
             data = next(batches)
             batches = itertools.chain([data], batches)
         if _are_missing(plan, data):
             _trace(plan, trains, data)
-    if spans_batches:
-        plan.state.loss_weights.make_cycle()
+    plan.state.loss_weights.make_cycle()
     return batches
 
 

@@ -15,6 +15,8 @@ import tensorflow as tf
 from accumodel._keras_and_tf import replicas
 from accumodel._keras_and_tf.private_names import loss_trackers
 from accumodel._micro_batch import micro_batches
+from accumodel._micro_batch.assignments import recorded
+from accumodel._micro_batch.micro_batches import current_step
 
 
 def make_step(plan, function, added=None, losses=None):
@@ -62,26 +64,26 @@ def run(plan, function, data, added=None):
             return step(data)
     specs = None
 
-    def body(i, _, sums):
+    def body(i, _):
         nonlocal specs
+        losses.begins_batch = tf.equal(i, 0)
         with contextlib.ExitStack() as stack:
             for scope in scopes:
                 stack.enter_context(scope(parts, i))
             logs = step(parts.data_of(i))
-        sums += losses.take()
         if tf.executing_eagerly():
-            return logs, sums
+            return (logs,)
         for feature in plan.features:
             feature.check_graph(tf.compat.v1.get_default_graph())
         logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, logs)
         # `[i]`: there may be no logs.
         flat = [i, *tf.nest.flatten(logs)]
-        return tf.raw_ops.OptionalFromValue(components=flat), sums
+        return (tf.raw_ops.OptionalFromValue(components=flat),)
 
     # What is in the logs is known when the body is traced, and not before.
     logs = None if tf.executing_eagerly() else tf.raw_ops.OptionalNone()
-    logs, sums = for_each(body, parts.count, (logs, losses.nothing))
+    (logs,) = for_each(body, parts.count, (logs,))
     if specs is not None:
         flat = [tf.TensorSpec((), tf.int64), *tf.nest.flatten(specs)]
         _, *values = tf.raw_ops.OptionalGetValue(
@@ -90,7 +92,7 @@ def run(plan, function, data, added=None):
             output_shapes=[spec.shape for spec in flat],
         )
         logs = tf.nest.pack_sequence_as(specs, values)
-    return losses.end(logs, sums, parts.samples)
+    return logs
 
 
 def for_each(body, parts, state, finish=None):
@@ -124,12 +126,10 @@ def for_each(body, parts, state, finish=None):
 class LossLogs:
     """The logged losses of a cycle, made of those of its micro-batches.
 
-    Keras's loss trackers average over batches. While the micro-batches of a fed
-    batch run, the trackers are registers: each holds `weight * loss` and
-    `weight` of one micro-batch, or a sum and 0. In the end they get the loss of
-    all that was fed of the cycle, as plain Keras gives it to them, on top of
-    the cycles before. If a custom step does not report, the trackers are its
-    own.
+    Keras's loss trackers average over batches. For a micro-batch they are
+    emptied, so that they hold its losses. Then they get the loss of all that
+    was fed of the cycle, as plain Keras gives it to them, on top of the cycles
+    before. If a custom step does not report, the trackers are its own.
 
     `LossWeights.cycle` is a variable with a row for each tracker: its total and
     count before the cycle; and of the cycle the sums of `weight * loss`, of
@@ -138,74 +138,55 @@ class LossLogs:
     """
 
     def __init__(self, plan, data, spans_batches):
-        self._plan, self._model, self._data = plan, plan.model, data
+        self._plan, self._data = plan, data
         self.spans_batches = spans_batches
-        self._is_reported = False
-        leaves = tf.nest.flatten(data, expand_composites=True)
-        # Without data, nothing may be changed: see `Engine._waits`.
-        with tf.control_dependencies([*filter(tf.is_tensor, leaves)]):
-            self._before = {
-                tracker: _numbers_of(tracker)
-                for tracker in loss_trackers(self._model)
-            }
-        # Zeros, to which all that `take` returns is added.
-        self.nothing = tf.zeros((len(self._before), 2), tf.float64)
+        # Whether the micro-batch is the first of its fed batch, maybe a tensor.
+        self.begins_batch = True
+        self._before = []
 
     def begin(self):
         """Empties the trackers, which then hold one micro-batch."""
-        for tracker in loss_trackers(self._model):
+        trackers, data = loss_trackers(self._plan.model), current_step().data
+        leaves = tf.nest.flatten(data, expand_composites=True)
+        # Without data, nothing may be changed: see `Engine._waits`.
+        with tf.control_dependencies([*filter(tf.is_tensor, leaves)]):
+            self._before = [*map(_numbers_of, trackers)]
+        for tracker in trackers:
             tracker.reset_state()
 
+    @recorded()
     def report(self, loss, weight, data):
-        """Puts losses and weights, `None` for a sum, in the trackers."""
-        self._is_reported = True
-        trackers = loss_trackers(self._model)
+        """Adds losses and weights, `None` for a sum, and sets the trackers."""
+        state, trackers = self._plan.state, loss_trackers(self._plan.model)
         if loss.shape.rank:  # without a reduction, and logged as a mean
             weight = tf.size(loss)
         weights, outputs = [weight], len(trackers) - 1
         if outputs:
-            of_outputs = self._plan.state.loss_weights.output_weights
+            of_outputs = state.loss_weights.output_weights
             weights += of_outputs(data, outputs, weight)
-        for each, divisor in zip(trackers, weights, strict=True):
-            loss = each.result()
-            if divisor is not None:
-                loss *= tf.cast(divisor, loss.dtype)
-            each.total.assign(loss)
-            each.count.assign(0 if divisor is None else divisor)
-        if not self._plan.is_split or self._plan.whole_batch is not None:
-            # It is the fed batch. A custom `compute_metrics` reads the logs.
-            self._update(self.take(), micro_batches.count_samples(data))
-
-    def take(self):
-        """Returns what `report` put in the trackers."""
-        if not self._is_reported:
-            return 0.0
-        return tf.stack([*map(_numbers_of, loss_trackers(self._model))])
-
-    def end(self, logs, sums, samples):
-        """Updates the trackers, and returns the logs."""
-        if not self._is_reported:
-            return logs
-        self._update(sums, samples)
-        results = self._model.get_metrics_result()
-        if "compute_metrics" in self._plan.overridden:
-            # Its other logs may have names of metrics, too.
-            names = {tracker.name for tracker in loss_trackers(self._model)}
-            results = {name: results[name] for name in names & results.keys()}
-        return {name: results.get(name, value) for name, value in logs.items()}
-
-    def _update(self, sums, samples):
-        """Updates the trackers, as Keras does, once for a cycle."""
-        trackers = loss_trackers(self._model)
-        before = [self._before.get(x, self.nothing[0]) for x in trackers]
-        samples = tf.fill((len(trackers), 1), tf.cast(samples, tf.float64))
-        rows = tf.concat([before, sums, samples], 1)
+        samples = tf.cast(micro_batches.count_samples(data), tf.float64)
+        new = []
+        for tracker, weight in zip(trackers, weights, strict=True):
+            loss = tf.cast(tracker.result(), tf.float64)
+            count = tf.cast(0 if weight is None else weight, tf.float64)
+            loss = loss if weight is None else loss * count
+            new.append([0.0, 0.0, loss, count, samples])
+        state.loss_weights.make_cycle()
+        cycle = state.loss_weights.cycle
+        # Eager code may have made trackers since `begin`.
+        before = self._before + [tf.zeros(2, tf.float64)] * outputs
+        before = tf.stack(before[: len(trackers)])
+        is_new, self.begins_batch = self.begins_batch, False
         if self.spans_batches:
-            rows = self._with_pending(rows)
+            is_reset = before[:, 1:] <= cycle[:, 1:2]
+            is_new &= is_reset | tf.equal(state.count_pending(), 0)
+        rows = tf.where(is_new, tf.pad(before, [[0, 0], [0, 3]]), cycle)
+        rows += tf.stack(new)
+        cycle.assign(rows)
         # Keras weighs an output's loss by the static batch size; if that is
         # unknown, as with a short last batch, batches count equally.
         length = micro_batches.first_leaf(self._data).shape[0]
-        are_equal = length is None or self.spans_batches
+        are_equal = self.spans_batches or length is None
         for i, tracker in enumerate(trackers):
             total, count, loss, weight, samples = tf.unstack(rows[i])
             loss = tf.where(weight == 0, loss, loss / weight)
@@ -215,18 +196,6 @@ class LossLogs:
                 size = tf.where(weight == 0, samples, weight)
             tracker.total.assign(total + loss * size)
             tracker.count.assign(count + size)
-
-    def _with_pending(self, rows):
-        """Adds what was fed of the cycle before, and stores all of it."""
-        state = self._plan.state
-        state.loss_weights.make_cycle()
-        cycle = state.loss_weights.cycle
-        is_first = tf.equal(state.count_pending(), 0)
-        is_new = is_first | (rows[:, 1:2] <= cycle[:, 1:2])  # or was reset
-        new = tf.concat([tf.zeros_like(rows[:, :2]), rows[:, 2:]], 1)
-        rows = tf.where(is_new, rows, cycle + new)
-        cycle.assign(rows)
-        return rows
 
 
 def _numbers_of(tracker):

@@ -57,7 +57,7 @@ class LossWeights:
         self.warned: set[str] = set()
         # Whether `fit` was given one array of sample weights for all outputs.
         self.shares_sample_weight = False
-        # The logged losses of the pending cycle, see `LossLogs`.
+        # The logged losses of the cycle, see `LossLogs`.
         self.cycle: typing.Any = None
 
     def make_cycle(self):

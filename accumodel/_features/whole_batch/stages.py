@@ -88,8 +88,7 @@ class WholeBatch(Feature):
         states = States(plan.assigned["loss"])
         run = _Run(plan, data, states, is_training=True)
         made = run.forward()
-        spans_batches = plan.state.spans_batches
-        losses = loop.LossLogs(plan, data, True) if spans_batches else None
+        losses = loop.LossLogs(plan, data, plan.state.spans_batches)
         with one_step(plan, data, added, losses):
             own, cache, weight, log = run.differentiate(*made)
             has_own = bool(tensors_in(own))
