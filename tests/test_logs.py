@@ -8,7 +8,7 @@ import cases
 import keras
 import numpy as np
 import pytest
-from helpers import as_dataset, fit, mirrored
+from helpers import as_dataset, check_logs, fit, mirrored
 
 from accumodel import AccumulatingModel
 
@@ -101,3 +101,35 @@ def test_the_logged_loss_is_that_of_the_large_batch(loss, way, tmp_path):
     for i, each in enumerate(expected):
         for name, (value,) in each.items():
             assert logs[name][i] == pytest.approx(value, rel=1e-5), name
+
+
+class Perplexity(AccumulatingModel):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return logs | {"perplexity": keras.ops.exp(logs["loss"])}
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize(
+    ("size", "kwargs"),
+    [
+        (4, {"accum_steps": 4}),
+        (16, {"micro_batch_size": 3}),
+        (8, {"accum_steps": 2, "micro_batch_size": 3}),
+    ],
+    ids=["steps", "split", "both"],
+)
+def test_custom_metrics_see_the_loss_of_the_batch(size, kwargs, jit_compile):
+    case = LOSSES["ignored classes"]
+    arrays = case.data(SAMPLES, np.random.default_rng(0))
+    # Keras makes the variables of metrics in a first trace of the step.
+    how = {"metrics": ["accuracy"], "jit_compile": jit_compile}
+    expected, logs = (
+        fit(
+            compiled(case, Perplexity, **how, **arguments),
+            *arrays,
+            batch_size=batch_size,
+        ).history
+        for batch_size, arguments in ((16, {}), (size, kwargs))
+    )
+    check_logs(logs, expected)

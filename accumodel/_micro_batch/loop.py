@@ -176,7 +176,7 @@ class LossLogs:
         # Eager code may have made trackers since `begin`.
         before = self._before + [tf.zeros(2, tf.float64)] * outputs
         before = tf.stack(before[: len(trackers)])
-        is_new, self.begins_batch = self.begins_batch, False
+        is_new = self.begins_batch
         if self.spans_batches:
             is_reset = before[:, 1:] <= cycle[:, 1:2]
             is_new &= is_reset | tf.equal(state.count_pending(), 0)
