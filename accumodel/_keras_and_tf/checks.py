@@ -61,8 +61,10 @@ def explained_arguments(cls, method, given):
     except (TypeError, ValueError) as error:
         # Only Keras knows what it does not take. `evaluate` has a text of its
         # own.
-        is_unknown = rf"{method}\(\) got an unexpected keyword argument '(\w+)'"
-        text = rf"{is_unknown}|Arguments not recognized: {{'(\w+)'"
+        text = (
+            rf"{method}\(\) got an unexpected keyword argument '(\w+)'"
+            r"|Arguments not recognized: {'(\w+)'"
+        )
         found = {*itertools.chain(*re.findall(text, str(error)))}
         for name in found & {*given}:
             if meant := _meant(cls, name):
