@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 from accumodel import AccumulatingModel
+from accumodel._keras_and_tf.private_names import NESTS_FUNCTIONS
 
 
 def slow(*values):
@@ -348,6 +349,17 @@ def check_logs(logs, expected):
         np.testing.assert_allclose(logs[name], values, rtol=1e-5)
 
 
+def comparable(logs):
+    """Leaves out what Keras 3.16 makes depend on which batch was traced.
+
+    It weighs the loss of an output by the batch size, if that is known in the
+    graph, and by 1 if it is not.
+    """
+    if NESTS_FUNCTIONS:
+        return logs
+    return {k: v for k, v in logs.items() if not k.endswith("_loss")}
+
+
 def check_case(case, strategy=None, ways=("fed", "cut")):
     """Trains on the large batches by plain Keras, and compares both our ways.
 
@@ -366,7 +378,7 @@ def check_case(case, strategy=None, ways=("fed", "cut")):
         )
         check_weights(fed, reference, case)
         if has_logs:
-            check_logs(logs["epochs"], expected["epochs"])
+            check_logs(*map(comparable, (logs["epochs"], expected["epochs"])))
     if "cut" in ways:
         size = case.micro_batch_size
         cut, logs = train_case(
