@@ -4,7 +4,9 @@ import os
 import sys
 
 # `python -m accumodel` reads its arguments before it imports TensorFlow.
-_is_command = sys.argv[0] == "-m" and "accumodel" in sys.orig_argv
+# While Python looks for the module after `-m`, `argv[0]` is "-m" for all.
+_module = sys.orig_argv[-len(sys.argv)]
+_is_command = sys.argv[0] == "-m" and _module == "accumodel"
 if _is_command and sys.argv[1:] != ["--check"]:
     print("usage: python -m accumodel --check  (are the weights right here?)")
     sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
@@ -42,3 +44,7 @@ __all__ = [
     "GradientAccumulator",
     "InexactWarning",
 ]
+
+
+def __dir__():
+    return [*__all__, "__doc__", "__version__"]

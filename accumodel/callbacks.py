@@ -90,7 +90,8 @@ class AccumStepsScheduler(keras.callbacks.Callback):
         if self.by == "sample" and not self.model._accumulation.batch_size:
             raise ValueError(
                 '`AccumStepsScheduler(by="sample")` must know the batch size. '
-                'Feed batches of a fixed size, or use `by="update"`. '
+                "Feed batches of a fixed size, as of `Dataset.batch(n, "
+                'drop_remainder=True)`, or use `by="update"`. '
                 "Received: data of unknown size"
             )
         if self.by != "epoch":

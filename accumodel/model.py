@@ -79,10 +79,10 @@ class AccumulatingModel(keras.Model):
     # The sums of the trainable variables. Checkpoints hold attributes.
     _gradient_accumulator: GradientAccumulator | None = None
 
-    def __new__(cls, *args, **kwargs):
+    def __new__(cls, *args: typing.Any, **kwargs: typing.Any) -> typing.Self:
         is_functional = construction.is_functional(args, kwargs)
         if cls is AccumulatingModel and is_functional:
-            cls = Functional
+            cls = Functional  # type: ignore[assignment]
         return super().__new__(cls)
 
     def __setattr__(self, name, value):
@@ -92,7 +92,7 @@ class AccumulatingModel(keras.Model):
         else:
             super().__setattr__(name, value)
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: typing.Any, **kwargs: typing.Any) -> None:
         with construction.in_place_of_keras(
             type(self), args, kwargs, AccumulatingModel, Functional
         ):
@@ -214,7 +214,9 @@ class AccumulatingModel(keras.Model):
         self._accumulation.set_accum_steps(value)
 
     @property
-    def micro_batch_size(self) -> int | str | None:
+    def micro_batch_size(
+        self,
+    ) -> int | typing.Literal["auto", "fastest"] | None:
         """Int, string or `None`. Samples that go through the model at once.
 
         It may be set between or during fits and takes effect with the next
@@ -228,7 +230,9 @@ class AccumulatingModel(keras.Model):
         return self._accumulation.options.micro_batch_size
 
     @micro_batch_size.setter
-    def micro_batch_size(self, value: int | str | None) -> None:
+    def micro_batch_size(
+        self, value: int | typing.Literal["auto", "fastest"] | None
+    ) -> None:
         self._accumulation.set_micro_batch_size(value)
 
     @property
@@ -513,34 +517,40 @@ class AccumulatingModel(keras.Model):
         """Forgets the pending cycle."""
         self._accumulation.accumulators.reset()
 
-    def fit(
-        self, *args: typing.Any, **kwargs: typing.Any
-    ) -> keras.callbacks.History:
-        """Trains as `keras.Model.fit`; a cycle ends with its epoch.
+    # Type checkers and editors show the arguments of Keras.
+    if not typing.TYPE_CHECKING:
 
-        What becomes of a short last cycle is the `remainder` of `compile`. It
-        ends before validation and before any other callback sees the end of
-        the epoch. An error in a step forgets the pending cycle, and says so: no
-        weight has moved since the last update.
+        def fit(self, *args, **kwargs):
+            """Trains as `keras.Model.fit`; a cycle ends with its epoch.
 
-        Args:
-            *args: As in `keras.Model.fit`. `batch_size` is the samples in a
-                batch, which `micro_batch_size` splits, and `accum_steps`
-                counts. It defaults to 32.
-            **kwargs: As in `keras.Model.fit`.
+            What becomes of a short last cycle is the `remainder` of `compile`.
+            It ends before validation and before any other callback sees the end
+            of the epoch. An error in a step forgets the pending cycle, and says
+            so: no weight has moved since the last update.
 
-        Returns:
-            The `keras.callbacks.History`.
-        """
-        with checks.explained_arguments(AccumulatingModel, "fit", kwargs):
-            return self._accumulation.fit(super().fit, args, kwargs)
+            Args:
+                *args: As in `keras.Model.fit`. `batch_size` is the samples in a
+                    batch, which `micro_batch_size` splits, and `accum_steps`
+                    counts. It defaults to 32.
+                **kwargs: As in `keras.Model.fit`.
 
-    # Names and defaults of Keras, for editors and readers.
-    fit.__signature__ = inspect.signature(keras.Model.fit)  # type: ignore
+            Returns:
+                The `keras.callbacks.History`.
+            """
+            with checks.explained_arguments(AccumulatingModel, "fit", kwargs):
+                return self._accumulation.fit(super().fit, args, kwargs)
 
-    def train_on_batch(self, *args, **kwargs):
-        self._accumulation.loss_weights.begin_fit(None, None)
-        return super().train_on_batch(*args, **kwargs)
+        fit.__signature__ = inspect.signature(keras.Model.fit)
+
+        @functools.wraps(keras.Model.evaluate)
+        def evaluate(self, *args, **kwargs):
+            cls = AccumulatingModel
+            with checks.explained_arguments(cls, "evaluate", kwargs):
+                return super().evaluate(*args, **kwargs)
+
+        def train_on_batch(self, *args, **kwargs):
+            self._accumulation.loss_weights.begin_fit(None, None)
+            return super().train_on_batch(*args, **kwargs)
 
     def make_train_function(self, force=False):
         make = super().make_train_function

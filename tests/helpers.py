@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 from accumodel import AccumulatingModel
+from accumodel._keras_and_tf.private_names import NESTS_FUNCTIONS
 
 
 def slow(*values):
@@ -348,6 +349,17 @@ def check_logs(logs, expected):
         np.testing.assert_allclose(logs[name], values, rtol=1e-5)
 
 
+def comparable(logs):
+    """Leaves out what Keras 3.16 makes depend on which batch was traced.
+
+    It weighs the loss of an output by the batch size, if that is known in the
+    graph, and by 1 if it is not.
+    """
+    if NESTS_FUNCTIONS:
+        return logs
+    return {k: v for k, v in logs.items() if not k.endswith("_loss")}
+
+
 def check_case(case, strategy=None, ways=("fed", "cut")):
     """Trains on the large batches by plain Keras, and compares both our ways.
 
@@ -356,6 +368,8 @@ def check_case(case, strategy=None, ways=("fed", "cut")):
     """
     big, micro = datasets(case)
     reference, expected = train_case(case, keras.Model, big)
+    # Replicas weigh the batches of an epoch by what counts in them.
+    has_logs = not strategy or len(case.sizes) == 1
     if "fed" in ways:
         # Cycles that are short inside a data set would not end by themselves.
         steps = max(map(len, case.sizes))
@@ -363,15 +377,15 @@ def check_case(case, strategy=None, ways=("fed", "cut")):
             case, AccumulatingModel, micro, strategy, accum_steps=steps
         )
         check_weights(fed, reference, case)
-        if case.logs:
-            check_logs(logs["epochs"], expected["epochs"])
+        if has_logs:
+            check_logs(*map(comparable, (logs["epochs"], expected["epochs"])))
     if "cut" in ways:
         size = case.micro_batch_size
         cut, logs = train_case(
             case, AccumulatingModel, big, strategy, micro_batch_size=size
         )
         check_weights(cut, reference, case)
-        if case.logs or not strategy:
+        if has_logs:
             check_logs(logs["epochs"], expected["epochs"])
         if not strategy:
             batches = zip(logs["batches"], expected["batches"], strict=True)

@@ -147,6 +147,12 @@ what weighs nothing may spoil a cycle
 what weighs nothing is left out as not finite
     _is_finite: set is_good sums => sums.all_finite(gradients, weight)
     """,
+    "test_logs.py": """
+each batch of a cycle is logged by itself
+    LossLogs.report: if spans_batches => False
+trackers that were reset get back what was pending
+    LossLogs.report: set is_reset => tf.constant(False)
+    """,
     "test_model.py": """
 no end of the cycle before validation
     on_test_begin: call _end_cycle => None
@@ -254,7 +260,7 @@ each part ends its fed batch
     loop.make_step.step: return function => ({}, added and
         added.end([]))[0]
 the log forgets the batches before
-    LossLogs.end: call assign => None
+    LossLogs.report: call assign total => tracker.total.assign(loss * size)
 a failure leaves parts behind
     run_batches: call step_failed => None
 lengths that are known late are not checked

@@ -88,6 +88,17 @@ def test_arguments_are_read_before_tensorflow_is(argument, status, tmp_path):
     assert "--check" in done.stdout + done.stderr
 
 
+def test_the_arguments_of_another_program_are_its_own(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import accumodel")
+    (tmp_path / "package" / "train.py").write_text("print('trains')")
+    command = [sys.executable, "-m", "package.train", "-m", "accumodel"]
+    path = [tmp_path, pathlib.Path(accumodel.__file__).parents[1]]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(command, env=env, capture_output=True, check=True)
+    assert done.stdout.strip() == b"trains"
+
+
 @pytest.mark.parametrize(
     ("before", "ours", "expected"),
     [

@@ -53,6 +53,17 @@ MISSPELLED = {
     ("fit", "micro_batch_size"): r"mean `compile\(micro_batch_size=",
     ("fit", "accumulate_grad_batches"): ALL_MEANT,
     ("fit", "batchsize"): r"mean `fit\(batch_size=",
+    **{
+        (method, name): r"mean `compile\(micro_batch_size="
+        for method, name in (
+            ("compile", "num_microbatches"),
+            ("compile", "device_train_microbatch_size"),
+            ("compile", "per_device_train_batch_size"),
+            ("fit", "num_micro_batches"),
+            ("fit", "per_device_train_batch_size"),
+            ("evaluate", "micro_batch_size"),
+        )
+    },
 }
 
 
@@ -72,7 +83,7 @@ def make_task(model_class):
 def test_a_misspelled_argument_says_what_is_meant(make, method, name, data):
     model = make_model(make=make)
     model.compile("sgd", loss="mse", micro_batch_size=4)
-    arguments = data if method == "fit" else ()
+    arguments = () if method == "compile" else data
     match = rf"`{method}` has no .*{MISSPELLED[method, name]}.*: {name}=8$"
     with pytest.raises(TypeError, match=match):
         getattr(model, method)(*arguments, **{name: 8})
@@ -90,6 +101,11 @@ def test_an_error_about_arguments_in_a_callback_stays(data):
     model = compiled(make_model(), "sgd", "mse")
     with pytest.raises(TypeError, match=r"^.*Broken.fit\(\) got an unexpected"):
         model.fit(*data, callbacks=[Broken()])
+
+
+def test_only_public_names_are_shown():
+    shown = {x for x in dir(accumodel) if not x.startswith("__")}
+    assert shown == {*accumodel.__all__}
 
 
 def test_compile_and_fit_show_the_arguments_of_keras():

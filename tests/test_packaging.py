@@ -1,6 +1,7 @@
 """What PyPI shows and holds: the description, the README, the sdist."""
 
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -89,3 +90,44 @@ def test_the_recipe_needs_what_the_package_needs():
     assert python == "python >=${{ python_min }}"
     assert project["requires-python"] == f">={recipe['context']['python_min']}"
     assert [each.replace(" ", "") for each in others] == project["dependencies"]
+
+
+PROGRAM = """
+import accumodel
+import keras
+
+class Classifier(accumodel.AccumulatingModel):
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.head = keras.layers.Dense(units)
+
+model = Classifier(3)
+model.compile("adam", "mse", micro_batch_size="auto", accum_steps=2)
+model.fit([1.0], [1.0], batch_size=8, class_weight=None, verbose=0)
+model.evaluate([1.0], [1.0], batch_size=2)
+model.train_on_batch([1.0], [1.0])
+model.micro_batch_size = 8
+other: int | None = accumodel.AccumulatingModel.from_model(model).accum_steps
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("", "Success"),
+        ('model.micro_batch_size = "atuo"', "Literal['atuo']"),
+        ('model.compile(micro_batch_size="atuo")', "Literal['atuo']"),
+        ("reveal_type(model.fit)", 'type is "Any"'),  # that of Keras
+    ],
+)
+def test_a_type_checker_reads_what_a_user_writes(line, error, tmp_path):
+    (tmp_path / "program.py").write_text(f"{PROGRAM}\n{line}\n")
+    options = "--strict --ignore-missing-imports --follow-imports=silent"
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options.split(), "program.py"],
+        env=os.environ | {"MYPYPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert error in done.stdout, done.stdout

@@ -262,6 +262,12 @@ class Accumulation:
         if self.model.test_function is not None:
             self.model.make_test_function(force=True)
 
+    def count_pending(self):
+        """Returns how many batches of this cycle were fed before this one."""
+        if not self.model.trainable_variables:
+            return 0
+        return ([*self.accumulators] or [self.ready_accumulator()])[0]._count
+
     def ready_accumulator(self):
         """Returns the accumulator of the trainable variables."""
         # Only the first micro-batch may build the variables of the model.

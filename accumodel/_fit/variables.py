@@ -27,18 +27,20 @@ def make_first(plan, trains, batches):
     # not known which of them is that of the samples. Takes the iterator of the
     # batches, and returns one of the same.
     replicas = plan.model.distribute_strategy.num_replicas_in_sync
-    if replicas > 1 or not (plan.is_split or trains):
-        return batches  # Keras has done it, or does it
-    data = getattr(batches, "element_spec", None)
-    if data is None:
-        data = as_tensors(next(batches))
-        batches = itertools.chain([data], batches)
-    if plan.is_split and _are_missing(plan, data):
-        _trace(plan, trains, data)
-    elif trains and _is_size_known(plan, data):
-        # What fails here fails in the step, or needs the sizes as numbers.
-        with contextlib.suppress(Exception):
-            _trace(plan, trains, data, decides=True)
+    if not (plan.is_split or plan.state.spans_batches):
+        return batches
+    if replicas == 1:  # otherwise Keras has made them
+        data = getattr(batches, "element_spec", None)
+        if data is None:
+            data = as_tensors(next(batches))
+            batches = itertools.chain([data], batches)
+        if _are_missing(plan, data):
+            _trace(plan, trains, data)
+        elif trains and _is_size_known(plan, data):
+            # What fails here fails in the step, or needs sizes as numbers.
+            with contextlib.suppress(Exception):
+                _trace(plan, trains, data, decides=True)
+    plan.state.loss_weights.make_cycle()
     return batches
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import inspect
+import itertools
 import numbers
 import re
 
@@ -57,9 +58,15 @@ def explained_arguments(cls, method, given):
     """Scope in which an error about an unknown argument says what is meant."""
     try:
         yield
-    except TypeError as error:  # only Keras knows what it does not take
-        text = rf"{method}\(\) got an unexpected keyword argument '(\w+)'"
-        for name in {*re.findall(text, str(error))} & {*given}:
+    except (TypeError, ValueError) as error:
+        # Only Keras knows what it does not take. `evaluate` has a text of its
+        # own.
+        text = (
+            rf"{method}\(\) got an unexpected keyword argument '(\w+)'"
+            r"|Arguments not recognized: {'(\w+)'"
+        )
+        found = {*itertools.chain(*re.findall(text, str(error)))}
+        for name in found & {*given}:
             if meant := _meant(cls, name):
                 raise TypeError(
                     f"`{method}` has no argument `{name}`. Did you mean "
@@ -76,8 +83,11 @@ def _meant(cls, name):
         for argument in inspect.signature(getattr(cls, method)).parameters
     }
     near = difflib.get_close_matches(name, places, n=1, cutoff=0.75)
-    if "accumul" in name:  # as other tools call it
+    # As other tools call them.
+    if "accumul" in name:
         near = ["micro_batch_size", "accum_steps"]
+    elif re.search("micro_?batch|per_device", name):
+        near = ["micro_batch_size"]
     return " or ".join(f"`{places[each]}({each}=...)`" for each in near)
 
 

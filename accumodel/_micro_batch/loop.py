@@ -12,9 +12,11 @@ import contextlib
 
 import tensorflow as tf
 
+from accumodel._keras_and_tf import replicas
 from accumodel._keras_and_tf.private_names import loss_trackers
-from accumodel._keras_and_tf.replicas import count_replicas
 from accumodel._micro_batch import micro_batches
+from accumodel._micro_batch.assignments import recorded
+from accumodel._micro_batch.micro_batches import current_step
 
 
 def make_step(plan, function, added=None, losses=None):
@@ -50,37 +52,38 @@ def make_step(plan, function, added=None, losses=None):
 def run(plan, function, data, added=None):
     """Calls a step with each micro-batch of a fed batch; returns the logs."""
     parts = micro_batches.FedBatch(plan, data)
-    scopes = plan.around_parts(trains=added is not None)
+    trains = added is not None
+    scopes = plan.around_parts(trains)
+    losses = LossLogs(plan, data, trains and plan.state.spans_batches)
+    combines = plan.is_split or losses.spans_batches
+    step = make_step(plan, function, added, losses if combines else None)
     if not plan.is_split:
-        step = make_step(plan, function, added)
         with contextlib.ExitStack() as stack:
             for scope in scopes:
                 stack.enter_context(scope(parts, 0))
             return step(data)
-    of_batch = LossLogs(plan)
-    step = make_step(plan, function, added, of_batch)
     specs = None
 
-    def body(i, _, losses):
+    def body(i, _):
         nonlocal specs
+        losses.begins_batch = tf.equal(i, 0)
         with contextlib.ExitStack() as stack:
             for scope in scopes:
                 stack.enter_context(scope(parts, i))
             logs = step(parts.data_of(i))
-        losses += of_batch.take()
         if tf.executing_eagerly():
-            return logs, losses
+            return (logs,)
         for feature in plan.features:
             feature.check_graph(tf.compat.v1.get_default_graph())
         logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, logs)
         # `[i]`: there may be no logs.
         flat = [i, *tf.nest.flatten(logs)]
-        return tf.raw_ops.OptionalFromValue(components=flat), losses
+        return (tf.raw_ops.OptionalFromValue(components=flat),)
 
     # What is in the logs is known when the body is traced, and not before.
     logs = None if tf.executing_eagerly() else tf.raw_ops.OptionalNone()
-    logs, losses = for_each(body, parts.count, (logs, of_batch.nothing))
+    (logs,) = for_each(body, parts.count, (logs,))
     if specs is not None:
         flat = [tf.TensorSpec((), tf.int64), *tf.nest.flatten(specs)]
         _, *values = tf.raw_ops.OptionalGetValue(
@@ -89,7 +92,7 @@ def run(plan, function, data, added=None):
             output_shapes=[spec.shape for spec in flat],
         )
         logs = tf.nest.pack_sequence_as(specs, values)
-    return of_batch.end(logs, losses, data, parts.samples)
+    return logs
 
 
 def for_each(body, parts, state, finish=None):
@@ -121,81 +124,81 @@ def for_each(body, parts, state, finish=None):
 
 
 class LossLogs:
-    """The logged losses of a fed batch, made of those of its micro-batches.
+    """The logged losses of a cycle, made of those of its micro-batches.
 
-    Keras's loss trackers average over batches. While the micro-batches of a fed
-    batch run, the trackers are registers: each holds `weight * loss` and
-    `weight` of one micro-batch, or a sum and 0. In the end they get the loss of
-    the fed batch, as plain Keras gives it to them. If a custom step does not
-    report, the trackers are its own.
+    Keras's loss trackers average over batches. For a micro-batch they are
+    emptied, so that they hold its losses. Then they get the loss of all that
+    was fed of the cycle, as plain Keras gives it to them, on top of the cycles
+    before. If a custom step does not report, the trackers are its own.
+
+    `LossWeights.cycle` is a variable with a row for each tracker: its total and
+    count before the cycle; and of the cycle the sums of `weight * loss`, of
+    `weight` and of the samples. If the trackers are reset in the middle of a
+    cycle, as at the end of an epoch, the rest counts as a cycle of its own.
     """
 
-    def __init__(self, plan):
-        self._plan = plan
-        self._model = plan.model
-        self._is_reported = False
-        self._before = {
-            tracker: [*map(tf.identity, tracker.variables)]
-            for tracker in loss_trackers(self._model)
-        }
-        # Zeros, to which all that `take` returns is added.
-        self.nothing = tf.zeros((len(self._before), 2), tf.float64)
+    def __init__(self, plan, data, spans_batches):
+        self._plan, self._data = plan, data
+        self.spans_batches = spans_batches
+        # Whether the micro-batch is the first of its fed batch, maybe a tensor.
+        self.begins_batch = True
+        self._before = []
 
     def begin(self):
         """Empties the trackers, which then hold one micro-batch."""
-        for tracker in loss_trackers(self._model):
+        trackers, data = loss_trackers(self._plan.model), current_step().data
+        leaves = tf.nest.flatten(data, expand_composites=True)
+        # Without data, nothing may be changed: see `Engine._waits`.
+        with tf.control_dependencies([*filter(tf.is_tensor, leaves)]):
+            self._before = [*map(_numbers_of, trackers)]
+        for tracker in trackers:
             tracker.reset_state()
 
+    @recorded()
     def report(self, loss, weight, data):
-        """Puts losses and weights, `None` for a sum, in the trackers."""
-        self._is_reported = True
-        trackers = loss_trackers(self._model)
+        """Adds losses and weights, `None` for a sum, and sets the trackers."""
+        state, trackers = self._plan.state, loss_trackers(self._plan.model)
         if loss.shape.rank:  # without a reduction, and logged as a mean
             weight = tf.size(loss)
         weights, outputs = [weight], len(trackers) - 1
         if outputs:
-            of_outputs = self._plan.state.loss_weights.output_weights
+            of_outputs = state.loss_weights.output_weights
             weights += of_outputs(data, outputs, weight)
-        for each, divisor in zip(trackers, weights, strict=True):
-            loss = each.result()
-            if divisor is not None:
-                loss *= tf.cast(divisor, loss.dtype)
-            each.total.assign(loss)
-            each.count.assign(0 if divisor is None else divisor)
-
-    def take(self):
-        """Returns what `report` put in the trackers."""
-        if not self._is_reported:
-            return 0.0
-        losses = []
-        for tracker in loss_trackers(self._model):
-            values = tracker.total, tracker.count
-            losses.append([tf.cast(each, tf.float64) for each in values])
-        return tf.stack(losses)
-
-    def end(self, logs, losses, data, samples):
-        """Updates the trackers, as Keras does, and returns the logs."""
-        if not self._is_reported:
-            return logs
-        weight = samples
-        for i, tracker in enumerate(loss_trackers(self._model)):
-            total, count = losses[i, 0], losses[i, 1]
-            zeros = map(tf.zeros_like, tracker.variables)
-            before = self._before.get(tracker, zeros)
-            for variable, value in zip(tracker.variables, before, strict=True):
-                variable.assign(value)
-            loss = tf.where(count == 0, total, total / count)
-            if count_replicas() > 1:
+        samples = tf.cast(micro_batches.count_samples(data), tf.float64)
+        new = []
+        for tracker, weight in zip(trackers, weights, strict=True):
+            loss = tf.cast(tracker.result(), tf.float64)
+            count = tf.cast(0 if weight is None else weight, tf.float64)
+            loss = loss if weight is None else loss * count
+            new.append([0.0, 0.0, loss, count, samples])
+        state.loss_weights.make_cycle()
+        cycle = state.loss_weights.cycle
+        # Eager code may have made trackers since `begin`.
+        before = self._before + [tf.zeros(2, tf.float64)] * outputs
+        before = tf.stack(before[: len(trackers)])
+        is_new = self.begins_batch
+        if self.spans_batches:
+            is_reset = before[:, 1:] <= cycle[:, 1:2]
+            is_new &= is_reset | tf.equal(state.count_pending(), 0)
+        rows = tf.where(is_new, tf.pad(before, [[0, 0], [0, 3]]), cycle)
+        rows += tf.stack(new)
+        cycle.assign(rows)
+        # Keras weighs an output's loss by the static batch size; if that is
+        # unknown, as with a short last batch, batches count equally.
+        length = micro_batches.first_leaf(self._data).shape[0]
+        are_equal = self.spans_batches or length is None
+        for i, tracker in enumerate(trackers):
+            total, count, loss, weight, samples = tf.unstack(rows[i])
+            loss = tf.where(weight == 0, loss, loss / weight)
+            size = 1.0 if are_equal and i else samples
+            if replicas.count_replicas() > 1:
                 # Masks may differ from replica to replica.
-                known = tf.cast(samples, count.dtype)
-                weight = tf.where(count == 0, known, count)
-            tracker.update_state(loss, sample_weight=weight)
-            # Keras weighs an output's loss by the static batch size; if that is
-            # unknown, batches count equally.
-            weight = micro_batches.first_leaf(data).shape[0]
-        results = self._model.get_metrics_result()
-        if "compute_metrics" in self._plan.overridden:
-            # Its other logs may have names of metrics, too.
-            names = {tracker.name for tracker in loss_trackers(self._model)}
-            results = {name: results[name] for name in names & results.keys()}
-        return {name: results.get(name, value) for name, value in logs.items()}
+                size = tf.where(weight == 0, samples, weight)
+            tracker.total.assign(total + loss * size)
+            tracker.count.assign(count + size)
+
+
+def _numbers_of(tracker):
+    """Returns the total and the count of a loss tracker in a tensor."""
+    values = tracker.total, tracker.count
+    return tf.stack([tf.cast(each, tf.float64) for each in values])

@@ -21,8 +21,6 @@ def call_compute_loss(function, x, y, y_pred, sample_weight, training=True):
 
 def forward(model, training, x, y, sample_weight):
     """Returns the outputs of a model, and its loss."""
-    if losses := _losses():
-        losses.begin()
     y_pred = private_names.call_model(model, x, training=training)
     data = x, y, y_pred, sample_weight
     return y_pred, call_compute_loss(model.compute_loss, *data, training)

@@ -17,6 +17,7 @@ as one number, are taken for means over the samples. If they are not, the check
 on the first batch tells.
 """
 
+import typing
 import warnings
 
 import keras
@@ -25,7 +26,11 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.checks import InexactWarning
-from accumodel._keras_and_tf.replicas import count_replicas
+from accumodel._keras_and_tf.replicas import (
+    count_replicas,
+    make_sum,
+    scope_of,
+)
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     current_step,
@@ -52,6 +57,15 @@ class LossWeights:
         self.warned: set[str] = set()
         # Whether `fit` was given one array of sample weights for all outputs.
         self.shares_sample_weight = False
+        # The logged losses of the cycle, see `LossLogs`.
+        self.cycle: typing.Any = None
+
+    def make_cycle(self):
+        """Makes the variable, again if Keras has made trackers of outputs."""
+        rows = len(private_names.loss_trackers(self._model))
+        if self.cycle is None or self.cycle.shape[0] != rows:
+            with scope_of(self._model.distribute_strategy):
+                self.cycle = make_sum((rows, 5), tf.float64, "cycle")
 
     def begin_fit(self, y, sample_weight):
         shares = (

@@ -88,7 +88,8 @@ class WholeBatch(Feature):
         states = States(plan.assigned["loss"])
         run = _Run(plan, data, states, is_training=True)
         made = run.forward()
-        with one_step(plan, data, added):
+        losses = loop.LossLogs(plan, data, plan.state.spans_batches)
+        with one_step(plan, data, added, losses):
             own, cache, weight, log = run.differentiate(*made)
             has_own = bool(tensors_in(own))
             if not (own and (cache or has_own)):
@@ -99,7 +100,7 @@ class WholeBatch(Feature):
         if cache:
             with states.rolled_back():
                 run.backward(cache, added, add)
-        with one_step(plan, data, added):
+        with one_step(plan, data, added, losses):
             add(own)
             return log()
 
