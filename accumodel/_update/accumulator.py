@@ -59,12 +59,10 @@ class GradientAccumulator(Engine):
             `AccumulatingModel.after_update`. Defaults to `None`.
         skip_nonfinite: Bool. Leave micro-batches with a NaN or infinite
             gradient out. Defaults to `False`.
-        jit_compile: Bool or `"auto"`. Compile the update by XLA; `"auto"` does
-            so on machines without a GPU if there are many parameters and the
-            optimizer can be compiled. Defaults to `False`.
+        jit_compile: Bool. Compile the update by XLA. Defaults to `False`.
 
     Raises:
-        TypeError: If `accum_steps` is not an int.
+        TypeError: If `accum_steps` is not an int, or `jit_compile` not a bool.
         ValueError: If `accum_steps` is less than 1, if `variables` is empty, if
             the optimizer cannot be accumulated for, or under a strategy that
             cannot be.
@@ -79,12 +77,17 @@ class GradientAccumulator(Engine):
         process_gradients: Callable | None = None,
         after_update: Callable | None = None,
         skip_nonfinite: bool = False,
-        jit_compile: bool | typing.Literal["auto"] = False,
+        jit_compile: bool = False,
     ) -> None:
         self._follows_model = accum_steps is None
         steps = 1 if accum_steps is None else accum_steps
         steps = checks.check_accum_steps(steps)
         checks.check_optimizer(optimizer, skip_nonfinite)
+        if not isinstance(jit_compile, bool):
+            raise TypeError(
+                "`jit_compile` must be a bool. "
+                f"Received: jit_compile={jit_compile!r}"
+            )
         replicas.check_strategy(replicas.current_strategy())
         hooks = process_gradients, after_update
         how = hooks, skip_nonfinite, jit_compile

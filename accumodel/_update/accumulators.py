@@ -18,7 +18,6 @@ the weights, and for each accumulator of the model, arrays with these names:
 Sums and totals are those of one device, on any number of replicas.
 """
 
-import typing
 import warnings
 
 import numpy as np
@@ -79,16 +78,13 @@ class Accumulators:
         variables = model.trainable_variables
         if model._gradient_accumulator is not None or not variables:
             return
-        jit_compile: bool | typing.Literal["auto"] = "auto"
-        if model.jit_compile or model.run_eagerly:
-            jit_compile = model.jit_compile
         with scope_of(model.distribute_strategy):
             model._gradient_accumulator = GradientAccumulator(
                 model.optimizer,
                 variables,
                 options.accum_steps,
                 skip_nonfinite=options.skip_nonfinite,
-                jit_compile=jit_compile,
+                jit_compile=model.jit_compile,
                 **{x: getattr(model, x) for x in HOOKS if overrides(model, x)},
             )
 

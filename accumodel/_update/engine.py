@@ -367,17 +367,18 @@ class Engine(tf.Module):
     def _update_variables(self, present):
         strategy = self._untracked.strategy
         if tf.executing_eagerly():
-            is_inline = not self._is_traced and self._jit_compile is not True
+            is_inline = not (self._is_traced or self._jit_compile)
         else:
             # A function inside of the step cannot reach the other replicas.
             is_inline = strategy is not None
         updates = self._untracked.updates
         update = functools.partial(self._reduce_and_apply, present)
         if not is_inline:
-            jit = None if strategy is not None else self._jit_compile
             if present not in updates:
-                made = optimizers.compile_update(update, self._sums, jit)
-                updates[present] = made
+                jit_compile = self._jit_compile and strategy is None
+                updates[present] = tf.function(
+                    update, jit_compile=jit_compile or None, autograph=False
+                )
             update = updates[present]
         update()
         # Not in an XLA cluster, which would make zeros beside the sums.
