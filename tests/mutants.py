@@ -73,7 +73,7 @@ no wait for the gradients of a nested function
 float8 averaged
     sums.add: if variable => False
 gradients of an earlier cycle count
-    _end_step.count: call assign => self._given.assign(self._given | present)
+    Engine._end_cycle: call assign => None
 weights that cancel divide
     sums: set _CANCELLED => -1.0
 pairs are taken apart

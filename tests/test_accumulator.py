@@ -105,10 +105,10 @@ def test_a_cycle_begins_without_what_the_last_one_left():
     kernel, bias = make_variables()
     accumulator = accumulating([kernel, bias], accum_steps=2)
     ones = gradients_of(1.0, [kernel, bias])
-    nones = [ones[0], None]
-    for gradients in (ones, ones, nones, ones):
+    zeros = [ones[0], tf.zeros(2)]
+    for gradients in (ones, ones, zeros, ones):
         accumulator.accumulate(gradients)
-    # The mean of 1 and 1, then of nothing and 1.
+    # The mean of 1 and 1, then of 0 and 1.
     np.testing.assert_array_equal(bias, [-1.5, -1.5])
     np.testing.assert_array_equal(kernel, np.full((3, 2), -1.0))
 

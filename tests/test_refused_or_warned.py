@@ -283,13 +283,14 @@ class NextHead(keras.callbacks.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-def test_mixed_sets_of_variables_are_warned_of_with_carry_too():
+def test_mixed_sets_of_variables_are_refused_in_fit():
     model = TrainsOne()
     model(np.ones((1, 4)))
     model.compile("sgd", accum_steps=2, remainder="carry")
     how = {"callbacks": [NextHead()], "verbose": 0}
-    with pytest.warns(UserWarning, match="trained different sets"):
+    with pytest.raises(Exception, match="trained different sets"):
         model.fit(np.ones((2, 4)), np.ones((2, 1)), batch_size=1, **how)
+    assert model.pending_steps == int(model.optimizer.iterations) == 0
 
 
 class MakesTrainFunction(AccumulatingModel):

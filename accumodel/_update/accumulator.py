@@ -147,6 +147,8 @@ class GradientAccumulator(Engine):
                 the variables, if a variable is not one of these, if all
                 gradients are `None`, if only some micro-batches have a weight,
                 or if it is called twice in one `train_step` of a model.
+            tf.errors.InvalidArgumentError: If the variables that get a gradient
+                are not those of the cycle so far.
         """
         step = current_step()
         in_fit = step is not None and step.added is not None
@@ -182,15 +184,18 @@ class GradientAccumulator(Engine):
         once. If the last `accumulate` failed, the cycle is forgotten instead:
         some of its gradients may have been added, and others not.
         """
-        update = functools.partial(self._update, self._expected)
+        present = self._present
+        if tf.executing_eagerly():
+            present = tuple(self._given.numpy().tolist())
 
         def end():
             self._forget_if_broken()
-            tf.cond(self._count > 0, update, lambda: None)
+            update = functools.partial(self._update, present)
+            with tf.control_dependencies(self._check_set(present)):
+                tf.cond(self._count > 0, update, lambda: None)
 
         with self._step(), self.scope():
             replicas.across_replicas(end)
-        self._warn_about_unsure_updates()
 
     def reset(self) -> None:
         """Forgets the pending cycle."""

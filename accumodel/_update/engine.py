@@ -28,7 +28,6 @@ import functools
 import itertools
 import operator
 import typing
-import warnings
 
 import numpy as np
 import tensorflow as tf
@@ -73,8 +72,8 @@ class Engine(tf.Module):
         self._jit_compile = jit
         # Whether `accumulate` was traced: the update is then compiled as well.
         self._is_traced = False
-        # Which variables a cycle probably trains: those of the last call.
-        self._expected = (True,) * len(variables)
+        # Which variables got a gradient in the last call.
+        self._present = (True,) * len(variables)
         # Whether micro-batches have weights, or losses that are sums.
         self._has_weights: bool | None = None
         self._untracked = _Untracked(strategy, variables)
@@ -91,17 +90,14 @@ class Engine(tf.Module):
             self._skipped = sums.make_counter("skipped_steps")
             self._accum_steps = sums.make_counter("accum_steps")
             self._accum_steps.assign(accum_steps)
-            # Which variables got a gradient in this cycle. The others get
-            # `None` at the update, so that Keras skips them as usual.
+            # Which variables get a gradient in this cycle, none before it. The
+            # others get `None` at the update, so that Keras skips them.
             self._given = tf.Variable([False] * len(variables), trainable=False)
-            # Updates for which the graph could not know that.
-            self._unsure = sums.make_counter("unsure_updates")
             # On each replica: this fed batch's micro-batches, and the skipped.
             self._parts = replicas.make_sum((2,), tf.float64, "parts")
-            # On each replica: positive while a micro-batch is added, negative
+            # On each replica: positive while a fed batch is added, negative
             # while an update is made, otherwise 0.
             self._phase = replicas.make_sum((), tf.float64, "phase")
-        self._has_warned = False
 
     @property
     def variables(self) -> list:
@@ -117,6 +113,7 @@ class Engine(tf.Module):
 
     def _end_cycle(self, after=()):
         self._clear(self._totals, self._count, self._parts, self._phase)
+        self._given.assign(tf.zeros_like(self._given))
         if self._untracked.numbers is not None:
             self._untracked.numbers.end_cycle(after)
 
@@ -192,7 +189,7 @@ class Engine(tf.Module):
             )
         if step is not None:
             step.calls.add(call)
-        self._expected = tuple(each is not None for each in gradients)
+        self._present = tuple(each is not None for each in gradients)
         before = self._untracked.named or named
         self._untracked.named = list(map(operator.or_, named, before))
         return gradients
@@ -256,7 +253,7 @@ class Engine(tf.Module):
             new = tf.stack([each, tf.abs(each)])
             self._totals.assign_add(tf.where(accepted, new, 0.0))
         # TensorFlow keeps what uses one variable in order, so this is last.
-        phase = self._phase.assign(float(not is_last))
+        phase = self._phase.assign(1.0)
         with tf.control_dependencies([phase]):
             return tf.identity(accepted)
 
@@ -324,16 +321,18 @@ class Engine(tf.Module):
         # All of them: another replica may still fail, and then no weight moves.
         waits = replicas.local_results(parts)
         added, skipped = tf.unstack(waits[0])
+        if not self._untracked.updates_every_batch:
+            waits = [*waits, *self._check_set(present)]
 
         def count():
-            is_begun = self._count > 0
-            self._given.assign((self._given & is_begun) | present)
+            self._given.assign(present)
             self._count.assign_add(1)
             is_full = self._untracked.updates_every_batch
             is_full = is_full or self._count >= self._accum_steps
             call_if(is_full, functools.partial(self._update, present))
 
         with tf.control_dependencies(waits):
+            self._clear(self._phase)
             is_added = added > 0 if may_be_nothing else True
             if self._untracked.numbers is not None:
                 self._untracked.numbers.count_batch(is_added)
@@ -341,28 +340,24 @@ class Engine(tf.Module):
                 self._skipped.assign_add(tf.cast(tf.round(skipped), tf.int64))
             call_if(is_added, count)
 
-    def _update(self, expected):
+    def _check_set(self, present):
+        """Returns checks that the cycle so far trains these variables."""
+        is_same = tf.reduce_all(tf.equal(self._given, present))
+        text = (
+            "The micro-batches of a cycle trained different sets of variables. "
+            "Give each set a `GradientAccumulator`, or pass zeros instead of "
+            f"`None`. Received: gradients of {sum(present)} of {len(present)} "
+            "variables, in a cycle that began with others"
+        )
+        is_right = is_same | ~tf.reduce_any(self._given)
+        return [tf.raw_ops.Assert(condition=is_right, data=[text])]
+
+    def _update(self, present):
         """Updates the variables that got a gradient in this cycle."""
         self._phase.assign(-1.0)
-        if tf.executing_eagerly():
-            self._update_variables(tuple(self._given.numpy().tolist()))
-            return
-        everything = (True,) * len(expected)
-
-        def update_all():
-            # Those that got no gradient get zeros, where Keras skips them.
-            is_unsure = ~tf.reduce_all(self._given)
-            self._unsure.assign_add(tf.cast(is_unsure, tf.int64))
-            self._update_variables(everything)
-
         phases = replicas.local_results(self._phase)
         with tf.control_dependencies([each.read_value() for each in phases]):
-            if expected == everything:
-                update_all()
-            else:
-                is_expected = tf.reduce_all(tf.equal(self._given, expected))
-                update = functools.partial(self._update_variables, expected)
-                tf.cond(is_expected, update, update_all)
+            self._update_variables(present)
 
     def _update_variables(self, present):
         strategy = self._untracked.strategy
@@ -396,17 +391,6 @@ class Engine(tf.Module):
                 is_update = self._process_gradients is None or updates[0]
                 call_if(is_update, self._after_update)
             self._end_cycle(updates)
-
-    def _warn_about_unsure_updates(self):
-        is_known = tf.executing_eagerly() and not self._has_warned
-        if is_known and self._unsure.numpy():
-            self._has_warned = True
-            warnings.warn(
-                "The micro-batches of a cycle trained different sets of "
-                "variables. Those without a gradient got zeros: momentum and "
-                "decay may move them. Use a `GradientAccumulator` for each.",
-                stacklevel=3,
-            )
 
 
 def call_if(condition, function):
