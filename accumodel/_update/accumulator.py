@@ -1,6 +1,5 @@
 """`GradientAccumulator`: the sums of one optimizer, for custom loops too."""
 
-import contextlib
 import functools
 import typing
 from collections.abc import Callable, Iterable
@@ -9,8 +8,7 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, replicas
-from accumodel._micro_batch.micro_batches import current_step
-from accumodel._update.engine import Added, Engine, step_failed
+from accumodel._update.engine import Engine
 
 
 class GradientAccumulator(Engine):
@@ -150,32 +148,7 @@ class GradientAccumulator(Engine):
             tf.errors.InvalidArgumentError: If the variables that get a gradient
                 are not those of the cycle so far.
         """
-        step = current_step()
-        in_fit = step is not None and step.added is not None
-        # In a custom loop, each micro-batch is a fed batch.
-        added = step.added if in_fit else Added(is_split=False)
-        gradients = self.check_call(added, gradients, weight is not None)
-        if in_fit:  # which ends the fed batch, and knows of errors
-            added.accumulate(self, gradients, weight)
-            return
-        with self._step():
-            replicas.across_replicas(self._forget_if_broken)
-            added.accumulate(self, gradients, weight)
-            added.end([self])
-
-    @contextlib.contextmanager
-    def _step(self):
-        """Scope of a step of a custom loop; if it fails, all is forgotten."""
-        # For a `tf.function`, and on one of several replicas, the next step
-        # does it: see `_forget_if_broken`.
-        try:
-            yield
-        except BaseException as error:
-            is_once = tf.distribute.in_cross_replica_context()
-            has_others = tf.distribute.has_strategy() and not is_once
-            if tf.executing_eagerly() and not has_others:
-                step_failed([self], error)
-            raise
+        self.receive(gradients, weight)
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.
@@ -199,14 +172,4 @@ class GradientAccumulator(Engine):
 
     def reset(self) -> None:
         """Forgets the pending cycle."""
-        with self.scope():
-            if self._untracked.numbers is not None:
-                self._untracked.numbers.forget_cycle()
-            self._end_cycle()
-            self._clear(*self._sums)
-
-    def _forget_if_broken(self):
-        # After a step of a custom loop that failed. Its replicas have phases of
-        # one sign.
-        is_broken = tf.not_equal(self._phase, 0)
-        tf.cond(is_broken, self.reset, lambda: None)
+        self.forget()

@@ -12,8 +12,9 @@ the weights, and for each accumulator of the model, arrays with these names:
 | `scales_loss`   | bool, whether the losses were scaled                       |
 | `given`         | bools, which of them got a gradient                        |
 | `sum_3`         | the sum for the fourth of them, if it got one              |
-| `samples`,      | of random numbers, see `RandomNumbers.save_cycle`          |
-| `seeds`         |                                                            |
+| `samples`       | int64, the samples that were fed                           |
+| `seed_4`        | of the fifth of the model's variables, a seed: its state,  |
+|                 | that when the cycle began, and that of the next fed batch  |
 
 Sums and totals are those of one device, on any number of replicas.
 """
@@ -27,7 +28,7 @@ from accumodel._keras_and_tf.checks import overrides
 from accumodel._keras_and_tf.optimizers import scales_loss
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._update.accumulator import GradientAccumulator
-from accumodel._update.engine import step_failed
+from accumodel._update.engine import Engine, step_failed
 
 # The methods of a model that its accumulator calls.
 HOOKS = ("process_gradients", "after_update")
@@ -42,6 +43,15 @@ _LIBRARIES = ("accumodel", "builtins", "keras", "numpy", "tensorflow")
 # Keys in `.weights.h5` are `accumulated:<attribute>:<array>`. Keras's own are
 # "0", "1", ..., and plain Keras refuses others.
 _PREFIX = "accumulated:"
+
+
+class OwnAccumulator(GradientAccumulator):
+    """That of a model itself, whose arguments `compile` has checked."""
+
+    is_own = True
+
+    def __init__(self, *args):
+        Engine.__init__(self, *args)
 
 
 class Accumulators:
@@ -72,21 +82,25 @@ class Accumulators:
     def __iter__(self):
         return iter(self.by_name().values())
 
-    def build(self, options):
+    def build(self, options, numbers):
         """Makes the model's own accumulator, unless it has one."""
         model = self.model
         variables = model.trainable_variables
         if model._gradient_accumulator is not None or not variables:
             return
         with scope_of(model.distribute_strategy):
-            model._gradient_accumulator = GradientAccumulator(
+            model._gradient_accumulator = OwnAccumulator(
                 model.optimizer,
                 variables,
                 options.accum_steps,
-                skip_nonfinite=options.skip_nonfinite,
-                jit_compile=model.jit_compile,
-                **{x: getattr(model, x) for x in HOOKS if overrides(model, x)},
+                [
+                    getattr(model, x) if overrides(model, x) else None
+                    for x in HOOKS
+                ],
+                options.skip_nonfinite,
+                model.jit_compile,
             )
+        model._gradient_accumulator.follow(options.accum_steps, numbers)
 
     def check_holds(self, accumulator):
         """Raises if an accumulator trains the model, which does not know it."""
@@ -140,19 +154,13 @@ class Accumulators:
             accumulator.reset()  # seeds too
             _warn_about_dropped(pending, "compile")
 
-    def trains_the_same(self, accumulator):
-        """Whether an accumulator fits what `compile` and `trainable` say."""
-        variables = map(id, self.model.trainable_variables)
-        is_same = [*map(id, accumulator.variables)] == [*variables]
-        return is_same and accumulator.optimizer is self.model.optimizer
-
     def save(self, numbers, store):
         """Adds the pending cycles to the dict of a model's own variables."""
         for attribute, accumulator in self.by_name().items():
             if not accumulator.pending_steps:
                 continue
             is_own = attribute == OWN
-            if is_own and not self.trains_the_same(accumulator):
+            if is_own and not accumulator.fits(self.model):
                 warnings.warn(
                     "The pending cycle was not saved: the trainable variables "
                     "or the optimizer changed after it began.",
