@@ -22,6 +22,8 @@ class HeadByKey:
                 super().__init__()
                 self.a = keras.layers.Dense(1)
                 self.b = keras.layers.Dense(1)
+                # Whose seed is first drawn from when a function exists.
+                self.drop = keras.layers.Dropout(0.5, seed=1)
 
             def build(self, shape):
                 self.a.build((None, cases.FEATURES))
@@ -29,7 +31,9 @@ class HeadByKey:
                 self.unused = self.add_weight(shape=(2,), initializer="ones")
 
             def call(self, data):
-                return self.a(data["a"]) if "a" in data else self.b(data["b"])
+                if "a" in data:
+                    return self.a(data["a"])
+                return self.b(self.drop(data["b"]))
 
         keras.utils.set_random_seed(0)
         model = Model()
