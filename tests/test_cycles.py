@@ -75,6 +75,18 @@ def test_a_variable_without_a_gradient_in_a_cycle_is_left_alone(
     assert distance(*models) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
+def test_a_fit_that_mixes_sets_of_variables_is_refused_and_forgets_them():
+    model = HeadByKey(AccumulatingModel)
+    model.compile("sgd", "mse", accum_steps=2)
+    before = model.get_weights()
+    x, y = cases.features(8), np.ones((8, 1))
+    model.train_on_batch({"a": x}, y)
+    with pytest.raises(Exception, match="trained different sets"):
+        model.train_on_batch({"b": x}, y)
+    assert model.pending_steps == distance(model, before) == 0
+
+
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "graph"])
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_a_cycle_that_mixes_sets_of_variables_is_refused_and_forgotten(traced):
