@@ -91,7 +91,7 @@ replicas that normalize together have weights of their own
     """,
     "test_exactness.py": """
 sums of an earlier cycle count
-    _update_variables: call _clear => None
+    Engine._update: call _clear => None
     """,
     "test_fastest.py": """
 a search takes the largest of the sizes that are nearly the fastest
@@ -184,7 +184,7 @@ an overflow is hidden by process_gradients
 each fed batch of a cycle draws the first rows
     open_once: set begin fed => 0
 the end of a cycle does not move its seeds
-    go_on: call _write => None
+    go_on: call assign => None
 the samples of fed batches are not counted
     begin_batch: call assign => None
 numbers within a block are not skipped

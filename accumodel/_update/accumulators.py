@@ -65,19 +65,17 @@ class Accumulators:
 
     def by_name(self):
         """Returns those in attributes, lists and dicts, by their names."""
-        found, seen = {}, {id(self.model)}
-        level = [*vars(self.model).items()]
-        for _ in range(_DEPTH):
-            deeper = []
-            for name, value in level:
-                if id(value) in seen:
-                    continue
-                seen.add(id(value))
-                if isinstance(value, GradientAccumulator):
-                    found[name] = value
-                deeper += [(f"{name}.{k}", v) for k, v in _held_by(value)]
-            level = deeper
-        return found
+        accumulators, seen = {}, {id(self.model)}
+        todo = [(1, *item) for item in vars(self.model).items()]
+        for depth, name, value in todo:  # which grows
+            if id(value) in seen or depth > _DEPTH:
+                continue
+            seen.add(id(value))
+            if isinstance(value, GradientAccumulator):
+                accumulators[name] = value
+            held = _held_by(value)
+            todo += [(depth + 1, f"{name}.{k}", v) for k, v in held]
+        return accumulators
 
     def __iter__(self):
         return iter(self.by_name().values())
@@ -131,10 +129,21 @@ class Accumulators:
 
     def drop(self, name, otherwise=""):
         """Forgets what is pending before `name`, with a warning."""
-        pending = self.pending_steps
+        pending, why = (
+            self.pending_steps,
+            f"`{name}` begins with an empty cycle",
+        )
+        if name == "set_weights":
+            why = "their gradients are of other weights"
         if pending:
             self.reset()
-            _warn_about_dropped(pending, name, otherwise)
+            warnings.warn(
+                f"Batches that were accumulated before `{name}` made no "
+                f"update. They are dropped, since {why}. Call "
+                f"`apply_accumulated_gradients()` before `{name}`{otherwise}. "
+                f"Received: pending_steps={pending}",
+                stacklevel=4,
+            )
 
     def weights_were_set(self, layer):
         """Forgets the pending cycle if it is of other weights than these."""
@@ -145,14 +154,10 @@ class Accumulators:
     def begin_anew(self):
         """Removes the accumulator that was made for another `compile`."""
         accumulator = self.model._gradient_accumulator
-        if accumulator is None:
-            return
-        pending = accumulator.pending_steps
-        self.adds_in_function |= accumulator.adds_in_condition()
-        del self.model._gradient_accumulator  # what is tracked, too
-        if pending:
-            accumulator.reset()  # seeds too
-            _warn_about_dropped(pending, "compile")
+        if accumulator is not None:
+            self.drop("compile")  # seeds too
+            self.adds_in_function |= accumulator.adds_in_condition()
+            del self.model._gradient_accumulator  # what is tracked, too
 
     def save(self, numbers, store):
         """Adds the pending cycles to the dict of a model's own variables."""
@@ -201,19 +206,6 @@ def _held_by(value):
     if is_library or hasattr(cls, OWN):
         return []
     return [*getattr(value, "__dict__", {}).items()]
-
-
-def _warn_about_dropped(pending, name, otherwise=""):
-    why = f"`{name}` begins with an empty cycle"
-    if name == "set_weights":
-        why = "their gradients are of other weights"
-    warnings.warn(
-        f"Batches that were accumulated before `{name}` made no update. They "
-        f"are dropped, since {why}. Call "
-        f"`apply_accumulated_gradients()` before `{name}`{otherwise}. "
-        f"Received: pending_steps={pending}",
-        stacklevel=5,
-    )
 
 
 def split_off(store):

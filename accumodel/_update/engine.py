@@ -30,7 +30,6 @@ import itertools
 import operator
 import typing
 
-import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, optimizers, replicas
@@ -128,17 +127,16 @@ class Engine(tf.Module):
 
     def is_broken(self):
         """Whether a step that failed has left a fed batch half-added."""
-        return any(map(np.any, self._local(self._phase, self._parts)))
+        return any(phase != 0 for phase in self._phases())
 
     def is_updating(self):
         """Whether a step that failed had begun to make an update."""
-        return any(phase < 0 for phase in self._local(self._phase))
+        return any(phase < 0 for phase in self._phases())
 
-    def _local(self, *variables):
+    def _phases(self):
         # Of this worker: the others may not be here to reduce.
         with self.scope():
-            values = map(replicas.local_results, variables)
-            return [x.numpy() for x in itertools.chain(*values)]
+            return [x.numpy() for x in replicas.local_results(self._phase)]
 
     def trains_some_of(self, weights):
         return not {*map(id, weights)}.isdisjoint(map(id, self.variables))
@@ -286,7 +284,7 @@ class Engine(tf.Module):
                 # is read is one of its variables, see `Auto.call_compiled`.
                 for total in self._sums:
                     total.read_value()
-                gradients = [sums.zero_unless(is_used, x) for x in gradients]
+                gradients = sums.zero_unless(is_used, gradients)
                 add()
             else:
                 tf.cond(is_used, add, lambda: None)
@@ -416,29 +414,25 @@ class Engine(tf.Module):
     def _update(self, present):
         """Updates the variables that got a gradient in this cycle."""
         self._phase.assign(-1.0)
-        phases = replicas.local_results(self._phase)
-        with tf.control_dependencies([each.read_value() for each in phases]):
-            self._update_variables(present)
-
-    def _update_variables(self, present):
-        strategy = self._untracked.strategy
+        phases, untracked = replicas.local_results(self._phase), self._untracked
+        # A function inside of the step cannot reach the other replicas.
+        is_inline = untracked.strategy is not None
         if tf.executing_eagerly():
             is_inline = not (self._is_traced or self._jit_compile)
-        else:
-            # A function inside of the step cannot reach the other replicas.
-            is_inline = strategy is not None
-        updates = self._untracked.updates
         update = functools.partial(self._reduce_and_apply, present)
         if not is_inline:
-            if present not in updates:
-                jit_compile = self._jit_compile and strategy is None
-                updates[present] = tf.function(
-                    update, jit_compile=jit_compile or None, autograph=False
+            if present not in untracked.updates:
+                is_one = untracked.strategy is None
+                untracked.updates[present] = tf.function(
+                    update,
+                    jit_compile=(is_one and self._jit_compile) or None,
+                    autograph=False,
                 )
-            update = updates[present]
-        update()
-        # Not in an XLA cluster, which would make zeros beside the sums.
-        self._clear(*self._sums)
+            update = untracked.updates[present]
+        with tf.control_dependencies([each.read_value() for each in phases]):
+            update()
+            # Not in an XLA cluster, which would make zeros beside the sums.
+            self._clear(*self._sums)
 
     def _reduce_and_apply(self, present):
         own = optimizers.with_inner_optimizers(self.optimizer)

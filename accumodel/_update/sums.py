@@ -82,16 +82,13 @@ def multiply(total, factor, variable):
     return tf.cast(total, variable.dtype)
 
 
-def zero_unless(accepted, gradient):
-    if gradient is None:
-        return None
+def zero_unless(accepted, gradients):
+    def zero(leaf):
+        if leaf is None or not leaf.dtype.is_floating:  # such as indices
+            return leaf
+        return tf.where(accepted, leaf, tf.zeros((), leaf.dtype))
 
-    def zero(each):
-        if not each.dtype.is_floating:  # such as indices
-            return each
-        return tf.where(accepted, each, tf.zeros((), each.dtype))
-
-    return tf.nest.map_structure(zero, gradient, expand_composites=True)
+    return tf.nest.map_structure(zero, gradients, expand_composites=True)
 
 
 def values_of(gradients):
