@@ -211,19 +211,10 @@ def test_an_error_in_an_eager_loop_forgets_the_cycle_and_says_so():
     assert accumulator.pending_steps == 1
 
 
-class Holder:
-    def __init__(self, value):
-        self.value = value
-
-
 @pytest.mark.parametrize(
     "hold",
-    [
-        lambda each: Holder([each]),
-        lambda each: [[each]],
-        lambda each: {"players": Holder(each)},
-    ],
-    ids=["object", "lists", "dict"],
+    [lambda each: each, lambda each: [each], lambda each: {"player": each}],
+    ids=["attribute", "list", "dict"],
 )
 @pytest.mark.parametrize(
     ("number", "compiled", "updates"), [(4, 1, 3), (None, 4, 3), (2, 4, 5)]
@@ -239,7 +230,7 @@ def test_a_model_knows_what_it_holds(hold, number, compiled, updates):
 
 
 def test_a_model_leaves_those_of_another_model_alone():
-    inner, outer = Holds(lambda each: each), Holds(lambda each: None)
+    inner, outer = Holds(lambda each: [each]), Holds(lambda each: None)
     inner.make(4)
     outer.inner = inner
     assert [*inner._accumulation.accumulators] == [inner.own]

@@ -36,10 +36,6 @@ HOOKS = ("process_gradients", "after_update")
 # The attribute that holds the model's own accumulator.
 OWN = "_gradient_accumulator"
 
-# How deep, and in whose objects not, to look for others.
-_DEPTH = 4
-_LIBRARIES = ("accumodel", "builtins", "keras", "numpy", "tensorflow")
-
 # Keys in `.weights.h5` are `accumulated:<attribute>:<array>`. Keras's own are
 # "0", "1", ..., and plain Keras refuses others.
 _PREFIX = "accumulated:"
@@ -64,18 +60,21 @@ class Accumulators:
         self.adds_in_function = False
 
     def by_name(self):
-        """Returns those in attributes, lists and dicts, by their names."""
-        accumulators, seen = {}, {id(self.model)}
-        todo = [(1, *item) for item in vars(self.model).items()]
-        for depth, name, value in todo:  # which grows
-            if id(value) in seen or depth > _DEPTH:
-                continue
-            seen.add(id(value))
+        """Returns those in attributes, and in lists and dicts of these."""
+        attributes = [*vars(self.model).items()]
+        items = [
+            (f"{name}.{i}", item)
+            for name, value in attributes
+            if isinstance(value, dict | list | tuple)
+            for i, item in enumerate(
+                [*value.values()] if isinstance(value, dict) else value
+            )
+        ]
+        accumulators: dict = {}  # once, by the first of its names
+        for name, value in [*attributes, *items]:
             if isinstance(value, GradientAccumulator):
-                accumulators[name] = value
-            held = _held_by(value)
-            todo += [(depth + 1, f"{name}.{k}", v) for k, v in held]
-        return accumulators
+                accumulators.setdefault(id(value), (name, value))
+        return dict(accumulators.values())
 
     def __iter__(self):
         return iter(self.by_name().values())
@@ -107,7 +106,8 @@ class Accumulators:
             raise ValueError(
                 "A `train_step` uses a `GradientAccumulator` that the model "
                 "does not hold: it would not end its cycle with the epoch. "
-                "Make it an attribute of the model. Received: one of "
+                "Make it an attribute of the model, or an item of a list or "
+                "dict that is one. Received: one of "
                 f"{len(accumulator.variables)} variables, model={self.model}"
             )
 
@@ -192,20 +192,6 @@ class Accumulators:
         for attribute, cycle in cycles.items():
             write(found[attribute], cycle)
         self.is_live = False
-
-
-def _held_by(value):
-    """Returns pairs of a key and a value, of an object that may hold some."""
-    if isinstance(value, dict):
-        return enumerate([*value.values()])
-    if isinstance(value, list | tuple):
-        return enumerate(value)
-    cls = type(value)
-    # Objects of libraries hold none. Another accumulating model ends its own.
-    is_library = cls.__module__.split(".")[0] in _LIBRARIES
-    if is_library or hasattr(cls, OWN):
-        return []
-    return [*getattr(value, "__dict__", {}).items()]
 
 
 def split_off(store):
