@@ -120,7 +120,7 @@ class RandomNumbers:
         if self.state.spans_batches:
             self._change(count)
 
-    def end_cycle(self, after=()):
+    def end_cycle(self, after):
         """Ends a cycle that made an update, when the tensors `after` exist."""
 
         def end():

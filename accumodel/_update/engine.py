@@ -115,11 +115,9 @@ class Engine(tf.Module):
             return {}
         return super()._trackable_children(save_type, **kwargs)
 
-    def _end_cycle(self, after=()):
+    def _end_cycle(self):
         self._clear(self._totals, self._count, self._parts, self._phase)
         self._given.assign(tf.zeros_like(self._given))
-        if self._untracked.numbers is not None:
-            self._untracked.numbers.end_cycle(after)
 
     def _clear(self, *variables):
         for each in variables:
@@ -445,7 +443,9 @@ class Engine(tf.Module):
                 # Which `process_gradients` may have left out.
                 is_update = self._process_gradients is None or updates[0]
                 call_if(is_update, self._after_update)
-            self._end_cycle(updates)
+            self._end_cycle()
+            if self._untracked.numbers is not None:
+                self._untracked.numbers.end_cycle(updates)
 
 
 def call_if(condition, function):
