@@ -271,7 +271,7 @@ a file forgets the weights of its sums
     accumulators.write: call assign totals =>
         accumulator._totals.assign([0.0, 0.0])
 a file may lack a sum
-    accumulators._check: set missing => needed - {*cycle}
+    accumulators._check: set pairs => ()
 weights that are set keep the cycle
     drop: call reset => None
     """,

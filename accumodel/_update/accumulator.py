@@ -87,9 +87,14 @@ class GradientAccumulator(Engine):
                 f"Received: jit_compile={jit_compile!r}"
             )
         replicas.check_strategy(replicas.current_strategy())
-        hooks = process_gradients, after_update
-        how = hooks, skip_nonfinite, jit_compile
-        super().__init__(optimizer, [*variables], steps, *how)
+        super().__init__(
+            optimizer,
+            [*variables],
+            steps,
+            (process_gradients, after_update),
+            skip_nonfinite,
+            jit_compile,
+        )
 
     @property
     def accum_steps(self) -> int:

@@ -246,35 +246,40 @@ def _places(accumulator, model):
 
 def _check(accumulator, model, cycle):
     """Raises unless a cycle is whole and belongs to these variables."""
-    needed = {"pending_steps", "totals", "places", "scales_loss", "given"}
-    given = cycle.get("given", [])
-    sums = {f"sum_{i}" for i, each in enumerate(given) if each}
-    missing = (needed | sums) - {*cycle}
-    if missing or not sums:
-        _refuse("is incomplete", f"no {sorted(missing) or 'sums'}")
-    places = _places(accumulator, model)
-    if cycle["places"].tolist() != places:
+    places, scales = cycle.get("places"), scales_loss(accumulator.optimizer)
+    own = _places(accumulator, model)
+    if not np.array_equal(places, own):
         _refuse(
             "belongs to a different set of trainable weights. Freeze the "
             "layers that were frozen when it was saved, and compile",
-            f"weights {cycle['places'].tolist()}, but the model's are {places}",
+            f"weights {places}, but the model's are {own}",
         )
-    scales = scales_loss(accumulator.optimizer)
-    if cycle["scales_loss"] != scales:
+    if cycle.get("scales_loss") != scales:
         _refuse(
             "has sums that were scaled differently. Use a "
             "`LossScaleOptimizer` only if it was used then",
-            f"scales_loss={cycle['scales_loss']}",
+            f"scales_loss={cycle.get('scales_loss')}",
         )
-    count, totals, wrong = cycle["pending_steps"], cycle["totals"], {}
-    for i, total in enumerate(accumulator._sums):
-        value = cycle.get(f"sum_{i}", total)
-        if value.shape != total.shape or value.dtype != total.dtype:
-            wrong[f"sum_{i}"] = value.shape, value.dtype
-    if wrong or count < 1 or totals.shape != (2,):
+    variables = {
+        "pending_steps": accumulator._count,
+        "totals": accumulator._totals,
+        "given": accumulator._given,
+    }
+    pairs = zip(accumulator._sums, cycle.get("given", []), strict=False)
+    for i, (total, is_given) in enumerate(pairs):
+        if is_given:
+            variables[f"sum_{i}"] = total
+    wrong = [
+        name
+        for name, variable in variables.items()
+        if name not in cycle
+        or cycle[name].shape != variable.shape
+        or cycle[name].dtype != variable.dtype
+    ]
+    if wrong or cycle["pending_steps"] < 1:
         _refuse(
             "is damaged, or belongs to another model",
-            f"pending_steps={count}, totals={totals}, wrong sums={wrong}",
+            f"missing or wrong: {wrong or ['pending_steps']}",
         )
 
 

@@ -100,7 +100,7 @@ class Engine(tf.Module):
             # On each replica: this fed batch's micro-batches, and the skipped.
             self._parts = replicas.make_sum((2,), tf.float64, "parts")
             # On each replica: positive while a fed batch is added, negative
-            # while an update is made, otherwise 0.
+            # while an update is made, otherwise 0. All have the same sign.
             self._phase = replicas.make_sum((), tf.float64, "phase")
 
     @property
@@ -123,18 +123,11 @@ class Engine(tf.Module):
         for each in variables:
             each.assign(tf.zeros(each.shape, each.dtype))
 
-    def is_broken(self):
-        """Whether a step that failed has left a fed batch half-added."""
-        return any(phase != 0 for phase in self._phases())
-
-    def is_updating(self):
-        """Whether a step that failed had begun to make an update."""
-        return any(phase < 0 for phase in self._phases())
-
-    def _phases(self):
+    def phase(self):
+        """Returns what a step that failed has left: see `_phase`."""
         # Of this worker: the others may not be here to reduce.
         with self.scope():
-            return [x.numpy() for x in replicas.local_results(self._phase)]
+            return sum(x.numpy() for x in replicas.local_results(self._phase))
 
     def trains_some_of(self, weights):
         return not {*map(id, weights)}.isdisjoint(map(id, self.variables))
@@ -470,10 +463,10 @@ def step_failed(accumulators, error):
     is_end = isinstance(error, StopIteration | tf.errors.OutOfRangeError)
     try:
         pending = max((x.pending_steps for x in accumulators), default=0)
-        is_broken = any(each.is_broken() for each in accumulators)
-        is_updating = any(each.is_updating() for each in accumulators)
+        phases = [each.phase() for each in accumulators]
+        is_updating = any(phase < 0 for phase in phases)
         is_failure = isinstance(error, Exception) and not is_end
-        if not (is_broken or is_failure) and (is_end or pending):
+        if not (any(phases) or is_failure) and (is_end or pending):
             return
         for accumulator in accumulators:  # what it has drawn goes back, too
             accumulator.forget()
