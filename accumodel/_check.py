@@ -21,14 +21,13 @@ import tensorflow as tf
 
 import accumodel
 from accumodel import AccumulatingModel
+from accumodel._keras_and_tf.rounding import rounding_of
 
 BATCH, MICRO_BATCH = 128, 16
 SAMPLES = BATCH * 5 // 2  # the last batch is short
 
-# How much further than reordered samples a way may be from plain Keras, and
-# what is rounding in any case.
+# How much further than reordered samples a way may be from plain Keras.
 _FACTOR = 10
-_ROUNDING = {"float32": 2e-6, "mixed_bfloat16": 2e-3, "mixed_float16": 5e-4}
 # The least that training must move a weight, in units of what is allowed.
 _MOVES = 10
 
@@ -164,7 +163,8 @@ def judge(weights, plain, reordered, precision):
     """Returns whether weights are those of plain Keras, and the figures."""
     before, after, _ = plain
     moved, differs = distance(before, after), distance(weights, after)
-    allowed = _ROUNDING[precision]
+    dtype = precision.removeprefix("mixed_")
+    allowed = rounding_of([dtype], is_trained=True)  # in any case
     if reordered is not None:
         allowed = max(_FACTOR * distance(reordered, after), allowed)
     # Neither holds of what is no number.

@@ -273,7 +273,7 @@ class AccumulatingModel(keras.Model):
         state = self._accumulation
         if not state.accumulates and not state.overrides("compute_gradients"):
             return super().train_step(data)
-        state.check_is_split("train_step")
+        state.check_loop("train_step")
         with this_step(state.plan(), data):
             gradients, weight, logs = self.compute_gradients(data)
             self.accumulate_gradients(gradients, weight)
@@ -491,15 +491,13 @@ class AccumulatingModel(keras.Model):
                 these or the optimizer have changed since `compile`, or if it
                 is called twice in one `train_step`.
         """
-        checks.check_compiled(self, "accumulate_gradients")
-        self._accumulation.check_is_split("accumulate_gradients")
+        self._accumulation.check_loop("accumulate_gradients")
         if not self.trainable_variables:
             warnings.warn(
                 "The model does not have any trainable weights.", stacklevel=2
             )
         elif self._accumulation.accumulates:
-            accumulator = self._accumulation.ready_accumulator()
-            accumulator.accumulate(gradients, weight)
+            self._accumulation.ready_accumulator().receive(gradients, weight)
         else:
             variables = self.trainable_variables
             gradients, named = checks.check_gradients(gradients, variables)

@@ -71,9 +71,9 @@ a resumed fit does not follow its schedule
 no wait for the gradients of a nested function
     _waits: call map => values
 float8 averaged
-    sums.add: if variable => False
+    sums.add: if overwrites => False
 gradients of an earlier cycle count
-    _end_step.count: call assign => self._given.assign(self._given | present)
+    Engine._end_cycle: call assign => None
 weights that cancel divide
     sums: set _CANCELLED => -1.0
 pairs are taken apart
@@ -91,7 +91,7 @@ replicas that normalize together have weights of their own
     """,
     "test_exactness.py": """
 sums of an earlier cycle count
-    _update_variables: call _clear => None
+    Engine._update: call _clear => None
     """,
     "test_fastest.py": """
 a search takes the largest of the sizes that are nearly the fastest
@@ -143,7 +143,7 @@ samples are counted by the inputs
 nothing weighs as much as small weights
     weights: set _TINY => 1e-12
 what weighs nothing may spoil a cycle
-    Engine._add: set is_used not_equal => tf.equal(0, 0)
+    Engine.add: set is_used not_equal => tf.equal(0, 0)
 what weighs nothing is left out as not finite
     _is_finite: set is_good sums => sums.all_finite(gradients, weight)
     """,
@@ -161,13 +161,13 @@ the remainder is applied although it is to be dropped
 averages of no update replace the weights
     finalize_after_update: if => True
 an overflow is added inside of XLA
-    Engine._add: call where new => new
+    Engine.add: call where new => new
 each step of a custom loop ends a cycle
-    _end_step.count: set is_full _untracked => True
+    _count_batch.count: set is_full => True
     """,
     "test_model.py test_refused_or_warned.py": """
 no wait before the count
-    Engine._end_step: call control_dependencies waits =>
+    Engine._count_batch: call control_dependencies waits =>
         tf.control_dependencies([])
     """,
     "test_models.py": """
@@ -190,7 +190,7 @@ an overflow is hidden by process_gradients
 each fed batch of a cycle draws the first rows
     open_once: set begin fed => 0
 the end of a cycle does not move its seeds
-    go_on: call _write => None
+    go_on: call assign => None
 the samples of fed batches are not counted
     begin_batch: call assign => None
 numbers within a block are not skipped
@@ -230,7 +230,7 @@ slices are drawn twice
     """,
     "test_refused_or_warned.py": """
 a loop that does not split is let pass
-    check_is_split: if => False
+    check_loop: if size => False
 targets may differ in length
     samples: if => False
 what takes a resource is harmless
@@ -266,7 +266,7 @@ a failure leaves parts behind
 lengths that are known late are not checked
     _check_lengths: if lengths => True
 who was not called is counted
-    _end_fed_batch: set may_be_nothing => self._skip_nonfinite
+    Engine.end: set may_be_nothing => self._skip_nonfinite
 evaluate does not cut
     train_function.make_function: set is_ours is_whole => False
 a step of the instance is forgotten
@@ -277,7 +277,7 @@ a file forgets the weights of its sums
     accumulators.write: call assign totals =>
         accumulator._totals.assign([0.0, 0.0])
 a file may lack a sum
-    accumulators._check: set missing => needed - {*cycle}
+    accumulators._check: set pairs => ()
 weights that are set keep the cycle
     drop: call reset => None
     """,

@@ -22,6 +22,8 @@ class HeadByKey:
                 super().__init__()
                 self.a = keras.layers.Dense(1)
                 self.b = keras.layers.Dense(1)
+                # Whose seed is first drawn from when a function exists.
+                self.drop = keras.layers.Dropout(0.5, seed=1)
 
             def build(self, shape):
                 self.a.build((None, cases.FEATURES))
@@ -29,7 +31,9 @@ class HeadByKey:
                 self.unused = self.add_weight(shape=(2,), initializer="ones")
 
             def call(self, data):
-                return self.a(data["a"]) if "a" in data else self.b(data["b"])
+                if "a" in data:
+                    return self.a(data["a"])
+                return self.b(self.drop(data["b"]))
 
         keras.utils.set_random_seed(0)
         model = Model()
@@ -71,39 +75,42 @@ def test_a_variable_without_a_gradient_in_a_cycle_is_left_alone(
     assert distance(*models) < 1e-6
 
 
-def mixed_cycle(sets, traced, before=(0, 1, 2)):
-    """Trains a cycle whose micro-batches train these sets of 3 variables."""
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
+def test_a_fit_that_mixes_sets_of_variables_is_refused_and_forgets_them():
+    model = HeadByKey(AccumulatingModel)
+    model.compile("sgd", "mse", accum_steps=2)
+    before = model.get_weights()
+    x, y = cases.features(8), np.ones((8, 1))
+    model.train_on_batch({"a": x}, y)
+    with pytest.raises(Exception, match="trained different sets"):
+        model.train_on_batch({"b": x}, y)
+    assert model.pending_steps == distance(model, before) == 0
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "graph"])
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
+def test_a_cycle_that_mixes_sets_of_variables_is_refused_and_forgotten(traced):
     variables = [keras.Variable([1.0]) for _ in range(3)]
-    accumulator = GradientAccumulator(
-        optimizers.SGD(0.1, momentum=0.9), variables, len(sets)
-    )
+    accumulator = GradientAccumulator(optimizers.SGD(0.1), variables, 2)
     accumulate = accumulator.accumulate
     if traced:
         accumulate = tf.function(accumulate)
-    # Momentum for those of before, then the cycle.
-    for trained in [before] * len(sets) + sets:
-        accumulate([tf.ones(1) if i in trained else None for i in range(3)])
-    return accumulator, [float(each[0]) for each in variables]
 
+    def train(*places):
+        accumulate([tf.ones(1) if i in places else None for i in range(3)])
 
-@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
-def test_a_cycle_that_mixes_sets_of_variables_trains_their_union():
-    _, expected = mixed_cycle([(0,), (0, 1)], traced=False)
-    assert expected[2] == pytest.approx(0.9)  # left alone
-    assert expected[1] == pytest.approx(0.9 - 0.1 * (0.9 + 0.5))
-    accumulator, found = mixed_cycle([(0,), (0, 1)], traced=True)
-    # The graph that ends this cycle knows its own two variables.
-    assert found == pytest.approx(expected)
-    accumulator.apply()  # without a warning
-    # This one cannot know that the third got nothing.
-    accumulator, found = mixed_cycle([(0, 1), (0,)], traced=True)
-    assert found[:2] == pytest.approx(expected[:2])
-    with pytest.warns(UserWarning, match="different sets of variables"):
-        accumulator.apply()
-    accumulator.apply()  # once
-    # Nor did this one, when it was traced, know of the second.
-    _, found = mixed_cycle([(1,), (0,)], traced=True, before=(0,))
-    assert found[1] == pytest.approx(1.0 - 0.1 * 0.5)
+    for _ in range(2):
+        train(0, 1)
+    train(0, 1)
+    match = "trained different sets of variables.* of 1 of 3"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=match):
+        train(0)
+    for _ in range(2):  # of other variables than the cycles before
+        train(2)
+    assert [float(each[0]) for each in variables] == pytest.approx([0.9] * 3)
+    train(0)
+    accumulator.apply()
+    assert float(variables[0][0]) == pytest.approx(0.8)
 
 
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import functools
 import importlib
 import itertools
 import json
@@ -13,12 +14,15 @@ import sys
 import tempfile
 from unittest import mock
 
+import cases
 import keras
 import nbclient
 import nbformat
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases import Case
+from helpers import check_weights, datasets, train_big, train_case
 from markdown.extensions.toc import slugify
 
 import accumodel
@@ -105,6 +109,69 @@ def test_public_names_have_a_docstring(member):
 def test_snippets_run_as_they_stand(program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some save files
     exec(compile(program, "snippets", "exec"), {})
+
+
+def trains(**kwargs):
+    return lambda: keras.optimizers.AdamW(0.01, **kwargs)
+
+
+def vectors(samples, rng):
+    x, _ = cases.classes(samples, rng)
+    return x, x[:, : cases.CLASSES] ** 2
+
+
+VECTORS = {"make": cases.linear, "data": vectors}
+
+# The plain trainings that the class on the page `idea.md` claims.
+IDEA = {
+    "full cycles": Case(sizes=cases.WHOLE),
+    "short batches": Case(),
+    "masks": Case(make=cases.recurrent, data=cases.tokens),
+    "sample weights": Case(data=cases.weighted_classes),
+    "sample weights that divide, under a mask": Case(
+        **cases.TAGS | {"data": cases.weighted_tokens},
+        loss=cases.sparse_crossentropy("mean_with_sample_weight"),
+    ),
+    "sums": Case(loss=cases.sparse_crossentropy("sum"), optimizer=trains()),
+    "one number": Case(**VECTORS, loss=lambda: cases.squared_error_as_scalar),
+    "one for each class": Case(
+        **VECTORS, loss=lambda: lambda y, p: tf.reduce_mean((y - p) ** 2, 0)
+    ),
+    "two outputs": Case(**cases.HEADS, loss=lambda: cases.BOTH_LOSSES),
+    "regularizers": Case(
+        make=functools.partial(cases.dense, kernel_regularizer="l2")
+    ),
+    "a schedule": Case(
+        optimizer=lambda: keras.optimizers.Adam(
+            keras.optimizers.schedules.CosineDecay(0.01, 9)
+        )
+    ),
+    "averages": Case(optimizer=trains(use_ema=True, ema_overwrite_frequency=2)),
+    "a global norm": Case(optimizer=trains(global_clipnorm=0.01)),
+    "mixed precision": Case(policy="mixed_float16", tolerance=1e-3),
+    "validation": Case(
+        fit={"validation_data": cases.classes(8, np.random.default_rng(0))}
+    ),
+    "eager": Case(compile={"run_eagerly": True}),
+    "steps_per_execution": Case(compile={"steps_per_execution": 2}),
+}
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("case", IDEA.values(), ids=IDEA)
+def test_the_idea_in_one_file_ends_with_the_weights_of_keras(case):
+    page, names = ROOT / "docs" / "idea.md", {}
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", page.read_text(), re.M | re.S
+    )
+    exec(compile(code, "idea", "exec"), names)
+    reference, _ = train_big(case, keras.Model)
+    ours, (_, micro) = names["AccumulatingModel"], datasets(case)
+    steps = max(map(len, case.sizes))
+    fed, _ = train_case(case, ours, micro, accum_steps=steps)
+    cut, _ = train_big(case, ours, micro_batch_size=case.micro_batch_size)
+    for each in (fed, cut):
+        check_weights(each, reference, case)
 
 
 @pytest.mark.parametrize(

@@ -255,43 +255,6 @@ def test_targets_of_other_lengths_are_refused(is_known):
         model.fit(dataset, shuffle=False, verbose=0)
 
 
-class TrainsOne(AccumulatingModel):
-    """Trains one of three layers, as an attribute says while it is traced."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads = [keras.layers.Dense(1) for _ in range(3)]
-        self.place = 0
-
-    def call(self, inputs):
-        return sum(head(inputs) for head in self.heads)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(x) - y) ** 2)
-        variables = self.heads[self.place].trainable_variables
-        gradients = tape.gradient(loss, variables)
-        self.accumulate_gradients(zip(gradients, variables, strict=True))
-        return {"mean": loss}
-
-
-class NextHead(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        self.model.place += 1
-        self.model.make_train_function(force=True)
-
-
-@pytest.mark.filterwarnings("ignore:Gradients do not exist")
-def test_mixed_sets_of_variables_are_warned_of_with_carry_too():
-    model = TrainsOne()
-    model(np.ones((1, 4)))
-    model.compile("sgd", accum_steps=2, remainder="carry")
-    how = {"callbacks": [NextHead()], "verbose": 0}
-    with pytest.warns(UserWarning, match="trained different sets"):
-        model.fit(np.ones((2, 4)), np.ones((2, 1)), batch_size=1, **how)
-
-
 class MakesTrainFunction(AccumulatingModel):
     def make_train_function(self, force=False):
         self.train_function = tf.function(

@@ -506,11 +506,11 @@ BAD_FILES = {
     "empty": (lambda path: path.write_bytes(b""), None),
     "the count is missing": (
         edit(lambda cycle: cycle.pop("pending_steps")),
-        "is incomplete.* no \\['pending_steps'\\]",
+        "is damaged.* missing or wrong: \\['pending_steps'\\]",
     ),
     "one sum is missing": (
         edit(lambda cycle: cycle.pop("sum_1")),
-        "is incomplete.* no \\['sum_1'\\]",
+        "is damaged.* missing or wrong: \\['sum_1'\\]",
     ),
     "count of zero": (
         edit(lambda cycle: cycle.update(pending_steps=np.int64(0))),

@@ -167,7 +167,7 @@ class Auto(Feature):
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                if trains and any(each.is_updating() for each in cycles):
+                if trains and any(each.phase() < 0 for each in cycles):
                     give_up(_WHILE_UPDATING, error)
                 for part, value in self._before:
                     part.assign(value)

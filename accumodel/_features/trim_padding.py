@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names
+from accumodel._keras_and_tf.rounding import rounding_of
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.micro_batches import as_tensors, current_step
 from accumodel._micro_batch.random_numbers import replaced_draws
@@ -33,9 +34,8 @@ _WIDTHS = (*(n * 2**i for i in range(3, 10) for n in (2, 3)), 2**31 - 1)
 # 16, to which nothing is cut, if batches may be of any width.
 _LONGEST, _LONGEST_OF_ANY = 33, 15
 
-# What outputs may change by, in units of their standard deviation, since they
-# are rounded; or as a multiple of what they change by if weights are.
-_ROUNDING = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 5e-6}
+# What outputs may change by beside rounding, in units of their standard
+# deviation: this multiple of what they change by if weights are rounded.
 _FACTOR = 8
 
 _MEANING = (
@@ -387,8 +387,7 @@ class _Probe:
         It is 0 if it is rounding. Inputs that are not `padded` hold anything.
         """
         layers = [self._model, *private_names.flat_layers(self._model)]
-        dtypes = {each.compute_dtype for each in layers}
-        rounding = max(_ROUNDING.get(each, 1e-13) for each in dtypes)
+        rounding = rounding_of(each.compute_dtype for each in layers)
         for training, short in self._short.items():
             long = self._call(self._full, padded, training)
             change = self._difference(long, short)

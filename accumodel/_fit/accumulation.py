@@ -174,10 +174,13 @@ class Accumulation:
         """Whether the user's model has a method of its own."""
         return checks.overrides(self.model, name)
 
-    def check_is_split(self, name):
-        """Raises if a step gets a batch that should be split, and is not."""
+    def check_loop(self, name):
+        """Raises if a custom loop calls what needs `compile`, or `fit`."""
+        if current_step() is not None:
+            return
+        checks.check_compiled(self.model, name)
         size = self.options.micro_batch_size
-        if size is not None and current_step() is None:
+        if size is not None:
             raise ValueError(
                 f"`{name}` was called outside of `fit` and `train_on_batch`, "
                 "which split batches. In a custom loop, feed micro-batches and "
@@ -272,16 +275,14 @@ class Accumulation:
         """Returns the accumulator of the trainable variables."""
         # Only the first micro-batch may build the variables of the model.
         if self.model._gradient_accumulator is None:
-            replicas.across_replicas(self.accumulators.build, self.options)
+            how = self.options, self.numbers
+            replicas.across_replicas(self.accumulators.build, *how)
         accumulator = self.model._gradient_accumulator
-        if not self.accumulators.trains_the_same(accumulator):
+        if not accumulator.fits(self.model):
             raise ValueError(
                 "The trainable variables or the optimizer have changed since "
                 "the accumulators were made. Call `compile()` again. "
                 f"Received: model={self.model}"
             )
         self.accumulators.is_live = True
-        # A function of a custom loop is not traced again for other cycles.
-        in_fit = getattr(current_step(), "added", None) is not None
-        accumulator.use(self.numbers, in_fit and not self.spans_batches)
         return accumulator

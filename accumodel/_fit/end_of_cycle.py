@@ -39,8 +39,6 @@ class EndOfCycle(keras.callbacks.Callback):
             self._warn_about_short_epochs(self._batches)
         self._batches = 0
         self._end_cycle()
-        for accumulator in state.accumulators:
-            accumulator._warn_about_unsure_updates()
         for feature in state.features:
             feature.end_epoch(logs)
 

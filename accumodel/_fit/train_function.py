@@ -68,7 +68,7 @@ def _prepare_to_accumulate(state):
     is_first = is_split and not [*state.accumulators]
     if model.built and (is_first or not state.overrides("train_step")):
         build_optimizer(model)
-        state.accumulators.build(state.options)
+        state.accumulators.build(state.options, state.numbers)
 
 
 def _say_that_it_was_split(state, error):
@@ -105,7 +105,7 @@ def _train(model, train_step, data):
         if "variables which have been deleted" in str(error):
             _refuse_function(model, error)
         raise
-    is_added = added.end(state.accumulators)
+    is_added = added.end(state.accumulators, is_cycle=not state.spans_batches)
     if is_added or not model.trainable_variables:
         return logs
     if state.accumulators.adds_in_function:

@@ -127,7 +127,7 @@ class _Ignored(Added):
     def check(self, accumulator):
         pass
 
-    def accumulate(self, accumulator, gradients, weight, is_last=True):
+    def take(self, accumulator, gradients, weight, is_last=True):
         pass
 
 

@@ -1,1 +1,7 @@
-"""What depends on versions of Keras and TensorFlow, and on strategies."""
+"""What depends on Keras and TensorFlow, and changes with their versions.
+
+All private names are in `private_names`, each with its reason, and what is
+replaced in Keras is in `hooks`. `replicas` is where replicas meet, `checks`
+refuses arguments, `construction` makes models of other models; `optimizers`
+and `rounding` are small helpers. It imports nothing else of accumodel.
+"""

@@ -40,13 +40,13 @@ _RANDOM = (
 )
 
 # In the names of the operations that assign what is recorded.
-_RECORDED = "recorded_by_accumodel"
+RECORDED = "recorded_by_accumodel"
 
 
 @contextlib.contextmanager
 def recorded():
     """Scope, or decorator, in which assignments are known."""
-    with tf.name_scope(_RECORDED):
+    with tf.name_scope(RECORDED):
         yield
 
 
@@ -75,7 +75,7 @@ def check_assignments(definition, why, scope=""):
     """Raises `why` if a `GraphDef` assigns a variable behind Keras's back."""
     for node in nodes_of(definition, scope):
         if (
-            _RECORDED not in node.name
+            RECORDED not in node.name
             and not node.op.startswith(READS + _OTHERS)
             and _takes_resource(node)
         ):

@@ -127,9 +127,8 @@ def this_step(plan, data):
     return contextlib.nullcontext()
 
 
-def current_step() -> typing.Any:
-    """Returns the `Step` that is traced now, or `None` outside of a model."""
-    return _step.get()
+# Returns the `Step` that is traced now, or `None` outside of a model.
+current_step: typing.Any = _step.get
 
 
 # -- how a fed batch is split --------------------------------------------------

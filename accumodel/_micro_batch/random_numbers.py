@@ -23,6 +23,7 @@ on their number, a cycle of several fed batches is taken for a full one.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import functools
 import inspect
@@ -49,9 +50,6 @@ _ALGORITHM = tf.random.Algorithm.AUTO_SELECT.value
 # Between the seeds of two samples: layers may have seeds like 1, 2 and 3.
 _FAR = 1_000_003
 
-# More seeds than any model has.
-_SEEDS = 4096
-
 
 class RandomNumbers:
     """Lets the micro-batches of a model draw what the large batch draws."""
@@ -64,10 +62,10 @@ class RandomNumbers:
             # The samples of this cycle before this fed batch, and in it; and
             # the number of the cycle.
             self.fed = replicas.make_sum((3,), tf.int64, "fed")
-            # Of each seed that is known: the number of the last cycle that
-            # drew from it, from 1; its state when that began; and the state
-            # with which the next fed batch begins. float64 holds them all.
-            self.begins = replicas.make_sum((_SEEDS, 5), tf.float64, "begins")
+        # By the ids of seeds that were drawn from in a training, a variable:
+        # the number of the last cycle that did, from 1; the state of the seed
+        # when that began; and that with which the next fed batch begins.
+        self.begins: dict = {}
 
     def around_parts(self, plan, trains):
         """Returns a scope of each micro-batch, by `parts` and its number."""
@@ -83,38 +81,33 @@ class RandomNumbers:
 
     def begin_seed(self, state, cycle):
         """Notes where a seed begins, or goes back to where the cycle did."""
-        place = self._place(state)
-        now = tf.cast(state.value, tf.float64)
-        row = tf.concat([cycle, now, now], 0)
+        begin, now = self._begin_of(state), tf.cast(state.value, tf.int64)
+        new = tf.concat([cycle, now, now], 0)
         if self.state.spans_batches:
-            before = self._row(place)
-            row = tf.where(before[:1] == cycle, before, row)
-            state.assign(tf.cast(row[3:], state.dtype))
-        self._write(place, row)
+            new = tf.where(begin[:1] == cycle, begin, new)
+            state.assign(tf.cast(new[3:], state.dtype))
+        begin.assign(new)
 
     def go_on(self, state, value):
         """Lets the next fed batch of the cycle begin with this state."""
-        place = self._place(state)
-        value = tf.cast(value, tf.float64)
-        self._write(place, tf.concat([self._row(place)[:3], value], 0))
+        begin, value = self._begin_of(state), tf.cast(value, tf.int64)
+        begin.assign(tf.concat([begin[:3], value], 0))
 
-    def _place(self, state):
-        return [*self.state.assigned["seeds"]].index(id(state))
+    def _begin_of(self, state):
+        def make():
+            with replicas.scope_of(self.state.strategy):
+                return replicas.make_sum((5,), tf.int64, "begin")
+
+        if id(state) not in self.begins:
+            # In a thread that knows of no function: one that is not traced for
+            # the first time must not make variables, in `tf.init_scope` too.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                self.begins[id(state)] = pool.submit(make).result()
+        return self.begins[id(state)]
 
     def cycle(self):
         """Returns the number of this cycle, from 1, in a list."""
-        return tf.cast(self.fed[2:] + 1, tf.float64)
-
-    def _row(self, place):
-        # One row, where an index would read the whole table.
-        return tf.raw_ops.ResourceGather(
-            resource=self.begins.handle, indices=place, dtype=tf.float64
-        )
-
-    def _write(self, place, row):
-        tf.raw_ops.ResourceScatterUpdate(
-            resource=self.begins.handle, indices=place, updates=row
-        )
+        return self.fed[2:] + 1
 
     def count_batch(self, is_added=True):
         """Ends a fed batch; one that was left out is as if it was not fed."""
@@ -127,7 +120,7 @@ class RandomNumbers:
         if self.state.spans_batches:
             self._change(count)
 
-    def end_cycle(self, after=()):
+    def end_cycle(self, after):
         """Ends a cycle that made an update, when the tensors `after` exist."""
 
         def end():
@@ -142,25 +135,22 @@ class RandomNumbers:
 
         def forget():
             cycle = self.cycle()
-            for place, state in enumerate(self._seeds()):
-                number, *first = tf.unstack(self._row(place)[:3])
-                first = tf.cast(tf.stack(first), state.dtype)
-                state.assign(tf.where(number == cycle, first, state.value))
+            for key, begin in self.begins.items():
+                state = self.state.assigned["seeds"][key]
+                first = tf.cast(begin[1:3], state.dtype)
+                state.assign(tf.where(begin[:1] == cycle, first, state.value))
             self._end()
 
         self._change(forget)
 
     def _change(self, change):
         """Changes the seeds on each replica, if there are any."""
-        if self._seeds():
+        if self.state.assigned["seeds"]:
             with replicas.scope_of(self.state.strategy):
                 replicas.on_each_replica(change)
 
     def _end(self):
         self.fed.assign([0, 0, self.fed[2] + 1])
-
-    def _seeds(self):
-        return [*self.state.assigned["seeds"].values()]
 
     def save_cycle(self):
         """Returns what a file holds of a pending cycle, in a dict of arrays."""
@@ -168,29 +158,32 @@ class RandomNumbers:
         with replicas.scope_of(self.state.strategy):
             samples = np.asarray(tf.identity(self.fed))[0]
             now = replicas.local_results(self.fed)[0].numpy()[2] + 1
-            begins = replicas.local_results(self.begins)[0].numpy()
-        # Place, state and where it begins, of each seed of the model.
-        seeds = [
-            (places[id(state)], *np.array(state), *row)
-            for state, (cycle, *row) in zip(self._seeds(), begins, strict=False)
-            if id(state) in places and cycle == now
-        ]
-        return {"samples": samples, "seeds": seeds} if self._seeds() else {}
+            held = {"samples": samples} if self.begins else {}
+            for key, begin in self.begins.items():
+                number, *row = replicas.local_results(begin)[0].numpy()
+                if key in places and number == now:
+                    seed = np.array(self.state.assigned["seeds"][key])
+                    held[f"seed_{places[key]}"] = [*seed, *row]
+        return held
 
-    def load_cycle(self, cycle):
+    def load_cycle(self, held):
         """Goes on from what `save_cycle` returned, if a file has it."""
-        begins = np.zeros((_SEEDS, 5))
-        known = self.state.assigned["seeds"]
-        for place, *values in cycle.get("seeds", ()):
-            state = self.state.model.variables[int(place)]
-            state.assign(values[:2])
-            known[id(state)] = state
-            begins[self._place(state)] = [1, *values[2:]]
+        # Older files hold a table, with the places in a column.
+        table = {f"seed_{int(i)}": row for i, *row in held.get("seeds", ())}
+        rows: dict = dict.fromkeys(self.begins, [0] * 5)
+        for place, state in enumerate(self.state.model.variables):
+            row = (table | held).get(f"seed_{place}")
+            if row is not None:
+                state.assign(row[:2])
+                self.state.assigned["seeds"][id(state)] = state
+                self._begin_of(state)
+                rows[id(state)] = np.array([1, *row[2:]], "int64")
 
         def write():
-            self.begins.assign(begins)
+            for key, row in rows.items():
+                self.begins[key].assign(row)
             # A file holds the samples of all replicas.
-            samples = cycle.get("samples", 0) // replicas.count_replicas()
+            samples = held.get("samples", 0) // replicas.count_replicas()
             self.fed.assign([samples, 0, 0])
 
         with replicas.scope_of(self.state.strategy):

@@ -1,6 +1,5 @@
 """`GradientAccumulator`: the sums of one optimizer, for custom loops too."""
 
-import contextlib
 import functools
 import typing
 from collections.abc import Callable, Iterable
@@ -9,8 +8,7 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, replicas
-from accumodel._micro_batch.micro_batches import current_step
-from accumodel._update.engine import Added, Engine, step_failed
+from accumodel._update.engine import Engine
 
 
 class GradientAccumulator(Engine):
@@ -59,12 +57,10 @@ class GradientAccumulator(Engine):
             `AccumulatingModel.after_update`. Defaults to `None`.
         skip_nonfinite: Bool. Leave micro-batches with a NaN or infinite
             gradient out. Defaults to `False`.
-        jit_compile: Bool or `"auto"`. Compile the update by XLA; `"auto"` does
-            so on machines without a GPU if there are many parameters and the
-            optimizer can be compiled. Defaults to `False`.
+        jit_compile: Bool. Compile the update by XLA. Defaults to `False`.
 
     Raises:
-        TypeError: If `accum_steps` is not an int.
+        TypeError: If `accum_steps` is not an int, or `jit_compile` not a bool.
         ValueError: If `accum_steps` is less than 1, if `variables` is empty, if
             the optimizer cannot be accumulated for, or under a strategy that
             cannot be.
@@ -79,16 +75,26 @@ class GradientAccumulator(Engine):
         process_gradients: Callable | None = None,
         after_update: Callable | None = None,
         skip_nonfinite: bool = False,
-        jit_compile: bool | typing.Literal["auto"] = False,
+        jit_compile: bool = False,
     ) -> None:
         self._follows_model = accum_steps is None
         steps = 1 if accum_steps is None else accum_steps
         steps = checks.check_accum_steps(steps)
         checks.check_optimizer(optimizer, skip_nonfinite)
+        if not isinstance(jit_compile, bool):
+            raise TypeError(
+                "`jit_compile` must be a bool. "
+                f"Received: jit_compile={jit_compile!r}"
+            )
         replicas.check_strategy(replicas.current_strategy())
-        hooks = process_gradients, after_update
-        how = hooks, skip_nonfinite, jit_compile
-        super().__init__(optimizer, [*variables], steps, *how)
+        super().__init__(
+            optimizer,
+            [*variables],
+            steps,
+            (process_gradients, after_update),
+            skip_nonfinite,
+            jit_compile,
+        )
 
     @property
     def accum_steps(self) -> int:
@@ -144,33 +150,10 @@ class GradientAccumulator(Engine):
                 the variables, if a variable is not one of these, if all
                 gradients are `None`, if only some micro-batches have a weight,
                 or if it is called twice in one `train_step` of a model.
+            tf.errors.InvalidArgumentError: If the variables that get a gradient
+                are not those of the cycle so far.
         """
-        step = current_step()
-        in_fit = step is not None and step.added is not None
-        # In a custom loop, each micro-batch is a fed batch.
-        added = step.added if in_fit else Added(is_split=False)
-        gradients = self.check_call(added, gradients, weight is not None)
-        if in_fit:  # which ends the fed batch, and knows of errors
-            added.accumulate(self, gradients, weight)
-            return
-        with self._step():
-            replicas.across_replicas(self._forget_if_broken)
-            added.accumulate(self, gradients, weight)
-            added.end([self])
-
-    @contextlib.contextmanager
-    def _step(self):
-        """Scope of a step of a custom loop; if it fails, all is forgotten."""
-        # For a `tf.function`, and on one of several replicas, the next step
-        # does it: see `_forget_if_broken`.
-        try:
-            yield
-        except BaseException as error:
-            is_once = tf.distribute.in_cross_replica_context()
-            has_others = tf.distribute.has_strategy() and not is_once
-            if tf.executing_eagerly() and not has_others:
-                step_failed([self], error)
-            raise
+        self.receive(gradients, weight)
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.
@@ -179,26 +162,19 @@ class GradientAccumulator(Engine):
         once. If the last `accumulate` failed, the cycle is forgotten instead:
         some of its gradients may have been added, and others not.
         """
-        update = functools.partial(self._update, self._expected)
+        present = self._present
+        if tf.executing_eagerly():
+            present = tuple(self._given.numpy().tolist())
 
         def end():
             self._forget_if_broken()
-            tf.cond(self._count > 0, update, lambda: None)
+            update = functools.partial(self._update, present)
+            with tf.control_dependencies(self._check_set(present)):
+                tf.cond(self._count > 0, update, lambda: None)
 
         with self._step(), self.scope():
             replicas.across_replicas(end)
-        self._warn_about_unsure_updates()
 
     def reset(self) -> None:
         """Forgets the pending cycle."""
-        with self.scope():
-            if self._untracked.numbers is not None:
-                self._untracked.numbers.forget_cycle()
-            self._end_cycle()
-            self._clear(*self._sums)
-
-    def _forget_if_broken(self):
-        # After a step of a custom loop that failed. Its replicas have phases of
-        # one sign.
-        is_broken = tf.not_equal(self._phase, 0)
-        tf.cond(is_broken, self.reset, lambda: None)
+        self.forget()

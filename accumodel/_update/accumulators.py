@@ -12,13 +12,13 @@ the weights, and for each accumulator of the model, arrays with these names:
 | `scales_loss`   | bool, whether the losses were scaled                       |
 | `given`         | bools, which of them got a gradient                        |
 | `sum_3`         | the sum for the fourth of them, if it got one              |
-| `samples`,      | of random numbers, see `RandomNumbers.save_cycle`          |
-| `seeds`         |                                                            |
+| `samples`       | int64, the samples that were fed                           |
+| `seed_4`        | of the fifth of the model's variables, a seed: its state,  |
+|                 | that when the cycle began, and that of the next fed batch  |
 
 Sums and totals are those of one device, on any number of replicas.
 """
 
-import typing
 import warnings
 
 import numpy as np
@@ -28,7 +28,7 @@ from accumodel._keras_and_tf.checks import overrides
 from accumodel._keras_and_tf.optimizers import scales_loss
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._update.accumulator import GradientAccumulator
-from accumodel._update.engine import step_failed
+from accumodel._update.engine import Engine, step_failed
 
 # The methods of a model that its accumulator calls.
 HOOKS = ("process_gradients", "after_update")
@@ -36,13 +36,18 @@ HOOKS = ("process_gradients", "after_update")
 # The attribute that holds the model's own accumulator.
 OWN = "_gradient_accumulator"
 
-# How deep, and in whose objects not, to look for others.
-_DEPTH = 4
-_LIBRARIES = ("accumodel", "builtins", "keras", "numpy", "tensorflow")
-
 # Keys in `.weights.h5` are `accumulated:<attribute>:<array>`. Keras's own are
 # "0", "1", ..., and plain Keras refuses others.
 _PREFIX = "accumulated:"
+
+
+class OwnAccumulator(GradientAccumulator):
+    """That of a model itself, whose arguments `compile` has checked."""
+
+    is_own = True
+
+    def __init__(self, *args):
+        Engine.__init__(self, *args)
 
 
 class Accumulators:
@@ -55,42 +60,44 @@ class Accumulators:
         self.adds_in_function = False
 
     def by_name(self):
-        """Returns those in attributes, lists and dicts, by their names."""
-        found, seen = {}, {id(self.model)}
-        level = [*vars(self.model).items()]
-        for _ in range(_DEPTH):
-            deeper = []
-            for name, value in level:
-                if id(value) in seen:
-                    continue
-                seen.add(id(value))
-                if isinstance(value, GradientAccumulator):
-                    found[name] = value
-                deeper += [(f"{name}.{k}", v) for k, v in _held_by(value)]
-            level = deeper
-        return found
+        """Returns those in attributes, and in lists and dicts of these."""
+        attributes = [*vars(self.model).items()]
+        items = [
+            (f"{name}.{i}", item)
+            for name, value in attributes
+            if isinstance(value, dict | list | tuple)
+            for i, item in enumerate(
+                [*value.values()] if isinstance(value, dict) else value
+            )
+        ]
+        accumulators: dict = {}  # once, by the first of its names
+        for name, value in [*attributes, *items]:
+            if isinstance(value, GradientAccumulator):
+                accumulators.setdefault(id(value), (name, value))
+        return dict(accumulators.values())
 
     def __iter__(self):
         return iter(self.by_name().values())
 
-    def build(self, options):
+    def build(self, options, numbers):
         """Makes the model's own accumulator, unless it has one."""
         model = self.model
         variables = model.trainable_variables
         if model._gradient_accumulator is not None or not variables:
             return
-        jit_compile: bool | typing.Literal["auto"] = "auto"
-        if model.jit_compile or model.run_eagerly:
-            jit_compile = model.jit_compile
         with scope_of(model.distribute_strategy):
-            model._gradient_accumulator = GradientAccumulator(
+            model._gradient_accumulator = OwnAccumulator(
                 model.optimizer,
                 variables,
                 options.accum_steps,
-                skip_nonfinite=options.skip_nonfinite,
-                jit_compile=jit_compile,
-                **{x: getattr(model, x) for x in HOOKS if overrides(model, x)},
+                [
+                    getattr(model, x) if overrides(model, x) else None
+                    for x in HOOKS
+                ],
+                options.skip_nonfinite,
+                model.jit_compile,
             )
+        model._gradient_accumulator.follow(options.accum_steps, numbers)
 
     def check_holds(self, accumulator):
         """Raises if an accumulator trains the model, which does not know it."""
@@ -99,7 +106,8 @@ class Accumulators:
             raise ValueError(
                 "A `train_step` uses a `GradientAccumulator` that the model "
                 "does not hold: it would not end its cycle with the epoch. "
-                "Make it an attribute of the model. Received: one of "
+                "Make it an attribute of the model, or an item of a list or "
+                "dict that is one. Received: one of "
                 f"{len(accumulator.variables)} variables, model={self.model}"
             )
 
@@ -121,10 +129,21 @@ class Accumulators:
 
     def drop(self, name, otherwise=""):
         """Forgets what is pending before `name`, with a warning."""
-        pending = self.pending_steps
+        pending, why = (
+            self.pending_steps,
+            f"`{name}` begins with an empty cycle",
+        )
+        if name == "set_weights":
+            why = "their gradients are of other weights"
         if pending:
             self.reset()
-            _warn_about_dropped(pending, name, otherwise)
+            warnings.warn(
+                f"Batches that were accumulated before `{name}` made no "
+                f"update. They are dropped, since {why}. Call "
+                f"`apply_accumulated_gradients()` before `{name}`{otherwise}. "
+                f"Received: pending_steps={pending}",
+                stacklevel=4,
+            )
 
     def weights_were_set(self, layer):
         """Forgets the pending cycle if it is of other weights than these."""
@@ -135,20 +154,10 @@ class Accumulators:
     def begin_anew(self):
         """Removes the accumulator that was made for another `compile`."""
         accumulator = self.model._gradient_accumulator
-        if accumulator is None:
-            return
-        pending = accumulator.pending_steps
-        self.adds_in_function |= accumulator.adds_in_condition()
-        del self.model._gradient_accumulator  # what is tracked, too
-        if pending:
-            accumulator.reset()  # seeds too
-            _warn_about_dropped(pending, "compile")
-
-    def trains_the_same(self, accumulator):
-        """Whether an accumulator fits what `compile` and `trainable` say."""
-        variables = map(id, self.model.trainable_variables)
-        is_same = [*map(id, accumulator.variables)] == [*variables]
-        return is_same and accumulator.optimizer is self.model.optimizer
+        if accumulator is not None:
+            self.drop("compile")  # seeds too
+            self.adds_in_function |= accumulator.adds_in_condition()
+            del self.model._gradient_accumulator  # what is tracked, too
 
     def save(self, numbers, store):
         """Adds the pending cycles to the dict of a model's own variables."""
@@ -156,7 +165,7 @@ class Accumulators:
             if not accumulator.pending_steps:
                 continue
             is_own = attribute == OWN
-            if is_own and not self.trains_the_same(accumulator):
+            if is_own and not accumulator.fits(self.model):
                 warnings.warn(
                     "The pending cycle was not saved: the trainable variables "
                     "or the optimizer changed after it began.",
@@ -183,33 +192,6 @@ class Accumulators:
         for attribute, cycle in cycles.items():
             write(found[attribute], cycle)
         self.is_live = False
-
-
-def _held_by(value):
-    """Returns pairs of a key and a value, of an object that may hold some."""
-    if isinstance(value, dict):
-        return enumerate([*value.values()])
-    if isinstance(value, list | tuple):
-        return enumerate(value)
-    cls = type(value)
-    # Objects of libraries hold none. Another accumulating model ends its own.
-    is_library = cls.__module__.split(".")[0] in _LIBRARIES
-    if is_library or hasattr(cls, OWN):
-        return []
-    return [*getattr(value, "__dict__", {}).items()]
-
-
-def _warn_about_dropped(pending, name, otherwise=""):
-    why = f"`{name}` begins with an empty cycle"
-    if name == "set_weights":
-        why = "their gradients are of other weights"
-    warnings.warn(
-        f"Batches that were accumulated before `{name}` made no update. They "
-        f"are dropped, since {why}. Call "
-        f"`apply_accumulated_gradients()` before `{name}`{otherwise}. "
-        f"Received: pending_steps={pending}",
-        stacklevel=5,
-    )
 
 
 def split_off(store):
@@ -264,35 +246,40 @@ def _places(accumulator, model):
 
 def _check(accumulator, model, cycle):
     """Raises unless a cycle is whole and belongs to these variables."""
-    needed = {"pending_steps", "totals", "places", "scales_loss", "given"}
-    given = cycle.get("given", [])
-    sums = {f"sum_{i}" for i, each in enumerate(given) if each}
-    missing = (needed | sums) - {*cycle}
-    if missing or not sums:
-        _refuse("is incomplete", f"no {sorted(missing) or 'sums'}")
-    places = _places(accumulator, model)
-    if cycle["places"].tolist() != places:
+    places, scales = cycle.get("places"), scales_loss(accumulator.optimizer)
+    own = _places(accumulator, model)
+    if not np.array_equal(places, own):
         _refuse(
             "belongs to a different set of trainable weights. Freeze the "
             "layers that were frozen when it was saved, and compile",
-            f"weights {cycle['places'].tolist()}, but the model's are {places}",
+            f"weights {places}, but the model's are {own}",
         )
-    scales = scales_loss(accumulator.optimizer)
-    if cycle["scales_loss"] != scales:
+    if cycle.get("scales_loss") != scales:
         _refuse(
             "has sums that were scaled differently. Use a "
             "`LossScaleOptimizer` only if it was used then",
-            f"scales_loss={cycle['scales_loss']}",
+            f"scales_loss={cycle.get('scales_loss')}",
         )
-    count, totals, wrong = cycle["pending_steps"], cycle["totals"], {}
-    for i, total in enumerate(accumulator._sums):
-        value = cycle.get(f"sum_{i}", total)
-        if value.shape != total.shape or value.dtype != total.dtype:
-            wrong[f"sum_{i}"] = value.shape, value.dtype
-    if wrong or count < 1 or totals.shape != (2,):
+    variables = {
+        "pending_steps": accumulator._count,
+        "totals": accumulator._totals,
+        "given": accumulator._given,
+    }
+    pairs = zip(accumulator._sums, cycle.get("given", []), strict=False)
+    for i, (total, is_given) in enumerate(pairs):
+        if is_given:
+            variables[f"sum_{i}"] = total
+    wrong = [
+        name
+        for name, variable in variables.items()
+        if name not in cycle
+        or cycle[name].shape != variable.shape
+        or cycle[name].dtype != variable.dtype
+    ]
+    if wrong or cycle["pending_steps"] < 1:
         _refuse(
             "is damaged, or belongs to another model",
-            f"pending_steps={count}, totals={totals}, wrong sums={wrong}",
+            f"missing or wrong: {wrong or ['pending_steps']}",
         )
 
 

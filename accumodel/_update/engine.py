@@ -2,7 +2,7 @@
 
 The algorithm, in which `sums`, `total` and `count` are variables:
 
-    add(gradients, weight):             # on each replica, by itself
+    add a micro-batch:                  # on each replica, by itself
         for each gradient, as soon as it is made:
             sum += weight * gradient
         total += weight
@@ -23,19 +23,18 @@ them half-added. So whatever fails, the pending cycle is forgotten: see
 `step_failed`, and `_forget_if_broken` for a `tf.function` of a custom loop.
 """
 
+import contextlib
 import contextvars
 import functools
 import itertools
 import operator
 import typing
-import warnings
 
-import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, optimizers, replicas
 from accumodel._keras_and_tf.hooks import without_own_reduction
-from accumodel._micro_batch.assignments import recorded
+from accumodel._micro_batch.assignments import RECORDED
 from accumodel._micro_batch.micro_batches import current_graph, current_step
 from accumodel._update import sums
 
@@ -45,13 +44,14 @@ class _Untracked:
 
     def __init__(self, strategy, variables):
         self.strategy, self.variables = strategy, variables
+        self.replicas = replicas.count_replicas()
+        self.overwrites = [*map(optimizers.overwrites, variables)]
         self.updates: dict = {}  # compiled, by what they update
         self.numbers: typing.Any = None  # the `RandomNumbers` of its model
         # Per variable: was it passed to `accumulate`, maybe with `None` as its
         # gradient? Empty if all were.
         self.named: list = []
-        self.updates_every_batch = False  # whether each fed batch is a cycle
-        # What a fed batch last registered, see `Added.accumulate`.
+        # What a fed batch last registered, see `Added.take`.
         self.added: typing.Any = None
 
     def __getstate__(self):
@@ -61,6 +61,9 @@ class _Untracked:
 
 class Engine(tf.Module):
     """The variables of a `GradientAccumulator`, and all that changes them."""
+
+    is_own = False  # whether a model has made it, and ends its cycles
+    _follows_model = False  # whether its `accum_steps` are those of a model
 
     def __init__(
         self, optimizer, variables, accum_steps, hooks, skip_nonfinite, jit
@@ -73,8 +76,8 @@ class Engine(tf.Module):
         self._jit_compile = jit
         # Whether `accumulate` was traced: the update is then compiled as well.
         self._is_traced = False
-        # Which variables a cycle probably trains: those of the last call.
-        self._expected = (True,) * len(variables)
+        # Which variables got a gradient in the last call.
+        self._present = (True,) * len(variables)
         # Whether micro-batches have weights, or losses that are sums.
         self._has_weights: bool | None = None
         self._untracked = _Untracked(strategy, variables)
@@ -91,17 +94,14 @@ class Engine(tf.Module):
             self._skipped = sums.make_counter("skipped_steps")
             self._accum_steps = sums.make_counter("accum_steps")
             self._accum_steps.assign(accum_steps)
-            # Which variables got a gradient in this cycle. The others get
-            # `None` at the update, so that Keras skips them as usual.
+            # Which variables get a gradient in this cycle, none before it. The
+            # others get `None` at the update, so that Keras skips them.
             self._given = tf.Variable([False] * len(variables), trainable=False)
-            # Updates for which the graph could not know that.
-            self._unsure = sums.make_counter("unsure_updates")
             # On each replica: this fed batch's micro-batches, and the skipped.
             self._parts = replicas.make_sum((2,), tf.float64, "parts")
-            # On each replica: positive while a micro-batch is added, negative
-            # while an update is made, otherwise 0.
+            # On each replica: positive while a fed batch is added, negative
+            # while an update is made, otherwise 0. All have the same sign.
             self._phase = replicas.make_sum((), tf.float64, "phase")
-        self._has_warned = False
 
     @property
     def variables(self) -> list:
@@ -115,28 +115,19 @@ class Engine(tf.Module):
             return {}
         return super()._trackable_children(save_type, **kwargs)
 
-    def _end_cycle(self, after=()):
+    def _end_cycle(self):
         self._clear(self._totals, self._count, self._parts, self._phase)
-        if self._untracked.numbers is not None:
-            self._untracked.numbers.end_cycle(after)
+        self._given.assign(tf.zeros_like(self._given))
 
     def _clear(self, *variables):
         for each in variables:
             each.assign(tf.zeros(each.shape, each.dtype))
 
-    def is_broken(self):
-        """Whether a step that failed has left a fed batch half-added."""
-        return any(map(np.any, self._local(self._phase, self._parts)))
-
-    def is_updating(self):
-        """Whether a step that failed had begun to make an update."""
-        return any(phase < 0 for phase in self._local(self._phase))
-
-    def _local(self, *variables):
+    def phase(self):
+        """Returns what a step that failed has left: see `_phase`."""
         # Of this worker: the others may not be here to reduce.
         with self.scope():
-            values = map(replicas.local_results, variables)
-            return [x.numpy() for x in itertools.chain(*values)]
+            return sum(x.numpy() for x in replicas.local_results(self._phase))
 
     def trains_some_of(self, weights):
         return not {*map(id, weights)}.isdisjoint(map(id, self.variables))
@@ -149,10 +140,11 @@ class Engine(tf.Module):
         """Whether it was last added to in a condition or a `tf.function`."""
         return self._untracked.added is not None and self._untracked.added[1]
 
-    def use(self, numbers, updates_every_batch):
-        """Prepares a call in a step of the model that holds it."""
-        self._untracked.numbers = numbers
-        self._untracked.updates_every_batch = updates_every_batch
+    def fits(self, model):
+        """Whether it trains what `compile` and `trainable` of a model say."""
+        own = [*map(id, self._untracked.variables)]
+        is_same = own == [*map(id, model.trainable_variables)]
+        return is_same and self.optimizer is model.optimizer
 
     def follow(self, accum_steps, numbers):
         """Follows the model that holds it, of which `numbers` is part."""
@@ -161,13 +153,27 @@ class Engine(tf.Module):
         if self._follows_model:
             self._accum_steps.assign(accum_steps)
 
-    def check_call(self, added, gradients, has_weight):
-        """Checks a call of `accumulate`; returns its gradients in order."""
-        gradients, named = checks.check_gradients(gradients, self.variables)
-        holder, step = fitted.get(), current_step()
-        if holder is not None:
-            holder.check_holds(self)
-        added.check(self)
+    def receive(self, gradients, weight):
+        """Checks a micro-batch, and adds it to the fed batch that it is of."""
+        step = current_step()
+        in_fit = step is not None and step.added is not None
+        # In a custom loop, each micro-batch is a fed batch.
+        added = step.added if in_fit else Added(is_split=False)
+        if not (in_fit and self.is_own):
+            added.check(self)
+        gradients = self._check(step, gradients, weight is not None)
+        if in_fit:  # which ends the fed batch, and knows of errors
+            added.take(self, gradients, weight)
+            return
+        with self._step():
+            replicas.across_replicas(self._forget_if_broken)
+            added.take(self, gradients, weight)
+            added.end([self])
+
+    def _check(self, step, gradients, has_weight):
+        """Refuses wrong arguments of a call; returns its gradients in order."""
+        variables = self._untracked.variables
+        gradients, named = checks.check_gradients(gradients, variables)
         # What was traced does not look at it again, so it must stay the same.
         is_eager = tf.executing_eagerly() and not self._is_traced
         if is_eager and not self._untracked.strategy and self._count == 0:
@@ -192,28 +198,47 @@ class Engine(tf.Module):
             )
         if step is not None:
             step.calls.add(call)
-        self._expected = tuple(each is not None for each in gradients)
-        before = self._untracked.named or named
-        self._untracked.named = list(map(operator.or_, named, before))
+        self._present = tuple(each is not None for each in gradients)
+        self._untracked.named = named
         return gradients
 
-    # -- on each replica: a micro-batch ----------------------------------------
+    @contextlib.contextmanager
+    def _step(self):
+        """Scope of a step of a custom loop; if it fails, all is forgotten."""
+        # For a `tf.function`, and on one of several replicas, the next step
+        # does it: see `_forget_if_broken`.
+        try:
+            yield
+        except BaseException as error:
+            is_once = tf.distribute.in_cross_replica_context()
+            has_others = tf.distribute.has_strategy() and not is_once
+            if tf.executing_eagerly() and not has_others:
+                step_failed([self], error)
+            raise
 
-    def _end_fed_batch(self, present, is_conditional):
-        """Ends a fed batch of which all micro-batches were added."""
-        may_be_nothing = self._skip_nonfinite or is_conditional
-        parts = tf.identity(self._parts)
-        if may_be_nothing:
-            (parts,) = replicas.sum_over_replicas([parts])
-        self._parts.assign(tf.zeros_like(parts))
-        end = functools.partial(self._end_step, present, may_be_nothing)
-        replicas.across_replicas(end, parts)
+    def forget(self):
+        """Forgets the pending cycle."""
+        with self.scope():
+            if self._untracked.numbers is not None:
+                self._untracked.numbers.forget_cycle()
+            self._end_cycle()
+            self._clear(*self._sums)
 
-    def _add(self, gradients, weight, meets, is_last=True):
-        """Adds a micro-batch to this replica's sums."""
-        # The gradient of a batch may come in several parts, of which the last
-        # adds the weight to the total. Returns a bool tensor that is ready when
-        # all is added.
+    def _forget_if_broken(self):
+        # After a step of a custom loop that failed. Its replicas have phases of
+        # one sign.
+        is_broken = tf.not_equal(self._phase, 0)
+        tf.cond(is_broken, self.forget, lambda: None)
+
+    # -- on each replica: a micro-batch, and the end of a fed batch ------------
+
+    def add(self, gradients, weight, is_split=False, is_last=True):
+        """Adds a micro-batch to this replica's sums.
+
+        Its gradient may come in several parts, of which the last one adds the
+        weight to the total, and counts. If fed batches are split, replicas may
+        have unequal numbers of micro-batches.
+        """
         self._is_traced |= not tf.executing_eagerly()
         divides = weight is not None
         with tf.control_dependencies(self._waits(gradients, weight)):
@@ -222,43 +247,66 @@ class Engine(tf.Module):
         # a sum. The sums are those of one device.
         scale = tf.cast(weight, tf.float64)
         if divides:
-            scale *= replicas.count_replicas()
+            scale *= self._untracked.replicas
         accepted = tf.identity(True)
         if self._skip_nonfinite:
-            accepted = self._is_finite(gradients, weight, meets)
+            accepted = self._is_finite(gradients, weight, not is_split)
             scale = tf.where(accepted, scale, 0.0)
-        with tf.control_dependencies([scale]):
+        with tf.name_scope(RECORDED), tf.control_dependencies([scale]):
             begun = tf.identity(self._phase.assign(1.0))
         # Zero times what is not a number is not 0. With a constant condition,
         # TensorFlow logs that it cannot optimize it.
         is_used = tf.not_equal(scale, 0) & (begun > 0)
 
-        @recorded()
         def add():  # each as soon as it is made, which frees it
-            self._phase.assign_add(0.0)  # what assigns it next waits for this
-            dtypes = {each.dtype for each in self._sums}
-            minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
-            triples = zip(self._sums, gradients, self.variables, strict=True)
-            for total, gradient, variable in triples:
-                sums.add(total, gradient, variable, minus[total.dtype])
+            with tf.name_scope(RECORDED):
+                # What assigns it next waits for this.
+                self._phase.assign_add(0.0)
+                dtypes = {each.dtype for each in self._sums}
+                minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
+                columns = self._sums, gradients, self._untracked.overwrites
+                for total, gradient, overwrites in zip(*columns, strict=True):
+                    sums.add(total, gradient, minus[total.dtype], overwrites)
 
         step = current_step()
-        with tf.control_dependencies([begun]):
+        with tf.name_scope(RECORDED), tf.control_dependencies([begun]):
             if step is not None and step.is_compiled:
                 # An XLA cluster would carry all sums through a condition. What
                 # is read is one of its variables, see `Auto.call_compiled`.
                 for total in self._sums:
                     total.read_value()
-                gradients = [sums.zero_unless(is_used, x) for x in gradients]
-                is_used = True
-            call_if(is_used, add)
+                gradients = sums.zero_unless(is_used, gradients)
+                add()
+            else:
+                tf.cond(is_used, add, lambda: None)
             each = tf.cast(weight, tf.float64) * float(divides and is_last)
             new = tf.stack([each, tf.abs(each)])
             self._totals.assign_add(tf.where(accepted, new, 0.0))
-        # TensorFlow keeps what uses one variable in order, so this is last.
-        phase = self._phase.assign(float(not is_last))
-        with tf.control_dependencies([phase]):
-            return tf.identity(accepted)
+            # TensorFlow keeps what uses one variable in order, so this is last.
+            phase = self._phase.assign(1.0)
+        if is_last:
+            with tf.name_scope(RECORDED), tf.control_dependencies([phase]):
+                accepted = tf.cast(accepted, tf.float64)
+                # What all replicas accept adds 1 / replicas on each of them.
+                size = 1 / (1 if is_split else self._untracked.replicas)
+                sizes = [accepted * size, (1 - accepted) * size]
+                self._parts.assign_add(sizes)
+
+    def end(self, present, is_conditional, is_cycle=False):
+        """Ends a fed batch of which all micro-batches were added.
+
+        `present` says which variables got a gradient. If it is a cycle, it is
+        known that none was pending, and it makes an update.
+        """
+        may_be_nothing = self._skip_nonfinite or is_conditional
+        parts = tf.identity(self._parts)
+        if may_be_nothing:
+            (parts,) = replicas.sum_over_replicas([parts])
+        self._parts.assign(tf.zeros_like(parts))
+        how = present, may_be_nothing, is_cycle
+        replicas.across_replicas(
+            functools.partial(self._count_batch, *how), parts
+        )
 
     def _waits(self, gradients, weight):
         """Returns what must be there before anything is changed."""
@@ -319,21 +367,22 @@ class Engine(tf.Module):
 
     # -- once for all replicas: the end of a batch, and the update -------------
 
-    def _end_step(self, present, may_be_nothing, parts):
+    def _count_batch(self, present, may_be_nothing, is_cycle, parts):
         """Counts the fed batch, and updates if it is the cycle's last."""
         # All of them: another replica may still fail, and then no weight moves.
         waits = replicas.local_results(parts)
         added, skipped = tf.unstack(waits[0])
+        if not is_cycle:
+            waits = [*waits, *self._check_set(present)]
 
         def count():
-            is_begun = self._count > 0
-            self._given.assign((self._given & is_begun) | present)
+            self._given.assign(present)
             self._count.assign_add(1)
-            is_full = self._untracked.updates_every_batch
-            is_full = is_full or self._count >= self._accum_steps
+            is_full = is_cycle or self._count >= self._accum_steps
             call_if(is_full, functools.partial(self._update, present))
 
         with tf.control_dependencies(waits):
+            self._clear(self._phase)
             is_added = added > 0 if may_be_nothing else True
             if self._untracked.numbers is not None:
                 self._untracked.numbers.count_batch(is_added)
@@ -341,47 +390,40 @@ class Engine(tf.Module):
                 self._skipped.assign_add(tf.cast(tf.round(skipped), tf.int64))
             call_if(is_added, count)
 
-    def _update(self, expected):
+    def _check_set(self, present):
+        """Returns checks that the cycle so far trains these variables."""
+        is_same = tf.reduce_all(tf.equal(self._given, present))
+        text = (
+            "The micro-batches of a cycle trained different sets of variables. "
+            "Give each set a `GradientAccumulator`, or pass zeros instead of "
+            f"`None`. Received: gradients of {sum(present)} of {len(present)} "
+            "variables, in a cycle that began with others"
+        )
+        is_right = is_same | ~tf.reduce_any(self._given)
+        return [tf.raw_ops.Assert(condition=is_right, data=[text])]
+
+    def _update(self, present):
         """Updates the variables that got a gradient in this cycle."""
         self._phase.assign(-1.0)
+        phases, untracked = replicas.local_results(self._phase), self._untracked
+        # A function inside of the step cannot reach the other replicas.
+        is_inline = untracked.strategy is not None
         if tf.executing_eagerly():
-            self._update_variables(tuple(self._given.numpy().tolist()))
-            return
-        everything = (True,) * len(expected)
-
-        def update_all():
-            # Those that got no gradient get zeros, where Keras skips them.
-            is_unsure = ~tf.reduce_all(self._given)
-            self._unsure.assign_add(tf.cast(is_unsure, tf.int64))
-            self._update_variables(everything)
-
-        phases = replicas.local_results(self._phase)
-        with tf.control_dependencies([each.read_value() for each in phases]):
-            if expected == everything:
-                update_all()
-            else:
-                is_expected = tf.reduce_all(tf.equal(self._given, expected))
-                update = functools.partial(self._update_variables, expected)
-                tf.cond(is_expected, update, update_all)
-
-    def _update_variables(self, present):
-        strategy = self._untracked.strategy
-        if tf.executing_eagerly():
-            is_inline = not self._is_traced and self._jit_compile is not True
-        else:
-            # A function inside of the step cannot reach the other replicas.
-            is_inline = strategy is not None
-        updates = self._untracked.updates
+            is_inline = not (self._is_traced or self._jit_compile)
         update = functools.partial(self._reduce_and_apply, present)
         if not is_inline:
-            jit = None if strategy is not None else self._jit_compile
-            if present not in updates:
-                made = optimizers.compile_update(update, self._sums, jit)
-                updates[present] = made
-            update = updates[present]
-        update()
-        # Not in an XLA cluster, which would make zeros beside the sums.
-        self._clear(*self._sums)
+            if present not in untracked.updates:
+                is_one = untracked.strategy is None
+                untracked.updates[present] = tf.function(
+                    update,
+                    jit_compile=(is_one and self._jit_compile) or None,
+                    autograph=False,
+                )
+            update = untracked.updates[present]
+        with tf.control_dependencies([each.read_value() for each in phases]):
+            update()
+            # Not in an XLA cluster, which would make zeros beside the sums.
+            self._clear(*self._sums)
 
     def _reduce_and_apply(self, present):
         own = optimizers.with_inner_optimizers(self.optimizer)
@@ -394,18 +436,9 @@ class Engine(tf.Module):
                 # Which `process_gradients` may have left out.
                 is_update = self._process_gradients is None or updates[0]
                 call_if(is_update, self._after_update)
-            self._end_cycle(updates)
-
-    def _warn_about_unsure_updates(self):
-        is_known = tf.executing_eagerly() and not self._has_warned
-        if is_known and self._unsure.numpy():
-            self._has_warned = True
-            warnings.warn(
-                "The micro-batches of a cycle trained different sets of "
-                "variables. Those without a gradient got zeros: momentum and "
-                "decay may move them. Use a `GradientAccumulator` for each.",
-                stacklevel=3,
-            )
+            self._end_cycle()
+            if self._untracked.numbers is not None:
+                self._untracked.numbers.end_cycle(updates)
 
 
 def call_if(condition, function):
@@ -430,13 +463,13 @@ def step_failed(accumulators, error):
     is_end = isinstance(error, StopIteration | tf.errors.OutOfRangeError)
     try:
         pending = max((x.pending_steps for x in accumulators), default=0)
-        is_broken = any(each.is_broken() for each in accumulators)
-        is_updating = any(each.is_updating() for each in accumulators)
+        phases = [each.phase() for each in accumulators]
+        is_updating = any(phase < 0 for phase in phases)
         is_failure = isinstance(error, Exception) and not is_end
-        if not (is_broken or is_failure) and (is_end or pending):
+        if not (any(phases) or is_failure) and (is_end or pending):
             return
         for accumulator in accumulators:  # what it has drawn goes back, too
-            accumulator.reset()
+            accumulator.forget()
     except Exception as other:
         error.add_note(
             "accumodel: The pending cycle could not be forgotten. Call "
@@ -460,14 +493,22 @@ fitted: contextvars.ContextVar = contextvars.ContextVar("fitted", default=None)
 
 
 class Added:
-    """The accumulators that the micro-batches of one fed batch are added to."""
+    """Takes the micro-batches of one fed batch, and ends it.
+
+    The check on the first batch has another one, which takes them elsewhere.
+    """
 
     def __init__(self, is_split):
-        self.is_split = is_split  # then replicas may have unequal numbers
-        self._known: dict = {}
+        self._is_split = is_split
+        # By accumulator: which variables got a gradient, and whether a
+        # condition may have left it out.
+        self._entries: dict = {}
 
     def check(self, accumulator):
-        """Raises unless this is a step of the accumulator's strategy."""
+        """Raises unless this is a step of its model and of its strategy."""
+        holder = fitted.get()
+        if holder is not None and not accumulator.is_own:
+            holder.check_holds(accumulator)
         has_strategy = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if has_strategy else None
         own = accumulator._untracked.strategy
@@ -479,34 +520,31 @@ class Added:
                 f"{own}, called under {strategy}"
             )
 
-    @recorded()
-    def accumulate(self, accumulator, gradients, weight, is_last=True):
-        """Adds a micro-batch, and registers which variables got a gradient."""
-        meets = not self.is_split
-        accepted = accumulator._add(gradients, weight, meets, is_last)
-        if is_last:
-            accepted = tf.cast(accepted, tf.float64)
-            # What all replicas accept adds 1 / replicas on each of them.
-            size = 1 / (1 if self.is_split else replicas.count_replicas())
-            sizes = [accepted * size, (1 - accepted) * size]
-            accumulator._parts.assign_add(sizes)
+    def take(self, accumulator, gradients, weight, is_last=True):
+        """Adds a micro-batch, or a part of its gradient, to an accumulator."""
+        accumulator.add(gradients, weight, self._is_split, is_last)
         present = tuple(each is not None for each in gradients)
-        before, was_conditional = self._known.get(accumulator, (present, False))
-        union = tuple(map(operator.or_, present, before))
+        before, was_conditional = self._entries.get(
+            accumulator, (present, False)
+        )
         step = current_step()
         in_fit = step is not None and step.added is self
         is_conditional = was_conditional or (in_fit and step.is_conditional())
-        self._known[accumulator] = union, is_conditional
+        union = tuple(map(operator.or_, present, before))
+        self._entries[accumulator] = union, is_conditional
         if in_fit:
             accumulator._untracked.added = union, is_conditional
 
-    def end(self, accumulators):
-        """Ends the fed batch in its accumulators; returns if it has any."""
+    def end(self, accumulators, is_cycle=False):
+        """Ends the fed batch in its accumulators; returns if it has any.
+
+        Whether it is a cycle is known of the model's own accumulator only.
+        """
         # A `tf.function` in a custom step may be traced already: then it adds,
         # but registers nothing, so the accumulators themselves know.
         for each in accumulators:
-            if each not in self._known and each._untracked.added is not None:
-                self._known[each] = (each._untracked.added[0], True)
-        for accumulator, (present, is_conditional) in self._known.items():
-            accumulator._end_fed_batch(present, is_conditional)
-        return bool(self._known)
+            if each not in self._entries and each._untracked.added is not None:
+                self._entries[each] = (each._untracked.added[0], True)
+        for accumulator, entry in self._entries.items():
+            accumulator.end(*entry, is_cycle and accumulator.is_own)
+        return bool(self._entries)

@@ -43,7 +43,7 @@ def make_counter(name):
     return tf.Variable(tf.zeros((), tf.int64), trainable=False, name=name)
 
 
-def add(total, gradient, variable, minus):
+def add(total, gradient, minus, overwrites):
     """Adds a gradient, times a scale of which `minus` is the negative."""
     if gradient is None:
         return
@@ -55,7 +55,7 @@ def add(total, gradient, variable, minus):
         )
         return
     gradient = tf.cast(gradient, total.dtype)
-    if optimizers.overwrites(variable):  # what is a value and no gradient
+    if overwrites:  # what is a value and no gradient
         total.assign(tf.maximum(total, gradient))
     else:
         # `total -= minus * gradient`: the one public op that multiplies and
@@ -82,16 +82,13 @@ def multiply(total, factor, variable):
     return tf.cast(total, variable.dtype)
 
 
-def zero_unless(accepted, gradient):
-    if gradient is None:
-        return None
+def zero_unless(accepted, gradients):
+    def zero(leaf):
+        if leaf is None or not leaf.dtype.is_floating:  # such as indices
+            return leaf
+        return tf.where(accepted, leaf, tf.zeros((), leaf.dtype))
 
-    def zero(each):
-        if not each.dtype.is_floating:  # such as indices
-            return each
-        return tf.where(accepted, each, tf.zeros((), each.dtype))
-
-    return tf.nest.map_structure(zero, gradient, expand_composites=True)
+    return tf.nest.map_structure(zero, gradients, expand_composites=True)
 
 
 def values_of(gradients):

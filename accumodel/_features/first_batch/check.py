@@ -45,16 +45,13 @@ from accumodel._fit import variables
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.python_state import PythonState, owners_of
+from accumodel._keras_and_tf.rounding import rounding_of
 from accumodel._micro_batch.assignments import is_random, nodes_of
 from accumodel._micro_batch.micro_batches import count_samples
 from accumodel._micro_batch.random_numbers import RandomNumbers
 
 # The most samples of a comparison in parts of unequal size.
 _SAMPLES = 8
-
-# What rounding is less than, as a share of the largest entry, for each dtype. A
-# GPU multiplies float32 in TF32; 30 trainings differed by at most 7e-4 there.
-_ROUNDING = {"float32": 5e-6, "TF32": 2e-3, "float16": 5e-3, "bfloat16": 3e-2}
 
 # Operations whose gradient is not that of their value.
 _STOPS = ("StopGradient", "PreventGradient")
@@ -367,7 +364,7 @@ class Check:
         layers = private_names.flat_layers(self.model)
         dtypes = ["float32", *[layer.compute_dtype for layer in layers]]
         dtypes += ["TF32"] * bool(tf.config.list_logical_devices("GPU"))
-        share = max(_ROUNDING.get(dtype, 0.0) for dtype in dtypes)
+        share = rounding_of(dtypes)
         others = {
             runs.GRADIENTS: min(100 * share, 3e-2),  # a tape adds up more
             runs.STATES: np.clip(20 * share, 1e-2, 0.1),

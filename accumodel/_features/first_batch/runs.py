@@ -320,7 +320,7 @@ class _Taken(Added):
     def check(self, accumulator):
         pass  # it is outside of all strategies
 
-    def accumulate(self, accumulator, gradients, weight, is_last=True):
+    def take(self, accumulator, gradients, weight, is_last=True):
         if current_graph() is not self._graph:
             raise NotMade("the step accumulates in a condition or a function")
         sources = _sources_of(GRADIENTS, accumulator.variables)

@@ -96,7 +96,7 @@ class WholeBatch(Feature):
                 plan.model.accumulate_gradients(own)  # says what is wrong
                 return log()
             own_sums = plan.state.ready_accumulator()
-        add = functools.partial(added.accumulate, own_sums, weight=weight)
+        add = functools.partial(added.take, own_sums, weight=weight)
         if cache:
             with states.rolled_back():
                 run.backward(cache, added, add)
