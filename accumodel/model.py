@@ -270,11 +270,13 @@ class AccumulatingModel(keras.Model):
         Returns:
             Dict of scalars, the logs.
         """
-        state = self._accumulation
-        if not state.accumulates and not state.overrides("compute_gradients"):
+        accumulation = self._accumulation
+        if not accumulation.accumulates and not accumulation.overrides(
+            "compute_gradients"
+        ):
             return super().train_step(data)
-        state.check_loop("train_step")
-        with this_step(state.plan(), data):
+        accumulation.check_loop("train_step")
+        with this_step(accumulation.plan(), data):
             gradients, weight, logs = self.compute_gradients(data)
             self.accumulate_gradients(gradients, weight)
         return logs
@@ -319,14 +321,14 @@ class AccumulatingModel(keras.Model):
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
-        state, step = self._accumulation, current_step()
+        accumulation, step = self._accumulation, current_step()
         data = x, y, y_pred, sample_weight
         given = super().compute_loss, *data, training
         # Outside of a step nothing is weighed, but replicas scale the loss.
         is_ours = step is not None or replicas.count_replicas() > 1
-        if not (state.accumulates and is_ours):
+        if not (accumulation.accumulates and is_ours):
             return outcome.call_compute_loss(*given)
-        is_default = not state.overrides("compute_loss")
+        is_default = not accumulation.overrides("compute_loss")
         with hooks.recorded_reductions(scales=is_default) as reductions:
             loss = outcome.call_compute_loss(*given)
         if step is not None:
@@ -369,8 +371,8 @@ class AccumulatingModel(keras.Model):
             ValueError: If one loss is a sum and another a mean, if the
                 reduction of a loss is unknown, or outside of a training step.
         """
-        state = self._accumulation
-        return state.loss_weights.weight(state.plan(), (x, y))
+        accumulation = self._accumulation
+        return accumulation.loss_weights.weight(accumulation.plan(), (x, y))
 
     def process_gradients(self, gradients: list) -> typing.Any:
         """Returns the gradient of an update for the optimizer.
@@ -585,8 +587,8 @@ class AccumulatingModel(keras.Model):
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
-        state = self._accumulation
-        state.accumulators.save(state.numbers, store)
+        accumulation = self._accumulation
+        accumulation.accumulators.save(accumulation.numbers, store)
 
     def load_own_variables(self, store):
         super().load_own_variables(self._accumulation.load_cycles(store))

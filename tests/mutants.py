@@ -157,7 +157,7 @@ trackers that were reset get back what was pending
 no end of the cycle before validation
     on_test_begin: call _end_cycle => None
 the remainder is applied although it is to be dropped
-    EndOfCycle._end_cycle: call reset => state.accumulators.apply()
+    EndOfCycle._end_cycle: call reset => accumulation.accumulators.apply()
 averages of no update replace the weights
     finalize_after_update: if => True
 an overflow is added inside of XLA
@@ -194,7 +194,7 @@ the end of a cycle does not move its seeds
 the samples of fed batches are not counted
     begin_batch: call assign => None
 numbers within a block are not skipped
-    _numbers.draw: call roll => tf.roll(numbers, 0, axis=0)
+    _numbers.draw: call roll => tf.roll(drawn_rows, 0, axis=0)
 wide numbers come in blocks of four
     _numbers: set block => 4
 a draw that all samples share has rows
@@ -238,7 +238,7 @@ what takes a resource is harmless
 pairs of samples are joined
     _Run._trace: call _check_no_pairs => None
 what a loss combines is not looked at
-    _divisors: set found each => self._divisor(each)
+    _divisors: set found reduction => self._divisor(reduction)
     """,
     "test_rematerialization.py": """
 what is rematerialized reads what it assigned before
@@ -257,8 +257,8 @@ parts of the whole size, and a rest
     bounds: return count n i => (i * -(-n // count), tf.minimum((i + 1) * -(-n
         // count), n))
 each part ends its fed batch
-    loop.make_step.step: return function => ({}, added and
-        added.end([]))[0]
+    loop.make_step.step: return function => ({}, collector and
+        collector.end([]))[0]
 the log forgets the batches before
     LossLogs.report: call assign total => tracker.total.assign(loss * size)
 a failure leaves parts behind
@@ -311,7 +311,7 @@ normalizations of two traces are taken for those of one
     """,
     "test_traces.py": """
 a function in a step that was traced before counts nothing
-    Added.end: if => False
+    Collector.end: if => False
     """,
     "test_trim_padding.py": """
 samples stay in the order in which they are fed

@@ -96,17 +96,17 @@ class Auto(Feature):
     NAME = "auto"
     runs_again = True
 
-    def __init__(self, state):
-        super().__init__(state)
-        self._model = state.model
+    def __init__(self, accumulation):
+        super().__init__(accumulation)
+        self._model = accumulation.model
         # The most samples that went through the model at once.
         self._largest: int | None = None
         self._size = ALL
         # The variables that steps assign, by their ids.
-        self._assigned = state.assigned["auto"]
-        # What they were before this batch, as pairs `(part, value)`.
+        self._assigned = accumulation.assigned["auto"]
+        # What they were before this batch, as pairs `(copy, value)`.
         self._before: list = []
-        state.assign_size(ALL)
+        accumulation.assign_size(ALL)
 
     @classmethod
     def is_on(cls, options):
@@ -156,7 +156,7 @@ class Auto(Feature):
         return run
 
     def _run_one(self, function, trains, data):
-        cycles = self._state.accumulators
+        cycles = self._accumulation.accumulators
         is_pending = trains and self._begin_cycle()
         values = map(self._values, self._assigned.values())
         self._before = [*itertools.chain.from_iterable(values)]
@@ -167,10 +167,12 @@ class Auto(Feature):
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                if trains and any(each.phase() < 0 for each in cycles):
+                if trains and any(
+                    accumulator.phase() < 0 for accumulator in cycles
+                ):
                     give_up(_WHILE_UPDATING, error)
-                for part, value in self._before:
-                    part.assign(value)
+                for copy, value in self._before:
+                    copy.assign(value)
                 for each in cycles if trains else []:
                     each.reset()
                 if is_pending:
@@ -181,16 +183,16 @@ class Auto(Feature):
 
     def _begin_cycle(self):
         """Lets the next batch be a cycle; returns whether it is of another."""
-        cycles = self._state.accumulators
-        for each in cycles:
-            _check_steps(each.accum_steps, " of a `GradientAccumulator`")
+        cycles = self._accumulation.accumulators
+        for accumulator in cycles:
+            _check_steps(accumulator.accum_steps, " of a `GradientAccumulator`")
         cycles.drop("fit", ", or use an int as `micro_batch_size`")
         return False
 
     def _values(self, variable):
-        with replicas.scope_of(self._state.strategy):
-            parts = replicas.local_results(tf_variable(variable))
-            return [(part, part.read_value()) for part in parts]
+        with replicas.scope_of(self._accumulation.strategy):
+            copies = replicas.local_results(tf_variable(variable))
+            return [(copy, copy.read_value()) for copy in copies]
 
     def _halve(self, data, error):
         """Halves the size, or says why that would not help."""
@@ -198,7 +200,7 @@ class Auto(Feature):
         if failed <= 1:
             self._largest = None
             self._assign_size(ALL)
-            is_joined = self._state.plan().whole_batch is not None
+            is_joined = self._accumulation.plan().whole_batch is not None
             give_up(_ONE_SAMPLE + _WHOLE_LOSS * is_joined, error)
         self._assign_size(-(-failed // 2))
         # Python shows what a line warns of only once.
@@ -212,15 +214,19 @@ class Auto(Feature):
 
     def _assign_size(self, size):
         self._size = size
-        self._state.assign_size(size)
+        self._accumulation.assign_size(size)
         if self._largest is not None:
             self._largest = min(self._largest, size)
 
     def _largest_part(self, data):
         """Returns the samples in the largest micro-batch of a fed batch."""
-        counts = count_of_each_replica(data, self._state.strategy)
-        parts = [max(-(-samples // self._size), 1) for samples in counts]
-        return max(-(-n // k) for n, k in zip(counts, parts, strict=True))
+        counts = count_of_each_replica(data, self._accumulation.strategy)
+        numbers_of_parts = [
+            max(-(-samples // self._size), 1) for samples in counts
+        ]
+        return max(
+            -(-n // k) for n, k in zip(counts, numbers_of_parts, strict=True)
+        )
 
     def end_epoch(self, logs):
         """Adds the size that was found to the logs of an epoch."""
@@ -237,7 +243,7 @@ class Auto(Feature):
         assign in place to what is used afterwards.
         """
         variables = function.get_concrete_function(data).variables
-        kept = [each.read_value() for each in variables]
+        kept = [variable.read_value() for variable in variables]
         result, done = function(data)
         tf.raw_ops.Assert(condition=done, data=[done, *kept])
         return result
@@ -264,8 +270,8 @@ class Fastest(Auto):
 
     NAME = "fastest"
 
-    def __init__(self, state):
-        super().__init__(state)
+    def __init__(self, accumulation):
+        super().__init__(accumulation)
         self._callback = keras.callbacks.Callback()  # whose `params` Keras sets
         self._initial_epoch = 0
         self._fits = ALL  # the largest size that fits, as far as is known
@@ -276,7 +282,7 @@ class Fastest(Auto):
 
     def _begin_cycle(self):
         # A batch can be run again, but not the batches before it in its cycle.
-        return self._state.accumulators.pending_steps > 0
+        return self._accumulation.accumulators.pending_steps > 0
 
     def begin_fit(self, given):
         self._callback = given["callbacks"][0]
@@ -318,7 +324,7 @@ class Fastest(Auto):
         times, half = self._times.items(), -(-(self._largest or 1) // 2)
         found = {k: float(np.quantile(v[1:] or v, 0.25)) for k, v in times}
         sizes, best = [*found], min(found.values())
-        most = _FED // 2 if self._state.plan().is_compiled else _FED
+        most = _FED // 2 if self._accumulation.plan().is_compiled else _FED
         is_slower = best not in [*found.values()][-2:]
         if self._fed < most and half < sizes[-1] and not is_slower:
             self._assign_size(half)

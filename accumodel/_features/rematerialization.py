@@ -150,7 +150,10 @@ class _Call:
 
 def _after(gradients):
     """Returns a function that returns a tensor when gradients are there."""
-    flat = [tf.reshape(tf.convert_to_tensor(each), [-1]) for each in gradients]
+    flat = [
+        tf.reshape(tf.convert_to_tensor(gradient), [-1])
+        for gradient in gradients
+    ]
     first = [tf.cast(tf.math.real(each[:1]), tf.float32) for each in flat]
     # It is true, which no compiler knows.
     is_there = tf.logical_not(tf.tanh(tf.reduce_sum(tf.concat(first, 0))) > 2)

@@ -89,7 +89,7 @@ class Trimmer(Feature):
             )
 
     def around_part(self, parts, i):
-        return _Padding(parts.ordered.widths).hooked(self._state.model)
+        return _Padding(parts.ordered.widths).hooked(self._accumulation.model)
 
     def order(self, plan, data):
         """Returns the `Ordered` batch."""
@@ -121,7 +121,7 @@ class Ordered:
         # No weight is cut off, and no target that counts.
         ends += [_ends(leaf, 0) for leaf, is_cut in weights if is_cut]
         losses = keras.tree.flatten(model.loss)
-        ignored = {getattr(each, "ignore_class", None) for each in losses}
+        ignored = {getattr(loss, "ignore_class", None) for loss in losses}
         for leaf, is_cut in targets:
             ends += [_ends(leaf, each) for each in ignored - {None} if is_cut]
         lengths = tf.reduce_max(ends, 0)
@@ -213,7 +213,9 @@ class _Padding:
         cut = [each is y_true and size is not None for (_, each), size in pairs]
         means = keras.metrics.MeanMetricWrapper  # only they look at masks
         metrics = [] if isinstance(owner, keras.losses.Loss) else owner.metrics
-        others = [each.name for each in metrics if not isinstance(each, means)]
+        others = [
+            metric.name for metric in metrics if not isinstance(metric, means)
+        ]
         is_masked = private_names.mask_of(y_pred) is not None
         why = f"metrics that ignore masks, {others}" if is_masked else "no mask"
         is_wide = getattr(sample_weight, "shape", ())[1:2] not in ((), (1,))
@@ -387,7 +389,7 @@ class _Probe:
         It is 0 if it is rounding. Inputs that are not `padded` hold anything.
         """
         layers = [self._model, *private_names.flat_layers(self._model)]
-        rounding = rounding_of(each.compute_dtype for each in layers)
+        rounding = rounding_of(layer.compute_dtype for layer in layers)
         for training, short in self._short.items():
             long = self._call(self._full, padded, training)
             change = self._difference(long, short)

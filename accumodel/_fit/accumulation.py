@@ -64,7 +64,7 @@ class Options:
 
 
 class Accumulation:
-    """The state of a model's accumulation."""
+    """All that a model knows of its accumulation."""
 
     def __init__(self, model, kinds):
         self.model, self._kinds = model, kinds
@@ -193,7 +193,7 @@ class Accumulation:
         if step is not None and step.plan.model is model:
             return step.plan
         return Plan(
-            state=self,
+            accumulation=self,
             model=model,
             options=self.options,
             overridden=frozenset(filter(self.overrides, _OVERRIDABLE)),

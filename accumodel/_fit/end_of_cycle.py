@@ -12,12 +12,15 @@ class EndOfCycle(keras.callbacks.Callback):
     """Ends the cycle with its epoch, before the user's callbacks see it."""
 
     def on_train_begin(self, logs=None):
-        state = self.model._accumulation
+        accumulation = self.model._accumulation
         self._warned, self._batches = set(), 0
         # A pending cycle ends, unless it is carried or from a file.
-        if state.options.remainder != "carry" and state.accumulators.is_live:
+        if (
+            accumulation.options.remainder != "carry"
+            and accumulation.accumulators.is_live
+        ):
             otherwise = ', or `compile` with `remainder="carry"`'
-            state.accumulators.drop("fit", otherwise)
+            accumulation.accumulators.drop("fit", otherwise)
 
     def on_train_batch_end(self, batch, logs=None):
         steps = self.params.get("steps")
@@ -31,7 +34,7 @@ class EndOfCycle(keras.callbacks.Callback):
         self._end_cycle()
 
     def on_epoch_end(self, epoch, logs=None):
-        state = self.model._accumulation
+        accumulation = self.model._accumulation
         self._warn_about_train_step()
         is_short = self.model.accum_steps > self._batches > 0
         if is_short and not self.model.stop_training:
@@ -39,24 +42,24 @@ class EndOfCycle(keras.callbacks.Callback):
             self._warn_about_short_epochs(self._batches)
         self._batches = 0
         self._end_cycle()
-        for feature in state.features:
+        for feature in accumulation.features:
             feature.end_epoch(logs)
 
     def _end_cycle(self):
-        state = self.model._accumulation
-        for feature in state.features:
+        accumulation = self.model._accumulation
+        for feature in accumulation.features:
             feature.end_cycle()
-        if state.options.remainder == "apply":
-            state.accumulators.apply()
-        elif state.options.remainder == "drop":
-            state.accumulators.reset()
+        if accumulation.options.remainder == "apply":
+            accumulation.accumulators.apply()
+        elif accumulation.options.remainder == "drop":
+            accumulation.accumulators.reset()
 
     def _warn_about_train_step(self):
         """Warns of one that does not add up gradients, though it has to."""
-        model, state = self.model, self.model._accumulation
-        hooks = [name for name in HOOKS if state.overrides(name)]
+        model, accumulation = self.model, self.model._accumulation
+        hooks = [name for name in HOOKS if accumulation.overrides(name)]
         advice = ""
-        if model.accum_steps > 1 and not [*state.accumulators]:
+        if model.accum_steps > 1 and not [*accumulation.accumulators]:
             steps = model.accum_steps
             what = f"`accum_steps` is {steps}, but nothing was accumulated"
         elif hooks and model._gradient_accumulator is None:

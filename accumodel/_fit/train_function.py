@@ -9,7 +9,7 @@ Every fed batch goes one way:
                     model.train_step        the user's, or that of accumodel
                         compute_gradients   forward, backward, weight, logs
                         accumulate_gradients -> GradientAccumulator: the sums
-                Added.end                counts it; updates if the cycle ends
+                Collector.end            counts it; updates if the cycle ends
 
 A feature may `train` or `test` a fed batch instead of the loop. The test
 function goes the same way, without gradients. XLA compiles what runs for a
@@ -27,7 +27,7 @@ from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.micro_batches import ALL
-from accumodel._update.engine import Added, step_failed
+from accumodel._update.engine import Collector, step_failed
 
 
 def make_function(model, name, make, force):
@@ -35,49 +35,59 @@ def make_function(model, name, make, force):
     made = getattr(model, f"{name}_function")
     if made is not None and not force:
         return made  # as Keras does
-    state = model._accumulation
+    accumulation = model._accumulation
     if name == "train":
-        is_ours = state.accumulates or bool([*state.accumulators])
+        is_ours = accumulation.accumulates or bool([*accumulation.accumulators])
     else:
-        keeps = any(feature.keeps_test_step() for feature in state.features)
-        is_whole = keeps and state.overrides("test_step")
+        keeps = any(
+            feature.keeps_test_step() for feature in accumulation.features
+        )
+        is_whole = keeps and accumulation.overrides("test_step")
         is_ours = model.micro_batch_size is not None and not is_whole
     if is_ours:
-        _make(state, name, make)
+        _make(accumulation, name, make)
     else:
         make(force=True)
-    if replicas.is_multi_worker(state.strategy):
+    if replicas.is_multi_worker(accumulation.strategy):
         function = hooks.with_local_logs(getattr(model, f"{name}_function"))
         setattr(model, f"{name}_function", function)
     return None
 
 
-def _prepare_to_accumulate(state):
-    model = state.model
-    for accumulator in state.accumulators:
-        accumulator.follow(state.options.accum_steps, state.numbers)
-    hooks.watch_weights(state.accumulators)
-    if not state.accumulates:
+def _prepare_to_accumulate(accumulation):
+    model = accumulation.model
+    for accumulator in accumulation.accumulators:
+        accumulator.follow(
+            accumulation.options.accum_steps, accumulation.numbers
+        )
+    hooks.watch_weights(accumulation.accumulators)
+    if not accumulation.accumulates:
         return
     # Layers may have been built since `compile`.
-    checks.check_can_accumulate(model, state.options)
+    checks.check_can_accumulate(model, accumulation.options)
     # Made before the step is traced, or it would be traced again. A custom one
     # may have accumulators of its own. If not, it needs this one at the latest
     # before the loop, in which no replica can wait for the others.
     is_split = model.micro_batch_size is not None
-    is_first = is_split and not [*state.accumulators]
-    if model.built and (is_first or not state.overrides("train_step")):
+    is_first = is_split and not [*accumulation.accumulators]
+    if model.built and (is_first or not accumulation.overrides("train_step")):
         build_optimizer(model)
-        state.accumulators.build(state.options, state.numbers)
+        accumulation.accumulators.build(
+            accumulation.options, accumulation.numbers
+        )
 
 
-def _say_that_it_was_split(state, error):
+def _say_that_it_was_split(accumulation, error):
     """Adds a note to an error of TensorFlow in a batch that was split."""
     others = tf.errors.OutOfRangeError | tf.errors.ResourceExhaustedError
-    if state.options.micro_batch_size is None or isinstance(error, others):
+    if accumulation.options.micro_batch_size is None or isinstance(
+        error, others
+    ):
         return
-    size = int(tf.convert_to_tensor(state.size))  # a mirrored one is no number
-    samples = state.batch_size
+    size = int(
+        tf.convert_to_tensor(accumulation.size)
+    )  # a mirrored one is no number
+    samples = accumulation.batch_size
     is_split = size < ALL and (samples is None or size < samples)
     of_values = r"valid range|is not in \[|Tensor had|micro_batch_size|PyFunc"
     if is_split and not re.search(of_values, str(error)):
@@ -95,20 +105,22 @@ def _say_that_it_was_split(state, error):
 
 def _train(model, train_step, data):
     """Runs a `train_step`, which may be custom, on one fed batch."""
-    state = model._accumulation
-    plan = state.plan()
+    accumulation = model._accumulation
+    plan = accumulation.plan()
     data = replicas.hide_empty(data)
-    added = Added(plan.is_split)
+    collector = Collector(plan.is_split)
     try:
-        logs = _run(plan, train_step, data, added)
+        logs = _run(plan, train_step, data, collector)
     except AssertionError as error:
         if "variables which have been deleted" in str(error):
             _refuse_function(model, error)
         raise
-    is_added = added.end(state.accumulators, is_cycle=not state.spans_batches)
+    is_added = collector.end(
+        accumulation.accumulators, is_cycle=not accumulation.spans_batches
+    )
     if is_added or not model.trainable_variables:
         return logs
-    if state.accumulators.adds_in_function:
+    if accumulation.accumulators.adds_in_function:
         _refuse_function(model)
     if plan.is_split:
         raise ValueError(
@@ -136,50 +148,54 @@ def _test(model, test_step, data):
     return _run(model._accumulation.plan(), test_step, data)
 
 
-def _run(plan, step, data, added=None):
+def _run(plan, step, data, collector=None):
     """Runs a step for each micro-batch, or as a feature does."""
-    trains, whole_batch = added is not None, plan.whole_batch
+    trains, whole_batch = collector is not None, plan.whole_batch
     with contextlib.ExitStack() as stack:
         for feature in plan.features:
             stack.enter_context(feature.around_batch())
         if whole_batch is not None and trains:
-            return whole_batch.train(plan, added, data)
+            return whole_batch.train(plan, collector, data)
         if whole_batch is not None and "test_step" not in plan.overridden:
             return whole_batch.test(plan, data)
-        return loop.run(plan, step, data, added)
+        return loop.run(plan, step, data, collector)
 
 
-def _make(state, name, make):
+def _make(accumulation, name, make):
     """Makes the train or test function of a model that accumulates."""
     trains = name == "train"
     if trains:
-        _prepare_to_accumulate(state)
-    function = _make_by_keras(state.model, name, make)
-    for feature in state.features:
+        _prepare_to_accumulate(accumulation)
+    function = _make_by_keras(accumulation.model, name, make)
+    for feature in accumulation.features:
         function = feature.around(function, trains)
     is_ready = False  # a layer that is never called is never built
 
     def run_batches(batches):
         nonlocal is_ready
         if trains:
-            state.accumulators.is_live = True
+            accumulation.accumulators.is_live = True
             if not isinstance(batches, replicas.ITERATORS):
-                batches = replicas.split_over_replicas(batches, state.strategy)
+                batches = replicas.split_over_replicas(
+                    batches, accumulation.strategy
+                )
         try:
-            for feature in state.features:
+            for feature in accumulation.features:
                 batches = feature.first_batches(batches, trains)
             if not is_ready:
-                batches = variables.make_first(state.plan(), trains, batches)
+                batches = variables.make_first(
+                    accumulation.plan(), trains, batches
+                )
                 is_ready = True
             return function(batches)
         except BaseException as error:
             if trains:
-                step_failed([*state.accumulators], error)
+                step_failed([*accumulation.accumulators], error)
             if isinstance(error, tf.errors.OpError):
-                _say_that_it_was_split(state, error)
+                _say_that_it_was_split(accumulation, error)
             raise
 
-    setattr(state.model, f"{name}_function", run_batches)
+    setattr(accumulation.model, f"{name}_function", run_batches)
 
 
 def _make_by_keras(model, name, make):

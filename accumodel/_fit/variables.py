@@ -17,7 +17,7 @@ from accumodel._micro_batch.micro_batches import (
 )
 from accumodel._micro_batch.outcome import forward
 from accumodel._micro_batch.random_numbers import Draws
-from accumodel._update.engine import Added
+from accumodel._update.engine import Collector
 
 
 def make_first(plan, trains, batches):
@@ -27,7 +27,7 @@ def make_first(plan, trains, batches):
     # not known which of them is that of the samples. Takes the iterator of the
     # batches, and returns one of the same.
     replicas = plan.model.distribute_strategy.num_replicas_in_sync
-    if not (plan.is_split or plan.state.spans_batches):
+    if not (plan.is_split or plan.accumulation.spans_batches):
         return batches
     if replicas == 1:  # otherwise Keras has made them
         data = getattr(batches, "element_spec", None)
@@ -40,7 +40,7 @@ def make_first(plan, trains, batches):
             # What fails here fails in the step, or needs sizes as numbers.
             with contextlib.suppress(Exception):
                 _trace(plan, trains, data, decides=True)
-    plan.state.loss_weights.make_cycle()
+    plan.accumulation.loss_weights.make_cycle()
     return batches
 
 
@@ -50,7 +50,7 @@ def _is_size_known(plan, data):
     is_known = plan.model.run_eagerly or (
         is_fed_batch and first_leaf(data).shape[0] is not None
     )
-    return is_known and not plan.state.decisions.is_made
+    return is_known and not plan.accumulation.decisions.is_made
 
 
 def make(plan, data):
@@ -109,19 +109,19 @@ def _trace(plan, trains, data, decides=False):
         if was_built:  # if not, it draws the initial weights
             stack.enter_context(hooks.own_draws([]))
             stack.callback(python.close)
-        for accumulator in plan.state.accumulators:
+        for accumulator in plan.accumulation.accumulators:
             of_it = hooks.replaced(accumulator, "_has_weights", None)
             stack.enter_context(of_it)
         specs = keras.tree.map_structure(spec, data)
         tf.function(run, autograph=False).get_concrete_function(specs)
-    plan.state.decisions.is_made |= decides
+    plan.accumulation.decisions.is_made |= decides
 
 
 def _without_optionals(leaf):  # as Keras does
     return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
 
-class _Ignored(Added):
+class _Ignored(Collector):
     """Adds nothing."""
 
     def check(self, accumulator):

@@ -94,7 +94,7 @@ def check_model(model, accumulating):
             f"call `model.build(shape)`. Received: model={model}"
         )
     classes = [each for each in type(model).__mro__ if not checks.is_ours(each)]
-    if not model.built and any("build" in vars(each) for each in classes):
+    if not model.built and any("build" in vars(base) for base in classes):
         warnings.warn(
             "`model` is not built, and its class has a custom `build`: the new "
             "model gets weights of its own. Call `model` on a batch first.",

@@ -137,7 +137,7 @@ def _find_losses():
         for _, each in inspect.getmembers(keras.losses, inspect.isclass)
         if "__call__" in vars(each)
     ]
-    modules = [module_of(each) for each in classes]
+    modules = [module_of(base) for base in classes]
     reducing = {module_of(keras.Loss)} | {
         each for each in modules if hasattr(each, "reduce_weighted_values")
     }
@@ -402,9 +402,9 @@ def without_own_reduction(optimizers):
 
     with contextlib.ExitStack() as stack:
         with needed_for("replicas"):
-            for each in optimizers:
-                own = functools.partial(take, getattr(each, name))
-                stack.enter_context(replaced(each, name, own))
+            for optimizer in optimizers:
+                own = functools.partial(take, getattr(optimizer, name))
+                stack.enter_context(replaced(optimizer, name, own))
         yield
     if not is_called:
         raise RuntimeError(

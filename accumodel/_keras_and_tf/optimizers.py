@@ -44,5 +44,5 @@ def tf_variable(variable):
 def trained_norms(model):
     """Returns the normalizations in a model that training updates."""
     norm = keras.layers.BatchNormalization
-    norms = [each for each in flat_layers(model) if isinstance(each, norm)]
+    norms = [layer for layer in flat_layers(model) if isinstance(layer, norm)]
     return [each for each in norms if each.trainable]

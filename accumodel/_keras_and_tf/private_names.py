@@ -167,13 +167,13 @@ def normal_in_xla(draw, whole, first, shape):
     dropped = tf.truncatediv(line, length) * tf.truncatemod(length, 2)
     place += (dropped - second) * stride
     rows = tf.concat([shape[:1] + 1, shape[1:]], 0)  # neighbors, too
-    numbers = draw(place[0], 2 * tf.reduce_prod(rows, keepdims=True))
+    uniform = draw(place[0], 2 * tf.reduce_prod(rows, keepdims=True))
     place -= place[0]
-    constants = tf.constant([1e-7, -2, 2 * math.pi], numbers.dtype)
+    constants = tf.constant([1e-7, -2, 2 * math.pi], uniform.dtype)
     least, minus_2, circle = tf.unstack(constants)
-    radius = tf.math.log(tf.maximum(tf.gather(numbers, place), least))
+    radius = tf.math.log(tf.maximum(tf.gather(uniform, place), least))
     radius = tf.sqrt(minus_2 * radius)
-    angle = circle * tf.gather(numbers, place + stride)
+    angle = circle * tf.gather(uniform, place + stride)
     normal = tf.where(second > 0, tf.cos(angle), tf.sin(angle)) * radius
     return tf.reshape(normal, shape)
 
@@ -274,9 +274,9 @@ _STATE = {
 def track_alike(model, made):
     """Gives `made`, a new model, what Keras keeps of `model`, in its order."""
     for name, (_, values) in model._tracker.config.items():
-        for each in values:
-            if not made._tracker.is_in_store(name, each):
-                made._tracker.add_to_store(name, each)
+        for value in values:
+            if not made._tracker.is_in_store(name, value):
+                made._tracker.add_to_store(name, value)
     if isinstance(model, keras.Sequential):  # has a list of its own
         made._layers = list(model._layers)
     for name in _STATE & vars(model).keys():

@@ -1,10 +1,8 @@
 """What a step assigns: recorded, refused, or put back for another pass."""
 
 import contextlib
-import random
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from accumodel._micro_batch.micro_batches import current_graph
@@ -48,15 +46,6 @@ def recorded():
     """Scope, or decorator, in which assignments are known."""
     with tf.name_scope(RECORDED):
         yield
-
-
-def random_state(new=None):
-    """Returns Python's and NumPy's random states, and sets `new` ones."""
-    state = random.getstate(), np.random.get_state()
-    if new is not None:
-        random.setstate(new[0])
-        np.random.set_state(new[1])
-    return state
 
 
 def nodes_of(definition, scope=""):

@@ -22,9 +22,9 @@ class Feature:
     orders_samples = False  # `order` puts the samples of a fed batch in order
     runs_again = False  # a fed batch may run twice, by `around`
 
-    def __init__(self, state):
+    def __init__(self, accumulation):
         """Takes the `Accumulation` of the model."""
-        self._state = state
+        self._accumulation = accumulation
 
     # -- `compile` -------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Feature:
         """Returns the fed batch in order, as an object that cuts its parts."""
         raise NotImplementedError
 
-    def train(self, plan, added, data) -> dict:
+    def train(self, plan, collector, data) -> dict:
         """Trains on a fed batch that sees all samples; returns the logs."""
         raise NotImplementedError
 

@@ -19,10 +19,10 @@ from accumodel._micro_batch.assignments import recorded
 from accumodel._micro_batch.micro_batches import current_step
 
 
-def make_step(plan, function, added=None, losses=None):
+def make_step(plan, function, collector=None, losses=None):
     """Returns a function that runs `function` as a `Step` of a micro-batch."""
 
-    how = added, losses, plan.is_compiled
+    how = collector, losses, plan.is_compiled
 
     def step(data):
         with micro_batches.one_step(plan, data, *how):
@@ -49,14 +49,14 @@ def make_step(plan, function, added=None, losses=None):
     return call
 
 
-def run(plan, function, data, added=None):
+def run(plan, function, data, collector=None):
     """Calls a step with each micro-batch of a fed batch; returns the logs."""
     parts = micro_batches.FedBatch(plan, data)
-    trains = added is not None
+    trains = collector is not None
     scopes = plan.around_parts(trains)
-    losses = LossLogs(plan, data, trains and plan.state.spans_batches)
+    losses = LossLogs(plan, data, trains and plan.accumulation.spans_batches)
     combines = plan.is_split or losses.spans_batches
-    step = make_step(plan, function, added, losses if combines else None)
+    step = make_step(plan, function, collector, losses if combines else None)
     if not plan.is_split:
         with contextlib.ExitStack() as stack:
             for scope in scopes:
@@ -95,32 +95,32 @@ def run(plan, function, data, added=None):
     return logs
 
 
-def for_each(body, parts, state, finish=None):
+def for_each(body, parts, values, finish=None):
     """Runs all micro-batches, each when the one before is done."""
-    # `body` takes the number of a micro-batch and a state, and returns the next
+    # `body` takes the number of a micro-batch and values, and returns the next
     # one; this returns the last. `finish` gets a tensor that the loop made.
     if tf.executing_eagerly():
         for i in range(int(parts)):
-            state = body(tf.constant(i, tf.int64), *state)
-        return state
+            values = body(tf.constant(i, tf.int64), *values)
+        return values
 
     def is_left(i, *_):
         with micro_batches.on_host():
             return i < parts
 
-    def run_next(i, *state):
+    def run_next(i, *values):
         with micro_batches.on_host():
             after = i + 1
-        return (after, *body(i, *state))
+        return (after, *body(i, *values))
 
     with micro_batches.on_host():
         first = tf.constant(0, tf.int64)
-    end, *state = tf.while_loop(
-        is_left, run_next, (first, *state), parallel_iterations=1
+    end, *values = tf.while_loop(
+        is_left, run_next, (first, *values), parallel_iterations=1
     )
     if finish is not None:
         finish(end)
-    return state
+    return values
 
 
 class LossLogs:
@@ -157,12 +157,13 @@ class LossLogs:
     @recorded()
     def report(self, loss, weight, data):
         """Adds losses and weights, `None` for a sum, and sets the trackers."""
-        state, trackers = self._plan.state, loss_trackers(self._plan.model)
+        accumulation = self._plan.accumulation
+        trackers = loss_trackers(self._plan.model)
         if loss.shape.rank:  # without a reduction, and logged as a mean
             weight = tf.size(loss)
         weights, outputs = [weight], len(trackers) - 1
         if outputs:
-            of_outputs = state.loss_weights.output_weights
+            of_outputs = accumulation.loss_weights.output_weights
             weights += of_outputs(data, outputs, weight)
         samples = tf.cast(micro_batches.count_samples(data), tf.float64)
         new = []
@@ -171,15 +172,15 @@ class LossLogs:
             count = tf.cast(0 if weight is None else weight, tf.float64)
             loss = loss if weight is None else loss * count
             new.append([0.0, 0.0, loss, count, samples])
-        state.loss_weights.make_cycle()
-        cycle = state.loss_weights.cycle
+        accumulation.loss_weights.make_cycle()
+        cycle = accumulation.loss_weights.cycle
         # Eager code may have made trackers since `begin`.
         before = self._before + [tf.zeros(2, tf.float64)] * outputs
         before = tf.stack(before[: len(trackers)])
         is_new = self.begins_batch
         if self.spans_batches:
             is_reset = before[:, 1:] <= cycle[:, 1:2]
-            is_new &= is_reset | tf.equal(state.count_pending(), 0)
+            is_new &= is_reset | tf.equal(accumulation.count_pending(), 0)
         rows = tf.where(is_new, tf.pad(before, [[0, 0], [0, 3]]), cycle)
         rows += tf.stack(new)
         cycle.assign(rows)
@@ -201,4 +202,4 @@ class LossLogs:
 def _numbers_of(tracker):
     """Returns the total and the count of a loss tracker in a tensor."""
     values = tracker.total, tracker.count
-    return tf.stack([tf.cast(each, tf.float64) for each in values])
+    return tf.stack([tf.cast(value, tf.float64) for value in values])

@@ -27,7 +27,7 @@ _step: contextvars.ContextVar = contextvars.ContextVar("step", default=None)
 class Plan:
     """What a step has to know, decided once for each trace."""
 
-    state: typing.Any  # the `Accumulation` of the model
+    accumulation: typing.Any  # the `Accumulation` of the model
     model: typing.Any
     options: typing.Any  # the `Options` of `compile`
     overridden: frozenset  # the names of the methods that are the user's
@@ -57,7 +57,9 @@ class Plan:
     @property
     def has_whole_loss(self):
         """Whether the loss of an update is computed once, of all samples."""
-        return self.whole_batch is not None and not self.state.spans_batches
+        return (
+            self.whole_batch is not None and not self.accumulation.spans_batches
+        )
 
     @property
     def orders(self):
@@ -78,7 +80,7 @@ class Step:
 
     plan: Plan
     data: typing.Any
-    added: typing.Any = None  # where it registers, `None` if none trains
+    collector: typing.Any = None  # where it registers, `None` if none trains
     losses: typing.Any = None  # the `LossLogs` to report to, or `None`
     is_compiled: bool = False  # by XLA
     # The arguments of each loss reduction in this step, or `None` before.
@@ -93,7 +95,7 @@ class Step:
     def has_samples(self, loss, key, place=0):
         """Whether the first axis of a loss is that of the samples."""
         # It is then as long as that of the data, or as all their time steps.
-        decisions, sizes = self.plan.state.decisions, sizes_of(loss)
+        decisions, sizes = self.plan.accumulation.decisions, sizes_of(loss)
         samples = first_leaf(self.data).shape[0]
         if sizes == []:
             return False
@@ -244,10 +246,10 @@ def count_of_each_replica(data, strategy):
         # One array if all replicas get the same batch.
         leaves = [*map(replicas.local_results, keras.tree.flatten(data))]
         batches = [
-            [each[min(i, len(each) - 1)] for each in leaves]
+            [leaf[min(i, len(leaf) - 1)] for leaf in leaves]
             for i in range(max(map(len, leaves)))
         ]
-    batches = [keras.tree.pack_sequence_as(data, each) for each in batches]
+    batches = [keras.tree.pack_sequence_as(data, batch) for batch in batches]
     return [int(first_leaf(each).shape[0]) for each in batches]
 
 
@@ -258,7 +260,7 @@ def _counted(data):
     # they are the inputs.
     leaves = _leaves(data)
     is_tuple = isinstance(data, tuple)
-    targets = [each for each in leaves if is_tuple and each[0][0] == 1]
+    targets = [leaf for leaf in leaves if is_tuple and leaf[0][0] == 1]
     return targets or leaves
 
 
@@ -282,7 +284,7 @@ def _check_lengths(leaves, message):
     """Raises if lengths differ; returns checks of those known only later."""
     names = [_name(path) for path, _ in leaves]
     shapes = [tf.TensorShape(leaf.shape)[:1] for _, leaf in leaves]
-    lengths = [each[0] if each.rank == 1 else None for each in shapes]
+    lengths = [shape[0] if shape.rank == 1 else None for shape in shapes]
     known = {*lengths} - {None}
     if len(known) > 1:
         pairs = zip(names, lengths, strict=True)

@@ -54,9 +54,9 @@ _FAR = 1_000_003
 class RandomNumbers:
     """Lets the micro-batches of a model draw what the large batch draws."""
 
-    def __init__(self, state):
-        self.state = state
-        with tf.init_scope(), replicas.scope_of(state.strategy):
+    def __init__(self, accumulation):
+        self.accumulation = accumulation
+        with tf.init_scope(), replicas.scope_of(accumulation.strategy):
             # XLA reads it on the device.
             self.rows = replicas.make_sum((3,), tf.int64, "rows")
             # The samples of this cycle before this fed batch, and in it; and
@@ -83,7 +83,7 @@ class RandomNumbers:
         """Notes where a seed begins, or goes back to where the cycle did."""
         begin, now = self._begin_of(state), tf.cast(state.value, tf.int64)
         new = tf.concat([cycle, now, now], 0)
-        if self.state.spans_batches:
+        if self.accumulation.spans_batches:
             new = tf.where(begin[:1] == cycle, begin, new)
             state.assign(tf.cast(new[3:], state.dtype))
         begin.assign(new)
@@ -95,7 +95,7 @@ class RandomNumbers:
 
     def _begin_of(self, state):
         def make():
-            with replicas.scope_of(self.state.strategy):
+            with replicas.scope_of(self.accumulation.strategy):
                 return replicas.make_sum((5,), tf.int64, "begin")
 
         if id(state) not in self.begins:
@@ -117,7 +117,7 @@ class RandomNumbers:
             before += new * tf.cast(is_added, tf.int64)
             self.fed.assign([before, 0, cycle])
 
-        if self.state.spans_batches:
+        if self.accumulation.spans_batches:
             self._change(count)
 
     def end_cycle(self, after):
@@ -136,7 +136,7 @@ class RandomNumbers:
         def forget():
             cycle = self.cycle()
             for key, begin in self.begins.items():
-                state = self.state.assigned["seeds"][key]
+                state = self.accumulation.assigned["seeds"][key]
                 first = tf.cast(begin[1:3], state.dtype)
                 state.assign(tf.where(begin[:1] == cycle, first, state.value))
             self._end()
@@ -145,8 +145,8 @@ class RandomNumbers:
 
     def _change(self, change):
         """Changes the seeds on each replica, if there are any."""
-        if self.state.assigned["seeds"]:
-            with replicas.scope_of(self.state.strategy):
+        if self.accumulation.assigned["seeds"]:
+            with replicas.scope_of(self.accumulation.strategy):
                 replicas.on_each_replica(change)
 
     def _end(self):
@@ -154,15 +154,17 @@ class RandomNumbers:
 
     def save_cycle(self):
         """Returns what a file holds of a pending cycle, in a dict of arrays."""
-        places = {id(v): i for i, v in enumerate(self.state.model.variables)}
-        with replicas.scope_of(self.state.strategy):
+        places = {
+            id(v): i for i, v in enumerate(self.accumulation.model.variables)
+        }
+        with replicas.scope_of(self.accumulation.strategy):
             samples = np.asarray(tf.identity(self.fed))[0]
             now = replicas.local_results(self.fed)[0].numpy()[2] + 1
             held = {"samples": samples} if self.begins else {}
             for key, begin in self.begins.items():
                 number, *row = replicas.local_results(begin)[0].numpy()
                 if key in places and number == now:
-                    seed = np.array(self.state.assigned["seeds"][key])
+                    seed = np.array(self.accumulation.assigned["seeds"][key])
                     held[f"seed_{places[key]}"] = [*seed, *row]
         return held
 
@@ -171,11 +173,11 @@ class RandomNumbers:
         # Older files hold a table, with the places in a column.
         table = {f"seed_{int(i)}": row for i, *row in held.get("seeds", ())}
         rows: dict = dict.fromkeys(self.begins, [0] * 5)
-        for place, state in enumerate(self.state.model.variables):
+        for place, state in enumerate(self.accumulation.model.variables):
             row = (table | held).get(f"seed_{place}")
             if row is not None:
                 state.assign(row[:2])
-                self.state.assigned["seeds"][id(state)] = state
+                self.accumulation.assigned["seeds"][id(state)] = state
                 self._begin_of(state)
                 rows[id(state)] = np.array([1, *row[2:]], "int64")
 
@@ -186,7 +188,7 @@ class RandomNumbers:
             samples = held.get("samples", 0) // replicas.count_replicas()
             self.fed.assign([samples, 0, 0])
 
-        with replicas.scope_of(self.state.strategy):
+        with replicas.scope_of(self.accumulation.strategy):
             replicas.on_each_replica(write)
 
 
@@ -202,8 +204,8 @@ class Draws:
 
     def __init__(self, plan, trains=False, assigned=None):
         self._model = plan.model
-        self._of_model, self._state = plan.numbers, plan.state
-        self._spans = trains and plan.state.spans_batches
+        self._of_model, self._accumulation = plan.numbers, plan.accumulation
+        self._spans = trains and plan.accumulation.spans_batches
         self.rows = plan.numbers.rows
         self._are_in_order = plan.orders is None
         self._seeds = States(plan.assigned["seeds"])
@@ -320,14 +322,17 @@ class Draws:
         """Raises if a graph draws numbers that are not drawn so."""
         seeds = [self._seeds.variables[key] for key in self._seeds.before]
         seeds += self._initial.values()
-        known = {id(part) for seed in seeds for part in _parts(seed)}
+        known = {id(copy) for seed in seeds for copy in _copies(seed)}
         used = private_names.used_variables(graph)
         for seed in filter(private_names.is_seed, used):
             if id(seed) in known:
                 continue
             owner = f"the seed '{seed.name}'"
             for layer in private_names.flat_layers(self._model):
-                if any(tf_variable(each) is seed for each in layer.variables):
+                if any(
+                    tf_variable(variable) is seed
+                    for variable in layer.variables
+                ):
                     owner = f"the layer '{layer.name}'"
             raise ValueError(
                 "With `micro_batch_size`, a `tf.function` that was traced "
@@ -345,7 +350,7 @@ class Draws:
         return [
             key
             for key in keys
-            if not used.isdisjoint(map(id, _parts(self._seeds.variables[key])))
+            if not used.isdisjoint(map(id, _copies(self._seeds.variables[key])))
         ]
 
     def _next_initial(self, original, generator, ordered=True):
@@ -385,16 +390,16 @@ class Draws:
             or (name == "normal" and axes[0] and _is_compiled())
         ):
             return original(**arguments, seed=_apart(seed, self.rows[0]))
-        numbers = functools.partial(self._numbers, axes[0], sizes, shape, seed)
+        rows_of = functools.partial(self._numbers, axes[0], sizes, shape, seed)
         arguments.pop("noise_shape", arguments.pop("shape", None))
-        return _OFFSETS[name](numbers, **arguments)
+        return _OFFSETS[name](rows_of, **arguments)
 
     def _axes(self, name, seed, sizes):
         """Returns the axes of a draw that may be that of the samples."""
         # It is the first one if that may be as long.
         key = name, id(getattr(seed, "state", None))
         self._asked[key] += 1
-        place, decisions = self._asked[key] - 1, self._state.decisions
+        place, decisions = self._asked[key] - 1, self._accumulation.decisions
         samples = self._samples
         if samples is not None and decisions.is_made:
             what = f"A draw of `keras.random.{name}`"
@@ -446,10 +451,12 @@ class Draws:
                 return operation(shape=own_shape, counter=counter, **kwargs)
             count = tf.reduce_prod(own_shape)
             size = count + block - 1
-            numbers = operation(shape=[size], counter=counter, **kwargs)
+            drawn_rows = operation(shape=[size], counter=counter, **kwargs)
             # XLA would compile a slice for each place where one begins.
-            numbers = tf.roll(numbers, -tf.truncatemod(first, block), axis=0)
-            return tf.reshape(tf.slice(numbers, [0], [count]), own_shape)
+            drawn_rows = tf.roll(
+                drawn_rows, -tf.truncatemod(first, block), axis=0
+            )
+            return tf.reshape(tf.slice(drawn_rows, [0], [count]), own_shape)
 
         if axis == 0 and make is None:
             return draw(first)
@@ -459,8 +466,8 @@ class Draws:
             return make(draw, whole, first, shape)
         begins = tf.range(math.prod(sizes[:axis]), dtype=tf.int64) * all_rows
         begins = first + begins * inner
-        numbers = tf.map_fn(draw, begins, fn_output_signature=drawn)
-        return tf.reshape(numbers, shape)
+        drawn_rows = tf.map_fn(draw, begins, fn_output_signature=drawn)
+        return tf.reshape(drawn_rows, shape)
 
 
 @contextlib.contextmanager
@@ -493,7 +500,7 @@ def replaced_draws(draw, initial=None, **others):
         yield
 
 
-def _parts(seed):
+def _copies(seed):
     """Returns the variables of a seed, one for each replica."""
     variable = tf_variable(seed)
     with replicas.scope_of(getattr(variable, "distribute_strategy", None)):
@@ -554,42 +561,42 @@ def _shape(tensor):
 # -- as in `keras.src.backend.tensorflow.random` and `tf.random.stateless_*` ---
 
 
-def _uniform(numbers, minval=0.0, maxval=1.0, dtype=None):
+def _uniform(rows_of, minval=0.0, maxval=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
-    values = numbers(tf.raw_ops.StatelessRandomUniformV2, dtype, dtype=dtype)
+    values = rows_of(tf.raw_ops.StatelessRandomUniformV2, dtype, dtype=dtype)
     minval, maxval = tf.cast(minval, dtype), tf.cast(maxval, dtype)
     return values * (maxval - minval) + minval
 
 
-def _normal(numbers, mean=0.0, stddev=1.0, dtype=None):
+def _normal(rows_of, mean=0.0, stddev=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     if _is_compiled():
         drawn = tf.float32 if dtype == tf.bfloat16 else dtype
         uniform = tf.raw_ops.StatelessRandomUniformV2
         make = private_names.normal_in_xla
-        values = numbers(uniform, drawn, make, dtype=drawn)
+        values = rows_of(uniform, drawn, make, dtype=drawn)
         if drawn != dtype:  # XLA cuts bits off, instead of rounding
             bits = tf.bitcast(values, tf.uint32)
             values = tf.cast(tf.bitcast(bits - bits % 2**16, drawn), dtype)
     else:
-        values = numbers(tf.raw_ops.StatelessRandomNormalV2, dtype, dtype=dtype)
+        values = rows_of(tf.raw_ops.StatelessRandomNormalV2, dtype, dtype=dtype)
     mean = tf.convert_to_tensor(mean, dtype)
     return values * tf.convert_to_tensor(stddev, dtype) + mean
 
 
-def _randint(numbers, minval, maxval, dtype="int32"):
+def _randint(rows_of, minval, maxval, dtype="int32"):
     drawn = tf.as_dtype(dtype)
     if drawn not in (tf.int32, tf.int64):
         drawn = tf.int64
     operation = tf.raw_ops.StatelessRandomUniformIntV2
     minval, maxval = tf.cast(minval, drawn), tf.cast(maxval, drawn)
-    values = numbers(operation, drawn, minval=minval, maxval=maxval)
+    values = rows_of(operation, drawn, minval=minval, maxval=maxval)
     return tf.cast(values, dtype)
 
 
-def _dropout(numbers, inputs, rate):
+def _dropout(rows_of, inputs, rate):
     def sample(shape, dtype):
-        return numbers(tf.raw_ops.StatelessRandomUniformV2, dtype, dtype=dtype)
+        return rows_of(tf.raw_ops.StatelessRandomUniformV2, dtype, dtype=dtype)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample)
 

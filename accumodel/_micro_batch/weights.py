@@ -81,7 +81,10 @@ class LossWeights:
         """Returns the weight of the last micro-batch, `None` if it is a sum."""
         step = current_step()
         samples = count_samples(data)
-        if "compute_loss" in plan.overridden or not plan.state.accumulates:
+        if (
+            "compute_loss" in plan.overridden
+            or not plan.accumulation.accumulates
+        ):
             return samples  # the caller ignores it if nothing accumulates
         if step is None or step.reductions is None:
             raise ValueError(
@@ -99,7 +102,7 @@ class LossWeights:
         if [*divisors] == [None]:
             return None  # the check on the first batch tells of scalars
         if None in divisors:
-            names = [each.reduction for each in step.reductions]
+            names = [reduction.reduction for reduction in step.reductions]
             raise ValueError(
                 "The losses of this model are sums and means, and one weight "
                 "cannot be right for both. Use means, scaled by "
@@ -114,8 +117,8 @@ class LossWeights:
             )
             return samples
         if divisors.keys() - {_SAMPLES} and any(
-            is_single(tf.convert_to_tensor(each), data)
-            for each in added_losses(self._model)
+            is_single(tf.convert_to_tensor(loss), data)
+            for loss in added_losses(self._model)
         ):
             self._warn(
                 "The compiled loss is averaged over a mask or sample weights, "
@@ -134,7 +137,10 @@ class LossWeights:
         # A custom loss may normalize sums itself.
         is_custom = "compute_loss" in step.plan.overridden
         is_mean = is_custom and weight is not None
-        return [self._of_output(each, data, is_mean) for each in reductions]
+        return [
+            self._of_output(reduction, data, is_mean)
+            for reduction in reductions
+        ]
 
     def _of_output(self, reduction, data, is_mean):
         samples, name = count_samples(data), reduction.reduction
@@ -188,10 +194,12 @@ class LossWeights:
         # key have proportional divisors, and the first is kept. It is `None` if
         # it is only known to be proportional to the samples.
         divisors: dict = {}
-        for each in reductions:
-            inner = [x for x in each.inner if x.reduction not in _UNREDUCED]
-            found = self._divisors(inner) or self._divisor(each)
-            if inner and None in found and _is_mean(each):
+        for reduction in reductions:
+            inner = [
+                x for x in reduction.inner if x.reduction not in _UNREDUCED
+            ]
+            found = self._divisors(inner) or self._divisor(reduction)
+            if inner and None in found and _is_mean(reduction):
                 found = {_SAMPLES: None}
             divisors = found | divisors
         return divisors
@@ -213,7 +221,7 @@ class LossWeights:
         if name == "mean_with_sample_weight" and weighed:
             value = private_names.sum_of_weights(sample_weight, mask, dtype)
             # What `evaluate` was given is not known.
-            is_shared = self.shares_sample_weight and current_step().added
+            is_shared = self.shares_sample_weight and current_step().collector
             weights = 0 if is_shared else id(sample_weight)
             return {("weights", id(mask), weights): value}
         elements = tf.cast(tf.size(values, out_type=tf.int64), dtype)
@@ -235,12 +243,12 @@ class LossWeights:
 
 def _is_mean(reduction):
     """Whether a loss of sums is their mean over the samples, by measurement."""
-    numbers = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
     def make_up(leaf):
         shape = [4, *(size or 3 for size in leaf.shape[1:])]
         dtype = tf.as_dtype(leaf.dtype)
-        values = numbers.uniform(0.1, 0.9, shape)
+        values = rng.uniform(0.1, 0.9, shape)
         if not dtype.is_floating:  # such as classes
             values = np.round(values)
         return tf.cast(values, dtype)
@@ -279,14 +287,16 @@ def note_axes(step, reductions):
 
 def added_losses(model):
     """Returns what `add_loss` was given in the last call of the model."""
-    regularizers = [each.regularizer for each in model.trainable_weights]
+    regularizers = [
+        variable.regularizer for variable in model.trainable_weights
+    ]
     of_weights = [each for each in regularizers if each is not None]
     return model.losses[: len(model.losses) - len(of_weights)]
 
 
 def summed_losses(model, data):
     """Returns what `add_loss` was given with an axis, which Keras sums up."""
-    return [each for each in model.losses if not is_single(each, data)]
+    return [loss for loss in model.losses if not is_single(loss, data)]
 
 
 def missing_sums(model, data):

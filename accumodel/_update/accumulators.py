@@ -241,7 +241,7 @@ def write(accumulator, cycle):
 def _places(accumulator, model):
     """Returns which of the model's weights an accumulator trains."""
     places = {id(each): i for i, each in enumerate(model.weights)}
-    return [places.get(id(each), -1) for each in accumulator.variables]
+    return [places.get(id(variable), -1) for variable in accumulator.variables]
 
 
 def _check(accumulator, model, cycle):

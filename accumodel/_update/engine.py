@@ -51,8 +51,8 @@ class _Untracked:
         # Per variable: was it passed to `accumulate`, maybe with `None` as its
         # gradient? Empty if all were.
         self.named: list = []
-        # What a fed batch last registered, see `Added.take`.
-        self.added: typing.Any = None
+        # What a fed batch last registered, see `Collector.take`.
+        self.entry: typing.Any = None
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
@@ -98,7 +98,7 @@ class Engine(tf.Module):
             # others get `None` at the update, so that Keras skips them.
             self._given = tf.Variable([False] * len(variables), trainable=False)
             # On each replica: this fed batch's micro-batches, and the skipped.
-            self._parts = replicas.make_sum((2,), tf.float64, "parts")
+            self._counts = replicas.make_sum((2,), tf.float64, "counts")
             # On each replica: positive while a fed batch is added, negative
             # while an update is made, otherwise 0. All have the same sign.
             self._phase = replicas.make_sum((), tf.float64, "phase")
@@ -116,12 +116,12 @@ class Engine(tf.Module):
         return super()._trackable_children(save_type, **kwargs)
 
     def _end_cycle(self):
-        self._clear(self._totals, self._count, self._parts, self._phase)
+        self._clear(self._totals, self._count, self._counts, self._phase)
         self._given.assign(tf.zeros_like(self._given))
 
     def _clear(self, *variables):
-        for each in variables:
-            each.assign(tf.zeros(each.shape, each.dtype))
+        for variable in variables:
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
 
     def phase(self):
         """Returns what a step that failed has left: see `_phase`."""
@@ -138,7 +138,7 @@ class Engine(tf.Module):
 
     def adds_in_condition(self):
         """Whether it was last added to in a condition or a `tf.function`."""
-        return self._untracked.added is not None and self._untracked.added[1]
+        return self._untracked.entry is not None and self._untracked.entry[1]
 
     def fits(self, model):
         """Whether it trains what `compile` and `trainable` of a model say."""
@@ -156,19 +156,19 @@ class Engine(tf.Module):
     def receive(self, gradients, weight):
         """Checks a micro-batch, and adds it to the fed batch that it is of."""
         step = current_step()
-        in_fit = step is not None and step.added is not None
+        in_fit = step is not None and step.collector is not None
         # In a custom loop, each micro-batch is a fed batch.
-        added = step.added if in_fit else Added(is_split=False)
+        collector = step.collector if in_fit else Collector(is_split=False)
         if not (in_fit and self.is_own):
-            added.check(self)
+            collector.check(self)
         gradients = self._check(step, gradients, weight is not None)
         if in_fit:  # which ends the fed batch, and knows of errors
-            added.take(self, gradients, weight)
+            collector.take(self, gradients, weight)
             return
         with self._step():
             replicas.across_replicas(self._forget_if_broken)
-            added.take(self, gradients, weight)
-            added.end([self])
+            collector.take(self, gradients, weight)
+            collector.end([self])
 
     def _check(self, step, gradients, has_weight):
         """Refuses wrong arguments of a call; returns its gradients in order."""
@@ -198,7 +198,7 @@ class Engine(tf.Module):
             )
         if step is not None:
             step.calls.add(call)
-        self._present = tuple(each is not None for each in gradients)
+        self._present = tuple(gradient is not None for gradient in gradients)
         self._untracked.named = named
         return gradients
 
@@ -290,7 +290,7 @@ class Engine(tf.Module):
                 # What all replicas accept adds 1 / replicas on each of them.
                 size = 1 / (1 if is_split else self._untracked.replicas)
                 sizes = [accepted * size, (1 - accepted) * size]
-                self._parts.assign_add(sizes)
+                self._counts.assign_add(sizes)
 
     def end(self, present, is_conditional, is_cycle=False):
         """Ends a fed batch of which all micro-batches were added.
@@ -299,13 +299,13 @@ class Engine(tf.Module):
         known that none was pending, and it makes an update.
         """
         may_be_nothing = self._skip_nonfinite or is_conditional
-        parts = tf.identity(self._parts)
+        counts = tf.identity(self._counts)
         if may_be_nothing:
-            (parts,) = replicas.sum_over_replicas([parts])
-        self._parts.assign(tf.zeros_like(parts))
+            (counts,) = replicas.sum_over_replicas([counts])
+        self._counts.assign(tf.zeros_like(counts))
         how = present, may_be_nothing, is_cycle
         replicas.across_replicas(
-            functools.partial(self._count_batch, *how), parts
+            functools.partial(self._count_batch, *how), counts
         )
 
     def _waits(self, gradients, weight):
@@ -367,11 +367,11 @@ class Engine(tf.Module):
 
     # -- once for all replicas: the end of a batch, and the update -------------
 
-    def _count_batch(self, present, may_be_nothing, is_cycle, parts):
+    def _count_batch(self, present, may_be_nothing, is_cycle, counts):
         """Counts the fed batch, and updates if it is the cycle's last."""
         # All of them: another replica may still fail, and then no weight moves.
-        waits = replicas.local_results(parts)
-        added, skipped = tf.unstack(waits[0])
+        waits = replicas.local_results(counts)
+        taken, skipped = tf.unstack(waits[0])
         if not is_cycle:
             waits = [*waits, *self._check_set(present)]
 
@@ -383,7 +383,7 @@ class Engine(tf.Module):
 
         with tf.control_dependencies(waits):
             self._clear(self._phase)
-            is_added = added > 0 if may_be_nothing else True
+            is_added = taken > 0 if may_be_nothing else True
             if self._untracked.numbers is not None:
                 self._untracked.numbers.count_batch(is_added)
             if may_be_nothing:
@@ -420,7 +420,7 @@ class Engine(tf.Module):
                     autograph=False,
                 )
             update = untracked.updates[present]
-        with tf.control_dependencies([each.read_value() for each in phases]):
+        with tf.control_dependencies([phase.read_value() for phase in phases]):
             update()
             # Not in an XLA cluster, which would make zeros beside the sums.
             self._clear(*self._sums)
@@ -492,7 +492,7 @@ def step_failed(accumulators, error):
 fitted: contextvars.ContextVar = contextvars.ContextVar("fitted", default=None)
 
 
-class Added:
+class Collector:
     """Takes the micro-batches of one fed batch, and ends it.
 
     The check on the first batch has another one, which takes them elsewhere.
@@ -523,17 +523,17 @@ class Added:
     def take(self, accumulator, gradients, weight, is_last=True):
         """Adds a micro-batch, or a part of its gradient, to an accumulator."""
         accumulator.add(gradients, weight, self._is_split, is_last)
-        present = tuple(each is not None for each in gradients)
+        present = tuple(gradient is not None for gradient in gradients)
         before, was_conditional = self._entries.get(
             accumulator, (present, False)
         )
         step = current_step()
-        in_fit = step is not None and step.added is self
+        in_fit = step is not None and step.collector is self
         is_conditional = was_conditional or (in_fit and step.is_conditional())
         union = tuple(map(operator.or_, present, before))
         self._entries[accumulator] = union, is_conditional
         if in_fit:
-            accumulator._untracked.added = union, is_conditional
+            accumulator._untracked.entry = union, is_conditional
 
     def end(self, accumulators, is_cycle=False):
         """Ends the fed batch in its accumulators; returns if it has any.
@@ -543,8 +543,8 @@ class Added:
         # A `tf.function` in a custom step may be traced already: then it adds,
         # but registers nothing, so the accumulators themselves know.
         for each in accumulators:
-            if each not in self._entries and each._untracked.added is not None:
-                self._entries[each] = (each._untracked.added[0], True)
+            if each not in self._entries and each._untracked.entry is not None:
+                self._entries[each] = (each._untracked.entry[0], True)
         for accumulator, entry in self._entries.items():
             accumulator.end(*entry, is_cycle and accumulator.is_own)
         return bool(self._entries)

@@ -93,7 +93,7 @@ def zero_unless(accepted, gradients):
 
 def values_of(gradients):
     """Returns the values of those that there are, sparse ones as they are."""
-    present = [each for each in gradients if each is not None]
+    present = [gradient for gradient in gradients if gradient is not None]
     return [getattr(each, "values", each) for each in present]
 
 

@@ -35,8 +35,8 @@ _logger = logging.getLogger("accumodel")
 class FirstBatch(Feature):
     """Takes the first batches after `compile`, and has them checked once."""
 
-    def __init__(self, state):
-        super().__init__(state)
+    def __init__(self, accumulation):
+        super().__init__(accumulation)
         self.result: str | None = None
         self._fed: list = []  # those of the first cycle, so far
         self._looks = 0
@@ -51,16 +51,17 @@ class FirstBatch(Feature):
 
     def begin_fit(self, given):
         self._looks, self._fed, self._has_split = 0, [], False
-        self._is_even = _is_even(self._state, given)
+        self._is_even = _is_even(self._accumulation, given)
 
     def end_cycle(self):
         if len(self._fed) > 1 and not self._is_done:
             self._check(self._fed)  # the data has ended before the cycle
 
     def end_epoch(self, logs):
-        state, size = self._state, self._state.model.current_micro_batch_size
-        if isinstance(state.model.micro_batch_size, str) and size:
-            self._warn_about_norms((state.batch_size or 0) > size)
+        accumulation = self._accumulation
+        size = accumulation.model.current_micro_batch_size
+        if isinstance(accumulation.model.micro_batch_size, str) and size:
+            self._warn_about_norms((accumulation.batch_size or 0) > size)
         elif size and self._looks and not self._has_split:
             self._has_split = True  # it is said once
             warnings.warn(
@@ -75,7 +76,7 @@ class FirstBatch(Feature):
         if not (trains and self._must_look()):
             return batches
         spec = getattr(batches, "element_spec", None)
-        count = self._state.model.steps_per_execution
+        count = self._accumulation.model.steps_per_execution
         first = [*itertools.islice(batches, count)]
         if not first:
             return batches
@@ -83,7 +84,7 @@ class FirstBatch(Feature):
         if spec is None:
             return itertools.chain(first, batches)
         # An iterator of the same type, for which no step is traced again.
-        strategy = self._state.strategy
+        strategy = self._accumulation.strategy
         if strategy.num_replicas_in_sync > 1:
             with replicas.scope_of(strategy):
                 return iter(first)
@@ -92,8 +93,9 @@ class FirstBatch(Feature):
         )
 
     def _must_look(self):
-        state, size = self._state, self._state.model.micro_batch_size
-        if self._spans < state.spans_batches:  # from now on
+        accumulation = self._accumulation
+        size = accumulation.model.micro_batch_size
+        if self._spans < accumulation.spans_batches:  # from now on
             self._spans, self._is_done, self._looks = True, False, 0
         if self._is_done or self._looks >= _LOOKS:
             return False
@@ -104,9 +106,9 @@ class FirstBatch(Feature):
 
     def _steps(self):
         """Returns how many fed batches may make one update."""
-        accumulators = self._state.accumulators
+        accumulators = self._accumulation.accumulators
         steps = [accumulator.accum_steps for accumulator in accumulators]
-        return max([self._state.options.accum_steps, *steps])
+        return max([self._accumulation.options.accum_steps, *steps])
 
     def _look(self, first):
         """Notes batches, and has them checked if they make an update."""
@@ -115,9 +117,9 @@ class FirstBatch(Feature):
             leaf = replicas.local_results(leaf)[0]
             return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
-        with replicas.scope_of(self._state.strategy):
+        with replicas.scope_of(self._accumulation.strategy):
             first = [tf.nest.map_structure(of_one_replica, x) for x in first]
-        steps, size = self._steps(), self._state.model.micro_batch_size
+        steps, size = self._steps(), self._accumulation.model.micro_batch_size
         batches = [*self._fed, *map(as_tensors, first)][:steps]
         samples = max(int(count_samples(batch)) for batch in batches)
         is_split = isinstance(size, int) and samples > size
@@ -138,7 +140,9 @@ class FirstBatch(Feature):
     def _check(self, batches):
         self._fed = []
         try:
-            found = _outside(Check(self._state, batches, self._is_even).result)
+            found = _outside(
+                Check(self._accumulation, batches, self._is_even).result
+            )
         except NoGradient as error:  # those of another batch may be there
             self._looks += self._steps() > 1
             found = f"not made: {error}"
@@ -160,7 +164,7 @@ class FirstBatch(Feature):
         """Says what was found, once."""
         self.result, self._is_done = result, True
         what, _, text = result.partition(": ")
-        told = [*self._state.loss_weights.warned]
+        told = [*self._accumulation.loss_weights.warned]
         if what == "not made":
             warnings.warn(
                 "The first batch could not be compared in micro-batches and in "
@@ -181,10 +185,10 @@ class FirstBatch(Feature):
 
     def _warn_about_norms(self, is_split):
         """Warns of normalizations if a batch was split."""
-        state = self._state
-        is_exact = state.options.sync_batch_norm and self._steps() == 1
+        accumulation = self._accumulation
+        is_exact = accumulation.options.sync_batch_norm and self._steps() == 1
         is_known = is_exact or self._norms
-        if not is_split or is_known or not trained_norms(state.model):
+        if not is_split or is_known or not trained_norms(accumulation.model):
             return
         self._norms = (
             "Batch normalization normalizes each micro-batch by itself, so the "
@@ -213,14 +217,14 @@ def _outside(function):
         return pool.submit(function).result()
 
 
-def _is_even(state, given):
+def _is_even(accumulation, given):
     """Whether all micro-batches of a `fit` are known to be of one size."""
-    batch, size = state.batch_size, state.model.micro_batch_size
+    batch, size = accumulation.batch_size, accumulation.model.micro_batch_size
     if batch is None or given.get("validation_split"):
         return False
     leaves = keras.tree.flatten(given.get("x"))
-    is_array = all(isinstance(each, np.ndarray | tf.Tensor) for each in leaves)
+    is_array = all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
     if is_array and leaves[0].shape[0] % batch:
         return False
-    batch //= state.strategy.num_replicas_in_sync
+    batch //= accumulation.strategy.num_replicas_in_sync
     return not isinstance(size, int) or not batch % -(-batch // size)

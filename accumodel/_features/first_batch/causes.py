@@ -94,7 +94,7 @@ def _text(found, check):
 def _cause(found, check):
     if not check.adds_up and check.is_custom:
         return _WEIGHT
-    if not check.adds_up and check.state.overrides("micro_batch_weight"):
+    if not check.adds_up and check.accumulation.overrides("micro_batch_weight"):
         return "`micro_batch_weight` must add up to that of all samples."
     if check.is_custom:
         return (
@@ -104,7 +104,7 @@ def _cause(found, check):
             "override `compute_loss` instead of `train_step`, and use "
             "`micro_batch_size` with `gradient_cache=True`."
         )
-    options = check.state.options
+    options = check.accumulation.options
     cache = ""
     if options.micro_batch_size is None:
         cache = (

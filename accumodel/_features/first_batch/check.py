@@ -79,10 +79,13 @@ class Check:
     `is_even` if all micro-batches of the training are known to be as large.
     """
 
-    def __init__(self, state, fed, is_even):
-        self.state, self.model, self._is_even = state, state.model, is_even
-        numbers = state.numbers or RandomNumbers(state)
-        self.plan = plan = dataclasses.replace(state.plan(), numbers=numbers)
+    def __init__(self, accumulation, fed, is_even):
+        self.accumulation, self._is_even = accumulation, is_even
+        self.model = accumulation.model
+        numbers = accumulation.numbers or RandomNumbers(accumulation)
+        self.plan = plan = dataclasses.replace(
+            accumulation.plan(), numbers=numbers
+        )
         variables.make(plan, fed[0])
         try:
             self._data = _joined(fed) if len(fed) > 1 else fed[0]
@@ -92,11 +95,13 @@ class Check:
         self.what = "batch" if len(fed) == 1 else "cycle"
         self._samples = int(count_samples(self._data))
         self._fed = max(int(count_samples(batch)) for batch in fed)
-        size = state.options.micro_batch_size
+        size = accumulation.options.micro_batch_size
         self.is_sure = not isinstance(size, str)  # to be split
         self._size = size if isinstance(size, int) else self._fed
         own = {"train_step", "compute_gradients"} & plan.overridden
-        self.is_custom = bool(own) or state.overrides("accumulate_gradients")
+        self.is_custom = bool(own) or accumulation.overrides(
+            "accumulate_gradients"
+        )
         self._runner: type[Runner] = AsItIs
         count = min(_SAMPLES, self._size)
         if not self.is_custom and (plan.orders is None or self._size < 2):
@@ -258,7 +263,7 @@ class Check:
             if found := self._look(rows, *window, kinds if of_layers else None):
                 return found
         is_known = self.plan.has_whole_loss or self._is_even
-        if is_known or not self.state.overrides("micro_batch_weight"):
+        if is_known or not self.accumulation.overrides("micro_batch_weight"):
             return None
         with contextlib.suppress(NotMade):  # of rows that are in groups
             self._look(rows, 0, self.count, self.count - 1)
@@ -399,7 +404,7 @@ class Check:
     def _readers(self):
         """What `after_update` uses, and graphs of the step and of inference."""
         model, used, graphs = self.model, [], [self.rows.function.graph]
-        if self.state.overrides("after_update"):
+        if self.accumulation.overrides("after_update"):
             update = tf.function(model.after_update, autograph=False)
             used = update.get_concrete_function().variables
         x, *_ = keras.utils.unpack_x_y_sample_weight(self._chosen.take(0, 1))

@@ -161,7 +161,7 @@ def _sources(tensors):
 
 def _inside(graph, variables):
     """Returns the names that variables have in a graph."""
-    handles = {id(each.handle) for each in variables}
+    handles = {id(variable.handle) for variable in variables}
     return {b.name for a, b in graph.captures if id(a) in handles}
 
 

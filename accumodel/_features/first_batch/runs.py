@@ -35,7 +35,7 @@ from accumodel._micro_batch.micro_batches import (
 )
 from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._micro_batch.weights import added_losses
-from accumodel._update.engine import Added
+from accumodel._update.engine import Collector
 
 # How many bytes the check may take beside those of a micro-batch.
 MEMORY = 2**25
@@ -144,13 +144,13 @@ class Runner:
         with contextlib.ExitStack() as stack:
             for scope in self.scopes():
                 stack.enter_context(scope)
-            for accumulator in plan.model._accumulation.accumulators:
+            for accumulator in plan.accumulation.accumulators:
                 of_it = hooks.replaced(accumulator, "_has_weights", None)
                 stack.enter_context(of_it)
             scalars = [tf.TensorSpec((), tf.int64)] * 4
             function = tf.function(run, autograph=False)
             function = function.get_concrete_function(*scalars)
-        plan.state.decisions.is_made = True
+        plan.accumulation.decisions.is_made = True
         return function
 
     def run(self, begin, end, size):
@@ -223,11 +223,11 @@ class ByOutputs(Runner):
         outputs = [*{x.name: x for x in floats(y_pred)}.values()]
         rows = [_fold(x) for x in outputs if x.shape[:1] == [None]]
         self.bytes_of_a_row = sum(map(_bytes_of_a_row, rows))
-        added = floats(added_losses(model))
+        layer_losses = floats(added_losses(model))
         if self._has_whole_loss and is_part:
             return [
                 keyed(WEIGHTS, [count_samples(data)])
-                | keyed(ADDED, added, tf.reduce_sum)
+                | keyed(ADDED, layer_losses, tf.reduce_sum)
                 | _keyed_by_rows(OUTPUTS, READ, outputs, outputs)
             ]
         args = x, y, y_pred, sample_weight
@@ -240,16 +240,16 @@ class ByOutputs(Runner):
         # Such as logits, which Keras's losses take instead of probabilities.
         read = _read_of(loss, forward, data)
         read = {tensor.name: tensor for tensor in [*outputs, *read]}
-        for tensor in added:
+        for tensor in layer_losses:
             read.pop(tensor.name, None)
         reads = [*read.values()]
-        sources = [*reads, *added]
+        sources = [*reads, *layer_losses]
         by = tf.gradients(tf.reduce_sum(loss), sources, stop_gradients=sources)
         by = [None if g is None else tf.convert_to_tensor(g) for g in by]
         # What no loss reads is not compared.
         pairs = [*zip(sources, by, strict=True)]
         sources = [x if g is not None else None for x, g in pairs]
-        reads, added = sources[: len(reads)], sources[len(reads) :]
+        reads, layer_losses = sources[: len(reads)], sources[len(reads) :]
         sizes = [
             tf.reduce_sum(tf.abs(x * g)) for x, g in pairs if g is not None
         ]
@@ -263,7 +263,7 @@ class ByOutputs(Runner):
             | _keyed_by_rows(OUTPUTS, READ, reads, reads)
             | _keyed_by_rows(BY_OUTPUTS, BY_READ, by, reads)
             | keyed(GRADIENTS, by_own, _sketch)
-            | keyed(ADDED, added, tf.reduce_sum)
+            | keyed(ADDED, layer_losses, tf.reduce_sum)
             | keyed(LOSS, [tf.reduce_sum(loss)])
             | keyed(SIZES, [sum(sizes, tf.zeros((), tf.float64))])
         ]
@@ -308,7 +308,7 @@ class AsItIs(Runner):
         return [keyed(WEIGHTS, [samples]) | made]
 
 
-class _Taken(Added):
+class _Taken(Collector):
     """Takes the gradients that would be added to accumulators."""
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""The forward pass of a model as a graph, and its gradient, cut into parts.
+"""The forward pass of a model as a graph, and its gradient, cut into pieces.
 
 A normalization notes its moments, and goes on from a placeholder for the
 statistics of the batch. So each operation has a stage: the largest of those
@@ -16,7 +16,7 @@ stage to the first:
     stage 1:  from its moments and what it keeps to ...
 
 What depends on no sample, such as a cast of weights, or what a normalization
-makes of the statistics, is computed in each part that needs it. And a part of
+makes of the statistics, is computed in each piece that needs it. And a piece of
 the gradient computes again what it needs of its stage.
 """
 
@@ -40,8 +40,8 @@ class ModelGraph:
         self._plan, self._is_training = plan, is_training
         # The variables that it assigns, by their ids.
         self.assigned = plan.assigned["model"]
-        # By the names of operations: the place of its part in the order of all
-        # parts. In the forward pass it is its stage.
+        # By the names of operations: the place of its piece in the order of all
+        # pieces. In the forward pass it is its stage.
         self.positions: dict = {}
         # Those that depend on the samples of a micro-batch.
         self._of_samples: set = set()
@@ -60,7 +60,7 @@ class ModelGraph:
         self._handles = {id(outer): inner for outer, inner in pairs}
         self.definition = self.graph.as_graph_def()
         if self.definition.library.function and not tf.executing_eagerly():
-            # Else TensorFlow may forget functions that a part calls.
+            # Else TensorFlow may forget functions that a piece calls.
             graph = tf.compat.v1.get_default_graph()
             graph.add_to_collection("accumodel", function)
 
@@ -102,19 +102,19 @@ class ModelGraph:
 
     def shapes_of(self, tensors, samples):
         """Returns what the shapes of tensors are for a number of samples."""
-        part = Part(self, 0, tensors)  # which takes nothing of others
+        piece = Piece(self, 0, tensors)  # which takes nothing of others
         specs = []
-        for each in part.feeds:
+        for each in piece.feeds:
             first = [size or samples for size in each.shape[:1]]
             specs.append(tf.TensorSpec(first + each.shape[1:], each.dtype))
-        function = tf.function(part.run, autograph=False)
+        function = tf.function(piece.run, autograph=False)
         outputs = function.get_concrete_function(specs).outputs
-        return [each.shape for each in outputs]
+        return [output.shape for output in outputs]
 
     # -- the forward pass ------------------------------------------------------
 
     def cut(self):
-        """Finds the parts of the forward pass, one for each stage."""
+        """Finds the pieces of the forward pass, one for each stage."""
         self._find_stages(self._find_stages({}))
         self._norms.check(self, self._is_training)
         self.ends = tf.nest.flatten([self.outputs, self.losses])
@@ -128,8 +128,8 @@ class ModelGraph:
                 "moments": [norm.moments for norm in self.norms_of(stage)],
             }
 
-        self.forward = self._make_parts(range(self._last + 1), make)
-        self.moves = Part(self, self._last, self.new)
+        self.forward = self._make_pieces(range(self._last + 1), make)
+        self.moves = Piece(self, self._last, self.new)
 
     def _find_stages(self, stages):
         """Finds the stage of each operation, and which depend on samples.
@@ -167,28 +167,28 @@ class ModelGraph:
                 self._of_samples.add(op.name)
         return found
 
-    def _make_parts(self, positions, make):
-        """Returns parts that make what `make` says and what later ones take."""
-        parts: list = []
+    def _make_pieces(self, positions, make):
+        """Returns pieces that make what `make` says and later ones take."""
+        pieces: list = []
         takes: dict = {}
         for position in reversed(positions):
             kept = [e for e in takes.values() if self._made_at(e) == position]
             makes = {**make(position), "keeps": kept}
             effects = self._effects.get(self.stage_at(position), [])
-            parts.insert(0, Part(self, position, makes, effects))
-            takes |= parts[0].takes
-        return parts
+            pieces.insert(0, Piece(self, position, makes, effects))
+            takes |= pieces[0].takes
+        return pieces
 
     def norms_of(self, stage):
         """Returns the normalizations whose moments a stage makes."""
         return [e for e in self.norms if self._made_at(e.moments) == stage]
 
     def _made_at(self, tensor):
-        """Returns the position of the part that makes a tensor."""
+        """Returns the position of the piece that makes a tensor."""
         return self.positions[tensor.op.name]
 
     def stage_at(self, position):
-        """Returns the stage of a part, by its place in the order of all."""
+        """Returns the stage of a piece, by its place in the order of all."""
         return min(position, 2 * self._last + 1 - position)
 
     def is_of_batch(self, tensor):
@@ -196,7 +196,7 @@ class ModelGraph:
         return tensor.op.name not in self._of_samples
 
     def is_taken(self, tensor, position):
-        """Whether a part takes a tensor from an earlier one."""
+        """Whether a piece takes a tensor from an earlier one."""
         if self.is_of_batch(tensor) or tensor.op.name in self._again:
             return False
         made = self._made_at(tensor)
@@ -206,7 +206,7 @@ class ModelGraph:
     # -- its gradient ----------------------------------------------------------
 
     def differentiate(self, ends):
-        """Returns placeholders of the gradients by `ends`, and parts to run."""
+        """Returns placeholders of gradients by `ends`, and pieces to run."""
         variables = [*map(self._reads, self.model.trainable_variables)]
         reads = [each for of_one in variables for each in of_one]
         noted, as_before = self._norms.noted(), _entered(self._context)
@@ -241,7 +241,7 @@ class ModelGraph:
             }
 
         after = range(self._last + 1, 2 * self._last + 2)
-        return given, self._make_parts(after, make)
+        return given, self._make_pieces(after, make)
 
     def _reads(self, variable):
         """Returns the tensors that are a variable, each time it is read."""
@@ -251,7 +251,7 @@ class ModelGraph:
         return [*reads, self._handle(variable)] if others else reads
 
     def _find_positions(self, given):
-        """Finds the part in which each operation of the gradient runs."""
+        """Finds the piece in which each operation of the gradient runs."""
         for each in given:
             self._of_samples.add(each.op.name)
             self.positions[each.op.name] = self._last + 1
@@ -277,11 +277,11 @@ class ModelGraph:
             self.positions[op.name] = self._ready_at(before)
 
     def _ready_at(self, tensors):
-        """Returns the position of the first part that can have tensors."""
+        """Returns the position of the first piece that can have tensors."""
         first = max([self._last + 1, *map(self._made_at, tensors)])
         for position in range(first, 2 * self._last + 2):
             stage = self.stage_at(position)
-            if all(self._can_have(each, stage) for each in tensors):
+            if all(self._can_have(tensor, stage) for tensor in tensors):
                 return position
         return _give_up(tensors)
 
@@ -296,14 +296,14 @@ class ModelGraph:
         return made > self._last or made == stage or tensor.name in takes
 
 
-class Part:
+class Piece:
     """The operations at a position that make tensors, or have effects."""
 
     def __init__(self, graph, position, makes, effects=()):
         self._graph, self.makes = graph, makes
         self._flat = tensors_in(makes)
         self._operations, found = self._find(position, effects)
-        # What earlier parts make, by names.
+        # What earlier pieces make, by names.
         self.takes = {n: e for n, e in found.items() if not is_placeholder(e)}
         # What it is called with: the inputs of the model, if it takes one, what
         # it takes, and other placeholders.

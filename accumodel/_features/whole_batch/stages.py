@@ -74,33 +74,33 @@ class WholeBatch(Feature):
 
     def is_needed(self):
         """Whether there is something to wait for."""
-        model, options = self._state.model, self._state.options
+        model, options = self._accumulation.model, self._accumulation.options
         return options.gradient_cache or bool(trained_norms(model))
 
     def keeps_test_step(self):
         # With the cache, a custom one gets the batch whole, as the loss does.
-        return self._state.options.gradient_cache
+        return self._accumulation.options.gradient_cache
 
-    def train(self, plan, added, data):
+    def train(self, plan, collector, data):
         """Trains on one fed batch, which the caller ends. Returns the logs."""
         data = micro_batches.as_tensors(data)
         # What is assigned between the two passes.
         states = States(plan.assigned["loss"])
         run = _Run(plan, data, states, is_training=True)
         made = run.forward()
-        losses = loop.LossLogs(plan, data, plan.state.spans_batches)
-        with one_step(plan, data, added, losses):
+        losses = loop.LossLogs(plan, data, plan.accumulation.spans_batches)
+        with one_step(plan, data, collector, losses):
             own, cache, weight, log = run.differentiate(*made)
             has_own = bool(tensors_in(own))
             if not (own and (cache or has_own)):
                 plan.model.accumulate_gradients(own)  # says what is wrong
                 return log()
-            own_sums = plan.state.ready_accumulator()
-        add = functools.partial(added.take, own_sums, weight=weight)
+            own_sums = plan.accumulation.ready_accumulator()
+        add = functools.partial(collector.take, own_sums, weight=weight)
         if cache:
             with states.rolled_back():
-                run.backward(cache, added, add)
-        with one_step(plan, data, added, losses):
+                run.backward(cache, collector, add)
+        with one_step(plan, data, collector, losses):
             add(own)
             return log()
 
@@ -108,16 +108,18 @@ class WholeBatch(Feature):
         """Evaluates one fed batch, see `train`."""
         data = micro_batches.as_tensors(data)
         run = _Run(plan, data, States({}), is_training=False)
-        outputs, added = run.forward()
+        outputs, layer_losses = run.forward()
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with one_step(plan, data):
-            _, loss = run.compute_loss(outputs, added, x, y, sample_weight)
+            _, loss = run.compute_loss(
+                outputs, layer_losses, x, y, sample_weight
+            )
         step = (plan, x, y, outputs, sample_weight, loss)
         return outcome.log(*step, weight=run.parts.samples)
 
 
 class _Run:
-    """All micro-batches of a fed batch, through the parts of a `ModelGraph`."""
+    """All micro-batches of a fed batch, through pieces of a `ModelGraph`."""
 
     def __init__(self, plan, data, states, is_training):
         self._plan, self.parts = plan, micro_batches.FedBatch(plan, data)
@@ -164,25 +166,25 @@ class _Run:
         x, *_ = keras.utils.unpack_x_y_sample_weight(self.parts.data_of(i))
         return x
 
-    def _values_of(self, part, i):
-        """Returns what a part is called with for the i-th micro-batch."""
-        values = tensors_in(self._x_of(i)) if part.takes_inputs else []
-        rest = part.feeds[len(values) :]
+    def _values_of(self, piece, i):
+        """Returns what a piece is called with for the i-th micro-batch."""
+        values = tensors_in(self._x_of(i)) if piece.takes_inputs else []
+        rest = piece.feeds[len(values) :]
         return values + [self._values[each.name](i) for each in rest]
 
-    def _collect(self, part, run_part):
-        """Runs a part for each micro-batch; returns arrays of what it makes."""
+    def _collect(self, piece, run_piece):
+        """Runs a piece for each micro-batch; returns arrays that it makes."""
         draws: typing.Any = None
-        if part.assigned or part.reads(self._plan.numbers.rows):
-            draws = Draws(self._plan, self._is_training, part.assigned)
+        if piece.assigned or piece.reads(self._plan.numbers.rows):
+            draws = Draws(self._plan, self._is_training, piece.assigned)
         # Gradients of variables are in the sums already.
-        makes = {k: v for k, v in part.makes.items() if k != "own"}
+        makes = {k: v for k, v in piece.makes.items() if k != "own"}
         count = self.parts.count
         arrays = [_make_array(each, count) for each in tensors_in(makes)]
 
         def body(i, arrays):
             with draws.of(self.parts, i) if draws else contextlib.nullcontext():
-                made = tensors_in(run_part(i))
+                made = tensors_in(run_piece(i))
             with micro_batches.on_host():
                 written = [
                     array.write(tf.cast(i, tf.int32), each)
@@ -207,13 +209,13 @@ class _Run:
     def forward(self):
         """Returns the outputs, and pairs of a layer and an added loss."""
         graph = self._graph
-        for part in graph.forward:
-            made = self._run_stage(part)
+        for piece in graph.forward:
+            made = self._run_stage(piece)
         averages = graph.moves(self._values_of(graph.moves, None))
         for key, value in averages.items():
             variable = graph.averages[key]
             # If a stage reads it, then as it was.
-            if any(part.reads(variable) for part in graph.forward):
+            if any(piece.reads(variable) for piece in graph.forward):
                 self._states.record(variable)
             variable.assign(value)
         join = functools.partial(_join, self._plan, self.parts)
@@ -223,38 +225,38 @@ class _Run:
                 private_names.set_mask(output, mask)
         return outputs, [*zip(graph.owners, losses, strict=True)]
 
-    def _run_stage(self, part):
-        states = States(part.assigned)
+    def _run_stage(self, piece):
+        states = States(piece.assigned)
         # Nothing may change in a run without data, see `loop`.
         with tf.control_dependencies([self.parts.samples]):
             states.save()
-        step = loop.make_step(self._plan, part)
-        made = self._collect(part, lambda i: step(self._values_of(part, i)))
+        step = loop.make_step(self._plan, piece)
+        made = self._collect(piece, lambda i: step(self._values_of(piece, i)))
         moments = [array.stack() for array in made["moments"]]
         with tf.GradientTape() as tape:
             tape.watch(moments)
-            joined = [*map(sync_batch_norm.join, part.norms, moments)]
-        for norm, value in zip(part.norms, joined, strict=True):
+            joined = [*map(sync_batch_norm.join, piece.norms, moments)]
+        for norm, value in zip(piece.norms, joined, strict=True):
             self._values[norm.statistics.name] = lambda i, value=value: value
         self._stages.append((states, tape, joined, moments))
         return made
 
     # -- 2. The loss of the batch ----------------------------------------------
 
-    def differentiate(self, outputs, added):
+    def differentiate(self, outputs, layer_losses):
         """Returns gradients of the loss, its weight, and a function for logs.
 
         Gradients by the variables that the loss itself uses, in a list, and by
         the flat outputs and added losses, in a dict.
         """
-        ends = tf.nest.flatten([outputs, [loss for _, loss in added]])
+        ends = tf.nest.flatten([outputs, [loss for _, loss in layer_losses]])
         watched = {
             i: each
             for i, each in enumerate(ends)
             if each is not None
             and (each.dtype.is_floating or each.dtype.is_complex)
         }
-        compute = functools.partial(self.compute_loss, outputs, added)
+        compute = functools.partial(self.compute_loss, outputs, layer_losses)
         (own, by_ends), weight, log = outcome.differentiate(
             self._plan, self.parts.data, compute, [*watched.values()]
         )
@@ -268,12 +270,12 @@ class _Run:
             weight, own = _as_keras(weight, own, samples)
         return own, cache, weight, functools.partial(log, weight=samples)
 
-    def compute_loss(self, outputs, added, x, y, sample_weight):
+    def compute_loss(self, outputs, layer_losses, x, y, sample_weight):
         """Returns the outputs, and the loss, of the whole batch."""
         self._states.save()
         # Keras knows losses by their ids, and keeps them in a scope.
         with assignments.Recorder(self._states.record):
-            for layer, loss in added:
+            for layer, loss in layer_losses:
                 # Not by the method of functional models, which refuses.
                 keras.layers.Layer.add_loss(layer, loss)
             function = self._plan.model.compute_loss
@@ -290,40 +292,40 @@ class _Run:
 
     # -- 3. Forward again, and backward ----------------------------------------
 
-    def backward(self, cache, added, add):
+    def backward(self, cache, collector, add):
         """Runs all stages backward, and adds the gradients of the variables."""
         graph = self._graph
-        given, parts = graph.differentiate([graph.ends[i] for i in cache])
+        given, pieces = graph.differentiate([graph.ends[i] for i in cache])
         for each, gradient in zip(given, cache.values(), strict=True):
             self._values[each.name] = functools.partial(self._cut, gradient)
         by_statistics: dict = {}
-        for part in parts:
+        for piece in pieces:
             states, tape, joined, moments = self._stages.pop()
             given = [
                 by_statistics.get(norm.statistics.name, tf.zeros_like(value))
-                for norm, value in zip(part.norms, joined, strict=True)
+                for norm, value in zip(piece.norms, joined, strict=True)
             ]
             by_moments = tape.gradient(joined, moments, given)
-            for norm, rows in zip(part.norms, by_moments, strict=True):
+            for norm, rows in zip(piece.norms, by_moments, strict=True):
                 self._values[norm.given.name] = rows.__getitem__
-            if not tensors_in(part.makes):  # such as of layers that are frozen
+            if not tensors_in(piece.makes):  # such as of layers that are frozen
                 continue
             with states.rolled_back():
-                made = self._run_backward(part, added, add)
+                made = self._run_backward(piece, collector, add)
             for name, array in made["by_statistics"].items():
                 if array is not None:
                     by_statistics[name] = tf.reduce_sum(array.stack(), 0)
 
-    def _run_backward(self, part, added, add):
+    def _run_backward(self, piece, collector, add):
         def replay(values):
-            made = part(values)
+            made = piece(values)
             own = [*map(_total, made.pop("own"))]
             if tensors_in(own):
                 add(own, is_last=False)
             return made
 
-        step = loop.make_step(self._plan, replay, added)
-        return self._collect(part, lambda i: step(self._values_of(part, i)))
+        step = loop.make_step(self._plan, replay, collector)
+        return self._collect(piece, lambda i: step(self._values_of(piece, i)))
 
     def _cut(self, gradient, i):
         """Returns the i-th micro-batch's part of a gradient by an output."""
@@ -344,7 +346,7 @@ def _refuse_kept_tensor(plan, error):
 
 def _total(gradients):
     """Returns the sum of the gradients by what is one variable, or `None`."""
-    gradients = [each for each in gradients if each is not None]
+    gradients = [gradient for gradient in gradients if gradient is not None]
     if len(gradients) > 1:
         return tf.add_n([*map(tf.convert_to_tensor, gradients)])
     return gradients[0] if gradients else None
@@ -450,7 +452,7 @@ def _check_outputs(plan, graph):
         for path, output in keras.tree.flatten_with_path(graph.outputs)
         if output is not None
     ]
-    vectors = [each for each in graph.losses if each.shape.rank]
+    vectors = [loss for loss in graph.losses if loss.shape.rank]
     named += [("a loss of `add_loss`", each) for each in vectors]
     for name, output in named:
         if not isinstance(output, tf.Tensor):
@@ -483,7 +485,7 @@ def _option(plan):
 def _check_no_pairs(plan, graph, x):
     """Raises if another axis of an output grows with the samples: for pairs."""
     outputs = tensors_in(graph.outputs)
-    may_grow = any(None in each.shape[1:] for each in outputs)
+    may_grow = any(None in output.shape[1:] for output in outputs)
     is_dense = all(isinstance(e, tf.TensorSpec) for e in tf.nest.flatten(x))
     if not (may_grow and is_dense) or "slice_data" in plan.overridden:
         return
