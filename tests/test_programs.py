@@ -259,6 +259,7 @@ STOPPED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The first batch could not be")
 @pytest.mark.verified
 @pytest.mark.parametrize("change", names([*STOPPED], [*STOPPED][3:]))
 def test_what_is_missing_stops_only_what_needs_it(

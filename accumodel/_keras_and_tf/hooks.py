@@ -419,7 +419,7 @@ _logs = Hook(
     "workers",
     lambda: [
         (
-            module_of(definition(KerasModel, "fit")[0]),
+            module_of(definition(KerasModel, "make_train_function")[0]),
             "reduce_per_replica",
         )
     ],

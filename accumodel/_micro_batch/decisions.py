@@ -33,10 +33,13 @@ class Decisions:
 
     def find(self, key, place, sizes, what):
         """Returns what a call with known sizes decides; raises if unknown."""
-        noted = [pair for pair in self._noted[key] if _fits(pair[0], sizes)]
-        at_place = self._noted[key][place : place + 1]
-        for pair in [*(x for x in at_place if x in noted), *noted]:
-            return pair[1]
+        noted = self._noted[key]
+        # That of the same place, if other sizes are the same, too.
+        candidates = [*noted[place : place + 1], *noted]
+        for test in (_is_same, _is_like):
+            for known, decision in candidates:
+                if test(known, sizes):
+                    return decision
         raise ValueError(
             f"{what} was not there when the step was traced before the first "
             "batch, so it is not known which of its axes is that of the "
@@ -46,13 +49,16 @@ class Decisions:
         )
 
 
-def _fits(noted, sizes):
-    """Whether sizes may be those that were noted, some of them unknown."""
-    if noted is None:  # of no known rank
-        return True
-    pairs = zip(noted, sizes, strict=False)
-    is_alike = all(size in (None, known) for size, known in pairs)
-    return len(noted) == len(sizes) and is_alike
+def _is_same(known, sizes):
+    """Whether sizes are those that were noted, of which some are unknown."""
+    return _is_like(known, sizes) and all(
+        size in (None, now) for size, now in zip(known, sizes, strict=True)
+    )
+
+
+def _is_like(known, sizes):
+    """Whether sizes are as many as were noted, such as of other lengths."""
+    return known is not None and len(known) == len(sizes)
 
 
 def sizes_of(tensor):

@@ -401,7 +401,8 @@ class Draws:
         self._asked[key] += 1
         place, decisions = self._asked[key] - 1, self._accumulation.decisions
         samples = self._samples
-        if samples is not None and decisions.is_made:
+        is_made = decisions.is_made and self._are_in_order
+        if samples is not None and is_made:
             what = f"A draw of `keras.random.{name}`"
             return decisions.find(key, place, sizes, what)
         axes = [i for i, size in enumerate(sizes) if size in (None, samples)]

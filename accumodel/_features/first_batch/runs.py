@@ -150,7 +150,7 @@ class Runner:
             scalars = [tf.TensorSpec((), tf.int64)] * 4
             function = tf.function(run, autograph=False)
             function = function.get_concrete_function(*scalars)
-        plan.accumulation.decisions.is_made = True
+        plan.accumulation.decisions.is_made = plan.orders is None
         return function
 
     def run(self, begin, end, size):
