@@ -107,17 +107,31 @@ the parts are compared with themselves
 the check leaves behind what a step assigns
     Runner.run: call assign => None
 the first batch is lost
-    first_batches: set rest => itertools.islice(batches, count)
+    first_batches: set first => [*itertools.islice(batches, 2 * count)][1:]
 a state that only watches is told of
     Check._look: call _matters => True
 groups that are whole in the training are told of
-    _look_twice: if found end => False
+    _look_at_few: if found end => False
 the check looks at a special point
-    shaken: call _shake => each.read_value()
+    _move: call _near => value
 the check updates weights by an optimizer of the step
-    Runner._trace: call enter_context updates => None
+    Runner.scopes: call updates => hooks.silenced()
 functions in the model keep the check
-    Runner._trace: call enter_context functions => None
+    Runner.scopes: call functions => hooks.silenced()
+    """,
+    "test_verdict.py": """
+the check looks at a few rows only
+    _fitting: return => 3
+tensors that a loss reads are not compared
+    _read_of: return => []
+what no loss reads is compared
+    _is_used: return known => True
+a gradient that is not that of its value is not compared
+    _find: if _hides_gradient => False
+a small column is measured by the largest
+    _differ: call _of_columns => 0.0
+the axis of samples is guessed
+    Draws._axes: if is_made => False
     """,
     "test_gradient_cache.py": """
 what the loss wrote is lost
@@ -135,7 +149,7 @@ a `__call__` of Keras's own losses is not looked into
 one loss per sample is divided
     weigh: if => weight is None
 one number is a sum under a reduction that sums
-    _divisor: if loss_data => False
+    _divisor: if axes => False
 logs of sums that a custom loss normalizes add up
     output_weights: set is_mean => False
 samples are counted by the inputs
@@ -207,8 +221,6 @@ rows along another axis are those of a smaller batch
     _numbers: set all_rows => own
 rows that are no multiple of the samples are drawn again
     _numbers: set apart => 0 * begin
-samples and time in one axis are not known in eager code
-    Draws._axes: call insert => None
 seeds in a loop over samples are put back
     _put_back: if key => False
 what is drawn beside a loop over samples is counted again

@@ -405,12 +405,10 @@ class Draws:
         if samples is not None and is_made:
             what = f"A draw of `keras.random.{name}`"
             return decisions.find(key, place, sizes, what)
-        axes = [i for i, size in enumerate(sizes) if size in (None, samples)]
-        axes = [0] if 0 in axes else axes
+        places = [i for i, size in enumerate(sizes) if size in (None, samples)]
+        axes = [0] if 0 in places else places
         if samples is None:
-            return decisions.note(key, place, sizes, axes)
-        if samples > 1 and sizes and axes != [0] and sizes[0] % samples == 0:
-            axes.insert(0, 0)
+            decisions.note(key, place, sizes, axes)
         return axes
 
     def _numbers(
