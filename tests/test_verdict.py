@@ -477,7 +477,7 @@ def train(cls, make, loss, x, y, **kwargs):
     return model
 
 
-def rows():
+def table():
     """Each program in one way; all ways, and other seeds, are for the week."""
     for name, way in itertools.product(PROGRAMS, WAYS):
         is_often = way == "split" and not name.startswith("triplets of tw")
@@ -488,7 +488,7 @@ def rows():
 
 @pytest.mark.verified
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize(("name", "way"), rows())
+@pytest.mark.parametrize(("name", "way"), [*table()])
 def test_what_is_said_is_true(name, way):
     program, kwargs = PROGRAMS[name], WAYS[way]
     if way == "cache" and name in REFUSED:

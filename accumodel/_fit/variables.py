@@ -34,6 +34,8 @@ def make_first(plan, trains, batches):
         if data is None:
             data = as_tensors(next(batches))
             batches = itertools.chain([data], batches)
+        if trains:
+            _build(plan.model, data)
         if _are_missing(plan, data):
             _trace(plan, trains, data)
         elif trains and _is_size_known(plan, data):
@@ -55,6 +57,7 @@ def _is_size_known(plan, data):
 
 def make(plan, data):
     """Makes the variables of a model that is not built, for a batch of it."""
+    _build(plan.model, data)
     if not private_names.is_built(plan.model):
         _trace(plan, True, data)
 
@@ -81,17 +84,6 @@ def _trace(plan, trains, data, decides=False):
     """Traces a step for a micro-batch of a batch, or of the specs of one."""
     # The number of its samples is not known in it.
     model, was_built = plan.model, private_names.is_built(plan.model)
-    samples = first_leaf(data).shape[0]
-
-    def spec(leaf):
-        if isinstance(leaf, tf.experimental.Optional | None):
-            return leaf
-        spec = leaf if isinstance(leaf, tf.TypeSpec) else None
-        spec = spec or tf.type_spec_from_value(leaf)
-        is_tensor = isinstance(spec, tf.TensorSpec) and spec.shape.rank
-        if is_tensor and spec.shape[0] == samples:
-            return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-        return spec
 
     def run(data):
         data = keras.tree.map_structure(_without_optionals, data)
@@ -112,9 +104,43 @@ def _trace(plan, trains, data, decides=False):
         for accumulator in plan.accumulation.accumulators:
             of_it = hooks.replaced(accumulator, "_has_weights", None)
             stack.enter_context(of_it)
-        specs = keras.tree.map_structure(spec, data)
-        tf.function(run, autograph=False).get_concrete_function(specs)
+        tf.function(run, autograph=False).get_concrete_function(_specs(data))
     plan.accumulation.decisions.is_made |= decides
+
+
+def _specs(data):
+    """Returns the specs of a batch of any number of samples."""
+    samples = first_leaf(data).shape[0]
+
+    def spec(leaf):
+        if isinstance(leaf, tf.experimental.Optional | None):
+            return leaf
+        spec = leaf if isinstance(leaf, tf.TypeSpec) else None
+        spec = spec or tf.type_spec_from_value(leaf)
+        is_tensor = isinstance(spec, tf.TensorSpec) and spec.shape.rank
+        if is_tensor and spec.shape[0] == samples:
+            return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+        return spec
+
+    return keras.tree.map_structure(spec, data)
+
+
+def _build(model, data):
+    """Makes the weights of a model by a call of it that is not run."""
+    # In this scope Keras initializes them when it ends. In a function alone,
+    # TensorFlow cannot initialize those that a `SeedGenerator` draws.
+    if private_names.is_built(model):
+        return
+
+    def call(data):
+        x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+        private_names.call_model(model, x, training=True)
+
+    # A custom step may call the model with anything, or not at all.
+    scope, of_keras = scope_of(model.distribute_strategy), keras.StatelessScope
+    with contextlib.suppress(Exception), scope, of_keras():
+        function = tf.function(call, autograph=False)
+        function.get_concrete_function(_specs(data))
 
 
 def _without_optionals(leaf):  # as Keras does
