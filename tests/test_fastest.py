@@ -133,17 +133,6 @@ def test_evaluation_does_not_search(clock):
     assert clock.sizes == SEARCH + [8] * (128 - len(SEARCH))
 
 
-@pytest.mark.slow
-def test_it_searches_again_if_batches_have_another_length(clock):
-    model = compiled(plain(AccumulatingModel), **FASTEST)
-    train(model, dense(512))
-    clock.seconds |= {128: 3.0, 64: 2.0}
-    clock.sizes.clear()
-    train(model, dense(2048), batch_size=128)
-    search = [128] * 4 + [64] * 4 + [32] * 4 + [16] * 4
-    assert clock.sizes == [8] * 99 + search + [64] * 13
-
-
 def test_a_short_last_batch_is_not_timed_nor_a_change(clock):
     """It would look faster than all others."""
     clock.free = 10
@@ -152,16 +141,15 @@ def test_a_short_last_batch_is_not_timed_nor_a_change(clock):
     assert set(clock.sizes[25:]) == {8}
 
 
-def test_it_searches_again_if_memory_runs_out_later(clock):
+def test_memory_that_runs_out_later_halves_the_size(clock):
     x, y = dense(128 * 32)
     x[32 * 30] = LARGE
     limit = Limit(large=True)
     model = compiled(plain(AccumulatingModel, limit), **FASTEST)
     with pytest.warns(UserWarning, match="is 4 from now on"):
         train(model, (x, y))
-    again = [4] * 4 + [2] * 4 + [1] * 4
     before = SEARCH + [8] * (30 - len(SEARCH))
-    assert clock.sizes == before + [4] + again + [4] * (128 - 43)
+    assert clock.sizes == before + [4] * 98
 
 
 @pytest.mark.slow

@@ -274,11 +274,9 @@ class Fastest(Auto):
         super().__init__(accumulation)
         self._callback = keras.callbacks.Callback()  # whose `params` Keras sets
         self._initial_epoch = 0
-        self._fits = ALL  # the largest size that fits, as far as is known
-        self._fed = -1  # batches of this search; -1 before, `_FED` after it
+        self._fed = -1  # batches of the search; -1 before, `_FED` after it
         self._times: dict = {}  # by sizes: seconds for each number of a batch
-        # How many numbers are in a batch; batches in a row with others.
-        self._length = self._others = 0
+        self._length = 0  # how many numbers are in the first batch of these
 
     def _begin_cycle(self):
         # A batch can be run again, but not the batches before it in its cycle.
@@ -293,10 +291,9 @@ class Fastest(Auto):
             return super()._run_one(function, trains, data)
         leaves = tf.nest.flatten(data, expand_composites=True)
         length = sum(math.prod(getattr(x, "shape", ())) for x in leaves) or 1
-        is_alike = self._length / 2 <= length <= self._length * 2
-        self._others = 0 if is_alike else self._others + 1
-        if self._fed < 0 or (self._fed == _FED and self._others == _LONG):
+        if self._fed < 0:
             self._begin(length)
+        is_alike = self._length / 2 <= length <= self._length * 2
         begin = time.perf_counter()
         logs = super()._run_one(function, trains, data)
         if 0 <= self._fed < _FED:
@@ -310,14 +307,12 @@ class Fastest(Auto):
         return logs
 
     def _begin(self, length):
-        """Begins a search, unless it is known that `fit` is too short."""
+        """Begins the search, unless it is known that `fit` is too short."""
         params = self._callback.params or {}
         epochs = params.get("epochs", 1) - self._initial_epoch
         if (params.get("steps") or _LONG) * epochs < _LONG:
             return
-        self._assign_size(self._fits)
-        self._largest, self._times, self._length = None, {}, length
-        self._fed = self._others = 0
+        self._largest, self._length, self._fed = None, length, 0
 
     def _end_size(self, data):
         """Tries the next size, or takes the best one."""
@@ -335,10 +330,6 @@ class Fastest(Auto):
         self._largest = self._largest_part(data) if is_whole else self._size
         if (self._callback.params or {}).get("verbose"):
             print(f"\nThe fastest micro_batch_size is {self._largest}")
-
-    def _halve(self, data, error):
-        super()._halve(data, error)
-        self._fits, self._fed = self._size, -1
 
 
 def give_up(text, error):
