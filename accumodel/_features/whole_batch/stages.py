@@ -380,13 +380,9 @@ def set_apart(end):
     With a hundred loops, the first step takes a quarter less time. Such a loop
     runs on one device. Its data may be on another if there is a GPU: not then.
     """
-    if end.op.type not in ("While", "StatelessWhile"):
-        raise RuntimeError(
-            f"accumodel does not know how TensorFlow {tf.__version__} makes a "
-            "loop. Use a version that it was tested with. Received: an "
-            f"operation of type {end.op.type}"
-        )
-    if not tf.config.list_physical_devices("GPU"):
+    # If TensorFlow renames these, the first step takes longer.
+    is_loop = end.op.type in ("While", "StatelessWhile")
+    if is_loop and not tf.config.list_physical_devices("GPU"):
         private_names.set_flag(end.op, "_lower_using_switch_merge", False)
 
 
