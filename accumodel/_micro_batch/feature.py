@@ -29,9 +29,8 @@ class Feature:
     # -- `compile` -------------------------------------------------------------
 
     @classmethod
-    def is_on(cls, options) -> bool:
+    def is_on(cls, options) -> typing.Any:
         """Returns whether to make it for these `Options`."""
-        raise NotImplementedError
 
     @classmethod
     def check(cls, model, options) -> None:
@@ -56,9 +55,8 @@ class Feature:
         """Returns what to call instead of a train or test function."""
         return function
 
-    def current_size(self) -> int | None:
+    def current_size(self) -> typing.Any:
         """Returns the largest micro-batch so far."""
-        raise NotImplementedError
 
     # -- the trace of a fed batch ----------------------------------------------
 
@@ -76,15 +74,12 @@ class Feature:
 
     def order(self, plan, data) -> typing.Any:
         """Returns the fed batch in order, as an object that cuts its parts."""
-        raise NotImplementedError
 
-    def train(self, plan, collector, data) -> dict:
+    def train(self, plan, collector, data) -> typing.Any:
         """Trains on a fed batch that sees all samples; returns the logs."""
-        raise NotImplementedError
 
-    def test(self, plan, data) -> dict:
+    def test(self, plan, data) -> typing.Any:
         """Evaluates a fed batch as `train` does."""
-        raise NotImplementedError
 
     def keeps_test_step(self) -> bool:
         """Returns whether a custom `test_step` gets the batch whole."""
@@ -92,7 +87,6 @@ class Feature:
 
     def call_compiled(self, function, data):
         """Runs what XLA compiled for a micro-batch, and returns its logs."""
-        raise NotImplementedError
 
     def check_graph(self, graph) -> None:
         """Raises if a micro-batch cannot run so, after it was traced."""
