@@ -5,8 +5,9 @@ import sys
 
 # `python -m accumodel` reads its arguments before it imports TensorFlow.
 # While Python looks for the module after `-m`, `argv[0]` is "-m" for all.
-_module = sys.orig_argv[-len(sys.argv)]
-_is_command = sys.argv[0] == "-m" and _module == "accumodel"
+# A process that another one has started may have the arguments of that.
+_module = sys.orig_argv[-len(sys.argv) :][:1]
+_is_command = sys.argv[0] == "-m" and _module == ["accumodel"]
 if _is_command and sys.argv[1:] != ["--check"]:
     print("usage: python -m accumodel --check  (are the weights right here?)")
     sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)

@@ -90,7 +90,9 @@ def test_arguments_are_read_before_tensorflow_is(argument, status, tmp_path):
 
 def test_the_arguments_of_another_program_are_its_own(tmp_path):
     (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("import accumodel")
+    # As in a process that another one has started, with the arguments of that.
+    longer = "import sys; sys.argv = sys.argv + 9 * ['x']; import accumodel"
+    (tmp_path / "package" / "__init__.py").write_text(longer)
     (tmp_path / "package" / "train.py").write_text("print('trains')")
     command = [sys.executable, "-m", "package.train", "-m", "accumodel"]
     path = [tmp_path, pathlib.Path(accumodel.__file__).parents[1]]
