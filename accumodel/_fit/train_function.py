@@ -89,8 +89,8 @@ def _say_that_it_was_split(accumulation, error):
             "accumodel: The batch was split into micro-batches of at most "
             f"{size} samples (`micro_batch_size`). If a batch size is written "
             "in the model or the step, replace it by `tf.shape(x)[0]`. If the "
-            "model needs all samples at once, use `accum_steps` instead. If "
-            "arrays have no axis of samples, override `slice_data`."
+            "loss needs all samples at once, pass `gradient_cache=True`, too. "
+            "If arrays have no axis of samples, override `slice_data`."
         )
 
 

@@ -113,12 +113,18 @@ def _cause(found, check):
         )
     elif not options.gradient_cache:
         cache = "use `gradient_cache=True`"
-    layer, drawn = _first_layer(check)
+    layer, drawn, has_views = _first_layer(check)
     if layer is not None and drawn:
         return (
             f"The layer '{layer.name}' draws numbers ({drawn[0]}) which "
             "cannot be drawn for some of the samples. Use uniform or "
             "normal numbers, with the axis of samples first."
+        )
+    if layer is not None and has_views:
+        return (
+            f"The layer '{layer.name}' gets several rows for each sample, one "
+            "view of all samples behind the other, as `concatenate` along the "
+            "first axis makes them. Call the layers once for each view."
         )
     if layer is not None:
         advice = f", or compute this in the loss, and {cache}" if cache else ""
@@ -153,7 +159,7 @@ def _first_layer(check):
         with contextlib.suppress(tf.errors.InvalidArgumentError):
             if layer := _first_in(runner, *window):
                 return layer
-    return None, []
+    return None, [], False
 
 
 def _first_in(runner, begin, end, size):
@@ -165,7 +171,11 @@ def _first_in(runner, begin, end, size):
             other = parts[kind, k, place]
             is_alike = other is not None and one.shape == other.shape
             if not (is_alike and np.allclose(one, other, 1e-3, 1e-4)):
-                return runner.sources[kind, k, 0]
+                # The same rows in another order.
+                has_views = is_alike and np.allclose(
+                    np.sort(one, 0), np.sort(other, 0), 1e-3, 1e-4
+                )
+                return *runner.sources[kind, k, 0], has_views
     return None
 
 
