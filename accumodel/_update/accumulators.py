@@ -129,14 +129,18 @@ class Accumulators:
 
     def drop(self, name, otherwise=""):
         """Forgets what is pending before `name`, with a warning."""
-        pending = self.pending_steps
+        pending, why = (
+            self.pending_steps,
+            f"`{name}` begins with an empty cycle",
+        )
+        if name == "set_weights":
+            why = "their gradients are of other weights"
         if pending:
             self.reset()
             warnings.warn(
                 f"Batches that were accumulated before `{name}` made no "
-                "update. They are dropped: a cycle does not go on after it. "
-                f"Call `apply_accumulated_gradients()` before `{name}`"
-                f"{otherwise}. "
+                f"update. They are dropped, since {why}. Call "
+                f"`apply_accumulated_gradients()` before `{name}`{otherwise}. "
                 f"Received: pending_steps={pending}",
                 stacklevel=4,
             )
