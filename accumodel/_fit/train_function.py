@@ -80,13 +80,22 @@ def _prepare_to_accumulate(accumulation):
 def _say_that_it_was_split(accumulation, error):
     """Adds a note to an error of TensorFlow in a batch that was split."""
     others = tf.errors.OutOfRangeError | tf.errors.ResourceExhaustedError
+    if accumulation.options.micro_batch_size is None or isinstance(
+        error, others
+    ):
+        return
+    size = int(
+        tf.convert_to_tensor(accumulation.size)
+    )  # a mirrored one is no number
+    samples = accumulation.batch_size
+    is_split = size < ALL and (samples is None or size < samples)
     of_values = r"valid range|is not in \[|Tensor had|micro_batch_size|PyFunc"
-    size = accumulation.model.current_micro_batch_size
-    is_split = size is not None and size < (accumulation.batch_size or ALL)
-    is_other = isinstance(error, others) or re.search(of_values, str(error))
-    if is_split and not is_other:
+    if is_split and not re.search(of_values, str(error)):
+        batch = (
+            "The batch" if samples is None else f"A batch of up to {samples}"
+        )
         error.add_note(
-            "accumodel: The batch was split into micro-batches of at most "
+            f"accumodel: {batch} was split into micro-batches of at most "
             f"{size} samples (`micro_batch_size`). If a batch size is written "
             "in the model or the step, replace it by `tf.shape(x)[0]`. If the "
             "loss needs all samples at once, pass `gradient_cache=True`, too. "
