@@ -98,8 +98,9 @@ def _say_that_it_was_split(accumulation, error):
             f"accumodel: {batch} was split into micro-batches of at most "
             f"{size} samples (`micro_batch_size`). If a batch size is written "
             "in the model or the step, replace it by `tf.shape(x)[0]`. If the "
-            "loss needs all samples at once, pass `gradient_cache=True`, too. "
-            "If arrays have no axis of samples, override `slice_data`."
+            "loss needs all samples at once, pass `gradient_cache=True`, too; "
+            "if the model does, use `accum_steps` instead. If arrays have no "
+            "axis of samples, override `slice_data`."
         )
 
 
