@@ -15,7 +15,7 @@ from accumodel._micro_batch.micro_batches import (
     first_leaf,
     one_step,
 )
-from accumodel._micro_batch.outcome import forward
+from accumodel._micro_batch.outcome import forward, weigh
 from accumodel._micro_batch.random_numbers import Draws
 from accumodel._update.engine import Collector
 
@@ -170,5 +170,7 @@ def _use_all(plan, trains, data, decides):
     if plan.whole_batch is not None and not decides:
         private_names.call_model(model, x, training=True)
     else:
-        y_pred, _ = forward(model, True, x, y, sample_weight)
+        y_pred, loss = forward(model, True, x, y, sample_weight)
+        if decides:
+            weigh(plan, x, y, y_pred, sample_weight, loss)
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)

@@ -293,7 +293,10 @@ def own_draws(called):
     copies: dict = {}
 
     def draw(original, *args, **kwargs):
-        generator, name = original.__self__, original.__name__
+        generator = getattr(original, "__self__", None)
+        if generator is None:  # replaced by others, or by a scope inside
+            return original(*args, **kwargs)
+        name = original.__name__
         own = copies.setdefault(id(generator), copy.deepcopy(generator))
         called.append(f"{type(generator).__module__}.{name}")
         return getattr(own, name)(*args, **kwargs)

@@ -139,10 +139,11 @@ def _cause(found, check):
             "one loss per sample; `gradient_cache=True` does not help. Compute "
             "anything else in `compute_loss`, with `gradient_cache=True`."
         )
-    cache = f"{cache}; or " if cache else ""
+    cache = f"{cache}, and " if cache else ""
     return (
         "The loss compares or adds up samples, or is divided by a statistic of "
-        f"the batch. Return one loss per sample; or {cache}return in "
+        f"the batch. If it compares samples, {cache}compute all of it in "
+        "`compute_loss`. Return one loss per sample if it can be; or return in "
         "`micro_batch_weight` what the loss is divided by (`None` for a sum)."
     )
 
