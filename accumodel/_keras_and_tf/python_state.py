@@ -36,7 +36,7 @@ class PythonState:
         owners = [owner for owner in owners if not is_ours(type(owner))]
         self._stack = contextlib.ExitStack()
         self._values: list = []  # with the names of owners
-        todo: list = [(owner, owner.name, _package(owner)) for owner in owners]
+        todo: list = [(x, _name_of(x), _package(x)) for x in owners]
         seen: set = set()
         for value, name, package in todo:  # which grows
             if id(value) not in seen:
@@ -111,6 +111,10 @@ def _put_back(owner, before, names):
         if not isinstance(vars(owner)[name], keras.Layer | keras.Variable):
             del vars(owner)[name]
     vars(owner).update(before)
+
+
+def _name_of(owner):
+    return getattr(owner, "name", type(owner).__name__)  # a loss may have none
 
 
 def _package(value):
