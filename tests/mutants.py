@@ -127,7 +127,7 @@ tensors that a loss reads are not compared
 what no loss reads is compared
     _is_used: return known => True
 a gradient that is not that of its value is not compared
-    _find: if _hides_gradient => False
+    _find: if _hides_gradients => False
 a small column is measured by the largest
     _differ: call _of_columns => 0.0
 the axis of samples is guessed

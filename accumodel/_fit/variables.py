@@ -95,12 +95,11 @@ def _trace(plan, trains, data, decides=False):
                 data = model.slice_data(data, tf.zeros_like(end), end)
             _use_all(plan, trains, data, decides)
 
-    python = PythonState(owners_of(model))
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope_of(model.distribute_strategy))
         if was_built:  # if not, it draws the initial weights
             stack.enter_context(hooks.own_draws([]))
-            stack.callback(python.close)
+            stack.callback(PythonState(owners_of(model)).close)
         for accumulator in plan.accumulation.accumulators:
             of_it = hooks.replaced(accumulator, "_has_weights", None)
             stack.enter_context(of_it)

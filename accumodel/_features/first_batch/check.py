@@ -2,8 +2,7 @@
 
     a step of Keras's own   the first batch, or cycle, in the sizes of the
                             training, as far as it fits in memory: outputs, the
-                            loss, what that reads, and its gradients by these;
-                            then a few rows in parts of unequal size
+                            loss, what that reads, and its gradients by these
     a custom step           a few rows, spread over the batch, in parts of
                             unequal size: gradients by the weights; if they
                             differ, rows that follow each other, in which groups
@@ -112,6 +111,8 @@ class Check:
         # are in a part.
         self.window = 0, self.count, max(self.count - 1, 1)
         self.rows: typing.Any = None
+        # Whether a value may differ that has no gradient, or another one.
+        self._hides_gradients = False
 
     def result(self):
         """Returns what is found, which begins with "exact" or "differs"."""
@@ -166,13 +167,14 @@ class Check:
             )
         if any(map(is_random, nodes)):
             return causes.say(Found("tf.random"), self)
+        self._hides_gradients = any(map(_hides_gradient, nodes))
         is_by_outputs = self._runner is ByOutputs
         look = self._look_at_batch if is_by_outputs else self._look_at_few
         found = self._near(look, self.rows)
         if found or not is_by_outputs:
             return found
         # The values are the same, so gradients are, if they are those of them.
-        if any(map(_hides_gradient, nodes)):
+        if self._hides_gradients:
             return self._find_by_gradients(ByOutputs)
         return None
 
@@ -328,7 +330,7 @@ class Check:
 
     def _differ(self, kind, whole, parts):
         """Returns what differs of a kind, as `Found`, the most first."""
-        if kind == runs.SIZES or (kind == runs.LOSS and self._stops_gradients):
+        if kind == runs.SIZES or (kind == runs.LOSS and self._hides_gradients):
             return []
         rounding, found = self._rounding(kind), []
         pairs = {
@@ -381,12 +383,6 @@ class Check:
             runs.BY_OUTPUTS: share,
         }
         return others.get(kind, min(20 * share, 3e-2))
-
-    @functools.cached_property
-    def _stops_gradients(self):
-        """Whether a value may differ that has no gradient."""
-        nodes = nodes_of(self.rows.function.graph.as_graph_def())
-        return any(map(_hides_gradient, nodes))
 
     def _matters(self, variable):
         """Whether anything is computed of a state, or it only watches."""

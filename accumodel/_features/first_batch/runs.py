@@ -323,9 +323,8 @@ class _Taken(Collector):
     def take(self, accumulator, gradients, weight, is_last=True):
         if current_graph() is not self._graph:
             raise NotMade("the step accumulates in a condition or a function")
-        sources = _sources_of(GRADIENTS, accumulator.variables)
         k = len(self.terms)
-        self.sources |= {(kind, k, i): v for (kind, _, i), v in sources.items()}
+        self.sources |= _sources_of(GRADIENTS, accumulator.variables, k)
         made = keyed(GRADIENTS, gradients, _sketch)
         self.terms.append(keyed(WEIGHTS, [weight]) | made)
 
@@ -352,8 +351,8 @@ def _keyed_by_rows(of_rows, of_all, tensors, read):
     return found
 
 
-def _sources_of(kind, variables):
-    return {(kind, 0, i): variable for i, variable in enumerate(variables)}
+def _sources_of(kind, variables, term=0):
+    return {(kind, term, i): variable for i, variable in enumerate(variables)}
 
 
 def _read_of(loss, forward, data):
