@@ -1,6 +1,7 @@
 """Takes the first fed batches, has them checked, and says what was found."""
 
 import concurrent.futures
+import functools
 import itertools
 import logging
 import warnings
@@ -88,9 +89,11 @@ class FirstBatch(Feature):
         if strategy.num_replicas_in_sync > 1:
             with replicas.scope_of(strategy):
                 return iter(first)
-        return iter(
-            tf.data.Dataset.from_generator(lambda: first, output_signature=spec)
-        )
+        # Tracing anything, as `from_generator` does, costs more than a step.
+        datasets = map(tf.data.Dataset.from_tensors, first)
+        dataset = functools.reduce(tf.data.Dataset.concatenate, datasets)
+        variant = tf.data.experimental.to_variant(dataset)
+        return iter(tf.data.experimental.from_variant(variant, spec))
 
     def _must_look(self):
         accumulation = self._accumulation

@@ -23,10 +23,6 @@ _SMALL = 2**16
 # branch, which begins at 1e-6 in some models.
 _TINY = 0.02
 
-# The bits of the mantissa of each dtype, and integers of as many bytes.
-_MANTISSAS = {tf.float16: 10, tf.bfloat16: 7, tf.float32: 23, tf.float64: 52}
-_BITS = {2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
-
 
 class NotMade(Exception):  # noqa: N818
     """Says why there is no check, in words of the user."""
@@ -56,66 +52,51 @@ def moved(variables, optimizer):
 
     At initial weights, averages that begin as copies do not move, and branches
     that begin at zero, or close to it, hide what is behind them. Loss scales
-    are 1, so that no sum overflows.
+    are 1, so that no sum overflows. Nothing large is copied: a constant is put
+    back by its first entry, and a large copy by what it is one of. What else is
+    large is random, and so at no special point.
     """
     scales = [
         tf_variable(inner.dynamic_scale)
         for inner in with_inner_optimizers(optimizer)
         if getattr(inner, "dynamic_scale", None) is not None
     ]
+    large: dict = {}
     with contextlib.ExitStack() as stack:
         for scale in scales:
             stack.callback(scale.assign, scale.read_value())
             scale.assign(1.0)
         for i, variable in enumerate(variables):
             if variable.dtype.is_floating and variable.shape.num_elements():
-                _move(variable, np.random.default_rng(i), stack)
+                _move(variable, np.random.default_rng(i), stack, large)
         yield
 
 
-def _move(variable, rng, stack):
-    """Moves a variable, and lets a stack put its bits back, without a copy."""
+def _move(variable, rng, stack, large):
+    """Moves a variable, and lets a stack put it back."""
     value = variable.read_value()
-    first, *some = tf.unstack(tf.reshape(value, [-1])[:8])
-    is_constant = all(bool(entry == first) for entry in some)
-    is_constant = is_constant and bool(tf.reduce_all(value == first))
-    is_small = value.shape.num_elements() <= _SMALL
-    if is_constant or is_small or variable.dtype not in _MANTISSAS:
-        kept = first if is_constant else value  # its buffer, not a copy
-        stack.callback(_fill, variable, kept)
-        variable.assign(_near(value, is_constant, rng))
-        return
-    del value
-    # The second highest bit of the mantissa, in half of the columns. Which
-    # makes 12 to 25 % of an entry, and is put back by doing it again.
-    bit = 2 ** (_MANTISSAS[variable.dtype] - 2)
-    mask = rng.integers(2, size=variable.shape[-1:]) * bit
-    mask[0] = bit
-    mask = tf.cast(mask, _BITS[variable.dtype.size])
-    before = _first_bits(variable)
-    stack.callback(_flip_back, variable, mask, before)
-    _flip(variable, mask)
+    begin = tf.reshape(value, [-1])[:8].numpy()
+    is_constant = bool((begin == begin[0]).all())
+    is_constant = is_constant and bool(tf.reduce_all(value == begin[0]))
+    if is_constant:
+        stack.callback(_fill, variable, begin[0])
+    elif value.shape.num_elements() <= _SMALL:
+        stack.callback(variable.assign, value)  # its buffer, not a copy
+    else:
+        key = value.dtype, *value.shape, begin.tobytes()
+        one = large.setdefault(key, variable)
+        if one is variable or not bool(tf.reduce_all(value == one)):
+            return
+        stack.callback(_put_back, variable, one)
+    variable.assign(_near(value, is_constant, rng))
 
 
 def _fill(variable, value):
-    variable.assign(tf.broadcast_to(value, variable.shape))
+    variable.assign(tf.fill(variable.shape, value))
 
 
-def _flip(variable, mask):
-    bits = tf.bitcast(variable.read_value(), mask.dtype)
-    bits = tf.bitwise.bitwise_xor(bits, mask)
-    variable.assign(tf.bitcast(bits, variable.dtype))
-
-
-def _flip_back(variable, mask, before):
-    # Ctrl-C may come before the first time.
-    if _first_bits(variable) != before:
-        _flip(variable, mask)
-
-
-def _first_bits(variable):
-    place = (slice(1),) * len(variable.shape)
-    return variable.read_value()[place].numpy().tobytes()
+def _put_back(variable, one):
+    variable.assign(one.read_value())
 
 
 def _near(value, is_constant, rng):
