@@ -76,18 +76,22 @@ def forward(self, x):
     return self.b(self.a(x))
 
 
-def rooted_step(self, data):
-    x, y = data
-    with tf.GradientTape() as tape:
-        y_pred = self.b(self.a(x))
-        loss = ops.sqrt(ops.mean((y_pred - y) ** 2))
-    variables = [*self.a.trainable_variables, *self.b.trainable_variables]
-    pairs = zip(tape.gradient(loss, variables), variables, strict=True)
-    if hasattr(self, "accumulate_gradients"):
-        self.accumulate_gradients([*pairs], tf.shape(x)[0])
-    else:
-        self.optimizer.apply_gradients(pairs)
-    return {"batch_loss": loss}
+def custom(loss_of, call=forward):
+    """Returns a function that makes a model with a custom step of a loss."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, self.b(self.a(x)))
+        variables = [*self.a.trainable_variables, *self.b.trainable_variables]
+        pairs = zip(tape.gradient(loss, variables), variables, strict=True)
+        if hasattr(self, "accumulate_gradients"):
+            self.accumulate_gradients([*pairs], tf.shape(x)[0])
+        else:
+            self.optimizer.apply_gradients(pairs)
+        return {"batch_loss": loss}
+
+    return subclass(call, None, train_step)
 
 
 class Scaled(layers.Layer):
@@ -206,6 +210,12 @@ def mean(self, y, p):
 
 def root(y, p):
     return ops.sqrt(ops.mean(rows(y, p)))
+
+
+def threes(y, p):
+    """Compares the samples of each three."""
+    differences = tf.reshape(p - y, (-1, 3, 4))
+    return ops.mean(ops.prod(differences, 1) ** 2)
 
 
 def hardest(kept):
@@ -374,17 +384,11 @@ PROGRAMS: dict = {
         X,
         Y,
     ),
-    "custom step": (subclass(forward, None, rooted_step), None, X, Y),
-    "step, call(x, t)": (
-        subclass(lambda self, x, t: x + t, None, rooted_step),
-        None,
-        X,
-        Y,
-    ),
+    "custom step": (custom(root), None, X, Y),
+    "step of threes": (custom(threes), None, X, Y),
+    "step, call(x, t)": (custom(root, lambda self, x, t: x + t), None, X, Y),
     "step, call(z)": (
-        subclass(
-            lambda self, z: self.a(z @ ops.ones((2, 6))), None, rooted_step
-        ),
+        custom(root, lambda self, z: self.a(z @ ops.ones((2, 6)))),
         None,
         X,
         Y,
@@ -461,7 +465,7 @@ WAYS = {
 REFUSED = (
     *("covariance", "kept rows", "kept mean", "kept sum", "kept root"),
     *("logits", "temperature", "the loss", "views", "time major"),
-    *("custom step", "step, call(x, t)", "step, call(z)"),
+    *("custom step", "step of threes", "step, call(x, t)", "step, call(z)"),
 )
 
 

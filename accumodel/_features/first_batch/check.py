@@ -3,10 +3,10 @@
     a step of Keras's own   the first batch, or cycle, in the sizes of the
                             training, as far as it fits in memory: outputs, the
                             loss, what that reads, and its gradients by these
-    a custom step           a few rows, spread over the batch, in parts of
-                            unequal size: gradients by the weights; if they
-                            differ, rows that follow each other, in which groups
-                            of samples may be whole
+    a custom step           a few rows, spread over the batch, in two parts:
+                            gradients by the weights; if they differ, rows that
+                            follow each other, in which groups of samples may
+                            be whole
 
 All of it is at a point that is not special. What has the same value there, in
 one piece and in parts, has the same gradient, unless an operation returns
@@ -49,7 +49,7 @@ from accumodel._micro_batch.assignments import is_random, nodes_of
 from accumodel._micro_batch.micro_batches import count_samples
 from accumodel._micro_batch.random_numbers import RandomNumbers
 
-# The most samples of a comparison in parts of unequal size.
+# The most samples of a comparison of gradients by the weights.
 _SAMPLES = 8
 
 # Operations whose gradient is not that of their value.
@@ -106,6 +106,8 @@ class Check:
         if not self.is_custom and (plan.orders is None or self._size < 2):
             self._runner, count = ByOutputs, max(count, 2)
         self.count = min(count, self._samples)
+        if self.count > 4:  # pairs are whole in each half
+            self.count -= self.count % 4
         self.adds_up, self._is_zero, self._error = True, True, 0.0
         # What is compared: the first row, the one behind the last, and how many
         # are in a part.
