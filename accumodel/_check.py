@@ -6,13 +6,10 @@ Keras as rounding allows: plain Keras once more, with the samples of each batch
 in another order, says how near that is.
 """
 
-import concurrent.futures
 import itertools
-import multiprocessing
 import os
 import platform
 import typing
-import unittest.mock
 import warnings
 
 import keras
@@ -30,6 +27,14 @@ SAMPLES = BATCH * 5 // 2  # the last batch is short
 _FACTOR = 10
 # The least that training must move a weight, in units of what is allowed.
 _MOVES = 10
+# The least compute capability of a GPU that computes in a precision.
+_CAPABILITIES = {"float32": 0, "mixed_float16": 7, "mixed_bfloat16": 8}
+# Why a CPU does not, without and with XLA.
+_NOT_ON_CPUS = {
+    ("mixed_float16", False): "no GPU",
+    ("mixed_float16", True): "no GPU",
+    ("mixed_bfloat16", False): "a CPU rounds too much",
+}
 
 
 def make_data(problem):
@@ -42,8 +47,7 @@ def make_data(problem):
         x = words * (np.arange(32) < rng.integers(4, 33, (SAMPLES, 1)))
     # A mean of the means of micro-batches is far off.
     weights = np.exp(np.linspace(2, -2, BATCH)).astype("float32")
-    data = x, y, np.resize(weights, SAMPLES)
-    return data[:2] if problem.loss is in_batch_loss else data
+    return x, y, np.resize(weights, SAMPLES)
 
 
 weighted_loss = keras.losses.SparseCategoricalCrossentropy(
@@ -68,7 +72,6 @@ class Problem(typing.NamedTuple):
     has_words: bool = False
     normalizes: bool = False
     rate: float = 0.0  # of the dropout
-    samples: int | None = None  # of a single batch
 
 
 def make_model(problem, model_class):
@@ -93,42 +96,45 @@ def make_model(problem, model_class):
 
 _SPLIT = {"micro_batch_size": MICRO_BATCH}
 _UNEQUAL = {"micro_batch_size": MICRO_BATCH + 4}  # parts that are not equal
-_AUTO = {"micro_batch_size": "auto"}
-_STEPS = {"accum_steps": BATCH // MICRO_BATCH}
-_TRIMMED = {**_SPLIT, "trim_padding": 0}
-_CACHE = {**_SPLIT, "gradient_cache": True}
-_SYNC = {**_SPLIT, "sync_batch_norm": True}
 PROBLEMS = (
     Problem(
-        {"accum_steps": _STEPS, "micro_batch_size": _UNEQUAL, "auto": _AUTO}
+        {
+            "accum_steps": {"accum_steps": BATCH // MICRO_BATCH},
+            "micro_batch_size": _UNEQUAL,
+            "auto": {"micro_batch_size": "auto"},
+        }
     ),
-    Problem({"gradient_cache": _CACHE}, in_batch_loss),
-    Problem({"sync_batch_norm": _SYNC}, normalizes=True),
+    Problem(
+        {"gradient_cache": _SPLIT | {"gradient_cache": True}}, in_batch_loss
+    ),
+    Problem(
+        {"sync_batch_norm": _SPLIT | {"sync_batch_norm": True}}, normalizes=True
+    ),
     Problem({"dropout": _UNEQUAL}, has_words=True, rate=0.3),
-    Problem({"trim_padding": _TRIMMED}, has_words=True),
+    Problem({"trim_padding": _SPLIT | {"trim_padding": 0}}, has_words=True),
 )
 
 
 def train(problem, model_class, jit, arguments, change=None):
-    """Trains a new model. Returns its weights before and after, and its size.
+    """Trains a new model, and returns its weights before and after.
 
     `change` is called with each batch.
     """
     model = make_model(problem, model_class)
-    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-    model.compile(optimizer, problem.loss, jit_compile=jit, **arguments)
-    data = tf.data.Dataset.from_tensor_slices(make_data(problem))
+    model.compile(
+        keras.optimizers.SGD(0.05, momentum=0.9),
+        problem.loss,
+        jit_compile=jit,
+        **arguments,
+    )
     size = MICRO_BATCH if "accum_steps" in arguments else BATCH
-    if problem.samples:
-        data, size = data.repeat().take(problem.samples), problem.samples
-    data = data.batch(size)
+    data = tf.data.Dataset.from_tensor_slices(make_data(problem)).batch(size)
     data = data.map(change) if change else data
     before = model.get_weights()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of small micro-batches, say
         model.fit(data, shuffle=False, verbose=0)
-    found = getattr(model, "current_micro_batch_size", None)
-    return before, model.get_weights(), found
+    return before, model.get_weights()
 
 
 def reverse(*batch):
@@ -149,24 +155,27 @@ class Row(typing.NamedTuple):
 
     way: str
     precision: str
-    xla: bool | None
+    xla: bool
     passed: bool | None
     text: str
 
     def __str__(self):
         result = {True: "ok", False: "FAILED", None: "-"}[self.passed]
-        xla = {True: "on", False: "off", None: "-"}[self.xla]
+        xla = "on" if self.xla else "off"
         return f"{self.way:20} {self.precision:15} {xla:4} {result} {self.text}"
 
 
-def judge(weights, plain, reordered, precision):
-    """Returns whether weights are those of plain Keras, and the figures."""
-    before, after, _ = plain
+def judge(weights, plain, again, precision):
+    """Returns whether weights are those of plain Keras, and the figures.
+
+    `plain` are its weights before and after, and `again` those after once more.
+    """
+    before, after = plain
     moved, differs = distance(before, after), distance(weights, after)
-    dtype = precision.removeprefix("mixed_")
-    allowed = rounding_of([dtype], is_trained=True)  # in any case
-    if reordered is not None:
-        allowed = max(_FACTOR * distance(reordered, after), allowed)
+    allowed = max(
+        _FACTOR * distance(again, after),
+        rounding_of([precision.removeprefix("mixed_")], is_trained=True),
+    )
     # Neither holds of what is no number.
     passed = moved > _MOVES * allowed and differs <= allowed
     return passed, (
@@ -175,30 +184,27 @@ def judge(weights, plain, reordered, precision):
     )
 
 
-def compare(problem, precision="float32", jit=False, strategy=None, run=train):
-    """Yields a row for each way to train; `run` runs them as `train`."""
+def compare(problem, precision="float32", jit=False, strategy=None):
+    """Yields a row for each way to train."""
+    keras.utils.clear_session()
     keras.config.set_dtype_policy(precision)
     strategy = strategy or tf.distribute.get_strategy()
+    # In another order a dropout would drop others.
+    change = None if problem.rate else reverse
     try:
-        plain, reordered = train(problem, keras.Model, jit, {}), None
-        if not problem.rate:  # a dropout draws for each place
-            reordered = train(problem, keras.Model, jit, {}, reverse)[1]
+        plain = train(problem, keras.Model, jit, {})
+        _, again = train(problem, keras.Model, jit, {}, change)
         for way, arguments in problem.ways.items():
             try:
                 with strategy.scope():
-                    found = run(problem, AccumulatingModel, jit, arguments)
-                result = judge(found[1], plain, reordered, precision)
-                if problem.samples and found[2] >= problem.samples:
-                    result = False, f"the batch fits in {_LIMIT} MB"
+                    _, ours = train(problem, AccumulatingModel, jit, arguments)
+                result = judge(ours, plain, again, precision)
             except Exception as error:
                 result = False, describe_error(error)
             yield Row(way, precision, jit, *result)
     except Exception as error:
         why = f"cannot run: plain Keras ends with {describe_error(error)}"
         yield from (Row(way, precision, jit, None, why) for way in problem.ways)
-    finally:
-        keras.config.set_dtype_policy("float32")
-        keras.utils.clear_session()
 
 
 def describe_error(error):
@@ -210,48 +216,14 @@ def describe_error(error):
 def find_cases():
     """Yields a precision, XLA, and why it cannot run, or an empty string."""
     gpus = tf.config.list_physical_devices("GPU")
-    if not gpus:
-        yield from (("float32", False, ""), ("float32", True, ""))
-        yield "mixed_bfloat16", True, ""
-        yield "mixed_bfloat16", False, "cannot run: a CPU rounds too much"
-        yield "mixed_float16", None, "cannot run: no GPU"
-        return
-    details = tf.config.experimental.get_device_details(gpus[0])
-    major, _ = details.get("compute_capability", (0, 0))
-    needed = {"float32": 0, "mixed_float16": 7, "mixed_bfloat16": 8}
-    for precision, least in needed.items():
-        why = f"cannot run: compute capability {major}" if major < least else ""
-        yield from ((precision, jit, why) for jit in (False, True))
-
-
-# It is halved once: each time, TensorFlow waits for memory for ten seconds.
-RECOVERY, _LIMIT = Problem({"auto, out of memory": _AUTO}, samples=512), 220
-# What a process reads when it starts. The limit is one of TensorFlow, which
-# then raises an error, as on a GPU. Where the system refuses memory,
-# convolutions end the process; those of oneDNN always do.
-_LIMITED = {
-    "TF_ENABLE_ONEDNN_OPTS": "0",
-    "TF_CPU_ALLOCATOR_USE_BFC": "1",
-    "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(_LIMIT),
-    "TF_CPP_MIN_LOG_LEVEL": "3",  # or it logs all that is in memory
-}
-
-
-def run_limited(*arguments):
-    """Trains in a process in which a batch does not fit in memory."""
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, spawn, limit) as pool:
-        with unittest.mock.patch.dict(os.environ, _LIMITED):
-            done = pool.submit(train, *arguments)
-        return done.result()
-
-
-def limit():
-    """Gives this process the same limit on GPUs."""
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-    device = tf.config.LogicalDeviceConfiguration(memory_limit=_LIMIT)
-    for gpu in tf.config.list_physical_devices("GPU"):
-        tf.config.set_logical_device_configuration(gpu, [device])
+    for precision, jit in itertools.product(_CAPABILITIES, (False, True)):
+        why = "" if gpus else _NOT_ON_CPUS.get((precision, jit), "")
+        for gpu in gpus:
+            details = tf.config.experimental.get_device_details(gpu)
+            major, _ = details.get("compute_capability", (0, 0))
+            if major < _CAPABILITIES[precision]:
+                why = f"compute capability {major}"
+        yield precision, jit, why
 
 
 def find_rows():
@@ -261,16 +233,10 @@ def find_rows():
         for precision, jit, why in find_cases()
         for problem in (() if why else PROBLEMS)
     ]
-    gpus = tf.config.list_logical_devices("GPU")
-    devices = gpus or tf.config.list_logical_devices("CPU")
-    if len(devices) > 1:
-        strategy = tf.distribute.MirroredStrategy(
-            [each.name for each in devices],
-            None if gpus else tf.distribute.ReductionToOneDevice(),
-        )
+    strategy = tf.distribute.MirroredStrategy()
+    if strategy.num_replicas_in_sync > 1:
         # XLA is left aside on several replicas.
         calls += [(Problem({"replicas": _SPLIT}), "float32", False, strategy)]
-    calls += [(RECOVERY, "float32", False, None, run_limited)]
     count = sum(len(problem.ways) for problem, *_ in calls)
     rows = itertools.chain.from_iterable(compare(*each) for each in calls)
     return count, rows
@@ -280,27 +246,22 @@ def main():
     """Measures and prints all rows. Returns 0 if all hold, otherwise 1."""
     tf.get_logger().setLevel("ERROR")  # each model of a row is traced
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    gpus = tf.config.list_physical_devices("GPU")
-    for gpu in gpus:  # or a process with little memory would get none
-        tf.config.experimental.set_memory_growth(gpu, True)
-    details = map(tf.config.experimental.get_device_details, gpus)
-    names = [each.get("device_name", "GPU") for each in details]
+    names = [
+        tf.config.experimental.get_device_details(gpu).get("device_name", "GPU")
+        for gpu in tf.config.list_physical_devices("GPU")
+    ]
     for module in (accumodel, keras, tf):
         print(module.__name__, module.__version__)
     print("python", platform.python_version(), "on", platform.platform())
     print("devices:", names or f"CPU, {os.cpu_count()} cores", "\n")
     for precision, jit, why in find_cases():
         if why:
-            print(Row("all", precision, jit, None, why))
+            print(Row("all", precision, jit, None, f"cannot run: {why}"))
     results = []
-    try:
-        count, rows = find_rows()
-        for i, row in enumerate(rows, 1):
-            print(f"[{i}/{count}]", row, flush=True)
-            results += [] if row.passed is None else [row.passed]
-    except KeyboardInterrupt:
-        print("Interrupted.")
-        return 130
+    count, rows = find_rows()
+    for i, row in enumerate(rows, 1):
+        print(f"[{i}/{count}]", row, flush=True)
+        results += [] if row.passed is None else [row.passed]
     print(f"\n{sum(results)} of {len(results)} rows hold.")
     if results and all(results):
         return 0

@@ -88,7 +88,10 @@ def unverified(request, monkeypatch):
     """
     monkeypatch.setattr(batches, "RAISES", True)
     name = request.module.__name__
-    always = ("test_all_of_keras", "test_first_batch", "test_other_packages")
+    always = (
+        *("test_first_batch", "test_first_batch_programs"),
+        *("test_all_of_keras", "test_other_packages"),
+    )
     is_marked = request.node.get_closest_marker
     is_verified = (
         name in always

@@ -104,22 +104,24 @@ a batch in the middle of a cycle is run again
     "test_first_batch.py": """
 the parts are compared with themselves
     Check._look: set whole => parts
-the check leaves behind what a step assigns
-    Runner.run: call assign => None
-the first batch is lost
-    first_batches: set first => [*itertools.islice(batches, 2 * count)][1:]
 a state that only watches is told of
     Check._look: call _matters => True
 groups that are whole in the training are told of
     _look_at_few: if found end => False
-the check looks at a special point
-    _move: call _near => value
+    """,
+    "test_first_batch_programs.py": """
+the check leaves behind what a step assigns
+    Runner.run: call assign => None
+the first batch is lost
+    first_batches: set first => [*itertools.islice(batches, 2 * count)][1:]
 the check updates weights by an optimizer of the step
     Runner.scopes: call updates => hooks.silenced()
 functions in the model keep the check
     Runner.scopes: call functions => hooks.silenced()
     """,
     "test_verdict.py": """
+the check looks at a special point
+    _move: call _near => value
 the check looks at a few rows only
     _fitting: return => 3
 tensors that a loss reads are not compared

@@ -2,14 +2,11 @@
 
 import os
 import pathlib
-import signal
 import subprocess
 import sys
-import time
 
 import keras
 import numpy as np
-import psutil
 import pytest
 import tensorflow as tf
 
@@ -112,8 +109,8 @@ def test_the_arguments_of_another_program_are_its_own(tmp_path):
     ],
 )
 def test_what_passes(before, ours, expected):
-    before, ours, plain = ([np.full(2, each)] for each in (before, ours, 1.0))
-    passed, _ = _check.judge(ours, (before, plain, None), None, "float32")
+    before, ours, after = ([np.full(2, each)] for each in (before, ours, 1.0))
+    passed, _ = _check.judge(ours, (before, after), after, "float32")
     assert passed == expected
 
 
@@ -142,7 +139,6 @@ def test_a_report_in_which_nothing_was_measured_fails(monkeypatch, capsys):
 @pytest.mark.slow
 def test_several_devices_are_compared_with_one(monkeypatch):
     monkeypatch.setattr(_check, "PROBLEMS", ())
-    monkeypatch.setattr(_check, "RECOVERY", _check.Problem({}))
     count, rows = _check.find_rows()
     (row,) = rows
     assert (count, row.way, row.passed) == (1, "replicas", True)
@@ -154,27 +150,12 @@ def test_a_gpu_is_checked_in_the_precisions_that_it_has(monkeypatch):
     config = tf.config.experimental
     monkeypatch.setattr(config, "get_device_details", lambda gpu: details)
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["a"])
-    why = "cannot run: compute capability 7"
+    why = "compute capability 7"
     assert list(_check.find_cases()) == [
         (precision, jit, why if precision == "mixed_bfloat16" else "")
         for precision in ("float32", "mixed_float16", "mixed_bfloat16")
         for jit in (False, True)
     ]
-
-
-@pytest.mark.slow
-def test_a_batch_that_does_not_fit_is_trained(monkeypatch):
-    def check():
-        (row,) = _check.compare(_check.RECOVERY, run=_check.run_limited)
-        return row.passed, row.text
-
-    passed, text = check()
-    assert passed is True, text
-    monkeypatch.setitem(_check._LIMITED, "TF_CPU_BFC_MEM_LIMIT_IN_MB", "4000")
-    assert check() == (False, "the batch fits in 220 MB")
-    monkeypatch.setitem(_check._LIMITED, "KERAS_BACKEND", "jax")
-    passed, _ = check()
-    assert passed is False
 
 
 @pytest.mark.weekly
@@ -195,41 +176,6 @@ def test_the_whole_check_needs_no_extra(tmp_path):
         command, capture_output=True, timeout=900, check=False, **options
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "[22/22]" in done.stdout
-    assert "22 of 22 rows hold." in done.stdout
+    assert "[21/21]" in done.stdout
+    assert "21 of 21 rows hold." in done.stdout
     assert "cannot run: no GPU" in done.stdout
-
-
-@pytest.mark.weekly
-@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
-def test_an_interrupted_recovery_leaves_no_process_and_no_file(tmp_path):
-    program = (
-        "from accumodel import _check\n"
-        "rows = _check.compare(_check.RECOVERY, run=_check.run_limited)\n"
-        "_check.find_rows = lambda: (1, rows)\n"
-        "import sys; sys.exit(_check.main())"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-    )
-    end = time.monotonic() + 120
-    children: list = []
-    while not children and time.monotonic() < end:
-        children = [
-            each
-            for each in psutil.Process(process.pid).children()
-            if "spawn_main" in " ".join(each.cmdline())
-        ]
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=300)  # it ends its batch
-    assert process.returncode == 130
-    assert output.rstrip().endswith(b"Interrupted.")
-    assert children
-    for each in children:
-        # Nobody may be there to ask what a process ended with.
-        ended = not each.is_running() or each.status() == psutil.STATUS_ZOMBIE
-        assert ended
-    assert not list(tmp_path.iterdir())

@@ -16,8 +16,6 @@ import tensorflow as tf
 from helpers import chain, compiled, distance, make_model, mirrored
 
 import accumodel
-from accumodel._features.first_batch.runs import _call_anew
-from accumodel._features.whole_batch.graph import _entered
 from accumodel._features.whole_batch.stages import set_apart
 from accumodel._keras_and_tf import construction, hooks, private_names
 from accumodel._micro_batch.assignments import Recorder
@@ -93,20 +91,6 @@ def test_the_loss_tracker_is_what_the_log_shows():
     logs = model.train_on_batch(*data, return_dict=True)
     tracker, *_ = private_names.loss_trackers(model)
     assert float(tracker.result()) == pytest.approx(logs["loss"])
-
-
-def test_all_layers_are_found_inside_of_others():
-    class Composite(keras.layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.inner = keras.layers.BatchNormalization()
-
-        def call(self, inputs):
-            return self.inner(inputs)
-
-    composite = Composite()
-    model = chain(keras.Model, (3,), composite)
-    assert composite.inner in private_names.flat_layers(model)
 
 
 @pytest.mark.parametrize(
@@ -252,45 +236,6 @@ def test_a_normalization_that_trains_takes_its_moments_from_one_method():
     np.testing.assert_allclose(norm.moving_mean, 0.03, rtol=1e-3)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_tensorflow_knows_of_xla_while_it_traces(jit_compile):
-    """Gradients of loops are others in XLA; what they need is in no option."""
-    known = []
-
-    @tf.function(jit_compile=jit_compile)
-    def trace():
-        known.append(private_names.control_flow_context())
-        with tf.Graph().as_default(), _entered(known[0]):
-            known.append(private_names.control_flow_context())
-
-    trace.get_concrete_function()
-    assert known[1] is known[0]
-    assert ("XLA" in type(known[0]).__name__) is jit_compile
-
-
-def test_means_reduce_to_samples_in_the_function_that_is_replaced():
-    """Where targets were cut, with zeros in the places that were cut off."""
-    y, weights = tf.zeros((1, 2)), tf.constant([[1.0, 0.0]])
-    metric = keras.metrics.MeanMetricWrapper(lambda y, y_pred: y_pred[..., 0])
-    model = make_model(keras.Model)
-    model.compile(weighted_metrics=[metric])
-    updated = []
-
-    def update(original, metrics, *args):
-        updated.extend(metrics.metrics)
-        original(metrics, *args)
-
-    def pad(original, *args, **kwargs):
-        padded = [tf.pad(each, [[0, 0], [0, 2]]) for each in args]
-        return original(*padded, **kwargs)
-
-    with hooks.metrics(update_state=update, reduce_to_samplewise_values=pad):
-        model.compute_metrics(None, y, tf.constant([[[8.0], [9.0]]]), weights)
-    # The sum of the products, and that of the weights, over 4 positions.
-    assert (float(metric.total), float(metric.count)) == (2.0, 0.25)
-    assert updated == [metric]
-
-
 def test_keras_draws_by_the_functions_that_are_replaced():
     """In micro-batches they draw the rows of the large batch."""
     drawn, seeds = [], []
@@ -337,52 +282,6 @@ def test_keras_takes_a_seed_that_is_drawn_already():
     assert module.draw_seed is before
 
 
-def test_a_graph_knows_the_seeds_that_its_functions_use():
-    drop = keras.layers.Dropout(0.5)
-    seed = drop.seed_generator.state.value
-
-    @tf.function(autograph=False)
-    def function(x):
-        return drop(x, training=True)
-
-    function(tf.ones((2,)))
-    used = []
-
-    @tf.function(autograph=False)
-    def step(x):
-        outputs = function(x)
-        graph = tf.compat.v1.get_default_graph()
-        used.extend(private_names.used_variables(graph))
-        return outputs
-
-    step(tf.ones((2,)))
-    (found,) = used
-    assert found is seed
-    assert private_names.is_seed(found)
-    assert not private_names.is_seed(tf.Variable(1.0))
-
-
-def test_the_body_of_a_loop_is_known():
-    found = []
-
-    def note(x):
-        found.append(private_names.is_in_loop(around))
-        return x
-
-    @tf.function(autograph=False)
-    def step(x):
-        nonlocal around
-        around = tf.compat.v1.get_default_graph()
-        note(x)
-        tf.cond(x[0] > 0, lambda: note(x), lambda: x)
-        return tf.map_fn(tf.function(note, autograph=False), x)
-
-    around = None
-    step(tf.ones((2,)))
-    assert found == [False, False, True]
-    assert not private_names.is_in_loop(None)
-
-
 def test_keras_asks_a_scope_for_the_variables_that_it_reads_and_writes():
     read, written = keras.Variable(1.0), keras.Variable(2.0)
     noted = []
@@ -392,15 +291,6 @@ def test_keras_asks_a_scope_for_the_variables_that_it_reads_and_writes():
         assert float(written) == 7.0
     assert noted == [written]
     assert (float(read), float(written)) == (1.0, 7.0)
-
-
-def test_a_mean_is_a_total_and_a_count():
-    mean = keras.metrics.Mean()
-    mean.update_state([1.0, 3.0], sample_weight=[1.0, 3.0])
-    assert list(map(id, mean.variables)) == [id(mean.total), id(mean.count)]
-    assert (float(mean.total), float(mean.count)) == (10.0, 4.0)
-    mean.total.assign(6.0)
-    assert float(mean.result()) == 1.5
 
 
 def test_regularizers_are_the_last_losses_of_a_model():
@@ -467,28 +357,6 @@ def test_keras_rematerializes_by_a_function_of_the_backend(monkeypatch):
     assert others == [(tf.identity, by_keras)]
 
 
-def test_keras_knows_globally_how_layers_are_called():
-    class Block(keras.layers.Layer):
-        def call(self, x):
-            scopes.append(hooks.keep_call())
-            seen.append(hooks.outer_layer())
-            return x
-
-    scopes: list = []
-    seen: list = []
-    dropout = keras.layers.Dropout(0.5)
-    model = chain(keras.Model, (9,), Block(dtype="mixed_float16"))
-    scopes.clear()
-    model(tf.ones((9, 9)), training=True)
-    assert seen[-1] is model
-    weight = keras.Variable([1.0])
-    with scopes[0]():
-        assert 0 in np.array(dropout(tf.ones((9, 9))))
-        assert weight.value.dtype == "float16"
-    assert 0 not in np.array(dropout(tf.ones((9, 9))))
-    assert weight.value.dtype == "float32"
-
-
 @pytest.mark.parametrize("mode", ["full", "list_of_layers"])
 def test_a_layer_knows_the_mode_of_its_scope(mode):
     with keras.RematScope(mode=mode, layer_names=["model"]):
@@ -502,15 +370,6 @@ def test_a_layer_knows_the_mode_of_its_scope(mode):
     assert private_names.can_run_twice(model.layers[0].call)
     assert not private_names.can_run_twice(unbuilt.call)
     assert private_names.can_run_twice(tf.identity)
-
-
-def test_metrics_that_a_model_does_not_list_are_known():
-    class ListsNone(keras.Model):
-        metrics = ()
-
-    model = ListsNone()
-    model.mine = keras.metrics.Mean()
-    assert private_names.tracked_metrics(model) == [model.mine]
 
 
 def test_the_attributes_of_keras_are_told_from_those_of_users():
@@ -529,20 +388,3 @@ def test_the_attributes_of_keras_are_told_from_those_of_users():
     assert vars(layer).keys() - names == {"mine"}
     assert vars(make_one_layer()).keys() <= names
     assert keras.layers.Flatten().name == "flatten"  # no name is used up
-
-
-def test_a_function_can_be_called_without_its_traces():
-    traces = []
-
-    @tf.function
-    def function(x):
-        traces.append(x)
-        return x + 1
-
-    for _ in range(2):
-        with hooks.functions(__call__=_call_anew):
-            assert function(tf.ones(())) == 2
-    assert len(traces) == 2
-    function(tf.ones(()))
-    function(tf.ones(()))
-    assert len(traces) == 3

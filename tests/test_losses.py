@@ -167,18 +167,6 @@ def test_any_signature_of_compute_loss_is_called_as_keras_does(made, kwargs):
     assert distance(linear(base, "mse", **kwargs)[0], plain) < 1e-6
 
 
-class MeansInside(AccumulatingModel):
-    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        mean = keras.ops.mean((y - y_pred) ** 2)
-        return 2 * mean + 0.1 * keras.losses.MeanAbsoluteError()(y, y_pred)
-
-
-def test_a_custom_loss_that_is_a_mean_is_exact():
-    plain, _ = linear(MeansInside, None)
-    model, _ = linear(MeansInside, None, micro_batch_size=4)
-    assert distance(model, plain) < 1e-6
-
-
 class NormalizesItself(AccumulatingModel):
     """Passes normalized weights to losses that are sums, as detectors do."""
 

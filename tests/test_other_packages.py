@@ -6,7 +6,7 @@ Once a week: `pip install keras-rs keras-tcn medicai` and the extra `test`.
 import keras
 import numpy as np
 import pytest
-from helpers import distance
+from helpers import distance, hub_backbone, import_hub
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -139,6 +139,54 @@ def test_keras_hub_retina_net(cache):
         model.compile(**arguments[3](), micro_batch_size=3)
         with pytest.warns(accumodel.InexactWarning, match="first batch shows"):
             model.fit(*data, batch_size=8, shuffle=False, verbose=0)
+
+
+WORDS = "the a cat dog sat ran on mat log and saw good bad".split()  # noqa: SIM905
+
+
+def make_text_task(keras_hub):
+    """A small task that takes raw strings, with the same weights each time."""
+    keras.utils.set_random_seed(0)
+    characters = [*"abcdefghijklmnopqrstuvwxyz", "\u0120", "<|endoftext|>"]
+    characters += ["th", "the"]
+    tokenizer = keras_hub.models.GPT2Tokenizer(
+        vocabulary={each: i for i, each in enumerate(characters)},
+        merges=["t h", "th e"],
+    )
+    backbone = hub_backbone("GPT2", len(characters), 8, num_layers=1)
+    return keras_hub.models.GPT2CausalLM(
+        backbone,
+        keras_hub.models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=8),
+    )
+
+
+def test_from_model_takes_a_keras_hub_task(tmp_path):
+    keras_hub = import_hub()
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(WORDS, size=3)) for _ in range(20)]
+    reference, task = make_text_task(keras_hub), make_text_task(keras_hub)
+    # A preset that was fine-tuned, with its head.
+    task.save_to_preset(str(tmp_path / "preset"))
+    task = type(task).from_preset(str(tmp_path / "preset"))
+    model = AccumulatingModel.from_model(task)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    accumulating = {"accum_steps": 4}
+    for each, size, steps in ((reference, 8, {}), (model, 2, accumulating)):
+        optimizer = keras.optimizers.SGD(0.1, global_clipnorm=1.0)
+        each.compile(optimizer=optimizer, loss=loss, **steps)
+        each.fit(texts, batch_size=size, epochs=3, shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 9
+    assert distance(model, reference) < 1e-6
+    found = model.predict(texts, verbose=0)
+    expected = reference.predict(texts, verbose=0)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    model.compile(sampler="greedy")
+    reference.compile(sampler="greedy")
+    assert model.generate("the", 8) == reference.generate("the", 8)
+    model.save_to_preset(str(tmp_path / "trained"))
+    loaded = type(task).from_preset(str(tmp_path / "trained"))
+    assert not isinstance(loaded, AccumulatingModel)
+    assert distance(loaded, reference) < 1e-6
 
 
 @pytest.mark.parametrize(

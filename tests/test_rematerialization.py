@@ -73,20 +73,6 @@ class Repeated(layers.Layer):
         return self.run(x)
 
 
-class Masked(layers.Layer):
-    """Layers in it look at a mask that it passes on."""
-
-    def __init__(self):
-        super().__init__()
-        self.masking, self.gru = layers.Masking(), layers.GRU(8)
-
-    def build(self, shape):
-        self.gru.build(shape)
-
-    def call(self, x):
-        return layers.RepeatVector(6)(self.gru(self.masking(x)))
-
-
 class Inner(layers.Layer):
     """A layer in it makes the mask of its outputs."""
 
@@ -99,14 +85,6 @@ class Inner(layers.Layer):
 
     def call(self, x):
         return self.embedding(ops.argmax(x, axis=-1))
-
-
-class Positions(layers.Layer):
-    def build(self, shape):
-        self.table = self.add_weight(shape=(6, 8), name="table")
-
-    def call(self, ids):
-        return ops.take(self.table, ids, axis=0)
 
 
 class Counter(layers.Layer):
@@ -131,29 +109,15 @@ def shared(x):
     return block(layers.Dropout(0.3, seed=2)(block(x)))
 
 
-def states(x):
-    lstm = layers.LSTM(8, return_sequences=True, return_state=True)
-    outputs, state, _ = lstm(x)
-    return layers.Add()([outputs, layers.RepeatVector(6)(state)])
-
-
-def positions(x):
-    ids = ops.argmax(x, axis=-1) % 6
-    return layers.Add()([x, Positions()(ids), layers.Embedding(6, 8)(ids)])
-
-
 LAYERS = {
     "dropout": lambda x: layers.Dropout(0.5, seed=7)(layers.Dense(8)(x)),
     "noise": lambda x: layers.GaussianDropout(0.5)(layers.Dense(8)(x)),
     "block": lambda x: Block()(Block()(x)),
     "several": several,
     "repeated": lambda x: Repeated()(x),
-    "masked": lambda x: Masked()(x),
     "mask": lambda x: layers.GRU(8, return_sequences=True)(layers.Masking()(x)),
     "inner mask": lambda x: Inner()(x),
-    "positions": positions,
     "shared": shared,
-    "states": states,
     "rnn": lambda x: layers.Bidirectional(
         layers.LSTM(
             4, dropout=0.3, recurrent_dropout=0.3, seed=2, return_sequences=True
@@ -338,12 +302,6 @@ def codebook(layer, x):
     return x * layer.kept
 
 
-def spectral(layer, x):
-    kernel = ops.convert_to_tensor(layer.dense.kernel)
-    layer.kept.assign(ops.normalize((kernel @ layer.kept[:, None])[:, 0]))
-    return x / ops.norm(layer.kept @ kernel)
-
-
 def drawn(layer, x):
     seed = layer.seed_generator
     noise = keras.random.uniform(ops.shape(x), dtype=x.dtype, seed=seed)
@@ -397,7 +355,7 @@ def behind_a_norm(keep, **kwargs):
     return call
 
 
-KEEPERS = (mean, codebook, spectral, count, drawn)
+KEEPERS = (mean, codebook, count, drawn)
 # One piece, if what is kept depends on all samples.
 ONE, SYNC = {"micro_batch_size": 16}, {"sync_batch_norm": True}
 KEEPING_WAYS = {
@@ -571,35 +529,7 @@ def test_custom_loop():
 
 
 @pytest.mark.slow
-def test_a_part_of_a_model_in_a_custom_step():
-    class Custom(AccumulatingModel):
-        def __init__(self, part):
-            super().__init__()
-            self.part = part
-
-        def call(self, x):
-            return self.part(x)
-
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((self.part(x, training=True) - y) ** 2)
-                loss += sum(self.part.losses)
-            variables = self.trainable_variables
-            gradients = tape.gradient(loss, variables)
-            self.accumulate_gradients(gradients, tf.shape(x)[0])
-            return {}
-
-    reference = train("block", keras.Model, 16, jit_compile=False)
-    model = Custom(make("block", keras.Model, mode="full"))
-    model.compile(keras.optimizers.SGD(0.1), "mse", micro_batch_size=5)
-    model.fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0)
-    check(model.part, reference)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Bert", "GPT2"])
-def test_backbones_of_keras_hub(kind):
+def test_a_backbone_of_keras_hub():
     import_hub()
     rng = np.random.default_rng(0)
     x = {
@@ -611,16 +541,12 @@ def test_backbones_of_keras_hub(kind):
     def train_backbone(base, scope, **kwargs):
         keras.utils.set_random_seed(0)
         with scope:
-            backbone = hub_backbone(kind, 50, 12, num_layers=2, dropout=0.2)
-        if kind == "Bert":
-            outputs = backbone.output["pooled_output"]
-        else:
-            outputs = layers.GlobalAveragePooling1D()(backbone.output)
-        model = base(backbone.input, layers.Dense(1)(outputs))
+            backbone = hub_backbone("Bert", 50, 12, num_layers=2, dropout=0.2)
+        outputs = layers.Dense(1)(backbone.output["pooled_output"])
+        model = base(backbone.input, outputs)
         kwargs["jit_compile"] = False
         model.compile(keras.optimizers.SGD(0.01), "mse", **kwargs)
-        fed = {each.name: x[each.name] for each in model.inputs}
-        model.fit(fed, x["token_ids"][:, :1] / 50, verbose=0, batch_size=16)
+        model.fit(x, x["token_ids"][:, :1] / 50, verbose=0, batch_size=16)
         return model
 
     reference = train_backbone(keras.Model, contextlib.nullcontext())

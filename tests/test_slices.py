@@ -107,14 +107,6 @@ def test_one_trace_for_every_size(samples):
     assert counter.traces == traces + 2  # `fit` and `evaluate`
 
 
-@pytest.mark.unverified
-@pytest.mark.filterwarnings("ignore:The layer 'sizes")
-def test_xla_sees_the_same_parts(samples):
-    model = compiled(with_sizes(), micro_batch_size=8, jit_compile=True)
-    model.fit(*samples, batch_size=32, epochs=2, shuffle=False, verbose=0)
-    assert model.get_layer("sizes").read() == (8, 2 * 13)
-
-
 class Bag(keras.layers.Layer):
     def call(self, inputs):
         return tf.reduce_sum(tf.one_hot(inputs, cases.TOKENS), axis=1)
@@ -131,18 +123,13 @@ def sparse_model(model_class):
 
 
 def string_model(model_class):
-    class Strings(model_class):
-        def __init__(self):
-            super().__init__()
-            self.lookup = keras.layers.StringLookup(
-                vocabulary=["a", "b", "c"], output_mode="one_hot"
-            )
-            self.head = keras.layers.Dense(1)
-
-        def call(self, inputs):
-            return self.head(self.lookup(inputs["word"]))
-
-    return Strings()
+    words = keras.Input((), dtype="string", name="word")
+    nothing = keras.Input((0,), name="nothing")
+    lookup = keras.layers.StringLookup(
+        vocabulary=["a", "b", "c"], output_mode="one_hot"
+    )
+    outputs = keras.layers.Dense(1)(lookup(words))
+    return model_class({"word": words, "nothing": nothing}, outputs)
 
 
 def ragged_data():
@@ -253,25 +240,6 @@ def test_evaluate_shows_what_keras_does(compile_arguments):
         # Of both losses no single weight is right: a warning says so.
         del logs["loss"]
         results.append(logs | {"on_batch": loss})
-    check_logs(*results)
-
-
-class OwnMetrics(AccumulatingModel):
-    def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        logs = super().compute_metrics(x, y, y_pred, sample_weight)
-        percent = 100 * logs["accuracy"]
-        return {"error": 1 - logs["accuracy"], **logs, "accuracy": percent}
-
-
-@pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
-def test_custom_metrics_are_over_all_parts(samples, run_eagerly):
-    results = []
-    for size in (None, 7):
-        keras.utils.set_random_seed(0)
-        kwargs = {"run_eagerly": run_eagerly, "metrics": ["accuracy"]}
-        model = cases.dense(OwnMetrics)
-        compiled(model, micro_batch_size=size, **kwargs)
-        results.append(model.train_on_batch(*samples, return_dict=True))
     check_logs(*results)
 
 
@@ -570,29 +538,6 @@ def test_an_error_of_a_batch_that_is_not_split_does_not_say_so():
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         model.fit([x, edges[:, :30]], y, batch_size=40, verbose=0)
     assert not getattr(caught.value, "__notes__", None)
-
-
-class AddsNothing(AccumulatingModel):
-    def accumulate_gradients(self, gradients, weight=1.0):
-        super().accumulate_gradients([0 * each for each in gradients], weight)
-
-
-class WeighsNothing(AccumulatingModel):
-    def micro_batch_weight(self, x, y, y_pred, sample_weight):
-        return tf.constant(0.0)
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("size", [4, 8, weekly("auto")])
-@pytest.mark.parametrize("model_class", [AddsNothing, WeighsNothing])
-def test_overrides_are_called_for_batches_that_need_no_cut(
-    samples, model_class, size
-):
-    x, y = samples
-    model = compiled(cases.dense(model_class), "sgd", micro_batch_size=size)
-    before = model.get_weights()
-    model.train_on_batch(x[:8], y[:8])
-    assert distance(model, before) == 0
 
 
 @pytest.mark.unverified

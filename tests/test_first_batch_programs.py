@@ -1,0 +1,399 @@
+"""The check on the first batch says what it did, and changes nothing else."""
+
+import random
+import threading
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Batches, as_dataset, chain, compiled, distance, mirrored
+from keras import layers, ops
+from test_first_batch import (
+    AUTO,
+    CACHE,
+    EAGER,
+    EXECUTIONS,
+    FEATURES,
+    ONE,
+    OUTPUTS,
+    SIZE,
+    STEPS,
+    THREE,
+    XLA,
+    Counts,
+    CountsOutside,
+    CountsRaw,
+    Draws,
+    Linear,
+    Nothing,
+    around,
+    array,
+    check,
+    dropout,
+    make_data,
+    norm,
+    outside,
+    plain,
+    root,
+)
+
+import accumodel
+from accumodel import AccumulatingModel, InexactWarning
+from accumodel._features.first_batch import runs
+
+# -- nothing is left behind ----------------------------------------------------
+
+
+class CountsInPython(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def call(self, inputs):
+        self.calls += 1
+        return inputs * (1 + 0.1 * self.calls)
+
+
+class CallsPython(layers.Layer):
+    def call(self, inputs):
+        outputs = tf.numpy_function(np.tanh, [inputs], tf.float32)
+        return tf.reshape(outputs, tf.shape(inputs))
+
+
+def moving():
+    """With seeds, statistics and a state that is not exact."""
+    inner = layers.Dense(6, "tanh"), layers.Dropout(0.3)
+    counts = CountsRaw(), Counts(), CountsInPython()
+    inner += layers.BatchNormalization(), *counts, layers.Dense(OUTPUTS)
+    return chain(AccumulatingModel, (FEATURES,), *inner)
+
+
+def outside_and_python():
+    inner = layers.Dense(6), CallsPython(), CountsOutside(), Draws()
+    head = layers.Dense(OUTPUTS)
+    return chain(AccumulatingModel, (FEATURES,), *inner, head)
+
+
+def decorated():
+    """With a `tf.function` that is traced once, and draws."""
+
+    class Decorated(Linear):
+        def __init__(self):
+            super().__init__()
+            self.drop = layers.Dropout(0.5)
+
+        @tf.function
+        def call(self, inputs, training=None):
+            return self.dense(self.drop(inputs, training=training))
+
+    model = Decorated()
+    model.dense.build((None, FEATURES))
+    return model
+
+
+class UpdatesItself(Linear):
+    """With a part that the optimizer trains in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = layers.Dense(OUTPUTS)
+
+    def call(self, inputs):
+        return self.dense(inputs) + self.second(inputs)
+
+    def train_step(self, data):
+        gradients, weight, logs = self.compute_gradients(data)
+        kept, own = gradients[:2], gradients[2:]
+        self.optimizer.apply_gradients(
+            zip(own, self.second.trainable_variables, strict=True)
+        )
+        self.accumulate_gradients([*kept, None, None], weight)
+        return logs
+
+
+def data_set(x, y):
+    return {"x": as_dataset((x, y), (8, 8, 4)).shuffle(3, seed=1)}
+
+
+def py_data_set(x, y):
+    return {"x": Batches(x, y, 8)}
+
+
+def generator(x, y):
+    return {
+        "x": ((x[i : i + 8], y[i : i + 8], None) for i in (0, 8)),
+        "steps_per_epoch": 2,
+    }
+
+
+class Keeps(layers.Layer):
+    """Keeps in Python what it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng, self.array = np.random.default_rng(0), np.zeros(1)
+        self.seen, self.numbers = [1.0], {"n": 1.0, "in": [1.0]}
+
+    def call(self, inputs):
+        self.seen.append(self.rng.normal())
+        self.numbers["n"] += 1.0
+        self.numbers["in"].append(2.0)
+        self.array += 1.0
+        total = sum(self.seen) + self.numbers["n"] + sum(self.numbers["in"])
+        return inputs * float(total + self.array[0]) / 8
+
+
+def on_replicas():
+    with mirrored(2).scope():
+        return around(lambda: keras.Sequential([dropout(), Counts()]))()
+
+
+SAME = {
+    "kept, eager": (around(Keeps), THREE | EAGER, array),
+    "size": (moving, THREE, array),
+    "steps": (moving, STEPS, data_set),
+    "both": (moving, STEPS | THREE, py_data_set),
+    "auto": (around(dropout), AUTO, data_set),
+    "cache": (around(dropout), THREE | CACHE, generator),
+    "sync": (norm, THREE | {"sync_batch_norm": True}, array),
+    "eager": (moving, THREE | EAGER, array),
+    "XLA": (moving, THREE | XLA, array),
+    "executions": (moving, THREE | EXECUTIONS, data_set),
+    "decorated": (decorated, STEPS, array),
+    "updates": (UpdatesItself, STEPS, array),
+    "updates, eager": (UpdatesItself, STEPS | EAGER, array),
+    "outside": (outside_and_python, THREE, array),
+    "outside, eager": (outside_and_python, THREE | EAGER, array),
+    "replicas": (on_replicas, SIZE, array),
+    "replicas, steps": (on_replicas, STEPS, array),
+}
+
+
+def train(make, kwargs, feed, verify):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    outside.assign(0.0)
+    model = make()
+    with warnings.catch_warnings(), model.distribute_strategy.scope():
+        warnings.simplefilter("ignore")
+        optimizer = keras.optimizers.Adam(0.01)
+        model.compile(
+            optimizer, "mse", metrics=["mae"], verify=verify, **kwargs
+        )
+        history = model.fit(**feed(*make_data(20)), epochs=1, verbose=0)
+    raw = [each.calls for each in model.layers if isinstance(each, CountsRaw)]
+    values = [*model.variables, *optimizer.variables, *raw, outside]
+    numbers = [random.random(), np.random.random()]
+    return (
+        [np.array(tf.convert_to_tensor(each)) for each in values],
+        history.history,
+        numbers,
+    )
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", SAME)
+def test_a_training_is_the_same_with_and_without_the_check(name):
+    with_check, without = (train(*SAME[name], each) for each in (True, False))
+    assert distance(with_check[0], without[0]) == 0
+    assert with_check[1:] == without[1:]
+
+
+def test_an_interrupted_check_leaves_nothing_behind(monkeypatch):
+    def interrupt(self, *rows):
+        moved.extend(map(np.array, model.variables))
+        raise KeyboardInterrupt
+
+    moved: list = []
+    model = moving()
+    model.compile("sgd", "mse", micro_batch_size=3)
+    before = [*map(np.array, model.variables)]
+    calls, threads = model.layers[-2].calls, threading.active_count()
+    monkeypatch.setattr(runs.Runner, "run", interrupt)
+    with pytest.warns(InexactWarning), pytest.raises(KeyboardInterrupt):
+        model.fit(*make_data(), batch_size=8, verbose=0)
+    assert distance(model.variables, before) == 0 < distance(moved, before)
+    assert model.layers[-2].calls == calls  # which Python counts in a trace
+    assert threading.active_count() == threads
+
+
+# -- in every program, it says what it did -------------------------------------
+
+
+class OwnMetrics(Linear):
+    """Lists its own metrics only, as Keras's guides do."""
+
+    def __init__(self):
+        super().__init__()
+        self.mine = keras.metrics.Mean("mine")
+
+    @property
+    def metrics(self):
+        return [self.mine]
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        self.mine.update_state(loss)
+        return loss
+
+
+class Steps(Linear):
+    """Has a custom step, with a metric that it does not list."""
+
+    def __init__(self):
+        super().__init__()
+        self.mine = keras.metrics.Mean("mine")
+
+    @property
+    def metrics(self):
+        return []
+
+    def train_step(self, data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x, y, y_pred, sample_weight)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.mine.update_state(loss)
+        self.accumulate_gradients(gradients, tf.shape(x)[0])
+        logs = self.compute_metrics(x, y, y_pred, sample_weight)
+        return logs | {"batch_loss": loss}
+
+
+class OwnAccumulator(Linear):
+    """Is never called, so never built, and nothing else asks for parts."""
+
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+        self.dense.build((None, FEATURES))
+        self.own = accumodel.GradientAccumulator(
+            keras.optimizers.SGD(), self.dense.trainable_variables, 2
+        )
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self.dense(x))
+        gradients = tape.gradient(loss, self.dense.trainable_variables)
+        self.own.accumulate(gradients, tf.shape(x)[0])
+        return {"loss": loss}
+
+
+def was_built():
+    model = Linear()
+    model.built = True  # as `build` leaves it, with a warning
+    return model
+
+
+class Looks(layers.Layer):
+    """Only reads a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.IntegerLookup(vocabulary=[1, 2, 3])
+
+    def call(self, inputs):
+        found = self.table(tf.cast(inputs[:, :1] * 3, tf.int64))
+        return inputs + ops.cast(found, inputs.dtype)
+
+
+def ones(x, y):
+    return array(x, y) | {"batch_size": 1}
+
+
+def small_first(x, y):
+    batches = as_dataset((x, y), (3, 8, 5))
+    return {"x": batches}
+
+
+def classifier():
+    softmax = layers.Dense(OUTPUTS, activation="softmax")
+    return chain(AccumulatingModel, (FEATURES,), softmax)
+
+
+def classes(x, y):
+    return array(x, np.arange(len(x)) % OUTPUTS)
+
+
+def class_weights(x, y):
+    return classes(x, y) | {"class_weight": {0: 1.0, 1: 4.0, 2: 0.3}}
+
+
+def of_classes(y, p):
+    return ops.sqrt(ops.mean(CROSS(y, p)))
+
+
+CROSS = keras.losses.sparse_categorical_crossentropy
+METRICS = SIZE | {"metrics": ["accuracy", "mae"]}
+
+# The model, arguments of `compile`, what is fed, and both losses.
+PROGRAMS = {
+    # Keras takes the logits from before this activation.
+    "softmax": (
+        classifier,
+        SIZE | {"metrics": ["accuracy"]},
+        classes,
+        CROSS,
+        of_classes,
+    ),
+    "class weights": (classifier, SIZE, class_weights, CROSS, of_classes),
+    "metrics": (plain, METRICS, array),
+    "own metrics": (OwnMetrics, METRICS, array),
+    "a custom step": (Steps, METRICS, array),
+    "a custom step in steps": (Steps, STEPS, data_set),
+    "a custom step, eager": (Steps, SIZE | EAGER, array),
+    "an own accumulator": (OwnAccumulator, {}, array),
+    "after build": (was_built, SIZE, array),
+    "one at a time": (plain, {"accum_steps": 8}, ones),
+    "generator": (plain, SIZE, generator),
+    "PyDataset": (plain, METRICS, py_data_set),
+    "executions": (plain, METRICS | EXECUTIONS, data_set),
+    "XLA": (plain, METRICS | XLA, data_set),
+    "small first": (plain, SIZE, small_first),
+    "a table": (around(Looks), SIZE, array),
+    "size of one": (plain, ONE, array),
+    "auto": (plain, AUTO, array),
+    "a scope": (lambda: in_scope(plain), ONE, array),
+}
+
+
+def in_scope(make):
+    with keras.RematScope():
+        return make()
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_program_is_told_of_exact_and_of_inexact_losses(name):
+    make, kwargs, feed, *losses = PROGRAMS[name]
+    for loss, text in zip(
+        losses or ("mse", root), ("exact", "differs"), strict=True
+    ):
+        assert check(make, kwargs, feed, loss).startswith(text)
+
+
+NOT_MADE = {
+    "a custom step": (Steps, ONE, "mse"),
+    "an optimizer": (UpdatesItself, STEPS, "mse"),
+    "py_function": (around(CallsPython), SIZE, "mse"),
+    "counts_in_python": (around(CountsInPython), SIZE | EAGER, "mse"),
+    "gradients of the loss are zero": (Nothing, {"accum_steps": 2}, None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("text", NOT_MADE)
+def test_it_says_why_there_is_none(text, caplog):
+    make, kwargs, loss = NOT_MADE[text]
+    caplog.set_level("INFO", "accumodel")
+    model = compiled(make(), "sgd", loss, **kwargs)
+    assert model.first_batch_check is None
+    with pytest.warns(UserWarning, match=text) as told:
+        model.fit(*make_data(160), batch_size=8, verbose=0)
+    assert model.first_batch_check.startswith("not made: ")
+    texts = [str(warning.message) for warning in told]
+    assert sum("could not be compared" in text for text in texts) == 1
+    (record,) = [x for x in caplog.records if x.name == "accumodel"]
+    assert model.first_batch_check in record.message
