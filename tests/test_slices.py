@@ -377,7 +377,7 @@ def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
     assert model.test_on_batch(*samples, return_dict=True) == {"size": 7}
     model = compiled(cases.dense(StepWithoutAccumulation), micro_batch_size=7)
     before = model.get_weights()
-    with pytest.raises(ValueError, match="Call `self"):
+    with pytest.raises(ValueError, match="must call `self"):
         model.fit(*samples, verbose=0)
     assert distance(model, before) == 0
 

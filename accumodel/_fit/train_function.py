@@ -110,38 +110,22 @@ def _train(model, train_step, data):
     plan = accumulation.plan()
     data = replicas.hide_empty(data)
     collector = Collector(plan.is_split)
-    try:
-        logs = _run(plan, train_step, data, collector)
-    except AssertionError as error:
-        if "variables which have been deleted" in str(error):
-            _refuse_function(model, error)
-        raise
+    logs = _run(plan, train_step, data, collector)
     is_added = collector.end(
         accumulation.accumulators, is_cycle=not accumulation.spans_batches
     )
-    if is_added or not model.trainable_variables:
-        return logs
-    if accumulation.accumulators.adds_in_function:
-        _refuse_function(model)
-    if plan.is_split:
+    has_to_add = accumulation.accumulates and model.trainable_variables
+    if has_to_add and not is_added:
         raise ValueError(
-            "With `micro_batch_size`, a `train_step` must add up gradients. "
-            "Call `self.accumulate_gradients(gradients, weight)` instead of "
+            "Nothing was accumulated: a `train_step` must call "
+            "`self.accumulate_gradients(gradients, weight)` instead of "
             "`self.optimizer.apply_gradients(...)`. With several optimizers, "
-            "give each a `GradientAccumulator`. Received: the `train_step` of "
-            f"{type(model).__name__}"
+            "give each a `GradientAccumulator`. In a `tf.function` that was "
+            "traced before `compile` gradients would be lost: remove the "
+            "decorator `@tf.function`, since `fit` compiles the whole step. "
+            f"Received: the `train_step` of {type(model).__name__}"
         )
     return logs
-
-
-def _refuse_function(model, error=None):
-    """Raises for a function that adds to an accumulator that is gone."""
-    raise ValueError(
-        "`accumulate_gradients` was called in a `tf.function` that was traced "
-        "before `compile`: its gradients would be lost. Remove the decorator "
-        "`@tf.function`: `fit` compiles the whole step. "
-        f"Received: the `train_step` of {type(model).__name__}"
-    ) from error
 
 
 def _test(model, test_step, data):

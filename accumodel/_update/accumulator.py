@@ -162,7 +162,7 @@ class GradientAccumulator(Engine):
         once. If the last `accumulate` failed, the cycle is forgotten instead:
         some of its gradients may have been added, and others not.
         """
-        present = self._present
+        present = self._present or (True,) * len(self.variables)
         if tf.executing_eagerly():
             present = tuple(self._given.numpy().tolist())
 

@@ -56,8 +56,6 @@ class Accumulators:
     def __init__(self, model):
         self.model = model
         self.is_live = False  # whether batches came since a file was loaded
-        # Whether a condition or function added to an accumulator that is gone.
-        self.adds_in_function = False
 
     def by_name(self):
         """Returns those in attributes, and in lists and dicts of these."""
@@ -153,10 +151,8 @@ class Accumulators:
 
     def begin_anew(self):
         """Removes the accumulator that was made for another `compile`."""
-        accumulator = self.model._gradient_accumulator
-        if accumulator is not None:
+        if self.model._gradient_accumulator is not None:
             self.drop("compile")  # seeds too
-            self.adds_in_function |= accumulator.adds_in_condition()
             del self.model._gradient_accumulator  # what is tracked, too
 
     def save(self, numbers, store):

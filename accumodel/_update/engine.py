@@ -51,8 +51,6 @@ class _Untracked:
         # Per variable: was it passed to `accumulate`, maybe with `None` as its
         # gradient? Empty if all were.
         self.named: list = []
-        # What a fed batch last registered, see `Collector.take`.
-        self.entry: typing.Any = None
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
@@ -76,8 +74,9 @@ class Engine(tf.Module):
         self._jit_compile = jit
         # Whether `accumulate` was traced: the update is then compiled as well.
         self._is_traced = False
-        # Which variables got a gradient in the last call.
-        self._present = (True,) * len(variables)
+        # Which variables got a gradient in the last fed batch, if there was
+        # one: see `Collector.take`.
+        self._present: tuple | None = None
         # Whether micro-batches have weights, or losses that are sums.
         self._has_weights: bool | None = None
         self._untracked = _Untracked(strategy, variables)
@@ -135,10 +134,6 @@ class Engine(tf.Module):
     def scope(self):
         """Returns the scope of the strategy under which it was made."""
         return replicas.scope_of(self._untracked.strategy)
-
-    def adds_in_condition(self):
-        """Whether it was last added to in a condition or a `tf.function`."""
-        return self._untracked.entry is not None and self._untracked.entry[1]
 
     def fits(self, model):
         """Whether it trains what `compile` and `trainable` of a model say."""
@@ -198,7 +193,6 @@ class Engine(tf.Module):
             )
         if step is not None:
             step.calls.add(call)
-        self._present = tuple(gradient is not None for gradient in gradients)
         self._untracked.named = named
         return gradients
 
@@ -528,12 +522,10 @@ class Collector:
             accumulator, (present, False)
         )
         step = current_step()
-        in_fit = step is not None and step.collector is self
-        is_conditional = was_conditional or (in_fit and step.is_conditional())
-        union = tuple(map(operator.or_, present, before))
-        self._entries[accumulator] = union, is_conditional
-        if in_fit:
-            accumulator._untracked.entry = union, is_conditional
+        is_conditional = step is not None and step.is_conditional()
+        present = tuple(map(operator.or_, present, before))
+        self._entries[accumulator] = present, was_conditional or is_conditional
+        accumulator._present = present
 
     def end(self, accumulators, is_cycle=False):
         """Ends the fed batch in its accumulators; returns if it has any.
@@ -543,8 +535,8 @@ class Collector:
         # A `tf.function` in a custom step may be traced already: then it adds,
         # but registers nothing, so the accumulators themselves know.
         for each in accumulators:
-            if each not in self._entries and each._untracked.entry is not None:
-                self._entries[each] = (each._untracked.entry[0], True)
+            if each not in self._entries and each._present is not None:
+                self._entries[each] = (each._present, True)
         for accumulator, entry in self._entries.items():
             accumulator.end(*entry, is_cycle and accumulator.is_own)
         return bool(self._entries)
