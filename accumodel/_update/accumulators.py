@@ -28,7 +28,7 @@ from accumodel._keras_and_tf.checks import overrides
 from accumodel._keras_and_tf.optimizers import scales_loss
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._update.accumulator import GradientAccumulator
-from accumodel._update.engine import Engine, step_failed
+from accumodel._update.engine import step_failed
 
 # The methods of a model that its accumulator calls.
 HOOKS = ("process_gradients", "after_update")
@@ -39,15 +39,6 @@ OWN = "_gradient_accumulator"
 # Keys in `.weights.h5` are `accumulated:<attribute>:<array>`. Keras's own are
 # "0", "1", ..., and plain Keras refuses others.
 _PREFIX = "accumulated:"
-
-
-class OwnAccumulator(GradientAccumulator):
-    """That of a model itself, whose arguments `compile` has checked."""
-
-    is_own = True
-
-    def __init__(self, *args):
-        Engine.__init__(self, *args)
 
 
 class Accumulators:
@@ -83,19 +74,19 @@ class Accumulators:
         variables = model.trainable_variables
         if model._gradient_accumulator is not None or not variables:
             return
+        hooks = {x: getattr(model, x) for x in HOOKS if overrides(model, x)}
         with scope_of(model.distribute_strategy):
-            model._gradient_accumulator = OwnAccumulator(
+            accumulator = GradientAccumulator(
                 model.optimizer,
                 variables,
                 options.accum_steps,
-                [
-                    getattr(model, x) if overrides(model, x) else None
-                    for x in HOOKS
-                ],
-                options.skip_nonfinite,
-                model.jit_compile,
+                **hooks,
+                skip_nonfinite=options.skip_nonfinite,
+                jit_compile=model.jit_compile,
             )
-        model._gradient_accumulator.follow(options.accum_steps, numbers)
+        accumulator.is_own = True
+        accumulator.follow(options.accum_steps, numbers)
+        model._gradient_accumulator = accumulator
 
     def check_holds(self, accumulator):
         """Raises if an accumulator trains the model, which does not know it."""

@@ -148,23 +148,6 @@ class Engine(tf.Module):
         if self._follows_model:
             self._accum_steps.assign(accum_steps)
 
-    def receive(self, gradients, weight):
-        """Checks a micro-batch, and adds it to the fed batch that it is of."""
-        step = current_step()
-        in_fit = step is not None and step.collector is not None
-        # In a custom loop, each micro-batch is a fed batch.
-        collector = step.collector if in_fit else Collector(is_split=False)
-        if not (in_fit and self.is_own):
-            collector.check(self)
-        gradients = self._check(step, gradients, weight is not None)
-        if in_fit:  # which ends the fed batch, and knows of errors
-            collector.take(self, gradients, weight)
-            return
-        with self._step():
-            replicas.across_replicas(self._forget_if_broken)
-            collector.take(self, gradients, weight)
-            collector.end([self])
-
     def _check(self, step, gradients, has_weight):
         """Refuses wrong arguments of a call; returns its gradients in order."""
         variables = self._untracked.variables
@@ -210,7 +193,7 @@ class Engine(tf.Module):
                 step_failed([self], error)
             raise
 
-    def forget(self):
+    def reset(self) -> None:
         """Forgets the pending cycle."""
         with self.scope():
             if self._untracked.numbers is not None:
@@ -222,7 +205,7 @@ class Engine(tf.Module):
         # After a step of a custom loop that failed. Its replicas have phases of
         # one sign.
         is_broken = tf.not_equal(self._phase, 0)
-        tf.cond(is_broken, self.forget, lambda: None)
+        tf.cond(is_broken, self.reset, lambda: None)
 
     # -- on each replica: a micro-batch, and the end of a fed batch ------------
 
@@ -244,7 +227,13 @@ class Engine(tf.Module):
             scale *= self._untracked.replicas
         accepted = tf.identity(True)
         if self._skip_nonfinite:
-            accepted = self._is_finite(gradients, weight, not is_split)
+            with tf.control_dependencies([weight]):
+                is_finite = sums.all_finite(gradients, weight)
+            accepted = is_finite | tf.equal(weight, 0)
+            if not is_split:  # the replicas meet, so all of them agree
+                bad = tf.cast(~accepted, tf.float32)
+                (bad,) = replicas.sum_over_replicas([bad])
+                accepted = tf.equal(bad, 0)
             scale = tf.where(accepted, scale, 0.0)
         with tf.name_scope(RECORDED), tf.control_dependencies([scale]):
             begun = tf.identity(self._phase.assign(1.0))
@@ -317,15 +306,6 @@ class Engine(tf.Module):
             values = sums.values_of(gradients)
         # A control dependency on what a nested `tf.function` returns is lost.
         return [*map(tf.identity, values)]
-
-    def _is_finite(self, gradients, weight, meets):
-        """Whether to add a micro-batch; all replicas agree if they meet."""
-        with tf.control_dependencies([weight]):
-            is_good = sums.all_finite(gradients, weight) | tf.equal(weight, 0)
-        if meets:
-            (bad,) = replicas.sum_over_replicas([tf.cast(~is_good, tf.float32)])
-            is_good = tf.equal(bad, 0)
-        return is_good
 
     def _apply_gradients(self, present):
         """Updates by the divided sums; returns whether there was an update."""
@@ -463,7 +443,7 @@ def step_failed(accumulators, error):
         if not (any(phases) or is_failure) and (is_end or pending):
             return
         for accumulator in accumulators:  # what it has drawn goes back, too
-            accumulator.forget()
+            accumulator.reset()
     except Exception as other:
         error.add_note(
             "accumodel: The pending cycle could not be forgotten. Call "
