@@ -269,6 +269,7 @@ INEXACT = {
         SUM,
     ),
     "a sum of sums": (plain, SumOfSums, SUM),
+    "a sum of Keras that is divided": (plain, divided_sum, LOSS),
     "a sum of parts of a mean": (plain, SumOfParts, SUM),
     "a sum over a constant": (plain, sum_over_a_constant, SUM),
     "a custom sum": (Sums, None, SUM),
@@ -388,7 +389,6 @@ def dropout():
 EXACT = {
     "a mean": (plain, "mse"),
     "a sum": (plain, lambda: keras.losses.MeanSquaredError("sum")),
-    "a sum that is divided": (plain, lambda: divided_sum),
     "no reduction": (plain, lambda: keras.losses.MeanSquaredError("none")),
     "means for each output": (plain, lambda: means),
     "dropout": (around(dropout), "mse"),
