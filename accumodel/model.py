@@ -548,10 +548,6 @@ class AccumulatingModel(keras.Model):
             with checks.explained_arguments(cls, "evaluate", kwargs):
                 return super().evaluate(*args, **kwargs)
 
-        def train_on_batch(self, *args, **kwargs):
-            self._accumulation.loss_weights.begin_fit(None, None)
-            return super().train_on_batch(*args, **kwargs)
-
     def make_train_function(self, force=False):
         make = super().make_train_function
         return train_function.make_function(self, "train", make, force)

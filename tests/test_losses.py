@@ -377,29 +377,6 @@ def test_all_losses_none_next_to_add_loss():
     assert distance(*models) < 1e-6
 
 
-@pytest.mark.parametrize("is_named", [False, weekly(True)])
-def test_one_array_of_sample_weights_for_several_outputs_is_exact(is_named):
-    def make(model_class):
-        inputs = keras.Input((cases.FEATURES,))
-        heads = [keras.layers.Dense(2)(inputs) for _ in range(2)]
-        return model_class(inputs, heads)
-
-    def train(model, size):
-        x, weights = cases.features(), np.linspace(0.1, 3.0, 24)
-        y = [x[:, :2] * sign for sign in (1, -1)]
-        if is_named:
-            fit(model, x, y, sample_weight=weights, batch_size=size)
-        else:  # as Keras documents their order
-            model.fit(x, y, size, 1, 0, None, 0.0, None, False, None, weights)
-
-    losses = [
-        keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-        for _ in range(2)
-    ]
-    models = train_both(make, train, sgd(losses), big=8, steps=2)
-    assert distance(*models) < 1e-6
-
-
 class ReducesItself(keras.losses.MeanSquaredError):
     """With a `__call__` of its own, as a loss of Keras 3.16."""
 

@@ -132,7 +132,6 @@ class Accumulation:
     def fit(self, super_fit, args, kwargs):
         """Trains the model by Keras or another base class."""
         given, args, kwargs = with_end_of_cycle(args, kwargs)
-        self.loss_weights.begin_fit(given.get("y"), given.get("sample_weight"))
         self.batch_size = given["batch_size"]
         for feature in self.features:
             feature.begin_fit(given)

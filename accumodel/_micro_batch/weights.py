@@ -54,8 +54,6 @@ class LossWeights:
     def __init__(self, model):
         self._model = model
         self.warned: set[str] = set()
-        # Whether `fit` was given one array of sample weights for all outputs.
-        self.shares_sample_weight = False
         # The logged losses of the cycle, see `LossLogs`.
         self.cycle: typing.Any = None
 
@@ -65,16 +63,6 @@ class LossWeights:
         if self.cycle is None or self.cycle.shape[0] != rows:
             with scope_of(self._model.distribute_strategy):
                 self.cycle = make_sum((rows, 5), tf.float64, "cycle")
-
-    def begin_fit(self, y, sample_weight):
-        shares = (
-            sample_weight is not None
-            and keras.tree.is_nested(y)
-            and not keras.tree.is_nested(sample_weight)
-        )
-        if shares != self.shares_sample_weight:
-            self._model.train_function = None  # it was traced for the other
-        self.shares_sample_weight = shares
 
     def weight(self, plan, data):
         """Returns the weight of the last micro-batch, `None` if it is a sum."""
@@ -217,10 +205,7 @@ class LossWeights:
         weighed = mask is not None or sample_weight is not None
         if name == "mean_with_sample_weight" and weighed:
             value = private_names.sum_of_weights(sample_weight, mask, dtype)
-            # What `evaluate` was given is not known.
-            is_shared = self.shares_sample_weight and current_step().collector
-            weights = 0 if is_shared else id(sample_weight)
-            return {("weights", id(mask), weights): value}
+            return {("weights", id(mask), id(sample_weight)): value}
         elements = tf.cast(tf.size(values, out_type=tf.int64), dtype)
         if mask is None:
             return {_SAMPLES: elements}
