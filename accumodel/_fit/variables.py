@@ -100,9 +100,6 @@ def _trace(plan, trains, data, decides=False):
         if was_built:  # if not, it draws the initial weights
             stack.enter_context(hooks.own_draws([]))
             stack.callback(PythonState(owners_of(model)).close)
-        for accumulator in plan.accumulation.accumulators:
-            of_it = hooks.replaced(accumulator, "_has_weights", None)
-            stack.enter_context(of_it)
         tf.function(run, autograph=False).get_concrete_function(_specs(data))
     plan.accumulation.decisions.is_made |= decides
 

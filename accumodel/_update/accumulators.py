@@ -90,8 +90,9 @@ class Accumulators:
 
     def check_holds(self, accumulator):
         """Raises if an accumulator trains the model, which does not know it."""
-        is_own = accumulator.trains_some_of(self.model.trainable_weights)
-        if is_own and accumulator not in [*self]:
+        own = {*map(id, self.model.trainable_weights)}
+        trains_own = not own.isdisjoint(map(id, accumulator.variables))
+        if trains_own and accumulator not in [*self]:
             raise ValueError(
                 "A `train_step` uses a `GradientAccumulator` that the model "
                 "does not hold: it would not end its cycle with the epoch. "
@@ -118,27 +119,17 @@ class Accumulators:
 
     def drop(self, name, otherwise=""):
         """Forgets what is pending before `name`, with a warning."""
-        pending, why = (
-            self.pending_steps,
-            f"`{name}` begins with an empty cycle",
-        )
-        if name == "set_weights":
-            why = "their gradients are of other weights"
+        pending = self.pending_steps
         if pending:
             self.reset()
             warnings.warn(
                 f"Batches that were accumulated before `{name}` made no "
-                f"update. They are dropped, since {why}. Call "
+                "update. They are dropped: their gradients would be of other "
+                "weights, or of another training. Call "
                 f"`apply_accumulated_gradients()` before `{name}`{otherwise}. "
                 f"Received: pending_steps={pending}",
                 stacklevel=4,
             )
-
-    def weights_were_set(self, layer):
-        """Forgets the pending cycle if it is of other weights than these."""
-        is_trained = any(x.trains_some_of(layer.weights) for x in self)
-        if tf.executing_eagerly() and is_trained:
-            self.drop("set_weights")
 
     def begin_anew(self):
         """Removes the accumulator that was made for another `compile`."""

@@ -128,9 +128,6 @@ class Engine(tf.Module):
         with self.scope():
             return sum(x.numpy() for x in replicas.local_results(self._phase))
 
-    def trains_some_of(self, weights):
-        return not {*map(id, weights)}.isdisjoint(map(id, self.variables))
-
     def scope(self):
         """Returns the scope of the strategy under which it was made."""
         return replicas.scope_of(self._untracked.strategy)
@@ -152,10 +149,7 @@ class Engine(tf.Module):
         """Refuses wrong arguments of a call; returns its gradients in order."""
         variables = self._untracked.variables
         gradients, named = checks.check_gradients(gradients, variables)
-        # What was traced does not look at it again, so it must stay the same.
-        is_eager = tf.executing_eagerly() and not self._is_traced
-        if is_eager and not self._untracked.strategy and self._count == 0:
-            self._has_weights = None
+        # What was traced does not look at it again, so it stays the same.
         if self._has_weights not in (None, has_weight):
             raise ValueError(
                 "`weight` must be a number for all micro-batches, or `None` "
