@@ -69,7 +69,7 @@ def test_a_dict_sets_the_steps_of_its_epochs_and_keeps_them(
         ({0: 0}, ValueError, "`accum_steps` must be at least 1"),
         ({0: 1, 4: 2.5}, TypeError, "`accum_steps` must be a positive"),
         ({-1: 2}, ValueError, "keys of `schedule` must be epochs"),
-        ({"4": 2}, TypeError, "keys of `schedule` must be epochs"),
+        ({"4": 2}, ValueError, "keys of `schedule` must be epochs"),
         ([1, 2], TypeError, "`schedule` must be a dict"),
     ],
 )
