@@ -86,13 +86,6 @@ class AccumulatingModel(keras.Model):
             cls = Functional  # type: ignore[assignment]
         return super().__new__(cls)
 
-    def __setattr__(self, name, value):
-        if name == "accum_steps":
-            # TensorFlow ignores the value it has; accumulators may have others.
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
-
     def __init__(self, *args: typing.Any, **kwargs: typing.Any) -> None:
         with construction.in_place_of_keras(
             type(self), args, kwargs, AccumulatingModel, Functional
@@ -315,8 +308,9 @@ class AccumulatingModel(keras.Model):
         plan = self._accumulation.plan()
         forward = functools.partial(outcome.forward, self, True)
         with this_step(plan, data):
-            found = outcome.differentiate(plan, data, forward)
-            (gradients, _), weight, log = found
+            (gradients, _), weight, log = outcome.differentiate(
+                plan, data, forward
+            )
             return gradients, weight, log()
 
     def compute_loss(
@@ -542,12 +536,6 @@ class AccumulatingModel(keras.Model):
                 return self._accumulation.fit(super().fit, args, kwargs)
 
         fit.__signature__ = inspect.signature(keras.Model.fit)
-
-        @functools.wraps(keras.Model.evaluate)
-        def evaluate(self, *args, **kwargs):
-            cls = AccumulatingModel
-            with checks.explained_arguments(cls, "evaluate", kwargs):
-                return super().evaluate(*args, **kwargs)
 
     def make_train_function(self, force=False):
         make = super().make_train_function
