@@ -81,8 +81,10 @@ def with_end_of_cycle(args, kwargs):
     elif all(hasattr(x, "shape") for x in keras.tree.flatten(given.get("x"))):
         batch_size = batch_size or 32  # Keras's default for arrays
     # Those that add to the logs come before those that write them.
-    callbacks = keras.tree.flatten(callbacks or [])
-    callbacks.sort(key=lambda x: not hasattr(x, "_adds_to_logs"))
+    callbacks = sorted(
+        keras.tree.flatten(callbacks or []),
+        key=lambda callback: not hasattr(callback, "_adds_to_logs"),
+    )
     callbacks = [EndOfCycle(), *callbacks]
     place = _FIT.index("callbacks")
     if len(args) > place:

@@ -39,10 +39,9 @@ def make_function(model, name, make, force):
     if name == "train":
         is_ours = accumulation.accumulates or bool([*accumulation.accumulators])
     else:
-        keeps = any(
+        is_whole = accumulation.overrides("test_step") and any(
             feature.keeps_test_step() for feature in accumulation.features
         )
-        is_whole = keeps and accumulation.overrides("test_step")
         is_ours = model.micro_batch_size is not None and not is_whole
     if is_ours:
         _make(accumulation, name, make)
@@ -90,11 +89,8 @@ def _say_that_it_was_split(accumulation, error):
     is_split = size < ALL and (samples is None or size < samples)
     of_values = r"valid range|is not in \[|Tensor had|micro_batch_size|PyFunc"
     if is_split and not re.search(of_values, str(error)):
-        batch = (
-            "The batch" if samples is None else f"A batch of up to {samples}"
-        )
         error.add_note(
-            f"accumodel: {batch} was split into micro-batches of at most "
+            "accumodel: The batch was split into micro-batches of at most "
             f"{size} samples (`micro_batch_size`). If a batch size is written "
             "in the model or the step, replace it by `tf.shape(x)[0]`. If the "
             "loss needs all samples at once, pass `gradient_cache=True`, too; "

@@ -133,10 +133,9 @@ def _build(model, data):
         private_names.call_model(model, x, training=True)
 
     # A custom step may call the model with anything, or not at all.
-    scope, of_keras = scope_of(model.distribute_strategy), keras.StatelessScope
-    with contextlib.suppress(Exception), scope, of_keras():
-        function = tf.function(call, autograph=False)
-        function.get_concrete_function(_specs(data))
+    scope = scope_of(model.distribute_strategy)
+    with contextlib.suppress(Exception), scope, keras.StatelessScope():
+        tf.function(call, autograph=False).get_concrete_function(_specs(data))
 
 
 def _without_optionals(leaf):  # as Keras does

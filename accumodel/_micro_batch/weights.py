@@ -147,8 +147,11 @@ class LossWeights:
     def _of_model(self, reductions):
         """Returns the divisors of the compiled losses, see `_divisors`."""
         losses = private_names.compiled_losses(self._model)
-        by_keras = keras.losses.Loss.__call__
-        own = [x for x, _ in losses if type(x).__call__ is not by_keras]
+        own = [
+            loss
+            for loss, _ in losses
+            if type(loss).__call__ is not keras.losses.Loss.__call__
+        ]
         unseen = len(losses) - len(reductions)
         if unseen > len(own):
             raise RuntimeError(
@@ -243,11 +246,12 @@ def note_axes(step, reductions):
 
 def added_losses(model):
     """Returns what `add_loss` was given in the last call of the model."""
-    regularizers = [
-        variable.regularizer for variable in model.trainable_weights
+    regularized = [
+        variable
+        for variable in model.trainable_weights
+        if variable.regularizer is not None
     ]
-    of_weights = [each for each in regularizers if each is not None]
-    return model.losses[: len(model.losses) - len(of_weights)]
+    return model.losses[: len(model.losses) - len(regularized)]
 
 
 def summed_losses(model, data):
@@ -257,9 +261,8 @@ def summed_losses(model, data):
 
 def missing_sums(model, data):
     """Returns what is missing of sums that Keras divides by the replicas."""
-    missing = 1 - 1 / count_replicas()
     sums = map(tf.reduce_sum, summed_losses(model, data))
-    return sum(each * missing for each in sums)
+    return sum(sums) * (1 - 1 / count_replicas())
 
 
 def _nonzero(value, samples):

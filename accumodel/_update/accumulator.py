@@ -79,8 +79,9 @@ class GradientAccumulator(Engine):
         jit_compile: bool = False,
     ) -> None:
         self._follows_model = accum_steps is None
-        steps = 1 if accum_steps is None else accum_steps
-        steps = checks.check_accum_steps(steps)
+        steps = checks.check_accum_steps(
+            1 if accum_steps is None else accum_steps
+        )
         checks.check_optimizer(optimizer, skip_nonfinite)
         if not isinstance(jit_compile, bool):
             raise TypeError(

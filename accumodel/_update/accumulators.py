@@ -224,29 +224,30 @@ def _places(accumulator, model):
 
 def _check(accumulator, model, cycle):
     """Raises unless a cycle is whole and belongs to these variables."""
-    places, scales = cycle.get("places"), scales_loss(accumulator.optimizer)
-    own = _places(accumulator, model)
+    places, own = cycle.get("places"), _places(accumulator, model)
     if not np.array_equal(places, own):
         _refuse(
             "belongs to a different set of trainable weights. Freeze the "
             "layers that were frozen when it was saved, and compile",
             f"weights {places}, but the model's are {own}",
         )
-    if cycle.get("scales_loss") != scales:
+    if cycle.get("scales_loss") != scales_loss(accumulator.optimizer):
         _refuse(
             "has sums that were scaled differently. Use a "
             "`LossScaleOptimizer` only if it was used then",
             f"scales_loss={cycle.get('scales_loss')}",
         )
+    pairs = zip(accumulator._sums, cycle.get("given", []), strict=False)
     variables = {
         "pending_steps": accumulator._count,
         "totals": accumulator._totals,
         "given": accumulator._given,
+        **{
+            f"sum_{i}": total
+            for i, (total, is_given) in enumerate(pairs)
+            if is_given
+        },
     }
-    pairs = zip(accumulator._sums, cycle.get("given", []), strict=False)
-    for i, (total, is_given) in enumerate(pairs):
-        if is_given:
-            variables[f"sum_{i}"] = total
     wrong = [
         name
         for name, variable in variables.items()

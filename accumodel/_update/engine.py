@@ -181,9 +181,10 @@ class Engine(tf.Module):
         try:
             yield
         except BaseException as error:
-            is_once = tf.distribute.in_cross_replica_context()
-            has_others = tf.distribute.has_strategy() and not is_once
-            if tf.executing_eagerly() and not has_others:
+            on_replica = tf.distribute.has_strategy() and (
+                not tf.distribute.in_cross_replica_context()
+            )
+            if tf.executing_eagerly() and not on_replica:
                 step_failed([self], error)
             raise
 
@@ -280,9 +281,11 @@ class Engine(tf.Module):
         if may_be_nothing:
             (counts,) = replicas.sum_over_replicas([counts])
         self._counts.assign(tf.zeros_like(counts))
-        how = present, may_be_nothing, is_cycle
         replicas.across_replicas(
-            functools.partial(self._count_batch, *how), counts
+            functools.partial(
+                self._count_batch, present, may_be_nothing, is_cycle
+            ),
+            counts,
         )
 
     def _waits(self, gradients, weight):
@@ -305,8 +308,10 @@ class Engine(tf.Module):
         """Updates by the divided sums; returns whether there was an update."""
         # In the widest dtype of the sums, so as to travel with them.
         widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
-        pairs = zip(self._sums, present, strict=True)
-        values = [total if is_present else None for total, is_present in pairs]
+        values = [
+            total if is_present else None
+            for total, is_present in zip(self._sums, present, strict=True)
+        ]
         totals = tf.cast(self._totals, widest)
         totals, *values = replicas.sum_over_replicas([totals, *values])
         # Not a division of each sum: XLA would store all quotients at once.
@@ -317,8 +322,12 @@ class Engine(tf.Module):
         )
         keep = True
         if self._process_gradients is not None:
-            given = [*gradients], self.variables, self.optimizer
-            gradients, keep = sums.process(self._process_gradients, *given)
+            gradients, keep = sums.process(
+                self._process_gradients,
+                [*gradients],
+                self.variables,
+                self.optimizer,
+            )
 
         def apply():
             named = self._untracked.named or itertools.repeat(True)
@@ -329,8 +338,8 @@ class Engine(tf.Module):
 
         call_if(keep, apply)
         # What reads a variable waits for what assigns to it.
-        waits = map(optimizers.tf_variable, self.variables)
-        with tf.control_dependencies([each.read_value() for each in waits]):
+        variables = map(optimizers.tf_variable, self.variables)
+        with tf.control_dependencies([x.read_value() for x in variables]):
             return tf.identity(keep)
 
     # -- once for all replicas: the end of a batch, and the update -------------
@@ -381,10 +390,10 @@ class Engine(tf.Module):
         update = functools.partial(self._reduce_and_apply, present)
         if not is_inline:
             if present not in untracked.updates:
-                is_one = untracked.strategy is None
                 untracked.updates[present] = tf.function(
                     update,
-                    jit_compile=(is_one and self._jit_compile) or None,
+                    jit_compile=(self._jit_compile and not untracked.strategy)
+                    or None,
                     autograph=False,
                 )
             update = untracked.updates[present]
@@ -394,8 +403,9 @@ class Engine(tf.Module):
             self._clear(*self._sums)
 
     def _reduce_and_apply(self, present):
-        own = optimizers.with_inner_optimizers(self.optimizer)
-        with without_own_reduction(own):
+        with without_own_reduction(
+            optimizers.with_inner_optimizers(self.optimizer)
+        ):
             updates = replicas.on_each_replica(self._apply_gradients, present)
         # Not before all weights have moved: until then `phase` says so.
         updates = replicas.local_results(updates)
