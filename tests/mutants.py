@@ -117,7 +117,7 @@ the check looks at a special point
 the check updates weights by an optimizer of the step
     Runner.scopes: call updates => hooks.silenced()
 functions in the model keep the check
-    Runner.scopes: call functions => hooks.silenced()
+    Runner.scopes: call traced_anew => hooks.silenced()
     """,
     "test_verdict.py": """
 the check looks at a few rows only

@@ -16,7 +16,6 @@ import tensorflow as tf
 from helpers import chain, compiled, distance, make_model, mirrored
 
 import accumodel
-from accumodel._features.first_batch.runs import _call_anew
 from accumodel._features.whole_batch.graph import _entered
 from accumodel._features.whole_batch.stages import set_apart
 from accumodel._keras_and_tf import construction, hooks, private_names
@@ -540,7 +539,7 @@ def test_a_function_can_be_called_without_its_traces():
         return x + 1
 
     for _ in range(2):
-        with hooks.functions(__call__=_call_anew):
+        with hooks.traced_anew():
             assert function(tf.ones(())) == 2
     assert len(traces) == 2
     function(tf.ones(()))

@@ -29,6 +29,12 @@ from accumodel._micro_batch import loop
 from accumodel._micro_batch.micro_batches import ALL
 from accumodel._update.engine import Collector, step_failed
 
+_TRACED_BEFORE = (
+    "In a `tf.function` that was traced before `compile` gradients would be "
+    "lost: remove the decorator `@tf.function`, since `fit` compiles the whole "
+    "step."
+)
+
 
 def make_function(model, name, make, force):
     """Makes `model.train_function` or `test_function`; `make` is Keras's."""
@@ -115,9 +121,7 @@ def _train(model, train_step, data):
             "Nothing was accumulated: a `train_step` must call "
             "`self.accumulate_gradients(gradients, weight)` instead of "
             "`self.optimizer.apply_gradients(...)`. With several optimizers, "
-            "give each a `GradientAccumulator`. In a `tf.function` that was "
-            "traced before `compile` gradients would be lost: remove the "
-            "decorator `@tf.function`, since `fit` compiles the whole step. "
+            f"give each a `GradientAccumulator`. {_TRACED_BEFORE} "
             f"Received: the `train_step` of {type(model).__name__}"
         )
     return logs
@@ -171,6 +175,8 @@ def _make(accumulation, name, make):
         except BaseException as error:
             if trains:
                 step_failed([*accumulation.accumulators], error)
+            if "variables which have been deleted" in str(error):
+                error.add_note(f"accumodel: {_TRACED_BEFORE}")
             if isinstance(error, tf.errors.OpError):
                 _say_that_it_was_split(accumulation, error)
             raise

@@ -87,7 +87,6 @@ def _trace(plan, trains, data, decides=False):
 
     def run(data):
         data = keras.tree.map_structure(_without_optionals, data)
-        # A `tf.function` in the model may not be traced again.
         step = one_step(plan, data, _Ignored(is_split=True))
         with Draws(plan).replaced(), step:
             if plan.is_split:
@@ -97,6 +96,8 @@ def _trace(plan, trains, data, decides=False):
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope_of(model.distribute_strategy))
+        # Else a function in the step would go on to add nothing.
+        stack.enter_context(hooks.traced_anew())
         if was_built:  # if not, it draws the initial weights
             stack.enter_context(hooks.own_draws([]))
             stack.callback(PythonState(owners_of(model)).close)

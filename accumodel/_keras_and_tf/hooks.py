@@ -223,9 +223,23 @@ test_steps = Hook("evaluate", lambda: [definition(KerasModel, "test_step")])
 updates = Hook("check", lambda: [definition(keras.Optimizer, "apply")])
 
 # Calls of each `tf.function`.
-functions = Hook(
+_functions = Hook(
     "check", lambda: [(type(tf.function(lambda: None)), "__call__")]
 )
+
+
+def traced_anew():
+    """Returns a scope in which a `tf.function` is traced whenever it is called.
+
+    Python sees no other calls; and no later call finds what was traced here.
+    """
+
+    def call(original, function, *args, **kwargs):
+        anew = tf.function(function.python_function)
+        return original(anew, *args, **kwargs)
+
+    return _functions(__call__=call)
+
 
 # Takes a layer, its inputs, which are at least float32, and a mask or `None`;
 # returns the mean and the variance.
