@@ -40,13 +40,13 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             Defaults to `"epoch"`.
 
     Raises:
-        TypeError: If `schedule` is neither, or holds or returns something
-            other than ints; in `fit`, if the model does not accumulate.
-        ValueError: If `schedule` holds or returns less than 1, or holds a
-            negative key; if `by` is none of these; in `fit`, if samples are to
-            be counted and the `batch_size` is not known, if updates or samples
-            are with `steps_per_execution` above 1, or if a value is more than 1
-            with `micro_batch_size="auto"`.
+        TypeError: If `schedule` is neither, or holds or returns `accum_steps`
+            that are no ints; in `fit`, if the model does not accumulate.
+        ValueError: If `schedule` holds or returns less than 1, or a key that
+            is no int from 0; if `by` is none of these; in `fit`, if samples are
+            to be counted and the `batch_size` is not known, if updates or
+            samples are with `steps_per_execution` above 1, or if a value is
+            more than 1 with `micro_batch_size="auto"`.
     """
 
     def __init__(
@@ -61,16 +61,13 @@ class AccumStepsScheduler(keras.callbacks.Callback):
                 f"Received: by={by!r}"
             )
         if isinstance(schedule, Mapping):
-            message = (
-                f"The keys of `schedule` must be {by}s, integers from 0. "
-                f"Received: schedule={schedule}"
-            )
             for key, accum_steps in schedule.items():
                 check_accum_steps(accum_steps)
-                if isinstance(key, bool) or not isinstance(key, int):
-                    raise TypeError(message)
-                if key < 0:
-                    raise ValueError(message)
+                if type(key) is not int or key < 0:
+                    raise ValueError(
+                        f"The keys of `schedule` must be {by}s, ints from 0. "
+                        f"Received: schedule={schedule}"
+                    )
         elif not callable(schedule):
             raise TypeError(
                 f"`schedule` must be a dict from {by}s to `accum_steps`, or a "
@@ -95,12 +92,12 @@ class AccumStepsScheduler(keras.callbacks.Callback):
                 "Received: data of unknown size"
             )
         if self.by != "epoch":
-            steps = self.model.steps_per_execution
-            if steps > 1:
+            if self.model.steps_per_execution > 1:
                 raise ValueError(
                     f'`AccumStepsScheduler(by="{self.by}")` must see each '
                     'batch. Use `steps_per_execution=1` or `by="epoch"`. '
-                    f"Received: steps_per_execution={steps}"
+                    "Received: steps_per_execution="
+                    f"{self.model.steps_per_execution}"
                 )
             # The updates that were followed, and what was counted in them.
             begun = self.model.optimizer.iterations

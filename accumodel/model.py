@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 
 import keras
+import tensorflow as tf
 
 from accumodel._features import FEATURES, FirstBatch
 from accumodel._fit import train_function
@@ -84,13 +85,6 @@ class AccumulatingModel(keras.Model):
         if cls is AccumulatingModel and is_functional:
             cls = Functional  # type: ignore[assignment]
         return super().__new__(cls)
-
-    def __setattr__(self, name, value):
-        if name == "accum_steps":
-            # TensorFlow ignores the value it has; accumulators may have others.
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
 
     def __init__(self, *args: typing.Any, **kwargs: typing.Any) -> None:
         with construction.in_place_of_keras(
@@ -314,8 +308,9 @@ class AccumulatingModel(keras.Model):
         plan = self._accumulation.plan()
         forward = functools.partial(outcome.forward, self, True)
         with this_step(plan, data):
-            found = outcome.differentiate(plan, data, forward)
-            (gradients, _), weight, log = found
+            (gradients, _), weight, log = outcome.differentiate(
+                plan, data, forward
+            )
             return gradients, weight, log()
 
     def compute_loss(
@@ -499,7 +494,7 @@ class AccumulatingModel(keras.Model):
                 "The model does not have any trainable weights.", stacklevel=2
             )
         elif self._accumulation.accumulates:
-            self._accumulation.ready_accumulator().receive(gradients, weight)
+            self._accumulation.ready_accumulator().accumulate(gradients, weight)
         else:
             variables = self.trainable_variables
             gradients, named = checks.check_gradients(gradients, variables)
@@ -542,16 +537,6 @@ class AccumulatingModel(keras.Model):
 
         fit.__signature__ = inspect.signature(keras.Model.fit)
 
-        @functools.wraps(keras.Model.evaluate)
-        def evaluate(self, *args, **kwargs):
-            cls = AccumulatingModel
-            with checks.explained_arguments(cls, "evaluate", kwargs):
-                return super().evaluate(*args, **kwargs)
-
-        def train_on_batch(self, *args, **kwargs):
-            self._accumulation.loss_weights.begin_fit(None, None)
-            return super().train_on_batch(*args, **kwargs)
-
     def make_train_function(self, force=False):
         make = super().make_train_function
         return train_function.make_function(self, "train", make, force)
@@ -592,6 +577,11 @@ class AccumulatingModel(keras.Model):
 
     def load_own_variables(self, store):
         super().load_own_variables(self._accumulation.load_cycles(store))
+
+    def set_weights(self, weights):
+        super().set_weights(weights)
+        if tf.executing_eagerly():
+            self._accumulation.accumulators.drop("set_weights")
 
     def set_state_tree(self, state_tree):
         self._accumulation.accumulators.reset()  # a tree holds no pending cycle

@@ -81,7 +81,7 @@ pairs are taken apart
     """,
     "test_distribution.py": """
 each replica judges by itself what is finite
-    _is_finite: call sum_over_replicas => [tf.cast(~is_good, tf.float32)]
+    Engine.add: call sum_over_replicas => [bad]
 train_on_batch gives each replica the whole batch
     run_batches: call split_over_replicas => batches
 sums are all on one device
@@ -117,7 +117,7 @@ the first batch is lost
 the check updates weights by an optimizer of the step
     Runner.scopes: call updates => hooks.silenced()
 functions in the model keep the check
-    Runner.scopes: call functions => hooks.silenced()
+    Runner.scopes: call traced_anew => hooks.silenced()
     """,
     "test_verdict.py": """
 the check looks at a special point
@@ -161,7 +161,7 @@ nothing weighs as much as small weights
 what weighs nothing may spoil a cycle
     Engine.add: set is_used not_equal => tf.equal(0, 0)
 what weighs nothing is left out as not finite
-    _is_finite: set is_good sums => sums.all_finite(gradients, weight)
+    Engine.add: set accepted is_finite => is_finite
     """,
     "test_logs.py": """
 each batch of a cycle is logged by itself

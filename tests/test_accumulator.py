@@ -278,15 +278,13 @@ class Holds(accumodel.AccumulatingModel):
 HELD: dict = {}
 
 
-def test_sums_may_follow_means_when_nothing_is_pending():
+def test_sums_and_means_need_an_accumulator_each():
     variable = keras.Variable([0.0])
-    accumulator = accumulating([variable], 2)
-    for weight, expected in ((4, -1.0), (None, -3.0), (4, -4.0)):
+    for weight in (4, None):
+        accumulator = accumulating([variable], 1)
         accumulator.accumulate([tf.ones(1)], weight)
         with pytest.raises(ValueError, match="cannot be averaged with means"):
             accumulator.accumulate([tf.ones(1)], 1 if weight is None else None)
-        accumulator.accumulate([tf.ones(1)], weight)
-        assert float(variable[0]) == expected
 
 
 @pytest.mark.parametrize("accum_steps", [1, 2])

@@ -177,7 +177,7 @@ def test_an_overflow_is_followed_as_in_a_plain_step():
     assert distance(model, reference) < 1e-6
 
 
-def test_it_is_told_if_nothing_calls_it():
+def test_a_step_that_cannot_call_it_is_refused():
     class Model(AccumulatingModel):
         def train_step(self, data):
             x, y = data
@@ -192,5 +192,5 @@ def test_it_is_told_if_nothing_calls_it():
 
     model = chain(Model, (6,), keras.layers.Dense(4))
     model.compile("sgd")
-    with pytest.warns(UserWarning, match="`after_update` was not called"):
+    with pytest.raises(ValueError, match="Nothing was accumulated"):
         model.fit(*data(), verbose=0)

@@ -63,15 +63,8 @@ class SumOfMeans(keras.losses.Loss):
         return keras.ops.mean((y - p) ** 2, axis=0)
 
 
-def by_samples(y, p):
-    return SQUARES(y, p) / keras.ops.cast(keras.ops.shape(y)[0], "float32")
-
-
 # Of sums that are one number, the first batch tells: see `test_first_batch.py`.
 MEANS = {
-    # By the number of samples a sum is a mean, which no reduction shows.
-    "by the samples": by_samples,
-    "next to a mean": lambda y, p: by_samples(y, p) + ERRORS(y, p),
     "by a number": lambda y, p: SQUARES(y, p) / 12,
     "a mean for each output": lambda y, p: keras.ops.mean((y - p) ** 2, 0),
     "means for each output, summed": SumOfMeans(reduction="sum"),
@@ -369,29 +362,6 @@ def test_all_losses_none_next_to_add_loss():
     losses = sgd([None, None])
     with pytest.warns(UserWarning, match="Gradients do not exist"):
         models = train_both(make, (x, (y, y)), losses, big=8, steps=2)
-    assert distance(*models) < 1e-6
-
-
-@pytest.mark.parametrize("is_named", [False, weekly(True)])
-def test_one_array_of_sample_weights_for_several_outputs_is_exact(is_named):
-    def make(model_class):
-        inputs = keras.Input((cases.FEATURES,))
-        heads = [keras.layers.Dense(2)(inputs) for _ in range(2)]
-        return model_class(inputs, heads)
-
-    def train(model, size):
-        x, weights = cases.features(), np.linspace(0.1, 3.0, 24)
-        y = [x[:, :2] * sign for sign in (1, -1)]
-        if is_named:
-            fit(model, x, y, sample_weight=weights, batch_size=size)
-        else:  # as Keras documents their order
-            model.fit(x, y, size, 1, 0, None, 0.0, None, False, None, weights)
-
-    losses = [
-        keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-        for _ in range(2)
-    ]
-    models = train_both(make, train, sgd(losses), big=8, steps=2)
     assert distance(*models) < 1e-6
 
 

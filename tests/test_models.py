@@ -475,15 +475,17 @@ def test_in_the_place_of_keras_model(points, monkeypatch):
     assert isinstance(AccumulatingModel.from_model(plain), AccumulatingModel)
 
 
-def test_a_train_step_that_updates_by_itself_is_told_of(points):
+@pytest.mark.parametrize(
+    "options", [{"accum_steps": 4}, {"micro_batch_size": 4}]
+)
+def test_a_train_step_that_updates_by_itself_is_refused(options, points):
     class Model(TrainsItself, AccumulatingModel):
         pass
 
-    model = compiled(Model(), "sgd", "mse", accum_steps=4)
-    with pytest.warns(UserWarning, match="nothing was accumulated") as caught:
+    model = compiled(Model(), "sgd", "mse", **options)
+    with pytest.raises(ValueError, match="Nothing was accumulated"):
         fit(model, *points, 8)
-    messages = [str(each.message) for each in caught]
-    assert sum("nothing was accumulated" in each for each in messages) == 1
+    assert int(model.optimizer.iterations) == 0
 
 
 class GAN(AccumulatingModel):

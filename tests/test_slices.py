@@ -345,7 +345,7 @@ def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
     assert model.test_on_batch(*samples, return_dict=True) == {"size": 7}
     model = compiled(cases.dense(StepWithoutAccumulation), micro_batch_size=7)
     before = model.get_weights()
-    with pytest.raises(ValueError, match="Call `self"):
+    with pytest.raises(ValueError, match="must call `self"):
         model.fit(*samples, verbose=0)
     assert distance(model, before) == 0
 
@@ -528,7 +528,6 @@ def test_an_error_says_that_the_batch_was_split(method, kwargs):
         getattr(model, method)(x, y, **further)
     (note,) = caught.value.__notes__
     assert "split into micro-batches of at most 10 samples" in note
-    assert ("A batch of up to 40" in note) == (method == "fit")
     assert "use `accum_steps` instead" in note
 
 

@@ -1,8 +1,6 @@
 """What is traced again, and what is not."""
 
 import collections
-import contextlib
-import gc
 
 import cases
 import keras
@@ -67,26 +65,23 @@ def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("collects", [False, True])
 @pytest.mark.parametrize("made", [DecoratedStep, DecoratedHelper])
-def test_after_compile_a_function_in_a_step_trains_or_is_refused(
-    made, collects
-):
+def test_after_compile_a_function_in_a_step_trains_or_is_refused(made):
     model = linear(made)
     x, y = np.ones((16, 4)), np.ones((16, 1))
     model.compile("sgd", accum_steps=2)
     model.fit(x, y, batch_size=4, verbose=0)
     model.compile("sgd", accum_steps=2)
-    if collects:  # the variables of the accumulator that is gone
-        gc.collect()
-    is_refused = made is DecoratedHelper
-    with (
-        pytest.raises(ValueError, match=r"`tf.function` that was traced before")
-        if is_refused
-        else contextlib.nullcontext()
-    ):
+    if made is DecoratedStep:
         model.fit(x, y, batch_size=4, verbose=0)
-    assert int(model.optimizer.iterations) == (0 if is_refused else 2)
+        assert int(model.optimizer.iterations) == 2
+        return
+    # Of TensorFlow, if the variables of the accumulator that is gone are, too.
+    with pytest.raises((ValueError, AssertionError)) as caught:
+        model.fit(x, y, batch_size=4, verbose=0)
+    said = str(caught.value), *getattr(caught.value, "__notes__", ())
+    assert any("`tf.function` that was traced before" in text for text in said)
+    assert int(model.optimizer.iterations) == 0
 
 
 def test_a_new_train_function_updates_as_the_optimizer_says_now():

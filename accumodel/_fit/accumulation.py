@@ -132,7 +132,6 @@ class Accumulation:
     def fit(self, super_fit, args, kwargs):
         """Trains the model by Keras or another base class."""
         given, args, kwargs = with_end_of_cycle(args, kwargs)
-        self.loss_weights.begin_fit(given.get("y"), given.get("sample_weight"))
         self.batch_size = given["batch_size"]
         for feature in self.features:
             feature.begin_fit(given)
@@ -155,8 +154,9 @@ class Accumulation:
             if optimizer.iterations.numpy():
                 finalize(variables)
 
-        name = "finalize_variable_values"
-        return hooks.replaced(optimizer, name, finalize_after_update)
+        return hooks.replaced(
+            optimizer, "finalize_variable_values", finalize_after_update
+        )
 
     def load_cycles(self, store):
         """Loads the pending cycles of a file, and returns the rest of it."""
@@ -238,8 +238,11 @@ class Accumulation:
         if self.numbers is None and has_rows:
             self.numbers = RandomNumbers(self)
         before = {} if are_new else {type(each): each for each in self.features}
-        on = [kind for kind in self._kinds if kind.is_on(options)]
-        self.features = tuple(before.get(kind) or kind(self) for kind in on)
+        self.features = tuple(
+            before.get(kind) or kind(self)
+            for kind in self._kinds
+            if kind.is_on(options)
+        )
 
     def assign_size(self, value):
         if self.size is None:
@@ -251,7 +254,6 @@ class Accumulation:
     def begin_to_span_batches(self):
         """Lets several fed batches make an update from now on."""
         if not self.spans_batches:
-            checks.check_can_accumulate(self.model, self.options)
             self.spans_batches = True
             self._begin_to_accumulate()
 
@@ -275,8 +277,9 @@ class Accumulation:
         """Returns the accumulator of the trainable variables."""
         # Only the first micro-batch may build the variables of the model.
         if self.model._gradient_accumulator is None:
-            how = self.options, self.numbers
-            replicas.across_replicas(self.accumulators.build, *how)
+            replicas.across_replicas(
+                self.accumulators.build, self.options, self.numbers
+            )
         accumulator = self.model._gradient_accumulator
         if not accumulator.fits(self.model):
             raise ValueError(

@@ -23,11 +23,17 @@ import re
 import tensorflow as tf
 
 from accumodel._fit import variables
-from accumodel._keras_and_tf import checks, hooks, private_names, replicas
+from accumodel._keras_and_tf import checks, hooks, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.micro_batches import ALL
 from accumodel._update.engine import Collector, step_failed
+
+_TRACED_BEFORE = (
+    "In a `tf.function` that was traced before `compile` gradients would be "
+    "lost: remove the decorator `@tf.function`, since `fit` compiles the whole "
+    "step."
+)
 
 
 def make_function(model, name, make, force):
@@ -39,10 +45,9 @@ def make_function(model, name, make, force):
     if name == "train":
         is_ours = accumulation.accumulates or bool([*accumulation.accumulators])
     else:
-        keeps = any(
+        is_whole = accumulation.overrides("test_step") and any(
             feature.keeps_test_step() for feature in accumulation.features
         )
-        is_whole = keeps and accumulation.overrides("test_step")
         is_ours = model.micro_batch_size is not None and not is_whole
     if is_ours:
         _make(accumulation, name, make)
@@ -60,7 +65,6 @@ def _prepare_to_accumulate(accumulation):
         accumulator.follow(
             accumulation.options.accum_steps, accumulation.numbers
         )
-    hooks.watch_weights(accumulation.accumulators)
     if not accumulation.accumulates:
         return
     # Layers may have been built since `compile`.
@@ -91,11 +95,8 @@ def _say_that_it_was_split(accumulation, error):
     is_split = size < ALL and (samples is None or size < samples)
     of_values = r"valid range|is not in \[|Tensor had|micro_batch_size|PyFunc"
     if is_split and not re.search(of_values, str(error)):
-        batch = (
-            "The batch" if samples is None else f"A batch of up to {samples}"
-        )
         error.add_note(
-            f"accumodel: {batch} was split into micro-batches of at most "
+            "accumodel: The batch was split into micro-batches of at most "
             f"{size} samples (`micro_batch_size`). If a batch size is written "
             "in the model or the step, replace it by `tf.shape(x)[0]`. If the "
             "loss needs all samples at once, pass `gradient_cache=True`, too; "
@@ -110,38 +111,20 @@ def _train(model, train_step, data):
     plan = accumulation.plan()
     data = replicas.hide_empty(data)
     collector = Collector(plan.is_split)
-    try:
-        logs = _run(plan, train_step, data, collector)
-    except AssertionError as error:
-        if "variables which have been deleted" in str(error):
-            _refuse_function(model, error)
-        raise
+    logs = _run(plan, train_step, data, collector)
     is_added = collector.end(
         accumulation.accumulators, is_cycle=not accumulation.spans_batches
     )
-    if is_added or not model.trainable_variables:
-        return logs
-    if accumulation.accumulators.adds_in_function:
-        _refuse_function(model)
-    if plan.is_split:
+    has_to_add = accumulation.accumulates and model.trainable_variables
+    if has_to_add and not is_added:
         raise ValueError(
-            "With `micro_batch_size`, a `train_step` must add up gradients. "
-            "Call `self.accumulate_gradients(gradients, weight)` instead of "
+            "Nothing was accumulated: a `train_step` must call "
+            "`self.accumulate_gradients(gradients, weight)` instead of "
             "`self.optimizer.apply_gradients(...)`. With several optimizers, "
-            "give each a `GradientAccumulator`. Received: the `train_step` of "
-            f"{type(model).__name__}"
+            f"give each a `GradientAccumulator`. {_TRACED_BEFORE} "
+            f"Received: the `train_step` of {type(model).__name__}"
         )
     return logs
-
-
-def _refuse_function(model, error=None):
-    """Raises for a function that adds to an accumulator that is gone."""
-    raise ValueError(
-        "`accumulate_gradients` was called in a `tf.function` that was traced "
-        "before `compile`: its gradients would be lost. Remove the decorator "
-        "`@tf.function`: `fit` compiles the whole step. "
-        f"Received: the `train_step` of {type(model).__name__}"
-    ) from error
 
 
 def _test(model, test_step, data):
@@ -192,6 +175,8 @@ def _make(accumulation, name, make):
         except BaseException as error:
             if trains:
                 step_failed([*accumulation.accumulators], error)
+            if "variables which have been deleted" in str(error):
+                error.add_note(f"accumodel: {_TRACED_BEFORE}")
             if isinstance(error, tf.errors.OpError):
                 _say_that_it_was_split(accumulation, error)
             raise
@@ -207,29 +192,10 @@ def _make_by_keras(model, name, make):
     # for something else.
     step = functools.partial(run, model, getattr(step, "python_function", step))
 
-    def made(run_eagerly):
-        before = model.jit_compile, model.run_eagerly
-        model.jit_compile, model.run_eagerly = False, run_eagerly
-        try:
-            with hooks.replaced(model, f"{name}_step", step):
-                make(force=True)
-        finally:
-            model.jit_compile, model.run_eagerly = before
-        return getattr(model, f"{name}_function")
-
-    function = made(model.run_eagerly)
-    is_one = model.run_eagerly or not private_names.NESTS_FUNCTIONS
-    if is_one or model.steps_per_execution > 1:
-        return function
-    eager = made(run_eagerly=True)
-
-    # One function instead of two. And Keras would wait for each step.
-    @functools.partial(tf.function, reduce_retracing=True, autograph=False)
-    def run_next(batches):
-        return eager(iter([batches.get_next()]))
-
-    def run_one(batches):
-        is_data_set = isinstance(batches, replicas.ITERATORS)
-        return run_next(batches) if is_data_set else function(batches)
-
-    return run_one
+    before, model.jit_compile = model.jit_compile, False
+    try:
+        with hooks.replaced(model, f"{name}_step", step):
+            make(force=True)
+    finally:
+        model.jit_compile = before
+    return getattr(model, f"{name}_function")

@@ -87,7 +87,6 @@ def _trace(plan, trains, data, decides=False):
 
     def run(data):
         data = keras.tree.map_structure(_without_optionals, data)
-        # A `tf.function` in the model may not be traced again.
         step = one_step(plan, data, _Ignored(is_split=True))
         with Draws(plan).replaced(), step:
             if plan.is_split:
@@ -97,12 +96,11 @@ def _trace(plan, trains, data, decides=False):
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope_of(model.distribute_strategy))
+        # Else a function in the step would go on to add nothing.
+        stack.enter_context(hooks.traced_anew())
         if was_built:  # if not, it draws the initial weights
             stack.enter_context(hooks.own_draws([]))
             stack.callback(PythonState(owners_of(model)).close)
-        for accumulator in plan.accumulation.accumulators:
-            of_it = hooks.replaced(accumulator, "_has_weights", None)
-            stack.enter_context(of_it)
         tf.function(run, autograph=False).get_concrete_function(_specs(data))
     plan.accumulation.decisions.is_made |= decides
 
@@ -136,10 +134,9 @@ def _build(model, data):
         private_names.call_model(model, x, training=True)
 
     # A custom step may call the model with anything, or not at all.
-    scope, of_keras = scope_of(model.distribute_strategy), keras.StatelessScope
-    with contextlib.suppress(Exception), scope, of_keras():
-        function = tf.function(call, autograph=False)
-        function.get_concrete_function(_specs(data))
+    scope = scope_of(model.distribute_strategy)
+    with contextlib.suppress(Exception), scope, keras.StatelessScope():
+        tf.function(call, autograph=False).get_concrete_function(_specs(data))
 
 
 def _without_optionals(leaf):  # as Keras does

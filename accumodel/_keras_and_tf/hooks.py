@@ -12,7 +12,6 @@ import inspect
 import random
 import threading
 import typing
-import weakref
 
 import keras
 import numpy as np
@@ -125,8 +124,6 @@ class Reduction(typing.NamedTuple):
     mask: typing.Any  # a tensor or `None`
     reduction: str | None  # as the `reduction` of a `keras.Loss`
     inner: tuple = ()  # the `Reduction`s of the losses that it combines
-    compute: typing.Any = None  # the loss as a function of targets and outputs
-    data: tuple = ()  # what it was called with
 
 
 def _find_losses():
@@ -179,11 +176,7 @@ def recorded_reductions(scales):
         if own is None:  # Keras has changed: `LossWeights` raises
             return loss
         is_scalar = own.values.shape.rank == 0
-        own = own._replace(
-            inner=tuple(inner) if is_scalar else (),
-            compute=functools.partial(original, own_loss),
-            data=args[:2],
-        )
+        own = own._replace(inner=tuple(inner) if is_scalar else ())
         lists[-1].append(own)
         is_mean = own.reduction not in ("sum", "none", None)
         if is_scalar and is_mean and scales:
@@ -230,9 +223,23 @@ test_steps = Hook("evaluate", lambda: [definition(KerasModel, "test_step")])
 updates = Hook("check", lambda: [definition(keras.Optimizer, "apply")])
 
 # Calls of each `tf.function`.
-functions = Hook(
+_functions = Hook(
     "check", lambda: [(type(tf.function(lambda: None)), "__call__")]
 )
+
+
+def traced_anew():
+    """Returns a scope in which a `tf.function` is traced whenever it is called.
+
+    Python sees no other calls; and no later call finds what was traced here.
+    """
+
+    def call(original, function, *args, **kwargs):
+        anew = tf.function(function.python_function)
+        return original(anew, *args, **kwargs)
+
+    return _functions(__call__=call)
+
 
 # Takes a layer, its inputs, which are at least float32, and a mask or `None`;
 # returns the mean and the variance.
@@ -449,28 +456,3 @@ def with_local_logs(function):
             return function(iterator)
 
     return wrapped
-
-
-# -- weights that are set ------------------------------------------------------
-
-_watchers: weakref.WeakSet = weakref.WeakSet()
-
-
-@functools.cache
-def _see_set_weights():
-    # For good: a finalizer of a model could run in the middle of anything.
-    original = keras.layers.Layer.set_weights
-
-    @functools.wraps(original)
-    def set_weights(self, weights):
-        original(self, weights)
-        for each in list(_watchers):
-            each.weights_were_set(self)
-
-    keras.layers.Layer.set_weights = set_weights
-
-
-def watch_weights(watcher):
-    """Calls `watcher.weights_were_set(layer)` after any `layer.set_weights`."""
-    _see_set_weights()
-    _watchers.add(watcher)

@@ -22,10 +22,10 @@ from accumodel._micro_batch.micro_batches import current_step
 def make_step(plan, function, collector=None, losses=None):
     """Returns a function that runs `function` as a `Step` of a micro-batch."""
 
-    how = collector, losses, plan.is_compiled
-
     def step(data):
-        with micro_batches.one_step(plan, data, *how):
+        with micro_batches.one_step(
+            plan, data, collector, losses, plan.is_compiled
+        ):
             return function(data)
 
     if not plan.is_compiled:
@@ -163,8 +163,9 @@ class LossLogs:
             weight = tf.size(loss)
         weights, outputs = [weight], len(trackers) - 1
         if outputs:
-            of_outputs = accumulation.loss_weights.output_weights
-            weights += of_outputs(data, outputs, weight)
+            weights += accumulation.loss_weights.output_weights(
+                data, outputs, weight
+            )
         samples = tf.cast(micro_batches.count_samples(data), tf.float64)
         new = []
         for tracker, weight in zip(trackers, weights, strict=True):

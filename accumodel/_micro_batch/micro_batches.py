@@ -236,8 +236,11 @@ def has_axis(leaf):
 
 def _leaves(data):
     """Returns pairs of the path and the leaf, for those that have samples."""
-    pairs = keras.tree.flatten_with_path(data)
-    return [pair for pair in pairs if has_axis(pair[1])]
+    return [
+        (path, leaf)
+        for path, leaf in keras.tree.flatten_with_path(data)
+        if has_axis(leaf)
+    ]
 
 
 def count_of_each_replica(data, strategy):

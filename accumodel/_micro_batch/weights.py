@@ -11,17 +11,16 @@ batch. What `D` is follows from how Keras reduces a loss
 | `mean_with_sample_weight`     | the sample weights that no mask hides |
 | `sum`, `none`                 | nothing is divided                    |
 
-A loss that combines others was divided by what these were; if they are sums, it
-may divide them itself, see `_is_mean`. Values without an axis of samples, such
-as one number, are taken for means over the samples. If they are not, the check
-on the first batch tells.
+A loss that combines others was divided by what these were. Values without an
+axis of samples, such as one number, are taken for means over the samples. If
+they are not, or if a loss divides sums itself, the check on the first batch
+tells.
 """
 
 import typing
 import warnings
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
@@ -55,8 +54,6 @@ class LossWeights:
     def __init__(self, model):
         self._model = model
         self.warned: set[str] = set()
-        # Whether `fit` was given one array of sample weights for all outputs.
-        self.shares_sample_weight = False
         # The logged losses of the cycle, see `LossLogs`.
         self.cycle: typing.Any = None
 
@@ -66,16 +63,6 @@ class LossWeights:
         if self.cycle is None or self.cycle.shape[0] != rows:
             with scope_of(self._model.distribute_strategy):
                 self.cycle = make_sum((rows, 5), tf.float64, "cycle")
-
-    def begin_fit(self, y, sample_weight):
-        shares = (
-            sample_weight is not None
-            and keras.tree.is_nested(y)
-            and not keras.tree.is_nested(sample_weight)
-        )
-        if shares != self.shares_sample_weight:
-            self._model.train_function = None  # it was traced for the other
-        self.shares_sample_weight = shares
 
     def weight(self, plan, data):
         """Returns the weight of the last micro-batch, `None` if it is a sum."""
@@ -160,8 +147,11 @@ class LossWeights:
     def _of_model(self, reductions):
         """Returns the divisors of the compiled losses, see `_divisors`."""
         losses = private_names.compiled_losses(self._model)
-        by_keras = keras.losses.Loss.__call__
-        own = [x for x, _ in losses if type(x).__call__ is not by_keras]
+        own = [
+            loss
+            for loss, _ in losses
+            if type(loss).__call__ is not keras.losses.Loss.__call__
+        ]
         unseen = len(losses) - len(reductions)
         if unseen > len(own):
             raise RuntimeError(
@@ -199,8 +189,6 @@ class LossWeights:
                 x for x in reduction.inner if x.reduction not in _UNREDUCED
             ]
             found = self._divisors(inner) or self._divisor(reduction)
-            if inner and None in found and _is_mean(reduction):
-                found = {_SAMPLES: None}
             divisors = found | divisors
         return divisors
 
@@ -220,10 +208,7 @@ class LossWeights:
         weighed = mask is not None or sample_weight is not None
         if name == "mean_with_sample_weight" and weighed:
             value = private_names.sum_of_weights(sample_weight, mask, dtype)
-            # What `evaluate` was given is not known.
-            is_shared = self.shares_sample_weight and current_step().collector
-            weights = 0 if is_shared else id(sample_weight)
-            return {("weights", id(mask), weights): value}
+            return {("weights", id(mask), id(sample_weight)): value}
         elements = tf.cast(tf.size(values, out_type=tf.int64), dtype)
         if mask is None:
             return {_SAMPLES: elements}
@@ -239,32 +224,6 @@ class LossWeights:
         if not is_exact and message not in self.warned:
             self.warned.add(message)
             warnings.warn(message, InexactWarning, stacklevel=2)
-
-
-def _is_mean(reduction):
-    """Whether a loss of sums is their mean over the samples, by measurement."""
-    rng = np.random.default_rng(0)
-
-    def make_up(leaf):
-        shape = [4, *(size or 3 for size in leaf.shape[1:])]
-        dtype = tf.as_dtype(leaf.dtype)
-        values = rng.uniform(0.1, 0.9, shape)
-        if not dtype.is_floating:  # such as classes
-            values = np.round(values)
-        return tf.cast(values, dtype)
-
-    with tf.init_scope():
-        data = tf.nest.map_structure(make_up, reduction.data)
-
-        def loss(begin, end):
-            rows = tf.nest.map_structure(lambda leaf: leaf[begin:end], data)
-            return float(reduction.compute(*rows))
-
-        try:
-            whole, three, one = loss(0, 4), loss(0, 3), loss(3, 4)
-        except Exception:  # such as of other shapes: by its sums, as before
-            return False
-    return abs(3 * three + one - 4 * whole) < 1e-3 * abs(whole)
 
 
 def is_single(values, data):
@@ -287,11 +246,12 @@ def note_axes(step, reductions):
 
 def added_losses(model):
     """Returns what `add_loss` was given in the last call of the model."""
-    regularizers = [
-        variable.regularizer for variable in model.trainable_weights
+    regularized = [
+        variable
+        for variable in model.trainable_weights
+        if variable.regularizer is not None
     ]
-    of_weights = [each for each in regularizers if each is not None]
-    return model.losses[: len(model.losses) - len(of_weights)]
+    return model.losses[: len(model.losses) - len(regularized)]
 
 
 def summed_losses(model, data):
@@ -301,9 +261,8 @@ def summed_losses(model, data):
 
 def missing_sums(model, data):
     """Returns what is missing of sums that Keras divides by the replicas."""
-    missing = 1 - 1 / count_replicas()
     sums = map(tf.reduce_sum, summed_losses(model, data))
-    return sum(each * missing for each in sums)
+    return sum(sums) * (1 - 1 / count_replicas())
 
 
 def _nonzero(value, samples):

@@ -8,7 +8,8 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, replicas
-from accumodel._update.engine import Engine
+from accumodel._micro_batch.micro_batches import current_step
+from accumodel._update.engine import Collector, Engine
 
 
 class GradientAccumulator(Engine):
@@ -78,8 +79,9 @@ class GradientAccumulator(Engine):
         jit_compile: bool = False,
     ) -> None:
         self._follows_model = accum_steps is None
-        steps = 1 if accum_steps is None else accum_steps
-        steps = checks.check_accum_steps(steps)
+        steps = checks.check_accum_steps(
+            1 if accum_steps is None else accum_steps
+        )
         checks.check_optimizer(optimizer, skip_nonfinite)
         if not isinstance(jit_compile, bool):
             raise TypeError(
@@ -153,7 +155,20 @@ class GradientAccumulator(Engine):
             tf.errors.InvalidArgumentError: If the variables that get a gradient
                 are not those of the cycle so far.
         """
-        self.receive(gradients, weight)
+        step = current_step()
+        in_fit = step is not None and step.collector is not None
+        # In a custom loop, each micro-batch is a fed batch.
+        collector = step.collector if in_fit else Collector(is_split=False)
+        if not (in_fit and self.is_own):
+            collector.check(self)
+        gradients = self._check(step, gradients, weight is not None)
+        if in_fit:  # which ends the fed batch, and knows of errors
+            collector.take(self, gradients, weight)
+            return
+        with self._step():
+            replicas.across_replicas(self._forget_if_broken)
+            collector.take(self, gradients, weight)
+            collector.end([self])
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.
@@ -162,7 +177,7 @@ class GradientAccumulator(Engine):
         once. If the last `accumulate` failed, the cycle is forgotten instead:
         some of its gradients may have been added, and others not.
         """
-        present = self._present
+        present = self._present or (True,) * len(self.variables)
         if tf.executing_eagerly():
             present = tuple(self._given.numpy().tolist())
 
@@ -174,7 +189,3 @@ class GradientAccumulator(Engine):
 
         with self._step(), self.scope():
             replicas.across_replicas(end)
-
-    def reset(self) -> None:
-        """Forgets the pending cycle."""
-        self.forget()

@@ -28,7 +28,7 @@ from accumodel._keras_and_tf.checks import overrides
 from accumodel._keras_and_tf.optimizers import scales_loss
 from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._update.accumulator import GradientAccumulator
-from accumodel._update.engine import Engine, step_failed
+from accumodel._update.engine import step_failed
 
 # The methods of a model that its accumulator calls.
 HOOKS = ("process_gradients", "after_update")
@@ -41,23 +41,12 @@ OWN = "_gradient_accumulator"
 _PREFIX = "accumulated:"
 
 
-class OwnAccumulator(GradientAccumulator):
-    """That of a model itself, whose arguments `compile` has checked."""
-
-    is_own = True
-
-    def __init__(self, *args):
-        Engine.__init__(self, *args)
-
-
 class Accumulators:
     """All accumulators that a model holds."""
 
     def __init__(self, model):
         self.model = model
         self.is_live = False  # whether batches came since a file was loaded
-        # Whether a condition or function added to an accumulator that is gone.
-        self.adds_in_function = False
 
     def by_name(self):
         """Returns those in attributes, and in lists and dicts of these."""
@@ -85,24 +74,25 @@ class Accumulators:
         variables = model.trainable_variables
         if model._gradient_accumulator is not None or not variables:
             return
+        hooks = {x: getattr(model, x) for x in HOOKS if overrides(model, x)}
         with scope_of(model.distribute_strategy):
-            model._gradient_accumulator = OwnAccumulator(
+            accumulator = GradientAccumulator(
                 model.optimizer,
                 variables,
                 options.accum_steps,
-                [
-                    getattr(model, x) if overrides(model, x) else None
-                    for x in HOOKS
-                ],
-                options.skip_nonfinite,
-                model.jit_compile,
+                **hooks,
+                skip_nonfinite=options.skip_nonfinite,
+                jit_compile=model.jit_compile,
             )
-        model._gradient_accumulator.follow(options.accum_steps, numbers)
+        accumulator.is_own = True
+        accumulator.follow(options.accum_steps, numbers)
+        model._gradient_accumulator = accumulator
 
     def check_holds(self, accumulator):
         """Raises if an accumulator trains the model, which does not know it."""
-        is_own = accumulator.trains_some_of(self.model.trainable_weights)
-        if is_own and accumulator not in [*self]:
+        own = {*map(id, self.model.trainable_weights)}
+        trains_own = not own.isdisjoint(map(id, accumulator.variables))
+        if trains_own and accumulator not in [*self]:
             raise ValueError(
                 "A `train_step` uses a `GradientAccumulator` that the model "
                 "does not hold: it would not end its cycle with the epoch. "
@@ -129,34 +119,22 @@ class Accumulators:
 
     def drop(self, name, otherwise=""):
         """Forgets what is pending before `name`, with a warning."""
-        pending, why = (
-            self.pending_steps,
-            f"`{name}` begins with an empty cycle",
-        )
-        if name == "set_weights":
-            why = "their gradients are of other weights"
+        pending = self.pending_steps
         if pending:
             self.reset()
             warnings.warn(
                 f"Batches that were accumulated before `{name}` made no "
-                f"update. They are dropped, since {why}. Call "
+                "update. They are dropped: their gradients would be of other "
+                "weights, or of another training. Call "
                 f"`apply_accumulated_gradients()` before `{name}`{otherwise}. "
                 f"Received: pending_steps={pending}",
                 stacklevel=4,
             )
 
-    def weights_were_set(self, layer):
-        """Forgets the pending cycle if it is of other weights than these."""
-        is_trained = any(x.trains_some_of(layer.weights) for x in self)
-        if tf.executing_eagerly() and is_trained:
-            self.drop("set_weights")
-
     def begin_anew(self):
         """Removes the accumulator that was made for another `compile`."""
-        accumulator = self.model._gradient_accumulator
-        if accumulator is not None:
+        if self.model._gradient_accumulator is not None:
             self.drop("compile")  # seeds too
-            self.adds_in_function |= accumulator.adds_in_condition()
             del self.model._gradient_accumulator  # what is tracked, too
 
     def save(self, numbers, store):
@@ -246,29 +224,30 @@ def _places(accumulator, model):
 
 def _check(accumulator, model, cycle):
     """Raises unless a cycle is whole and belongs to these variables."""
-    places, scales = cycle.get("places"), scales_loss(accumulator.optimizer)
-    own = _places(accumulator, model)
+    places, own = cycle.get("places"), _places(accumulator, model)
     if not np.array_equal(places, own):
         _refuse(
             "belongs to a different set of trainable weights. Freeze the "
             "layers that were frozen when it was saved, and compile",
             f"weights {places}, but the model's are {own}",
         )
-    if cycle.get("scales_loss") != scales:
+    if cycle.get("scales_loss") != scales_loss(accumulator.optimizer):
         _refuse(
             "has sums that were scaled differently. Use a "
             "`LossScaleOptimizer` only if it was used then",
             f"scales_loss={cycle.get('scales_loss')}",
         )
+    pairs = zip(accumulator._sums, cycle.get("given", []), strict=False)
     variables = {
         "pending_steps": accumulator._count,
         "totals": accumulator._totals,
         "given": accumulator._given,
+        **{
+            f"sum_{i}": total
+            for i, (total, is_given) in enumerate(pairs)
+            if is_given
+        },
     }
-    pairs = zip(accumulator._sums, cycle.get("given", []), strict=False)
-    for i, (total, is_given) in enumerate(pairs):
-        if is_given:
-            variables[f"sum_{i}"] = total
     wrong = [
         name
         for name, variable in variables.items()

@@ -51,8 +51,6 @@ class _Untracked:
         # Per variable: was it passed to `accumulate`, maybe with `None` as its
         # gradient? Empty if all were.
         self.named: list = []
-        # What a fed batch last registered, see `Collector.take`.
-        self.entry: typing.Any = None
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
@@ -76,8 +74,9 @@ class Engine(tf.Module):
         self._jit_compile = jit
         # Whether `accumulate` was traced: the update is then compiled as well.
         self._is_traced = False
-        # Which variables got a gradient in the last call.
-        self._present = (True,) * len(variables)
+        # Which variables got a gradient in the last fed batch, if there was
+        # one: see `Collector.take`.
+        self._present: tuple | None = None
         # Whether micro-batches have weights, or losses that are sums.
         self._has_weights: bool | None = None
         self._untracked = _Untracked(strategy, variables)
@@ -129,16 +128,9 @@ class Engine(tf.Module):
         with self.scope():
             return sum(x.numpy() for x in replicas.local_results(self._phase))
 
-    def trains_some_of(self, weights):
-        return not {*map(id, weights)}.isdisjoint(map(id, self.variables))
-
     def scope(self):
         """Returns the scope of the strategy under which it was made."""
         return replicas.scope_of(self._untracked.strategy)
-
-    def adds_in_condition(self):
-        """Whether it was last added to in a condition or a `tf.function`."""
-        return self._untracked.entry is not None and self._untracked.entry[1]
 
     def fits(self, model):
         """Whether it trains what `compile` and `trainable` of a model say."""
@@ -153,31 +145,11 @@ class Engine(tf.Module):
         if self._follows_model:
             self._accum_steps.assign(accum_steps)
 
-    def receive(self, gradients, weight):
-        """Checks a micro-batch, and adds it to the fed batch that it is of."""
-        step = current_step()
-        in_fit = step is not None and step.collector is not None
-        # In a custom loop, each micro-batch is a fed batch.
-        collector = step.collector if in_fit else Collector(is_split=False)
-        if not (in_fit and self.is_own):
-            collector.check(self)
-        gradients = self._check(step, gradients, weight is not None)
-        if in_fit:  # which ends the fed batch, and knows of errors
-            collector.take(self, gradients, weight)
-            return
-        with self._step():
-            replicas.across_replicas(self._forget_if_broken)
-            collector.take(self, gradients, weight)
-            collector.end([self])
-
     def _check(self, step, gradients, has_weight):
         """Refuses wrong arguments of a call; returns its gradients in order."""
         variables = self._untracked.variables
         gradients, named = checks.check_gradients(gradients, variables)
-        # What was traced does not look at it again, so it must stay the same.
-        is_eager = tf.executing_eagerly() and not self._is_traced
-        if is_eager and not self._untracked.strategy and self._count == 0:
-            self._has_weights = None
+        # What was traced does not look at it again, so it stays the same.
         if self._has_weights not in (None, has_weight):
             raise ValueError(
                 "`weight` must be a number for all micro-batches, or `None` "
@@ -198,7 +170,6 @@ class Engine(tf.Module):
             )
         if step is not None:
             step.calls.add(call)
-        self._present = tuple(gradient is not None for gradient in gradients)
         self._untracked.named = named
         return gradients
 
@@ -210,13 +181,14 @@ class Engine(tf.Module):
         try:
             yield
         except BaseException as error:
-            is_once = tf.distribute.in_cross_replica_context()
-            has_others = tf.distribute.has_strategy() and not is_once
-            if tf.executing_eagerly() and not has_others:
+            on_replica = tf.distribute.has_strategy() and (
+                not tf.distribute.in_cross_replica_context()
+            )
+            if tf.executing_eagerly() and not on_replica:
                 step_failed([self], error)
             raise
 
-    def forget(self):
+    def reset(self) -> None:
         """Forgets the pending cycle."""
         with self.scope():
             if self._untracked.numbers is not None:
@@ -228,7 +200,7 @@ class Engine(tf.Module):
         # After a step of a custom loop that failed. Its replicas have phases of
         # one sign.
         is_broken = tf.not_equal(self._phase, 0)
-        tf.cond(is_broken, self.forget, lambda: None)
+        tf.cond(is_broken, self.reset, lambda: None)
 
     # -- on each replica: a micro-batch, and the end of a fed batch ------------
 
@@ -250,7 +222,13 @@ class Engine(tf.Module):
             scale *= self._untracked.replicas
         accepted = tf.identity(True)
         if self._skip_nonfinite:
-            accepted = self._is_finite(gradients, weight, not is_split)
+            with tf.control_dependencies([weight]):
+                is_finite = sums.all_finite(gradients, weight)
+            accepted = is_finite | tf.equal(weight, 0)
+            if not is_split:  # the replicas meet, so all of them agree
+                bad = tf.cast(~accepted, tf.float32)
+                (bad,) = replicas.sum_over_replicas([bad])
+                accepted = tf.equal(bad, 0)
             scale = tf.where(accepted, scale, 0.0)
         with tf.name_scope(RECORDED), tf.control_dependencies([scale]):
             begun = tf.identity(self._phase.assign(1.0))
@@ -303,9 +281,11 @@ class Engine(tf.Module):
         if may_be_nothing:
             (counts,) = replicas.sum_over_replicas([counts])
         self._counts.assign(tf.zeros_like(counts))
-        how = present, may_be_nothing, is_cycle
         replicas.across_replicas(
-            functools.partial(self._count_batch, *how), counts
+            functools.partial(
+                self._count_batch, present, may_be_nothing, is_cycle
+            ),
+            counts,
         )
 
     def _waits(self, gradients, weight):
@@ -324,21 +304,14 @@ class Engine(tf.Module):
         # A control dependency on what a nested `tf.function` returns is lost.
         return [*map(tf.identity, values)]
 
-    def _is_finite(self, gradients, weight, meets):
-        """Whether to add a micro-batch; all replicas agree if they meet."""
-        with tf.control_dependencies([weight]):
-            is_good = sums.all_finite(gradients, weight) | tf.equal(weight, 0)
-        if meets:
-            (bad,) = replicas.sum_over_replicas([tf.cast(~is_good, tf.float32)])
-            is_good = tf.equal(bad, 0)
-        return is_good
-
     def _apply_gradients(self, present):
         """Updates by the divided sums; returns whether there was an update."""
         # In the widest dtype of the sums, so as to travel with them.
         widest = max((v.dtype for v in self._sums), key=lambda d: d.size)
-        pairs = zip(self._sums, present, strict=True)
-        values = [total if is_present else None for total, is_present in pairs]
+        values = [
+            total if is_present else None
+            for total, is_present in zip(self._sums, present, strict=True)
+        ]
         totals = tf.cast(self._totals, widest)
         totals, *values = replicas.sum_over_replicas([totals, *values])
         # Not a division of each sum: XLA would store all quotients at once.
@@ -349,8 +322,12 @@ class Engine(tf.Module):
         )
         keep = True
         if self._process_gradients is not None:
-            given = [*gradients], self.variables, self.optimizer
-            gradients, keep = sums.process(self._process_gradients, *given)
+            gradients, keep = sums.process(
+                self._process_gradients,
+                [*gradients],
+                self.variables,
+                self.optimizer,
+            )
 
         def apply():
             named = self._untracked.named or itertools.repeat(True)
@@ -361,8 +338,8 @@ class Engine(tf.Module):
 
         call_if(keep, apply)
         # What reads a variable waits for what assigns to it.
-        waits = map(optimizers.tf_variable, self.variables)
-        with tf.control_dependencies([each.read_value() for each in waits]):
+        variables = map(optimizers.tf_variable, self.variables)
+        with tf.control_dependencies([x.read_value() for x in variables]):
             return tf.identity(keep)
 
     # -- once for all replicas: the end of a batch, and the update -------------
@@ -413,10 +390,10 @@ class Engine(tf.Module):
         update = functools.partial(self._reduce_and_apply, present)
         if not is_inline:
             if present not in untracked.updates:
-                is_one = untracked.strategy is None
                 untracked.updates[present] = tf.function(
                     update,
-                    jit_compile=(is_one and self._jit_compile) or None,
+                    jit_compile=(self._jit_compile and not untracked.strategy)
+                    or None,
                     autograph=False,
                 )
             update = untracked.updates[present]
@@ -426,8 +403,9 @@ class Engine(tf.Module):
             self._clear(*self._sums)
 
     def _reduce_and_apply(self, present):
-        own = optimizers.with_inner_optimizers(self.optimizer)
-        with without_own_reduction(own):
+        with without_own_reduction(
+            optimizers.with_inner_optimizers(self.optimizer)
+        ):
             updates = replicas.on_each_replica(self._apply_gradients, present)
         # Not before all weights have moved: until then `phase` says so.
         updates = replicas.local_results(updates)
@@ -469,7 +447,7 @@ def step_failed(accumulators, error):
         if not (any(phases) or is_failure) and (is_end or pending):
             return
         for accumulator in accumulators:  # what it has drawn goes back, too
-            accumulator.forget()
+            accumulator.reset()
     except Exception as other:
         error.add_note(
             "accumodel: The pending cycle could not be forgotten. Call "
@@ -528,12 +506,10 @@ class Collector:
             accumulator, (present, False)
         )
         step = current_step()
-        in_fit = step is not None and step.collector is self
-        is_conditional = was_conditional or (in_fit and step.is_conditional())
-        union = tuple(map(operator.or_, present, before))
-        self._entries[accumulator] = union, is_conditional
-        if in_fit:
-            accumulator._untracked.entry = union, is_conditional
+        is_conditional = step is not None and step.is_conditional()
+        present = tuple(map(operator.or_, present, before))
+        self._entries[accumulator] = present, was_conditional or is_conditional
+        accumulator._present = present
 
     def end(self, accumulators, is_cycle=False):
         """Ends the fed batch in its accumulators; returns if it has any.
@@ -543,8 +519,8 @@ class Collector:
         # A `tf.function` in a custom step may be traced already: then it adds,
         # but registers nothing, so the accumulators themselves know.
         for each in accumulators:
-            if each not in self._entries and each._untracked.entry is not None:
-                self._entries[each] = (each._untracked.entry[0], True)
+            if each not in self._entries and each._present is not None:
+                self._entries[each] = (each._present, True)
         for accumulator, entry in self._entries.items():
             accumulator.end(*entry, is_cycle and accumulator.is_own)
         return bool(self._entries)

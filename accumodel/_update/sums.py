@@ -93,8 +93,7 @@ def zero_unless(accepted, gradients):
 
 def values_of(gradients):
     """Returns the values of those that there are, sparse ones as they are."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    return [getattr(each, "values", each) for each in present]
+    return [getattr(x, "values", x) for x in gradients if x is not None]
 
 
 def all_finite(gradients, weight):
@@ -124,8 +123,9 @@ def process(function, gradients, variables, optimizer):
             f"for each of the {len(variables)} trainable variables, or a tuple "
             f"of such a list and a bool. Received: {returned}"
         )
-    what = "`process_gradients` must return gradients of"
-    check_shapes(processed, variables, what)
+    check_shapes(
+        processed, variables, "`process_gradients` must return gradients of"
+    )
     if keep is not True and tf.distribute.has_strategy():
         raise ValueError(
             "`process_gradients` cannot leave out an update under a "
@@ -133,8 +133,8 @@ def process(function, gradients, variables, optimizer):
             f"list. Received: {tf.distribute.get_strategy()}"
         )
     # A `LossScaleOptimizer` must see overflows.
-    may_overflow = optimizers.scales_loss(optimizer)
-    is_finite = all_finite(given, 1.0) if may_overflow else True
+    scales = optimizers.scales_loss(optimizer)
+    is_finite = all_finite(given, 1.0) if scales else True
 
     def scaled(gradient, new, variable):
         if optimizers.overwrites(variable):

@@ -125,7 +125,7 @@ class Runner:
             hooks.own_draws(self.drawn),
             hooks.silenced(),
             hooks.updates(apply=_refuse_update),
-            hooks.functions(__call__=_call_anew),
+            hooks.traced_anew(),
             hooks.moments(_moments=_inference),
         ]
 
@@ -406,12 +406,6 @@ class _OwnNumbers(RandomNumbers):
 
 def _refuse_update(*_, **__):
     raise NotMade("the step calls an optimizer, which would move weights")
-
-
-def _call_anew(original, function, *args, **kwargs):
-    """Calls a `tf.function` without its traces, which Python does not see."""
-    anew = tf.function(function.python_function)
-    return original(anew, *args, **kwargs)
 
 
 def _inference(original, layer, inputs, mask):
