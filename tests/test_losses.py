@@ -63,8 +63,15 @@ class SumOfMeans(keras.losses.Loss):
         return keras.ops.mean((y - p) ** 2, axis=0)
 
 
+def by_samples(y, p):
+    return SQUARES(y, p) / keras.ops.cast(keras.ops.shape(y)[0], "float32")
+
+
 # Of sums that are one number, the first batch tells: see `test_first_batch.py`.
 MEANS = {
+    # By the number of samples a sum is a mean, which no reduction shows.
+    "by the samples": by_samples,
+    "next to a mean": lambda y, p: by_samples(y, p) + ERRORS(y, p),
     "by a number": lambda y, p: SQUARES(y, p) / 12,
     "a mean for each output": lambda y, p: keras.ops.mean((y - p) ** 2, 0),
     "means for each output, summed": SumOfMeans(reduction="sum"),

@@ -124,6 +124,8 @@ class Reduction(typing.NamedTuple):
     mask: typing.Any  # a tensor or `None`
     reduction: str | None  # as the `reduction` of a `keras.Loss`
     inner: tuple = ()  # the `Reduction`s of the losses that it combines
+    compute: typing.Any = None  # the loss as a function of targets and outputs
+    data: tuple = ()  # what it was called with
 
 
 def _find_losses():
@@ -176,7 +178,11 @@ def recorded_reductions(scales):
         if own is None:  # Keras has changed: `LossWeights` raises
             return loss
         is_scalar = own.values.shape.rank == 0
-        own = own._replace(inner=tuple(inner) if is_scalar else ())
+        own = own._replace(
+            inner=tuple(inner) if is_scalar else (),
+            compute=functools.partial(original, own_loss),
+            data=args[:2],
+        )
         lists[-1].append(own)
         is_mean = own.reduction not in ("sum", "none", None)
         if is_scalar and is_mean and scales:

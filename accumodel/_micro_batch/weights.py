@@ -11,16 +11,17 @@ batch. What `D` is follows from how Keras reduces a loss
 | `mean_with_sample_weight`     | the sample weights that no mask hides |
 | `sum`, `none`                 | nothing is divided                    |
 
-A loss that combines others was divided by what these were. Values without an
-axis of samples, such as one number, are taken for means over the samples. If
-they are not, or if a loss divides sums itself, the check on the first batch
-tells.
+A loss that combines others was divided by what these were; if they are sums, it
+may divide them itself, see `_is_mean`. Values without an axis of samples, such
+as one number, are taken for means over the samples. If they are not, the check
+on the first batch tells.
 """
 
 import typing
 import warnings
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
@@ -189,6 +190,8 @@ class LossWeights:
                 x for x in reduction.inner if x.reduction not in _UNREDUCED
             ]
             found = self._divisors(inner) or self._divisor(reduction)
+            if inner and None in found and _is_mean(reduction):
+                found = {_SAMPLES: None}
             divisors = found | divisors
         return divisors
 
@@ -224,6 +227,32 @@ class LossWeights:
         if not is_exact and message not in self.warned:
             self.warned.add(message)
             warnings.warn(message, InexactWarning, stacklevel=2)
+
+
+def _is_mean(reduction):
+    """Whether a loss of sums is their mean over the samples, by measurement."""
+    rng = np.random.default_rng(0)
+
+    def make_up(leaf):
+        shape = [4, *(size or 3 for size in leaf.shape[1:])]
+        dtype = tf.as_dtype(leaf.dtype)
+        values = rng.uniform(0.1, 0.9, shape)
+        if not dtype.is_floating:  # such as classes
+            values = np.round(values)
+        return tf.cast(values, dtype)
+
+    with tf.init_scope():
+        data = tf.nest.map_structure(make_up, reduction.data)
+
+        def loss(begin, end):
+            rows = tf.nest.map_structure(lambda leaf: leaf[begin:end], data)
+            return float(reduction.compute(*rows))
+
+        try:
+            whole, three, one = loss(0, 4), loss(0, 3), loss(3, 4)
+        except Exception:  # such as of other shapes: by its sums, as before
+            return False
+    return abs(3 * three + one - 4 * whole) < 1e-3 * abs(whole)
 
 
 def is_single(values, data):
