@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 
 import keras
+import tensorflow as tf
 
 from accumodel._features import FEATURES, FirstBatch
 from accumodel._fit import train_function
@@ -592,6 +593,11 @@ class AccumulatingModel(keras.Model):
 
     def load_own_variables(self, store):
         super().load_own_variables(self._accumulation.load_cycles(store))
+
+    def set_weights(self, weights):
+        super().set_weights(weights)
+        if tf.executing_eagerly():
+            self._accumulation.accumulators.drop("set_weights")
 
     def set_state_tree(self, state_tree):
         self._accumulation.accumulators.reset()  # a tree holds no pending cycle

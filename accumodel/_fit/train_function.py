@@ -60,7 +60,6 @@ def _prepare_to_accumulate(accumulation):
         accumulator.follow(
             accumulation.options.accum_steps, accumulation.numbers
         )
-    hooks.watch_weights(accumulation.accumulators)
     if not accumulation.accumulates:
         return
     # Layers may have been built since `compile`.

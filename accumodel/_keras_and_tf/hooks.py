@@ -12,7 +12,6 @@ import inspect
 import random
 import threading
 import typing
-import weakref
 
 import keras
 import numpy as np
@@ -449,28 +448,3 @@ def with_local_logs(function):
             return function(iterator)
 
     return wrapped
-
-
-# -- weights that are set ------------------------------------------------------
-
-_watchers: weakref.WeakSet = weakref.WeakSet()
-
-
-@functools.cache
-def _see_set_weights():
-    # For good: a finalizer of a model could run in the middle of anything.
-    original = keras.layers.Layer.set_weights
-
-    @functools.wraps(original)
-    def set_weights(self, weights):
-        original(self, weights)
-        for each in list(_watchers):
-            each.weights_were_set(self)
-
-    keras.layers.Layer.set_weights = set_weights
-
-
-def watch_weights(watcher):
-    """Calls `watcher.weights_were_set(layer)` after any `layer.set_weights`."""
-    _see_set_weights()
-    _watchers.add(watcher)

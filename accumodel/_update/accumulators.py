@@ -145,12 +145,6 @@ class Accumulators:
                 stacklevel=4,
             )
 
-    def weights_were_set(self, layer):
-        """Forgets the pending cycle if it is of other weights than these."""
-        is_trained = any(x.trains_some_of(layer.weights) for x in self)
-        if tf.executing_eagerly() and is_trained:
-            self.drop("set_weights")
-
     def begin_anew(self):
         """Removes the accumulator that was made for another `compile`."""
         accumulator = self.model._gradient_accumulator
