@@ -161,23 +161,6 @@ def is_multi_worker(strategy):
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
-def check_workers_agree(model, options):
-    """Raises on each worker if `options` of `compile` differ on one of them."""
-    strategy = model.distribute_strategy
-    if not is_multi_worker(strategy):
-        return
-    text = [list(str(options.changed()).encode().ljust(500))]
-    distribute = strategy.experimental_distribute_values_from_function
-    rows = strategy.gather(distribute(lambda _: tf.constant(text)), axis=0)
-    found = [bytes(row).decode().rstrip() for row in rows.numpy().tolist()]
-    if len(set(found)) > 1:
-        raise ValueError(
-            "All workers must be compiled with the same arguments, or they "
-            "would wait for each other forever. "
-            f"Received: {', '.join(found)} (one for each replica)"
-        )
-
-
 def split_over_replicas(batches, strategy):
     """Returns batches of `train_on_batch` with a part for each replica."""
     # Keras gives each replica the whole batch.
