@@ -543,12 +543,6 @@ class AccumulatingModel(keras.Model):
 
         fit.__signature__ = inspect.signature(keras.Model.fit)
 
-        @functools.wraps(keras.Model.evaluate)
-        def evaluate(self, *args, **kwargs):
-            cls = AccumulatingModel
-            with checks.explained_arguments(cls, "evaluate", kwargs):
-                return super().evaluate(*args, **kwargs)
-
         def train_on_batch(self, *args, **kwargs):
             self._accumulation.loss_weights.begin_fit(None, None)
             return super().train_on_batch(*args, **kwargs)

@@ -61,7 +61,6 @@ MISSPELLED = {
             ("compile", "per_device_train_batch_size"),
             ("fit", "num_micro_batches"),
             ("fit", "per_device_train_batch_size"),
-            ("evaluate", "micro_batch_size"),
         )
     },
 }

@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import inspect
-import itertools
 import numbers
 import re
 
@@ -58,15 +57,10 @@ def explained_arguments(cls, method, given):
     """Scope in which an error about an unknown argument says what is meant."""
     try:
         yield
-    except (TypeError, ValueError) as error:
-        # Only Keras knows what it does not take. `evaluate` has a text of its
-        # own.
-        text = (
-            rf"{method}\(\) got an unexpected keyword argument '(\w+)'"
-            r"|Arguments not recognized: {'(\w+)'"
-        )
-        found = {*itertools.chain(*re.findall(text, str(error)))}
-        for name in found & {*given}:
+    except TypeError as error:
+        # Only Keras knows what it does not take.
+        text = rf"{method}\(\) got an unexpected keyword argument '(\w+)'"
+        for name in {*re.findall(text, str(error))} & {*given}:
             if meant := _meant(cls, name):
                 raise TypeError(
                     f"`{method}` has no argument `{name}`. Did you mean "
@@ -172,13 +166,6 @@ def _cannot_split(model, options):
                     f"layer={layer}, with a weight of aggregation="
                     f'"{variable.aggregation}": {variable.path}',
                 )
-    for tensor in getattr(model, "inputs", None) or []:
-        if tensor.shape[0] is not None:
-            yield (
-                "`keras.Input(batch_size=...)`, which fixes the number of "
-                "samples that go through the model. Leave `batch_size` out",
-                f"input={tensor}",
-            )
 
 
 def check_compiled(model, name):
