@@ -49,7 +49,12 @@ def check_strategy(strategy, steps_per_execution=1):
     with scope_of(strategy):
         # Without a strategy TensorFlow has a default one, which is right.
         if tf.distribute.has_strategy():
-            _warn_about_unknown(type(strategy).__name__)
+            warnings.warn(
+                "accumodel has not been tested under "
+                f"`{type(strategy).__name__}`: compare the weights with those "
+                "of a large batch before you rely on it.",
+                stacklevel=3,
+            )
 
 
 def can_compile(model):
@@ -68,15 +73,6 @@ def warn_about_xla(model):
             f"strategy={type(model.distribute_strategy).__name__}",
             stacklevel=2,
         )
-
-
-@functools.cache  # said once of each
-def _warn_about_unknown(name):
-    warnings.warn(
-        f"accumodel has not been tested under `{name}`: compare the weights "
-        "with those of a large batch before you rely on it.",
-        stacklevel=4,
-    )
 
 
 def current_strategy():
