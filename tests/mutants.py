@@ -131,7 +131,7 @@ a gradient that is not that of its value is not compared
 a small column is measured by the largest
     _differ: call _of_columns => 0.0
 the axis of samples is guessed
-    Draws._axes: if is_made => False
+    decide: if is_made => True
     """,
     "test_gradient_cache.py": """
 what the loss wrote is lost
@@ -216,7 +216,7 @@ a draw that all samples share has rows
 a draw from the middle that cannot be begins at the start
     _apart: return => seed
 only the first axis of a draw may be that of the samples
-    _axes: set axes => []
+    _axes: set places => [0] * (None in sizes[:1])
 rows along another axis are those of a smaller batch
     _numbers: set all_rows => own
 rows that are no multiple of the samples are drawn again

@@ -353,17 +353,16 @@ class Draws:
         # It is the first one if that may be as long.
         key = name, id(getattr(seed, "state", None))
         self._asked[key] += 1
-        place, samples = self._asked[key] - 1, self._samples
-        decisions = self._plan.accumulation.decisions
-        is_made = decisions.is_made and self._plan.orders is None
-        if samples is not None and is_made:
-            what = f"A draw of `keras.random.{name}`"
-            return decisions.find(key, place, sizes, what)
+        samples = self._samples
         places = [i for i, size in enumerate(sizes) if size in (None, samples)]
-        axes = [0] if 0 in places else places
-        if samples is None:
-            decisions.note(key, place, sizes, axes)
-        return axes
+        return self._plan.accumulation.decisions.decide(
+            key,
+            self._asked[key] - 1,
+            sizes,
+            samples,
+            guess=[0] if 0 in places else places,
+            what=f"A draw of `keras.random.{name}`",
+        )
 
     def _numbers(
         self, axis, sizes, shape, seed, operation, drawn, make=None, **kwargs
