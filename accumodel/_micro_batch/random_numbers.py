@@ -197,9 +197,6 @@ class Draws:
         self._is_known = assigned is not None
         # Whether a training begins with these draws, and has begun.
         self._begins, self._is_begun = trains and not self._is_known, False
-        # How often the axes of each draw were asked for.
-        self._asked: collections.Counter = collections.Counter()
-        self._around = current_graph()
         # The micro-batch: its `FedBatch` and number; its samples, if known; and
         # whether it is the last one, which is `None` before the first draw.
         self._part: typing.Any = None
@@ -275,7 +272,8 @@ class Draws:
     def replaced(self):
         """Scope in which what is traced draws the rows when it runs."""
         self._around = current_graph()
-        self._asked.clear()
+        # How often the axes of each draw were asked for.
+        self._asked: collections.Counter = collections.Counter()
         with replaced_draws(self._draw, next=self._next):
             yield
 
