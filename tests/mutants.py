@@ -133,7 +133,7 @@ a gradient that is not that of its value is not compared
 a small column is measured by the largest
     _differ: call _of_columns => 0.0
 the axis of samples is guessed
-    Draws._axes: if is_made => False
+    decide: if is_made => True
     """,
     "test_gradient_cache.py": """
 what the loss wrote is lost
@@ -204,9 +204,9 @@ an overflow is hidden by process_gradients
     """,
     "test_random.py": """
 each fed batch of a cycle draws the first rows
-    open_once: set begin fed => 0
-the end of a cycle does not move its seeds
-    go_on: call assign => None
+    Draws._open: set begin fed => 0
+each fed batch of a cycle draws by other seeds
+    begin_seed: call assign cast => None
 the samples of fed batches are not counted
     begin_batch: call assign => None
 numbers within a block are not skipped
@@ -218,27 +218,25 @@ a draw that all samples share has rows
 a draw from the middle that cannot be begins at the start
     _apart: return => seed
 only the first axis of a draw may be that of the samples
-    _axes: set axes => []
+    _axes: set places => [0] * (None in sizes[:1])
 rows along another axis are those of a smaller batch
     _numbers: set all_rows => own
 rows that are no multiple of the samples are drawn again
     _numbers: set apart => 0 * begin
-seeds in a loop over samples are put back
-    _put_back: if key => False
-what is drawn beside a loop over samples is counted again
-    _put_back: set before => state.value - [0, 0]
+what is drawn in a loop is the same in each micro-batch
+    Draws._next: set is_shared => self._has_rows is False
+a batch that is left out counts for the rows
+    leave_out: set kept => tf.constant([1, 1, 1], tf.int64)
 seeds that others use are put back
     Draws._used: if isdisjoint => True
 a function that was traced before draws the same again
-    Draws.check: if id => True
+    Draws.check: if known => False
 a function that makes variables keeps the draws of Keras
     _trace.run: call replaced => tf.name_scope("x")
 the width of normal numbers is rounded to float32
     _normal: call convert_to_tensor stddev => tf.cast(stddev, dtype)
 a noise shape holds the samples of the micro-batch
     _shape_of: set is_full => False
-a shuffle of what is not samples differs in each micro-batch
-    _shape_of: return x => _shape(arguments["x"])
 slices are drawn twice
     _check_slices_repeat: if => False
     """,
@@ -344,7 +342,7 @@ all words that the check feeds are the same
 targets are cut off that are not ignored
     Ordered.__init__: set ends ignored => []
 rows of another order are drawn as if they were in order
-    Draws.__init__: set _are_in_order => True
+    Draws._draw: if orders => len(axes) > 1 or name not in _OFFSETS
     """,
     "test_where_features_meet.py": """
 layers train in a model that is not told to

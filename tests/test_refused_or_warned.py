@@ -260,31 +260,18 @@ class MakesTrainFunction(AccumulatingModel):
         )
 
 
-class MakesTestFunction(AccumulatingModel):
-    def make_test_function(self, force=False):
-        self.test_function = lambda batches: self.test_step(next(batches))
-
-
-@pytest.mark.table
-@pytest.mark.parametrize(
-    ("model_class", "name"),
-    [
-        (MakesTrainFunction, "make_train_function"),
-        (MakesTestFunction, "make_test_function"),
-    ],
-)
-def test_a_function_that_would_not_split_is_refused(model_class, name):
-    model = cases.linear(model_class)
-    match = f"`micro_batch_size` cannot be used with a custom `{name}`"
-    for kwargs in ({}, {"gradient_cache": True}):
-        with pytest.raises(ValueError, match=match):
-            model.compile("sgd", "mse", micro_batch_size=4, **kwargs)
-    model.compile("sgd", "mse", accum_steps=2)
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_cache": True}], ids=str)
+def test_a_function_that_would_not_split_is_refused(kwargs):
+    model = cases.linear(MakesTrainFunction)
     x, y = np.ones((8, *model.input.shape[1:])), np.ones((8, 1))
+    model.compile("sgd", "mse", micro_batch_size=4, **kwargs)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="which split batches"):
+        model.fit(x, y, batch_size=8, verbose=0)
+    assert distance(model, before) == 0
+    model.compile("sgd", "mse", accum_steps=2)
     model.fit(x, y, batch_size=2, verbose=0)
     assert int(model.optimizer.iterations) == 2
-    with pytest.raises(ValueError, match=match):
-        model.micro_batch_size = 4
 
 
 def by_train_step(model, data):

@@ -466,10 +466,23 @@ def test_layers_that_cannot_be_right_in_parts():
         model = AccumulatingModel(inputs, layer(inputs))
         with pytest.raises(ValueError, match="synchronized=True"):
             model.compile("sgd", "mse", micro_batch_size=1)
-    inputs = keras.Input((2,), batch_size=8)
-    model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
-    with pytest.raises(ValueError, match=r"Leave `batch_size` out"):
-        model.compile("sgd", "mse", micro_batch_size=1)
+
+
+def test_an_input_of_a_fixed_batch_size_is_split_too():
+    x, y = (np.random.default_rng(0).random((16, n)) for n in (3, 1))
+    models = []
+    for base, how in (
+        (keras.Model, {}),
+        (AccumulatingModel, {"micro_batch_size": 3}),
+    ):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((3,), batch_size=8)
+        hidden = keras.layers.Dropout(0.5)(keras.layers.Dense(4)(inputs))
+        model = base(inputs, keras.layers.Dense(1)(hidden))
+        compiled(model, keras.optimizers.SGD(0.1), "mse", **how)
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        models.append(model)
+    assert distance(*models) < 1e-6
 
 
 class Mean(keras.layers.Layer):

@@ -100,8 +100,7 @@ def main(folder, accum_steps, epoch_of_death=None):
     assert cluster.jobs == ["worker"]  # or the chief would be the first
     rank = strategy.cluster_resolver.task_id
     workers = cluster.num_tasks("worker")
-    steps = [int(number) for number in accum_steps.split(",")]
-    accum_steps = steps[rank % len(steps)]
+    accum_steps = int(accum_steps)
     base = accumodel.AccumulatingModel
     with strategy.scope():
         model = make_and_compile(base, accum_steps=accum_steps)

@@ -111,7 +111,6 @@ class Accumulation:
             if accumulates:
                 checks.check_can_accumulate(model, options)
                 replicas.warn_about_xla(model)
-            replicas.check_workers_agree(model, options)
         except BaseException:
             model.compiled = False
             raise

@@ -133,13 +133,6 @@ def check_can_accumulate(model, options):
 
 def _cannot_split(model, options):
     """Yields why batches of a model cannot be split, and what was received."""
-    for name in ("make_train_function", "make_test_function"):
-        if overrides(model, name):
-            yield (
-                f"a custom `{name}`: batches are split in the function that "
-                "accumodel's own makes. Remove it",
-                f"a model of {type(model).__name__}",
-            )
     is_one = model.distribute_strategy.num_replicas_in_sync == 1
     for layer in private_names.flat_layers(model):
         if getattr(layer, "stateful", False):
@@ -166,13 +159,6 @@ def _cannot_split(model, options):
                     f"layer={layer}, with a weight of aggregation="
                     f'"{variable.aggregation}": {variable.path}',
                 )
-    for tensor in getattr(model, "inputs", None) or []:
-        if tensor.shape[0] is not None:
-            yield (
-                "`keras.Input(batch_size=...)`, which fixes the number of "
-                "samples that go through the model. Leave `batch_size` out",
-                f"input={tensor}",
-            )
 
 
 def check_compiled(model, name):

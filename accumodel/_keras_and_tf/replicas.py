@@ -49,7 +49,12 @@ def check_strategy(strategy, steps_per_execution=1):
     with scope_of(strategy):
         # Without a strategy TensorFlow has a default one, which is right.
         if tf.distribute.has_strategy():
-            _warn_about_unknown(type(strategy).__name__)
+            warnings.warn(
+                "accumodel has not been tested under "
+                f"`{type(strategy).__name__}`: compare the weights with those "
+                "of a large batch before you rely on it.",
+                stacklevel=3,
+            )
 
 
 def can_compile(model):
@@ -68,15 +73,6 @@ def warn_about_xla(model):
             f"strategy={type(model.distribute_strategy).__name__}",
             stacklevel=2,
         )
-
-
-@functools.cache  # said once of each
-def _warn_about_unknown(name):
-    warnings.warn(
-        f"accumodel has not been tested under `{name}`: compare the weights "
-        "with those of a large batch before you rely on it.",
-        stacklevel=4,
-    )
 
 
 def current_strategy():
@@ -159,23 +155,6 @@ def sum_over_replicas(values):
 def is_multi_worker(strategy):
     """Whether several processes train together under `strategy`."""
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-
-
-def check_workers_agree(model, options):
-    """Raises on each worker if `options` of `compile` differ on one of them."""
-    strategy = model.distribute_strategy
-    if not is_multi_worker(strategy):
-        return
-    text = [list(str(options.changed()).encode().ljust(500))]
-    distribute = strategy.experimental_distribute_values_from_function
-    rows = strategy.gather(distribute(lambda _: tf.constant(text)), axis=0)
-    found = [bytes(row).decode().rstrip() for row in rows.numpy().tolist()]
-    if len(set(found)) > 1:
-        raise ValueError(
-            "All workers must be compiled with the same arguments, or they "
-            "would wait for each other forever. "
-            f"Received: {', '.join(found)} (one for each replica)"
-        )
 
 
 def split_over_replicas(batches, strategy):

@@ -5,8 +5,8 @@ is one of samples. In an eager step, and for batches of a fixed size, all sizes
 are numbers, and another one may be equal by chance. So what was decided is
 looked up there, in the order of the calls:
 
-    before the first batch, in a trace:     note(key, sizes, decision)
-    in a step of a known size:              the decision of the same call
+    before the first batch, in a trace:     notes what it decides
+    in a step of a known size:              what the same call has noted
 
 A step that was never traced so, such as one of a custom loop, guesses.
 """
@@ -25,15 +25,17 @@ class Decisions:
         # the order of the calls.
         self._noted: dict = collections.defaultdict(list)
 
-    def note(self, key, place, sizes, decision):
-        """Notes what the call at a place of its key has decided."""
-        noted = self._noted[key]
-        noted[place:] = [(sizes, decision), *noted[place + 1 :]]
-        return decision
+    def decide(self, key, place, sizes, samples, guess, what):
+        """Returns what the call at a place of its key decides on its sizes.
 
-    def find(self, key, place, sizes, what):
-        """Returns what a call with known sizes decides; raises if unknown."""
+        If the number of `samples` is not known, its `guess` is right, and
+        noted. Otherwise raises if a trace has noted nothing like it.
+        """
         noted = self._noted[key]
+        if samples is None:
+            noted[place:] = [(sizes, guess), *noted[place + 1 :]]
+        if samples is None or not self.is_made:
+            return guess
         # That of the same place, if other sizes are the same, too.
         candidates = [*noted[place : place + 1], *noted]
         for test in (_is_same, _is_like):

@@ -100,12 +100,12 @@ class Step:
         if sizes == []:
             return False
         if samples is None:
-            is_first = sizes is None or sizes[0] is None
-            return decisions.note(key, place, sizes, is_first)
-        if decisions.is_made:
-            return decisions.find(key, place, sizes, "A loss")
-        is_single = loss.shape.num_elements() == 1 != samples
-        return not is_single and not (samples and (sizes[0] or 0) % samples)
+            guess = sizes is None or sizes[0] is None
+        else:
+            is_single = loss.shape.num_elements() == 1 != samples
+            is_like = not (samples and (sizes[0] or 0) % samples)
+            guess = is_like and not is_single
+        return decisions.decide(key, place, sizes, samples, guess, "A loss")
 
     def is_conditional(self):
         """Whether what is traced now may be left out when the step runs."""

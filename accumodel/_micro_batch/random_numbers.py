@@ -16,10 +16,10 @@ and of the number of the block (Philox: Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3"). So rows are a draw that begins further on, bit
 for bit the same, and nothing is drawn in vain.
 
-Draws without an axis of samples are the same for all micro-batches; in a loop,
-one is taken for that of a single sample, and its seed goes on. What cannot be
-drawn from the middle takes another seed for each micro-batch. Where rows depend
-on their number, a cycle of several fed batches is taken for a full one.
+Draws without an axis of samples are the same for all micro-batches. What cannot
+be drawn from the middle, or is drawn in a loop, which may be over the samples,
+takes another seed for each micro-batch. Where rows depend on their number, a
+cycle of several fed batches is taken for a full one.
 """
 
 import collections
@@ -59,12 +59,12 @@ class RandomNumbers:
         with tf.init_scope(), replicas.scope_of(accumulation.strategy):
             # XLA reads it on the device.
             self.rows = replicas.make_sum((3,), tf.int64, "rows")
-            # The samples of this cycle before this fed batch, and in it; and
-            # the number of the cycle.
+            # The samples of this cycle before the last fed batch, and in that;
+            # and the number of the cycle.
             self.fed = replicas.make_sum((3,), tf.int64, "fed")
         # By the ids of seeds that were drawn from in a training, a variable:
-        # the number of the last cycle that did, from 1; the state of the seed
-        # when that began; and that with which the next fed batch begins.
+        # the number of the last cycle that did, from 1; and the state of the
+        # seed when that began.
         self.begins: dict = {}
 
     def around_parts(self, plan, trains):
@@ -73,30 +73,23 @@ class RandomNumbers:
 
     def begin_batch(self, samples):
         """Counts the samples of a fed batch of a training."""
-        before, new, cycle = tf.unstack(self.fed)
-        # If no accumulator has counted the last fed batch, it was all there is.
-        is_lost = tf.cast(new > 0, tf.int64)
-        before *= 1 - is_lost
-        self.fed.assign([before, samples, cycle + is_lost])
+        before, last, cycle = tf.unstack(self.fed)
+        self.fed.assign([before + last, samples, cycle])
 
-    def begin_seed(self, state, cycle):
+    def begin_seed(self, state):
         """Notes where a seed begins, or goes back to where the cycle did."""
-        begin, now = self._begin_of(state), tf.cast(state.value, tf.int64)
-        new = tf.concat([cycle, now, now], 0)
+        begin, cycle = self._begin_of(state), self._cycle()
+        now = tf.cast(state.value, tf.int64)
+        new = tf.concat([cycle, now], 0)
         if self.accumulation.spans_batches:
             new = tf.where(begin[:1] == cycle, begin, new)
-            state.assign(tf.cast(new[3:], state.dtype))
+            state.assign(tf.cast(new[1:], state.dtype))
         begin.assign(new)
-
-    def go_on(self, state, value):
-        """Lets the next fed batch of the cycle begin with this state."""
-        begin, value = self._begin_of(state), tf.cast(value, tf.int64)
-        begin.assign(tf.concat([begin[:3], value], 0))
 
     def _begin_of(self, state):
         def make():
             with replicas.scope_of(self.accumulation.strategy):
-                return replicas.make_sum((5,), tf.int64, "begin")
+                return replicas.make_sum((3,), tf.int64, "begin")
 
         if id(state) not in self.begins:
             # In a thread that knows of no function: one that is not traced for
@@ -105,20 +98,14 @@ class RandomNumbers:
                 self.begins[id(state)] = pool.submit(make).result()
         return self.begins[id(state)]
 
-    def cycle(self):
+    def _cycle(self):
         """Returns the number of this cycle, from 1, in a list."""
         return self.fed[2:] + 1
 
-    def count_batch(self, is_added=True):
-        """Ends a fed batch; one that was left out is as if it was not fed."""
-
-        def count():
-            before, new, cycle = tf.unstack(self.fed)
-            before += new * tf.cast(is_added, tf.int64)
-            self.fed.assign([before, 0, cycle])
-
-        if self.accumulation.spans_batches:
-            self._change(count)
+    def leave_out(self, is_added):
+        """Lets the last fed batch be as if it was not fed, unless it counts."""
+        kept = tf.stack([1, tf.cast(is_added, tf.int64), 1])
+        self._change(lambda: self.fed.assign(self.fed * kept))
 
     def end_cycle(self, after):
         """Ends a cycle that made an update, when the tensors `after` exist."""
@@ -134,10 +121,10 @@ class RandomNumbers:
         """Puts the seeds back to where the cycle began."""
 
         def forget():
-            cycle = self.cycle()
+            cycle = self._cycle()
             for key, begin in self.begins.items():
                 state = self.accumulation.assigned["seeds"][key]
-                first = tf.cast(begin[1:3], state.dtype)
+                first = tf.cast(begin[1:], state.dtype)
                 state.assign(tf.where(begin[:1] == cycle, first, state.value))
             self._end()
 
@@ -146,11 +133,11 @@ class RandomNumbers:
     def _change(self, change):
         """Changes the seeds on each replica, if there are any."""
         if self.accumulation.assigned["seeds"]:
-            with replicas.scope_of(self.accumulation.strategy):
-                replicas.on_each_replica(change)
+            replicas.on_each_replica(change)
 
     def _end(self):
         self.fed.assign([0, 0, self.fed[2] + 1])
+        self.rows.assign([0, 0, 0])  # which an error may have left
 
     def save_cycle(self):
         """Returns what a file holds of a pending cycle, in a dict of arrays."""
@@ -158,7 +145,7 @@ class RandomNumbers:
             id(v): i for i, v in enumerate(self.accumulation.model.variables)
         }
         with replicas.scope_of(self.accumulation.strategy):
-            samples = np.asarray(tf.identity(self.fed))[0]
+            samples = np.asarray(tf.identity(self.fed))[:2].sum()
             now = replicas.local_results(self.fed)[0].numpy()[2] + 1
             held = {"samples": samples} if self.begins else {}
             for key, begin in self.begins.items():
@@ -172,14 +159,14 @@ class RandomNumbers:
         """Goes on from what `save_cycle` returned, if a file has it."""
         # Older files hold a table, with the places in a column.
         table = {f"seed_{int(i)}": row for i, *row in held.get("seeds", ())}
-        rows: dict = dict.fromkeys(self.begins, [0] * 5)
+        rows: dict = dict.fromkeys(self.begins, [0] * 3)
         for place, state in enumerate(self.accumulation.model.variables):
             row = (table | held).get(f"seed_{place}")
             if row is not None:
                 state.assign(row[:2])
                 self.accumulation.assigned["seeds"][id(state)] = state
                 self._begin_of(state)
-                rows[id(state)] = np.array([1, *row[2:]], "int64")
+                rows[id(state)] = np.array([1, *row[2:4]], "int64")
 
         def write():
             for key, row in rows.items():
@@ -197,149 +184,118 @@ class Draws:
 
     The variable `rows` holds three int64s: the first sample of the micro-batch,
     their number, and that of the large batch. `plan.assigned["seeds"]` holds
-    the known states of seed generators, and `plan.assigned["seeds in loops"]`,
-    for those that draw in one, how often they are drawn from outside of it.
-    `assigned` are the variables that micro-batches assign, by id, or `None`.
+    the known states of seed generators. `assigned` are the variables that
+    micro-batches assign, by id, or `None`.
     """
 
     def __init__(self, plan, trains=False, assigned=None):
-        self._model = plan.model
-        self._of_model, self._accumulation = plan.numbers, plan.accumulation
+        self._plan, self._rows = plan, plan.numbers.rows
         self._spans = trains and plan.accumulation.spans_batches
-        self.rows = plan.numbers.rows
-        self._are_in_order = plan.orders is None
         self._seeds = States(plan.assigned["seeds"])
         known = self._seeds.variables.items()
         self._known = [v for k, v in known if assigned is None or k in assigned]
         self._is_known = assigned is not None
         # Whether a training begins with these draws, and has begun.
         self._begins, self._is_begun = trains and not self._is_known, False
-        self._in_loops = plan.assigned["seeds in loops"]
-        # How often each seed is drawn in this scope, and whether in a loop.
-        self._drawn: collections.Counter = collections.Counter()
-        # How often the axes of each draw were asked for.
-        self._asked: collections.Counter = collections.Counter()
-        self._initial: dict = {}  # seeds of initial weights, by their ids
-        self._around = current_graph()
-        self._samples: int | None = None  # of the micro-batch, if it is known
+        # The micro-batch: its `FedBatch` and number; its samples, if known; and
+        # whether it is the last one, which is `None` before the first draw.
+        self._part: typing.Any = None
+        self._samples: int | None = None
+        self._is_last: typing.Any = None
         # Whether the draw that takes a seed has rows; `None`: taken by hand.
         self._has_rows: bool | None = None
-        self._open: typing.Any = lambda: None
         self._waits: list = []
 
     @contextlib.contextmanager
     def of(self, parts, i):
         """Scope in which the i-th micro-batch draws its rows."""
-        self._around, is_last = current_graph(), None
-
-        def open_once():
-            """Assigns the `rows` before the first draw. Not all models draw."""
-            nonlocal is_last
-            if is_last is not None:
-                return
-            graph = self._around
-            with tf.init_scope() if graph is None else graph.as_default():
-                begin, end = parts.bounds(i)
-                self._samples = parts.known_length(begin, end)
-                # Without data, no seed may move.
-                self._waits = [] if parts.is_split else [parts.samples]
-                self.begin(parts)
-                with on_host(), recorded():
-                    is_last, size = tf.equal(end, parts.samples), end - begin
-                    samples = parts.samples
-                    if self._spans:
-                        begin += tf.identity(self._of_model.fed)[0]
-                        own = self._model._gradient_accumulator
-                        of_model = self._model.accum_steps
-                        samples *= of_model if own is None else own._accum_steps
-                    self.rows.assign([begin, size, samples])
-
-        self._open = open_once
-        if self._is_known or self._known:
-            open_once()
-        try:
-            with self.replaced():
-                yield
-            self._put_back(parts, is_last)
-        finally:
-            self._open = lambda: None
-            if is_last is not None:
-                # What is traced here may be called without micro-batches.
-                with recorded():
-                    self.rows.assign(tf.zeros(3, tf.int64))
-
-    def _put_back(self, parts, is_last):
-        """Puts the seeds back, unless this micro-batch ends the large batch."""
+        self._part, self._is_last = (parts, i), None
+        with self.replaced():
+            if self._is_known or self._known:
+                self._open()
+            yield
         graph = current_graph()
         if parts.is_split and graph is not None and not self._is_known:
             self.check(graph)
-        for key in [] if is_last is None else self._used(graph):
-            state, before = self._seeds.variables[key], self._seeds.before[key]
-            with recorded():
-                if key in self._in_loops:
-                    before = state.value - [0, self._in_loops[key]]
-                    if self._spans:
-                        self._of_model.go_on(state, before)
-                if parts.is_split:
-                    state.assign(tf.where(is_last, state.value, before))
+        if self._is_last is None:
+            return
+        with recorded():
+            # What is traced here may be called without micro-batches.
+            self._rows.assign(tf.zeros(3, tf.int64))
+            for key in self._used(graph) if parts.is_split else []:
+                state, before = self._seeds.variables[key], self._seeds.before
+                state.assign(tf.where(self._is_last, state.value, before[key]))
+
+    def _open(self):
+        """Assigns the `rows` before the first draw. Not all models draw."""
+        if self._part is None or self._is_last is not None:
+            return
+        parts, i = self._part
+        graph = self._around
+        with tf.init_scope() if graph is None else graph.as_default():
+            begin, end = parts.bounds(i)
+            self._samples = parts.known_length(begin, end)
+            # Without data, no seed may move.
+            self._waits = [] if parts.is_split else [parts.samples]
+            self.begin(parts)
+            with on_host(), recorded():
+                samples, size = parts.samples, end - begin
+                self._is_last = tf.equal(end, samples)
+                if self._spans:
+                    begin += tf.identity(self._plan.numbers.fed)[0]
+                    own = self._plan.model._gradient_accumulator
+                    of_model = self._plan.model.accum_steps
+                    samples *= of_model if own is None else own._accum_steps
+                self._rows.assign([begin, size, samples])
 
     def begin(self, parts):
         """Begins the fed batch, with the seeds of its cycle."""
         if self._is_begun:
             return
         self._is_begun = True
-        if self._begins:
+        if self._begins and self._spans:
             with self._seeds.outside(), recorded():
-                if self._spans:
-                    self._of_model.begin_batch(parts.samples)
-                self._cycle = self._of_model.cycle()
+                self._plan.numbers.begin_batch(parts.samples)
         for state in self._known:
             self._record(state)
 
     def _record(self, state):
         """Reads a seed before the fed batch draws from it."""
-        key = id(state)
-        self._seeds.variables[key] = state
-        if self._begins and self._is_begun and key not in self._seeds.before:
+        is_new = id(state) not in self._seeds.before
+        if self._begins and self._is_begun and is_new:
             unseen = hooks.outside_of_scopes()  # such as by a `Recorder`
             with unseen, self._seeds.outside(), recorded():
-                self._of_model.begin_seed(state, self._cycle)
+                self._plan.numbers.begin_seed(state)
         self._seeds.record(state)
 
     @contextlib.contextmanager
     def replaced(self):
         """Scope in which what is traced draws the rows when it runs."""
         self._around = current_graph()
-        self._drawn.clear()
-        self._asked.clear()
-        with replaced_draws(self._draw, self._next_initial, next=self._next):
+        # How often the axes of each draw were asked for.
+        self._asked: collections.Counter = collections.Counter()
+        with replaced_draws(self._draw, next=self._next):
             yield
-        for key, is_in_loop in [*self._drawn]:
-            if is_in_loop:
-                self._in_loops[key] = self._drawn[key, False]
 
     def check(self, graph):
         """Raises if a graph draws numbers that are not drawn so."""
         seeds = [self._seeds.variables[key] for key in self._seeds.before]
-        seeds += self._initial.values()
         known = {id(copy) for seed in seeds for copy in _copies(seed)}
         used = private_names.used_variables(graph)
         for seed in filter(private_names.is_seed, used):
-            if id(seed) in known:
-                continue
-            owner = f"the seed '{seed.name}'"
-            for layer in private_names.flat_layers(self._model):
-                if any(
-                    tf_variable(variable) is seed
-                    for variable in layer.variables
-                ):
-                    owner = f"the layer '{layer.name}'"
-            raise ValueError(
-                "With `micro_batch_size`, a `tf.function` that was traced "
-                "before would draw the same for each micro-batch. Remove the "
-                "decorator `@tf.function`: `fit` compiles the whole step. "
-                f"Received: a function that draws the numbers of {owner}"
-            )
+            if id(seed) not in known:
+                owners = [
+                    layer.name
+                    for layer in private_names.flat_layers(self._plan.model)
+                    if id(seed) in map(id, map(tf_variable, layer.variables))
+                ]
+                raise ValueError(
+                    "With `micro_batch_size`, a `tf.function` that was traced "
+                    "before would draw the same for each micro-batch. Remove "
+                    "the decorator `@tf.function`: `fit` compiles the whole "
+                    "step. Received: a function that draws numbers by "
+                    f"'{seed.name}', of the layers {owners}"
+                )
 
     def _used(self, graph):
         """Returns the keys of the seeds that this micro-batch draws from."""
@@ -353,22 +309,18 @@ class Draws:
             if not used.isdisjoint(map(id, _copies(self._seeds.variables[key])))
         ]
 
-    def _next_initial(self, original, generator, ordered=True):
-        self._initial[id(generator.state)] = generator.state
-        return original(generator, ordered)
-
     def _next(self, original, generator, ordered=True):
         """Draws a seed, see `replaced_draws`."""
-        is_in_loop = private_names.is_in_loop(self._around)
-        is_of_one = is_in_loop and not self._has_rows
         self._open()
         self._record(generator.state)
-        self._drawn[id(generator.state), is_of_one] += 1
         with tf.control_dependencies(self._waits):
             seed = original(generator, ordered)
-        if is_of_one or self._has_rows is not None:
+        is_shared = self._has_rows is False and not private_names.is_in_loop(
+            self._around
+        )
+        if self._has_rows or is_shared:
             return seed
-        return _apart(seed, self.rows[0])  # it is not known what for
+        return _apart(seed, self._rows[0])  # it is not known what for
 
     def _draw(self, name, original, arguments):
         """Calls a function of `keras.random`, see `replaced_draws`."""
@@ -384,12 +336,12 @@ class Draws:
             return original(**arguments, seed=seed)
         if (
             len(axes) > 1
-            or not self._are_in_order
+            or self._plan.orders is not None
             or name not in _OFFSETS
             # XLA may pair what is far apart, see `normal_in_xla`.
             or (name == "normal" and axes[0] and _is_compiled())
         ):
-            return original(**arguments, seed=_apart(seed, self.rows[0]))
+            return original(**arguments, seed=_apart(seed, self._rows[0]))
         rows_of = functools.partial(self._numbers, axes[0], sizes, shape, seed)
         arguments.pop("noise_shape", arguments.pop("shape", None))
         return _OFFSETS[name](rows_of, **arguments)
@@ -399,17 +351,16 @@ class Draws:
         # It is the first one if that may be as long.
         key = name, id(getattr(seed, "state", None))
         self._asked[key] += 1
-        place, decisions = self._asked[key] - 1, self._accumulation.decisions
         samples = self._samples
-        is_made = decisions.is_made and self._are_in_order
-        if samples is not None and is_made:
-            what = f"A draw of `keras.random.{name}`"
-            return decisions.find(key, place, sizes, what)
         places = [i for i, size in enumerate(sizes) if size in (None, samples)]
-        axes = [0] if 0 in places else places
-        if samples is None:
-            decisions.note(key, place, sizes, axes)
-        return axes
+        return self._plan.accumulation.decisions.decide(
+            key,
+            self._asked[key] - 1,
+            sizes,
+            samples,
+            guess=[0] if 0 in places else places,
+            what=f"A draw of `keras.random.{name}`",
+        )
 
     def _numbers(
         self, axis, sizes, shape, seed, operation, drawn, make=None, **kwargs
@@ -423,17 +374,14 @@ class Draws:
         # value of the counter. Not `//`, which XLA compiles to much more.
         block = 4 if tf.as_dtype(drawn).size <= 4 else 2
         rest = sizes[axis + 1 :]
-        is_known = None not in rest
-        rows = tf.convert_to_tensor(self.rows)
+        is_known = make is None and None not in rest
+        is_aligned = is_known and math.prod(rest) % block == 0
+        rows = tf.convert_to_tensor(self._rows)
         with _host():
             begin, samples, of_batch = tf.unstack(rows)
             own = tf.cast(shape[axis], tf.int64)
             shape = tf.cast(shape, tf.int64)
-            if is_known:
-                inner = math.prod(rest)
-            else:
-                inner = tf.reduce_prod(shape[axis + 1 :])
-            is_aligned = is_known and inner % block == 0 and make is None
+            inner = tf.reduce_prod(shape[axis + 1 :])
             samples = tf.maximum(samples, 1)
             multiple = tf.truncatediv(own, samples)
             apart = begin * tf.minimum(tf.truncatemod(own, samples), 1)
@@ -470,11 +418,11 @@ class Draws:
 
 
 @contextlib.contextmanager
-def replaced_draws(draw, initial=None, **others):
+def replaced_draws(draw, **others):
     """Scope in which `draw` draws random numbers."""
     # It is called with the name of a function of `keras.random`, the function,
     # and its arguments in a dict. `others` replace other functions of the hook,
-    # such as `next`, and `initial` replaces `next` while variables are made.
+    # such as `next`.
 
     def call(name, original, *args, **kwargs):
         public = inspect.signature(getattr(keras.random, name))
@@ -489,13 +437,13 @@ def replaced_draws(draw, initial=None, **others):
         return seed if tf.is_tensor(seed) else original(seed)
 
     def build(original, *args, **kwargs):
-        # Initial weights are no draws of a step.
-        kept = {} if initial is None else {"next": initial}
-        with hooks.draws.none(), hooks.draws(**kept):
+        with hooks.draws.none():  # initial weights are no draws of a step
             return original(*args, **kwargs)
 
-    draws = hooks.draws(**drawn, draw_seed=draw_seed, **others)
-    with draws, hooks.builds(_maybe_build=build, add_weight=build):
+    with (
+        hooks.draws(**drawn, draw_seed=draw_seed, **others),
+        hooks.builds(_maybe_build=build, add_weight=build),
+    ):
         yield
 
 
@@ -524,23 +472,17 @@ def _is_compiled():
 
 def _sizes(shape):
     """Returns a list of the sizes of a shape, `None` where unknown."""
-    if isinstance(shape, list | tuple):
-        known = map(tf.get_static_value, shape)
-        return [None if size is None else int(size) for size in known]
     filled = tf.fill(tf.cast(shape, tf.int32), False).shape
     return [None] if filled.rank is None else filled.as_list()
 
 
 def _shape_of(name, arguments):
     """Returns the shape of a draw, as in Keras."""
-    if name == "shuffle":
-        return [_shape(arguments["x"])[arguments.get("axis", 0)]]
-    if name == "categorical":
-        return _shape(arguments["logits"])
-    if name != "dropout":
+    if "shape" in arguments:
         return arguments["shape"]
-    shape = _shape(arguments["inputs"])
-    noise_shape = arguments.get("noise_shape")
+    # What it takes and returns comes first.
+    tensor = tf.convert_to_tensor(next(iter(arguments.values())))
+    shape, noise_shape = keras.ops.shape(tensor), arguments.get("noise_shape")
     if noise_shape is None:
         return shape
     # A number of samples is that of the fed batch.
@@ -551,10 +493,6 @@ def _shape_of(name, arguments):
         else size
         for i, size in enumerate(noise_shape)
     ]
-
-
-def _shape(tensor):
-    return keras.ops.shape(tf.convert_to_tensor(tensor))
 
 
 # -- as in `keras.src.backend.tensorflow.random` and `tf.random.stateless_*` ---
@@ -571,9 +509,12 @@ def _normal(rows_of, mean=0.0, stddev=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     if _is_compiled():
         drawn = tf.float32 if dtype == tf.bfloat16 else dtype
-        uniform = tf.raw_ops.StatelessRandomUniformV2
-        make = private_names.normal_in_xla
-        values = rows_of(uniform, drawn, make, dtype=drawn)
+        values = rows_of(
+            tf.raw_ops.StatelessRandomUniformV2,
+            drawn,
+            private_names.normal_in_xla,
+            dtype=drawn,
+        )
         if drawn != dtype:  # XLA cuts bits off, instead of rounding
             bits = tf.bitcast(values, tf.uint32)
             values = tf.cast(tf.bitcast(bits - bits % 2**16, drawn), dtype)
@@ -584,9 +525,7 @@ def _normal(rows_of, mean=0.0, stddev=1.0, dtype=None):
 
 
 def _randint(rows_of, minval, maxval, dtype="int32"):
-    drawn = tf.as_dtype(dtype)
-    if drawn not in (tf.int32, tf.int64):
-        drawn = tf.int64
+    drawn = tf.int32 if tf.as_dtype(dtype) == tf.int32 else tf.int64
     operation = tf.raw_ops.StatelessRandomUniformIntV2
     minval, maxval = tf.cast(minval, drawn), tf.cast(maxval, drawn)
     values = rows_of(operation, drawn, minval=minval, maxval=maxval)

@@ -14,7 +14,7 @@ the weights, and for each accumulator of the model, arrays with these names:
 | `sum_3`         | the sum for the fourth of them, if it got one              |
 | `samples`       | int64, the samples that were fed                           |
 | `seed_4`        | of the fifth of the model's variables, a seed: its state,  |
-|                 | that when the cycle began, and that of the next fed batch  |
+|                 | and that when the cycle began                              |
 
 Sums and totals are those of one device, on any number of replicas.
 """

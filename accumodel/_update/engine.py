@@ -361,10 +361,10 @@ class Engine(tf.Module):
         with tf.control_dependencies(waits):
             self._clear(self._phase)
             is_added = taken > 0 if may_be_nothing else True
-            if self._untracked.numbers is not None:
-                self._untracked.numbers.count_batch(is_added)
             if may_be_nothing:
                 self._skipped.assign_add(tf.cast(tf.round(skipped), tf.int64))
+            if self._skip_nonfinite and self._untracked.numbers is not None:
+                self._untracked.numbers.leave_out(is_added)
             call_if(is_added, count)
 
     def _check_set(self, present):
