@@ -238,7 +238,7 @@ a noise shape holds the samples of the micro-batch
 a shuffle of what is not samples differs in each micro-batch
     _shape_of: return x => _shape(arguments["x"])
 slices are drawn twice
-    _check_slices_repeat: if => False
+    _Run._trace: call check_repeats sliced => None
     """,
     "test_refused_or_warned.py": """
 a loop that does not split is let pass
@@ -247,8 +247,6 @@ targets may differ in length
     samples: if => False
 what takes a resource is harmless
     check_assignments: call _takes_resource => False
-pairs of samples are joined
-    _Run._trace: call _check_no_pairs => None
 what a loss combines is not looked at
     _divisors: set found reduction => self._divisor(reduction)
     """,

@@ -29,7 +29,7 @@ from helpers import (
     weekly,
 )
 
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, InexactWarning
 
 ops = keras.ops
 
@@ -472,11 +472,6 @@ def counts(model, x):
     return model.dense(x)
 
 
-def similarities(model, x):
-    hidden = model.dense(x)
-    return ops.matmul(hidden, ops.transpose(hidden))
-
-
 @pytest.mark.unverified
 @pytest.mark.parametrize(
     ("outputs_of", "message", "arguments"),
@@ -484,8 +479,6 @@ def similarities(model, x):
         (output_of_another_length, r"output\['scale'\] of shape \(\)", {}),
         (codebook, r"output\[1\] of shape \(6, 3\)", {}),
         (codebook, r"output\[1\] of shape \(6, 3\)", {"run_eagerly": True}),
-        (similarities, "similarities in `compute_loss`", {}),
-        (similarities, "similarities in `comp", {"run_eagerly": True}),
         (of_features, r"loss of `add_loss` of shape \(6,\)", {}),
         (ragged, "output of type RaggedTensor", {}),
         # These are seen in graphs, in those of XLA too.
@@ -501,6 +494,20 @@ def test_models_that_cannot_be(outputs_of, message, arguments):
     with pytest.raises(ValueError, match=message):
         model.train_on_batch(*eight())
     np.testing.assert_equal(model.get_weights(), before)
+
+
+def similarities(model, x):
+    hidden = model.dense(x)
+    return ops.matmul(hidden, ops.transpose(hidden))
+
+
+@pytest.mark.verified
+def test_the_first_batch_tells_of_a_model_that_compares_samples():
+    """It computes only the similarities in each micro-batch."""
+    model = OneLayer(similarities)
+    model.compile("sgd", lambda y, p: ops.mean(p**2), **CACHE_OF_4)
+    with pytest.warns(InexactWarning, match="If it compares samples"):
+        model.train_on_batch(*eight())
 
 
 @pytest.mark.slow

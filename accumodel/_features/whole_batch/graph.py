@@ -100,17 +100,6 @@ class ModelGraph:
         """Returns the placeholder of a variable, or `None`."""
         return self._handles.get(id(tf_variable(variable).handle))
 
-    def shapes_of(self, tensors, samples):
-        """Returns what the shapes of tensors are for a number of samples."""
-        piece = Piece(self, 0, tensors)  # which takes nothing of others
-        specs = []
-        for each in piece.feeds:
-            first = [size or samples for size in each.shape[:1]]
-            specs.append(tf.TensorSpec(first + each.shape[1:], each.dtype))
-        function = tf.function(piece.run, autograph=False)
-        outputs = function.get_concrete_function(specs).outputs
-        return [output.shape for output in outputs]
-
     # -- the forward pass ------------------------------------------------------
 
     def cut(self):

@@ -146,7 +146,11 @@ class _Run:
         function = tf.function(slice_one, autograph=False)
         sliced = function.get_concrete_function(tf.TensorSpec((), tf.int64))
         if is_training:
-            _check_slices_repeat(plan, sliced.graph)
+            why = (
+                f"With {_option(plan)}, `slice_data` is called twice (draw "
+                "random numbers in the model or in the data set)"
+            )
+            assignments.check_repeats(sliced.graph.as_graph_def(), why)
         draws = Draws(plan, is_training)
         step = one_step(plan, x, is_compiled=plan.is_compiled)
         with step, draws.replaced():
@@ -158,7 +162,6 @@ class _Run:
             why = f"With {_option(plan)}, the model is called twice"
             assignments.check_repeats(graph.definition, why)
         graph.cut()
-        _check_no_pairs(plan, graph, x)
         return graph
 
     def _x_of(self, i):
@@ -424,23 +427,6 @@ def _join(plan, parts, array):
 # -- what cannot be computed from the whole batch ------------------------------
 
 
-def _check_slices_repeat(plan, graph):
-    """Raises if `slice_data` would not return the same a second time."""
-    seeds = filter(private_names.is_seed, private_names.used_variables(graph))
-    drawn = [f"the seed '{seed.name}'" for seed in seeds]
-    nodes = assignments.nodes_of(graph.as_graph_def())
-    drawn += [
-        f"the operation {node.op} ('{node.name}')"
-        for node in filter(assignments.is_random, nodes)
-    ]
-    if drawn:
-        raise ValueError(
-            f"With {_option(plan)}, `slice_data` is called twice and must "
-            "return the same, without random numbers. Draw them in the model "
-            f"or in the data set. Received: {drawn[0]}"
-        )
-
-
 def _check_outputs(plan, graph):
     """Raises unless the outputs and added losses can be joined and cut."""
     named = [
@@ -476,21 +462,3 @@ def _option(plan):
     """Returns the argument of `compile` that the whole batch is joined for."""
     cache = plan.options.gradient_cache
     return f"`{'gradient_cache' if cache else 'sync_batch_norm'}=True`"
-
-
-def _check_no_pairs(plan, graph, x):
-    """Raises if another axis of an output grows with the samples: for pairs."""
-    outputs = tensors_in(graph.outputs)
-    may_grow = any(None in output.shape[1:] for output in outputs)
-    is_dense = all(isinstance(e, tf.TensorSpec) for e in tf.nest.flatten(x))
-    if not (may_grow and is_dense) or "slice_data" in plan.overridden:
-        return
-    shapes = [graph.shapes_of(outputs, samples) for samples in (2, 3)]
-    for two, three in zip(*shapes, strict=True):
-        if not two[1:].is_compatible_with(three[1:]):
-            raise ValueError(
-                "The model computes something for pairs of samples, which may "
-                "be in two micro-batches. Compute similarities in "
-                "`compute_loss`, with `gradient_cache=True`. Received: an "
-                f"output of shape {two} for 2 samples, and {three} for 3"
-            )
