@@ -57,11 +57,11 @@ a part that fails leaves what it wrote
 a broken part is repeated
     Auto._run_one: call reset => None
 what a later batch began with is not saved
-    Auto._run_one: call values => ()
+    Auto._run_one: for values => ()
 a cycle that memory cannot bring back goes on
-    Auto._begin_cycle: call drop => None
+    Auto._run_one: call drop => None
 an accumulator of several batches goes with auto
-    Auto._begin_cycle: call _check_steps => None
+    Auto._run_one: call _check_steps => None
     """,
     "test_callbacks.py": """
 a resumed fit does not follow its schedule
@@ -97,9 +97,7 @@ sums of an earlier cycle count
 a search takes the largest of the sizes that are nearly the fastest
     _end_size: call min k => max(sizes)
 a short batch is timed
-    Fastest._run_one: if times is_alike => True
-a batch in the middle of a cycle is run again
-    Auto._run_one: if is_pending => False
+    Fastest._note: if _length => True
     """,
     "test_first_batch.py": """
 the parts are compared with themselves
