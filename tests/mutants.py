@@ -291,7 +291,7 @@ weights that are set keep the cycle
     """,
     "test_sync_batch_norm.py": """
 what a normalization assigns is read again in the second pass
-    _Run.forward: if any => False
+    _Run.forward: call record => None
 a gradient flows through the moving averages
     _Scope.add_update: call stop_gradient => value
 a gradient runs before what it needs is there

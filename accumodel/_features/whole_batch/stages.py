@@ -62,16 +62,6 @@ class WholeBatch(Feature):
     def is_on(cls, options):
         return options.gradient_cache or options.sync_batch_norm
 
-    @classmethod
-    def check(cls, model, options):
-        """Refuses what is no bool."""
-        for name in cls.ARGUMENTS:
-            value = getattr(options, name)
-            if not isinstance(value, bool):
-                raise TypeError(
-                    f"`{name}` must be a bool. Received: {name}={value!r}"
-                )
-
     def is_needed(self):
         """Whether there is something to wait for."""
         model, options = self._accumulation.model, self._accumulation.options
@@ -183,7 +173,17 @@ class _Run:
         # Gradients of variables are in the sums already.
         makes = {k: v for k, v in piece.makes.items() if k != "own"}
         count = self.parts.count
-        arrays = [_make_array(each, count) for each in tensors_in(makes)]
+        with micro_batches.on_host():
+            arrays = [
+                tf.TensorArray(
+                    leaf.dtype,
+                    tf.cast(count, tf.int32),
+                    element_shape=leaf.shape,
+                    infer_shape=False,
+                    clear_after_read=False,
+                )
+                for leaf in tensors_in(makes)
+            ]
 
         def body(i, arrays):
             with draws.of(self.parts, i) if draws else contextlib.nullcontext():
@@ -217,9 +217,7 @@ class _Run:
         averages = graph.moves(self._values_of(graph.moves, None))
         for key, value in averages.items():
             variable = graph.averages[key]
-            # If a stage reads it, then as it was.
-            if any(piece.reads(variable) for piece in graph.forward):
-                self._states.record(variable)
+            self._states.record(variable)  # a stage may read it again
             variable.assign(value)
         join = functools.partial(_join, self._plan, self.parts)
         outputs, masks, losses = map_present(join, made["ends"])
@@ -268,10 +266,12 @@ class _Run:
             for i, gradient in zip(watched, by_ends, strict=True)
             if gradient is not None
         }
-        samples = self.parts.samples
-        if "compute_loss" in self._plan.overridden:
-            weight, own = _as_keras(weight, own, samples)
-        return own, cache, weight, functools.partial(log, weight=samples)
+        if weight is not None and "compute_loss" in self._plan.overridden:
+            # So that gradients of replicas add up: it may be the loss of all.
+            (total,) = sum_over_replicas([weight])
+            weight = tf.cast(total, tf.float64) / count_replicas()
+        log = functools.partial(log, weight=self.parts.samples)
+        return own, cache, weight, log
 
     def compute_loss(self, outputs, layer_losses, x, y, sample_weight):
         """Returns the outputs, and the loss, of the whole batch."""
@@ -289,7 +289,13 @@ class _Run:
                 )
             except (TypeError, ValueError) as error:
                 if "out of scope" in str(error):
-                    _refuse_kept_tensor(self._plan, error)
+                    error.add_note(
+                        f"accumodel: With {_option(self._plan)}, the loss is "
+                        "computed once, from all outputs, and cannot read a "
+                        "tensor that `call` or a layer keeps in an attribute: "
+                        "it is that of one micro-batch. Return it from `call`, "
+                        "beside the other outputs."
+                    )
                 raise
         return outputs, loss
 
@@ -338,40 +344,12 @@ class _Run:
         return gradient * tf.cast(self.parts.fraction(i), gradient.dtype)
 
 
-def _refuse_kept_tensor(plan, error):
-    raise ValueError(
-        f"With {_option(plan)}, the loss is computed once, from all outputs, "
-        "and cannot read a tensor that `call` or a layer keeps in an "
-        "attribute: it is that of one micro-batch. Return it from `call`, "
-        f"beside the other outputs. Received: {str(error).splitlines()[0]}"
-    ) from error
-
-
 def _total(gradients):
     """Returns the sum of the gradients by what is one variable, or `None`."""
     gradients = [gradient for gradient in gradients if gradient is not None]
     if len(gradients) > 1:
         return tf.add_n([*map(tf.convert_to_tensor, gradients)])
     return gradients[0] if gradients else None
-
-
-def _as_keras(weight, own, samples):
-    """Lets gradients of replicas add up: a custom loss may be that of all."""
-    replicas = count_replicas()
-    if replicas == 1:
-        return weight, own
-    if weight is not None:
-        (total,) = sum_over_replicas([weight])
-        weight = tf.cast(total, tf.float64) / replicas
-
-    def without_nan(value):
-        # A replica without samples may have a mean over nothing.
-        if value.dtype.is_floating:
-            is_right = tf.math.is_finite(value) | (samples > 0)
-            value = tf.where(is_right, value, tf.zeros_like(value))
-        return value
-
-    return weight, map_present(without_nan, own)
 
 
 # -- what all micro-batches make, in arrays ------------------------------------
@@ -387,17 +365,6 @@ def set_apart(end):
     is_loop = end.op.type in ("While", "StatelessWhile")
     if is_loop and not tf.config.list_physical_devices("GPU"):
         private_names.set_flag(end.op, "_lower_using_switch_merge", False)
-
-
-def _make_array(leaf, count):
-    with micro_batches.on_host():
-        return tf.TensorArray(
-            leaf.dtype,
-            tf.cast(count, tf.int32),
-            element_shape=leaf.shape,
-            infer_shape=False,
-            clear_after_read=False,
-        )
 
 
 def _read(array, i):
@@ -437,24 +404,18 @@ def _check_outputs(plan, graph):
     vectors = [loss for loss in graph.losses if loss.shape.rank]
     named += [("a loss of `add_loss`", each) for each in vectors]
     for name, output in named:
-        if not isinstance(output, tf.Tensor):
-            raise ValueError(
-                f"With {_option(plan)}, outputs must be dense tensors. Convert "
-                "others by `to_tensor()` or `tf.sparse.to_dense`. "
-                f"Received: {name} of type {type(output).__name__}"
-            )
         # The number of samples in a part is not known.
-        if output.shape.rank is None or output.shape[:1].as_list() != [None]:
-            raise ValueError(
-                f"{_other_axis(plan)} Received: {name} of shape {output.shape}"
-            )
+        is_dense = isinstance(output, tf.Tensor) and output.shape.rank
+        if not is_dense or output.shape[0] is not None:
+            raise ValueError(f"{_other_axis(plan)} Received: {name}: {output}")
 
 
 def _other_axis(plan):
     return (
-        f"With {_option(plan)}, the first axis of each output of the model "
-        "must be that of the samples. Compute what all samples share in "
-        "`compute_loss`, such as the temperature of a contrastive loss."
+        f"With {_option(plan)}, outputs of the model must be dense tensors, "
+        "whose first axis is that of the samples. Convert others by "
+        "`to_tensor()` or `tf.sparse.to_dense`. Compute what all samples share "
+        "in `compute_loss`, such as the temperature of a contrastive loss."
     )
 
 

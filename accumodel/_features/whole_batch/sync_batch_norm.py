@@ -43,8 +43,11 @@ class Norms:
         self.calls: list = []
         self.are_known = False
         # The variables that they may assign, by their ids.
-        states = [e for layer in layers for e in layer.non_trainable_variables]
-        self.variables = {id(each): each for each in states}
+        self.variables = {
+            id(variable): variable
+            for layer in layers
+            for variable in layer.non_trainable_variables
+        }
 
     def noted(self):
         """Returns the scope of a forward pass, and of its gradient."""
