@@ -42,12 +42,12 @@ _ONE_SAMPLE = (
     "Out of memory with one sample in the model at once. Make the blocks of "
     "the model under `keras.RematScope`, or use `mixed_bfloat16`, shorter "
     "samples or a smaller model. See above whether an algorithm for a layer is "
-    "missing, and not memory. The weights are those of the last update."
+    "missing, and not memory. With `gradient_cache=True` or "
+    "`sync_batch_norm=True`, the loss of all samples is computed at once: if "
+    "that does not fit, feed smaller batches. The weights are those of the "
+    "last update."
 )
-_WHOLE_LOSS = (
-    " With `gradient_cache=True` or `sync_batch_norm=True`, the loss of all "
-    "samples is computed at once: if that does not fit, feed smaller batches."
-)
+
 # How GPUs say it when they do not raise a `ResourceExhaustedError`.
 _OTHERS = (
     tf.errors.InternalError,
@@ -147,8 +147,9 @@ class Auto(Feature):
         accumulators = self._accumulation.accumulators
         if trains:  # this batch must be a cycle
             for each in accumulators:
-                owner = " of a `GradientAccumulator`"
-                self._check_steps(each.accum_steps, owner)
+                self._check_steps(
+                    each.accum_steps, " of a `GradientAccumulator`"
+                )
             accumulators.drop("fit", ", or use an int as `micro_batch_size`")
         samples = max(count_of_each_replica(data, self._accumulation.strategy))
         self._before = []
@@ -162,7 +163,9 @@ class Auto(Feature):
                 if not is_out_of_memory(error):
                     raise
                 if trains and any(each.phase() < 0 for each in accumulators):
-                    give_up(_WHILE_UPDATING, error)
+                    raise tf.errors.ResourceExhaustedError(
+                        None, None, _WHILE_UPDATING
+                    ) from error
                 for copy, value in self._before:
                     copy.assign(value)
                 if trains:
@@ -181,8 +184,9 @@ class Auto(Feature):
         """Halves the size, or says why that would not help."""
         failed = min(self._size, samples)
         if failed <= 1:
-            is_joined = self._accumulation.plan().whole_batch is not None
-            give_up(_ONE_SAMPLE + _WHOLE_LOSS * is_joined, error)
+            raise tf.errors.ResourceExhaustedError(
+                None, None, _ONE_SAMPLE
+            ) from error
         self._assign_size(-(-failed // 2))
         warnings.warn(
             f"Out of memory with up to {failed} samples in the model at once. "
@@ -278,7 +282,3 @@ class Fastest(Auto):
             return
         self._fed = _FED
         self._assign_size(min(k for k in sizes if found[k] <= _NEARLY * best))
-
-
-def give_up(text, error):
-    raise tf.errors.ResourceExhaustedError(None, None, text) from error

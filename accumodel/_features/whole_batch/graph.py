@@ -72,14 +72,17 @@ class ModelGraph:
         self._context: typing.Any = private_names.control_flow_context()
         self.inputs = tensors_in(x)
         with self._norms.noted(), _Scope(self) as scope:
-            called = self.model, x, self._is_training
-            self.outputs = private_names.call_model(*called)
+            self.outputs = private_names.call_model(
+                self.model, x, self._is_training
+            )
             losses = weights.added_losses(self.model)
             # The layers that these belong to.
             self.owners = _owners(self.model, losses)
         # The Keras masks of the flat outputs, or `None`.
-        outputs = tf.nest.flatten(self.outputs)
-        self.masks = [*map(private_names.mask_of, outputs)]
+        self.masks = [
+            private_names.mask_of(output)
+            for output in tf.nest.flatten(self.outputs)
+        ]
         # What `add_loss` was given: tensors of shape `(samples, ...)`, or
         # scalars, which count as means over samples.
         self.losses = [
@@ -130,8 +133,11 @@ class ModelGraph:
         found: dict = {}
         inputs = {each.op.name for each in self.inputs}
         noted = {each.statistics.op.name: each.moments for each in self.norms}
-        uses = map(self.uses, self.assigned.values())
-        of_assigned = {name for of_one in uses for name in of_one}
+        of_assigned = {
+            name
+            for variable in self.assigned.values()
+            for name in self.uses(variable)
+        }
         for op in self.graph.get_operations():
             before = [each.op.name for each in op.inputs]
             before += [each.name for each in op.control_inputs]

@@ -104,8 +104,9 @@ class WholeBatch(Feature):
             _, loss = run.compute_loss(
                 outputs, layer_losses, x, y, sample_weight
             )
-        step = (plan, x, y, outputs, sample_weight, loss)
-        return outcome.log(*step, weight=run.parts.samples)
+        return outcome.log(
+            plan, x, y, outputs, sample_weight, loss, weight=run.parts.samples
+        )
 
 
 class _Run:

@@ -57,16 +57,18 @@ class Norms:
 
     def _note(self, original, layer, inputs, mask):
         if current_graph() is not self._graph:
-            why = "called in a loop (as by an `RNN`), a condition or a function"
-            _refuse(layer, why)
+            _refuse(
+                layer,
+                "called in a loop (as by an `RNN`), a condition or a function",
+            )
         if mask is not None:
             _refuse(layer, "called with a mask (as behind `mask_zero=True`)")
         if self.are_known:
-            why = (
+            _refuse(
+                layer,
                 "called again for the gradients, since it is rematerialized "
-                "(`keras.RematScope`, `tf.recompute_grad`)"
+                "(`keras.RematScope`, `tf.recompute_grad`)",
             )
-            _refuse(layer, why)
         moments = _compute_moments(inputs, layer.axis)
         make = functools.partial(tf.compat.v1.placeholder, inputs.dtype)
         given, statistics = make(moments.shape), make([2, *moments.shape[1:]])
