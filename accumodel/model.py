@@ -159,9 +159,9 @@ class AccumulatingModel(keras.Model):
                 most samples that go through the model at once, on each replica:
                 a batch that `fit` or `evaluate` feeds is split into parts as
                 equal as can be. `"auto"` begins with whole batches, and halves
-                the size when memory runs out; it needs `accum_steps=1`.
-                `"fastest"` also times smaller sizes. Both are experimental on
-                GPUs. Defaults to `None`: no batch is split.
+                the size when memory runs out. `"fastest"` also times smaller
+                sizes. Both need `accum_steps=1`, and are experimental on GPUs.
+                Defaults to `None`: no batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
                 from all samples, by a second forward pass. Defaults to `False`.
             sync_batch_norm: Bool. As `gradient_cache`; and let each
@@ -219,7 +219,7 @@ class AccumulatingModel(keras.Model):
 
         Raises:
             ValueError: If it is set before `compile`, for layers that cannot be
-                right in micro-batches, or to `"auto"` with `accum_steps`.
+                right in micro-batches, or to a string with `accum_steps`.
         """
         return self._accumulation.options.micro_batch_size
 

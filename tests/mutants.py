@@ -57,11 +57,11 @@ a part that fails leaves what it wrote
 a broken part is repeated
     Auto._run_one: call reset => None
 what a later batch began with is not saved
-    Auto._run_one: call values => ()
+    Auto._run_one: for values => ()
 a cycle that memory cannot bring back goes on
-    Auto._begin_cycle: call drop => None
+    Auto._run_one: call drop => None
 an accumulator of several batches goes with auto
-    Auto._begin_cycle: call _check_steps => None
+    Auto._run_one: call _check_steps => None
     """,
     "test_callbacks.py": """
 a resumed fit does not follow its schedule
@@ -97,9 +97,7 @@ sums of an earlier cycle count
 a search takes the largest of the sizes that are nearly the fastest
     _end_size: call min k => max(sizes)
 a short batch is timed
-    Fastest._run_one: if times is_alike => True
-a batch in the middle of a cycle is run again
-    Auto._run_one: if is_pending => False
+    Fastest._note: if _length => True
     """,
     "test_first_batch.py": """
 the parts are compared with themselves
@@ -238,7 +236,7 @@ the width of normal numbers is rounded to float32
 a noise shape holds the samples of the micro-batch
     _shape_of: set is_full => False
 slices are drawn twice
-    _check_slices_repeat: if => False
+    _Run._trace: call check_repeats sliced => None
     """,
     "test_refused_or_warned.py": """
 a loop that does not split is let pass
@@ -247,8 +245,6 @@ targets may differ in length
     samples: if => False
 what takes a resource is harmless
     check_assignments: call _takes_resource => False
-pairs of samples are joined
-    _Run._trace: call _check_no_pairs => None
 what a loss combines is not looked at
     _divisors: set found reduction => self._divisor(reduction)
     """,
@@ -295,7 +291,7 @@ weights that are set keep the cycle
     """,
     "test_sync_batch_norm.py": """
 what a normalization assigns is read again in the second pass
-    _Run.forward: if any => False
+    _Run.forward: call record => None
 a gradient flows through the moving averages
     _Scope.add_update: call stop_gradient => value
 a gradient runs before what it needs is there

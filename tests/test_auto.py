@@ -252,7 +252,6 @@ def test_what_smaller_micro_batches_do_not_help(samples, cache):
     ):
         model.train_on_batch(x[:24], y[:24])
     assert isinstance(e.value.__cause__, error)
-    assert ("feed smaller batches" in str(e.value)) == cache
     assert set(limit.sizes) == {24, 12, 6, 3, 2, 1}
     assert model.pending_steps == updates(model) == 0
     assert distance(model, before) == 0
@@ -476,6 +475,7 @@ def accumulate(samples):
 
 DOORS = {
     "compile": lambda _: automatic(accum_steps=3),
+    "fastest": lambda _: automatic(accum_steps=3, micro_batch_size="fastest"),
     "AccumStepsScheduler": schedule,
     "GradientAccumulator": accumulate,
 }

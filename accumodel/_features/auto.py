@@ -14,8 +14,8 @@ Weights move only in the update that ends the batch. If memory runs out in it,
 nothing is tried again. So each batch must make an update: `accum_steps` above 1
 is refused, and what is pending, such as from a file, is dropped with a warning.
 
-`"fastest"` begins with what fits, times some batches, and halves the size until
-it gets slower twice. The smallest of the nearly fastest stays.
+`"fastest"` is the same, and begins by timing some batches: it halves the size
+until it gets slower twice. The smallest of the nearly fastest stays.
 """
 
 import itertools
@@ -24,7 +24,6 @@ import re
 import time
 import warnings
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -43,15 +42,10 @@ _ONE_SAMPLE = (
     "Out of memory with one sample in the model at once. Make the blocks of "
     "the model under `keras.RematScope`, or use `mixed_bfloat16`, shorter "
     "samples or a smaller model. See above whether an algorithm for a layer is "
-    "missing, and not memory. The weights are those of the last update."
-)
-_WHOLE_LOSS = (
-    " With `gradient_cache=True` or `sync_batch_norm=True`, the loss of all "
-    "samples is computed at once: if that does not fit, feed smaller batches."
-)
-_IN_A_CYCLE = (
-    "Out of memory in the middle of a cycle, which is forgotten: its first "
-    "batches cannot be run again. Pass a smaller int as `micro_batch_size`."
+    "missing, and not memory. With `gradient_cache=True` or "
+    "`sync_batch_norm=True`, the loss of all samples is computed at once: if "
+    "that does not fit, feed smaller batches. The weights are those of the "
+    "last update."
 )
 
 # How GPUs say it when they do not raise a `ResourceExhaustedError`.
@@ -69,7 +63,6 @@ _TEXT = re.compile(
 # Of a search by `"fastest"`.
 _EACH = 4  # batches of each size; the first may trace or compile
 _FED = 6 * _EACH  # batches of a search, at most; half of them with XLA
-_LONG = 100  # batches for which a search is worth it
 _NEARLY = 1.03  # how much slower a size may be that needs less memory
 
 
@@ -80,16 +73,6 @@ def is_out_of_memory(error):
     return isinstance(error, _OTHERS) and bool(_TEXT.search(str(error)))
 
 
-def _check_steps(accum_steps, owner=""):
-    """Raises if several batches would make one update."""
-    if accum_steps > 1:
-        raise ValueError(
-            '`micro_batch_size="auto"` needs `accum_steps=1`: only the last '
-            "batch can be run again. Feed the large batch itself, or use an "
-            f"int. Received: accum_steps={accum_steps}{owner}"
-        )
-
-
 class Auto(Feature):
     """Runs a fed batch of a model until memory suffices."""
 
@@ -98,15 +81,12 @@ class Auto(Feature):
 
     def __init__(self, accumulation):
         super().__init__(accumulation)
-        self._model = accumulation.model
-        # The most samples that went through the model at once.
-        self._largest: int | None = None
-        self._size = ALL
+        self._samples = 0  # the most that were fed at once, to a replica
         # The variables that steps assign, by their ids.
         self._assigned = accumulation.assigned["auto"]
         # What they were before this batch, as pairs `(copy, value)`.
         self._before: list = []
-        accumulation.assign_size(ALL)
+        self._assign_size(ALL)
 
     @classmethod
     def is_on(cls, options):
@@ -117,8 +97,7 @@ class Auto(Feature):
         """Refuses what this `micro_batch_size` cannot go with."""
         if not cls.is_on(options):
             return
-        if cls is Auto:
-            _check_steps(options.accum_steps)
+        cls._check_steps(options.accum_steps)
         if replicas.is_multi_worker(model.distribute_strategy):
             raise ValueError(
                 f'`micro_batch_size="{cls.NAME}"` cannot be used with several '
@@ -126,19 +105,29 @@ class Auto(Feature):
                 f"Received: strategy={model.distribute_strategy}"
             )
 
+    @classmethod
+    def _check_steps(cls, accum_steps, owner=""):
+        """Raises if several batches would make one update."""
+        if accum_steps > 1:
+            raise ValueError(
+                f'`micro_batch_size="{cls.NAME}"` needs `accum_steps=1`: only '
+                "the last batch can be run again. Feed the large batch itself, "
+                f"or use an int. Received: accum_steps={accum_steps}{owner}"
+            )
+
     def current_size(self):
-        return self._largest
+        return min(self._size, self._samples) or None
 
     # -- in Python, around the step --------------------------------------------
 
     def around(self, function, trains):
         """Returns a function that runs each batch until memory suffices."""
-        is_traced = False
+        is_traced, model = False, self._accumulation.model
 
         def run(batches):
             nonlocal is_traced
             spec = getattr(batches, "element_spec", None)
-            if not (is_traced or spec is None or self._model.run_eagerly):
+            if not (is_traced or spec is None or model.run_eagerly):
                 # For what is known of the shapes of all batches, as Keras does,
                 # which gives the function the iterator.
                 tf.function(
@@ -146,8 +135,7 @@ class Auto(Feature):
                 ).get_concrete_function(spec)
                 is_traced = True
             logs = None
-            steps = self._model.steps_per_execution
-            for data in itertools.islice(batches, steps):
+            for data in itertools.islice(batches, model.steps_per_execution):
                 logs = self._run_one(function, trains, data)
             if logs is None:
                 raise StopIteration
@@ -156,10 +144,17 @@ class Auto(Feature):
         return run
 
     def _run_one(self, function, trains, data):
-        cycles = self._accumulation.accumulators
-        is_pending = trains and self._begin_cycle()
-        values = map(self._values, self._assigned.values())
-        self._before = [*itertools.chain.from_iterable(values)]
+        accumulators = self._accumulation.accumulators
+        if trains:  # this batch must be a cycle
+            for each in accumulators:
+                self._check_steps(
+                    each.accum_steps, " of a `GradientAccumulator`"
+                )
+            accumulators.drop("fit", ", or use an int as `micro_batch_size`")
+        samples = max(count_of_each_replica(data, self._accumulation.strategy))
+        self._before = []
+        for variable in self._assigned.values():
+            self._save(variable)
         while True:
             try:
                 logs = function(iter([data]))
@@ -167,46 +162,34 @@ class Auto(Feature):
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                if trains and any(
-                    accumulator.phase() < 0 for accumulator in cycles
-                ):
-                    give_up(_WHILE_UPDATING, error)
+                if trains and any(each.phase() < 0 for each in accumulators):
+                    raise tf.errors.ResourceExhaustedError(
+                        None, None, _WHILE_UPDATING
+                    ) from error
                 for copy, value in self._before:
                     copy.assign(value)
-                for each in cycles if trains else []:
-                    each.reset()
-                if is_pending:
-                    give_up(_IN_A_CYCLE, error)
-                self._halve(data, error)
-        self._largest = max(self._largest_part(data), self._largest or 0)
+                if trains:
+                    accumulators.reset()
+                self._halve(samples, error)
+        self._samples = max(self._samples, samples)
         return logs
 
-    def _begin_cycle(self):
-        """Lets the next batch be a cycle; returns whether it is of another."""
-        cycles = self._accumulation.accumulators
-        for accumulator in cycles:
-            _check_steps(accumulator.accum_steps, " of a `GradientAccumulator`")
-        cycles.drop("fit", ", or use an int as `micro_batch_size`")
-        return False
-
-    def _values(self, variable):
+    def _save(self, variable):
+        """Saves what a variable is before this batch."""
         with replicas.scope_of(self._accumulation.strategy):
             copies = replicas.local_results(tf_variable(variable))
-            return [(copy, copy.read_value()) for copy in copies]
+            self._before += [(copy, copy.read_value()) for copy in copies]
 
-    def _halve(self, data, error):
+    def _halve(self, samples, error):
         """Halves the size, or says why that would not help."""
-        failed = self._largest_part(data)
+        failed = min(self._size, samples)
         if failed <= 1:
-            self._largest = None
-            self._assign_size(ALL)
-            is_joined = self._accumulation.plan().whole_batch is not None
-            give_up(_ONE_SAMPLE + _WHOLE_LOSS * is_joined, error)
+            raise tf.errors.ResourceExhaustedError(
+                None, None, _ONE_SAMPLE
+            ) from error
         self._assign_size(-(-failed // 2))
-        # Python shows what a line warns of only once.
-        globals().pop("__warningregistry__", None)
         warnings.warn(
-            f"Out of memory with {failed} samples in the model at once. "
+            f"Out of memory with up to {failed} samples in the model at once. "
             f"`micro_batch_size` is {self._size} from now on. The batch is run "
             "again, and nothing is lost.",
             stacklevel=1,
@@ -215,23 +198,11 @@ class Auto(Feature):
     def _assign_size(self, size):
         self._size = size
         self._accumulation.assign_size(size)
-        if self._largest is not None:
-            self._largest = min(self._largest, size)
-
-    def _largest_part(self, data):
-        """Returns the samples in the largest micro-batch of a fed batch."""
-        counts = count_of_each_replica(data, self._accumulation.strategy)
-        numbers_of_parts = [
-            max(-(-samples // self._size), 1) for samples in counts
-        ]
-        return max(
-            -(-n // k) for n, k in zip(counts, numbers_of_parts, strict=True)
-        )
 
     def end_epoch(self, logs):
         """Adds the size that was found to the logs of an epoch."""
-        if logs is not None and self._largest is not None:
-            logs["micro_batch_size"] = self._largest
+        if logs is not None and self._samples:
+            logs["micro_batch_size"] = self.current_size()
 
     # -- in the step -----------------------------------------------------------
 
@@ -262,7 +233,7 @@ class Auto(Feature):
             self._assigned[id(variable)] = variable
             # This step was not run yet: this is the value before it.
             with tf.init_scope():
-                self._before += self._values(variable)
+                self._save(variable)
 
 
 class Fastest(Auto):
@@ -272,53 +243,38 @@ class Fastest(Auto):
 
     def __init__(self, accumulation):
         super().__init__(accumulation)
-        self._callback = keras.callbacks.Callback()  # whose `params` Keras sets
-        self._initial_epoch = 0
-        self._fed = -1  # batches of the search; -1 before, `_FED` after it
+        self._fed = 0  # batches of the search; `_FED` after it
         self._times: dict = {}  # by sizes: seconds for each number of a batch
-        self._length = 0  # how many numbers are in the first batch of these
-
-    def _begin_cycle(self):
-        # A batch can be run again, but not the batches before it in its cycle.
-        return self._accumulation.accumulators.pending_steps > 0
-
-    def begin_fit(self, given):
-        self._callback = given["callbacks"][0]
-        self._initial_epoch = given.get("initial_epoch", 0)
+        self._length = 0  # how many numbers are in the first batch
 
     def _run_one(self, function, trains, data):
-        if not trains:
-            return super()._run_one(function, trains, data)
-        leaves = tf.nest.flatten(data, expand_composites=True)
-        length = sum(math.prod(getattr(x, "shape", ())) for x in leaves) or 1
-        if self._fed < 0:
-            self._begin(length)
-        is_alike = self._length / 2 <= length <= self._length * 2
         begin = time.perf_counter()
         logs = super()._run_one(function, trains, data)
-        if 0 <= self._fed < _FED:
+        if trains and self._fed < _FED:
             tf.test.experimental.sync_devices()  # a GPU may still compute
-            times = self._times.setdefault(self._size, [])
-            if is_alike or not times:
-                times.append((time.perf_counter() - begin) / length)
-            self._fed += 1
-            if len(times) == _EACH or self._fed == _FED:
-                self._end_size(data)
+            self._note(time.perf_counter() - begin, data)
         return logs
 
-    def _begin(self, length):
-        """Begins the search, unless it is known that `fit` is too short."""
-        params = self._callback.params or {}
-        epochs = params.get("epochs", 1) - self._initial_epoch
-        if (params.get("steps") or _LONG) * epochs < _LONG:
-            return
-        self._largest, self._length, self._fed = None, length, 0
+    def _note(self, seconds, data):
+        """Notes the time of a batch; then tries the next size, or ends."""
+        leaves = tf.nest.flatten(data, expand_composites=True)
+        length = sum(math.prod(getattr(x, "shape", ())) for x in leaves) or 1
+        self._length = self._length or length
+        self._fed += 1
+        times = self._times.setdefault(self._size, [])
+        if self._length / 2 <= length <= self._length * 2 or not times:
+            times.append(seconds / length)
+        if len(times) == _EACH or self._fed == _FED:
+            self._end_size()
 
-    def _end_size(self, data):
+    def _end_size(self):
         """Tries the next size, or takes the best one."""
-        times, half = self._times.items(), -(-(self._largest or 1) // 2)
-        found = {k: float(np.quantile(v[1:] or v, 0.25)) for k, v in times}
+        found = {
+            size: float(np.quantile(times[1:] or times, 0.25))
+            for size, times in self._times.items()
+        }
         sizes, best = [*found], min(found.values())
+        half = -(-self.current_size() // 2)
         most = _FED // 2 if self._accumulation.plan().is_compiled else _FED
         is_slower = best not in [*found.values()][-2:]
         if self._fed < most and half < sizes[-1] and not is_slower:
@@ -326,11 +282,3 @@ class Fastest(Auto):
             return
         self._fed = _FED
         self._assign_size(min(k for k in sizes if found[k] <= _NEARLY * best))
-        is_whole = self._size == ALL
-        self._largest = self._largest_part(data) if is_whole else self._size
-        if (self._callback.params or {}).get("verbose"):
-            print(f"\nThe fastest micro_batch_size is {self._largest}")
-
-
-def give_up(text, error):
-    raise tf.errors.ResourceExhaustedError(None, None, text) from error

@@ -72,14 +72,17 @@ class ModelGraph:
         self._context: typing.Any = private_names.control_flow_context()
         self.inputs = tensors_in(x)
         with self._norms.noted(), _Scope(self) as scope:
-            called = self.model, x, self._is_training
-            self.outputs = private_names.call_model(*called)
+            self.outputs = private_names.call_model(
+                self.model, x, self._is_training
+            )
             losses = weights.added_losses(self.model)
             # The layers that these belong to.
             self.owners = _owners(self.model, losses)
         # The Keras masks of the flat outputs, or `None`.
-        outputs = tf.nest.flatten(self.outputs)
-        self.masks = [*map(private_names.mask_of, outputs)]
+        self.masks = [
+            private_names.mask_of(output)
+            for output in tf.nest.flatten(self.outputs)
+        ]
         # What `add_loss` was given: tensors of shape `(samples, ...)`, or
         # scalars, which count as means over samples.
         self.losses = [
@@ -99,17 +102,6 @@ class ModelGraph:
     def _handle(self, variable):
         """Returns the placeholder of a variable, or `None`."""
         return self._handles.get(id(tf_variable(variable).handle))
-
-    def shapes_of(self, tensors, samples):
-        """Returns what the shapes of tensors are for a number of samples."""
-        piece = Piece(self, 0, tensors)  # which takes nothing of others
-        specs = []
-        for each in piece.feeds:
-            first = [size or samples for size in each.shape[:1]]
-            specs.append(tf.TensorSpec(first + each.shape[1:], each.dtype))
-        function = tf.function(piece.run, autograph=False)
-        outputs = function.get_concrete_function(specs).outputs
-        return [output.shape for output in outputs]
 
     # -- the forward pass ------------------------------------------------------
 
@@ -141,8 +133,11 @@ class ModelGraph:
         found: dict = {}
         inputs = {each.op.name for each in self.inputs}
         noted = {each.statistics.op.name: each.moments for each in self.norms}
-        uses = map(self.uses, self.assigned.values())
-        of_assigned = {name for of_one in uses for name in of_one}
+        of_assigned = {
+            name
+            for variable in self.assigned.values()
+            for name in self.uses(variable)
+        }
         for op in self.graph.get_operations():
             before = [each.op.name for each in op.inputs]
             before += [each.name for each in op.control_inputs]

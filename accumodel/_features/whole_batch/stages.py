@@ -62,16 +62,6 @@ class WholeBatch(Feature):
     def is_on(cls, options):
         return options.gradient_cache or options.sync_batch_norm
 
-    @classmethod
-    def check(cls, model, options):
-        """Refuses what is no bool."""
-        for name in cls.ARGUMENTS:
-            value = getattr(options, name)
-            if not isinstance(value, bool):
-                raise TypeError(
-                    f"`{name}` must be a bool. Received: {name}={value!r}"
-                )
-
     def is_needed(self):
         """Whether there is something to wait for."""
         model, options = self._accumulation.model, self._accumulation.options
@@ -114,8 +104,9 @@ class WholeBatch(Feature):
             _, loss = run.compute_loss(
                 outputs, layer_losses, x, y, sample_weight
             )
-        step = (plan, x, y, outputs, sample_weight, loss)
-        return outcome.log(*step, weight=run.parts.samples)
+        return outcome.log(
+            plan, x, y, outputs, sample_weight, loss, weight=run.parts.samples
+        )
 
 
 class _Run:
@@ -146,7 +137,11 @@ class _Run:
         function = tf.function(slice_one, autograph=False)
         sliced = function.get_concrete_function(tf.TensorSpec((), tf.int64))
         if is_training:
-            _check_slices_repeat(plan, sliced.graph)
+            why = (
+                f"With {_option(plan)}, `slice_data` is called twice (draw "
+                "random numbers in the model or in the data set)"
+            )
+            assignments.check_repeats(sliced.graph.as_graph_def(), why)
         draws = Draws(plan, is_training)
         step = one_step(plan, x, is_compiled=plan.is_compiled)
         with step, draws.replaced():
@@ -158,7 +153,6 @@ class _Run:
             why = f"With {_option(plan)}, the model is called twice"
             assignments.check_repeats(graph.definition, why)
         graph.cut()
-        _check_no_pairs(plan, graph, x)
         return graph
 
     def _x_of(self, i):
@@ -180,7 +174,17 @@ class _Run:
         # Gradients of variables are in the sums already.
         makes = {k: v for k, v in piece.makes.items() if k != "own"}
         count = self.parts.count
-        arrays = [_make_array(each, count) for each in tensors_in(makes)]
+        with micro_batches.on_host():
+            arrays = [
+                tf.TensorArray(
+                    leaf.dtype,
+                    tf.cast(count, tf.int32),
+                    element_shape=leaf.shape,
+                    infer_shape=False,
+                    clear_after_read=False,
+                )
+                for leaf in tensors_in(makes)
+            ]
 
         def body(i, arrays):
             with draws.of(self.parts, i) if draws else contextlib.nullcontext():
@@ -214,9 +218,7 @@ class _Run:
         averages = graph.moves(self._values_of(graph.moves, None))
         for key, value in averages.items():
             variable = graph.averages[key]
-            # If a stage reads it, then as it was.
-            if any(piece.reads(variable) for piece in graph.forward):
-                self._states.record(variable)
+            self._states.record(variable)  # a stage may read it again
             variable.assign(value)
         join = functools.partial(_join, self._plan, self.parts)
         outputs, masks, losses = map_present(join, made["ends"])
@@ -265,10 +267,12 @@ class _Run:
             for i, gradient in zip(watched, by_ends, strict=True)
             if gradient is not None
         }
-        samples = self.parts.samples
-        if "compute_loss" in self._plan.overridden:
-            weight, own = _as_keras(weight, own, samples)
-        return own, cache, weight, functools.partial(log, weight=samples)
+        if weight is not None and "compute_loss" in self._plan.overridden:
+            # So that gradients of replicas add up: it may be the loss of all.
+            (total,) = sum_over_replicas([weight])
+            weight = tf.cast(total, tf.float64) / count_replicas()
+        log = functools.partial(log, weight=self.parts.samples)
+        return own, cache, weight, log
 
     def compute_loss(self, outputs, layer_losses, x, y, sample_weight):
         """Returns the outputs, and the loss, of the whole batch."""
@@ -286,7 +290,13 @@ class _Run:
                 )
             except (TypeError, ValueError) as error:
                 if "out of scope" in str(error):
-                    _refuse_kept_tensor(self._plan, error)
+                    error.add_note(
+                        f"accumodel: With {_option(self._plan)}, the loss is "
+                        "computed once, from all outputs, and cannot read a "
+                        "tensor that `call` or a layer keeps in an attribute: "
+                        "it is that of one micro-batch. Return it from `call`, "
+                        "beside the other outputs."
+                    )
                 raise
         return outputs, loss
 
@@ -335,40 +345,12 @@ class _Run:
         return gradient * tf.cast(self.parts.fraction(i), gradient.dtype)
 
 
-def _refuse_kept_tensor(plan, error):
-    raise ValueError(
-        f"With {_option(plan)}, the loss is computed once, from all outputs, "
-        "and cannot read a tensor that `call` or a layer keeps in an "
-        "attribute: it is that of one micro-batch. Return it from `call`, "
-        f"beside the other outputs. Received: {str(error).splitlines()[0]}"
-    ) from error
-
-
 def _total(gradients):
     """Returns the sum of the gradients by what is one variable, or `None`."""
     gradients = [gradient for gradient in gradients if gradient is not None]
     if len(gradients) > 1:
         return tf.add_n([*map(tf.convert_to_tensor, gradients)])
     return gradients[0] if gradients else None
-
-
-def _as_keras(weight, own, samples):
-    """Lets gradients of replicas add up: a custom loss may be that of all."""
-    replicas = count_replicas()
-    if replicas == 1:
-        return weight, own
-    if weight is not None:
-        (total,) = sum_over_replicas([weight])
-        weight = tf.cast(total, tf.float64) / replicas
-
-    def without_nan(value):
-        # A replica without samples may have a mean over nothing.
-        if value.dtype.is_floating:
-            is_right = tf.math.is_finite(value) | (samples > 0)
-            value = tf.where(is_right, value, tf.zeros_like(value))
-        return value
-
-    return weight, map_present(without_nan, own)
 
 
 # -- what all micro-batches make, in arrays ------------------------------------
@@ -384,17 +366,6 @@ def set_apart(end):
     is_loop = end.op.type in ("While", "StatelessWhile")
     if is_loop and not tf.config.list_physical_devices("GPU"):
         private_names.set_flag(end.op, "_lower_using_switch_merge", False)
-
-
-def _make_array(leaf, count):
-    with micro_batches.on_host():
-        return tf.TensorArray(
-            leaf.dtype,
-            tf.cast(count, tf.int32),
-            element_shape=leaf.shape,
-            infer_shape=False,
-            clear_after_read=False,
-        )
 
 
 def _read(array, i):
@@ -424,23 +395,6 @@ def _join(plan, parts, array):
 # -- what cannot be computed from the whole batch ------------------------------
 
 
-def _check_slices_repeat(plan, graph):
-    """Raises if `slice_data` would not return the same a second time."""
-    seeds = filter(private_names.is_seed, private_names.used_variables(graph))
-    drawn = [f"the seed '{seed.name}'" for seed in seeds]
-    nodes = assignments.nodes_of(graph.as_graph_def())
-    drawn += [
-        f"the operation {node.op} ('{node.name}')"
-        for node in filter(assignments.is_random, nodes)
-    ]
-    if drawn:
-        raise ValueError(
-            f"With {_option(plan)}, `slice_data` is called twice and must "
-            "return the same, without random numbers. Draw them in the model "
-            f"or in the data set. Received: {drawn[0]}"
-        )
-
-
 def _check_outputs(plan, graph):
     """Raises unless the outputs and added losses can be joined and cut."""
     named = [
@@ -451,24 +405,18 @@ def _check_outputs(plan, graph):
     vectors = [loss for loss in graph.losses if loss.shape.rank]
     named += [("a loss of `add_loss`", each) for each in vectors]
     for name, output in named:
-        if not isinstance(output, tf.Tensor):
-            raise ValueError(
-                f"With {_option(plan)}, outputs must be dense tensors. Convert "
-                "others by `to_tensor()` or `tf.sparse.to_dense`. "
-                f"Received: {name} of type {type(output).__name__}"
-            )
         # The number of samples in a part is not known.
-        if output.shape.rank is None or output.shape[:1].as_list() != [None]:
-            raise ValueError(
-                f"{_other_axis(plan)} Received: {name} of shape {output.shape}"
-            )
+        is_dense = isinstance(output, tf.Tensor) and output.shape.rank
+        if not is_dense or output.shape[0] is not None:
+            raise ValueError(f"{_other_axis(plan)} Received: {name}: {output}")
 
 
 def _other_axis(plan):
     return (
-        f"With {_option(plan)}, the first axis of each output of the model "
-        "must be that of the samples. Compute what all samples share in "
-        "`compute_loss`, such as the temperature of a contrastive loss."
+        f"With {_option(plan)}, outputs of the model must be dense tensors, "
+        "whose first axis is that of the samples. Convert others by "
+        "`to_tensor()` or `tf.sparse.to_dense`. Compute what all samples share "
+        "in `compute_loss`, such as the temperature of a contrastive loss."
     )
 
 
@@ -476,21 +424,3 @@ def _option(plan):
     """Returns the argument of `compile` that the whole batch is joined for."""
     cache = plan.options.gradient_cache
     return f"`{'gradient_cache' if cache else 'sync_batch_norm'}=True`"
-
-
-def _check_no_pairs(plan, graph, x):
-    """Raises if another axis of an output grows with the samples: for pairs."""
-    outputs = tensors_in(graph.outputs)
-    may_grow = any(None in output.shape[1:] for output in outputs)
-    is_dense = all(isinstance(e, tf.TensorSpec) for e in tf.nest.flatten(x))
-    if not (may_grow and is_dense) or "slice_data" in plan.overridden:
-        return
-    shapes = [graph.shapes_of(outputs, samples) for samples in (2, 3)]
-    for two, three in zip(*shapes, strict=True):
-        if not two[1:].is_compatible_with(three[1:]):
-            raise ValueError(
-                "The model computes something for pairs of samples, which may "
-                "be in two micro-batches. Compute similarities in "
-                "`compute_loss`, with `gradient_cache=True`. Received: an "
-                f"output of shape {two} for 2 samples, and {three} for 3"
-            )

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import typing
 
-import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks
@@ -25,8 +24,7 @@ class Norm(typing.NamedTuple):
 
     layer: typing.Any
     # A tensor of rows: the number of elements of each channel, their mean, and
-    # the sum of their squared deviations from it. With a mask, also what Keras
-    # adds to the number of elements.
+    # the sum of their squared deviations from it.
     moments: typing.Any
     # Placeholders: of the mean and the variance of the batch, in two rows, and
     # of the gradient by the moments.
@@ -45,8 +43,11 @@ class Norms:
         self.calls: list = []
         self.are_known = False
         # The variables that they may assign, by their ids.
-        states = [e for layer in layers for e in layer.non_trainable_variables]
-        self.variables = {id(each): each for each in states}
+        self.variables = {
+            id(variable): variable
+            for layer in layers
+            for variable in layer.non_trainable_variables
+        }
 
     def noted(self):
         """Returns the scope of a forward pass, and of its gradient."""
@@ -56,15 +57,19 @@ class Norms:
 
     def _note(self, original, layer, inputs, mask):
         if current_graph() is not self._graph:
-            why = "called in a loop (as by an `RNN`), a condition or a function"
-            _refuse(layer, why)
-        if self.are_known:
-            why = (
-                "called again for the gradients, since it is rematerialized "
-                "(`keras.RematScope`, `tf.recompute_grad`)"
+            _refuse(
+                layer,
+                "called in a loop (as by an `RNN`), a condition or a function",
             )
-            _refuse(layer, why)
-        moments = _compute_moments(inputs, mask, layer.axis)
+        if mask is not None:
+            _refuse(layer, "called with a mask (as behind `mask_zero=True`)")
+        if self.are_known:
+            _refuse(
+                layer,
+                "called again for the gradients, since it is rematerialized "
+                "(`keras.RematScope`, `tf.recompute_grad`)",
+            )
+        moments = _compute_moments(inputs, layer.axis)
         make = functools.partial(tf.compat.v1.placeholder, inputs.dtype)
         given, statistics = make(moments.shape), make([2, *moments.shape[1:]])
         self.calls.append(Norm(layer, moments, statistics, given))
@@ -86,45 +91,34 @@ class Norms:
                 _refuse(layer, "in a `tf.function` that is traced already")
 
 
-def _compute_moments(inputs, mask, axis):
-    """Returns the `moments` of a `Norm`. The mask is as Keras counts it."""
+def _compute_moments(inputs, axis):
+    """Returns the `moments` of a `Norm`."""
     axes = [*range(inputs.shape.rank)]
     del axes[axis]
     to_inputs = [1] * inputs.shape.rank
     to_inputs[axis] = -1
     channels = tf.shape(inputs)[axis]
-    if mask is None:
-        count = tf.fill([channels], tf.size(inputs) // channels)
-    else:
-        mask = tf.cast(mask[..., tf.newaxis], "bool")
-        mask = tf.broadcast_to(mask, tf.shape(inputs))
-        count = tf.reduce_sum(tf.cast(mask, "int32"), axes)
+    count = tf.fill([channels], tf.size(inputs) // channels)
     count = tf.cast(count, inputs.dtype)
 
     def total(values):
-        if mask is not None:
-            values = tf.where(mask, values, tf.zeros_like(values))
         # The gradient of a sum that keeps its axes needs fewer operations.
         return tf.reshape(tf.reduce_sum(values, axes, keepdims=True), [-1])
 
     mean = tf.math.divide_no_nan(total(inputs), count)
     # The sum of the deviations is zero, and so is the gradient by the mean.
     center = tf.reshape(tf.stop_gradient(mean), to_inputs)
-    rows = [count, mean, total(tf.math.squared_difference(inputs, center))]
-    if mask is not None:
-        fuzz = tf.cast(keras.config.epsilon(), inputs.dtype)
-        rows.append(tf.fill([channels], fuzz))
-    return tf.stack(rows)
+    squares = total(tf.math.squared_difference(inputs, center))
+    return tf.stack([count, mean, squares])
 
 
 def join(norm, moments):
     """Returns the mean and variance of the batch, from moments of its parts."""
-    counts, means, squares, *fuzz = tf.unstack(moments, axis=1)
-    # As in Keras, where it has no effect under a mask.
-    is_shared = norm.layer.synchronized and not fuzz
+    counts, means, squares = tf.unstack(moments, axis=1)
 
     def total(weights, values):
         values = tf.einsum("ic,ic->c", weights, values)
+        is_shared = norm.layer.synchronized
         return sum_over_replicas([values])[0] if is_shared else values
 
     ones = tf.ones_like(counts)
@@ -135,18 +129,14 @@ def join(norm, moments):
     # The deviations add up to zero, and so does the gradient by the mean.
     deviations = tf.math.square(means - tf.stop_gradient(mean))
     variance = total(inverse, squares) + total(shares, deviations)
-    if fuzz:
-        # As Keras, which divides by a bit more.
-        scale = count / (count + fuzz[0][0])
-        variance = scale * (variance + (mean * (1 - scale)) ** 2)
-        mean *= scale
     return tf.stack([mean, variance])
 
 
 def _refuse(layer, why):
     raise ValueError(
         "`sync_batch_norm=True` cannot split the model at this layer. Call it "
-        "outside of loops, conditions and functions, with Keras's statistics; "
-        "freeze it (`trainable=False`); or use `GroupNormalization`. "
+        "outside of loops, conditions and functions, without a mask and with "
+        "Keras's statistics; freeze it (`trainable=False`); or use "
+        "`GroupNormalization`. "
         f"Received: layer={layer}, {why}"
     )
