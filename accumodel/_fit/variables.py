@@ -124,8 +124,6 @@ def _specs(data):
 
 def _build(model, data):
     """Makes the weights of a model by a call of it that is not run."""
-    # In this scope Keras initializes them when it ends. In a function alone,
-    # TensorFlow cannot initialize those that a `SeedGenerator` draws.
     if private_names.is_built(model):
         return
 
@@ -135,8 +133,15 @@ def _build(model, data):
 
     # A custom step may call the model with anything, or not at all.
     scope = scope_of(model.distribute_strategy)
-    with contextlib.suppress(Exception), scope, keras.StatelessScope():
+    at_once = hooks.variables(__init__=_initialize_at_once)
+    with contextlib.suppress(Exception), scope, at_once:
         tf.function(call, autograph=False).get_concrete_function(_specs(data))
+
+
+def _initialize_at_once(original, *args, **kwargs):
+    # In a function TensorFlow cannot, if a `SeedGenerator` draws the values.
+    with tf.init_scope():
+        original(*args, **kwargs)
 
 
 def _without_optionals(leaf):  # as Keras does

@@ -254,6 +254,8 @@ moments = Hook(
     lambda: [definition(keras.layers.BatchNormalization, "_moments")],
 )
 
+variables = Hook("new layers", lambda: [definition(keras.Variable, "__init__")])
+
 # -- random numbers ------------------------------------------------------------
 
 # By name, what `keras.random` and all layers of Keras call.
