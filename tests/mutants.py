@@ -336,8 +336,6 @@ masks do not say what is padding
     _find_trimming: set masks => []
 the check does not look at padding
     Check.result: if orders => False
-padding is compared with itself
-    Check._look: set whole_size rows => end - begin
 XLA compiles each width
     Ordered.cut: if _is_compiled => False
 targets are cut off that are not ignored
