@@ -643,6 +643,9 @@ def test_nothing_is_claimed_of_padding_that_was_not_there():
     assert "no sample has padding" in model.first_batch_check
     model.fit(words(), of_samples(), SAMPLES, verbose=0)
     assert model.first_batch_check.startswith("exact")
+    model = trimming(lstm)
+    with pytest.warns(UserWarning, match="Nor was `trim_padding` checked"):
+        model.fit(words(), of_samples(), batch_size=5, verbose=0)
 
 
 def backbone(kind):
