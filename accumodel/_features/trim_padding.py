@@ -284,12 +284,14 @@ def _shapes(model, x, cut, width):
     specs = []
     for leaf, is_cut in zip(keras.tree.flatten(x), cut, strict=True):
         shape = [None, *leaf.shape[1:]][: leaf.shape.rank]
-        shape[1:2] = [width] if is_cut else shape[1:2]
+        if is_cut:
+            shape[1] = width
         specs.append(tf.TensorSpec(shape, leaf.dtype))
 
     def call(*leaves):
         given = keras.tree.pack_sequence_as(x, leaves)
-        with keras.StatelessScope(collect_losses=True):
+        scope = keras.StatelessScope(collect_losses=True)
+        with hooks.own_draws([]), scope:
             return private_names.call_model(model, given, training=False)
 
     try:
