@@ -326,15 +326,14 @@ samples stay in the order in which they are fed
     Ordered.__init__: set order => tf.range(tf.size(lengths))
 weights are cut off
     Ordered.__init__: set ends weights => []
-a small weight hides that padding is seen
-    _Probe.__init__: set _weights => []
-padding is looked for in predictions only
-    _Probe.__init__: set _short => dict.fromkeys((True, False),
-        self._call(self._end, self._paddings, False))
 another input is cut whatever it holds
-    _Probe.run: if _find_change => i != self._place
-all words that the check feeds are the same
-    _Probe.__init__: for str => (2,)
+    _find_trimming: set masks => [place]
+masks do not say what is padding
+    _find_trimming: set masks => []
+the check does not look at padding
+    Check.result: if orders => False
+XLA compiles each width
+    Ordered.cut: if _is_compiled => False
 targets are cut off that are not ignored
     Ordered.__init__: set ends ignored => []
 rows of another order are drawn as if they were in order

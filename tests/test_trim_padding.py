@@ -3,6 +3,8 @@
 The reference is plain Keras with the whole batch and all its padding.
 """
 
+import collections
+
 import keras
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from helpers import (
 )
 from keras import layers
 
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, InexactWarning
 
 SAMPLES, LENGTH, WORDS = 20, 60, 12
 
@@ -313,15 +315,22 @@ def ignoring(padding):
     return targets
 
 
+class Composite(keras.losses.Loss):
+    """Passes other tensors on to a loss."""
+
+    def call(self, y_true, y_pred):
+        return cross_entropy()(y_true + 0, y_pred)
+
+
 TWO = {"ids": words(), "other": np.roll(words(), 3, 0)}
 # The model, its inputs, and other arguments.
 EXACT = {
+    "two towers": (two_towers, {"ids": words(), "other": words_on()}, {}),
     "padding by the last word": (
         last_word,
         words(WORDS - 1),
         {"trim_padding": WORDS - 1},
     ),
-    "two towers": (two_towers, {"ids": words(), "other": words_on()}, {}),
     "two towers that are padded": (two_towers, TWO, {}),
     "a sum of features": (
         a_sum_of_features,
@@ -338,6 +347,11 @@ EXACT = {
         unmasked_tagger,
         words(),
         {"y": ignoring(-1), "loss": cross_entropy(ignore_class=-1)},
+    ),
+    "a composite loss": (
+        tagger,
+        words(),
+        {"y": of_words(), "loss": Composite()},
     ),
 }
 
@@ -387,37 +401,60 @@ def test_dropout_draws_other_numbers_for_each_micro_batch():
 
 
 class Widths(layers.Layer):
+    """Counts how often it was called with each width."""
+
     supports_masking = True
 
-    def __init__(self):
-        super().__init__()
-        self.seen = []
+    def build(self, _):
+        shape = (LENGTH + 1,)
+        self.seen = self.add_weight(shape, "zeros", trainable=False)
 
     def call(self, inputs):
-        if inputs.shape[0] is not None:
-            self.seen.append(tuple(inputs.shape[:2]))
+        width = keras.ops.shape(inputs)[1]
+        self.seen.assign(self.seen + keras.ops.one_hot(width, LENGTH + 1))
         return inputs
 
 
-def widths_of(x):
-    layer = Widths()
-    make = of(lambda x: layers.Dense(2)(layers.LSTM(3)(layer(embedded(x)))))
-    trimming(make, run_eagerly=True).train_on_batch(x, of_samples())
-    return layer.seen[-(SAMPLES // 5) :]
+def widths_of(make, x, **kwargs):
+    """Returns the widths of the micro-batches of a training, and how often."""
+    model = make(AccumulatingModel)
+    model.compile("sgd", cross_entropy(), micro_batch_size=5, **kwargs)
+    model.train_on_batch(x, of_samples())
+    (layer,) = (x for x in model.layers if isinstance(x, Widths))
+    seen = np.array(layer.seen)
+    return {int(width): int(seen[width]) for width in np.flatnonzero(seen)}
+
+
+counting = of(lambda x: layers.Dense(2)(layers.LSTM(3)(Widths()(embedded(x)))))
+
+
+def counting_with_a_mask(model_class):
+    inputs = {"ids": ids(), "a_mask": keras.Input((None,), name="a_mask")}
+    x = Widths()(plain_embedded(inputs["ids"]))
+    return model_class(inputs, layers.Dense(2)(mean_of(x, inputs["a_mask"])))
 
 
 @pytest.mark.unverified
-def test_each_micro_batch_is_as_wide_as_its_longest_on_the_ladder():
-    ordered = np.sort(lengths())[::-1][::5]
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_each_micro_batch_is_as_wide_as_its_longest(jit_compile):
+    longest = np.sort(lengths())[::-1][::5]
     ladder = np.array([16, 24, 32, 48, 60])
-    expected = [(5, ladder[ladder >= longest][0]) for longest in ordered]
-    assert widths_of(words()) == expected
-    assert len(set(expected)) > 2
+    if jit_compile:  # XLA compiles few widths
+        longest = [ladder[ladder >= each][0] for each in longest]
+    expected = collections.Counter(map(int, longest))
+    assert len(expected) > 2
+    how = {"jit_compile": jit_compile}
+    assert widths_of(counting, words(), trim_padding=0, **how) == expected
+    # A mask says what is padding, whatever the others hold there.
+    x = {"ids": words(7), "a_mask": used()}
+    how["trim_padding"] = "a_mask"
+    assert widths_of(counting_with_a_mask, x, **how) == expected
 
 
 @pytest.mark.unverified
 def test_padding_on_the_left_is_not_cut():
-    assert widths_of(words()[:, ::-1]) == [(5, LENGTH)] * 4
+    x = words()[:, ::-1].copy()
+    assert widths_of(counting, x, trim_padding=0) == {LENGTH: 4}
 
 
 @of
@@ -436,54 +473,23 @@ half_as_wide = of(lambda x: layers.MaxPooling1D(2)(plain_embedded(x)))
 one_less = of(lambda x: layers.Dense(3)(plain_embedded(x))[:, :-1])
 
 
-class Sees(layers.Layer):
-    """Adds what is nearly nothing before training, or in one mode."""
-
-    supports_masking = True
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        self.norm = layers.BatchNormalization()
-        self.dense = layers.Dense(6)
-        small = keras.initializers.Constant(1e-6)
-        self.scale = self.add_weight((6,), small, name="scale")
-        self.mean = self.add_weight((), "zeros", trainable=False, name="mean")
-
-    def build(self, shape):
-        self.norm.build(shape)
-        self.dense.build(shape)
-
-    def call(self, inputs, training=False, mask=None):
-        x = inputs + 0  # which has no mask
-        ops = keras.ops
-        if self.kind == "a small scale":
-            x += self.scale * ops.mean(x, 1, keepdims=True)
-        if self.kind == "a soft mask":
-            scores = ops.matmul(self.dense(x), ops.transpose(x, (0, 2, 1)))
-            scores -= 9.0 * ops.cast(~mask, "float32")[:, None]
-            x = ops.matmul(ops.softmax(scores), x)
-        if self.kind == "batch normalization":
-            x = self.norm(x, training=training)
-        if self.kind == "a loss" and training:
-            self.add_loss(ops.mean(x**2))
-        if self.kind == "a state" and training:
-            self.mean.assign(ops.mean(x))
-        if self.kind == "prediction" and not training:
-            x += ops.mean(x, 1, keepdims=True)
-        return x
+@of
+def a_small_scale(inputs):
+    """Adds what is nearly nothing before training."""
+    small = layers.Dense(
+        6, kernel_initializer=keras.initializers.Constant(1e-6)
+    )
+    x = mean_of(embedded(inputs)) + small(mean_of(plain_embedded(inputs)))
+    return layers.Dense(2)(x)
 
 
-def seeing(kind):
-    def outputs_of(inputs):
-        x = layers.Dropout(0.5)(Sees(kind)(embedded(inputs)))
-        return layers.Dense(2)(mean_of(x))
-
-    return of(outputs_of)
-
-
-SEES = ("a small scale", "a soft mask", "batch normalization")
-SEES += ("a loss", "a state", "prediction")
+@of
+def a_soft_mask(inputs):
+    ops, x = keras.ops, plain_embedded(inputs)
+    scores = ops.matmul(layers.Dense(6)(x), ops.transpose(x, (0, 2, 1)))
+    scores -= 9.0 * ops.cast(ops.equal(inputs, 0), "float32")[:, None]
+    x = ops.matmul(ops.softmax(scores), x)
+    return layers.Dense(2)(mean_of(x, inputs != 0))
 
 
 fixed_width = of(
@@ -492,20 +498,20 @@ fixed_width = of(
 activity = of(lambda x: layers.LSTM(2)(embedded(x, activity_regularizer="l2")))
 
 
+def two_towers_and_a_mask(model_class):
+    """Of which one knows nothing of the mask."""
+    inputs = {
+        "ids": ids(),
+        "other": keras.Input((None,), name="other"),
+        "a_mask": keras.Input((None,), dtype="bool", name="a_mask"),
+    }
+    x = mean_of(plain_embedded(inputs["ids"]), inputs["a_mask"])
+    x = layers.concatenate([x, mean_of(embedded(inputs["other"]))])
+    return model_class(inputs, layers.Dense(2)(x))
+
+
 def custom(name):
     return lambda base: tagger(calling_super(base, name))
-
-
-class Composite(keras.losses.Loss):
-    """Passes other tensors on to a loss."""
-
-    def call(self, y_true, y_pred):
-        return cross_entropy()(y_true + 0, y_pred)
-
-
-def mean_of_words(y_true, y_pred):
-    losses = keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
-    return tf.reduce_mean(losses, axis=1)
 
 
 UNWEIGHTED = {"metrics": ["accuracy"]}
@@ -525,19 +531,8 @@ REFUSED = {
         {"x": tf.sparse.from_dense(words())},
         "`tf.sparse.to_dense`",
     ),
-    "a mean without a mask": (a_mean_of_all, {}, "sees its padding"),
-    "a convolution": (convolution, {}, "sees its padding"),
     "half as wide": (half_as_wide, {}, "as wide as the inputs"),
     "one position less": (one_less, {}, "a last position that is missing"),
-    **{
-        f"{kind} that sees padding": (
-            seeing(kind),
-            {"micro_batch_size": 10},
-            f"training={kind != 'prediction'}",
-        )
-        for kind in SEES
-    },
-    "an activity regularizer": (activity, {}, "sees its padding"),
     "a fixed width": (fixed_width, {}, r"with `keras.Input\(\(None,\)\)`"),
     "targets without weights": (
         unmasked_tagger,
@@ -552,27 +547,12 @@ REFUSED = {
     "metrics that ignore masks": (
         tagger,
         {"y": of_words(), "metrics": [keras.metrics.MeanIoU(3)]},
-        r"metrics that ignore masks, \['mean_io_u",
+        r"metrics that ignore masks: \['mean_io_u",
     ),
     "metrics without weights": (
         unmasked_tagger,
         {"y": of_words(), "sample_weight": used() * 1.0, **UNWEIGHTED},
         "`weighted_metrics` instead",
-    ),
-    "a composite loss": (
-        tagger,
-        {"y": of_words(), "loss": Composite()},
-        "not call other losses in one",
-    ),
-    "a loss of whole sequences": (
-        tagger,
-        {"y": of_words(), "loss": mean_of_words},
-        "one loss for each position",
-    ),
-    "a metric of whole sequences": (
-        tagger,
-        {"y": of_words(), "weighted_metrics": [mean_of_words]},
-        "must have a value for each",
     ),
     **{
         f"a custom {name}": (custom(name), {"y": of_words()}, f"custom `{name}")
@@ -587,7 +567,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Batch normalization")
 @pytest.mark.table
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_refused(name):
@@ -607,6 +586,47 @@ def test_refused(name):
     with pytest.raises((ValueError, TypeError), match=message):
         compile_and_fit()
     np.testing.assert_equal(model.get_weights(), before)
+
+
+# Models that look at padding.
+TOLD = {
+    "a mean without a mask": a_mean_of_all,
+    "a convolution": convolution,
+    "an activity regularizer": activity,
+    "a second tower without a mask": two_towers_and_a_mask,
+    "a small scale": a_small_scale,
+    "a soft mask": a_soft_mask,
+}
+
+
+@pytest.mark.verified
+@pytest.mark.table
+@pytest.mark.parametrize(
+    ("name", "micro_batch_size"),
+    [*((name, 10) for name in TOLD), ("a convolution", 1)],
+)
+def test_what_looks_at_padding_is_told_of(name, micro_batch_size):
+    x, model = words(), TOLD[name](AccumulatingModel)
+    if len(model.inputs) > 1:
+        x = {"ids": x, "other": words_on(), "a_mask": used()}
+    key = "a_mask" if len(model.inputs) > 1 else 0
+    size = {"micro_batch_size": micro_batch_size}
+    model.compile("sgd", cross_entropy(), trim_padding=key, **size)
+    with pytest.warns(InexactWarning, match="`trim_padding` changes"):
+        model.fit(x, of_samples(), SAMPLES, verbose=0)
+    assert model.first_batch_check.startswith("differs")
+
+
+@pytest.mark.verified
+def test_nothing_is_claimed_of_padding_that_was_not_there():
+    model = trimming(lstm)
+    model.fit(np.full((SAMPLES, LENGTH), 7), of_samples(), SAMPLES, verbose=0)
+    assert "no sample has padding" in model.first_batch_check
+    model.fit(words(), of_samples(), SAMPLES, verbose=0)
+    assert model.first_batch_check.startswith("exact")
+    model = trimming(lstm)
+    with pytest.warns(UserWarning, match="Nor was `trim_padding` checked"):
+        model.fit(words(), of_samples(), batch_size=5, verbose=0)
 
 
 def backbone(kind):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from accumodel._features.auto import is_out_of_memory
 from accumodel._features.first_batch.causes import last_line
-from accumodel._features.first_batch.check import Check, NoGradient
+from accumodel._features.first_batch.check import Check, NotYet
 from accumodel._features.first_batch.kept import NotMade
 from accumodel._features.first_batch.runs import MEMORY
 from accumodel._keras_and_tf import replicas
@@ -65,10 +65,13 @@ class FirstBatch(Feature):
             self._warn_about_norms((accumulation.batch_size or 0) > size)
         elif size and self._looks and not self._has_split:
             self._has_split = True  # it is said once
+            trims = accumulation.options.trim_padding is not None
+            rest = " Nor was `trim_padding` checked." if trims else ""
             warnings.warn(
                 f"No batch of the first {self._looks} was larger than "
                 f"`micro_batch_size={size}`, so none was split. Batch a Dataset"
-                " in larger ones, or raise `batch_size` of `fit` (default 32).",
+                " in larger ones, or raise `batch_size` of `fit` (default 32)."
+                f"{rest}",
                 stacklevel=2,
             )
 
@@ -146,7 +149,7 @@ class FirstBatch(Feature):
             found = _outside(
                 Check(self._accumulation, batches, self._is_even).result
             )
-        except NoGradient as error:  # those of another batch may be there
+        except NotYet as error:  # another batch may show it
             self._looks += self._steps() > 1
             found = f"not made: {error}"
             if self._looks < _LOOKS:

@@ -82,6 +82,15 @@ def _text(found, check):
     what = f"{found.kind} by the variable '{name}'" if name else found.kind
     verb = "differs" if what == runs.LOSS else "differ"
     by = f" by {found.share:.2g} times the largest" if found.share else ""
+    if check.rows.trims:
+        return (
+            "The first batch shows that `trim_padding` changes the weights: "
+            f"without padding, the {what} {verb}{by}. A layer or the loss "
+            "looks at padding. Pass it a mask, as `Embedding(mask_zero=True)` "
+            "does, and let padding weigh 0. Or remove `trim_padding`: "
+            "convolutions, means without a mask and batch normalization look "
+            "at all positions."
+        )
     begin, end, size = check.window
     return (
         "The first batch shows that the weights will not be those of the "

@@ -7,6 +7,8 @@
                             gradients by the weights; if they differ, rows that
                             follow each other, in which groups of samples may
                             be whole
+    padding that is cut off a few rows, one by one, with and without their
+                            padding: gradients by the weights
 
 All of it is at a point that is not special. What has the same value there, in
 one piece and in parts, has the same gradient, unless an operation returns
@@ -60,8 +62,8 @@ class NoRows(Exception):  # noqa: N818
     """The outputs are not one row for each sample."""
 
 
-class NoGradient(NotMade):
-    """The loss has no gradient for these samples."""
+class NotYet(NotMade):
+    """These samples do not show what others may."""
 
 
 class Found(typing.NamedTuple):
@@ -103,7 +105,7 @@ class Check:
         )
         self._runner: type[Runner] = AsItIs
         count = min(_SAMPLES, self._size)
-        if not self.is_custom and (plan.orders is None or self._size < 2):
+        if not self.is_custom:
             self._runner, count = ByOutputs, max(count, 2)
         self.count = min(count, self._samples)
         if self.count > 4:  # pairs are whole in each half
@@ -124,12 +126,14 @@ class Check:
                 found = self._find()
             except NoRows:  # a step of Keras's own, as it is
                 found = self._find_as_it_is()
+            if found is None and self.plan.orders is not None:
+                found = self._find_by_padding()
             if self.model.run_eagerly:
                 _check_python(python, self.rows.drawn)
         if found is not None:
             return f"differs: {found}"
         if self._is_zero:
-            raise NoGradient("the gradients of the loss are zero")
+            raise NotYet("the gradients of the loss are zero")
         return self._exact()
 
     def _exact(self):
@@ -193,6 +197,16 @@ class Check:
         """Compares gradients, for outputs that have no row for each sample."""
         self.adds_up, self._is_zero, self._error = True, True, 0.0
         return self._find_by_gradients(AsItIs)
+
+    def _find_by_padding(self):
+        """Compares rows with and without the padding that is cut off."""
+        end = min(_SAMPLES, self._samples)
+        data = self._chosen.take(0, end)
+        if not self.plan.orders.order(self.plan, data).has_padding():
+            raise NotYet("no sample has padding that `trim_padding` cuts off")
+        self.rows = AsItIs(self.plan, self._chosen, trims=True)
+        look = functools.partial(self._look, begin=0, end=end, size=1)
+        return self._near(look, self.rows)
 
     def _find_by_gradients(self, runner):
         kept, _ = self.rows.activations
@@ -310,7 +324,8 @@ class Check:
                 f"the step fails for {size} samples: {text}"
             ) from error
         try:
-            whole = rows.run(begin, end, end - begin)
+            whole_size = size if rows.trims else end - begin
+            whole = rows.run(begin, end, whole_size, rows.function)
         except tf.errors.InvalidArgumentError as error:
             return Found("fixed", what=error)
         self._is_zero &= not any(

@@ -22,7 +22,6 @@ import tensorflow as tf
 
 from accumodel._features import rematerialization
 from accumodel._features.first_batch.kept import NotMade, variables_of
-from accumodel._features.trim_padding import same_draws
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.replicas import make_sum
 from accumodel._micro_batch import outcome
@@ -33,7 +32,10 @@ from accumodel._micro_batch.micro_batches import (
     has_axis,
     one_step,
 )
-from accumodel._micro_batch.random_numbers import RandomNumbers
+from accumodel._micro_batch.random_numbers import (
+    RandomNumbers,
+    replaced_draws,
+)
 from accumodel._micro_batch.weights import added_losses
 from accumodel._update.engine import Collector
 
@@ -91,8 +93,8 @@ class Rows:
 class Runner:
     """Runs a step on some `Rows`."""
 
-    def __init__(self, plan, rows):
-        self._model, self.rows = plan.model, rows
+    def __init__(self, plan, rows, trims=False):
+        self._model, self.rows, self.trims = plan.model, rows, trims
         self.drawn: list = []  # by Python's and NumPy's shared generators
         self._has_whole_loss = plan.has_whole_loss
         self.sources: dict = {}  # what an array is of, by its key
@@ -100,12 +102,13 @@ class Runner:
             plan,
             options=dataclasses.replace(plan.options, micro_batch_size=1),
             assigned=collections.defaultdict(dict),
-            numbers=_OwnNumbers(plan.orders is not None),
+            numbers=_OwnNumbers(trims),
             features=(),
         )
         self.function = self._in_parts = self._trace(own, is_part=False)
-        if plan.orders is not None and isinstance(self, AsItIs):
-            own = dataclasses.replace(own, features=plan.features)
+        if trims:  # to the longest itself: nothing here is compiled by XLA
+            features = plan.features
+            own = dataclasses.replace(own, features=features, is_compiled=False)
             self._in_parts = self._trace(own, is_part=True)
         elif plan.has_whole_loss and isinstance(self, ByOutputs):
             self._in_parts = self._trace(own, is_part=True)
@@ -153,13 +156,14 @@ class Runner:
         plan.accumulation.decisions.is_made = plan.orders is None
         return function
 
-    def run(self, begin, end, size):
+    def run(self, begin, end, size, function=None):
         """Returns what rows give in parts of a size: arrays by their keys.
 
-        A key is a kind, the number of a term, and a place in it.
+        A key is a kind, the number of a term, and a place in it. By default,
+        the function is that of parts of a fed batch.
         """
         count = -(-(end - begin) // size)
-        function = self.function if count == 1 else self._in_parts
+        function = function or self._in_parts
         before = [np.array(variable.numpy()) for variable in self._assigned]
         terms_of, arrays = [], {}
         try:
@@ -400,8 +404,22 @@ class _OwnNumbers(RandomNumbers):
 
     def around_parts(self, plan, trains):
         if self._is_trimmed:  # by design, the training draws others
-            return lambda parts, i: same_draws()
+            return lambda parts, i: _same_draws()
         return super().around_parts(plan, trains=False)  # no cycle begins
+
+
+def _same_draws():
+    """Returns a scope in which the same is drawn at each position."""
+
+    def draw(name, original, arguments):
+        for inputs in ("inputs", "x"):  # of `dropout`, and of `shuffle`
+            if inputs in arguments:
+                return arguments[inputs]
+        drawn = original(**arguments)
+        same = 0.5 if drawn.dtype.is_floating else tf.reshape(drawn, [-1])[0]
+        return tf.fill(tf.shape(drawn), tf.cast(same, drawn.dtype))
+
+    return replaced_draws(draw)
 
 
 def _refuse_update(*_, **__):
