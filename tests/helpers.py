@@ -15,9 +15,7 @@ import pytest
 import tensorflow as tf
 
 from accumodel import AccumulatingModel
-
-# Whether Keras runs a step in two functions.
-NESTS_FUNCTIONS = (*map(int, keras.__version__.split(".")[:2]),) < (3, 16)
+from accumodel._keras_and_tf.private_names import NESTS_FUNCTIONS
 
 
 def slow(*values):

@@ -23,7 +23,7 @@ import re
 import tensorflow as tf
 
 from accumodel._fit import variables
-from accumodel._keras_and_tf import checks, hooks, replicas
+from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.micro_batches import ALL
@@ -192,10 +192,29 @@ def _make_by_keras(model, name, make):
     # for something else.
     step = functools.partial(run, model, getattr(step, "python_function", step))
 
-    before, model.jit_compile = model.jit_compile, False
-    try:
-        with hooks.replaced(model, f"{name}_step", step):
-            make(force=True)
-    finally:
-        model.jit_compile = before
-    return getattr(model, f"{name}_function")
+    def made(run_eagerly):
+        before = model.jit_compile, model.run_eagerly
+        model.jit_compile, model.run_eagerly = False, run_eagerly
+        try:
+            with hooks.replaced(model, f"{name}_step", step):
+                make(force=True)
+        finally:
+            model.jit_compile, model.run_eagerly = before
+        return getattr(model, f"{name}_function")
+
+    function = made(model.run_eagerly)
+    is_one = model.run_eagerly or not private_names.NESTS_FUNCTIONS
+    if is_one or model.steps_per_execution > 1:
+        return function
+    eager = made(run_eagerly=True)
+
+    # One function instead of two. And Keras would wait for each step.
+    @functools.partial(tf.function, reduce_retracing=True, autograph=False)
+    def run_next(batches):
+        return eager(iter([batches.get_next()]))
+
+    def run_one(batches):
+        is_data_set = isinstance(batches, replicas.ITERATORS)
+        return run_next(batches) if is_data_set else function(batches)
+
+    return run_one

@@ -30,6 +30,9 @@ import tensorflow as tf
 # A script may put `AccumulatingModel` in its place later.
 KerasModel = keras.Model
 
+# Whether Keras runs a step in two functions.
+NESTS_FUNCTIONS = (*map(int, keras.__version__.split(".")[:2]),) < (3, 16)
+
 # What stops if a private name is missing, and only that.
 _NEEDS = {
     "check": "the check on the first batch (`verify`)",
