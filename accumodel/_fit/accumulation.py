@@ -71,6 +71,8 @@ class Accumulation:
         self.options = Options()
         # True once gradients go through an accumulator; stays true.
         self.accumulates = False
+        # Whether a custom step must use one. With a `RematScope` it need not.
+        self.is_asked_to = False
         # True once an update may need several batches; stays true.
         self.spans_batches = False
         self.accumulators = accumulators.Accumulators(model)
@@ -98,14 +100,14 @@ class Accumulation:
         try:
             options = Options(**own)
             self._check(options)
-            accumulates = (
+            is_asked_to = (
                 options.accum_steps > 1
                 or options.micro_batch_size is not None
                 or options.skip_nonfinite
                 or any(map(self.overrides, accumulators.HOOKS))
-                # Else, a second pass may read weights that have moved.
-                or private_names.is_rematerialized(model)
             )
+            # Else, a second pass may read weights that have moved.
+            accumulates = is_asked_to or private_names.is_rematerialized(model)
             super_compile(*args, **kwargs)
             checks.check_optimizer(model.optimizer, options.skip_nonfinite)
             if accumulates:
@@ -117,7 +119,7 @@ class Accumulation:
         self.options = options
         self.loss_weights = LossWeights(model)  # which warns anew
         self.decisions = Decisions()
-        self.accumulates = accumulates
+        self.accumulates, self.is_asked_to = accumulates, is_asked_to
         self.spans_batches = options.accum_steps > 1
         self._use(options, are_new=True)
         self.accumulators.begin_anew()

@@ -115,8 +115,8 @@ def _train(model, train_step, data):
     is_added = collector.end(
         accumulation.accumulators, is_cycle=not accumulation.spans_batches
     )
-    has_to_add = accumulation.accumulates and model.trainable_variables
-    if has_to_add and not is_added:
+    has_to_add = accumulation.is_asked_to or accumulation.spans_batches
+    if has_to_add and model.trainable_variables and not is_added:
         raise ValueError(
             "Nothing was accumulated: a `train_step` must call "
             "`self.accumulate_gradients(gradients, weight)` instead of "
