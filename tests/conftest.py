@@ -13,7 +13,7 @@ import tensorflow as tf
 import accumodel
 from accumodel._features.first_batch import batches
 
-pytest.register_assert_rewrite("helpers")
+pytest.register_assert_rewrite("drawing", "helpers")
 
 # On a GPU, or float32 would round as float16 does.
 tf.config.experimental.enable_tensor_float_32_execution(False)

@@ -200,7 +200,7 @@ an update moves weights before all of the hook is done
 an overflow is hidden by process_gradients
     process: set is_finite => True
     """,
-    "test_random.py": """
+    "test_random.py test_random_in_steps.py": """
 each fed batch of a cycle draws the first rows
     Draws._open: set begin fed => 0
 each fed batch of a cycle draws by other seeds
@@ -321,7 +321,7 @@ normalizations of two traces are taken for those of one
 a function in a step that was traced before counts nothing
     Collector.end: if => False
     """,
-    "test_trim_padding.py": """
+    "test_trim_padding.py test_trim_padding_told.py": """
 samples stay in the order in which they are fed
     Ordered.__init__: set order => tf.range(tf.size(lengths))
 weights are cut off

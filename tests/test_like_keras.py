@@ -10,11 +10,14 @@ import zipfile
 
 import h5py
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
     chain,
     compiled,
+    distance,
+    fit,
     make_functional,
     make_model,
     make_sequential,
@@ -266,3 +269,26 @@ def test_an_optimizer_made_of_its_config_has_the_same_name(data):
 
     plain, ours = of_both(run)
     assert ours == plain
+
+
+class UpdatesItself(AccumulatingModel):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_a_step_that_updates_in_the_scope():
+    models = []
+    for cls, mode in ((keras.Model, None), (UpdatesItself, "full")):
+        keras.utils.set_random_seed(0)
+        with keras.RematScope(mode):
+            hidden = keras.layers.Dense(4, "tanh")
+            model = chain(cls, (3,), hidden, keras.layers.Dense(3))
+        model.compile("adam", "mse")
+        fit(model, *np.random.default_rng(0).normal(size=(2, 8, 3)))
+        models.append(model)
+    assert distance(*models) < 1e-6

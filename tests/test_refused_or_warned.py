@@ -7,7 +7,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, compiled, distance, messages_of, mirrored, weekly
+from helpers import (
+    NO_COUNTS,
+    chain,
+    compiled,
+    distance,
+    messages_of,
+    mirrored,
+    weekly,
+)
 
 from accumodel import AccumulatingModel
 
@@ -303,3 +311,15 @@ def test_a_loop_that_would_not_split_is_refused(step, cache):
     for _ in range(2):
         model.fit(*data)
     assert int(model.optimizer.iterations) == 1
+
+
+@pytest.mark.parametrize(("value", "error"), NO_COUNTS)
+def test_values_that_are_no_size(value, error):
+    model = cases.linear(AccumulatingModel)
+    with pytest.raises(error, match=f"micro_batch_size={value!r}"):
+        compiled(model, micro_batch_size=value)
+    assert not model.compiled
+    compiled(model, micro_batch_size=4)
+    with pytest.raises(error, match="`micro_batch_size` must be"):
+        model.micro_batch_size = value
+    assert model.micro_batch_size == 4

@@ -7,15 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import (
-    chain,
-    distance,
-    fit,
-    hub_backbone,
-    import_hub,
-    mirrored,
-    read_summaries,
-)
+from helpers import hub_backbone, import_hub, mirrored, read_summaries
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -537,28 +529,6 @@ def test_custom_loop():
 
 
 @pytest.mark.slow
-class UpdatesItself(AccumulatingModel):
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        weights = self.trainable_weights
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
-        return {"loss": loss}
-
-
-def test_a_step_that_updates_in_the_scope():
-    models = []
-    for cls, mode in ((keras.Model, None), (UpdatesItself, "full")):
-        keras.utils.set_random_seed(0)
-        with keras.RematScope(mode):
-            model = chain(cls, (3,), layers.Dense(4, "tanh"), layers.Dense(3))
-        model.compile("adam", "mse")
-        fit(model, *np.random.default_rng(0).normal(size=(2, 8, 3)))
-        models.append(model)
-    assert distance(*models) < 1e-6
-
-
 def test_a_backbone_of_keras_hub():
     import_hub()
     rng = np.random.default_rng(0)

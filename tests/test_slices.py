@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
-    NO_COUNTS,
     CountTraces,
     calling_super,
     chain,
@@ -435,18 +434,6 @@ def test_replicas_with_different_numbers_of_parts(run_eagerly):
     reference, _ = train_big(case, keras.Model)
     model, _ = train_big(case, strategy=mirrored(2), micro_batch_size=2)
     assert distance(model, reference) < 1e-6
-
-
-@pytest.mark.parametrize(("value", "error"), NO_COUNTS)
-def test_values_that_are_no_size(value, error):
-    model = with_sizes()
-    with pytest.raises(error, match=f"micro_batch_size={value!r}"):
-        compiled(model, micro_batch_size=value)
-    assert not model.compiled
-    compiled(model, micro_batch_size=4)
-    with pytest.raises(error, match="`micro_batch_size` must be"):
-        model.micro_batch_size = value
-    assert model.micro_batch_size == 4
 
 
 def test_layers_that_cannot_be_right_in_parts():

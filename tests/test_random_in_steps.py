@@ -1,0 +1,428 @@
+"""Random numbers that steps, losses, functions and updates draw."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from drawing import (
+    FED,
+    LARGE,
+    LAYERS,
+    WAYS,
+    Draws,
+    check,
+    data,
+    in_batches,
+    train,
+)
+from helpers import chain, compiled, distance, mirrored, names, slow, weekly
+from keras import layers, ops
+
+from accumodel import AccumulatingModel
+
+
+class DrawsInUpdates(AccumulatingModel):
+    def process_gradients(self, gradients):
+        seed = self.layers[-2].seed_generator
+        return [
+            each + 0.1 * keras.random.normal(each.shape, seed=seed)
+            for each in gradients
+        ]
+
+    def after_update(self):
+        seed = self.layers[-2].seed_generator
+        weight = self.trainable_variables[0]
+        weight.assign_add(0.1 * keras.random.normal(weight.shape, seed=seed))
+
+
+class DrawsInSteps(keras.Model):
+    process_gradients = DrawsInUpdates.process_gradients
+    after_update = DrawsInUpdates.after_update
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        variables = self.trainable_variables
+        gradients = self.process_gradients(tape.gradient(loss, variables))
+        self.optimizer.apply(gradients, variables)
+        self.after_update()
+        return {"error": loss}
+
+
+@pytest.mark.parametrize(
+    ("fed", "kwargs"),
+    [
+        ((3, 3, 3, 3, 3, 3), {"accum_steps": 3}),
+        slow((9, 9), {"micro_batch_size": 4}),
+        slow((3, 3, 3, 3, 3, 3), {"accum_steps": 3, "run_eagerly": True}),
+    ],
+    ids=str,
+)
+def test_an_update_draws_from_the_seeds_of_a_step(fed, kwargs):
+    layer, large = LAYERS["dropout"], in_batches((9, 9))
+    plain = train(DrawsInSteps, layer, feed=large)
+    ours = train(DrawsInUpdates, layer, feed=in_batches(fed), **kwargs)
+    check(ours, plain)
+
+
+@pytest.mark.parametrize("seed", [None, weekly("a generator")])
+def test_initial_weights_are_no_draws_of_a_step(seed):
+    """An axis of the weights is as long as the batch, 2."""
+
+    class Stack(AccumulatingModel, keras.Sequential):
+        pass
+
+    def make(base):
+        keras.utils.set_random_seed(0)
+        own = keras.random.SeedGenerator(3) if seed else None
+        normal = keras.initializers.RandomNormal(seed=own)
+        return base(
+            [layers.LSTM(2), layers.Dense(2, kernel_initializer=normal)]
+        )
+
+    x, y = data()
+    models = []
+    for base, size, kwargs in (
+        (keras.Sequential, 6, {}),
+        (Stack, 2, {"accum_steps": 3}),
+        (Stack, 6, {"micro_batch_size": 2}),
+    ):
+        model = compiled(make(base), keras.optimizers.SGD(0.1), "mse", **kwargs)
+        batches = tf.data.Dataset.from_tensor_slices((x[:12], y[:12, 0, :2]))
+        batches = batches.batch(size, drop_remainder=True)
+        model.fit(batches, shuffle=False, verbose=0)
+        models.append(model)
+    for model in models[1:]:
+        check(model, models[0])
+
+
+class DrawsLatents(AccumulatingModel):
+    """For each sample, as diffusion models do, and by the global seed too."""
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        noise = keras.random.normal(ops.shape(x), seed=self.generator)
+        share = keras.random.uniform((ops.shape(x)[0], 1, 1))
+        with tf.GradientTape() as tape:
+            outputs = self(share * x + noise, training=True)
+            errors = outputs - tf.cast(y, x.dtype)
+            loss = tf.reduce_mean(errors**2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        if self.accumulates:
+            self.accumulate_gradients(gradients, tf.shape(x)[0])
+        else:
+            self.optimizer.apply(gradients, self.trainable_variables)
+        return {"error": loss}
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"accum_steps": 3},
+        {"micro_batch_size": 2},
+        slow({"accum_steps": 3, "micro_batch_size": 2}),
+        slow({"accum_steps": 3, "run_eagerly": True}),
+    ],
+    ids=str,
+)
+def test_a_custom_step_draws_on(kwargs):
+    models = []
+    for accumulates in (False, True):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4, 5))
+        outputs = layers.Dense(5)(layers.Dropout(0.3)(inputs))
+        model = DrawsLatents(inputs, outputs)
+        model.generator = keras.random.SeedGenerator(3)
+        model.accumulates = accumulates
+        own = kwargs if accumulates else {}
+        model.compile(keras.optimizers.SGD(0.1), jit_compile=False, **own)
+        in_batches(FED if "accum_steps" in own else LARGE)(model, *data())
+        model.apply_accumulated_gradients()
+        models.append(model)
+    check(*models)
+
+
+def test_several_steps_in_one_execution():
+    layer, kwargs = LAYERS["dropout"], {"steps_per_execution": 2}
+    plain = train(keras.Model, layer, **kwargs)
+    check(train(AccumulatingModel, layer, micro_batch_size=2, **kwargs), plain)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(
+    ("policy", "tolerance"),
+    [
+        ("float64", 1e-12),
+        ("mixed_float16", 2e-3),
+        weekly("mixed_bfloat16", 1e-2),
+    ],
+)
+def test_other_precisions(policy, tolerance):
+    def noises():
+        noise = layers.GaussianNoise(0.1)
+        return keras.Sequential([layers.Dropout(0.4), noise])
+
+    keras.config.set_dtype_policy(policy)
+    keras.config.set_floatx("float64" if policy == "float64" else "float32")
+    plain = train(keras.Model, noises)
+    ours = train(AccumulatingModel, noises, micro_batch_size=2)
+    other = train(keras.Model, noises, 1)
+    check(ours, plain, tolerance)
+    assert distance(other, plain) > 10 * tolerance
+
+
+@pytest.mark.slow
+def test_each_replica_draws_what_plain_keras_gives_it():
+    # Both replicas get as many samples: else plain Keras weighs them wrong.
+    kwargs = {"strategy": mirrored(2), "batch_size": 10, "samples": 20}
+    plain = train(keras.Model, LAYERS["dropout"], **kwargs)
+    for size in (5, 2):
+        kwargs["micro_batch_size"] = size
+        check(train(AccumulatingModel, LAYERS["dropout"], **kwargs), plain)
+
+
+def noisy_loss(y_true, y_pred):
+    noise = keras.random.uniform(ops.shape(y_pred))  # the global seed
+    return ops.mean((y_true - y_pred * noise) ** 2, axis=-1)
+
+
+class OwnSeed(keras.losses.Loss):
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(7)
+
+    def call(self, y_true, y_pred):
+        noise = keras.random.normal(ops.shape(y_pred), seed=self.seed)
+        kept = keras.random.randint(ops.shape(y_pred), 0, 2, seed=self.seed)
+        kept = ops.cast(kept, y_pred.dtype)
+        return ops.mean(kept * (y_true - y_pred * noise) ** 2, axis=-1)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("make", [lambda: noisy_loss, OwnSeed])
+@pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
+def test_draws_in_a_loss(make, run_eagerly):
+    models = []
+    for base, kwargs in ((keras.Model, {}), (AccumulatingModel, WAYS["size"])):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4, 5))
+        model = base(inputs, layers.Dense(5)(inputs))
+        model.compile("sgd", make(), run_eagerly=run_eagerly, **kwargs)
+        model.fit(*data(), batch_size=9, shuffle=False, verbose=0)
+        models.append(model)
+    check(*models)
+
+
+class Kept(AccumulatingModel):
+    """Its `call` is a function that is not traced again."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.head = layers.Dropout(0.5, seed=1), layers.Dense(5)
+        self.head.build((None, 4, 5))
+        self.drop.built = self.built = True
+
+    @tf.function(autograph=False)
+    def call(self, x, training=False):
+        outputs = self.head(self.drop(x, training=True))
+        return outputs, outputs
+
+
+@pytest.mark.slow
+def test_a_function_in_the_model_that_is_traced_before():
+    models = []
+    x, y = data()
+    for sizes in ([9, 9], [9, 2], [2, 2], [2, None, 2]):
+        keras.utils.set_random_seed(0)
+        model = Kept()
+        for size in sizes:
+            model.compile("sgd", "mse", micro_batch_size=size)
+            if size is not None:
+                model.fit(x, (y, y), batch_size=9, shuffle=False, verbose=0)
+        models.append(model)
+    for model in models[1:]:
+        assert distance(model, models[0]) < 1e-6
+
+
+class InFunction(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.drop = layers.Dropout(0.5, name="of_function")
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def call(self, x):
+        return self.drop(x, training=True)
+
+
+class CallsFunction(AccumulatingModel):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.drops = layers.Dense(5), InFunction()
+
+    def call(self, x):
+        return self.drops(self.dense(x))
+
+
+def called_before():
+    model = CallsFunction()
+    for samples in (1, 2, 3):
+        model(np.ones((samples, 4, 5)))
+    return model
+
+
+def made_by_keras():
+    return chain(AccumulatingModel, (4, 5), layers.Dense(5), InFunction())
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs"),
+    [
+        (called_before, {}),
+        (made_by_keras, {"gradient_cache": True}),
+        weekly(made_by_keras, {}),
+        weekly(called_before, {"jit_compile": True}),
+        weekly(called_before, {"micro_batch_size": "auto"}),
+    ],
+)
+def test_a_function_that_was_traced_without_these_draws_is_refused(
+    make, kwargs
+):
+    model = compiled(make(), "sgd", "mse", **{"micro_batch_size": 4} | kwargs)
+    for run in (model.fit, model.evaluate):
+        with pytest.raises(ValueError, match=r"traced before.*'of_function'"):
+            run(*data(), batch_size=9, verbose=0)
+
+
+class AddsNoise(keras.Model):
+    def train_step(self, batch):
+        return super().train_step(add_noise(self, batch))
+
+
+class SlicesNoise(AccumulatingModel):
+    def slice_data(self, data, begin, end):
+        return add_noise(self, super().slice_data(data, begin, end))
+
+
+def add_noise(model, batch):
+    x, y = batch
+    shape = ops.shape(x)
+    return x + keras.random.normal(shape, seed=model.seed), y
+
+
+def train_with_noise(base, **kwargs):
+    keras.utils.set_random_seed(0)
+    model = chain(base, (4, 5), layers.Dense(5))
+    model.seed = keras.random.SeedGenerator(3)
+    model.compile("sgd", "mse", **{"jit_compile": False} | kwargs)
+    model.fit(*data(), batch_size=9, shuffle=False, verbose=0)
+    return model
+
+
+def test_draws_in_slice_data():
+    plain = train_with_noise(AddsNoise)
+    check(train_with_noise(SlicesNoise, micro_batch_size=4), plain)
+    with pytest.raises(ValueError, match="`slice_data` is called twice"):
+        train_with_noise(SlicesNoise, micro_batch_size=4, gradient_cache=True)
+
+
+def test_a_noise_shape_may_hold_the_samples_of_the_fed_batch():
+    def drop():
+        return layers.Dropout(0.4, noise_shape=(9, 1, 5))
+
+    plain = train(keras.Model, drop, samples=18)
+    check(train(AccumulatingModel, drop, samples=18, micro_batch_size=2), plain)
+
+
+def test_seeds_that_a_step_does_not_use_are_left_alone():
+    """As of a data set that is augmented meanwhile."""
+    draws = OwnSeed()
+    generator = draws.seed
+
+    def draw():
+        return np.array(generator.next())
+
+    def does_not(y_true, y_pred):
+        drawn = tf.numpy_function(draw, [], tf.int64)
+        with tf.control_dependencies([drawn]):
+            return ops.mean((y_true - y_pred) ** 2, axis=-1)
+
+    model = chain(AccumulatingModel, (4, 5), layers.Dense(5))
+    for loss in (draws, does_not):
+        before = np.array(generator.state)
+        model.compile("sgd", loss, micro_batch_size=3, jit_compile=False)
+        model.fit(*data(), batch_size=9, verbose=0)
+    assert np.array(generator.state)[1] == before[1] + 7
+
+
+def test_after_an_error_no_rows_are_left():
+    class Raises(layers.Layer):
+        calls = 0
+
+        def call(self, inputs):
+            self.calls += 1
+            if self.calls == 3:
+                raise MemoryError
+            return inputs
+
+    inputs = keras.Input((4, 5))
+    model = AccumulatingModel(inputs, Raises()(layers.Dense(5)(inputs)))
+    model.compile("sgd", "mse", micro_batch_size=4, run_eagerly=True)
+    with pytest.raises(MemoryError):
+        model.fit(*data(), batch_size=9, verbose=0)
+    rows = model._accumulation.numbers.rows
+    assert not np.any(rows)
+
+
+def halve(shape, seed):
+    return keras.random.uniform((shape[0] // 2, 5), seed=seed)
+
+
+def by_hand(shape, seed):
+    return tf.random.stateless_normal(shape, tf.cast(seed.next(), tf.int32))
+
+
+def in_a_loop(shape, seed):
+    def draw(_):
+        return keras.random.uniform((shape[1],), seed=seed)
+
+    return tf.map_fn(draw, tf.zeros(shape[:1]))
+
+
+NOT_KNOWN = {
+    "in a loop": (in_a_loop, {}),
+    "truncated normal": (keras.random.truncated_normal, {}),
+    "gamma": (lambda *args, **kw: keras.random.gamma(*args, 2.0, **kw), {}),
+    "by hand": (by_hand, {}),
+    "an int as seed": (
+        lambda shape, seed: keras.random.truncated_normal(shape, seed=7),
+        {},
+    ),
+    "half as many as samples": (halve, {}),
+    "eager": (keras.random.truncated_normal, {"run_eagerly": True}),
+    "two axes": (
+        lambda shape, seed: keras.random.uniform(
+            (3, shape[0] + 1, shape[0]), seed=seed
+        ),
+        {},
+    ),
+}
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", names(NOT_KNOWN, ["gamma", "by hand"]))
+def test_what_is_not_known_differs_in_each_micro_batch(name):
+    draw, kwargs = NOT_KNOWN[name]
+    drawn = []
+
+    def note(x, seed):
+        values = draw(ops.shape(x), seed=seed)
+        tf.numpy_function(drawn.append, [values], [])
+        return x
+
+    model = chain(AccumulatingModel, (5,), Draws(note), layers.Dense(1))
+    model.compile("sgd", "mse", micro_batch_size=4, **kwargs)
+    model.fit(np.ones((8, 5)), np.ones((8, 1)), batch_size=8, verbose=0)
+    first, second = drawn
+    assert first.shape == second.shape
+    assert not np.isclose(first, second).any()

@@ -1,0 +1,332 @@
+"""What `trim_padding` cuts and refuses, and what the first batch tells of."""
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import (
+    as_dataset,
+    calling_super,
+    distance,
+    hub_backbone,
+    import_hub,
+    slow,
+    weekly,
+)
+from keras import layers
+from padded import (
+    LENGTH,
+    SAMPLES,
+    TRIM,
+    WORDS,
+    cross_entropy,
+    embedded,
+    ids,
+    lengths,
+    lstm,
+    mean_of,
+    of,
+    of_samples,
+    of_words,
+    plain_embedded,
+    tagger,
+    trimming,
+    unmasked_tagger,
+    used,
+    words,
+    words_on,
+)
+
+from accumodel import AccumulatingModel, InexactWarning
+
+
+class Widths(layers.Layer):
+    """Counts how often it was called with each width."""
+
+    supports_masking = True
+
+    def build(self, _):
+        shape = (LENGTH + 1,)
+        self.seen = self.add_weight(shape, "zeros", trainable=False)
+
+    def call(self, inputs):
+        width = keras.ops.shape(inputs)[1]
+        self.seen.assign(self.seen + keras.ops.one_hot(width, LENGTH + 1))
+        return inputs
+
+
+def widths_of(make, x, **kwargs):
+    """Returns the widths of the micro-batches of a training, and how often."""
+    model = make(AccumulatingModel)
+    model.compile("sgd", cross_entropy(), micro_batch_size=5, **kwargs)
+    model.train_on_batch(x, of_samples())
+    (layer,) = (x for x in model.layers if isinstance(x, Widths))
+    seen = np.array(layer.seen)
+    return {int(width): int(seen[width]) for width in np.flatnonzero(seen)}
+
+
+counting = of(lambda x: layers.Dense(2)(layers.LSTM(3)(Widths()(embedded(x)))))
+
+
+def counting_with_a_mask(model_class):
+    inputs = {"ids": ids(), "a_mask": keras.Input((None,), name="a_mask")}
+    x = Widths()(plain_embedded(inputs["ids"]))
+    return model_class(inputs, layers.Dense(2)(mean_of(x, inputs["a_mask"])))
+
+
+@pytest.mark.unverified
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_each_micro_batch_is_as_wide_as_its_longest(jit_compile):
+    longest = np.sort(lengths())[::-1][::5]
+    ladder = np.array([16, 24, 32, 48, 60])
+    if jit_compile:  # XLA compiles few widths
+        longest = [ladder[ladder >= each][0] for each in longest]
+    expected = collections.Counter(map(int, longest))
+    assert len(expected) > 2
+    how = {"jit_compile": jit_compile}
+    assert widths_of(counting, words(), trim_padding=0, **how) == expected
+    # A mask says what is padding, whatever the others hold there.
+    x = {"ids": words(7), "a_mask": used()}
+    how["trim_padding"] = "a_mask"
+    assert widths_of(counting_with_a_mask, x, **how) == expected
+
+
+@pytest.mark.unverified
+def test_padding_on_the_left_is_not_cut():
+    x = words()[:, ::-1].copy()
+    assert widths_of(counting, x, trim_padding=0) == {LENGTH: 4}
+
+
+@of
+def a_mean_of_all(inputs):
+    head = layers.Dense(2, kernel_initializer="zeros")
+    return head(mean_of(plain_embedded(inputs)))
+
+
+@of
+def convolution(inputs):
+    x = layers.Conv1D(4, 3, padding="same")(plain_embedded(inputs))
+    return layers.Dense(2)(layers.GlobalMaxPooling1D()(x))
+
+
+half_as_wide = of(lambda x: layers.MaxPooling1D(2)(plain_embedded(x)))
+
+
+one_less = of(lambda x: layers.Dense(3)(plain_embedded(x))[:, :-1])
+
+
+@of
+def a_small_scale(inputs):
+    """Adds what is nearly nothing before training."""
+    small = layers.Dense(
+        6, kernel_initializer=keras.initializers.Constant(1e-6)
+    )
+    x = mean_of(embedded(inputs)) + small(mean_of(plain_embedded(inputs)))
+    return layers.Dense(2)(x)
+
+
+@of
+def a_soft_mask(inputs):
+    ops, x = keras.ops, plain_embedded(inputs)
+    scores = ops.matmul(layers.Dense(6)(x), ops.transpose(x, (0, 2, 1)))
+    scores -= 9.0 * ops.cast(ops.equal(inputs, 0), "float32")[:, None]
+    x = ops.matmul(ops.softmax(scores), x)
+    return layers.Dense(2)(mean_of(x, inputs != 0))
+
+
+fixed_width = of(
+    lambda x: layers.Dense(2)(layers.Flatten()(plain_embedded(x))), LENGTH
+)
+
+
+activity = of(lambda x: layers.LSTM(2)(embedded(x, activity_regularizer="l2")))
+
+
+def two_towers_and_a_mask(model_class):
+    """Of which one knows nothing of the mask."""
+    inputs = {
+        "ids": ids(),
+        "other": keras.Input((None,), name="other"),
+        "a_mask": keras.Input((None,), dtype="bool", name="a_mask"),
+    }
+    x = mean_of(plain_embedded(inputs["ids"]), inputs["a_mask"])
+    x = layers.concatenate([x, mean_of(embedded(inputs["other"]))])
+    return model_class(inputs, layers.Dense(2)(x))
+
+
+def custom(name):
+    return lambda base: tagger(calling_super(base, name))
+
+
+UNWEIGHTED = {"metrics": ["accuracy"]}
+
+
+# The model, its data, other arguments of `compile`, and the message.
+REFUSED = {
+    "True": (lstm, {"trim_padding": True}, "must be the name of the input"),
+    "a float": (lstm, {"trim_padding": 0.5}, "must be the name of the input"),
+    "no such input": (lstm, {"trim_padding": "mask"}, r"for inputs \['ids'\]"),
+    "ragged": (
+        lstm,
+        {"x": tf.RaggedTensor.from_tensor(words(), padding=0)},
+        "convert them by `to_tensor`",
+    ),
+    "sparse": (
+        lstm,
+        {"x": tf.sparse.from_dense(words())},
+        "`tf.sparse.to_dense`",
+    ),
+    "half as wide": (half_as_wide, {}, "as wide as the inputs"),
+    "one position less": (one_less, {}, "a last position that is missing"),
+    "a fixed width": (fixed_width, {}, r"with `keras.Input\(\(None,\)\)`"),
+    "targets without weights": (
+        unmasked_tagger,
+        {"y": of_words()},
+        "Feed a `sample_weight` of shape",
+    ),
+    "weights of samples": (
+        unmasked_tagger,
+        {"y": of_words(), "sample_weight": np.ones(SAMPLES)},
+        "Feed a `sample_weight` of shape",
+    ),
+    "metrics that ignore masks": (
+        tagger,
+        {"y": of_words(), "metrics": [keras.metrics.MeanIoU(3)]},
+        r"metrics that ignore masks: \['mean_io_u",
+    ),
+    "metrics without weights": (
+        unmasked_tagger,
+        {"y": of_words(), "sample_weight": used() * 1.0, **UNWEIGHTED},
+        "`weighted_metrics` instead",
+    ),
+    **{
+        f"a custom {name}": (custom(name), {"y": of_words()}, f"custom `{name}")
+        for name in (
+            "compute_gradients",
+            "compute_loss",
+            "compute_metrics",
+            "test_step",
+            "train_step",
+        )
+    },
+}
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused(name):
+    make, arguments, message = REFUSED[name]
+    arguments = {"loss": cross_entropy(), **TRIM, **arguments}
+    names = ("x", "y", "sample_weight")
+    given = {name: arguments.pop(name, None) for name in names}
+    x = words() if given["x"] is None else given["x"]
+    y = of_samples() if given["y"] is None else given["y"]
+    model = make(AccumulatingModel)
+    before = model.get_weights()
+
+    def compile_and_fit():
+        model.compile("sgd", **arguments)
+        model.fit(x, y, SAMPLES, sample_weight=given["sample_weight"])
+
+    with pytest.raises((ValueError, TypeError), match=message):
+        compile_and_fit()
+    np.testing.assert_equal(model.get_weights(), before)
+
+
+# Models that look at padding.
+TOLD = {
+    "a mean without a mask": a_mean_of_all,
+    "a convolution": convolution,
+    "an activity regularizer": activity,
+    "a second tower without a mask": two_towers_and_a_mask,
+    "a small scale": a_small_scale,
+    "a soft mask": a_soft_mask,
+}
+
+
+@pytest.mark.verified
+@pytest.mark.table
+@pytest.mark.parametrize(
+    ("name", "micro_batch_size"),
+    [*((name, 10) for name in TOLD), ("a convolution", 1)],
+)
+def test_what_looks_at_padding_is_told_of(name, micro_batch_size):
+    x, model = words(), TOLD[name](AccumulatingModel)
+    if len(model.inputs) > 1:
+        x = {"ids": x, "other": words_on(), "a_mask": used()}
+    key = "a_mask" if len(model.inputs) > 1 else 0
+    size = {"micro_batch_size": micro_batch_size}
+    model.compile("sgd", cross_entropy(), trim_padding=key, **size)
+    with pytest.warns(InexactWarning, match="`trim_padding` changes"):
+        model.fit(x, of_samples(), SAMPLES, verbose=0)
+    assert model.first_batch_check.startswith("differs")
+
+
+@pytest.mark.verified
+def test_nothing_is_claimed_of_padding_that_was_not_there():
+    model = trimming(lstm)
+    model.fit(np.full((SAMPLES, LENGTH), 7), of_samples(), SAMPLES, verbose=0)
+    assert "no sample has padding" in model.first_batch_check
+    model.fit(words(), of_samples(), SAMPLES, verbose=0)
+    assert model.first_batch_check.startswith("exact")
+    model = trimming(lstm)
+    with pytest.warns(UserWarning, match="Nor was `trim_padding` checked"):
+        model.fit(words(), of_samples(), batch_size=5, verbose=0)
+
+
+def backbone(kind):
+    return hub_backbone(kind, WORDS, LENGTH, num_layers=1)
+
+
+def bert_inputs():
+    zeros = np.zeros((SAMPLES, LENGTH), int)
+    mask = used()
+    return {"token_ids": words(), "segment_ids": zeros, "padding_mask": mask}
+
+
+def masked_words(keras_hub):
+    places = np.arange(5) * (lengths()[:, None] // 5)
+    x = {**bert_inputs(), "mask_positions": places}
+    y = np.take_along_axis(words(), places, 1)
+    weights = (np.arange(5) < lengths()[:, None] // 5).astype("float32")
+    model = keras_hub.models.BertMaskedLM(backbone("Bert"))
+    return model, (x, y, weights)
+
+
+def next_words(keras_hub):
+    x = {"token_ids": words(), "padding_mask": used()}
+    y = np.roll(words(), -1, 1)
+    weights = (np.arange(LENGTH) < lengths()[:, None] - 1).astype("float32")
+    model = keras_hub.models.GPT2CausalLM(backbone("GPT2"))
+    return model, (x, y, weights)
+
+
+@pytest.mark.parametrize(
+    ("task", "jit_compile"),
+    [
+        slow(masked_words, False),
+        slow(next_words, True),
+        weekly(masked_words, True),
+        weekly(next_words, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # a pooler
+def test_keras_hub(task, jit_compile):
+    keras_hub = import_hub()
+    models, logs = [], []
+    for kwargs in ({}, {"micro_batch_size": 6, "trim_padding": "padding_mask"}):
+        keras.utils.set_random_seed(0)
+        model, data = task(keras_hub)
+        if kwargs:
+            model = AccumulatingModel.from_model(model)
+        optimizer = keras.optimizers.SGD(0.1)
+        model.compile(optimizer, jit_compile=jit_compile, **kwargs)
+        given = as_dataset(data, [SAMPLES])
+        history = model.fit(given, epochs=2, shuffle=False, verbose=0)
+        tested = model.evaluate(given, verbose=0)
+        models.append(model)
+        logs.append([*np.ravel([*history.history.values()]), *tested])
+    assert distance(*models) < 1e-6
+    np.testing.assert_allclose(*logs, rtol=1e-5)
