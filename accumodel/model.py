@@ -494,7 +494,7 @@ class AccumulatingModel(keras.Model):
                 "The model does not have any trainable weights.", stacklevel=2
             )
         elif self._accumulation.accumulates:
-            self._accumulation.ready_accumulator().accumulate(gradients, weight)
+            self._accumulation.ready_accumulator().receive(gradients, weight)
         else:
             variables = self.trainable_variables
             gradients, named = checks.check_gradients(gradients, variables)

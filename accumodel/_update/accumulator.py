@@ -8,8 +8,7 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, replicas
-from accumodel._micro_batch.micro_batches import current_step
-from accumodel._update.engine import Collector, Engine
+from accumodel._update.engine import Engine
 
 
 class GradientAccumulator(Engine):
@@ -155,20 +154,7 @@ class GradientAccumulator(Engine):
             tf.errors.InvalidArgumentError: If the variables that get a gradient
                 are not those of the cycle so far.
         """
-        step = current_step()
-        in_fit = step is not None and step.collector is not None
-        # In a custom loop, each micro-batch is a fed batch.
-        collector = step.collector if in_fit else Collector(is_split=False)
-        if not (in_fit and self.is_own):
-            collector.check(self)
-        gradients = self._check(step, gradients, weight is not None)
-        if in_fit:  # which ends the fed batch, and knows of errors
-            collector.take(self, gradients, weight)
-            return
-        with self._step():
-            replicas.across_replicas(self._forget_if_broken)
-            collector.take(self, gradients, weight)
-            collector.end([self])
+        self.receive(gradients, weight)
 
     def apply(self) -> None:
         """Ends the cycle now. With nothing pending, it does nothing.

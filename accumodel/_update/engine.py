@@ -145,6 +145,23 @@ class Engine(tf.Module):
         if self._follows_model:
             self._accum_steps.assign(accum_steps)
 
+    def receive(self, gradients, weight):
+        """Checks a micro-batch, and adds it to the fed batch that it is of."""
+        step = current_step()
+        in_fit = step is not None and step.collector is not None
+        # In a custom loop, each micro-batch is a fed batch.
+        collector = step.collector if in_fit else Collector(is_split=False)
+        if not (in_fit and self.is_own):
+            collector.check(self)
+        gradients = self._check(step, gradients, weight is not None)
+        if in_fit:  # which ends the fed batch, and knows of errors
+            collector.take(self, gradients, weight)
+            return
+        with self._step():
+            replicas.across_replicas(self._forget_if_broken)
+            collector.take(self, gradients, weight)
+            collector.end([self])
+
     def _check(self, step, gradients, has_weight):
         """Refuses wrong arguments of a call; returns its gradients in order."""
         variables = self._untracked.variables
