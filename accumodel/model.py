@@ -199,7 +199,7 @@ class AccumulatingModel(keras.Model):
 
         Raises:
             ValueError: If it is set to less than 1, before `compile`, or to
-                more than 1 with `micro_batch_size="auto"`.
+                more than 1 with a string as `micro_batch_size`.
         """
         return self._accumulation.options.accum_steps
 

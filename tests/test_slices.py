@@ -528,7 +528,7 @@ def test_an_error_says_that_the_batch_was_split(method, kwargs):
         getattr(model, method)(x, y, **further)
     (note,) = caught.value.__notes__
     assert "split into micro-batches of at most 10 samples" in note
-    assert "use `accum_steps` instead" in note
+    assert "compute that in `compute_loss`" in note
 
 
 def test_an_error_of_a_batch_that_is_not_split_does_not_say_so():

@@ -134,7 +134,15 @@ class Ordered:
             place = tf.searchsorted(_WIDTHS, [width])[0]
             width = tf.gather(_WIDTHS, place)
         cut = iter(self._cut)
-        return _map(lambda leaf: leaf[:, :width] if next(cut) else leaf, part)
+
+        def cut_leaf(leaf):
+            if not next(cut):
+                return leaf
+            # Widths that are not known before may differ from the key's.
+            is_wide = tf.equal(tf.shape(leaf)[1], self.width)
+            return leaf[:, : tf.where(is_wide, width, tf.int32.max)]
+
+        return _map(cut_leaf, part)
 
 
 def _map(function, data):
@@ -279,6 +287,20 @@ def _find_place(model, key, x):
     return found[0], names
 
 
+def output_shapes(model, x, specs):
+    """Returns the shapes of the outputs, for specs of the leaves of `x`."""
+
+    def call(*leaves):
+        given = keras.tree.pack_sequence_as(x, leaves)
+        scope = keras.StatelessScope(collect_losses=True)
+        with hooks.own_draws([]), scope:
+            return private_names.call_model(model, given, training=False)
+
+    function = tf.function(call, autograph=False)
+    outputs = function.get_concrete_function(*specs).structured_outputs
+    return [[*output.shape] for output in keras.tree.flatten(outputs)]
+
+
 def _shapes(model, x, cut, width):
     """Returns the shapes of the outputs for a width."""
     specs = []
@@ -287,16 +309,8 @@ def _shapes(model, x, cut, width):
         if is_cut:
             shape[1] = width
         specs.append(tf.TensorSpec(shape, leaf.dtype))
-
-    def call(*leaves):
-        given = keras.tree.pack_sequence_as(x, leaves)
-        scope = keras.StatelessScope(collect_losses=True)
-        with hooks.own_draws([]), scope:
-            return private_names.call_model(model, given, training=False)
-
     try:
-        function = tf.function(call, autograph=False)
-        outputs = function.get_concrete_function(*specs).structured_outputs
+        return output_shapes(model, x, specs)
     except ValueError as error:
         raise ValueError(
             "`trim_padding` needs a model of sequences of any length, as with "
@@ -304,7 +318,6 @@ def _shapes(model, x, cut, width):
             f"Received: {model}, which cannot be called with {width} "
             f"positions: {error}"
         ) from error
-    return [[*output.shape] for output in keras.tree.flatten(outputs)]
 
 
 def _cuts_outputs(model, x, cut, width):

@@ -19,6 +19,7 @@ micro-batch, and the update, but not the whole step, as Keras would have it.
 import contextlib
 import functools
 import re
+import warnings
 
 import tensorflow as tf
 
@@ -27,6 +28,7 @@ from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.micro_batches import ALL
+from accumodel._update.accumulators import HOOKS
 from accumodel._update.engine import Collector, step_failed
 
 _TRACED_BEFORE = (
@@ -100,8 +102,8 @@ def _say_that_it_was_split(accumulation, error):
             f"{size} samples (`micro_batch_size`). If a batch size is written "
             "in the model or the step, replace it by `tf.shape(x)[0]`. If the "
             "loss needs all samples at once, pass `gradient_cache=True`, too; "
-            "if the model does, use `accum_steps` instead. If arrays have no "
-            "axis of samples, override `slice_data`."
+            "if the model does, compute that in `compute_loss`. If arrays have "
+            "no axis of samples, override `slice_data`."
         )
 
 
@@ -115,7 +117,9 @@ def _train(model, train_step, data):
     is_added = collector.end(
         accumulation.accumulators, is_cycle=not accumulation.spans_batches
     )
-    has_to_add = accumulation.is_asked_to or accumulation.spans_batches
+    has_to_add = (
+        plan.is_split or accumulation.spans_batches or accumulation.is_asked_to
+    )
     if has_to_add and model.trainable_variables and not is_added:
         raise ValueError(
             "Nothing was accumulated: a `train_step` must call "
@@ -123,6 +127,14 @@ def _train(model, train_step, data):
             "`self.optimizer.apply_gradients(...)`. With several optimizers, "
             f"give each a `GradientAccumulator`. {_TRACED_BEFORE} "
             f"Received: the `train_step` of {type(model).__name__}"
+        )
+    unused = [name for name in HOOKS if accumulation.overrides(name)]
+    if unused and is_added and model._gradient_accumulator is None:
+        warnings.warn(
+            f"`{unused[0]}` was not called: the `train_step` of "
+            f"{type(model).__name__} does not call `accumulate_gradients`. "
+            f"Call it, or pass it to a `GradientAccumulator({unused[0]}=...)`.",
+            stacklevel=2,
         )
     return logs
 

@@ -241,7 +241,12 @@ def traced_anew():
     """
 
     def call(original, function, *args, **kwargs):
-        anew = tf.function(function.python_function)
+        anew = tf.function(
+            function.python_function,
+            input_signature=function.input_signature,
+            # Private; without it, Python's conditions become tensors'.
+            autograph=getattr(function, "_autograph", True),
+        )
         return original(anew, *args, **kwargs)
 
     return _functions(__call__=call)

@@ -483,6 +483,8 @@ def _shape_of(name, arguments):
     # What it takes and returns comes first.
     tensor = tf.convert_to_tensor(next(iter(arguments.values())))
     shape, noise_shape = keras.ops.shape(tensor), arguments.get("noise_shape")
+    if name == "shuffle":  # along one axis, of all others at once
+        return [shape[arguments.get("axis", 0)]]
     if noise_shape is None:
         return shape
     # A number of samples is that of the fed batch.

@@ -77,6 +77,7 @@ class Engine(tf.Module):
         # Which variables got a gradient in the last fed batch, if there was
         # one: see `Collector.take`.
         self._present: tuple | None = None
+        self._is_in_step = False  # whether that was in one of a model
         # Whether micro-batches have weights, or losses that are sums.
         self._has_weights: bool | None = None
         self._untracked = _Untracked(strategy, variables)
@@ -380,7 +381,7 @@ class Engine(tf.Module):
             is_added = taken > 0 if may_be_nothing else True
             if may_be_nothing:
                 self._skipped.assign_add(tf.cast(tf.round(skipped), tf.int64))
-            if self._skip_nonfinite and self._untracked.numbers is not None:
+            if may_be_nothing and self._untracked.numbers is not None:
                 self._untracked.numbers.leave_out(is_added)
             call_if(is_added, count)
 
@@ -527,6 +528,7 @@ class Collector:
         present = tuple(map(operator.or_, present, before))
         self._entries[accumulator] = present, was_conditional or is_conditional
         accumulator._present = present
+        accumulator._is_in_step = step is not None and step.collector is self
 
     def end(self, accumulators, is_cycle=False):
         """Ends the fed batch in its accumulators; returns if it has any.
@@ -536,7 +538,7 @@ class Collector:
         # A `tf.function` in a custom step may be traced already: then it adds,
         # but registers nothing, so the accumulators themselves know.
         for each in accumulators:
-            if each not in self._entries and each._present is not None:
+            if each not in self._entries and each._is_in_step:
                 self._entries[each] = (each._present, True)
         for accumulator, entry in self._entries.items():
             accumulator.end(*entry, is_cycle and accumulator.is_own)

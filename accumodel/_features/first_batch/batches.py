@@ -65,13 +65,13 @@ class FirstBatch(Feature):
             self._warn_about_norms((accumulation.batch_size or 0) > size)
         elif size and self._looks and not self._has_split:
             self._has_split = True  # it is said once
-            trims = accumulation.options.trim_padding is not None
-            rest = " Nor was `trim_padding` checked." if trims else ""
+            asks = accumulation.options.trim_padding is not None
             warnings.warn(
                 f"No batch of the first {self._looks} was larger than "
                 f"`micro_batch_size={size}`, so none was split. Batch a Dataset"
                 " in larger ones, or raise `batch_size` of `fit` (default 32)."
-                f"{rest}",
+                + asks
+                * " Nor was `trim_padding` checked.",
                 stacklevel=2,
             )
 
@@ -93,8 +93,10 @@ class FirstBatch(Feature):
             with replicas.scope_of(strategy):
                 return iter(first)
         # Tracing anything, as `from_generator` does, costs more than a step.
-        datasets = map(tf.data.Dataset.from_tensors, first)
-        dataset = functools.reduce(tf.data.Dataset.concatenate, datasets)
+        dataset = functools.reduce(
+            tf.data.Dataset.concatenate,
+            map(tf.data.Dataset.from_tensors, first),
+        )
         variant = tf.data.experimental.to_variant(dataset)
         return iter(tf.data.experimental.from_variant(variant, spec))
 
@@ -112,8 +114,7 @@ class FirstBatch(Feature):
 
     def _steps(self):
         """Returns how many fed batches may make one update."""
-        accumulators = self._accumulation.accumulators
-        steps = [accumulator.accum_steps for accumulator in accumulators]
+        steps = [x.accum_steps for x in self._accumulation.accumulators]
         return max([self._accumulation.options.accum_steps, *steps])
 
     def _look(self, first):
@@ -193,8 +194,8 @@ class FirstBatch(Feature):
         """Warns of normalizations if a batch was split."""
         accumulation = self._accumulation
         is_exact = accumulation.options.sync_batch_norm and self._steps() == 1
-        is_known = is_exact or self._norms
-        if not is_split or is_known or not trained_norms(accumulation.model):
+        is_told = not is_split or is_exact or self._norms
+        if is_told or not trained_norms(accumulation.model):
             return
         self._norms = (
             "Batch normalization normalizes each micro-batch by itself, so the "

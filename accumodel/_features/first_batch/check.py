@@ -228,8 +228,9 @@ class Check:
     def _choose(self):
         """Chooses rows: some that are spread over the batch, and then all."""
         data, self._begin = self._data, 0
-        leaves = tf.nest.flatten(data)
-        is_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in leaves)
+        is_sparse = any(
+            isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(data)
+        )
         if "slice_data" in self.plan.overridden or is_sparse:
             slice_data = tf.function(self.model.slice_data, autograph=False)
             bound = tf.TensorSpec((), tf.int64)
@@ -311,8 +312,9 @@ class Check:
         return found or self._weights_that_do_not_add_up()
 
     def _weights_that_do_not_add_up(self):
-        is_right = self.adds_up or self._is_even
-        return None if is_right else Found("weights of the micro-batches")
+        if self.adds_up or self._is_even:
+            return None
+        return Found("weights of the micro-batches")
 
     def _look(self, rows, begin, end, size, kinds=None):
         """Returns what differs in parts of a size, as `Found`, or `None`."""

@@ -27,6 +27,7 @@ import typing
 import keras
 import tensorflow as tf
 
+from accumodel._features.trim_padding import output_shapes
 from accumodel._features.whole_batch import sync_batch_norm
 from accumodel._features.whole_batch.graph import (
     ModelGraph,
@@ -153,6 +154,7 @@ class _Run:
             why = f"With {_option(plan)}, the model is called twice"
             assignments.check_repeats(graph.definition, why)
         graph.cut()
+        _check_no_pairs(plan, graph, x)
         return graph
 
     def _x_of(self, i):
@@ -267,12 +269,19 @@ class _Run:
             for i, gradient in zip(watched, by_ends, strict=True)
             if gradient is not None
         }
-        if weight is not None and "compute_loss" in self._plan.overridden:
-            # So that gradients of replicas add up: it may be the loss of all.
-            (total,) = sum_over_replicas([weight])
-            weight = tf.cast(total, tf.float64) / count_replicas()
+        if count_replicas() > 1 and "compute_loss" in self._plan.overridden:
+            own = map_present(self._without_nan, own)
+            if weight is not None:
+                # So that gradients of replicas add up: it may be that of all.
+                (total,) = sum_over_replicas([weight])
+                weight = tf.cast(total, tf.float64) / count_replicas()
         log = functools.partial(log, weight=self.parts.samples)
         return own, cache, weight, log
+
+    def _without_nan(self, gradient):
+        # A replica without samples may have a mean over nothing.
+        is_right = tf.math.is_finite(gradient) | (self.parts.samples > 0)
+        return tf.where(is_right, gradient, tf.zeros_like(gradient))
 
     def compute_loss(self, outputs, layer_losses, x, y, sample_weight):
         """Returns the outputs, and the loss, of the whole batch."""
@@ -424,3 +433,27 @@ def _option(plan):
     """Returns the argument of `compile` that the whole batch is joined for."""
     cache = plan.options.gradient_cache
     return f"`{'gradient_cache' if cache else 'sync_batch_norm'}=True`"
+
+
+def _check_no_pairs(plan, graph, x):
+    """Raises if another axis of an output grows with the samples: for pairs."""
+    leaves, outputs = tf.nest.flatten(x), tensors_in(graph.outputs)
+    if (
+        all(None not in output.shape[1:] for output in outputs)
+        or not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves)
+        or "slice_data" in plan.overridden
+    ):
+        return
+    specs = [
+        [tf.TensorSpec([n, *leaf.shape[1:]], leaf.dtype) for leaf in leaves]
+        for n in (2, 3)
+    ]
+    shapes = [output_shapes(plan.model, x, each) for each in specs]
+    for two, three in zip(*shapes, strict=True):
+        if two[1:] != three[1:]:
+            raise ValueError(
+                "The model computes something for pairs of samples, which may "
+                "be in two micro-batches. Compute similarities in "
+                "`compute_loss`, with `gradient_cache=True`. Received: an "
+                f"output of shape {two} for 2 samples, and {three} for 3"
+            )
