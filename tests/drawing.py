@@ -26,6 +26,7 @@ LAYERS = {
     "all rates": lambda: Draws(drop_at_all_rates),
     "all shapes of noise": lambda: Draws(drop_in_all_shapes),
     "all samples alike": lambda: Draws(change_all_alike),
+    "steps in one order": lambda: Draws(shuffle_steps),
 }
 
 
@@ -49,6 +50,10 @@ WAYS = {
     "steps, cache": STEPS | {"micro_batch_size": 2, "gradient_cache": True},
     "steps, eager": STEPS | {"run_eagerly": True},
 }
+
+
+def shuffle_steps(x, seed):
+    return keras.random.shuffle(x, axis=1, seed=seed)
 
 
 def attend(x):

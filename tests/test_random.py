@@ -36,6 +36,7 @@ EVERY_DAY = [
     ("weights", "size"),
     ("samples and time in one axis", "eager"),
     ("latents first", "size"),
+    ("steps in one order", "size"),
     ("all rates", "size"),
     ("all shapes of noise", "size"),
     ("all samples alike", "one sample"),

@@ -112,3 +112,21 @@ def test_the_remainders_update_is_traced_once_and_not_run_op_by_op():
     model.fit(x, y, batch_size=4, epochs=3, verbose=0)  # 5 micro-batches
     assert int(model.optimizer.iterations) == 6
     assert calls == {"traced": 1}
+
+
+def test_a_function_with_a_signature_is_called_with_numbers():
+    """It makes them tensors; so it must in each trace before the first step."""
+    specs = [tf.TensorSpec((None, 4)), tf.TensorSpec((), tf.float32)]
+
+    @tf.function(input_signature=specs)
+    def scale(x, factor):
+        assert factor.dtype == tf.float32
+        return x * factor
+
+    class Scale(keras.layers.Layer):
+        def call(self, x):
+            return scale(x, 2)
+
+    model = chain(AccumulatingModel, (4,), Scale(), keras.layers.Dense(2))
+    model.compile("sgd", "mse", micro_batch_size="auto")
+    model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0)

@@ -70,8 +70,7 @@ class FirstBatch(Feature):
                 f"No batch of the first {self._looks} was larger than "
                 f"`micro_batch_size={size}`, so none was split. Batch a Dataset"
                 " in larger ones, or raise `batch_size` of `fit` (default 32)."
-                + asks
-                * " Nor was `trim_padding` checked.",
+                + (" Nor was `trim_padding` checked." if asks else ""),
                 stacklevel=2,
             )
 
