@@ -29,7 +29,7 @@ from helpers import (
     weekly,
 )
 
-from accumodel import AccumulatingModel, InexactWarning
+from accumodel import AccumulatingModel
 
 ops = keras.ops
 
@@ -495,12 +495,11 @@ def similarities(model, x):
     return ops.matmul(hidden, ops.transpose(hidden))
 
 
-@pytest.mark.verified
-def test_the_first_batch_tells_of_a_model_that_compares_samples():
-    """It computes only the similarities in each micro-batch."""
+def test_a_model_that_compares_samples_is_refused():
+    """It would compute only the similarities in each micro-batch."""
     model = OneLayer(similarities)
     model.compile("sgd", lambda y, p: ops.mean(p**2), **CACHE_OF_4)
-    with pytest.warns(InexactWarning, match="If it compares samples"):
+    with pytest.raises(ValueError, match="similarities in `compute_loss`"):
         model.train_on_batch(*eight())
 
 
