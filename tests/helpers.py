@@ -253,6 +253,18 @@ def fit(model, *data, **kwargs):
     return model.fit(*data, shuffle=False, verbose=0, **kwargs)
 
 
+class UpdatesItself(AccumulatingModel):
+    """Has a step as one of plain Keras, which accumulates nothing."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
 def plain_and(*ways):
     """Yields `keras.Model`, and ours with arguments; each with one seed."""
     ours = ((AccumulatingModel, kwargs) for kwargs in ways)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    UpdatesItself,
     chain,
     compiled,
     distance,
@@ -269,16 +270,6 @@ def test_an_optimizer_made_of_its_config_has_the_same_name(data):
 
     plain, ours = of_both(run)
     assert ours == plain
-
-
-class UpdatesItself(AccumulatingModel):
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        weights = self.trainable_weights
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
-        return {"loss": loss}
 
 
 def test_a_step_that_updates_in_the_scope():

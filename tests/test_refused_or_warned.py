@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from helpers import (
     NO_COUNTS,
+    UpdatesItself,
     chain,
     compiled,
     distance,
@@ -326,15 +327,6 @@ def test_values_that_are_no_size(value, error):
 
 
 def test_a_step_that_updates_by_itself_is_refused_from_now_on():
-    class UpdatesItself(AccumulatingModel):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(x, y, self(x, training=True))
-            weights = self.trainable_weights
-            self.optimizer.apply(tape.gradient(loss, weights), weights)
-            return {"loss": loss}
-
     model = compiled(cases.linear(UpdatesItself), "sgd", "mse")
     fit(model)
     model.micro_batch_size = 2
