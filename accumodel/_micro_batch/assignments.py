@@ -70,7 +70,8 @@ def check_assignments(definition, why, scope=""):
         ):
             raise ValueError(
                 f"{why}, and a `tf.Variable` that it assigns would change "
-                "twice. Make it with `self.add_weight(...)`. Received: the "
+                "twice. Make it with `self.add_weight(...)`. Of a function "
+                "that was traced before, remove `@tf.function`. Received: the "
                 f"operation {node.op} ('{node.name}')"
             )
 
