@@ -14,11 +14,13 @@ from helpers import (
     compiled,
     datasets,
     distance,
+    fit,
     make_model,
     make_subclassed,
     messages_of,
     mirrored,
     names,
+    plain_and,
     train_case,
     updates,
     weekly,
@@ -554,3 +556,28 @@ def test_sums_are_on_the_devices_of_their_variables():
     devices = [each.device for each in model._gradient_accumulator._sums]
     assert devices == [each.value.device for each in model.trainable_variables]
     assert {each[-5:] for each in devices} == {"CPU:0", "CPU:1"}
+
+
+class DropsWeights(keras.layers.Layer):
+    """Draws a mask of as many rows as a replica gets samples."""
+
+    def build(self, shape):
+        self.seed = keras.random.SeedGenerator(3)
+        self.kernel = self.add_weight((4, 3))
+
+    def call(self, x):
+        return x @ keras.random.dropout(self.kernel, 0.5, seed=self.seed)
+
+
+@pytest.mark.parametrize("verify", [False, weekly(True)])
+def test_replicas_know_which_axis_is_that_of_the_samples(verify):
+    x = np.random.default_rng(0).normal(size=(32, 4))
+    ours = {"accum_steps": 2, "verify": verify}
+    models = []
+    for base, kwargs in plain_and(ours):
+        with mirrored(2).scope():
+            model = chain(base, (4,), DropsWeights())
+            model.compile(optimizers.SGD(0.1), "mse", **kwargs)
+        fit(model, x, x[:, :3], batch_size=8 if kwargs else 16)
+        models.append(model)
+    assert distance(*models) < 1e-6

@@ -6,9 +6,8 @@ import itertools
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks, private_names
+from accumodel._keras_and_tf import hooks, private_names, replicas
 from accumodel._keras_and_tf.python_state import PythonState, owners_of
-from accumodel._keras_and_tf.replicas import scope_of
 from accumodel._micro_batch.micro_batches import (
     as_tensors,
     count_samples,
@@ -26,22 +25,23 @@ def make_first(plan, trains, batches):
     # replica, no variables can be made. And where all sizes are numbers, it is
     # not known which of them is that of the samples. Takes the iterator of the
     # batches, and returns one of the same.
-    replicas = plan.model.distribute_strategy.num_replicas_in_sync
+    strategy = plan.model.distribute_strategy
     if not (plan.is_split or plan.accumulation.spans_batches):
         return batches
-    if replicas == 1:  # otherwise Keras has made them
-        data = getattr(batches, "element_spec", None)
-        if data is None:
-            data = as_tensors(next(batches))
-            batches = itertools.chain([data], batches)
-        if trains:
-            _build(plan.model, data)
-        if _are_missing(plan, data):
-            _trace(plan, trains, data)
-        elif trains and _is_size_known(plan, data):
-            # What fails here fails in the step, or needs sizes as numbers.
-            with contextlib.suppress(Exception):
-                _trace(plan, trains, data, decides=True)
+    data = getattr(batches, "element_spec", None)
+    if data is None:
+        data = next(batches)
+        batches = itertools.chain([data], batches)
+    is_one = strategy.num_replicas_in_sync == 1
+    data = as_tensors(replicas.of_one_replica(data, strategy))
+    if is_one and trains:  # otherwise Keras has made the variables
+        _build(plan.model, data)
+    if is_one and _are_missing(plan, data):
+        _trace(plan, trains, data)
+    elif trains and _is_size_known(plan, data):
+        # What fails here fails in the step, or needs sizes as numbers.
+        with contextlib.suppress(Exception):
+            replicas.outside(lambda: _trace(plan, trains, data, decides=True))
     plan.accumulation.loss_weights.make_cycle()
     return batches
 
@@ -73,7 +73,7 @@ def _are_missing(plan, data):
         _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         if len(tf.nest.flatten(y)) > 1:
             return True
-    with scope_of(model.distribute_strategy):
+    with replicas.scope_of(model.distribute_strategy):
         is_on_replica = tf.distribute.has_strategy()
     # A feature that orders the samples calls the model.
     needs_model = bool(plan.whole_batch or plan.orders)
@@ -95,7 +95,8 @@ def _trace(plan, trains, data, decides=False):
             _use_all(plan, trains, data, decides)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(scope_of(model.distribute_strategy))
+        if not decides:
+            stack.enter_context(replicas.scope_of(model.distribute_strategy))
         # Else a function in the step would go on to add nothing.
         stack.enter_context(hooks.traced_anew())
         if was_built:  # if not, it draws the initial weights
@@ -132,7 +133,7 @@ def _build(model, data):
         private_names.call_model(model, x, training=True)
 
     # A custom step may call the model with anything, or not at all.
-    scope = scope_of(model.distribute_strategy)
+    scope = replicas.scope_of(model.distribute_strategy)
     at_once = hooks.variables(__init__=_initialize_at_once)
     with contextlib.suppress(Exception), scope, at_once:
         tf.function(call, autograph=False).get_concrete_function(_specs(data))

@@ -5,6 +5,7 @@ the end of a fed batch runs once for all replicas, by `merge_call`. What adds to
 a replica's own sums stays in the replica. Without a strategy both are calls.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import warnings
@@ -115,6 +116,31 @@ def local_results(value):
     return tf.distribute.get_strategy().experimental_local_results(value)
 
 
+def of_one_replica(data, strategy):
+    """Returns what one replica of this machine gets of a batch, or its spec."""
+
+    def of_one(leaf):
+        # Only specs have a type of their values.
+        if issubclass(
+            getattr(leaf, "value_type", tf.Tensor),
+            tf.distribute.DistributedValues,
+        ):
+            return tf.nest.flatten(leaf, expand_composites=True)[0]
+        leaf = local_results(leaf)[0]
+        return None if isinstance(leaf, tf.experimental.Optional) else leaf
+
+    with scope_of(strategy):
+        return keras.tree.map_structure(of_one, data)
+
+
+def outside(function):
+    """Calls a function outside of all strategies."""
+    if not tf.distribute.has_strategy():
+        return function()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
 def scope_of(strategy):
     """Returns a context that enters `strategy`, unless it is `None`."""
     if strategy is None or tf.distribute.get_strategy() is strategy:
@@ -195,7 +221,6 @@ def first_batch(iterator, strategy):
     """Returns a batch of one replica, by whose shapes Keras builds a model."""
     # Keras takes the mean of all replicas' batches, which fails where they
     # differ in size, and on several workers (see keras-team/keras#20585).
-    local = strategy.experimental_local_results
     for _, _, batches in iterator:
-        return keras.tree.map_structure(lambda x: local(x)[0], next(batches))
+        return of_one_replica(next(batches), strategy)
     return None

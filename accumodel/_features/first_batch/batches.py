@@ -1,6 +1,5 @@
 """Takes the first fed batches, has them checked, and says what was found."""
 
-import concurrent.futures
 import functools
 import itertools
 import logging
@@ -79,29 +78,26 @@ class FirstBatch(Feature):
         if not (trains and self._must_look()):
             return batches
         spec = getattr(batches, "element_spec", None)
-        count = self._accumulation.model.steps_per_execution
-        first = [*itertools.islice(batches, count)]
+        model = self._accumulation.model
+        first = [*itertools.islice(batches, model.steps_per_execution)]
         if not first:
             return batches
         self._look(first)
         if spec is None:
             return itertools.chain(first, batches)
+        if model.distribute_strategy.num_replicas_in_sync > 1:
+            return iter(first)
         # An iterator of the same type, for which no step is traced again.
-        strategy = self._accumulation.strategy
-        if strategy.num_replicas_in_sync > 1:
-            with replicas.scope_of(strategy):
-                return iter(first)
         # Tracing anything, as `from_generator` does, costs more than a step.
         dataset = functools.reduce(
             tf.data.Dataset.concatenate,
             map(tf.data.Dataset.from_tensors, first),
         )
-        variant = tf.data.experimental.to_variant(dataset)
-        return iter(tf.data.experimental.from_variant(variant, spec))
+        dataset = tf.data.experimental.to_variant(dataset)
+        return iter(tf.data.experimental.from_variant(dataset, spec))
 
     def _must_look(self):
         accumulation = self._accumulation
-        size = accumulation.model.micro_batch_size
         if self._spans < accumulation.spans_batches:  # from now on
             self._spans, self._is_done, self._looks = True, False, 0
         if self._is_done or self._looks >= _LOOKS:
@@ -109,7 +105,9 @@ class FirstBatch(Feature):
         if not tf.executing_eagerly():
             self._end("not made: the model trains inside of a function")
             return False
-        return self._steps() > 1 or size is not None
+        return (
+            self._steps() > 1 or accumulation.model.micro_batch_size is not None
+        )
 
     def _steps(self):
         """Returns how many fed batches may make one update."""
@@ -118,23 +116,17 @@ class FirstBatch(Feature):
 
     def _look(self, first):
         """Notes batches, and has them checked if they make an update."""
-
-        def of_one_replica(leaf):
-            leaf = replicas.local_results(leaf)[0]
-            return None if isinstance(leaf, tf.experimental.Optional) else leaf
-
-        with replicas.scope_of(self._accumulation.strategy):
-            first = [tf.nest.map_structure(of_one_replica, x) for x in first]
+        strategy = self._accumulation.strategy
+        first = [replicas.of_one_replica(batch, strategy) for batch in first]
         steps, size = self._steps(), self._accumulation.model.micro_batch_size
         batches = [*self._fed, *map(as_tensors, first)][:steps]
         samples = max(int(count_samples(batch)) for batch in batches)
         is_split = isinstance(size, int) and samples > size
         self._has_split |= is_split
         self._warn_about_norms(is_split or len(batches) > 1)
-        is_full = (
+        is_cycle = len(batches) > 1 and (
             len(batches) >= min(steps, _MOST) or _bytes_of(batches) > MEMORY
         )
-        is_cycle = len(batches) > 1 and is_full
         is_enough = is_cycle if steps > 1 else is_split or isinstance(size, str)
         self._looks += steps == 1
         self._fed = batches if steps > 1 else []
@@ -146,7 +138,7 @@ class FirstBatch(Feature):
     def _check(self, batches):
         self._fed = []
         try:
-            found = _outside(
+            found = replicas.outside(
                 Check(self._accumulation, batches, self._is_even).result
             )
         except NotYet as error:  # another batch may show it
@@ -160,10 +152,9 @@ class FirstBatch(Feature):
         except Exception as error:
             if RAISES:
                 raise
-            text = f"{type(error).__name__}: {last_line(error)}"
+            found = f"not made: {type(error).__name__}: {last_line(error)}"
             if is_out_of_memory(error):
-                text = "memory ran out in the check"
-            found = f"not made: {text}"
+                found = "not made: memory ran out in the check"
         self._end(found)
 
     def _end(self, result):
@@ -213,14 +204,6 @@ def _bytes_of(batches):
     leaves = tf.nest.flatten(batches, expand_composites=True)
     tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
     return sum(x.shape.num_elements() * x.dtype.size for x in tensors)
-
-
-def _outside(function):
-    """Calls a function outside of all strategies."""
-    if not tf.distribute.has_strategy():
-        return function()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
 
 
 def _is_even(accumulation, given):

@@ -139,7 +139,8 @@ def _cause(found, check):
         advice = f", or compute this in the loss, and {cache}" if cache else ""
         return (
             f"The outputs of the layer '{layer.name}' differ already: it "
-            "looks at several samples at once, or at their number. Apply "
+            "looks at several samples at once, or at their number, or draws "
+            "in a loop over them (draw before the loop). Apply "
             f"it by `dataset.map`{advice}."
         )
     if found.kind == runs.ADDED:
