@@ -215,9 +215,10 @@ def let_take_more(owner, name, original, patch):
     return lambda *args, **kwargs: getattr(owner, name)(*args, more=1, **kwargs)
 
 
-EACH = {"size", "steps", "train_step", "cache", "norm", "padding", "remat"}
+EACH = {*PROGRAMS} - {"auto", "both", "xla"}
 LOSSES = EACH - {"train_step"}
 SPLIT = LOSSES - {"steps"}
+MASKS = SPLIT - {"size", "replicas"}
 DRAWS = {"size", "cache", "remat"}
 # What stops without a name, or if what it names takes more.
 STOPPED = {
@@ -227,17 +228,19 @@ STOPPED = {
     "draw_seed": DRAWS,
     "draw_seed takes more": DRAWS,
     "CompileMetrics": {"padding"},
-    "get_keras_mask": SPLIT - {"size"},
-    "get_keras_mask takes more": SPLIT - {"size"},
+    "get_keras_mask": MASKS,
+    "get_keras_mask takes more": MASKS,
     "GLOBAL_STATE_TRACKER": DRAWS,
     "in_symbolic_scope": {"remat"},
     "in_symbolic_scope takes more": {"remat"},
-    "masking": SPLIT - {"size"},
+    "masking": MASKS,
     "MetricsList": {"padding"},
+    "reduce_per_replica": set(),
     "reduce_to_samplewise_values": {"padding"},
     "set_keras_mask": {"remat"},
     "set_keras_mask takes more": {"remat"},
     "WhileBodyFuncGraph": set(),
+    "_all_reduce_sum_gradients": {"replicas"},
     "_cast_seed": DRAWS,
     "_cast_seed takes more": DRAWS,
     "_compile_loss": EACH,
@@ -248,6 +251,7 @@ STOPPED = {
     "_get_control_flow_context takes more": {"cache", "norm"},
     "_loss_tracker": EACH,
     "_maybe_build": set(),
+    "_maybe_symbolic_build": set(),
     "_metrics": set(),
     "_moments": {"norm"},
     "_moments takes more": {"norm"},

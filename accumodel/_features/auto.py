@@ -269,16 +269,18 @@ class Fastest(Auto):
 
     def _end_size(self):
         """Tries the next size, or takes the best one."""
-        found = {
+        quartiles = {
             size: float(np.quantile(times[1:] or times, 0.25))
             for size, times in self._times.items()
         }
-        sizes, best = [*found], min(found.values())
+        sizes, best = [*quartiles], min(quartiles.values())
         half = -(-self.current_size() // 2)
         most = _FED // 2 if self._accumulation.plan().is_compiled else _FED
-        is_slower = best not in [*found.values()][-2:]
+        is_slower = best not in [*quartiles.values()][-2:]
         if self._fed < most and half < sizes[-1] and not is_slower:
             self._assign_size(half)
             return
         self._fed = _FED
-        self._assign_size(min(k for k in sizes if found[k] <= _NEARLY * best))
+        self._assign_size(
+            min(k for k in sizes if quartiles[k] <= _NEARLY * best)
+        )

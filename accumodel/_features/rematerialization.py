@@ -59,27 +59,27 @@ class _Call:
 
     def run(self):
         """Returns what the function returns."""
-        made: typing.Any = None
+        returned: typing.Any = None
 
         @tf.custom_gradient
         def run_first(*_):
-            nonlocal made
+            nonlocal returned
             scope = assignments.Recorder(self._record, self._read)
             with tf.name_scope("remat") as name:
-                made = self._run(self._inputs, scope)
+                returned = self._run(self._inputs, scope)
             graph = self._graph.as_graph_def()
             why = f"{self._function} runs twice (`keras.RematScope`)"
             assignments.check_repeats(graph, why, name)
             # A stage of a model keeps what it returns for the second pass.
-            return [*_sources(made), *self._needed()], self._differentiate
+            return [*_sources(returned), *self._needed()], self._differentiate
 
         # TensorFlow wants one source at least.
         outputs = run_first(*_sources(self._inputs), tf.zeros(()))
         new = {}
-        for source, output in zip(_sources(made), outputs, strict=False):
+        for source, output in zip(_sources(returned), outputs, strict=False):
             private_names.set_mask(output, private_names.mask_of(source))
             new[id(source)] = output
-        outputs, losses = _map(lambda each: new.get(id(each), each), made)
+        outputs, losses = _map(lambda each: new.get(id(each), each), returned)
         layer: typing.Any = private_names.layer_of(self._function)
         if losses and layer is None:
             self._refuse("a loss that is added")
@@ -110,10 +110,14 @@ class _Call:
         once = tf.summary.record_if(False)  # they are written already
         with tf.GradientTape() as tape, self._as_called(), once:
             tape.watch(sources)
-            made = self._context.run(self._run, inputs, scope)
-        found = tape.gradient(_sources(made), [*sources, *variables], gradients)
-        of_inputs = [*found[: len(sources)], None]
-        return (of_inputs, found[len(sources) :]) if variables else of_inputs
+            returned = self._context.run(self._run, inputs, scope)
+        derivatives = tape.gradient(
+            _sources(returned), [*sources, *variables], gradients
+        )
+        of_inputs = [*derivatives[: len(sources)], None]
+        return (
+            (of_inputs, derivatives[len(sources) :]) if variables else of_inputs
+        )
 
     def _run(self, inputs, scope):
         args, kwargs = inputs
@@ -161,9 +165,9 @@ def _after(gradients):
     def late(tensor):
         if not isinstance(tensor, tf.Tensor):
             return tensor
-        made = tf.where(is_there, tensor, tf.zeros_like(tensor))
-        private_names.set_mask(made, late(private_names.mask_of(tensor)))
-        return made
+        waiting = tf.where(is_there, tensor, tf.zeros_like(tensor))
+        private_names.set_mask(waiting, late(private_names.mask_of(tensor)))
+        return waiting
 
     return late
 

@@ -279,22 +279,22 @@ def _find_place(model, key, x):
     if not isinstance(x, dict) and len(inputs) == len(names):
         names = [each.name for each in inputs]
     if isinstance(key, str):
-        found = [i for i, name in enumerate(names) if name == key]
+        places = [i for i, name in enumerate(names) if name == key]
     else:
-        found = [i for i, (_, e) in enumerate(pairs) if e.dtype.is_integer]
-    if len(found) != 1 or (pairs[found[0]][1].shape.rank or 0) < 2:
+        places = [i for i, (_, e) in enumerate(pairs) if e.dtype.is_integer]
+    if len(places) != 1 or (pairs[places[0]][1].shape.rank or 0) < 2:
         raise ValueError(f"{_MEANING}trim_padding={key!r} for inputs {names}")
-    return found[0], names
+    return places[0], names
 
 
 def output_shapes(model, x, specs):
     """Returns the shapes of the outputs, for specs of the leaves of `x`."""
 
     def call(*leaves):
-        given = keras.tree.pack_sequence_as(x, leaves)
+        inputs = keras.tree.pack_sequence_as(x, leaves)
         scope = keras.StatelessScope(collect_losses=True)
         with hooks.own_draws([]), scope:
-            return private_names.call_model(model, given, training=False)
+            return private_names.call_model(model, inputs, training=False)
 
     function = tf.function(call, autograph=False)
     outputs = function.get_concrete_function(*specs).structured_outputs

@@ -132,10 +132,10 @@ class Accumulation:
 
     def fit(self, super_fit, args, kwargs):
         """Trains the model by Keras or another base class."""
-        given, args, kwargs = with_end_of_cycle(args, kwargs)
-        self.batch_size = given["batch_size"]
+        arguments, args, kwargs = with_end_of_cycle(args, kwargs)
+        self.batch_size = arguments["batch_size"]
         for feature in self.features:
-            feature.begin_fit(given)
+            feature.begin_fit(arguments)
         token = fitted.set(self.accumulators)
         try:
             with self._averages_of_updates():

@@ -68,17 +68,19 @@ _FIT = (*inspect.signature(keras.Model.fit).parameters,)[1:]
 
 def with_end_of_cycle(args, kwargs):
     """Returns the arguments of `fit` by name, and new `args` and `kwargs`."""
-    given = dict(zip(_FIT, args, strict=False)) | kwargs
-    callbacks = given.get("callbacks")
+    arguments = dict(zip(_FIT, args, strict=False)) | kwargs
+    callbacks = arguments.get("callbacks")
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    spec = getattr(given.get("x"), "element_spec", None)
-    batch_size = given.get("batch_size")
+    spec = getattr(arguments.get("x"), "element_spec", None)
+    batch_size = arguments.get("batch_size")
     if spec is not None:
         # A distributed data set has none, and a scalar no samples.
         shape = getattr(keras.tree.flatten(spec)[0], "shape", None)
         batch_size = shape[0] if shape is not None and shape.rank else None
-    elif all(hasattr(x, "shape") for x in keras.tree.flatten(given.get("x"))):
+    elif all(
+        hasattr(x, "shape") for x in keras.tree.flatten(arguments.get("x"))
+    ):
         batch_size = batch_size or 32  # Keras's default for arrays
     # Those that add to the logs come before those that write them.
     callbacks = sorted(
@@ -91,5 +93,5 @@ def with_end_of_cycle(args, kwargs):
         args = (*args[:place], callbacks, *args[place + 1 :])
     else:
         kwargs = {**kwargs, "callbacks": callbacks}
-    given |= {"batch_size": batch_size, "callbacks": callbacks}
-    return given, args, kwargs
+    arguments |= {"batch_size": batch_size, "callbacks": callbacks}
+    return arguments, args, kwargs

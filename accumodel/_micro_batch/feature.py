@@ -38,7 +38,7 @@ class Feature:
 
     # -- `fit` -----------------------------------------------------------------
 
-    def begin_fit(self, given: dict) -> None:
+    def begin_fit(self, arguments: dict) -> None:
         """Begins a `fit`, with its arguments by name."""
 
     def end_cycle(self) -> None:

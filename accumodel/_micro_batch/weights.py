@@ -189,10 +189,10 @@ class LossWeights:
             inner = [
                 x for x in reduction.inner if x.reduction not in _UNREDUCED
             ]
-            found = self._divisors(inner) or self._divisor(reduction)
-            if inner and None in found and _is_mean(reduction):
-                found = {_SAMPLES: None}
-            divisors = found | divisors
+            own = self._divisors(inner) or self._divisor(reduction)
+            if inner and None in own and _is_mean(reduction):
+                own = {_SAMPLES: None}
+            divisors = own | divisors
         return divisors
 
     def _divisor(self, reduction):

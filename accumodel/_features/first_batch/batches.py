@@ -49,9 +49,9 @@ class FirstBatch(Feature):
     def is_on(cls, options):
         return options.verify
 
-    def begin_fit(self, given):
+    def begin_fit(self, arguments):
         self._looks, self._fed, self._has_split = 0, [], False
-        self._is_even = _is_even(self._accumulation, given)
+        self._is_even = _is_even(self._accumulation, arguments)
 
     def end_cycle(self):
         if len(self._fed) > 1 and not self._is_done:
@@ -138,24 +138,24 @@ class FirstBatch(Feature):
     def _check(self, batches):
         self._fed = []
         try:
-            found = replicas.outside(
+            result = replicas.outside(
                 Check(self._accumulation, batches, self._is_even).result
             )
         except NotYet as error:  # another batch may show it
             self._looks += self._steps() > 1
-            found = f"not made: {error}"
+            result = f"not made: {error}"
             if self._looks < _LOOKS:
-                self.result = f"{found} so far"
+                self.result = f"{result} so far"
                 return
         except NotMade as error:
-            found = f"not made: {error}"
+            result = f"not made: {error}"
         except Exception as error:
             if RAISES:
                 raise
-            found = f"not made: {type(error).__name__}: {last_line(error)}"
+            result = f"not made: {type(error).__name__}: {last_line(error)}"
             if is_out_of_memory(error):
-                found = "not made: memory ran out in the check"
-        self._end(found)
+                result = "not made: memory ran out in the check"
+        self._end(result)
 
     def _end(self, result):
         """Says what was found, once."""
@@ -206,12 +206,12 @@ def _bytes_of(batches):
     return sum(x.shape.num_elements() * x.dtype.size for x in tensors)
 
 
-def _is_even(accumulation, given):
+def _is_even(accumulation, arguments):
     """Whether all micro-batches of a `fit` are known to be of one size."""
     batch, size = accumulation.batch_size, accumulation.model.micro_batch_size
-    if batch is None or given.get("validation_split"):
+    if batch is None or arguments.get("validation_split"):
         return False
-    leaves = keras.tree.flatten(given.get("x"))
+    leaves = keras.tree.flatten(arguments.get("x"))
     is_array = all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
     if is_array and leaves[0].shape[0] % batch:
         return False

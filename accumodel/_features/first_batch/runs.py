@@ -308,8 +308,8 @@ class AsItIs(Runner):
             loss += sum(map(tf.reduce_sum, added_losses(model)))
         variables = model.trainable_variables
         self.sources |= _sources_of(GRADIENTS, variables)
-        made = keyed(GRADIENTS, tape.gradient(loss, variables), _sketch)
-        return [keyed(WEIGHTS, [samples]) | made]
+        sketches = keyed(GRADIENTS, tape.gradient(loss, variables), _sketch)
+        return [keyed(WEIGHTS, [samples]) | sketches]
 
 
 class _Taken(Collector):
@@ -329,8 +329,8 @@ class _Taken(Collector):
             raise NotMade("the step accumulates in a condition or a function")
         k = len(self.terms)
         self.sources |= _sources_of(GRADIENTS, accumulator.variables, k)
-        made = keyed(GRADIENTS, gradients, _sketch)
-        self.terms.append(keyed(WEIGHTS, [weight]) | made)
+        sketches = keyed(GRADIENTS, gradients, _sketch)
+        self.terms.append(keyed(WEIGHTS, [weight]) | sketches)
 
 
 def keyed(kind, tensors, convert=tf.identity):
@@ -341,18 +341,18 @@ def keyed(kind, tensors, convert=tf.identity):
 
 def _keyed_by_rows(of_rows, of_all, tensors, read):
     """Returns tensors by their kind: whether what is read has rows."""
-    found: dict = {}
+    by_kind: dict = {}
     for i, (tensor, source) in enumerate(zip(tensors, read, strict=True)):
         if tensor is None:
             continue
         if source.shape[:1] == [None]:
-            found[of_rows, i] = _fold(tensor)
+            by_kind[of_rows, i] = _fold(tensor)
         elif of_all == BY_READ and not _depends(source, _is_data):
             # As a gradient by the weights that it is made of.
-            found[GRADIENTS, -1 - i] = _sketch(tensor)
+            by_kind[GRADIENTS, -1 - i] = _sketch(tensor)
         elif _depends(source, _is_variable):
-            found[of_all, i] = tensor
-    return found
+            by_kind[of_all, i] = tensor
+    return by_kind
 
 
 def _sources_of(kind, variables, term=0):

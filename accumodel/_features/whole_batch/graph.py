@@ -194,9 +194,9 @@ class ModelGraph:
         """Whether a piece takes a tensor from an earlier one."""
         if self.is_of_batch(tensor) or tensor.op.name in self._again:
             return False
-        made = self._made_at(tensor)
-        is_gradient = made > self._last
-        return made < (position if is_gradient else self.stage_at(position))
+        made_at = self._made_at(tensor)
+        is_gradient = made_at > self._last
+        return made_at < (position if is_gradient else self.stage_at(position))
 
     # -- its gradient ----------------------------------------------------------
 
@@ -206,18 +206,18 @@ class ModelGraph:
         reads = [each for of_one in variables for each in of_one]
         noted, as_before = self._norms.noted(), _entered(self._context)
         with self.graph.as_default(), noted, as_before:
-            given = [tf.compat.v1.placeholder(e.dtype, e.shape) for e in ends]
-            found = tf.gradients(
+            by_ends = [tf.compat.v1.placeholder(e.dtype, e.shape) for e in ends]
+            gradients = tf.gradients(
                 [*ends, *(norm.moments for norm in self.norms)],
                 [*reads, *(norm.statistics for norm in self.norms)],
-                [*given, *(norm.given for norm in self.norms)],
+                [*by_ends, *(norm.given for norm in self.norms)],
                 # Else all gradients of a variable would be added up here, and
                 # kept from one part to another.
                 stop_gradients=[x for x in reads if x.dtype != tf.resource],
             )
         self.definition = self.graph.as_graph_def()
-        self._find_positions(given)
-        positions = [self._ready_at(tensors_in(each)) for each in found]
+        self._find_positions(by_ends)
+        positions = [self._ready_at(tensors_in(each)) for each in gradients]
         of_norms = positions[len(reads) :]
         for norm, position in zip(self.norms, of_norms, strict=True):
             if position >= self._made_at(norm.given):
@@ -228,7 +228,7 @@ class ModelGraph:
         def make(position):
             made = iter(
                 each if made_at == position else None
-                for each, made_at in zip(found, positions, strict=True)
+                for each, made_at in zip(gradients, positions, strict=True)
             )
             return {
                 "own": [[next(made) for _ in of_one] for of_one in variables],
@@ -236,7 +236,7 @@ class ModelGraph:
             }
 
         after = range(self._last + 1, 2 * self._last + 2)
-        return given, self._make_pieces(after, make)
+        return by_ends, self._make_pieces(after, make)
 
     def _reads(self, variable):
         """Returns the tensors that are a variable, each time it is read."""
@@ -245,11 +245,11 @@ class ModelGraph:
         others = len(reads) < len(uses)
         return [*reads, self._handle(variable)] if others else reads
 
-    def _find_positions(self, given):
+    def _find_positions(self, by_ends):
         """Finds the piece in which each operation of the gradient runs."""
-        for each in given:
-            self._of_samples.add(each.op.name)
-            self.positions[each.op.name] = self._last + 1
+        for placeholder in by_ends:
+            self._of_samples.add(placeholder.op.name)
+            self.positions[placeholder.op.name] = self._last + 1
         for norm in self.norms:
             stage = self._made_at(norm.moments)
             self.positions[norm.given.op.name] = 2 * self._last + 1 - stage
@@ -286,9 +286,9 @@ class ModelGraph:
             return True
         if tensor.op.name in self._again:
             return all(self._can_have(e, stage) for e in tensor.op.inputs)
-        made = self._made_at(tensor)
+        made_at = self._made_at(tensor)
         takes = self.forward[stage].takes
-        return made > self._last or made == stage or tensor.name in takes
+        return made_at > self._last or made_at == stage or tensor.name in takes
 
 
 class Piece:
@@ -297,16 +297,16 @@ class Piece:
     def __init__(self, graph, position, makes, effects=()):
         self._graph, self.makes = graph, makes
         self._flat = tensors_in(makes)
-        self._operations, found = self._find(position, effects)
+        self._operations, taken = self._find(position, effects)
         # What earlier pieces make, by names.
-        self.takes = {n: e for n, e in found.items() if not is_placeholder(e)}
+        self.takes = {n: e for n, e in taken.items() if not is_placeholder(e)}
         # What it is called with: the inputs of the model, if it takes one, what
         # it takes, and other placeholders.
         inputs = {each.name for each in graph.inputs}
-        self.takes_inputs = not inputs.isdisjoint(found)
+        self.takes_inputs = not inputs.isdisjoint(taken)
         known = inputs | graph.captured.keys()
         self.feeds = graph.inputs * self.takes_inputs + [
-            each for name, each in found.items() if name not in known
+            each for name, each in taken.items() if name not in known
         ]
         # The normalizations whose moments its stage makes.
         self.norms = graph.norms_of(graph.stage_at(position))
@@ -318,7 +318,7 @@ class Piece:
             if written & graph.uses(variable).keys()
         }
         used = {e.name for op in self._operations.values() for e in op.inputs}
-        self._fed = found.keys() & used
+        self._fed = taken.keys() & used
         self._run_eagerly = tf.function(
             self.run, autograph=False, reduce_retracing=True
         )
@@ -328,13 +328,13 @@ class Piece:
         graph = self._graph
         stage = graph.stage_at(position)
         operations: dict = {}
-        found: dict = {}
+        taken: dict = {}
         pending = [*effects]
 
         def add(tensors):
             for tensor in tensors:
                 if is_placeholder(tensor) or graph.is_taken(tensor, position):
-                    found[tensor.name] = tensor
+                    taken[tensor.name] = tensor
                 else:
                     pending.append(tensor.op)
 
@@ -350,7 +350,7 @@ class Piece:
                     if graph.positions[each.name] in (stage, position)
                     and each.type != "Placeholder"
                 ]
-        return operations, found
+        return operations, taken
 
     def reads(self, variable):
         """Whether it reads a variable."""

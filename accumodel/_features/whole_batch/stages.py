@@ -78,10 +78,10 @@ class WholeBatch(Feature):
         # What is assigned between the two passes.
         states = States(plan.assigned["loss"])
         run = _Run(plan, data, states, is_training=True)
-        made = run.forward()
+        outputs_and_losses = run.forward()
         losses = loop.LossLogs(plan, data, plan.accumulation.spans_batches)
         with one_step(plan, data, collector, losses):
-            own, cache, weight, log = run.differentiate(*made)
+            own, cache, weight, log = run.differentiate(*outputs_and_losses)
             has_own = bool(tensors_in(own))
             if not (own and (cache or has_own)):
                 plan.model.accumulate_gradients(own)  # says what is wrong
@@ -190,11 +190,11 @@ class _Run:
 
         def body(i, arrays):
             with draws.of(self.parts, i) if draws else contextlib.nullcontext():
-                made = tensors_in(run_piece(i))
+                tensors = tensors_in(run_piece(i))
             with micro_batches.on_host():
                 written = [
-                    array.write(tf.cast(i, tf.int32), each)
-                    for array, each in zip(arrays, made, strict=True)
+                    array.write(tf.cast(i, tf.int32), tensor)
+                    for array, tensor in zip(arrays, tensors, strict=True)
                 ]
             return (written,)
 
@@ -216,14 +216,14 @@ class _Run:
         """Returns the outputs, and pairs of a layer and an added loss."""
         graph = self._graph
         for piece in graph.forward:
-            made = self._run_stage(piece)
+            collected = self._run_stage(piece)
         averages = graph.moves(self._values_of(graph.moves, None))
         for key, value in averages.items():
             variable = graph.averages[key]
             self._states.record(variable)  # a stage may read it again
             variable.assign(value)
         join = functools.partial(_join, self._plan, self.parts)
-        outputs, masks, losses = map_present(join, made["ends"])
+        outputs, masks, losses = map_present(join, collected["ends"])
         for output, mask in zip(tf.nest.flatten(outputs), masks, strict=True):
             if mask is not None:
                 private_names.set_mask(output, mask)
@@ -235,15 +235,17 @@ class _Run:
         with tf.control_dependencies([self.parts.samples]):
             states.save()
         step = loop.make_step(self._plan, piece)
-        made = self._collect(piece, lambda i: step(self._values_of(piece, i)))
-        moments = [array.stack() for array in made["moments"]]
+        collected = self._collect(
+            piece, lambda i: step(self._values_of(piece, i))
+        )
+        moments = [array.stack() for array in collected["moments"]]
         with tf.GradientTape() as tape:
             tape.watch(moments)
             joined = [*map(sync_batch_norm.join, piece.norms, moments)]
         for norm, value in zip(piece.norms, joined, strict=True):
             self._values[norm.statistics.name] = lambda i, value=value: value
         self._stages.append((states, tape, joined, moments))
-        return made
+        return collected
 
     # -- 2. The loss of the batch ----------------------------------------------
 
@@ -330,18 +332,18 @@ class _Run:
             if not tensors_in(piece.makes):  # such as of layers that are frozen
                 continue
             with states.rolled_back():
-                made = self._run_backward(piece, collector, add)
-            for name, array in made["by_statistics"].items():
+                collected = self._run_backward(piece, collector, add)
+            for name, array in collected["by_statistics"].items():
                 if array is not None:
                     by_statistics[name] = tf.reduce_sum(array.stack(), 0)
 
     def _run_backward(self, piece, collector, add):
         def replay(values):
-            made = piece(values)
-            own = [*map(_total, made.pop("own"))]
-            if tensors_in(own):
-                add(own, is_last=False)
-            return made
+            gradients = piece(values)
+            of_variables = [*map(_total, gradients.pop("own"))]
+            if tensors_in(of_variables):
+                add(of_variables, is_last=False)
+            return gradients
 
         step = loop.make_step(self._plan, replay, collector)
         return self._collect(piece, lambda i: step(self._values_of(piece, i)))
