@@ -153,7 +153,7 @@ one number is a sum under a reduction that sums
 logs of sums that a custom loss normalizes add up
     output_weights: set is_mean => False
 samples are counted by the inputs
-    _counted: return => leaves
+    _counted: return leaf => leaves
 nothing weighs as much as small weights
     weights: set _TINY => 1e-12
 what weighs nothing may spoil a cycle
@@ -246,7 +246,7 @@ targets may differ in length
 what takes a resource is harmless
     check_assignments: call _takes_resource => False
 what a loss combines is not looked at
-    _divisors: set found reduction => self._divisor(reduction)
+    _divisors: set own reduction => self._divisor(reduction)
     """,
     "test_rematerialization.py": """
 what is rematerialized reads what it assigned before
@@ -258,7 +258,7 @@ random numbers of TensorFlow may be rematerialized
 layers do not train when they run again
     _differentiate: call _as_called => tf.name_scope("x")
 the second pass runs early
-    late: set made => tf.identity(tensor)
+    late: set waiting => tf.identity(tensor)
     """,
     "test_slices.py": """
 parts of the whole size, and a rest

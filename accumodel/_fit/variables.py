@@ -67,8 +67,11 @@ def _are_missing(plan, data):
     model = plan.model
     if any(feature.runs_again for feature in plan.features):  # it records
         return True
-    has_trackers = private_names.has_loss_trackers(model)
-    if not (plan.whole_batch or has_trackers or model.run_eagerly):
+    if not (
+        plan.whole_batch
+        or private_names.has_loss_trackers(model)
+        or model.run_eagerly
+    ):
         # The loop reports to the trackers of several outputs.
         _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         if len(tf.nest.flatten(y)) > 1:

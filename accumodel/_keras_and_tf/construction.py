@@ -212,8 +212,8 @@ def _restore(cls, theirs, file):
 
 def compile_from_config(model, config, by_super):
     """Compiles a model as a file says, or lets `by_super` do it."""
-    is_keras = by_super.__func__ is KerasModel.compile_from_config
-    if checks.overrides(model, "compile") or not is_keras:
+    by_keras = KerasModel.compile_from_config
+    if checks.overrides(model, "compile") or by_super.__func__ is not by_keras:
         # A custom `compile`, of which Keras warns, or another class's way.
         by_super(config)
         return

@@ -262,9 +262,9 @@ def _counted(data):
     # the nodes of graphs, or a table that all samples share. Without targets,
     # they are the inputs.
     leaves = _leaves(data)
-    is_tuple = isinstance(data, tuple)
-    targets = [leaf for leaf in leaves if is_tuple and leaf[0][0] == 1]
-    return targets or leaves
+    if not isinstance(data, tuple):
+        return leaves
+    return [leaf for leaf in leaves if leaf[0][0] == 1] or leaves
 
 
 def first_leaf(data):

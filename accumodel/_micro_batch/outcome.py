@@ -52,8 +52,8 @@ def weigh(plan, x, y, y_pred, sample_weight, loss):
     """Returns the weight of a micro-batch, of which `loss` is the loss."""
     data = (x, y, y_pred, sample_weight)
     weight = plan.model.micro_batch_weight(*data)
-    is_known = "micro_batch_weight" in plan.overridden
-    is_custom = "compute_loss" in plan.overridden and not is_known
+    methods = {"compute_loss", "micro_batch_weight"} & plan.overridden
+    is_custom = methods == {"compute_loss"}
     # Keras sums one loss for each sample.
     step = current_step()
     if weight is None or (is_custom and step.has_samples(loss, "own loss")):

@@ -261,8 +261,8 @@ class Draws:
 
     def _record(self, state):
         """Reads a seed before the fed batch draws from it."""
-        is_new = id(state) not in self._seeds.before
-        if self._begins and self._is_begun and is_new:
+        begins = self._begins and self._is_begun
+        if begins and id(state) not in self._seeds.before:
             unseen = hooks.outside_of_scopes()  # such as by a `Recorder`
             with unseen, self._seeds.outside(), recorded():
                 self._plan.numbers.begin_seed(state)

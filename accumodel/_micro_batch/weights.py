@@ -123,8 +123,7 @@ class LossWeights:
         if len(reductions) != outputs:  # some reduce in their own way
             return [count_samples(data)] * outputs
         # A custom loss may normalize sums itself.
-        is_custom = "compute_loss" in step.plan.overridden
-        is_mean = is_custom and weight is not None
+        is_mean = weight is not None and "compute_loss" in step.plan.overridden
         return [
             self._of_output(reduction, data, is_mean)
             for reduction in reductions
@@ -223,8 +222,8 @@ class LossWeights:
 
     def _warn(self, message):
         # The loss may be that of all samples, which is exact.
-        is_exact = current_step().plan.has_whole_loss
-        if not is_exact and message not in self.warned:
+        plan = current_step().plan
+        if not plan.has_whole_loss and message not in self.warned:
             self.warned.add(message)
             warnings.warn(message, InexactWarning, stacklevel=2)
 

@@ -136,8 +136,8 @@ class Engine(tf.Module):
     def fits(self, model):
         """Whether it trains what `compile` and `trainable` of a model say."""
         own = [*map(id, self._untracked.variables)]
-        is_same = own == [*map(id, model.trainable_variables)]
-        return is_same and self.optimizer is model.optimizer
+        trained = [*map(id, model.trainable_variables)]
+        return own == trained and self.optimizer is model.optimizer
 
     def follow(self, accum_steps, numbers):
         """Follows the model that holds it, of which `numbers` is part."""

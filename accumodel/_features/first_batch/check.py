@@ -439,8 +439,7 @@ def _hides_gradient(node):
     if "_gradient_op_type" in node.attr:
         return True
     # The mean of `tf.nn.moments`, of which the gradient is zero.
-    is_moment = node.name.endswith("moments/StopGradient")
-    return node.op in _STOPS and not is_moment
+    return node.op in _STOPS and not node.name.endswith("moments/StopGradient")
 
 
 def _is_used(key, whole, parts):

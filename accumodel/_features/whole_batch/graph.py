@@ -195,8 +195,9 @@ class ModelGraph:
         if self.is_of_batch(tensor) or tensor.op.name in self._again:
             return False
         made_at = self._made_at(tensor)
-        is_gradient = made_at > self._last
-        return made_at < (position if is_gradient else self.stage_at(position))
+        if made_at <= self._last:  # it is no gradient
+            position = self.stage_at(position)
+        return made_at < position
 
     # -- its gradient ----------------------------------------------------------
 

@@ -82,8 +82,7 @@ class WholeBatch(Feature):
         losses = loop.LossLogs(plan, data, plan.accumulation.spans_batches)
         with one_step(plan, data, collector, losses):
             own, cache, weight, log = run.differentiate(*outputs_and_losses)
-            has_own = bool(tensors_in(own))
-            if not (own and (cache or has_own)):
+            if not (own and (cache or tensors_in(own))):
                 plan.model.accumulate_gradients(own)  # says what is wrong
                 return log()
             own_sums = plan.accumulation.ready_accumulator()

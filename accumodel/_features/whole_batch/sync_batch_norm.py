@@ -118,8 +118,9 @@ def join(norm, moments):
 
     def total(weights, values):
         values = tf.einsum("ic,ic->c", weights, values)
-        is_shared = norm.layer.synchronized
-        return sum_over_replicas([values])[0] if is_shared else values
+        if norm.layer.synchronized:
+            (values,) = sum_over_replicas([values])
+        return values
 
     ones = tf.ones_like(counts)
     count = tf.stop_gradient(total(ones, counts))
