@@ -54,6 +54,10 @@ from accumodel._micro_batch.random_numbers import RandomNumbers
 # The most samples of a comparison of gradients by the weights.
 _SAMPLES = 8
 
+# The most micro-batches in which groups of samples are looked for: the hardest
+# half of them may be that of all by chance.
+_GROUPS = 8
+
 # Operations whose gradient is not that of their value.
 _STOPS = ("StopGradient", "PreventGradient")
 
@@ -108,8 +112,6 @@ class Check:
         if not self.is_custom:
             self._runner, count = ByOutputs, max(count, 2)
         self.count = min(count, self._samples)
-        if self.count > 4:  # pairs are whole in each half
-            self.count -= self.count % 4
         self.adds_up, self._is_zero, self._error = True, True, 0.0
         # What is compared: the first row, the one behind the last, and how many
         # are in a part.
@@ -177,12 +179,10 @@ class Check:
         is_by_outputs = self._runner is ByOutputs
         look = self._look_at_batch if is_by_outputs else self._look_at_few
         found = self._near(look, self.rows)
-        if found or not is_by_outputs:
+        if found or not (is_by_outputs and self._hides_gradients):
             return found
-        # The values are the same, so gradients are, if they are those of them.
-        if self._hides_gradients:
-            return self._find_by_gradients(ByOutputs)
-        return None
+        # The values are the same, but not all gradients are those of values.
+        return self._find_by_gradients(ByOutputs)
 
     def _near(self, look, rows):
         """Looks at a point near the weights, or else at these themselves."""
@@ -284,8 +284,11 @@ class Check:
             kinds = (runs.OUTPUTS, runs.READ, runs.STATES)
             if found := self._look(rows, *window, kinds if of_layers else None):
                 return found
-        is_known = self.plan.has_whole_loss or self._is_even
-        if is_known or not self.accumulation.overrides("micro_batch_weight"):
+        if (
+            self.plan.has_whole_loss
+            or self._is_even
+            or not self.accumulation.overrides("micro_batch_weight")
+        ):
             return None
         with contextlib.suppress(NotMade):  # of rows that are in groups
             self._look(rows, 0, self.count, self.count - 1)
@@ -293,20 +296,26 @@ class Check:
 
     def _look_at_few(self, rows):
         """Returns what differs in a few rows, or `None`."""
-        c, found, fails = self.count, None, None
-        self.window = 0, c, c - 1
+        # Parts of one size hide losses of the hardest half, or the like.
+        c, found, fails = self.count - (self.count == 6), None, None
+        self.window = 0, c, 3 if c > 4 else 1
         try:
             found = self._look(rows, *self.window)
         except NotMade as error:  # of rows that do not follow each other
             fails = error
         end = min(self._size, self._samples)
         if (found or fails) and end >= c and self.is_sure:
-            self._error, begin = 0.0, self._begin
-            window = begin, begin + end, -(-end // 2)
-            again = self._look(rows, *window)
-            if not again:
-                self.window = window
-            found, fails = again and (found or again), None
+            first, last = self._begin, self._begin + self._samples - end
+            begins = range(first, last + 1, end)[:_GROUPS]
+            for size in (-(-end // 2), 2):  # groups, or pairs, are whole in it
+                with contextlib.suppress(NotMade):
+                    self._error = 0.0
+                    looks = (self._look(rows, b, b + end, size) for b in begins)
+                    again = next(filter(None, looks), None)
+                    found, fails = again and (found or again), None
+                    if not again:
+                        self.window = first, first + end, size
+                        break
         if fails:
             raise fails
         return found or self._weights_that_do_not_add_up()
