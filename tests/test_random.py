@@ -5,6 +5,7 @@ Weights and the states of seed generators are those of plain Keras.
 
 import itertools
 
+import drawing
 import keras
 import numpy as np
 import pytest
@@ -183,7 +184,7 @@ def test_cycles_of_several_batches_draw_on(name, monkeypatch):
     if name == "a batch is skipped":
         x, y = data()
         x[0] = np.nan
-        monkeypatch.setitem(globals(), "data", lambda: (x, y))
+        monkeypatch.setattr(drawing, "data", lambda: (x, y))
     plain = train(keras.Model, LAYERS["dropout"], feed=feed_large)
 
     def feed_and_end(model, x, y):
