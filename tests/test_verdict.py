@@ -403,6 +403,15 @@ PROGRAMS: dict = {
         Y,
     ),
     "covariance": (subclass(keep_z, covariance), None, X, Y),
+    "weighs nothing": (
+        subclass(
+            lambda self, x: [forward(self, x), centred(self.a(x))],
+            lambda self, y, p: mean(self, y, p[0]) + 0 * ops.mean(p[1] ** 2),
+        ),
+        None,
+        X,
+        Y,
+    ),
     "kept rows": (keep(lambda x: x), None, X, Y),
     "kept mean": (keep(ops.mean), None, X, Y),
     "kept sum": (keep(ops.sum), None, X, Y),

@@ -3,10 +3,10 @@
     a step of Keras's own   the first batch, or cycle, in the sizes of the
                             training, as far as it fits in memory: outputs, the
                             loss, what that reads, and its gradients by these
-    a custom step           a few rows, spread over the batch, in two parts:
-                            gradients by the weights; if they differ, rows that
-                            follow each other, in which groups of samples may
-                            be whole
+    a custom step           a few rows, spread over the batch, in parts of
+                            unlike sizes: gradients by the weights; if they
+                            differ, micro-batches in halves, or in pairs, in
+                            which groups of samples may be whole
     padding that is cut off a few rows, one by one, with and without their
                             padding: gradients by the weights
 
