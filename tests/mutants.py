@@ -485,8 +485,9 @@ def main():
             path, text = apply(mutant, folder / "accumodel")
             path.write_text(text, encoding="utf-8")
             first = [f"tests/{each}" for each in mutant.first.split()]
-            first += ["-m", ""]  # rare rows, too
-            killer = run(folder, first) or run(folder, [])
+            rare = [*first, "-m", ""]  # rows of the week, too, which take long
+            killer = run(folder, first) or run(folder, rare)
+            killer = killer or run(folder, [])
         survivors += killer is None
         print(f"{mutant.name:56} {killer or 'SURVIVES'}", flush=True)
     sys.exit(survivors > 0)
