@@ -480,6 +480,7 @@ WAYS = {
     "cache": {"micro_batch_size": 6, "gradient_cache": True},
     "eager": {"micro_batch_size": 6, "run_eagerly": True},
     "fed, eager": {"accum_steps": 4, "run_eagerly": True},
+    "by two": {"micro_batch_size": 2},
 }
 # Refused by name with the cache.
 REFUSED = (
@@ -503,10 +504,12 @@ def train(cls, make, loss, x, y, **kwargs):
 def table():
     """Each program in one way; all ways, and other seeds, are for the week."""
     for name, way in itertools.product(PROGRAMS, WAYS):
+        if way == "by two" and name != "custom step":
+            continue
         is_rare = name.startswith(("triplets of tw", "step of the hardest"))
         is_often = way == "split" and not is_rare
         is_often |= name in ("connections", "per class")
-        is_often |= name == "step of the hardest half, 0"
+        is_often |= name == "step of the hardest half, 0" or way == "by two"
         marks = [] if is_often else [pytest.mark.weekly]
         yield pytest.param(name, way, marks=marks)
 

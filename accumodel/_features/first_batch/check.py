@@ -307,7 +307,9 @@ class Check:
         if (found or fails) and end >= c and self.is_sure:
             first, last = self._begin, self._begin + self._samples - end
             begins = range(first, last + 1, end)[:_GROUPS]
-            for size in (-(-end // 2), 2):  # groups, or pairs, are whole in it
+            half = -(-end // 2)
+            # Groups are whole in halves, or else pairs; two are no parts of 2.
+            for size in (half, 2) if end > 4 else (half,):
                 with contextlib.suppress(NotMade):
                     self._error = 0.0
                     looks = (self._look(rows, b, b + end, size) for b in begins)
