@@ -41,7 +41,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
 
     Raises:
         TypeError: If `schedule` is neither, or holds or returns `accum_steps`
-            that are no ints; in `fit`, if the model does not accumulate.
+            that are no ints; in `fit`, if the model is no `AccumulatingModel`.
         ValueError: If `schedule` holds or returns less than 1, or a key that
             is no int from 0; if `by` is none of these; in `fit`, if samples are
             to be counted and the `batch_size` is not known, if updates or
@@ -100,7 +100,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
                     f"{self.model.steps_per_execution}"
                 )
             # The updates that were followed, and what was counted in them.
-            begun = self.model.optimizer.iterations
+            begun = self.model.optimizer.iterations.numpy()
             self._updates = int(begun if self.by == "update" else 0)
             self._count = self._updates
             self._follow(self._find_steps(self.model.accum_steps))
@@ -113,7 +113,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
 
     def _follow(self, steps):
         """Sets `steps`, or what follows the updates that were made since."""
-        updates = int(self.model.optimizer.iterations)
+        updates = int(self.model.optimizer.iterations.numpy())
         while self._updates < updates:
             samples = steps * (self.model._accumulation.batch_size or 0)
             self._count += samples if self.by == "sample" else 1

@@ -179,13 +179,13 @@ class AccumulatingModel(keras.Model):
             skip_nonfinite: Bool. Leave a micro-batch with a NaN or infinite
                 gradient out of the cycle; `skipped_steps` counts them. It takes
                 one more copy of the parameters. Defaults to `False`.
-            verify: Bool. Compare the gradient of some samples of the first
-                batch in micro-batches with that in one piece, and warn by an
-                `InexactWarning` if they differ. Defaults to `True`.
+            verify: Bool. Compare the first batch, or cycle, in micro-batches
+                with the same in one piece, and warn by an `InexactWarning` if
+                they differ. Defaults to `True`.
             **kwargs: Those of another base class, whose defaults hold.
 
         Raises:
-            TypeError: If another base class has a custom `train_step`.
+            TypeError: If a type is wrong, or a base class has a `train_step`.
             ValueError: If an argument cannot be right with the optimizer, the
                 strategy or the others. Then the model is not compiled.
         """
@@ -233,8 +233,8 @@ class AccumulatingModel(keras.Model):
     def current_micro_batch_size(self) -> int | None:
         """Int or `None`. The `micro_batch_size` in use.
 
-        With `"auto"` or `"fastest"` it is the most samples that have gone
-        through the model at once on each replica; `None` before that.
+        With `"auto"` or `"fastest"` it is the size found so far, or what was
+        fed to a replica if that is less; `None` before the first batch.
         """
         for feature in self._accumulation.features:
             if feature.runs_again:
@@ -359,8 +359,8 @@ class AccumulatingModel(keras.Model):
 
         Returns:
             A scalar tensor: the elements or sample weights that the compiled
-            loss was averaged over, or the number of samples without one, or if
-            `compute_loss` is overridden. `None` if the loss is a sum.
+            loss was averaged over; the number of samples if there is no such
+            loss, or with a custom `compute_loss`. `None` if the loss is a sum.
 
         Raises:
             ValueError: If one loss is a sum and another a mean, if the
@@ -418,8 +418,8 @@ class AccumulatingModel(keras.Model):
     ) -> typing.Any:
         """Returns one micro-batch of a batch, for `micro_batch_size`.
 
-        Override it if a batch holds arrays without an axis of samples. Call it
-        for the rest.
+        Override it if a batch holds arrays without an axis of samples. Call
+        `super().slice_data` for the rest.
 
         Examples:
             >>> class Lookup(accumodel.AccumulatingModel):
@@ -430,7 +430,7 @@ class AccumulatingModel(keras.Model):
             ...         return {"ids": ids, "table": x["table"]}, y
 
         Args:
-            data: What `fit` feeds: `(x, y, sample_weight)`. Its number of
+            data: What `fit` feeds, see `compute_gradients`. Its number of
                 samples is the length of `y`, or of `x` without `y`.
             begin: Scalar int64 tensor. The first sample of the micro-batch.
             end: Scalar int64 tensor. The first sample that follows it.
@@ -520,8 +520,8 @@ class AccumulatingModel(keras.Model):
 
             What becomes of a short last cycle is the `remainder` of `compile`.
             It ends before validation and before any other callback sees the end
-            of the epoch. An error in a step forgets the pending cycle, and says
-            so: no weight has moved since the last update.
+            of the epoch. An error in a step forgets the pending cycle, and a
+            note on it says so, and whether weights may have moved.
 
             Args:
                 *args: As in `keras.Model.fit`. `batch_size` is the samples in a

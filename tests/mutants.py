@@ -90,6 +90,8 @@ replicas that normalize together have weights of their own
     outcome.differentiate: if count_replicas => False
     """,
     "test_exactness.py": """
+what a loss combines is not looked at
+    _divisors: set own reduction => self._divisor(reduction)
 sums of an earlier cycle count
     Engine._update: call _clear => None
     """,
@@ -245,8 +247,6 @@ targets may differ in length
     samples: if => False
 what takes a resource is harmless
     check_assignments: call _takes_resource => False
-what a loss combines is not looked at
-    _divisors: set own reduction => self._divisor(reduction)
     """,
     "test_rematerialization.py": """
 what is rematerialized reads what it assigned before

@@ -1,6 +1,5 @@
 """Several replicas end with the weights of one device and one large batch."""
 
-import dataclasses
 import operator
 
 import cases
@@ -194,19 +193,26 @@ def scheduler():
 
 
 FEATURES_OF_ONE_DEVICE = {
-    "remainder, carry": (cases.Case(compile={"remainder": "carry"}), {}),
-    "remainder, drop": (cases.Case(compile={"remainder": "drop"}), {}),
-    "skip_nonfinite": (
-        cases.Case(data=with_a_bad_sample, compile={"skip_nonfinite": True}),
-        {},
+    "remainder, carry": cases.Case(compile={"remainder": "carry"}),
+    "remainder, drop": cases.Case(compile={"remainder": "drop"}),
+    "skip_nonfinite": cases.Case(
+        data=with_a_bad_sample, compile={"skip_nonfinite": True}
     ),
-    "AccumStepsScheduler": (cases.Case(), {"callbacks": [scheduler()]}),
+    "AccumStepsScheduler": cases.Case(fit={"callbacks": [scheduler()]}),
     # Even ones: Keras's own step weighs the parts of an odd batch alike.
-    "AccumStepsScheduler, from a compiled 1": (
-        cases.Case(compile={"accum_steps": 1}, sizes=cases.WHOLE),
-        {"callbacks": [scheduler()]},
+    "AccumStepsScheduler, from a compiled 1": cases.Case(
+        compile={"accum_steps": 1},
+        sizes=cases.WHOLE,
+        fit={"callbacks": [scheduler()]},
     ),
-    "mixed_bfloat16": (cases.Case(policy="mixed_bfloat16", tolerance=2e-3), {}),
+    "AccumStepsScheduler, by update": cases.Case(
+        fit={
+            "callbacks": [
+                accumodel.AccumStepsScheduler({0: 1, 3: 4, 5: 2}, by="update")
+            ]
+        }
+    ),
+    "mixed_bfloat16": cases.Case(policy="mixed_bfloat16", tolerance=2e-3),
 }
 
 
@@ -215,12 +221,12 @@ FEATURES_OF_ONE_DEVICE = {
     "name",
     names(
         FEATURES_OF_ONE_DEVICE,
-        rare=FEATURES_OF_ONE_DEVICE.keys() - {"skip_nonfinite"},
+        rare=FEATURES_OF_ONE_DEVICE.keys()
+        - {"skip_nonfinite", "AccumStepsScheduler, by update"},
     ),
 )
 def test_two_replicas_do_as_one_device_does(name):
-    case, fit = FEATURES_OF_ONE_DEVICE[name]
-    case = dataclasses.replace(case, fit=fit)
+    case = FEATURES_OF_ONE_DEVICE[name]
     case.compile.setdefault("accum_steps", 4)
     _, micro = datasets(case)
     expected, _ = train_case(case, AccumulatingModel, micro)
@@ -229,6 +235,8 @@ def test_two_replicas_do_as_one_device_does(name):
     for name in ("pending_steps", "skipped_steps", "accum_steps"):
         assert getattr(model, name) == getattr(expected, name)
     assert updates(model) == updates(expected) > 0
+    with pytest.warns(UserWarning, match="what `from_model` returns is not"):
+        AccumulatingModel.from_model(model)
 
 
 @pytest.mark.weekly

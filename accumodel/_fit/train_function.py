@@ -133,7 +133,7 @@ def _train(model, train_step, data):
         warnings.warn(
             f"`{unused[0]}` was not called: the `train_step` of "
             f"{type(model).__name__} does not call `accumulate_gradients`. "
-            f"Call it, or pass it to a `GradientAccumulator({unused[0]}=...)`.",
+            f"Call that, or make a `GradientAccumulator({unused[0]}=...)`.",
             stacklevel=2,
         )
     return logs

@@ -44,8 +44,8 @@ def in_place_of_keras(cls, args, kwargs, accumulating, functional):
     if is_next_to_keras and is_functional(args, kwargs):
         _make_functional(cls, accumulating, functional)
     elif is_next_to_keras and args and isinstance(args[0], KerasModel):
-        name = f"{cls.__name__}.from_model(model)"
-        raise TypeError(f"Use `{name}`. Received: {args[0]}")
+        name = f"`{cls.__name__}.from_model(model)`"
+        raise TypeError(f"`inputs` is a model. Use {name}. Received: {args[0]}")
     try:
         yield
     finally:
@@ -101,7 +101,9 @@ def check_model(model, accumulating):
             stacklevel=3,
         )
     # A task of keras-hub is compiled by its constructor.
-    if model.compiled and int(getattr(model.optimizer, "iterations", 0)):
+    if model.compiled and keras.ops.convert_to_numpy(  # also of replicas
+        getattr(model.optimizer, "iterations", 0)
+    ):
         warnings.warn(
             "`model` is compiled, and what `from_model` returns is not: call "
             "its `compile`, with `model.optimizer` to continue with its state.",

@@ -46,8 +46,8 @@ class Decisions:
             f"{what} was not there when the step was traced before the first "
             "batch, so it is not known which of its axes is that of the "
             "samples. A step may not draw, or compute losses, on conditions "
-            "in Python. Without `run_eagerly=True`, and with batches of any "
-            f"size, none is needed. Received: sizes={sizes}"
+            "in Python. Or leave out `run_eagerly=True`, and feed batches "
+            f"without a fixed size. Received: sizes={sizes}"
         )
 
 

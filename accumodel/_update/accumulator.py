@@ -44,13 +44,13 @@ class GradientAccumulator(Engine):
         0
 
     Args:
-        optimizer: A `keras.optimizers.Optimizer`. Only its `apply_gradients`
-            is called, once per cycle.
+        optimizer: A `keras.optimizers.Optimizer`. It is built here, and its
+            `apply_gradients` is called once per cycle.
         variables: List of the trainable variables, in the order in which
             `accumulate` is given their gradients.
-        accum_steps: Positive int or `None`. Micro-batches in a cycle. Defaults
-            to `None`: that of the `AccumulatingModel` that holds it, or 1 in a
-            custom loop.
+        accum_steps: Positive int or `None`. Micro-batches in a cycle; in `fit`,
+            fed batches. Defaults to `None`: that of the `AccumulatingModel`
+            that holds it, or 1 in a custom loop.
         process_gradients: Function of a list of gradients, once per update,
             see `AccumulatingModel.process_gradients`. Defaults to `None`.
         after_update: Function without arguments, once after each update, see
@@ -61,9 +61,9 @@ class GradientAccumulator(Engine):
 
     Raises:
         TypeError: If `accum_steps` is not an int, or `jit_compile` not a bool.
-        ValueError: If `accum_steps` is less than 1, if `variables` is empty, if
-            the optimizer cannot be accumulated for, or under a strategy that
-            cannot be.
+        ValueError: If `accum_steps` is less than 1, if `variables` is empty, or
+            if the optimizer or the strategy cannot be used, such as an
+            optimizer with `gradient_accumulation_steps`.
     """
 
     def __init__(
@@ -99,7 +99,9 @@ class GradientAccumulator(Engine):
 
     @property
     def accum_steps(self) -> int:
-        """Int. Micro-batches in a cycle; settable at any time, no retrace.
+        """Int. Micro-batches in a cycle; in `fit`, fed batches.
+
+        It can be set at any time, and nothing is traced again.
 
         Raises:
             TypeError: If it is set to something other than an int.
@@ -113,7 +115,7 @@ class GradientAccumulator(Engine):
 
     @property
     def pending_steps(self) -> int:
-        """Int. Micro-batches accumulated since the last update."""
+        """Int. Micro-batches, in `fit` fed batches, since the last update."""
         return int(self._count.numpy())
 
     @property

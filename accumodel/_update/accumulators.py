@@ -163,7 +163,8 @@ class Accumulators:
         if not cycles.keys() <= found.keys():
             raise ValueError(
                 "The file holds a cycle of an accumulator that this model does "
-                f"not have. Received: {[*cycles]}, but it has {[*found]}"
+                "not have. Make all its accumulators before you load it. "
+                f"Received: {[*cycles]}, but it has {[*found]}"
             )
         for attribute, cycle in cycles.items():
             _check(found[attribute], self.model, cycle)

@@ -14,7 +14,7 @@ All of it is at a point that is not special. What has the same value there, in
 one piece and in parts, has the same gradient, unless an operation returns
 another gradient than that of its value, such as `stop_gradient`: then gradients
 by the weights are compared for a few rows, too. With a tape, no more samples
-are in a step at once than in the training.
+are in a step at once than in the training, but at least two.
 """
 
 import contextlib
