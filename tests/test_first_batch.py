@@ -244,6 +244,11 @@ def test_it_is_silent_of_what_the_cache_makes_right(name, way):
     assert not messages(make, loss, **CACHE, **WAYS[way])
 
 
+def test_the_loss_of_a_cycle_is_compared_though_it_does_not_fit(monkeypatch):
+    monkeypatch.setattr(check_module, "MEMORY", 700)
+    assert messages(Negatives, None, **CACHE, **SIZE, **STEPS)
+
+
 @pytest.mark.table
 @pytest.mark.parametrize("way", ["size", "steps"])
 @pytest.mark.parametrize("name", ["negatives", "a layer", "a raw counter"])

@@ -271,18 +271,17 @@ class Check:
         most, size, begin = self._fitting(), self._size, self._begin
         if most < 2:
             raise NotMade("two samples may not fit in memory at once")
-        sizes = [size]
+        looks: list = [(size, None)]
         if self.plan.whole_batch is not None and not self.plan.has_whole_loss:
-            sizes = [size, self._fed]  # of the layers, and of the loss
-        for size in sizes:
+            of_layers = (runs.OUTPUTS, runs.READ, runs.STATES, runs.WEIGHTS)
+            looks = [(size, of_layers), (self._fed, None)]  # then of the loss
+        for size, kinds in looks:
             if most < self._samples:
                 most = max(most // size * size, min(most, 2 * size))
             if not self.is_sure or most < 2 * size:
                 size = -(-most // 2)
             self.window = window = begin, begin + most, size
-            of_layers = len(sizes) > 1 and size is not sizes[-1]
-            kinds = (runs.OUTPUTS, runs.READ, runs.STATES)
-            if found := self._look(rows, *window, kinds if of_layers else None):
+            if found := self._look(rows, *window, kinds):
                 return found
         if (
             self.plan.has_whole_loss
@@ -346,12 +345,11 @@ class Check:
             for (kind, _, _), array in whole.items()
             if kind.startswith(runs.GRADIENTS) or kind == runs.ADDED
         )
-        for kind in dict.fromkeys(kind for kind, _, _ in whole):
+        there = dict.fromkeys(kind for kind, _, _ in whole)
+        for kind in [k for k in there if kinds is None or k in kinds]:
             for found in self._differ(kind, whole, parts):
                 if kind == runs.WEIGHTS:
                     self.adds_up = False
-                elif kinds is not None and kind not in kinds:
-                    continue
                 elif kind != runs.STATES or self._matters(
                     rows.sources[found.what]
                 ):
