@@ -237,13 +237,25 @@ def test_a_model_leaves_those_of_another_model_alone():
     assert not [*outer._accumulation.accumulators]
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"micro_batch_size": 1}], ids=str)
-def test_what_no_attribute_holds_is_refused(kwargs):
-    model = Holds(lambda each: None)
-    model.make(4)
-    model.compile("sgd", **kwargs)
+@pytest.mark.parametrize(
+    ("kwargs", "strategy", "trains_own"),
+    [
+        ({}, tf.distribute.get_strategy, True),
+        ({"micro_batch_size": 1}, tf.distribute.get_strategy, True),
+        ({"micro_batch_size": 1}, functools.partial(mirrored, 2), True),
+        ({"micro_batch_size": 1}, tf.distribute.get_strategy, False),
+    ],
+)
+def test_what_no_attribute_holds_is_refused(kwargs, strategy, trains_own):
+    with strategy().scope():
+        model, other = Holds(lambda each: None), Holds(lambda each: [each])
+        model.make(4)
+        other.make(4)
+        model.compile("sgd", **kwargs)
+    if not trains_own:
+        HELD[model.net.name] = other.own
     with pytest.raises(ValueError, match="the model does not hold"):
-        model.fit(np.ones((10, 3)), batch_size=2, verbose=0)
+        model.fit(np.ones((10, 3)), batch_size=4, verbose=0)
 
 
 class Holds(accumodel.AccumulatingModel):

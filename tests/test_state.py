@@ -112,9 +112,11 @@ def test_a_checkpoint_that_is_restored_before_compile_waits_for_it(tmp_path):
 
 
 def test_a_checkpoint_of_a_custom_loop_restores_the_pending_cycle(tmp_path):
-    def make():
+    def make(steps):
         variables = [keras.Variable([1.0]), keras.Variable([2.0])]
-        accumulator = GradientAccumulator(optimizers.Adam(0.1), variables, 3)
+        accumulator = GradientAccumulator(
+            optimizers.Adam(0.1), variables, steps
+        )
         checkpoint = tf.train.Checkpoint(
             variables=variables,
             optimizer=accumulator.optimizer,
@@ -122,14 +124,14 @@ def test_a_checkpoint_of_a_custom_loop_restores_the_pending_cycle(tmp_path):
         )
         return accumulator, checkpoint
 
-    written, checkpoint = make()
+    written, checkpoint = make(3)
     for value in range(4):
         gradients = [tf.fill((1,), value + 0.1), tf.ones(1)]
         written.accumulate(gradients, weight=value + 1)
     path = checkpoint.save(tmp_path / "checkpoint")
-    read, checkpoint = make()
+    read, checkpoint = make(4)
     checkpoint.restore(path).assert_consumed()
-    assert (read.pending_steps, written.pending_steps) == (1, 1)
+    assert (read.pending_steps, read.accum_steps) == (1, 4)
     for each in (read, written):
         each.accumulate([tf.ones(1), tf.ones(1)], weight=7)
         each.apply()

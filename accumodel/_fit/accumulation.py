@@ -256,6 +256,7 @@ class Accumulation:
         """Lets several fed batches make an update from now on."""
         if not self.spans_batches:
             self.spans_batches = True
+            self.numbers = self.numbers or RandomNumbers(self)
             self._begin_to_accumulate()
 
     def _begin_to_accumulate(self):

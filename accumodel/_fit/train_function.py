@@ -114,9 +114,8 @@ def _train(model, train_step, data):
     data = replicas.hide_empty(data)
     collector = Collector(plan.is_split)
     logs = _run(plan, train_step, data, collector)
-    is_added = collector.end(
-        accumulation.accumulators, is_cycle=not accumulation.spans_batches
-    )
+    own = None if accumulation.spans_batches else model._gradient_accumulator
+    is_added = collector.end(accumulation.accumulators, own)
     has_to_add = (
         plan.is_split or accumulation.spans_batches or accumulation.is_asked_to
     )

@@ -245,7 +245,9 @@ class Draws:
                     begin += tf.identity(self._plan.numbers.fed)[0]
                     own = self._plan.model._gradient_accumulator
                     of_model = self._plan.model.accum_steps
-                    samples *= of_model if own is None else own._accum_steps
+                    samples *= (
+                        of_model if own is None else own._untracked.accum_steps
+                    )
                 self._rows.assign([begin, size, samples])
 
     def begin(self, parts):

@@ -107,11 +107,11 @@ class GradientAccumulator(Engine):
             TypeError: If it is set to something other than an int.
             ValueError: If it is set to less than 1.
         """
-        return int(self._accum_steps.numpy())
+        return int(self._untracked.accum_steps.numpy())
 
     @accum_steps.setter
     def accum_steps(self, value: int) -> None:
-        self._accum_steps.assign(checks.check_accum_steps(value))
+        self._untracked.accum_steps.assign(checks.check_accum_steps(value))
 
     @property
     def pending_steps(self) -> int:

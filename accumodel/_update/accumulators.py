@@ -84,15 +84,14 @@ class Accumulators:
                 skip_nonfinite=options.skip_nonfinite,
                 jit_compile=model.jit_compile,
             )
-        accumulator.is_own = True
         accumulator.follow(options.accum_steps, numbers)
         model._gradient_accumulator = accumulator
 
-    def check_holds(self, accumulator):
-        """Raises if an accumulator trains the model, which does not know it."""
+    def check_holds(self, accumulator, in_step):
+        """Raises if the model does not know an accumulator of its step."""
         own = {*map(id, self.model.trainable_weights)}
         trains_own = not own.isdisjoint(map(id, accumulator.variables))
-        if trains_own and accumulator not in [*self]:
+        if (in_step or trains_own) and accumulator not in [*self]:
             raise ValueError(
                 "A `train_step` uses a `GradientAccumulator` that the model "
                 "does not hold: it would not end its cycle with the epoch. "

@@ -42,8 +42,10 @@ from accumodel._update import sums
 class _Untracked:
     """Attributes that `tf.Module` must not track, or checkpoints have them."""
 
-    def __init__(self, strategy, variables):
+    def __init__(self, strategy, variables, accum_steps):
         self.strategy, self.variables = strategy, variables
+        # Of `compile`, not of a checkpoint.
+        self.accum_steps = accum_steps
         self.replicas = replicas.count_replicas()
         self.overwrites = [*map(optimizers.overwrites, variables)]
         self.updates: dict = {}  # compiled, by what they update
@@ -60,7 +62,6 @@ class _Untracked:
 class Engine(tf.Module):
     """The variables of a `GradientAccumulator`, and all that changes them."""
 
-    is_own = False  # whether a model has made it, and ends its cycles
     _follows_model = False  # whether its `accum_steps` are those of a model
 
     def __init__(
@@ -80,8 +81,10 @@ class Engine(tf.Module):
         self._is_in_step = False  # whether that was in one of a model
         # Whether micro-batches have weights, or losses that are sums.
         self._has_weights: bool | None = None
-        self._untracked = _Untracked(strategy, variables)
         with tf.init_scope(), replicas.scope_of(strategy):
+            steps = sums.make_counter("accum_steps")
+            steps.assign(accum_steps)
+            self._untracked = _Untracked(strategy, variables, steps)
             self._sums = sums.make_accumulators(variables)
             # Built now: an optimizer that copies the weights into its slots
             # (ScheduleFreeAdamW) would copy nothing inside a trace.
@@ -92,8 +95,6 @@ class Engine(tf.Module):
             self._totals = replicas.make_sum((2,), tf.float64, "totals")
             self._count = sums.make_counter("pending_steps")
             self._skipped = sums.make_counter("skipped_steps")
-            self._accum_steps = sums.make_counter("accum_steps")
-            self._accum_steps.assign(accum_steps)
             # Which variables get a gradient in this cycle, none before it. The
             # others get `None` at the update, so that Keras skips them.
             self._given = tf.Variable([False] * len(variables), trainable=False)
@@ -144,7 +145,7 @@ class Engine(tf.Module):
         self._untracked.updates.clear()  # the optimizer may have changed
         self._untracked.numbers = numbers
         if self._follows_model:
-            self._accum_steps.assign(accum_steps)
+            self._untracked.accum_steps.assign(accum_steps)
 
     def receive(self, gradients, weight):
         """Checks a micro-batch, and adds it to the fed batch that it is of."""
@@ -152,7 +153,7 @@ class Engine(tf.Module):
         in_fit = step is not None and step.collector is not None
         # In a custom loop, each micro-batch is a fed batch.
         collector = step.collector if in_fit else Collector(is_split=False)
-        if not (in_fit and self.is_own):
+        if not (in_fit and self is step.plan.model._gradient_accumulator):
             collector.check(self)
         gradients = self._check(step, gradients, weight is not None)
         if in_fit:  # which ends the fed batch, and knows of errors
@@ -373,7 +374,7 @@ class Engine(tf.Module):
         def count():
             self._given.assign(present)
             self._count.assign_add(1)
-            is_full = is_cycle or self._count >= self._accum_steps
+            is_full = is_cycle or self._count >= self._untracked.accum_steps
             call_if(is_full, functools.partial(self._update, present))
 
         with tf.control_dependencies(waits):
@@ -502,9 +503,11 @@ class Collector:
 
     def check(self, accumulator):
         """Raises unless this is a step of its model and of its strategy."""
-        holder = fitted.get()
-        if holder is not None and not accumulator.is_own:
-            holder.check_holds(accumulator)
+        step, holder = current_step(), fitted.get()
+        if step is not None:  # replicas are threads, which `fitted` is not of
+            holder = step.plan.accumulation.accumulators
+        if holder is not None:
+            holder.check_holds(accumulator, step is not None)
         has_strategy = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if has_strategy else None
         own = accumulator._untracked.strategy
@@ -530,10 +533,10 @@ class Collector:
         accumulator._present = present
         accumulator._is_in_step = step is not None and step.collector is self
 
-    def end(self, accumulators, is_cycle=False):
+    def end(self, accumulators, own=None):
         """Ends the fed batch in its accumulators; returns if it has any.
 
-        Whether it is a cycle is known of the model's own accumulator only.
+        `own` is that of a model of which each fed batch is a cycle.
         """
         # A `tf.function` in a custom step may be traced already: then it adds,
         # but registers nothing, so the accumulators themselves know.
@@ -541,5 +544,5 @@ class Collector:
             if each not in self._entries and each._is_in_step:
                 self._entries[each] = (each._present, True)
         for accumulator, entry in self._entries.items():
-            accumulator.end(*entry, is_cycle and accumulator.is_own)
+            accumulator.end(*entry, is_cycle=accumulator is own)
         return bool(self._entries)
