@@ -113,6 +113,16 @@ def test_the_batch_is_run_again(cache):
     assert updates(model) == updates(reference)
 
 
+@pytest.mark.verified
+@pytest.mark.filterwarnings("ignore:.*from now on", "ignore:The first batch")
+def test_batch_normalization_is_told_of_once_batches_are_split(samples):
+    parts = Limit(), keras.layers.BatchNormalization(), softmax()
+    model = compiled(chain(AccumulatingModel, (FEATURES,), *parts), **AUTO)
+    dataset = tf.data.Dataset.from_tensor_slices(samples).batch(24)
+    with pytest.warns(accumodel.InexactWarning, match="Batch normalization"):
+        model.fit(dataset, shuffle=False, verbose=0)
+
+
 @pytest.mark.weekly
 def test_the_size_does_not_grow_until_it_is_told_to(samples):
     x, y = samples

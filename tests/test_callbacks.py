@@ -195,7 +195,7 @@ def test_samples_of_batches_of_unknown_size_are_not_counted():
     batches = ((np.ones((n, 3)), np.ones((n, 1))) for n in (2, 3))
     ramp = AccumStepsScheduler({0: 2}, by="sample")
     with pytest.raises(ValueError, match=r"of a fixed size.*, or use"):
-        model.fit(batches, callbacks=[ramp], shuffle=False, verbose=0)
+        model.fit(batches, batch_size=8, callbacks=[ramp], shuffle=False)
     with pytest.raises(ValueError, match=r"by='epochs'"):
         AccumStepsScheduler({0: 2}, by="epochs")
     # Arrays come in batches of 32 by default.

@@ -510,13 +510,15 @@ def test_it_can_be_switched_off():
         ({"micro_batch_size": 9}, True),
         ({"accum_steps": 2}, True),
         ({"micro_batch_size": 16}, False),
-        ({"micro_batch_size": "auto"}, False),
+        ({"micro_batch_size": "auto", "on_replicas": True}, False),
         ({"micro_batch_size": 9, "sync_batch_norm": True}, False),
     ],
     ids=str,
 )
 def test_batch_normalization_is_told_of_at_any_size(kwargs, is_told):
-    found = messages(norm, "mse", make_data(32), batch_size=16, **kwargs)
+    count = 2 if kwargs.pop("on_replicas", False) else 1
+    with mirrored(count).scope():
+        found = messages(norm, "mse", make_data(32), batch_size=16, **kwargs)
     assert [each.category for each in found] == [InexactWarning] * is_told
     assert ["normalizes each" in str(each.message) for each in found] == (
         [True] * is_told

@@ -73,7 +73,7 @@ def with_end_of_cycle(args, kwargs):
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     spec = getattr(arguments.get("x"), "element_spec", None)
-    batch_size = arguments.get("batch_size")
+    batch_size = None
     if spec is not None:
         # A distributed data set has none, and a scalar no samples.
         shape = getattr(keras.tree.flatten(spec)[0], "shape", None)
@@ -81,7 +81,8 @@ def with_end_of_cycle(args, kwargs):
     elif all(
         hasattr(x, "shape") for x in keras.tree.flatten(arguments.get("x"))
     ):
-        batch_size = batch_size or 32  # Keras's default for arrays
+        # Of arrays only, by default Keras's.
+        batch_size = arguments.get("batch_size") or 32
     # Those that add to the logs come before those that write them.
     callbacks = sorted(
         keras.tree.flatten(callbacks or []),

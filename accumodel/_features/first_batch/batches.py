@@ -6,7 +6,6 @@ import logging
 import warnings
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from accumodel._features.auto import is_out_of_memory
@@ -39,7 +38,7 @@ class FirstBatch(Feature):
         super().__init__(accumulation)
         self.result: str | None = None
         self._fed: list = []  # those of the first cycle, so far
-        self._looks = 0
+        self._looks = self._most = 0  # the most samples in a fed batch
         self._is_done = self._has_split = False
         self._spans = False  # whether an update was of several batches
         self._is_even = False  # whether all micro-batches are as large
@@ -61,7 +60,7 @@ class FirstBatch(Feature):
         accumulation = self._accumulation
         size = accumulation.model.current_micro_batch_size
         if isinstance(accumulation.model.micro_batch_size, str) and size:
-            self._warn_about_norms((accumulation.batch_size or 0) > size)
+            self._warn_about_norms(self._most > size)
         elif size and self._looks and not self._has_split:
             self._has_split = True  # it is said once
             asks = accumulation.options.trim_padding is not None
@@ -120,8 +119,8 @@ class FirstBatch(Feature):
         first = [replicas.of_one_replica(batch, strategy) for batch in first]
         steps, size = self._steps(), self._accumulation.model.micro_batch_size
         batches = [*self._fed, *map(as_tensors, first)][:steps]
-        samples = max(int(count_samples(batch)) for batch in batches)
-        is_split = isinstance(size, int) and samples > size
+        self._most = max(int(count_samples(batch)) for batch in batches)
+        is_split = isinstance(size, int) and self._most > size
         self._has_split |= is_split
         self._warn_about_norms(is_split or len(batches) > 1)
         is_cycle = len(batches) > 1 and (
@@ -212,8 +211,8 @@ def _is_even(accumulation, arguments):
     if batch is None or arguments.get("validation_split"):
         return False
     leaves = keras.tree.flatten(arguments.get("x"))
-    is_array = all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
-    if is_array and leaves[0].shape[0] % batch:
+    if any(leaf.shape[0] % batch for leaf in leaves if hasattr(leaf, "shape")):
         return False
-    batch //= accumulation.strategy.num_replicas_in_sync
-    return not isinstance(size, int) or not batch % -(-batch // size)
+    count = accumulation.strategy.num_replicas_in_sync
+    parts = -(-batch // count // size) if isinstance(size, int) else 1
+    return not batch % (count * parts) and not isinstance(size, str)
