@@ -26,8 +26,9 @@ def _pass_what_is_given(declared: _Method) -> _Method:
     @functools.wraps(declared)
     def compile(self, *args, **kwargs):
         with checks.explained_arguments(AccumulatingModel, "compile", kwargs):
-            by_super = super(AccumulatingModel, self).compile
-            self._accumulation.compile(by_super, args, kwargs)
+            self._accumulation.compile(
+                super(AccumulatingModel, self).compile, args, kwargs
+            )
 
     return compile  # type: ignore[return-value]
 
@@ -236,10 +237,12 @@ class AccumulatingModel(keras.Model):
         With `"auto"` or `"fastest"` it is the size found so far, or what was
         fed to a replica if that is less; `None` before the first batch.
         """
-        for feature in self._accumulation.features:
-            if feature.runs_again:
-                return feature.current_size()
-        return self.micro_batch_size  # type: ignore[return-value]
+        sizes = (
+            feature.current_size()
+            for feature in self._accumulation.features
+            if feature.runs_again
+        )
+        return next(sizes, self.micro_batch_size)  # type: ignore[return-value]
 
     @property
     def pending_steps(self) -> int:
@@ -593,8 +596,9 @@ class AccumulatingModel(keras.Model):
         return config and config | self._accumulation.options.changed()
 
     def compile_from_config(self, config):
-        by_super = super().compile_from_config
-        construction.compile_from_config(self, config, by_super)
+        construction.compile_from_config(
+            self, config, super().compile_from_config
+        )
 
     def __repr__(self):
         changed = self._accumulation.options.changed()

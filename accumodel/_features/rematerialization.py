@@ -21,7 +21,11 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch import assignments
-from accumodel._micro_batch.micro_batches import current_graph, current_step
+from accumodel._micro_batch.micro_batches import (
+    current_graph,
+    current_step,
+    floats_in,
+)
 
 _local = threading.local()  # `is_open`: whether one is rematerialized
 
@@ -71,12 +75,12 @@ class _Call:
             why = f"{self._function} runs twice (`keras.RematScope`)"
             assignments.check_repeats(graph, why, name)
             # A stage of a model keeps what it returns for the second pass.
-            return [*_sources(returned), *self._needed()], self._differentiate
+            return [*floats_in(returned), *self._needed()], self._differentiate
 
         # TensorFlow wants one source at least.
-        outputs = run_first(*_sources(self._inputs), tf.zeros(()))
+        outputs = run_first(*floats_in(self._inputs), tf.zeros(()))
         new = {}
-        for source, output in zip(_sources(returned), outputs, strict=False):
+        for source, output in zip(floats_in(returned), outputs, strict=False):
             private_names.set_mask(output, private_names.mask_of(source))
             new[id(source)] = output
         outputs, losses = _map(lambda each: new.get(id(each), each), returned)
@@ -95,7 +99,7 @@ class _Call:
         gradients = gradients[: len(gradients) - len(self._needed())]
         late = _after(gradients)
         inputs = _map(late, self._inputs)
-        sources = _sources(inputs)
+        sources = floats_in(inputs)
         assigned: collections.Counter = collections.Counter()
 
         def read(variable):
@@ -112,7 +116,7 @@ class _Call:
             tape.watch(sources)
             returned = self._context.run(self._run, inputs, scope)
         derivatives = tape.gradient(
-            _sources(returned), [*sources, *variables], gradients
+            floats_in(returned), [*sources, *variables], gradients
         )
         of_inputs = [*derivatives[: len(sources)], None]
         return (
@@ -174,10 +178,3 @@ def _after(gradients):
 
 def _map(function, structure):
     return tf.nest.map_structure(function, structure, expand_composites=True)
-
-
-def _sources(structure):
-    """Returns the tensors that have gradients."""
-    flat = tf.nest.flatten(structure, expand_composites=True)
-    tensors = [each for each in flat if isinstance(each, tf.Tensor)]
-    return [x for x in tensors if x.dtype.is_floating or x.dtype.is_complex]

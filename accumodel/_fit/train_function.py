@@ -4,7 +4,7 @@ Every fed batch goes one way:
 
     Trainer.fit -> model.train_function     `make_function`, here
         around                              of features, see `Feature`
-            Keras's function                `_make`, of `_train` as its step
+            Keras's function                `_make_by_keras`, of `_train`
                 loop.run                 for each micro-batch, `make_step`:
                     model.train_step        the user's, or that of accumodel
                         compute_gradients   forward, backward, weight, logs

@@ -116,8 +116,8 @@ def _specs(data):
     def spec(leaf):
         if isinstance(leaf, tf.experimental.Optional | None):
             return leaf
-        spec = leaf if isinstance(leaf, tf.TypeSpec) else None
-        spec = spec or tf.type_spec_from_value(leaf)
+        is_spec = isinstance(leaf, tf.TypeSpec)
+        spec = leaf if is_spec else tf.type_spec_from_value(leaf)
         is_tensor = isinstance(spec, tf.TensorSpec) and spec.shape.rank
         if is_tensor and spec.shape[0] == samples:
             return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)

@@ -41,6 +41,15 @@ def replaced(instance, name, value):
         attributes.update(before)
 
 
+@contextlib.contextmanager
+def all_of(scopes):
+    """Scope of all of these, each entered after the one before."""
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(scope)
+        yield
+
+
 class Hook:
     """Functions of Keras, instead of which others may be called.
 

@@ -8,11 +8,9 @@ would keep the activations of all micro-batches. Each replica loops over its own
 part of the fed batch. The loop is not compiled by XLA, only what is in it.
 """
 
-import contextlib
-
 import tensorflow as tf
 
-from accumodel._keras_and_tf import replicas
+from accumodel._keras_and_tf import hooks, replicas
 from accumodel._keras_and_tf.private_names import loss_trackers
 from accumodel._micro_batch import micro_batches
 from accumodel._micro_batch.assignments import recorded
@@ -58,18 +56,14 @@ def run(plan, function, data, collector=None):
     combines = plan.is_split or losses.spans_batches
     step = make_step(plan, function, collector, losses if combines else None)
     if not plan.is_split:
-        with contextlib.ExitStack() as stack:
-            for scope in scopes:
-                stack.enter_context(scope(parts, 0))
+        with hooks.all_of(scope(parts, 0) for scope in scopes):
             return step(data)
     specs = None
 
     def body(i, _):
         nonlocal specs
         losses.begins_batch = tf.equal(i, 0)
-        with contextlib.ExitStack() as stack:
-            for scope in scopes:
-                stack.enter_context(scope(parts, i))
+        with hooks.all_of(scope(parts, i) for scope in scopes):
             logs = step(parts.data_of(i))
         if tf.executing_eagerly():
             return (logs,)
@@ -147,9 +141,8 @@ class LossLogs:
     def begin(self):
         """Empties the trackers, which then hold one micro-batch."""
         trackers, data = loss_trackers(self._plan.model), current_step().data
-        leaves = tf.nest.flatten(data, expand_composites=True)
         # Without data, nothing may be changed: see `Engine._waits`.
-        with tf.control_dependencies([*filter(tf.is_tensor, leaves)]):
+        with tf.control_dependencies(micro_batches.tensors_in(data)):
             self._before = [*map(_numbers_of, trackers)]
         for tracker in trackers:
             tracker.reset_state()

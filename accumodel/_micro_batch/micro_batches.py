@@ -74,6 +74,18 @@ def current_graph():
     return tf.compat.v1.get_default_graph()
 
 
+def tensors_in(nested):
+    """Returns the flat tensors, without what is `None`, or a Python number."""
+    flat = tf.nest.flatten(nested, expand_composites=True)
+    return [*filter(tf.is_tensor, flat)]
+
+
+def floats_in(nested):
+    """Returns the tensors of a graph that may have gradients."""
+    tensors = filter(tf.is_symbolic_tensor, tensors_in(nested))
+    return [x for x in tensors if x.dtype.is_floating or x.dtype.is_complex]
+
+
 @dataclasses.dataclass(eq=False)
 class Step:
     """One call of a `train_step` or `test_step` with one micro-batch."""

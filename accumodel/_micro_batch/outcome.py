@@ -58,7 +58,7 @@ def weigh(plan, x, y, y_pred, sample_weight, loss):
     step = current_step()
     if weight is None or (is_custom and step.has_samples(loss, "own loss")):
         return None
-    # Tied to the data: see `GradientAccumulator._waits`.
+    # Tied to the data: see `Engine._waits`.
     with tf.control_dependencies([loss]):
         return tf.identity(weight)
 

@@ -35,7 +35,11 @@ import tensorflow as tf
 from accumodel._keras_and_tf import checks, optimizers, replicas
 from accumodel._keras_and_tf.hooks import without_own_reduction
 from accumodel._micro_batch.assignments import RECORDED
-from accumodel._micro_batch.micro_batches import current_graph, current_step
+from accumodel._micro_batch.micro_batches import (
+    current_graph,
+    current_step,
+    tensors_in,
+)
 from accumodel._update import sums
 
 
@@ -46,8 +50,6 @@ class _Untracked:
         self.strategy, self.variables = strategy, variables
         # Of `compile`, not of a checkpoint.
         self.accum_steps = accum_steps
-        self.replicas = replicas.count_replicas()
-        self.overwrites = [*map(optimizers.overwrites, variables)]
         self.updates: dict = {}  # compiled, by what they update
         self.numbers: typing.Any = None  # the `RandomNumbers` of its model
         # Per variable: was it passed to `accumulate`, maybe with `None` as its
@@ -238,7 +240,7 @@ class Engine(tf.Module):
         # a sum. The sums are those of one device.
         scale = tf.cast(weight, tf.float64)
         if divides:
-            scale *= self._untracked.replicas
+            scale *= replicas.count_replicas()
         accepted = tf.identity(True)
         if self._skip_nonfinite:
             with tf.control_dependencies([weight]):
@@ -261,9 +263,9 @@ class Engine(tf.Module):
                 self._phase.assign_add(0.0)
                 dtypes = {each.dtype for each in self._sums}
                 minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
-                columns = self._sums, gradients, self._untracked.overwrites
-                for total, gradient, overwrites in zip(*columns, strict=True):
-                    sums.add(total, gradient, minus[total.dtype], overwrites)
+                columns = self._sums, gradients, self.variables
+                for total, gradient, variable in zip(*columns, strict=True):
+                    sums.add(total, gradient, minus[total.dtype], variable)
 
         step = current_step()
         with tf.name_scope(RECORDED), tf.control_dependencies([begun]):
@@ -285,7 +287,7 @@ class Engine(tf.Module):
             with tf.name_scope(RECORDED), tf.control_dependencies([phase]):
                 accepted = tf.cast(accepted, tf.float64)
                 # What all replicas accept adds 1 / replicas on each of them.
-                size = 1 / (1 if is_split else self._untracked.replicas)
+                size = 1 / (1 if is_split else replicas.count_replicas())
                 sizes = [accepted * size, (1 - accepted) * size]
                 self._counts.assign_add(sizes)
 
@@ -314,8 +316,7 @@ class Engine(tf.Module):
         step = current_step()
         # A function in a step must not hold the data of its first trace.
         if step is not None and not step.is_conditional():
-            leaves = tf.nest.flatten(step.data, expand_composites=True)
-            values = filter(tf.is_tensor, leaves)
+            values = tensors_in(step.data)
         elif tf.is_symbolic_tensor(weight):
             return []  # it waits for itself
         else:
@@ -508,8 +509,11 @@ class Collector:
             holder = step.plan.accumulation.accumulators
         if holder is not None:
             holder.check_holds(accumulator, step is not None)
-        has_strategy = tf.distribute.has_strategy()
-        strategy = tf.distribute.get_strategy() if has_strategy else None
+        strategy = (
+            tf.distribute.get_strategy()
+            if tf.distribute.has_strategy()
+            else None
+        )
         own = accumulator._untracked.strategy
         if strategy is not own or not tf.distribute.get_replica_context():
             raise ValueError(

@@ -43,7 +43,7 @@ def make_counter(name):
     return tf.Variable(tf.zeros((), tf.int64), trainable=False, name=name)
 
 
-def add(total, gradient, minus, overwrites):
+def add(total, gradient, minus, variable):
     """Adds a gradient, times a scale of which `minus` is the negative."""
     if gradient is None:
         return
@@ -55,7 +55,7 @@ def add(total, gradient, minus, overwrites):
         )
         return
     gradient = tf.cast(gradient, total.dtype)
-    if overwrites:  # what is a value and no gradient
+    if optimizers.overwrites(variable):  # what is a value and no gradient
         total.assign(tf.maximum(total, gradient))
     else:
         # `total -= minus * gradient`: the one public op that multiplies and

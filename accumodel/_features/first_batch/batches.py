@@ -17,7 +17,11 @@ from accumodel._keras_and_tf import replicas
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.micro_batches import as_tensors, count_samples
+from accumodel._micro_batch.micro_batches import (
+    as_tensors,
+    count_samples,
+    tensors_in,
+)
 
 # Whether an error of the check itself raises, as in the tests.
 RAISES = False
@@ -200,9 +204,10 @@ class FirstBatch(Feature):
 
 
 def _bytes_of(batches):
-    leaves = tf.nest.flatten(batches, expand_composites=True)
-    tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
-    return sum(x.shape.num_elements() * x.dtype.size for x in tensors)
+    return sum(
+        tensor.shape.num_elements() * tensor.dtype.size
+        for tensor in tensors_in(batches)
+    )
 
 
 def _is_even(accumulation, arguments):

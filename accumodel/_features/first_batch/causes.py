@@ -13,11 +13,10 @@ from accumodel._features.first_batch.kept import name_of
 from accumodel._features.first_batch.runs import (
     MEMORY,
     ByOutputs,
-    floats,
     keyed,
 )
 from accumodel._keras_and_tf import hooks, private_names
-from accumodel._micro_batch.micro_batches import current_graph
+from accumodel._micro_batch.micro_batches import current_graph, floats_in
 
 TF_RANDOM = (
     "The model draws random numbers by `tf.random`: other ones in each "
@@ -70,7 +69,7 @@ def _text(found, check):
             "batch size in it by `tf.shape(x)[0]`, or `-1` in a `reshape`: "
             f"{last_line(found.what)}"
         )
-    source = check.rows.sources.get(found.what)
+    source = check.runner.sources.get(found.what)
     name = "" if source is None else name_of(source, check.model)
     if found.kind == runs.STATES:
         return (
@@ -82,7 +81,7 @@ def _text(found, check):
     what = f"{found.kind} by the variable '{name}'" if name else found.kind
     verb = "differs" if what == runs.LOSS else "differ"
     by = f" by {found.share:.2g} times the largest" if found.share else ""
-    if check.rows.trims:
+    if check.runner.trims:
         return (
             "The first batch shows that `trim_padding` changes the weights: "
             f"without padding, the {what} {verb}{by}. A layer or the loss "
@@ -160,12 +159,14 @@ def _cause(found, check):
 
 def _first_layer(check):
     """Returns the first layer that differs, and what it draws, if known."""
-    runner = _Layers(check.plan, check.rows.rows)
+    runner = _Layers(check.plan, check.runner.rows)
     kept, _ = runner.activations
     begin, end, size = check.window
     fits = max(MEMORY // max(kept, 1), 2 * check.count)
-    windows = [(0, check.count, max(check.count - 1, 1))]
-    windows.append((begin, min(end, begin + fits), size))
+    windows = [
+        (0, check.count, max(check.count - 1, 1)),
+        (begin, min(end, begin + fits), size),
+    ]
     for window in windows:
         with contextlib.suppress(tf.errors.InvalidArgumentError):
             if layer := _first_in(runner, *window):
@@ -205,7 +206,7 @@ class _Layers(ByOutputs):
                 not_cut = _NOT_CUT_BY_XLA if plan.is_compiled else _NOT_CUT
                 drawn = [e.type for e in operations if not_cut.match(e.type)]
                 self.sources[runs.OUTPUTS, len(terms), 0] = layer, drawn
-                terms.append(keyed(runs.OUTPUTS, floats(outputs)))
+                terms.append(keyed(runs.OUTPUTS, floats_in(outputs)))
             return outputs
 
         with contextlib.ExitStack() as stack:

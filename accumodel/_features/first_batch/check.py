@@ -107,16 +107,16 @@ class Check:
         self.is_custom = bool(own) or accumulation.overrides(
             "accumulate_gradients"
         )
-        self._runner: type[Runner] = AsItIs
+        self._kind_of_runner: type[Runner] = AsItIs
         count = min(_SAMPLES, self._size)
         if not self.is_custom:
-            self._runner, count = ByOutputs, max(count, 2)
+            self._kind_of_runner, count = ByOutputs, max(count, 2)
         self.count = min(count, self._samples)
         self.adds_up, self._is_zero, self._error = True, True, 0.0
         # What is compared: the first row, the one behind the last, and how many
         # are in a part.
         self.window = 0, self.count, max(self.count - 1, 1)
-        self.rows: typing.Any = None
+        self.runner: typing.Any = None
         # Whether a value may differ that has no gradient, or another one.
         self._hides_gradients = False
 
@@ -127,11 +127,12 @@ class Check:
             try:
                 found = self._find()
             except NoRows:  # a step of Keras's own, as it is
-                found = self._find_as_it_is()
+                self.adds_up, self._is_zero, self._error = True, True, 0.0
+                found = self._find_by_gradients(AsItIs)
             if found is None and self.plan.orders is not None:
                 found = self._find_by_padding()
             if self.model.run_eagerly:
-                _check_python(python, self.rows.drawn)
+                _check_python(python, self.runner.drawn)
         if found is not None:
             return f"differs: {found}"
         if self._is_zero:
@@ -142,7 +143,7 @@ class Check:
         """Returns how much was seen, in words of the user."""
         begin, end, size = self.window
         count, samples = end - begin, self._samples
-        if self._runner is ByOutputs:
+        if self._kind_of_runner is ByOutputs:
             what = "output"
             who = f" for the first {count} of {samples} samples: they give"
             if count == samples:
@@ -166,8 +167,8 @@ class Check:
         if any(getattr(x, "quantization_mode", 0) == "float8" for x in layers):
             raise NotMade("float8 rounds by more than is compared")
         self._choose()
-        self.rows = self._runner(self.plan, self._chosen)
-        nodes = [*nodes_of(self.rows.function.graph.as_graph_def())]
+        self.runner = self._kind_of_runner(self.plan, self._chosen)
+        nodes = [*nodes_of(self.runner.function.graph.as_graph_def())]
         if any("PyFunc" in node.op for node in nodes):
             raise NotMade(
                 "it calls Python by `tf.py_function` or `tf.numpy_function`, "
@@ -176,27 +177,22 @@ class Check:
         if any(map(is_random, nodes)):
             return causes.say(Found("tf.random"), self)
         self._hides_gradients = any(map(_hides_gradient, nodes))
-        is_by_outputs = self._runner is ByOutputs
+        is_by_outputs = self._kind_of_runner is ByOutputs
         look = self._look_at_batch if is_by_outputs else self._look_at_few
-        found = self._near(look, self.rows)
+        found = self._near(look)
         if found or not (is_by_outputs and self._hides_gradients):
             return found
         # The values are the same, but not all gradients are those of values.
         return self._find_by_gradients(ByOutputs)
 
-    def _near(self, look, rows):
+    def _near(self, look):
         """Looks at a point near the weights, or else at these themselves."""
-        point = moved(rows.used, self.model.optimizer)
+        point = moved(self.runner.used, self.model.optimizer)
         for scope in (point, contextlib.nullcontext()):
             with contextlib.suppress(FloatingPointError), scope:
-                found = look(rows)
+                found = look()
                 return found and causes.say(found, self)
         raise NotMade("its gradients are not finite")
-
-    def _find_as_it_is(self):
-        """Compares gradients, for outputs that have no row for each sample."""
-        self.adds_up, self._is_zero, self._error = True, True, 0.0
-        return self._find_by_gradients(AsItIs)
 
     def _find_by_padding(self):
         """Compares rows with and without the padding that is cut off."""
@@ -204,23 +200,23 @@ class Check:
         data = self._chosen.take(0, end)
         if not self.plan.orders.order(self.plan, data).has_padding():
             raise NotYet("no sample has padding that `trim_padding` cuts off")
-        self.rows = AsItIs(self.plan, self._chosen, trims=True)
+        self.runner = AsItIs(self.plan, self._chosen, trims=True)
         look = functools.partial(self._look, begin=0, end=end, size=1)
-        return self._near(look, self.rows)
+        return self._near(look)
 
     def _find_by_gradients(self, runner):
-        kept, _ = self.rows.activations
+        """Compares gradients by the weights, of a step as it is."""
+        kept, _ = self.runner.activations
         if self._size < 2 and kept > MEMORY:
             raise NotMade(
                 "its gradients are compared for two samples at once, of which "
                 "only one fits in a micro-batch"
             )
-        window, self._runner = self.window, AsItIs
-        self.count = min(self.count, max(self._size, 2))
-        self.rows = AsItIs(self.plan, self._chosen)
-        found = self._near(self._look_at_few, self.rows)
+        window, self._kind_of_runner = self.window, AsItIs
+        self.runner = AsItIs(self.plan, self._chosen)
+        found = self._near(self._look_at_few)
         if runner is ByOutputs and not found:  # which has seen more
-            self._runner, self.window = ByOutputs, window
+            self._kind_of_runner, self.window = ByOutputs, window
         return found
 
     # -- which rows ------------------------------------------------------------
@@ -255,18 +251,18 @@ class Check:
 
     def _fitting(self):
         """Returns how many samples fit in memory at once, without a tape."""
-        kept, largest = self.rows.activations
+        kept, largest = self.runner.activations
         if private_names.is_rematerialized(self.model):
             kept = min(kept, 4 * largest)
         # What a micro-batch keeps for its gradient; and the outputs of all
         # samples in one piece and in parts, and gradients by them.
         at_once = (self._size * kept / 2 + MEMORY) // (3 * largest)
-        in_all = MEMORY // (6 * max(self.rows.bytes_of_a_row, 1))
+        in_all = MEMORY // (6 * max(self.runner.bytes_of_a_row, 1))
         return int(min(at_once, self._size + in_all, self._samples))
 
     # -- one look --------------------------------------------------------------
 
-    def _look_at_batch(self, rows):
+    def _look_at_batch(self):
         """Returns what differs in the first batch, or `None`."""
         most, size, begin = self._fitting(), self._size, self._begin
         if most < 2:
@@ -281,7 +277,7 @@ class Check:
             if not self.is_sure or most < 2 * size:
                 size = -(-most // 2)
             self.window = window = begin, begin + most, size
-            if found := self._look(rows, *window, kinds):
+            if found := self._look(*window, kinds):
                 return found
         if (
             self.plan.has_whole_loss
@@ -290,16 +286,16 @@ class Check:
         ):
             return None
         with contextlib.suppress(NotMade):  # of rows that are in groups
-            self._look(rows, 0, self.count, self.count - 1)
+            self._look(0, self.count, self.count - 1)
         return self._weights_that_do_not_add_up()
 
-    def _look_at_few(self, rows):
+    def _look_at_few(self):
         """Returns what differs in a few rows, or `None`."""
         # Parts of one size hide losses of the hardest half, or the like.
         c, found, fails = self.count - (self.count == 6), None, None
         self.window = 0, c, 3 if c > 4 else 1
         try:
-            found = self._look(rows, *self.window)
+            found = self._look(*self.window)
         except NotMade as error:  # of rows that do not follow each other
             fails = error
         end = min(self._size, self._samples)
@@ -311,7 +307,7 @@ class Check:
             for size in (half, 2) if end > 4 else (half,):
                 with contextlib.suppress(NotMade):
                     self._error = 0.0
-                    looks = (self._look(rows, b, b + end, size) for b in begins)
+                    looks = (self._look(b, b + end, size) for b in begins)
                     again = next(filter(None, looks), None)
                     found, fails = again and (found or again), None
                     if not again:
@@ -326,18 +322,20 @@ class Check:
             return None
         return Found("weights of the micro-batches")
 
-    def _look(self, rows, begin, end, size, kinds=None):
+    def _look(self, begin, end, size, kinds=None):
         """Returns what differs in parts of a size, as `Found`, or `None`."""
         try:
-            parts = rows.run(begin, end, size)
+            parts = self.runner.run(begin, end, size)
         except tf.errors.InvalidArgumentError as error:
             text = causes.last_line(error)
             raise NotMade(
                 f"the step fails for {size} samples: {text}"
             ) from error
         try:
-            whole_size = size if rows.trims else end - begin
-            whole = rows.run(begin, end, whole_size, rows.function)
+            whole_size = size if self.runner.trims else end - begin
+            whole = self.runner.run(
+                begin, end, whole_size, self.runner.function
+            )
         except tf.errors.InvalidArgumentError as error:
             return Found("fixed", what=error)
         self._is_zero &= not any(
@@ -351,7 +349,7 @@ class Check:
                 if kind == runs.WEIGHTS:
                     self.adds_up = False
                 elif kind != runs.STATES or self._matters(
-                    rows.sources[found.what]
+                    self.runner.sources[found.what]
                 ):
                     return found
         return None
@@ -430,7 +428,7 @@ class Check:
     @functools.cached_property
     def _readers(self):
         """What `after_update` uses, and graphs of the step and of inference."""
-        model, used, graphs = self.model, [], [self.rows.function.graph]
+        model, used, graphs = self.model, [], [self.runner.function.graph]
         if self.accumulation.overrides("after_update"):
             update = tf.function(model.after_update, autograph=False)
             used = update.get_concrete_function().variables

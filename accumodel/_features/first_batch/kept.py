@@ -79,7 +79,9 @@ def _move(variable, rng, stack, large):
     is_constant = bool((begin == begin[0]).all())
     is_constant = is_constant and bool(tf.reduce_all(value == begin[0]))
     if is_constant:
-        stack.callback(_fill, variable, begin[0])
+        stack.callback(
+            lambda: variable.assign(tf.fill(variable.shape, begin[0]))
+        )
     elif value.shape.num_elements() <= _SMALL:
         stack.callback(variable.assign, value)  # its buffer, not a copy
     else:
@@ -87,16 +89,8 @@ def _move(variable, rng, stack, large):
         one = large.setdefault(key, variable)
         if one is variable or not bool(tf.reduce_all(value == one)):
             return
-        stack.callback(_put_back, variable, one)
+        stack.callback(lambda: variable.assign(one.read_value()))
     variable.assign(_near(value, is_constant, rng))
-
-
-def _fill(variable, value):
-    variable.assign(tf.fill(variable.shape, value))
-
-
-def _put_back(variable, one):
-    variable.assign(one.read_value())
 
 
 def _near(value, is_constant, rng):

@@ -12,7 +12,6 @@ split them: what is drawn, and what is known of shapes, is as in the training.
 """
 
 import collections
-import contextlib
 import dataclasses
 import typing
 
@@ -29,6 +28,7 @@ from accumodel._micro_batch.micro_batches import (
     FedBatch,
     count_samples,
     current_graph,
+    floats_in,
     has_axis,
     one_step,
 )
@@ -102,15 +102,15 @@ class Runner:
             plan,
             options=dataclasses.replace(plan.options, micro_batch_size=1),
             assigned=collections.defaultdict(dict),
-            numbers=_OwnNumbers(trims),
+            numbers=None if trims else _OwnNumbers(),
             features=(),
         )
         self.function = self._in_parts = self._trace(own, is_part=False)
         if trims:  # to the longest itself: nothing here is compiled by XLA
-            features = plan.features
-            own = dataclasses.replace(own, features=features, is_compiled=False)
-            self._in_parts = self._trace(own, is_part=True)
-        elif plan.has_whole_loss and isinstance(self, ByOutputs):
+            own = dataclasses.replace(
+                own, features=plan.features, is_compiled=False
+            )
+        if trims or (plan.has_whole_loss and isinstance(self, ByOutputs)):
             self._in_parts = self._trace(own, is_part=True)
         functions = [self.function, self._in_parts]
         self.used, self._assigned = variables_of(functions)
@@ -130,26 +130,26 @@ class Runner:
             hooks.updates(apply=_refuse_update),
             hooks.traced_anew(),
             hooks.moments(_moments=_inference),
+            # By design, a training without padding draws other numbers.
+            *([_same_draws()] if self.trims else []),
         ]
 
     def _trace(self, plan, is_part):
         def run(begin, end, i, size):
             own = dataclasses.replace(plan, size=size)
             parts, taken = FedBatch(own, self.rows.take(begin, end)), _Taken()
-            with contextlib.ExitStack() as stack:
-                for scope in own.around_parts(trains=True):
-                    stack.enter_context(scope(parts, i))
+            scopes = own.around_parts(trains=False)  # no cycle begins
+            with hooks.all_of(scope(parts, i) for scope in scopes):
                 data = parts.data_of(i)
-                how = taken, None, own.is_compiled  # XLA draws in its own way
-                stack.enter_context(one_step(own, data, *how))
-                return self.step(own, data, taken, is_part)
+                # XLA draws in its own way.
+                with one_step(own, data, taken, None, own.is_compiled):
+                    return self.step(own, data, taken, is_part)
 
-        with contextlib.ExitStack() as stack:
-            for scope in self.scopes():
-                stack.enter_context(scope)
-            for accumulator in plan.accumulation.accumulators:
-                of_it = hooks.replaced(accumulator, "_has_weights", None)
-                stack.enter_context(of_it)
+        of_weights = [
+            hooks.replaced(accumulator, "_has_weights", None)
+            for accumulator in plan.accumulation.accumulators
+        ]
+        with hooks.all_of([*self.scopes(), *of_weights]):
             scalars = [tf.TensorSpec((), tf.int64)] * 4
             function = tf.function(run, autograph=False)
             function = function.get_concrete_function(*scalars)
@@ -164,21 +164,19 @@ class Runner:
         """
         count = -(-(end - begin) // size)
         function = function or self._in_parts
-        before = [np.array(variable.numpy()) for variable in self._assigned]
+        before = {id(v): np.array(v.numpy()) for v in self._assigned}
         terms_of, arrays = [], {}
         try:
             for i in range(count):
                 rows = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
                 terms = function(*rows)
                 terms_of.append(tf.nest.map_structure(_array, terms))
-            pairs = zip(self._assigned, before, strict=True)
-            places = {id(variable): value for variable, value in pairs}
             for i, variable in enumerate(self._states):
-                change = _change(variable, places[id(variable)])
+                change = _change(variable, before[id(variable)])
                 arrays[STATES, 0, i] = change
         finally:
-            for variable, value in zip(self._assigned, before, strict=True):
-                variable.assign(value)
+            for variable in self._assigned:
+                variable.assign(before[id(variable)])
         for k, terms in enumerate(zip(*terms_of, strict=True)):
             for key, value in _join(terms).items():
                 arrays[key[0], k, key[1]] = value
@@ -224,10 +222,10 @@ class ByOutputs(Runner):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         model, graph = plan.model, current_graph()
         y_pred = private_names.call_model(model, x, training=True)
-        outputs = [*{x.name: x for x in floats(y_pred)}.values()]
+        outputs = [*{x.name: x for x in floats_in(y_pred)}.values()]
         rows = [_fold(x) for x in outputs if x.shape[:1] == [None]]
         self.bytes_of_a_row = sum(map(_bytes_of_a_row, rows))
-        layer_losses = floats(added_losses(model))
+        layer_losses = floats_in(added_losses(model))
         if self._has_whole_loss and is_part:
             return [
                 keyed(WEIGHTS, [count_samples(data)])
@@ -255,9 +253,10 @@ class ByOutputs(Runner):
         sources = [x if g is not None else None for x, g in pairs]
         reads, layer_losses = sources[: len(reads)], sources[len(reads) :]
         sizes = [
-            tf.reduce_sum(tf.abs(x * g)) for x, g in pairs if g is not None
+            tf.cast(tf.reduce_sum(tf.abs(x * g)), tf.float64)
+            for x, g in pairs
+            if g is not None
         ]
-        sizes = [tf.cast(size, tf.float64) for size in sizes]
         by_own = tape.gradient(loss, own)
         by = [*map(_before_softmax, reads, by[: len(reads)])]
         if self._has_whole_loss:
@@ -302,7 +301,7 @@ class AsItIs(Runner):
         model, samples = plan.model, count_samples(data)
         with tf.GradientTape() as tape:
             y_pred = private_names.call_model(model, x, training=True)
-            sizes = [tf.cast(tf.abs(x), "float32") for x in floats(y_pred)]
+            sizes = [tf.cast(tf.abs(x), "float32") for x in floats_in(y_pred)]
             loss = sum(tf.reduce_sum(size**2) for size in sizes)
             loss /= tf.cast(samples, "float32")
             loss += sum(map(tf.reduce_sum, added_losses(model)))
@@ -372,7 +371,7 @@ def _read_of(loss, forward, data):
             todo += tensor.op.inputs
         elif tensor.op.type not in _GIVEN:
             read.append(tensor)
-    return floats(read)
+    return floats_in(read)
 
 
 def _depends(tensor, test):
@@ -398,14 +397,8 @@ def _is_data(tensor):
 class _OwnNumbers(RandomNumbers):
     """Has a variable outside of all strategies."""
 
-    def __init__(self, is_trimmed):
+    def __init__(self):
         self.rows = make_sum((3,), tf.int64, "rows")
-        self._is_trimmed = is_trimmed
-
-    def around_parts(self, plan, trains):
-        if self._is_trimmed:  # by design, the training draws others
-            return lambda parts, i: _same_draws()
-        return super().around_parts(plan, trains=False)  # no cycle begins
 
 
 def _same_draws():
@@ -429,13 +422,6 @@ def _refuse_update(*_, **__):
 def _inference(original, layer, inputs, mask):
     moving = layer.moving_mean, layer.moving_variance
     return tuple(tf.cast(statistics, inputs.dtype) for statistics in moving)
-
-
-def floats(structure):
-    """Returns the tensors in a structure that may have gradients."""
-    leaves = tf.nest.flatten(structure, expand_composites=True)
-    tensors = [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf)]
-    return [x for x in tensors if x.dtype.is_floating or x.dtype.is_complex]
 
 
 def _array(tensor):

@@ -30,6 +30,7 @@ from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import tf_variable, trained_norms
 from accumodel._micro_batch import weights
 from accumodel._micro_batch.assignments import READS, Recorder
+from accumodel._micro_batch.micro_batches import tensors_in
 
 
 class ModelGraph:
@@ -320,7 +321,7 @@ class Piece:
         }
         used = {e.name for op in self._operations.values() for e in op.inputs}
         self._fed = taken.keys() & used
-        self._run_eagerly = tf.function(
+        self._as_function = tf.function(
             self.run, autograph=False, reduce_retracing=True
         )
 
@@ -362,7 +363,7 @@ class Piece:
         run = self.run
         if tf.executing_eagerly():
             # A graph, also under `tf.config.run_functions_eagerly(True)`.
-            run = self._run_eagerly.get_concrete_function(values)
+            run = self._as_function.get_concrete_function(values)
         made = iter(run(values))
         return map_present(lambda _: next(made), self.makes)
 
@@ -453,12 +454,6 @@ def map_present(function, nested):
         nested,
         expand_composites=True,
     )
-
-
-def tensors_in(nested):
-    """Returns the flat tensors, without what is `None`, or a Python number."""
-    flat = tf.nest.flatten(nested, expand_composites=True)
-    return [*filter(tf.is_tensor, flat)]
 
 
 def is_placeholder(tensor):

@@ -29,18 +29,14 @@ import tensorflow as tf
 
 from accumodel._features.trim_padding import output_shapes
 from accumodel._features.whole_batch import sync_batch_norm
-from accumodel._features.whole_batch.graph import (
-    ModelGraph,
-    map_present,
-    tensors_in,
-)
+from accumodel._features.whole_batch.graph import ModelGraph, map_present
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import assignments, loop, micro_batches, outcome
 from accumodel._micro_batch.assignments import States
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.micro_batches import one_step
+from accumodel._micro_batch.micro_batches import one_step, tensors_in
 from accumodel._micro_batch.random_numbers import Draws
 
 
