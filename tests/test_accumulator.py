@@ -90,15 +90,11 @@ def test_skip_nonfinite_leaves_a_micro_batch_out_and_counts_it(
     np.testing.assert_array_equal(variable, [-2.0, -2.0])
 
 
-def test_auto_is_for_the_model_and_refused_here():
+def test_what_cannot_be_accumulated_for_is_refused():
     with pytest.raises(TypeError, match="`jit_compile` must be a bool"):
         accumulating(make_variables(), jit_compile="auto")
-
-
-def test_no_variables_are_refused():
-    match = r"`variables` must .* Received: variables=\[\]"
-    with pytest.raises(ValueError, match=match):
-        GradientAccumulator(keras.optimizers.SGD(), [], 2)
+    with pytest.raises(ValueError, match=r"must .* Received: variables=\[\]"):
+        accumulating([])
 
 
 def test_a_cycle_begins_without_what_the_last_one_left():
@@ -229,14 +225,6 @@ def test_a_model_knows_what_it_holds(hold, number, compiled, updates):
     assert model.own.pending_steps == 0
 
 
-def test_a_model_leaves_those_of_another_model_alone():
-    inner, outer = Holds(lambda each: [each]), Holds(lambda each: None)
-    inner.make(4)
-    outer.inner = inner
-    assert [*inner._accumulation.accumulators] == [inner.own]
-    assert not [*outer._accumulation.accumulators]
-
-
 @pytest.mark.parametrize(
     ("kwargs", "strategy", "trains_own"),
     [
@@ -253,7 +241,7 @@ def test_what_no_attribute_holds_is_refused(kwargs, strategy, trains_own):
         other.make(4)
         model.compile("sgd", **kwargs)
     if not trains_own:
-        HELD[model.net.name] = other.own
+        model.inner, HELD[model.net.name] = other, other.own
     with pytest.raises(ValueError, match="the model does not hold"):
         model.fit(np.ones((10, 3)), batch_size=4, verbose=0)
 

@@ -209,8 +209,7 @@ def test_a_file_of_a_pending_cycle_goes_on_drawing(
     model = train(AccumulatingModel, LAYERS["dropout"], feed=feed, **kwargs)
     keras.utils.set_random_seed(3)  # layers without a seed take others
     loaded = keras.models.load_model(tmp_path / "model.keras", compile=False)
-    optimizer = keras.optimizers.serialize(model.optimizer)
-    optimizer = keras.optimizers.deserialize(optimizer)
+    optimizer = model.optimizer.from_config(model.optimizer.get_config())
     loaded.compile(optimizer, model.loss, **kwargs | {"accum_steps": steps})
     loaded.load_weights(tmp_path / "model.keras")
     assert loaded.pending_steps == model.pending_steps > 0
