@@ -539,3 +539,14 @@ def test_what_is_said_is_true(name, way):
     assert said.startswith("exact" if is_right else "differs"), said
     kinds = {InexactWarning} if not is_right else set()
     assert {warning.category for warning in told} == kinds
+
+
+@pytest.mark.verified
+def test_what_may_be_equal_by_chance_is_looked_at_again():
+    """The hardest half of the first batch is even in both micro-batches."""
+    hard = np.repeat([1, 0, 1, 0, 1, 1, 0, 0], 2).reshape(16, 1)
+    model = dense(AccumulatingModel)
+    model.compile(SGD(0.1), hardest_half, micro_batch_size=4)
+    data = X[:16], Y[:16] + 9 * hard
+    with pytest.warns(InexactWarning, match="compares or adds up samples"):
+        model.fit(*data, batch_size=8, shuffle=False, verbose=0)

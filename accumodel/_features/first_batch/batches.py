@@ -29,6 +29,10 @@ RAISES = False
 # How many batches are looked at in a `fit` until one is split.
 _LOOKS = 8
 
+# How many batches must agree if samples are compared: the hardest half of them,
+# for example, may be the same in one piece and in parts by chance.
+_AGREE = 3
+
 # The most batches of a cycle that are looked at.
 _MOST = 64
 
@@ -42,7 +46,8 @@ class FirstBatch(Feature):
         super().__init__(accumulation)
         self.result: str | None = None
         self._fed: list = []  # those of the first cycle, so far
-        self._looks = self._most = 0  # the most samples in a fed batch
+        self._looks = self._agreed = 0
+        self._most = 0  # the most samples in a fed batch
         self._is_done = self._has_split = False
         self._spans = False  # whether an update was of several batches
         self._is_even = False  # whether all micro-batches are as large
@@ -141,9 +146,13 @@ class FirstBatch(Feature):
     def _check(self, batches):
         self._fed = []
         try:
-            result = replicas.outside(
-                Check(self._accumulation, batches, self._is_even).result
-            )
+            check = Check(self._accumulation, batches, self._is_even)
+            result = replicas.outside(check.result)
+            self._agreed += 1
+            is_enough = not check.is_by_chance or self._agreed == _AGREE
+            if result.startswith("exact") and not is_enough:
+                self.result = result
+                return
         except NotYet as error:  # another batch may show it
             self._looks += self._steps() > 1
             result = f"not made: {error}"

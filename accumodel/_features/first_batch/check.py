@@ -113,6 +113,8 @@ class Check:
             self._kind_of_runner, count = ByOutputs, max(count, 2)
         self.count = min(count, self._samples)
         self.adds_up, self._is_zero, self._error = True, True, 0.0
+        # Whether samples are compared, of which these may be equal by chance.
+        self.is_by_chance = False
         # What is compared: the first row, the one behind the last, and how many
         # are in a part.
         self.window = 0, self.count, max(self.count - 1, 1)
@@ -279,14 +281,14 @@ class Check:
             self.window = window = begin, begin + most, size
             if found := self._look(*window, kinds):
                 return found
-        if (
-            self.plan.has_whole_loss
-            or self._is_even
-            or not self.accumulation.overrides("micro_batch_weight")
-        ):
-            return None
+        error = self._error
         with contextlib.suppress(NotMade):  # of rows that are in groups
-            self._look(0, self.count, self.count - 1)
+            found = self._look(0, self.count, self.count - 1)
+            self.is_by_chance = found is not None
+        self._error = error
+        has_own = self.accumulation.overrides("micro_batch_weight")
+        if self.plan.has_whole_loss or not has_own:
+            return None
         return self._weights_that_do_not_add_up()
 
     def _look_at_few(self):
@@ -312,6 +314,7 @@ class Check:
                     found, fails = again and (found or again), None
                     if not again:
                         self.window = first, first + end, size
+                        self.is_by_chance = True
                         break
         if fails:
             raise fails
