@@ -294,10 +294,6 @@ class Looks(layers.Layer):
         return inputs + ops.cast(found, inputs.dtype)
 
 
-def ones(x, y):
-    return array(x, y) | {"batch_size": 1}
-
-
 def small_first(x, y):
     batches = as_dataset((x, y), (3, 8, 5))
     return {"x": batches}
@@ -310,10 +306,6 @@ def classifier():
 
 def classes(x, y):
     return array(x, np.arange(len(x)) % OUTPUTS)
-
-
-def class_weights(x, y):
-    return classes(x, y) | {"class_weight": {0: 1.0, 1: 4.0, 2: 0.3}}
 
 
 def of_classes(y, p):
@@ -333,7 +325,13 @@ PROGRAMS = {
         CROSS,
         of_classes,
     ),
-    "class weights": (classifier, SIZE, class_weights, CROSS, of_classes),
+    "class weights": (
+        classifier,
+        SIZE,
+        lambda *xy: classes(*xy) | {"class_weight": {0: 1.0, 1: 4.0, 2: 0.3}},
+        CROSS,
+        of_classes,
+    ),
     "metrics": (plain, METRICS, array),
     "own metrics": (OwnMetrics, METRICS, array),
     "a custom step": (Steps, METRICS, array),
@@ -341,7 +339,11 @@ PROGRAMS = {
     "a custom step, eager": (Steps, SIZE | EAGER, array),
     "an own accumulator": (OwnAccumulator, {}, array),
     "after build": (was_built, SIZE, array),
-    "one at a time": (plain, {"accum_steps": 8}, ones),
+    "one at a time": (
+        plain,
+        {"accum_steps": 8},
+        lambda x, y: array(x, y) | {"batch_size": 1},
+    ),
     "generator": (plain, SIZE, generator),
     "PyDataset": (plain, METRICS, py_data_set),
     "executions": (plain, METRICS | EXECUTIONS, data_set),

@@ -337,14 +337,6 @@ def raw_in_condition(layer, x):
     return x * tf.cond(tf.reduce_sum(x) > 0, add, add)
 
 
-def next_of_data(layer, x):
-    return x * tf.cast(next(RESOURCES["numbers"]), x.dtype)
-
-
-def random_in_loop(layer, x):
-    return tf.map_fn(lambda each: each + tf.random.normal(()), x)
-
-
 def behind_a_norm(keep, **kwargs):
     def call(x):
         with keras.RematScope(mode=None):
@@ -415,8 +407,14 @@ def test_what_is_only_read_or_written_once(tmp_path, monkeypatch):
     [
         (raw, "AssignAddVariableOp.*keeper"),
         (raw_in_condition, "AssignAddVariableOp.*cond"),
-        (next_of_data, "IteratorGetNext"),
-        (random_in_loop, "RandomStandardNormal"),
+        (
+            lambda layer, x: x * tf.cast(next(RESOURCES["numbers"]), x.dtype),
+            "IteratorGetNext",
+        ),
+        (
+            lambda layer, x: tf.map_fn(lambda e: e + tf.random.normal(()), x),
+            "RandomStandardNormal",
+        ),
     ],
 )
 def test_what_would_not_be_the_same_twice(keep, what, monkeypatch):
