@@ -314,8 +314,6 @@ gradients of loops are not those of XLA
     _entered: call Enter => context.Exit()
 a normalization that trains in evaluate is not seen
     ModelGraph._trace: call trained_norms => ({} if self._is_training else [])
-normalizations of two traces are taken for those of one
-    ModelGraph._trace: call Norms => vars(self).get("_norms") or {}
     """,
     "test_traces.py": """
 a function in a step that was traced before counts nothing

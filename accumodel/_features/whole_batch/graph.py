@@ -66,7 +66,7 @@ class ModelGraph:
             graph.add_to_collection("accumodel", function)
 
     def _trace(self, x):
-        # Here, since TensorFlow traces again if a variable was made.
+        # Here, since they note which graph is traced.
         splits = self._plan.options.sync_batch_norm
         self._norms = Norms(trained_norms(self.model) if splits else [])
         self.norms, self.averages = self._norms.calls, self._norms.variables
