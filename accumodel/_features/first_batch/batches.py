@@ -149,7 +149,7 @@ class FirstBatch(Feature):
             check = Check(self._accumulation, batches, self._is_even)
             result = replicas.outside(check.result)
             self._agreed += 1
-            is_enough = not check.is_by_chance or self._agreed == _AGREE
+            is_enough = not check.may_be_chance or self._agreed == _AGREE
             if result.startswith("exact") and not is_enough:
                 self.result = result
                 return

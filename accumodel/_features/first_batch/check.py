@@ -113,8 +113,8 @@ class Check:
             self._kind_of_runner, count = ByOutputs, max(count, 2)
         self.count = min(count, self._samples)
         self.adds_up, self._is_zero, self._error = True, True, 0.0
-        # Whether samples are compared, of which these may be equal by chance.
-        self.is_by_chance = False
+        # Whether samples are compared: what was equal may be so by chance.
+        self.may_be_chance = False
         # What is compared: the first row, the one behind the last, and how many
         # are in a part.
         self.window = 0, self.count, max(self.count - 1, 1)
@@ -284,7 +284,7 @@ class Check:
         error = self._error
         with contextlib.suppress(NotMade):  # of rows that are in groups
             found = self._look(0, self.count, self.count - 1)
-            self.is_by_chance = found is not None
+            self.may_be_chance = found is not None
         self._error = error
         has_own = self.accumulation.overrides("micro_batch_weight")
         if self.plan.has_whole_loss or not has_own:
@@ -314,7 +314,7 @@ class Check:
                     found, fails = again and (found or again), None
                     if not again:
                         self.window = first, first + end, size
-                        self.is_by_chance = True
+                        self.may_be_chance = True
                         break
         if fails:
             raise fails
