@@ -15,18 +15,26 @@ LAYERS = {
     "in an LSTM": lambda: layers.LSTM(
         5, dropout=0.3, recurrent_dropout=0.3, return_sequences=True
     ),
-    "in attention": lambda: attend,
-    "augmentation": lambda: flip,
+    "in attention": lambda: (
+        lambda x: layers.MultiHeadAttention(2, 3, dropout=0.3)(x, x)
+    ),
+    "augmentation": lambda: (
+        lambda x: layers.RandomFlip("horizontal")(x[..., None])[..., 0]
+    ),
     "samples and time in one axis": lambda: drop_steps,
     "weights": lambda: DropsWeights(),
     "time first": lambda: Draws(drop_time_first),
     "latents first": lambda: Draws(draw_latents),
     "integers": lambda: Draws(draw_integers),
-    "by the global seed": lambda: Draws(draw_globally),
+    "by the global seed": lambda: Draws(
+        lambda x, seed: x + keras.random.uniform(ops.shape(x))
+    ),
     "all rates": lambda: Draws(drop_at_all_rates),
     "all shapes of noise": lambda: Draws(drop_in_all_shapes),
     "all samples alike": lambda: Draws(change_all_alike),
-    "steps in one order": lambda: Draws(shuffle_steps),
+    "steps in one order": lambda: Draws(
+        lambda x, seed: keras.random.shuffle(x, axis=1, seed=seed)
+    ),
 }
 
 
@@ -50,18 +58,6 @@ WAYS = {
     "steps, cache": STEPS | {"micro_batch_size": 2, "gradient_cache": True},
     "steps, eager": STEPS | {"run_eagerly": True},
 }
-
-
-def shuffle_steps(x, seed):
-    return keras.random.shuffle(x, axis=1, seed=seed)
-
-
-def attend(x):
-    return layers.MultiHeadAttention(2, 3, dropout=0.3)(x, x)
-
-
-def flip(x):
-    return layers.RandomFlip("horizontal")(x[..., None])[..., 0]
 
 
 def drop_steps(x):
@@ -122,10 +118,6 @@ def draw_integers(x, seed):
     shape = 2, ops.shape(x)[0], 1, 3
     drawn = keras.random.randint(shape, 0, 5, seed=seed)
     return x * ops.cast(drawn, x.dtype)[1, ..., 1:2]
-
-
-def draw_globally(x, seed):
-    return x + keras.random.uniform(ops.shape(x))
 
 
 def drop_at_all_rates(x, seed):

@@ -295,6 +295,11 @@ def dropout():
     return layers.Dropout(0.5)
 
 
+def unknown_rank(x):
+    shape = tf.boolean_mask(tf.shape(x), tf.shape(x) > 0)
+    return tf.ensure_shape(tf.reshape(x, shape), x.shape)
+
+
 EXACT = {
     "a mean": (plain, "mse"),
     "a sum": (plain, lambda: keras.losses.MeanSquaredError("sum")),
@@ -412,6 +417,23 @@ UNSEEN = {
         "'next_sample' differ",
     ),
     "auto": (plain, AUTO, array, root, "would not be"),
+    "an axis of unknown length": (
+        lambda: chain(
+            AccumulatingModel,
+            (None, FEATURES),
+            layers.Dropout(0.5, noise_shape=(1, None, 1)),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(OUTPUTS),
+        ),
+        SIZE,
+        lambda x, y: {
+            "x": tf.data.Dataset.from_tensor_slices(
+                (np.stack([x * n for n in range(9)], 1), y)
+            ).padded_batch(8, ([None, FEATURES], [OUTPUTS]))
+        },
+        "mse",
+        "'dropout",
+    ),
     "the cache": (around(Adds), SIZE | CACHE, array, "mse", "does not help"),
 }
 
@@ -442,8 +464,13 @@ class GroupsOfFour(layers.Layer):
 
 @pytest.mark.parametrize(
     "make",
-    [around(Groups), around(GroupsOfFour), Unweighted],
-    ids=["groups", "groups of four", "equal parts"],
+    [
+        around(Groups),
+        around(GroupsOfFour),
+        around(lambda: layers.Lambda(unknown_rank)),
+        Unweighted,
+    ],
+    ids=["groups", "groups of four", "an unknown rank", "equal parts"],
 )
 def test_it_is_not_wrong(make):
     found = check(make, SIZE, lambda x, y: array(x[:16], y[:16]), "mse")

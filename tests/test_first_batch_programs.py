@@ -1,5 +1,6 @@
 """The check on the first batch says what it did, and changes nothing else."""
 
+import collections
 import random
 import threading
 import warnings
@@ -134,10 +135,14 @@ class Keeps(layers.Layer):
     def __init__(self):
         super().__init__()
         self.rng, self.array = np.random.default_rng(0), np.zeros(1)
-        self.seen, self.numbers = [1.0], {"n": 1.0, "in": [1.0]}
+        self.old, self.rand = np.random.RandomState(0), random.Random(0)
+        self.seen = [1.0]
+        self.numbers = collections.OrderedDict({"n": 1.0, "in": [1.0]})
 
     def call(self, inputs):
-        self.seen.append(self.rng.normal())
+        drawn = self.rng.normal() + self.old.normal() + self.rand.random()
+        self.seen.append(drawn)
+        self.numbers[len([*self.numbers.items()])] = 0.0
         self.numbers["n"] += 1.0
         self.numbers["in"].append(2.0)
         self.array += 1.0

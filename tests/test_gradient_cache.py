@@ -121,14 +121,10 @@ def spread(y_true, y_pred):
     return ops.std(y_pred)
 
 
-def clipped_adam():
-    return keras.optimizers.Adam(0.01, global_clipnorm=0.1)
-
-
 IN_BATCH = cases.Case(
     make=made(InBatchSoftmax),
     data=two_views,
-    optimizer=clipped_adam,
+    optimizer=lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
     loss=lambda: None,
 )
 CASES = {
@@ -436,10 +432,6 @@ class OneLayer(AccumulatingModel):
         return self.outputs_of(self, inputs)
 
 
-def output_of_another_length(model, x):
-    return {"z": model.dense(x), "scale": ops.ones(())}
-
-
 def codebook(model, x):
     return [model.dense(x), model.dense.kernel * 1.0]
 
@@ -453,14 +445,6 @@ def longer(model, x):
     return model.dense(ops.reshape(x, (-1, cases.FEATURES // 2)))
 
 
-def ragged(model, x):
-    return tf.RaggedTensor.from_tensor(model.dense(x))
-
-
-def tensorflow_noise(model, x):
-    return model.dense(x + tf.random.normal(tf.shape(x)))
-
-
 def counts(model, x):
     model.count.assign_add(1.0)
     return model.dense(x)
@@ -470,13 +454,25 @@ def counts(model, x):
 @pytest.mark.parametrize(
     ("outputs_of", "message", "arguments"),
     [
-        (output_of_another_length, r"output\['scale'\].*shape=\(\)", {}),
+        (
+            lambda model, x: {"z": model.dense(x), "scale": ops.ones(())},
+            r"output\['scale'\].*shape=\(\)",
+            {},
+        ),
         (codebook, r"output\[1\].*shape=\(6, 3\)", {}),
         (codebook, r"output\[1\].*shape=\(6, 3\)", {"run_eagerly": True}),
         (of_features, r"loss of `add_loss`.*shape=\(6,\)", {}),
-        (ragged, "output: tf.RaggedTensor", {}),
+        (
+            lambda model, x: tf.RaggedTensor.from_tensor(model.dense(x)),
+            "output: tf.RaggedTensor",
+            {},
+        ),
         # These are seen in graphs, in those of XLA too.
-        (tensorflow_noise, "operation RandomStandardNormal", {}),
+        (
+            lambda model, x: model.dense(x + tf.random.normal(tf.shape(x))),
+            "operation RandomStandardNormal",
+            {},
+        ),
         (counts, "operation AssignAddVariableOp", {"jit_compile": True}),
     ],
 )

@@ -98,6 +98,7 @@ def test_the_loss_tracker_is_what_the_log_shows():
     [
         lambda: keras.optimizers.SGD(1.0),
         lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)),
+        lambda: Holds(0.0),
     ],
 )
 def test_optimizers_reduce_through_the_method_that_is_replaced(make):
@@ -109,6 +110,20 @@ def test_optimizers_reduce_through_the_method_that_is_replaced(make):
     step = tf.function(lambda: accumulator.accumulate([scale * tf.ones(1) / 2]))
     strategy.run(step)
     np.testing.assert_allclose(variable, [-1.0])
+
+
+class Holds(keras.optimizers.SGD):
+    """Holds another optimizer, and updates by it, too."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.held = keras.optimizers.SGD(1.0)
+        self.held.build(variables)
+
+    def apply_gradients(self, grads_and_vars, **kwargs):
+        pairs = [*grads_and_vars]
+        super().apply_gradients(pairs, **kwargs)
+        self.held.apply_gradients(pairs)
 
 
 def test_an_optimizer_that_reduces_in_another_way_is_refused(monkeypatch):

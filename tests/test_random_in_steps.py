@@ -280,6 +280,7 @@ def made_by_keras():
     [
         (called_before, {}),
         (made_by_keras, {"gradient_cache": True}),
+        (made_by_keras, {"micro_batch_size": "auto"}),
         weekly(made_by_keras, {}),
         weekly(called_before, {"jit_compile": True}),
         weekly(called_before, {"micro_batch_size": "auto"}),

@@ -142,17 +142,19 @@ def sparse_data():
     return tf.sparse.from_dense((array * (array > 0)).astype("float32"))
 
 
-def string_data():
-    return {"word": tf.constant(list("abcab" * 4)), "nothing": tf.ones((20, 0))}
-
-
 @pytest.mark.table
 @pytest.mark.parametrize(
     ("make", "data"),
     [
         (ragged_model, ragged_data),
         (sparse_model, sparse_data),
-        (string_model, string_data),
+        (
+            string_model,
+            lambda: {
+                "word": tf.constant(list("abcab" * 4)),
+                "nothing": tf.ones((20, 0)),
+            },
+        ),
     ],
 )
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])

@@ -278,6 +278,11 @@ EXACT = {
         {"trim_padding": WORDS - 1},
     ),
     "two towers that are padded": (two_towers, TWO, {}),
+    "samples that are all padding": (
+        lstm,
+        words() * (np.arange(SAMPLES) < SAMPLES - 6)[:, None],
+        {},
+    ),
     "a sum of features": (
         a_sum_of_features,
         {"ids": words(), "features": np.repeat(words_on()[..., None], 3, 2)},

@@ -21,7 +21,11 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.micro_batches import as_tensors, current_step
+from accumodel._micro_batch.micro_batches import (
+    as_tensors,
+    current_step,
+    trace,
+)
 
 # Few widths, 16, 24, 32, 48 and so on, for XLA, which compiles each.
 _WIDTHS = (*(n * 2**i for i in range(3, 10) for n in (2, 3)), 2**31 - 1)
@@ -129,7 +133,8 @@ class Ordered:
 
     def cut(self, part, begin, end):
         """Returns a micro-batch without the padding that all samples share."""
-        width = tf.reduce_max(self._lengths[begin:end])
+        # Of 1, more than a sequence is as wide; of no samples, it is negative.
+        width = tf.maximum(tf.reduce_max(self._lengths[begin:end]), 2)
         if self._is_compiled:
             place = tf.searchsorted(_WIDTHS, [width])[0]
             width = tf.gather(_WIDTHS, place)
@@ -296,8 +301,7 @@ def output_shapes(model, x, specs):
         with hooks.own_draws([]), scope:
             return private_names.call_model(model, inputs, training=False)
 
-    function = tf.function(call, autograph=False)
-    outputs = function.get_concrete_function(*specs).structured_outputs
+    outputs = trace(call, *specs).structured_outputs
     return [[*output.shape] for output in keras.tree.flatten(outputs)]
 
 
@@ -322,7 +326,7 @@ def _shapes(model, x, cut, width):
 
 def _cuts_outputs(model, x, cut, width):
     """Returns whether any output is as wide as the inputs."""
-    width = width or _WIDTH
+    width = max(width or _WIDTH, 2)
     short, is_any = max(1, width // 2), False
     shapes = [_shapes(model, x, cut, each) for each in (width, short)]
     for long, shape in zip(*shapes, strict=True):

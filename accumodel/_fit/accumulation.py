@@ -146,7 +146,7 @@ class Accumulation:
     def _averages_of_updates(self):
         """Returns a scope in which averages of no update replace no weights."""
         # With `use_ema`, Keras replaces weights by averages when `fit` ends.
-        if not (self.accumulates and self.model.compiled):
+        if not (self.accumulates and self.model.optimizer):
             return contextlib.nullcontext()
         optimizer = self.model.optimizer
         finalize = optimizer.finalize_variable_values

@@ -58,7 +58,6 @@ def make_function(model, name, make, force):
     if replicas.is_multi_worker(accumulation.strategy):
         function = hooks.with_local_logs(getattr(model, f"{name}_function"))
         setattr(model, f"{name}_function", function)
-    return None
 
 
 def _prepare_to_accumulate(accumulation):
@@ -90,11 +89,9 @@ def _say_that_it_was_split(accumulation, error):
         error, others
     ):
         return
-    size = int(
-        tf.convert_to_tensor(accumulation.size)
-    )  # a mirrored one is no number
-    samples = accumulation.batch_size
-    is_split = size < ALL and (samples is None or size < samples)
+    # A mirrored one is no number.
+    size = int(tf.convert_to_tensor(accumulation.size))
+    is_split = size < min(ALL, accumulation.batch_size or ALL)
     of_values = r"valid range|is not in \[|Tensor had|micro_batch_size|PyFunc"
     if is_split and not re.search(of_values, str(error)):
         error.add_note(

@@ -1,6 +1,8 @@
 """Makes the variables of a step by a trace of it that is not run."""
 
+import collections
 import contextlib
+import dataclasses
 import itertools
 
 import keras
@@ -13,6 +15,7 @@ from accumodel._micro_batch.micro_batches import (
     count_samples,
     first_leaf,
     one_step,
+    trace,
 )
 from accumodel._micro_batch.outcome import forward, weigh
 from accumodel._micro_batch.random_numbers import Draws
@@ -37,7 +40,10 @@ def make_first(plan, trains, batches):
     if is_one and trains:  # otherwise Keras has made the variables
         _build(plan.model, data)
     if is_one and _are_missing(plan, data):
-        _trace(plan, trains, data)
+        # Eager code may need values.
+        fails = [Exception] if plan.model.run_eagerly else []
+        with contextlib.suppress(*fails):
+            _trace(plan, trains, data)
     elif trains and _is_size_known(plan, data):
         # What fails here fails in the step, or needs sizes as numbers.
         with contextlib.suppress(Exception):
@@ -91,7 +97,11 @@ def _trace(plan, trains, data, decides=False):
     def run(data):
         data = keras.tree.map_structure(_without_optionals, data)
         step = one_step(plan, data, _Ignored(is_split=True))
-        with Draws(plan).replaced(), step:
+        # A function that was traced before draws by seeds that nobody knows.
+        unseen = dataclasses.replace(
+            plan, assigned=collections.defaultdict(dict)
+        )
+        with Draws(unseen).replaced(), step:
             if plan.is_split:
                 end = tf.minimum(count_samples(data), plan.size)
                 data = model.slice_data(data, tf.zeros_like(end), end)
@@ -105,7 +115,7 @@ def _trace(plan, trains, data, decides=False):
         if was_built:  # if not, it draws the initial weights
             stack.enter_context(hooks.own_draws([]))
             stack.callback(PythonState(owners_of(model)).close)
-        tf.function(run, autograph=False).get_concrete_function(_specs(data))
+        trace(run, _specs(data))
     plan.accumulation.decisions.is_made |= decides
 
 

@@ -172,11 +172,17 @@ def check_compiled(model, name):
 
 def _check_train_step(cls):
     """Raises if a base class behind accumodel's has a custom `train_step`."""
-    classes = [each for each in cls.__mro__ if "train_step" in vars(each)]
+    model = private_names.KerasModel
+    # Without mixins: what one in front calls by `super()` is one of these.
+    classes = [
+        each
+        for each in cls.__mro__
+        if "train_step" in vars(each)
+        and (issubclass(each, model) or issubclass(model, each))
+    ]
     # Keras's own is not the first: `cls` derives from `AccumulatingModel`.
     ours, theirs, *_ = classes
-    by_keras = private_names.KerasModel.train_step
-    if is_ours(ours) and theirs.train_step is not by_keras:
+    if is_ours(ours) and theirs.train_step is not model.train_step:
         raise TypeError(
             f"`{theirs.train_step.__qualname__}` would not be called: "
             "`AccumulatingModel`, the first base class, has its own. Override "

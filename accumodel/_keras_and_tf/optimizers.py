@@ -23,12 +23,13 @@ def scales_loss(optimizer):
 
 
 def with_inner_optimizers(optimizer):
-    """Yields an optimizer and all optimizers that it wraps."""
+    """Yields an optimizer and all optimizers that its attributes hold."""
     yield optimizer
-    if hasattr(optimizer, "inner_optimizer"):
-        yield from with_inner_optimizers(optimizer.inner_optimizer)
-    for each in getattr(optimizer, "optimizers", []):
-        yield from with_inner_optimizers(each)
+    for value in [*vars(optimizer).values()]:
+        held = value.values() if isinstance(value, dict) else value
+        for each in held if isinstance(value, dict | list | tuple) else [value]:
+            if isinstance(each, keras.Optimizer):
+                yield from with_inner_optimizers(each)
 
 
 def overwrites(variable):

@@ -2,6 +2,8 @@
 
 import collections
 import contextlib
+import functools
+import random
 import typing
 
 import keras
@@ -14,7 +16,8 @@ from accumodel._keras_and_tf.checks import is_ours
 # The most bytes of an array that are copied.
 _LARGE = 2**24
 
-_COLLECTIONS = (dict, list, set, collections.deque)
+# Methods of `dict` do not see the order of an `OrderedDict`.
+_COLLECTIONS = (collections.OrderedDict, dict, list, set, collections.deque)
 
 
 def owners_of(model):
@@ -52,18 +55,19 @@ class PythonState:
         kind: typing.Any = next(  # of no proxy, which pretends to be one
             (x for x in _COLLECTIONS if issubclass(type(value), x)), None
         )
-        if isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            stack.callback(setattr, bits, "state", bits.state)
+        if generator := _generator(value):
+            state, put_back = generator
+            stack.callback(put_back, state)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _LARGE and value.flags.writeable:
                 stack.callback(np.copyto, value, value.copy())
         elif kind is not None:  # unseen by what tracks it
-            before: typing.Any = dict(value) if kind is dict else [*value]
+            is_dict = issubclass(kind, dict)
+            before: typing.Any = dict(value) if is_dict else [*value]
             add = getattr(kind, "extend", None) or kind.update
             stack.callback(add, value, before)
             stack.callback(kind.clear, value)
-            return [*(before.items() if kind is dict else enumerate(before))]
+            return [*(before.items() if is_dict else enumerate(before))]
         elif (
             _package(value) == package
             and hasattr(value, "__dict__")
@@ -93,8 +97,8 @@ class PythonState:
         """Returns what is held of numbers, by names."""
         found: dict = {}
         for name, value in self._values:
-            if isinstance(value, np.random.Generator):
-                found[name] = str(value.bit_generator.state)
+            if generator := _generator(value):
+                found[name] = str(generator[0])
             elif isinstance(value, np.ndarray):
                 found[name] = value.tobytes() if value.nbytes < _LARGE else None
             elif isinstance(value, _COLLECTIONS):
@@ -104,6 +108,18 @@ class PythonState:
                     if isinstance(number, bool | int | float | str):
                         found[f"{name}.{key}"] = number
         return found
+
+
+def _generator(value):
+    """Returns the state of a generator, and what sets it; or `None`."""
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return bits.state, functools.partial(setattr, bits, "state")
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(), value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate(), value.setstate
+    return None
 
 
 def _put_back(owner, before, names):

@@ -223,4 +223,3 @@ def first_batch(iterator, strategy):
     # differ in size, and on several workers (see keras-team/keras#20585).
     for _, _, batches in iterator:
         return of_one_replica(next(batches), strategy)
-    return None

@@ -69,9 +69,13 @@ class Plan:
 
 def current_graph():
     """Returns the graph that is traced now, or `None` in eager code."""
-    if tf.executing_eagerly():
-        return None
-    return tf.compat.v1.get_default_graph()
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def trace(function, *args, **kwargs):
+    """Returns the function of a graph that a Python function makes."""
+    function = tf.function(function, autograph=False)
+    return function.get_concrete_function(*args, **kwargs)
 
 
 def tensors_in(nested):

@@ -215,7 +215,8 @@ class Draws:
                 self._open()
             yield
         graph = current_graph()
-        if parts.is_split and graph is not None and not self._is_known:
+        is_cut = parts.is_split or self._spans
+        if is_cut and graph is not None and not self._is_known:
             self.check(graph)
         if self._is_last is None:
             return
@@ -292,7 +293,7 @@ class Draws:
                     if id(seed) in map(id, map(tf_variable, layer.variables))
                 ]
                 raise ValueError(
-                    "With `micro_batch_size`, a `tf.function` that was traced "
+                    "In micro-batches, a `tf.function` that was traced "
                     "before would draw the same for each micro-batch. Remove "
                     "the decorator `@tf.function`: `fit` compiles the whole "
                     "step. Received: a function that draws numbers by "

@@ -139,10 +139,8 @@ class LossWeights:
                 # Without a reduction, and logged as a mean.
                 return tf.size(reduction.values)
             return samples if is_mean else None
-        if len(divisors) > 1 or _SAMPLES in divisors:
-            return samples
-        (value,) = divisors.values()
-        return _nonzero(value, samples)
+        value = next(iter(divisors.values())) if len(divisors) == 1 else None
+        return samples if value is None else _nonzero(value, samples)
 
     def _of_model(self, reductions):
         """Returns the divisors of the compiled losses, see `_divisors`."""

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import logging
+import typing
 import warnings
 
 import keras
@@ -46,10 +47,11 @@ class FirstBatch(Feature):
         super().__init__(accumulation)
         self.result: str | None = None
         self._fed: list = []  # those of the first cycle, so far
+        self._spec: typing.Any = None  # of all batches, if it is known
         self._looks = self._agreed = 0
         self._most = 0  # the most samples in a fed batch
         self._is_done = self._has_split = False
-        self._spans = False  # whether an update was of several batches
+        self._splits: tuple = ()  # what is known of how an update is split
         self._is_even = False  # whether all micro-batches are as large
         self._norms = ""  # what is known of normalizations
 
@@ -59,7 +61,9 @@ class FirstBatch(Feature):
 
     def begin_fit(self, arguments):
         self._looks, self._fed, self._has_split = 0, [], False
-        self._is_even = _is_even(self._accumulation, arguments)
+        is_even = _is_even(self._accumulation, arguments)
+        self._is_done &= is_even or not self._is_even
+        self._is_even = is_even
 
     def end_cycle(self):
         if len(self._fed) > 1 and not self._is_done:
@@ -70,7 +74,7 @@ class FirstBatch(Feature):
         size = accumulation.model.current_micro_batch_size
         if isinstance(accumulation.model.micro_batch_size, str) and size:
             self._warn_about_norms(self._most > size)
-        elif size and self._looks and not self._has_split:
+        elif size and not (self._is_done or self._has_split) and self._looks:
             self._has_split = True  # it is said once
             asks = accumulation.options.trim_padding is not None
             warnings.warn(
@@ -87,6 +91,7 @@ class FirstBatch(Feature):
             return batches
         spec = getattr(batches, "element_spec", None)
         model = self._accumulation.model
+        self._spec = replicas.of_one_replica(spec, model.distribute_strategy)
         first = [*itertools.islice(batches, model.steps_per_execution)]
         if not first:
             return batches
@@ -106,8 +111,10 @@ class FirstBatch(Feature):
 
     def _must_look(self):
         accumulation = self._accumulation
-        if self._spans < accumulation.spans_batches:  # from now on
-            self._spans, self._is_done, self._looks = True, False, 0
+        size = accumulation.model.micro_batch_size
+        splits = accumulation.spans_batches, size
+        if splits != self._splits:
+            self._splits, self._is_done, self._looks = splits, False, 0
         if self._is_done or self._looks >= _LOOKS:
             return False
         if not tf.executing_eagerly():
@@ -146,7 +153,9 @@ class FirstBatch(Feature):
     def _check(self, batches):
         self._fed = []
         try:
-            check = Check(self._accumulation, batches, self._is_even)
+            check = Check(
+                self._accumulation, batches, self._spec, self._is_even
+            )
             result = replicas.outside(check.result)
             self._agreed += 1
             is_enough = not check.may_be_chance or self._agreed == _AGREE
@@ -205,7 +214,8 @@ class FirstBatch(Feature):
             "`micro_batch_size` and `sync_batch_norm=True`, which is exact; or "
             "use `GroupNormalization`, or freeze the layer. With 16 samples or "
             "more in a micro-batch it usually trains well all the same; "
-            "`compile(verify=False)` hides this warning."
+            "`compile(verify=False)` hides this warning. "
+            f"Received: model={accumulation.model}"
         )
         warnings.warn(self._norms, InexactWarning, stacklevel=2)
         if self.result is not None and self._is_done:

@@ -48,7 +48,7 @@ from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.python_state import PythonState, owners_of
 from accumodel._keras_and_tf.rounding import rounding_of
 from accumodel._micro_batch.assignments import is_random, nodes_of
-from accumodel._micro_batch.micro_batches import count_samples
+from accumodel._micro_batch.micro_batches import count_samples, trace
 from accumodel._micro_batch.random_numbers import RandomNumbers
 
 # The most samples of a comparison of gradients by the weights.
@@ -81,11 +81,13 @@ class Found(typing.NamedTuple):
 class Check:
     """One check, of fed batches of one replica in a list.
 
-    `is_even` if all micro-batches of the training are known to be as large.
+    `spec` is what the training knows of their shapes, or `None`. `is_even` if
+    all of its micro-batches are known to be as large.
     """
 
-    def __init__(self, accumulation, fed, is_even):
+    def __init__(self, accumulation, fed, spec, is_even):
         self.accumulation, self._is_even = accumulation, is_even
+        self._spec = spec
         self.model = accumulation.model
         numbers = accumulation.numbers or RandomNumbers(accumulation)
         self.plan = plan = dataclasses.replace(
@@ -230,10 +232,9 @@ class Check:
             isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(data)
         )
         if "slice_data" in self.plan.overridden or is_sparse:
-            slice_data = tf.function(self.model.slice_data, autograph=False)
             bound = tf.TensorSpec((), tf.int64)
             with hooks.own_draws([]):
-                sliced = slice_data.get_concrete_function(data, bound, bound)
+                sliced = trace(self.model.slice_data, data, bound, bound)
             if variables_of([sliced])[1]:
                 raise NotMade("`slice_data` draws or counts, and would again")
             self._chosen = Rows(self.model, data)
@@ -242,7 +243,8 @@ class Check:
         spread = np.argsort(np.arange(self._samples) * 0.618034 % 1)
         self._begin = self.count
         places = [*spread[: self.count], *range(self._samples)]
-        self._chosen = Rows(self.model, data, np.array(places, "int64"))
+        spec = data if self._spec is None else self._spec
+        self._chosen = Rows(self.model, data, np.array(places, "int64"), spec)
 
     def _slice(self, begin, end):
         bounds = [tf.constant(place, tf.int64) for place in (begin, end)]
@@ -286,8 +288,7 @@ class Check:
             found = self._look(0, self.count, self.count - 1)
             self.may_be_chance = found is not None
         self._error = error
-        has_own = self.accumulation.overrides("micro_batch_weight")
-        if self.plan.has_whole_loss or not has_own:
+        if self.plan.has_whole_loss:
             return None
         return self._weights_that_do_not_add_up()
 
@@ -321,9 +322,8 @@ class Check:
         return found or self._weights_that_do_not_add_up()
 
     def _weights_that_do_not_add_up(self):
-        if self.adds_up or self._is_even:
-            return None
-        return Found("weights of the micro-batches")
+        is_right = self.adds_up or self._is_even
+        return None if is_right else Found("weights of the micro-batches")
 
     def _look(self, begin, end, size, kinds=None):
         """Returns what differs in parts of a size, as `Found`, or `None`."""
@@ -433,14 +433,12 @@ class Check:
         """What `after_update` uses, and graphs of the step and of inference."""
         model, used, graphs = self.model, [], [self.runner.function.graph]
         if self.accumulation.overrides("after_update"):
-            update = tf.function(model.after_update, autograph=False)
-            used = update.get_concrete_function().variables
+            used = trace(model.after_update).variables
         x, *_ = keras.utils.unpack_x_y_sample_weight(self._chosen.take(0, 1))
-        infer = tf.function(private_names.call_model, autograph=False)
         # A custom step may call the model with anything, or not at all.
         with contextlib.suppress(Exception), hooks.own_draws([]):
-            infer = infer.get_concrete_function(model, x, training=False)
-            graphs.append(infer.graph)
+            infer = private_names.call_model
+            graphs.append(trace(infer, model, x, training=False).graph)
         return used, graphs
 
 

@@ -31,6 +31,8 @@ from accumodel._micro_batch.micro_batches import (
     floats_in,
     has_axis,
     one_step,
+    tensors_in,
+    trace,
 )
 from accumodel._micro_batch.random_numbers import (
     RandomNumbers,
@@ -79,15 +81,24 @@ class Rows:
     model: typing.Any
     data: typing.Any
     places: typing.Any = None  # an array; `None` if only `slice_data` may cut
+    spec: typing.Any = None  # what is known of their shapes, or the data
 
     def take(self, begin, end):
         if self.places is None:
             return self.model.slice_data(self.data, begin, end)
         places = tf.constant(self.places)[begin:end]
-        return keras.tree.map_structure(
-            lambda leaf: tf.gather(leaf, places) if has_axis(leaf) else leaf,
-            self.data,
-        )
+
+        def rows_of(leaf, spec):
+            rows = tf.gather(leaf, places) if has_axis(leaf) else leaf
+            if isinstance(leaf, tf.Tensor) and has_axis(leaf):
+                # What is known of its shape is what the training knows.
+                shape = spec.shape if spec.shape.rank else leaf.shape
+                rows = tf.raw_ops.PlaceholderWithDefault(
+                    input=rows, shape=[None, *shape[1:]]
+                )
+            return rows
+
+        return keras.tree.map_structure(rows_of, self.data, self.spec)
 
 
 class Runner:
@@ -97,6 +108,9 @@ class Runner:
         self._model, self.rows, self.trims = plan.model, rows, trims
         self.drawn: list = []  # by Python's and NumPy's shared generators
         self._has_whole_loss = plan.has_whole_loss
+        # What an axis of unknown length is no longer than.
+        sizes = [n for x in tensors_in(rows.data) for n in x.shape[1:]]
+        self._longest = max([1, *filter(None, sizes)])
         self.sources: dict = {}  # what an array is of, by its key
         own = dataclasses.replace(
             plan,
@@ -151,8 +165,7 @@ class Runner:
         ]
         with hooks.all_of([*self.scopes(), *of_weights]):
             scalars = [tf.TensorSpec((), tf.int64)] * 4
-            function = tf.function(run, autograph=False)
-            function = function.get_concrete_function(*scalars)
+            function = trace(run, *scalars)
         plan.accumulation.decisions.is_made = plan.orders is None
         return function
 
@@ -223,8 +236,10 @@ class ByOutputs(Runner):
         model, graph = plan.model, current_graph()
         y_pred = private_names.call_model(model, x, training=True)
         outputs = [*{x.name: x for x in floats_in(y_pred)}.values()]
-        rows = [_fold(x) for x in outputs if x.shape[:1] == [None]]
-        self.bytes_of_a_row = sum(map(_bytes_of_a_row, rows))
+        rows = [_fold(x) for x in outputs if _has_rows(x)]
+        self.bytes_of_a_row = sum(
+            _bytes_of_a_row(x, self._longest) for x in rows
+        )
         layer_losses = floats_in(added_losses(model))
         if self._has_whole_loss and is_part:
             return [
@@ -275,11 +290,11 @@ class ByOutputs(Runner):
     def activations(self):
         """Returns the bytes of a sample: in all tensors, and in the largest."""
         sizes = [
-            _bytes_of_a_row(tensor)
+            _bytes_of_a_row(tensor, self._longest)
             for op in self.function.graph.get_operations()
             if op.type not in _VIEWS
             for tensor in op.outputs
-            if tensor.dtype.is_floating and tensor.shape[:1] == [None]
+            if tensor.dtype.is_floating and _has_rows(tensor)
         ]
         return sum(sizes), max(sizes, default=1)
 
@@ -344,7 +359,7 @@ def _keyed_by_rows(of_rows, of_all, tensors, read):
     for i, (tensor, source) in enumerate(zip(tensors, read, strict=True)):
         if tensor is None:
             continue
-        if source.shape[:1] == [None]:
+        if _has_rows(source):
             by_kind[of_rows, i] = _fold(tensor)
         elif of_all == BY_READ and not _depends(source, _is_data):
             # As a gradient by the weights that it is made of.
@@ -457,8 +472,12 @@ def _before_softmax(output, gradient):
     return tf.gradients(output, output.op.inputs[0], gradient)[0]
 
 
-def _bytes_of_a_row(tensor):
-    return np.prod([n or 1 for n in tensor.shape[1:]]) * tensor.dtype.size
+def _has_rows(tensor):
+    return bool(tensor.shape.rank) and tensor.shape[0] is None
+
+
+def _bytes_of_a_row(tensor, unknown=1):
+    return np.prod([n or unknown for n in tensor.shape[1:]]) * tensor.dtype.size
 
 
 def _fold(tensor):

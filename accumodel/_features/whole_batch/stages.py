@@ -36,7 +36,7 @@ from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import assignments, loop, micro_batches, outcome
 from accumodel._micro_batch.assignments import States
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.micro_batches import one_step, tensors_in
+from accumodel._micro_batch.micro_batches import one_step, tensors_in, trace
 from accumodel._micro_batch.random_numbers import Draws
 
 
@@ -130,8 +130,7 @@ class _Run:
             x = tf.nest.map_structure(spec, self._x_of(i))
 
         # In a function, where the number of samples is not known.
-        function = tf.function(slice_one, autograph=False)
-        sliced = function.get_concrete_function(tf.TensorSpec((), tf.int64))
+        sliced = trace(slice_one, tf.TensorSpec((), tf.int64))
         if is_training:
             why = (
                 f"With {_option(plan)}, `slice_data` is called twice (draw "
@@ -272,7 +271,8 @@ class _Run:
                 # So that gradients of replicas add up: it may be that of all.
                 (total,) = sum_over_replicas([weight])
                 weight = tf.cast(total, tf.float64) / count_replicas()
-        log = functools.partial(log, weight=self.parts.samples)
+        if not self._plan.accumulation.spans_batches:
+            log = functools.partial(log, weight=self.parts.samples)
         return own, cache, weight, log
 
     def _without_nan(self, gradient):
