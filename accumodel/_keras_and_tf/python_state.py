@@ -116,8 +116,10 @@ def _generator(value):
         bits = value.bit_generator
         return bits.state, functools.partial(setattr, bits, "state")
     if isinstance(value, np.random.RandomState):
-        return value.get_state(), value.set_state
-    if isinstance(value, random.Random):
+        return value.get_state(legacy=False), value.set_state
+    if isinstance(value, random.Random) and not (
+        isinstance(value, random.SystemRandom)  # which has no state
+    ):
         return value.getstate(), value.setstate
     return None
 
