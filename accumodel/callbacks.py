@@ -31,7 +31,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
 
     Args:
         schedule: A dict from epochs, updates or samples (ints, from 0) to the
-            `accum_steps` (ints) from there on. Or a function that takes their
+            `accum_steps` (ints) from there on; begin it with 0. Or a function that takes their
             number so far and the present `accum_steps`, and returns the new
             one.
         by: `"epoch"`, `"update"` or `"sample"`: what `schedule` counts. Updates

@@ -25,7 +25,7 @@ def scales_loss(optimizer):
 def with_inner_optimizers(optimizer):
     """Yields an optimizer and all optimizers that its attributes hold."""
     yield optimizer
-    for value in [*vars(optimizer).values()]:
+    for value in [*getattr(optimizer, "__dict__", {}).values()]:
         held = value.values() if isinstance(value, dict) else value
         for each in held if isinstance(value, dict | list | tuple) else [value]:
             if isinstance(each, keras.Optimizer):
