@@ -31,9 +31,9 @@ class AccumStepsScheduler(keras.callbacks.Callback):
 
     Args:
         schedule: A dict from epochs, updates or samples (ints, from 0) to the
-            `accum_steps` (ints) from there on; begin it with 0. Or a function that takes their
-            number so far and the present `accum_steps`, and returns the new
-            one.
+            `accum_steps` (ints) from there on; begin it with 0. Or a function
+            that takes their number so far and the present `accum_steps`, and
+            returns the new one.
         by: `"epoch"`, `"update"` or `"sample"`: what `schedule` counts. Updates
             are the `iterations` of the optimizer, each of as many samples as a
             full cycle has, and a value takes effect with the next cycle.

@@ -51,21 +51,23 @@ def moved(variables, optimizer):
     """Scope in which floats are at a point near the present one.
 
     At initial weights, averages that begin as copies do not move, and branches
-    that begin at zero, or close to it, hide what is behind them. Loss scales
-    are 1, so that no sum overflows. Nothing large is copied: a constant is put
+    that begin at zero, or close to it, hide what is behind them; so does a
+    factor that grows with the updates. Loss scales are 1, so that no sum
+    overflows. Nothing large is copied: a constant is put
     back by its first entry, and a large copy by what it is one of. What else is
     large is random, and so at no special point.
     """
-    scales = [
-        tf_variable(inner.dynamic_scale)
+    fixed = [
+        (tf_variable(getattr(inner, name)), value)
         for inner in with_inner_optimizers(optimizer)
-        if getattr(inner, "dynamic_scale", None) is not None
+        for name, value in (("dynamic_scale", 1.0), ("iterations", 100))
+        if getattr(inner, name, None) is not None
     ]
     large: dict = {}
     with contextlib.ExitStack() as stack:
-        for scale in scales:
-            stack.callback(scale.assign, scale.read_value())
-            scale.assign(1.0)
+        for variable, value in fixed:
+            stack.callback(variable.assign, variable.read_value())
+            variable.assign(value)
         for i, variable in enumerate(variables):
             if variable.dtype.is_floating and variable.shape.num_elements():
                 _move(variable, np.random.default_rng(i), stack, large)
