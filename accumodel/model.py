@@ -523,7 +523,7 @@ class AccumulatingModel(keras.Model):
 
             What becomes of a short last cycle is the `remainder` of `compile`.
             It ends before validation and before any other callback sees the end
-            of the epoch. An error in a step forgets it, as the error's note says.
+            of the epoch. An error in a step forgets it, as a note on it says.
 
             Args:
                 *args: As in `keras.Model.fit`. `batch_size` is the samples in a
