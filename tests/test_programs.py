@@ -259,7 +259,7 @@ STOPPED = {
     "_set_attr": {"norm"},
     "_set_attr takes more": {"norm"},
     "_tracker": set(),
-    "_watched_variables": SPLIT,
+    "_watched_variables": EACH,
 }
 
 

@@ -148,8 +148,10 @@ def _build(model, data):
     # A custom step may call the model with anything, or not at all.
     scope = replicas.scope_of(model.distribute_strategy)
     at_once = hooks.variables(__init__=_initialize_at_once)
-    with contextlib.suppress(Exception), scope, at_once:
-        tf.function(call, autograph=False).get_concrete_function(_specs(data))
+    # Else the step would find what functions of the model draw here.
+    anew = hooks.traced_anew()
+    with contextlib.suppress(Exception), scope, at_once, anew:
+        trace(call, _specs(data))
 
 
 def _initialize_at_once(original, *args, **kwargs):

@@ -11,7 +11,7 @@ plain way needs:
 
 - for a Keras loss, `reduce_weighted_values`, `_compile_loss`, `_flat_losses`
   and `_loss_tracker`;
-- for `micro_batch_size`, `_flatten_layers` and `_watched_variables`;
+- for micro-batches, `_flatten_layers` and `_watched_variables`;
 - for random numbers such as dropout's, the functions that `keras.random` calls
   (`hooks.draws`), `_cast_seed` and `GLOBAL_STATE_TRACKER`.
 

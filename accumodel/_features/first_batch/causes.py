@@ -188,7 +188,6 @@ def _first_in(runner, begin, end, size):
                     np.sort(one, 0), np.sort(other, 0), 1e-3, 1e-4
                 )
                 return *runner.sources[kind, k, 0], has_views
-    return None
 
 
 class _Layers(ByOutputs):
