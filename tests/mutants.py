@@ -113,7 +113,7 @@ the parts are compared with themselves
 a state that only watches is told of
     Check._look: call _matters => True
 groups that are whole in the training are told of
-    _look_at_few: if found end => False
+    _look_at_few: if found is_whole => False
     """,
     "test_first_batch_programs.py": """
 the check leaves behind what a step assigns

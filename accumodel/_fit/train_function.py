@@ -16,7 +16,6 @@ function goes the same way, without gradients. XLA compiles what runs for a
 micro-batch, and the update, but not the whole step, as Keras would have it.
 """
 
-import contextlib
 import functools
 import re
 import warnings
@@ -143,9 +142,7 @@ def _test(model, test_step, data):
 def _run(plan, step, data, collector=None):
     """Runs a step for each micro-batch, or as a feature does."""
     trains, whole_batch = collector is not None, plan.whole_batch
-    with contextlib.ExitStack() as stack:
-        for feature in plan.features:
-            stack.enter_context(feature.around_batch())
+    with hooks.all_of(feature.around_batch() for feature in plan.features):
         if whole_batch is not None and trains:
             return whole_batch.train(plan, collector, data)
         if whole_batch is not None and "test_step" not in plan.overridden:

@@ -25,11 +25,10 @@ def scales_loss(optimizer):
 def with_inner_optimizers(optimizer):
     """Yields an optimizer and all optimizers that its attributes hold."""
     yield optimizer
-    for value in [*getattr(optimizer, "__dict__", {}).values()]:
-        held = value.values() if isinstance(value, dict) else value
-        for each in held if isinstance(value, dict | list | tuple) else [value]:
-            if isinstance(each, keras.Optimizer):
-                yield from with_inner_optimizers(each)
+    held = [*getattr(optimizer, "__dict__", {}).values()]
+    for each in keras.tree.flatten(held):
+        if isinstance(each, keras.Optimizer):
+            yield from with_inner_optimizers(each)
 
 
 def overwrites(variable):

@@ -114,7 +114,8 @@ class FirstBatch(Feature):
         size = accumulation.model.micro_batch_size
         splits = accumulation.spans_batches, size
         if splits != self._splits:
-            self._splits, self._is_done, self._looks = splits, False, 0
+            self._splits, self._is_done = splits, False
+            self._looks = self._agreed = 0
         if self._is_done or self._looks >= _LOOKS:
             return False
         if not tf.executing_eagerly():
@@ -158,7 +159,7 @@ class FirstBatch(Feature):
             )
             result = replicas.outside(check.result)
             self._agreed += 1
-            is_enough = not check.may_be_chance or self._agreed == _AGREE
+            is_enough = not check.may_be_chance or self._agreed >= _AGREE
             if result.startswith("exact") and not is_enough:
                 self.result = result
                 return

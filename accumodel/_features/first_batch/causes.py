@@ -208,10 +208,14 @@ class _Layers(ByOutputs):
                 terms.append(keyed(runs.OUTPUTS, floats_in(outputs)))
             return outputs
 
-        with contextlib.ExitStack() as stack:
-            for layer in private_names.flat_layers(plan.model):
-                call = functools.partial(call_and_note, layer, layer.call)
-                stack.enter_context(hooks.replaced(layer, "call", call))
+        with hooks.all_of(
+            hooks.replaced(
+                layer,
+                "call",
+                functools.partial(call_and_note, layer, layer.call),
+            )
+            for layer in private_names.flat_layers(plan.model)
+        ):
             x, *_ = keras.utils.unpack_x_y_sample_weight(data)
             private_names.call_model(plan.model, x, training=True)
         return terms

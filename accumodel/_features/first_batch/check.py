@@ -285,24 +285,29 @@ class Check:
                 return found
         error = self._error
         with contextlib.suppress(NotMade):  # of rows that are in groups
-            found = self._look(0, self.count, self.count - 1)
+            found = self._look(*self._unlike_parts())
             self.may_be_chance = found is not None
         self._error = error
         if self.plan.has_whole_loss:
             return None
         return self._weights_that_do_not_add_up()
 
+    def _unlike_parts(self):
+        """Returns a window of a few rows, in parts of unlike sizes."""
+        # Parts of one size hide losses of the hardest half, or the like.
+        count = self.count - (self.count == 6)
+        return 0, count, 3 if count > 4 else 1
+
     def _look_at_few(self):
         """Returns what differs in a few rows, or `None`."""
-        # Parts of one size hide losses of the hardest half, or the like.
-        c, found, fails = self.count - (self.count == 6), None, None
-        self.window = 0, c, 3 if c > 4 else 1
+        self.window, found, fails = self._unlike_parts(), None, None
         try:
             found = self._look(*self.window)
         except NotMade as error:  # of rows that do not follow each other
             fails = error
         end = min(self._size, self._samples)
-        if (found or fails) and end >= c and self.is_sure:
+        is_whole = end >= self.window[1]
+        if (found or fails) and is_whole and self.is_sure:
             first, last = self._begin, self._begin + self._samples - end
             begins = range(first, last + 1, end)[:_GROUPS]
             half = -(-end // 2)
