@@ -13,7 +13,7 @@ from accumodel._features import FEATURES, FirstBatch
 from accumodel._fit import train_function
 from accumodel._fit.accumulation import Accumulation
 from accumodel._keras_and_tf import checks, construction, hooks, replicas
-from accumodel._micro_batch import micro_batches, outcome, weights
+from accumodel._micro_batch import forward_backward, micro_batches, weights
 from accumodel._micro_batch.micro_batches import current_step, this_step
 from accumodel._update.accumulator import GradientAccumulator
 
@@ -285,7 +285,7 @@ class AccumulatingModel(keras.Model):
         def test(original, model, data):
             if model is not self:
                 return original(model, data)
-            return outcome.test(self._accumulation.plan(), data)
+            return forward_backward.test(self._accumulation.plan(), data)
 
         # It may be another base class's, which may call that of Keras.
         with hooks.test_steps(test_step=test):
@@ -309,9 +309,9 @@ class AccumulatingModel(keras.Model):
             `micro_batch_weight`; and a dict of scalars.
         """
         plan = self._accumulation.plan()
-        forward = functools.partial(outcome.forward, self, True)
+        forward = functools.partial(forward_backward.forward, self, True)
         with this_step(plan, data):
-            (gradients, _), weight, log = outcome.differentiate(
+            (gradients, _), weight, log = forward_backward.differentiate(
                 plan, data, forward
             )
             return gradients, weight, log()
@@ -325,10 +325,10 @@ class AccumulatingModel(keras.Model):
         # Outside of a step nothing is weighed, but replicas scale the loss.
         is_ours = step is not None or replicas.count_replicas() > 1
         if not (accumulation.accumulates and is_ours):
-            return outcome.call_compute_loss(*given)
+            return forward_backward.call_compute_loss(*given)
         is_default = not accumulation.overrides("compute_loss")
         with hooks.recorded_reductions(scales=is_default) as reductions:
-            loss = outcome.call_compute_loss(*given)
+            loss = forward_backward.call_compute_loss(*given)
         if step is not None:
             step.reductions = reductions
             weights.note_axes(step, reductions)

@@ -89,7 +89,7 @@ train_on_batch gives each replica the whole batch
 sums are all on one device
     make_accumulators: call colocate_vars_with => tf.name_scope("x")
 replicas that normalize together have weights of their own
-    outcome.differentiate: if count_replicas => False
+    forward_backward.differentiate: if count_replicas => False
     """,
     "test_exactness.py": """
 what a loss combines is not looked at

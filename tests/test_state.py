@@ -24,7 +24,7 @@ from helpers import (
 from keras import optimizers
 
 from accumodel import AccumulatingModel, GradientAccumulator
-from accumodel._update.accumulators import split_off
+from accumodel._update.cycles import split_off
 
 
 def in_mid_cycle(steps=8, **kwargs):

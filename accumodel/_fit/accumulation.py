@@ -9,12 +9,12 @@ import tensorflow as tf
 
 from accumodel._fit.end_of_cycle import with_end_of_cycle
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
-from accumodel._micro_batch.decisions import Decisions
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.micro_batches import Plan, current_step, on_host
 from accumodel._micro_batch.random_numbers import RandomNumbers
+from accumodel._micro_batch.sample_axes import SampleAxes
 from accumodel._micro_batch.weights import LossWeights
-from accumodel._update import accumulators
+from accumodel._update import cycles
 from accumodel._update.engine import fitted
 
 _REMAINDERS = ("apply", "carry", "drop")
@@ -75,7 +75,7 @@ class Accumulation:
         self.is_asked_to = False
         # True once an update may need several batches; stays true.
         self.spans_batches = False
-        self.accumulators = accumulators.Accumulators(model)
+        self.accumulators = cycles.Cycles(model)
         self.loss_weights = LossWeights(model)
         # Variables that steps assign, by id, in one dict per place ("model",
         # "loss", "seeds", "auto"). Never cleared, see `States`.
@@ -83,7 +83,7 @@ class Accumulation:
         # If batches are split, a `tf.Variable`: the most samples of a
         # micro-batch. Another size needs no retrace.
         self.size: typing.Any = None
-        self.decisions = Decisions()
+        self.sample_axes = SampleAxes()
         self.batch_size: typing.Any = None  # of `fit`, if it is known
         # The `RandomNumbers`, for life: a `tf.function` may read its variable.
         self.numbers: typing.Any = None
@@ -104,7 +104,7 @@ class Accumulation:
                 options.accum_steps > 1
                 or options.micro_batch_size is not None
                 or options.skip_nonfinite
-                or any(map(self.overrides, accumulators.HOOKS))
+                or any(map(self.overrides, cycles.HOOKS))
             )
             # Else, a second pass may read weights that have moved.
             accumulates = is_asked_to or private_names.is_rematerialized(model)
@@ -118,7 +118,7 @@ class Accumulation:
             raise
         self.options = options
         self.loss_weights = LossWeights(model)  # which warns anew
-        self.decisions = Decisions()
+        self.sample_axes = SampleAxes()
         self.accumulates, self.is_asked_to = accumulates, is_asked_to
         self.spans_batches = options.accum_steps > 1
         self._use(options, are_new=True)
@@ -161,14 +161,14 @@ class Accumulation:
 
     def load_cycles(self, store):
         """Loads the pending cycles of a file, and returns the rest of it."""
-        cycles, store = accumulators.split_off(store)
+        pending, store = cycles.split_off(store)
         if self.model.compiled:  # else it is loaded for inference
-            if accumulators.OWN in cycles:
+            if cycles.OWN in pending:
                 self.begin_to_span_batches()
                 self.ready_accumulator()
-            self.accumulators.load(cycles)
+            self.accumulators.load(pending)
             if self.numbers is not None:
-                self.numbers.load_cycle(cycles.get(accumulators.OWN, {}))
+                self.numbers.load_cycle(pending.get(cycles.OWN, {}))
         return store
 
     def overrides(self, name):

@@ -22,12 +22,12 @@ import warnings
 
 import tensorflow as tf
 
-from accumodel._fit import variables
+from accumodel._fit import rehearsal
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import build_optimizer
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.micro_batches import ALL
-from accumodel._update.accumulators import HOOKS
+from accumodel._update.cycles import HOOKS
 from accumodel._update.engine import Collector, step_failed
 
 _TRACED_BEFORE = (
@@ -172,7 +172,7 @@ def _make(accumulation, name, make):
             for feature in accumulation.features:
                 batches = feature.first_batches(batches, trains)
             if not is_ready:
-                batches = variables.make_first(
+                batches = rehearsal.make_first(
                     accumulation.plan(), trains, batches
                 )
                 is_ready = True

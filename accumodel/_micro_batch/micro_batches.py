@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import replicas
-from accumodel._micro_batch.decisions import sizes_of
 from accumodel._micro_batch.feature import Feature
+from accumodel._micro_batch.sample_axes import sizes_of
 
 _step: contextvars.ContextVar = contextvars.ContextVar("step", default=None)
 
@@ -111,7 +111,7 @@ class Step:
     def has_samples(self, loss, key, place=0):
         """Whether the first axis of a loss is that of the samples."""
         # It is then as long as that of the data, or as all their time steps.
-        decisions, sizes = self.plan.accumulation.decisions, sizes_of(loss)
+        axes, sizes = self.plan.accumulation.sample_axes, sizes_of(loss)
         samples = first_leaf(self.data).shape[0]
         if sizes == []:
             return False
@@ -121,7 +121,7 @@ class Step:
             is_single = loss.shape.num_elements() == 1 != samples
             is_like = not (samples and (sizes[0] or 0) % samples)
             guess = is_like and not is_single
-        return decisions.decide(key, place, sizes, samples, guess, "A loss")
+        return axes.decide(key, place, sizes, samples, guess, "A loss")
 
     def is_conditional(self):
         """Whether what is traced now may be left out when the step runs."""

@@ -356,7 +356,7 @@ class Draws:
         self._asked[key] += 1
         samples = self._samples
         places = [i for i, size in enumerate(sizes) if size in (None, samples)]
-        return self._plan.accumulation.decisions.decide(
+        return self._plan.accumulation.sample_axes.decide(
             key,
             self._asked[key] - 1,
             sizes,

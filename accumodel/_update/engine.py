@@ -486,7 +486,7 @@ def step_failed(accumulators, error):
         )
 
 
-# The `Accumulators` of the model that `fit` trains in this thread.
+# The `Cycles` of the model that `fit` trains in this thread.
 fitted: contextvars.ContextVar = contextvars.ContextVar("fitted", default=None)
 
 

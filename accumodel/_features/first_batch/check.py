@@ -42,7 +42,7 @@ from accumodel._features.first_batch.runs import (
     Rows,
     Runner,
 )
-from accumodel._fit import variables
+from accumodel._fit import rehearsal
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.python_state import PythonState, owners_of
@@ -93,7 +93,7 @@ class Check:
         self.plan = plan = dataclasses.replace(
             accumulation.plan(), numbers=numbers
         )
-        variables.make(plan, fed[0])
+        rehearsal.make(plan, fed[0])
         try:
             self._data = _joined(fed) if len(fed) > 1 else fed[0]
         except (ValueError, tf.errors.InvalidArgumentError):

@@ -23,7 +23,7 @@ from accumodel._features import rematerialization
 from accumodel._features.first_batch.kept import NotMade, variables_of
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.replicas import make_sum
-from accumodel._micro_batch import outcome
+from accumodel._micro_batch import forward_backward
 from accumodel._micro_batch.micro_batches import (
     FedBatch,
     count_samples,
@@ -166,7 +166,7 @@ class Runner:
         with hooks.all_of([*self.scopes(), *of_weights]):
             scalars = [tf.TensorSpec((), tf.int64)] * 4
             function = trace(run, *scalars)
-        plan.accumulation.decisions.is_made = plan.orders is None
+        plan.accumulation.sample_axes.is_made = plan.orders is None
         return function
 
     def run(self, begin, end, size, function=None):
@@ -250,8 +250,8 @@ class ByOutputs(Runner):
         args = x, y, y_pred, sample_weight
         forward = {op.name for op in graph.get_operations()}
         with tf.GradientTape() as tape:
-            loss = outcome.call_compute_loss(model.compute_loss, *args)
-            weight = outcome.weigh(plan, *args, loss)
+            loss = forward_backward.call_compute_loss(model.compute_loss, *args)
+            weight = forward_backward.weigh(plan, *args, loss)
         own = model.trainable_variables  # which the loss itself may use
         self.sources |= _sources_of(GRADIENTS, own)
         # Such as logits, which Keras's losses take instead of probabilities.

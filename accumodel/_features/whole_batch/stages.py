@@ -33,7 +33,12 @@ from accumodel._features.whole_batch.graph import ModelGraph, map_present
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
-from accumodel._micro_batch import assignments, loop, micro_batches, outcome
+from accumodel._micro_batch import (
+    assignments,
+    forward_backward,
+    loop,
+    micro_batches,
+)
 from accumodel._micro_batch.assignments import States
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.micro_batches import one_step, tensors_in, trace
@@ -100,7 +105,7 @@ class WholeBatch(Feature):
             _, loss = run.compute_loss(
                 outputs, layer_losses, x, y, sample_weight
             )
-        return outcome.log(
+        return forward_backward.log(
             plan, x, y, outputs, sample_weight, loss, weight=run.parts.samples
         )
 
@@ -257,7 +262,7 @@ class _Run:
             and (each.dtype.is_floating or each.dtype.is_complex)
         }
         compute = functools.partial(self.compute_loss, outputs, layer_losses)
-        (own, by_ends), weight, log = outcome.differentiate(
+        (own, by_ends), weight, log = forward_backward.differentiate(
             self._plan, self.parts.data, compute, [*watched.values()]
         )
         cache = {
@@ -291,7 +296,7 @@ class _Run:
             function = self._plan.model.compute_loss
             data = x, y, outputs, sample_weight
             try:
-                loss = outcome.call_compute_loss(
+                loss = forward_backward.call_compute_loss(
                     function, *data, self._is_training
                 )
             except (TypeError, ValueError) as error:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names, replicas
 from accumodel._keras_and_tf.python_state import PythonState, owners_of
+from accumodel._micro_batch.forward_backward import forward, weigh
 from accumodel._micro_batch.micro_batches import (
     as_tensors,
     count_samples,
@@ -17,7 +18,6 @@ from accumodel._micro_batch.micro_batches import (
     one_step,
     trace,
 )
-from accumodel._micro_batch.outcome import forward, weigh
 from accumodel._micro_batch.random_numbers import Draws
 from accumodel._update.engine import Collector
 
@@ -58,7 +58,7 @@ def _is_size_known(plan, data):
     is_known = plan.model.run_eagerly or (
         is_fed_batch and first_leaf(data).shape[0] is not None
     )
-    return is_known and not plan.accumulation.decisions.is_made
+    return is_known and not plan.accumulation.sample_axes.is_made
 
 
 def make(plan, data):
@@ -116,7 +116,7 @@ def _trace(plan, trains, data, decides=False):
             stack.enter_context(hooks.own_draws([]))
             stack.callback(PythonState(owners_of(model)).close)
         trace(run, _specs(data))
-    plan.accumulation.decisions.is_made |= decides
+    plan.accumulation.sample_axes.is_made |= decides
 
 
 def _specs(data):

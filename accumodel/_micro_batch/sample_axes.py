@@ -16,7 +16,7 @@ import collections
 import tensorflow as tf
 
 
-class Decisions:
+class SampleAxes:
     """What the steps of a model decide, by what they decide on."""
 
     def __init__(self):

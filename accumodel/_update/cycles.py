@@ -41,7 +41,7 @@ OWN = "_gradient_accumulator"
 _PREFIX = "accumulated:"
 
 
-class Accumulators:
+class Cycles:
     """All accumulators that a model holds."""
 
     def __init__(self, model):
