@@ -11,7 +11,7 @@ from helpers import chain, compiled, distance, mirrored
 from keras import layers, ops
 
 from accumodel import AccumulatingModel, InexactWarning
-from accumodel._features.first_batch import batches, causes
+from accumodel._features.first_batch import batches, messages
 from accumodel._features.first_batch import check as check_module
 
 FEATURES, OUTPUTS = 5, 3
@@ -574,7 +574,7 @@ def test_an_error_of_the_check_does_not_end_the_training(monkeypatch):
     def fail(self):
         raise KeyError("anything")
 
-    monkeypatch.setattr(check_module.Check, "result", fail)
+    monkeypatch.setattr(check_module.Comparison, "look", fail)
     with pytest.raises(KeyError):
         check(plain, SIZE, array, "mse")
     monkeypatch.setattr(batches, "RAISES", False)
@@ -585,5 +585,5 @@ def test_a_cause_that_fails_does_not_hide_what_was_found(monkeypatch):
     def fail(*args):
         raise KeyError("anything")
 
-    monkeypatch.setattr(causes, "_text", fail)
+    monkeypatch.setattr(messages, "_text", fail)
     assert check(plain, SIZE, array, root).startswith("differs: The first")

@@ -115,6 +115,14 @@ def has_loss_trackers(model):
     return model._compile_loss is None or model._compile_loss.built
 
 
+@needed_for("losses")
+def build_trackers(model, y, y_pred):
+    """Makes the trackers of a model's losses and metrics, as Keras does."""
+    for each in (model._compile_loss, model._compile_metrics):
+        if each is not None and not each.built:
+            each.build(y, y_pred)
+
+
 @needed_for("masks")
 def mask_of(output):
     """Returns the mask of an output that Keras's losses look at, or `None`."""

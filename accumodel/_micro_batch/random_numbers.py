@@ -356,6 +356,7 @@ class Draws:
         self._asked[key] += 1
         samples = self._samples
         places = [i for i, size in enumerate(sizes) if size in (None, samples)]
+        step = current_step()
         return self._plan.accumulation.sample_axes.decide(
             key,
             self._asked[key] - 1,
@@ -363,6 +364,7 @@ class Draws:
             samples,
             guess=[0] if 0 in places else places,
             what=f"A draw of `keras.random.{name}`",
+            is_conditional=step is not None and step.is_conditional(),
         )
 
     def _numbers(

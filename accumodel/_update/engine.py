@@ -523,6 +523,9 @@ class Collector:
                 f"{own}, called under {strategy}"
             )
 
+    def note(self, y_pred, loss, weight):
+        """Is told of what a step computes, before its gradients."""
+
     def take(self, accumulator, gradients, weight, is_last=True):
         """Adds a micro-batch, or a part of its gradient, to an accumulator."""
         accumulator.add(gradients, weight, self._is_split, is_last)
