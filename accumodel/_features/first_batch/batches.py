@@ -262,6 +262,7 @@ class FirstBatch(Feature):
             if result.startswith("exact") and not is_enough:
                 self.result = result
                 return
+            self._compared = self._most * self._steps()
         except NotYet as error:  # another batch may show it
             self._looks += self._steps() > 1
             result = f"not made: {error}"
@@ -326,7 +327,6 @@ class FirstBatch(Feature):
         self._check_python(found)
         if look.is_zero:
             raise NotYet("the gradients of the loss are zero")
-        self._compared = self._most * self._steps()
         exact = messages.exact(look, rows, what, self._proof.reason)
         if self._proof.kind == "bends":
             rest = exact.partition(". ")[0].replace("exact for", "In", 1)

@@ -136,7 +136,9 @@ class Runner:
     @property
     def activations(self):
         """Returns the bytes of a sample in all tensors of the step."""
-        longest = max([1, *(max(x.shape[1:] or [1]) for x in self._rows_given)])
+        longest = max(
+            [1, *(max([*x.shape[1:]] or [1]) for x in self._rows_given)]
+        )
         return sum(
             np.prod([n or longest for n in tensor.shape[1:]])
             * tensor.dtype.size
