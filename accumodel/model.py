@@ -543,6 +543,12 @@ class AccumulatingModel(keras.Model):
 
         fit.__signature__ = inspect.signature(keras.Model.fit)
 
+        def evaluate(self, *args, **kwargs):
+            """Evaluates as `keras.Model.evaluate`, in micro-batches."""
+            return self._accumulation.evaluate(super().evaluate, args, kwargs)
+
+        evaluate.__signature__ = inspect.signature(keras.Model.evaluate)
+
     def make_train_function(self, force=False):
         return train_function.make_function(
             self, "train", super().make_train_function, force

@@ -485,7 +485,6 @@ def accumulate(samples):
 
 DOORS = {
     "compile": lambda _: automatic(accum_steps=3),
-    "fastest": lambda _: automatic(accum_steps=3, micro_batch_size="fastest"),
     "AccumStepsScheduler": schedule,
     "GradientAccumulator": accumulate,
 }

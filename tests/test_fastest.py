@@ -9,6 +9,7 @@ import types
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from cases import FEATURES, classes
 from helpers import (
     as_dataset,
@@ -65,14 +66,15 @@ def train(model, data, batch_size=32, batches=128, **kwargs):
     return model.fit(*data, batch_size, epochs, **kwargs).history
 
 
-def test_the_size_with_the_least_time_is_found(clock):
+def test_the_size_with_the_least_time_is_found(clock, capsys):
     model = compiled(plain(AccumulatingModel), **FASTEST)
-    logs = train(model, dense(512))
+    logs = train(model, dense(512), verbose=2)
     assert len(SEARCH) <= 25
     assert clock.sizes == SEARCH + [8] * (128 - len(SEARCH))
     assert logs["micro_batch_size"] == [2] + [8] * 7
     assert model.micro_batch_size == "fastest"
     assert model.current_micro_batch_size == 8
+    assert capsys.readouterr().out.count("fastest micro_batch_size is 8\n") == 1
 
 
 @pytest.mark.table
@@ -85,12 +87,13 @@ def test_the_size_with_the_least_time_is_found(clock):
         ({16: 2, 8: 1, 4: 0.5, 2: 0.4, 1: 0.3}, 1, 24),  # always faster
     ],
 )
-def test_the_smallest_of_the_nearly_fastest(clock, seconds, found, fed):
+def test_the_smallest_of_the_nearly_fastest(clock, seconds, found, fed, capsys):
     clock.seconds |= seconds
     model = compiled(plain(AccumulatingModel), **FASTEST)
     train(model, dense(512))
     assert clock.sizes[fed:] == [found] * (128 - fed)
     assert clock.sizes[fed - 1] == min(clock.sizes)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.slow
@@ -100,6 +103,23 @@ def test_xla_compiles_three_sizes(clock):
     )
     train(model, dense(512))
     assert clock.sizes == SEARCH[:12] + [8] * (128 - 12)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize(
+    ("batches", "kwargs"), [(96, {}), (128, {"initial_epoch": 2})]
+)
+def test_short_trainings_do_not_search(clock, batches, kwargs):
+    model = compiled(plain(AccumulatingModel), **FASTEST)
+    x, y = dense(512)
+    train(model, (x, y), batches=batches, **kwargs)
+    assert clock.sizes == [32] * 96
+    # Nobody knows how long these are.
+    data = as_dataset((x, y), [32] * 4)
+    model.fit(data.filter(lambda *_: True), shuffle=False, verbose=0)
+    for _ in range(17):
+        model.train_on_batch(x[:32], y[:32])
+    assert clock.sizes[96:] == [*SEARCH, 8]
 
 
 @pytest.mark.slow
@@ -191,6 +211,8 @@ CASES = {
     "out of memory in the search": (dropout, {"limit": True, "large": 9}),
     "steps_per_execution": (dropout, {"steps_per_execution": 2}),
     "replicas": (plain, {"is_mirrored": True}),
+    "accum_steps": (dropout, {"accum_steps": 2}),
+    "accum_steps, out of memory": (dropout, {"accum_steps": 2, "limit": True}),
 }
 
 
@@ -208,7 +230,8 @@ def fit(make, base, arrays, sizes, limit=None, is_mirrored=False, **kwargs):
 @pytest.mark.filterwarnings("ignore:Out of memory")
 @pytest.mark.table
 @pytest.mark.parametrize("name", CASES)
-def test_weights_and_logs_are_those_of_plain_keras(name, clock):
+def test_weights_and_logs_are_those_of_plain_keras(name, clock, monkeypatch):
+    monkeypatch.setattr(fastest, "_LONG", 28)
     make, given = CASES[name]
     kwargs = dict(given)
     data, large = kwargs.pop("data", dense), kwargs.pop("large", None)
@@ -218,7 +241,9 @@ def test_weights_and_logs_are_those_of_plain_keras(name, clock):
         x[32 * large] = LARGE
     if kwargs.pop("limit", False):
         kwargs["limit"] = Limit(large=large is not None)
-    reference, expected = fit(make, keras.Model, (x, y), sizes)
+    steps = kwargs.get("accum_steps", 1)
+    whole = [sum(sizes[i : i + steps]) for i in range(0, 28, steps)]
+    reference, expected = fit(make, keras.Model, (x, y), whole)
     model, logs = fit(
         make, AccumulatingModel, (x, y), sizes, **FASTEST, **kwargs
     )
@@ -226,3 +251,24 @@ def test_weights_and_logs_are_those_of_plain_keras(name, clock):
     assert distance(model, reference) < 2e-6
     assert updates(model) == updates(reference)
     assert logs["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_memory_that_runs_out_in_a_cycle_is_an_error():
+    """It is run again in the first batch of a cycle, and in no other."""
+    x, y = dense(128)
+    x[32 * 3] = LARGE  # in the second batch of the second cycle
+    reference = compiled(plain(keras.Model))
+    reference.train_on_batch(x[:64], y[:64])
+    keras.utils.set_random_seed(0)
+    model = compiled(
+        plain(AccumulatingModel, Limit(large=True)), accum_steps=2, **FASTEST
+    )
+    with pytest.raises(
+        tf.errors.ResourceExhaustedError, match="in the middle of a cycle"
+    ):
+        model.fit(x, y, batch_size=32, shuffle=False, verbose=0)
+    assert model.pending_steps == 0
+    assert updates(model) == 1
+    assert distance(model, reference) < 1e-6
+    with pytest.warns(UserWarning, match="from now on"):
+        model.evaluate(x, y, batch_size=32, verbose=0)

@@ -121,6 +121,17 @@ def spread(y_true, y_pred):
     return ops.std(y_pred)
 
 
+def activated(name):
+    """Returns a function that makes a model of an output with logits."""
+    layer = functools.partial(keras.layers.Dense, cases.CLASSES, name)
+    return lambda base: chain(base, (cases.FEATURES,), layer())
+
+
+def one_hot(samples, rng):
+    x, y = cases.classes(samples, rng)
+    return x, np.eye(cases.CLASSES)[y]
+
+
 IN_BATCH = cases.Case(
     make=made(InBatchSoftmax),
     data=two_views,
@@ -159,6 +170,18 @@ CASES = {
         loss=cases.sparse_crossentropy("mean_with_sample_weight"),
         compile={"weighted_metrics": ["accuracy"]},
     ),
+    # Keras's losses take the logits of such an output.
+    "logits of softmax": cases.Case(
+        make=activated("softmax"),
+        data=one_hot,
+        loss=lambda: "binary_crossentropy",
+        compile={"metrics": ["binary_crossentropy"]},
+    ),
+    "logits of sigmoid": cases.Case(
+        make=activated("sigmoid"),
+        data=one_hot,
+        loss=lambda: "categorical_crossentropy",
+    ),
     "scalars of add_loss": cases.Case(make=cases.with_add_loss),
     "vectors of add_loss": cases.Case(
         make=cases.with_summed_add_loss,
@@ -168,6 +191,7 @@ CASES = {
 }
 RARE = (
     "a mask and weights",
+    "logits of sigmoid",
     "supervised contrastive",
     "vectors of add_loss",
 )

@@ -372,6 +372,36 @@ def test_all_losses_none_next_to_add_loss():
     assert distance(*models) < 1e-6
 
 
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        lambda each: each,
+        weekly(lambda each: [each, each]),
+        lambda each: [each, 2 * each],
+    ],
+)
+def test_one_array_of_sample_weights_for_several_outputs_is_exact(weigh):
+    """Given by its place, as Keras documents it. Validation is silent, too."""
+
+    def make(model_class):
+        inputs = keras.Input((cases.FEATURES,))
+        heads = [keras.layers.Dense(2)(inputs) for _ in range(2)]
+        return model_class(inputs, heads)
+
+    def train(model, size):
+        x, weights = cases.features(), weigh(np.linspace(0.1, 3.0, 24))
+        y = [x[:, :2] * sign for sign in (1, -1)]
+        other = x, y, weigh(np.linspace(2.0, 1.0, 24))
+        model.fit(x, y, size, 1, 0, None, 0.0, other, False, None, weights)
+
+    losses = [
+        keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        for _ in range(2)
+    ]
+    models = train_both(make, train, sgd(losses), big=8, steps=2)
+    assert distance(*models) < 1e-6
+
+
 class ReducesItself(keras.losses.MeanSquaredError):
     """With a `__call__` of its own, as a loss of Keras 3.16."""
 

@@ -50,12 +50,11 @@ def pooled(base, *layers, outputs=1):
 
 def masked(base, *layers):
     inputs = keras.Input((None,), dtype="int32")
-    # A normalization that gets a mask is refused.
-    hidden = keras.layers.Embedding(9, 4, mask_zero=not layers)(inputs)
-    for layer in layers:
-        hidden = layer(hidden)
+    hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
     hidden = keras.layers.GRU(3, return_sequences=True)(hidden)
     hidden._keras_mask = keras.ops.not_equal(inputs, 0)  # dropped since 3.16
+    for layer in layers:
+        hidden = layer(hidden)
     return base(inputs, keras.layers.Dense(2)(hidden))
 
 

@@ -52,6 +52,7 @@ def test_three_workers_end_with_the_weights_of_one_device(expected, tmp_path):
     assert "Traceback" not in log.read_text()
     for report in check_reports(tmp_path, 3, expected):
         assert list(report["history"]) == list(expected["history"])
+        assert report["reductions"] == []
         for name, values in expected["history"].items():
             np.testing.assert_allclose(report["history"][name], values, 1e-5)
     # What the chief saved by itself is a file like any other.

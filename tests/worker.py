@@ -5,6 +5,7 @@ Started by `test_workers.py`, which sets `TF_CONFIG`:
 `accum_steps` of two workers that disagree.
 """
 
+import gc
 import json
 import os
 import pathlib
@@ -92,6 +93,23 @@ class SavesAlone(keras.callbacks.Callback):
         self.model.save_weights(self._path)
 
 
+def reductions_of_a_batch(model):
+    """Returns the reductions of a batch that does not end its cycle."""
+    # Finite data, and a last batch that is short, ask for one of their own.
+    data = tf.data.Dataset.from_tensor_slices(make_data()).repeat()
+    data = data.batch(6, drop_remainder=True)
+    before = {*map(id, gc.get_objects())}
+    model.fit(data, steps_per_epoch=1, shuffle=False, verbose=0)
+    return [
+        op.name
+        for each in gc.get_objects()
+        if isinstance(each, tf.types.experimental.ConcreteFunction)
+        and id(each) not in before
+        for op in each.graph.get_operations()
+        if op.type.startswith("CollectiveReduce")
+    ]
+
+
 def main(folder, accum_steps, epoch_of_death=None):
     tf.get_logger().setLevel("INFO")  # as some engines do
     folder = pathlib.Path(folder)
@@ -114,6 +132,9 @@ def main(folder, accum_steps, epoch_of_death=None):
     x, y = make_data()
     model.train_on_batch(x[rank::workers], y[rank::workers])
     model.save_weights(folder / f"mid{rank}.weights.h5")
+    loss = "sparse_categorical_crossentropy"
+    model.compile("sgd", loss, accum_steps=2, remainder="carry")
+    report["reductions"] = reductions_of_a_batch(model)
     (folder / f"report{rank}.json").write_text(json.dumps(report))
 
 

@@ -15,7 +15,8 @@ nothing is tried again. So each batch must make an update: `accum_steps` above 1
 is refused, and what is pending, such as from a file, is dropped with a warning.
 
 `"fastest"` is the same, and begins by timing some batches: it halves the size
-until it gets slower twice. The smallest of the nearly fastest stays.
+until it gets slower twice. The smallest of the nearly fastest stays. It takes
+cycles of several batches: of these, only the first can be run again.
 """
 
 import itertools
@@ -24,6 +25,7 @@ import re
 import time
 import warnings
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -48,6 +50,11 @@ _ONE_SAMPLE = (
     "last update."
 )
 
+_IN_A_CYCLE = (
+    "Out of memory in the middle of a cycle, which is forgotten: its first "
+    "batches cannot be run again. Pass a smaller int as `micro_batch_size`."
+)
+
 # How GPUs say it when they do not raise a `ResourceExhaustedError`.
 _OTHERS = (
     tf.errors.InternalError,
@@ -63,6 +70,7 @@ _TEXT = re.compile(
 # Of a search by `"fastest"`.
 _EACH = 4  # batches of each size; the first may trace or compile
 _FED = 6 * _EACH  # batches of a search, at most; half of them with XLA
+_LONG = 100  # batches of a `fit` for which it is worth it
 _NEARLY = 1.03  # how much slower a size may be that needs less memory
 
 
@@ -145,12 +153,8 @@ class Auto(Feature):
 
     def _run_one(self, function, trains, data):
         accumulators = self._accumulation.accumulators
-        if trains:  # this batch must be a cycle
-            for each in accumulators:
-                self._check_steps(
-                    each.accum_steps, " of a `GradientAccumulator`"
-                )
-            accumulators.drop("fit", ", or use an int as `micro_batch_size`")
+        if trains:
+            self._check_cycle(accumulators)
         samples = max(count_of_each_replica(data, self._accumulation.strategy))
         self._before = []
         for variable in self._assigned.values():
@@ -163,16 +167,22 @@ class Auto(Feature):
                 if not is_out_of_memory(error):
                     raise
                 if trains and any(each.phase() < 0 for each in accumulators):
-                    raise tf.errors.ResourceExhaustedError(
-                        None, None, _WHILE_UPDATING
-                    ) from error
+                    _give_up(_WHILE_UPDATING, error)
                 for copy, value in self._before:
                     copy.assign(value)
+                if trains and accumulators.pending_steps:
+                    _give_up(_IN_A_CYCLE, error)
                 if trains:
                     accumulators.reset()
                 self._halve(samples, error)
         self._samples = max(self._samples, samples)
         return logs
+
+    def _check_cycle(self, accumulators):
+        """Lets the next batch be a cycle, or raises."""
+        for each in accumulators:
+            self._check_steps(each.accum_steps, " of a `GradientAccumulator`")
+        accumulators.drop("fit", ", or use an int as `micro_batch_size`")
 
     def _save(self, variable):
         """Saves what a variable is before this batch."""
@@ -184,9 +194,7 @@ class Auto(Feature):
         """Halves the size, or says why that would not help."""
         failed = min(self._size, samples)
         if failed <= 1:
-            raise tf.errors.ResourceExhaustedError(
-                None, None, _ONE_SAMPLE
-            ) from error
+            _give_up(_ONE_SAMPLE, error)
         self._assign_size(-(-failed // 2))
         warnings.warn(
             f"Out of memory with up to {failed} samples in the model at once. "
@@ -246,11 +254,30 @@ class Fastest(Auto):
         self._fed = 0  # batches of the search; `_FED` after it
         self._times: dict = {}  # by sizes: seconds for each number of a batch
         self._length = 0  # how many numbers are in the first batch
+        self._callback = keras.callbacks.Callback()  # whose `params` Keras sets
+        self._begin = 0  # the first epoch
+
+    @classmethod
+    def _check_steps(cls, accum_steps, owner=""):
+        """Takes any: what is timed need not be run again."""
+
+    def _check_cycle(self, accumulators):
+        """Goes on with the cycle that is pending."""
+
+    def begin_fit(self, arguments):
+        self._callback = arguments["callbacks"][0]
+        self._begin = arguments.get("initial_epoch", 0)
+
+    def _is_worth_it(self):
+        """Whether this `fit` is long enough for a search."""
+        params = self._callback.params or {}
+        epochs = params.get("epochs", 1) - self._begin
+        return (params.get("steps") or _LONG) * epochs >= _LONG
 
     def _run_one(self, function, trains, data):
         begin = time.perf_counter()
         logs = super()._run_one(function, trains, data)
-        if trains and self._fed < _FED:
+        if trains and self._fed < _FED and self._is_worth_it():
             tf.test.experimental.sync_devices()  # a GPU may still compute
             self._note(time.perf_counter() - begin, data)
         return logs
@@ -284,3 +311,9 @@ class Fastest(Auto):
         self._assign_size(
             min(k for k in sizes if quartiles[k] <= _NEARLY * best)
         )
+        if (self._callback.params or {}).get("verbose"):
+            print(f"\nThe fastest micro_batch_size is {self.current_size()}")
+
+
+def _give_up(text, error):
+    raise tf.errors.ResourceExhaustedError(None, None, text) from error

@@ -8,7 +8,7 @@ import typing
 import tensorflow as tf
 
 from accumodel._fit import rehearsal
-from accumodel._fit.end_of_cycle import with_end_of_cycle
+from accumodel._fit.end_of_cycle import named_arguments, with_end_of_cycle
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.micro_batches import Plan, current_step, on_host
@@ -142,10 +142,17 @@ class Accumulation:
             feature.begin_fit(arguments)
         token = fitted.set(self.accumulators)
         try:
-            with self._averages_of_updates():
+            weights = self.loss_weights.with_arrays("train", arguments)
+            with self._averages_of_updates(), weights:
                 return super_fit(*args, **kwargs)
         finally:
             fitted.reset(token)
+
+    def evaluate(self, super_evaluate, args, kwargs):
+        """Evaluates the model by Keras or another base class."""
+        arguments = named_arguments("evaluate", args, kwargs)
+        with self.loss_weights.with_arrays("test", arguments):
+            return super_evaluate(*args, **kwargs)
 
     def _averages_of_updates(self):
         """Returns a scope in which averages of no update replace no weights."""

@@ -62,13 +62,19 @@ class EndOfCycle(keras.callbacks.Callback):
             )
 
 
-# The parameters of `fit`, without `self`.
-_FIT = (*inspect.signature(keras.Model.fit).parameters,)[1:]
+def named_arguments(name, args, kwargs):
+    """Returns the arguments of a method of `keras.Model` by name."""
+    return dict(zip(_parameters(name), args, strict=False)) | kwargs
+
+
+def _parameters(name):
+    _, *names = inspect.signature(getattr(keras.Model, name)).parameters
+    return names
 
 
 def with_end_of_cycle(args, kwargs):
     """Returns the arguments of `fit` by name, and new `args` and `kwargs`."""
-    arguments = dict(zip(_FIT, args, strict=False)) | kwargs
+    arguments = named_arguments("fit", args, kwargs)
     callbacks = arguments.get("callbacks")
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
@@ -89,7 +95,7 @@ def with_end_of_cycle(args, kwargs):
         key=lambda callback: not hasattr(callback, "_adds_to_logs"),
     )
     callbacks = [EndOfCycle(), *callbacks]
-    place = _FIT.index("callbacks")
+    place = _parameters("fit").index("callbacks")
     if len(args) > place:
         args = (*args[:place], callbacks, *args[place + 1 :])
     else:

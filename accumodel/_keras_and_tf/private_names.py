@@ -134,6 +134,19 @@ def set_mask(output, mask):
     _COMMON.masking.set_keras_mask(output, mask)
 
 
+# If Keras renames it, a loss of the whole batch takes probabilities.
+_LOGITS = "_keras_logits"
+
+
+def logits_of(output):
+    """Returns what losses take instead of an output, or `None`."""
+    return getattr(output, _LOGITS, None)
+
+
+def set_logits(output, logits):
+    setattr(output, _LOGITS, logits)
+
+
 def tracked_metrics(model):
     """Returns metrics in attributes, which an own `metrics` may leave out."""
     # If Keras renames them, the check may look at their variables in vain.

@@ -17,6 +17,7 @@ as one number, are taken for means over the samples. If they are not, the check
 on the first batch tells.
 """
 
+import contextlib
 import typing
 import warnings
 
@@ -57,6 +58,26 @@ class LossWeights:
         self.warned: set[str] = set()
         # The logged losses of the cycle, see `LossLogs`.
         self.cycle: typing.Any = None
+        # Whether the arrays of sample weights that `fit`, or `evaluate`, was
+        # given for several outputs are one: now, and by functions.
+        self._share = False
+        self._shared: dict = {}
+
+    @contextlib.contextmanager
+    def with_arrays(self, name, arguments):
+        """Scope in which a function of the model gets these arguments."""
+        # The arrays of a batch do not tell: Keras gives each output a copy.
+        before = self._share
+        weights = keras.tree.flatten(arguments.get("sample_weight"))
+        outputs = keras.tree.flatten(arguments.get("y"))
+        self._share = len(outputs) > 1 and _are_one(weights)
+        if self._shared.setdefault(name, self._share) != self._share:
+            self._shared[name] = self._share
+            setattr(self._model, f"{name}_function", None)  # of the other
+        try:
+            yield
+        finally:
+            self._share = before
 
     def make_cycle(self):
         """Makes the variable, again if Keras has made trackers of outputs."""
@@ -208,7 +229,8 @@ class LossWeights:
         weighed = mask is not None or sample_weight is not None
         if name == "mean_with_sample_weight" and weighed:
             value = private_names.sum_of_weights(sample_weight, mask, dtype)
-            return {("weights", id(mask), id(sample_weight)): value}
+            weights = None if self._share else id(sample_weight)
+            return {("weights", id(mask), weights): value}
         elements = tf.cast(tf.size(values, out_type=tf.int64), dtype)
         if mask is None:
             return {_SAMPLES: elements}
@@ -224,6 +246,19 @@ class LossWeights:
         if not plan.has_whole_loss and message not in self.warned:
             self.warned.add(message)
             warnings.warn(message, InexactWarning, stacklevel=2)
+
+
+def _are_one(weights):
+    """Whether sample weights are the same, but for a factor."""
+    if any(each is None for each in weights):
+        return False
+    first, *others = [np.ravel(each).astype("float64") for each in weights]
+    place = np.argmax(np.abs(first)) if first.any() else None
+    return place is not None and all(
+        each.shape == first.shape
+        and np.allclose(each * first[place], first * each[place], 1e-6, 0)
+        for each in others
+    )
 
 
 def _is_mean(reduction):

@@ -124,7 +124,9 @@ class Engine(tf.Module):
 
     def _clear(self, *variables):
         for variable in variables:
-            variable.assign(tf.zeros(variable.shape, variable.dtype))
+            zeros = tf.zeros(variable.shape, variable.dtype)
+            # What is read would be added up over the workers.
+            variable.assign(zeros, read_value=False)
 
     def phase(self):
         """Returns what a step that failed has left: see `_phase`."""
@@ -401,7 +403,7 @@ class Engine(tf.Module):
 
     def _update(self, present):
         """Updates the variables that got a gradient in this cycle."""
-        self._phase.assign(-1.0)
+        self._phase.assign(-1.0, read_value=False)
         phases, untracked = replicas.local_results(self._phase), self._untracked
         # A function inside of the step cannot reach the other replicas.
         is_inline = untracked.strategy is not None

@@ -79,11 +79,10 @@ class ModelGraph:
             losses = weights.added_losses(self.model)
             # The layers that these belong to.
             self.owners = _owners(self.model, losses)
-        # The Keras masks of the flat outputs, or `None`.
-        self.masks = [
-            private_names.mask_of(output)
-            for output in tf.nest.flatten(self.outputs)
-        ]
+        # What Keras's losses look at besides the flat outputs, or `None`.
+        outputs = tf.nest.flatten(self.outputs)
+        self.masks = [*map(private_names.mask_of, outputs)]
+        self.logits = [*map(private_names.logits_of, outputs)]
         # What `add_loss` was given: tensors of shape `(samples, ...)`, or
         # scalars, which count as means over samples.
         self.losses = [
@@ -110,12 +109,12 @@ class ModelGraph:
         """Finds the pieces of the forward pass, one for each stage."""
         self._find_stages(self._find_stages({}))
         self._norms.check(self, self._is_training)
-        self.ends = tf.nest.flatten([self.outputs, self.losses])
+        self.ends = tf.nest.flatten([self.outputs, self.logits, self.losses])
         # The last stage, after which the gradient begins.
         self._last = max([0, *self.positions.values()])
 
         def make(stage):
-            ends = self.outputs, self.masks, self.losses
+            ends = self.outputs, self.masks, self.logits, self.losses
             return {
                 "ends": ends if stage == self._last else (),
                 "moments": [norm.moments for norm in self.norms_of(stage)],

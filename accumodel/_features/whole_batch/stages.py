@@ -222,10 +222,13 @@ class _Run:
             self._states.record(variable)  # a stage may read it again
             variable.assign(value)
         join = functools.partial(_join, self._plan, self.parts)
-        outputs, masks, losses = map_present(join, collected["ends"])
-        for output, mask in zip(tf.nest.flatten(outputs), masks, strict=True):
+        outputs, *looked_at, losses = map_present(join, collected["ends"])
+        flat = tf.nest.flatten(outputs)
+        for output, mask, logits in zip(flat, *looked_at, strict=True):
             if mask is not None:
                 private_names.set_mask(output, mask)
+            if logits is not None:
+                private_names.set_logits(output, logits)
         return outputs, [*zip(graph.owners, losses, strict=True)]
 
     def _run_stage(self, piece):
@@ -252,9 +255,11 @@ class _Run:
         """Returns gradients of the loss, its weight, and a function for logs.
 
         Gradients by the variables that the loss itself uses, in a list, and by
-        the flat outputs and added losses, in a dict.
+        the flat outputs, their logits and added losses, in a dict.
         """
-        ends = tf.nest.flatten([outputs, [loss for _, loss in layer_losses]])
+        logits = map(private_names.logits_of, tf.nest.flatten(outputs))
+        losses = [loss for _, loss in layer_losses]
+        ends = tf.nest.flatten([outputs, [*logits], losses])
         watched = {
             i: each
             for i, each in enumerate(ends)

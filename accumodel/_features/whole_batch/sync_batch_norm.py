@@ -11,6 +11,7 @@ import contextlib
 import functools
 import typing
 
+import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks
@@ -30,6 +31,8 @@ class Norm(typing.NamedTuple):
     # of the gradient by the moments.
     statistics: typing.Any
     given: typing.Any
+    # What Keras adds to the number of elements: with a mask, its epsilon.
+    fuzz: float
 
 
 class Norms:
@@ -61,18 +64,17 @@ class Norms:
                 layer,
                 "called in a loop (as by an `RNN`), a condition or a function",
             )
-        if mask is not None:
-            _refuse(layer, "called with a mask (as behind `mask_zero=True`)")
         if self.are_known:
             _refuse(
                 layer,
                 "called again for the gradients, since it is rematerialized "
                 "(`keras.RematScope`, `tf.recompute_grad`)",
             )
-        moments = _compute_moments(inputs, layer.axis)
+        moments = _compute_moments(inputs, mask, layer.axis)
         make = functools.partial(tf.compat.v1.placeholder, inputs.dtype)
         given, statistics = make(moments.shape), make([2, *moments.shape[1:]])
-        self.calls.append(Norm(layer, moments, statistics, given))
+        fuzz = 0.0 if mask is None else keras.config.epsilon()
+        self.calls.append(Norm(layer, moments, statistics, given, fuzz))
         return tuple(tf.unstack(statistics))
 
     def check(self, graph, is_training):
@@ -91,17 +93,24 @@ class Norms:
                 _refuse(layer, "in a `tf.function` that is traced already")
 
 
-def _compute_moments(inputs, axis):
-    """Returns the `moments` of a `Norm`."""
+def _compute_moments(inputs, mask, axis):
+    """Returns the `moments` of a `Norm`. The mask is as Keras counts it."""
     axes = [*range(inputs.shape.rank)]
     del axes[axis]
     to_inputs = [1] * inputs.shape.rank
     to_inputs[axis] = -1
     channels = tf.shape(inputs)[axis]
-    count = tf.fill([channels], tf.size(inputs) // channels)
+    if mask is None:
+        count = tf.fill([channels], tf.size(inputs) // channels)
+    else:
+        mask = tf.cast(mask[..., tf.newaxis], "bool")
+        mask = tf.broadcast_to(mask, tf.shape(inputs))
+        count = tf.reduce_sum(tf.cast(mask, "int32"), axes)
     count = tf.cast(count, inputs.dtype)
 
     def total(values):
+        if mask is not None:
+            values = tf.where(mask, values, tf.zeros_like(values))
         # The gradient of a sum that keeps its axes needs fewer operations.
         return tf.reshape(tf.reduce_sum(values, axes, keepdims=True), [-1])
 
@@ -115,10 +124,12 @@ def _compute_moments(inputs, axis):
 def join(norm, moments):
     """Returns the mean and variance of the batch, from moments of its parts."""
     counts, means, squares = tf.unstack(moments, axis=1)
+    # As in Keras, where it has no effect under a mask.
+    is_shared = norm.layer.synchronized and not norm.fuzz
 
     def total(weights, values):
         values = tf.einsum("ic,ic->c", weights, values)
-        if norm.layer.synchronized:
+        if is_shared:
             (values,) = sum_over_replicas([values])
         return values
 
@@ -130,14 +141,17 @@ def join(norm, moments):
     # The deviations add up to zero, and so does the gradient by the mean.
     deviations = tf.math.square(means - tf.stop_gradient(mean))
     variance = total(inverse, squares) + total(shares, deviations)
+    if norm.fuzz:  # Keras divides by a bit more
+        scale = tf.math.divide_no_nan(count, count + norm.fuzz)
+        variance = scale * (variance + (mean * (1 - scale)) ** 2)
+        mean *= scale
     return tf.stack([mean, variance])
 
 
 def _refuse(layer, why):
     raise ValueError(
         "`sync_batch_norm=True` cannot split the model at this layer. Call it "
-        "outside of loops, conditions and functions, without a mask and with "
-        "Keras's statistics; freeze it (`trainable=False`); or use "
-        "`GroupNormalization`. "
+        "outside of loops, conditions and functions, with Keras's statistics; "
+        "freeze it (`trainable=False`); or use `GroupNormalization`. "
         f"Received: layer={layer}, {why}"
     )
