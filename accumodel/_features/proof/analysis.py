@@ -307,14 +307,9 @@ class Analysis:
         return keys[tensor.ref()]
 
     def _key_of(self, one, inputs):
-        op = one.op
-        ones = [
-            i for i, x in enumerate(op.inputs) if op.type == "Mul" and _is_1(x)
-        ]
-        if _is_view(op):
-            return inputs[0]
-        if ones:
-            return inputs[1 - ones[0]]
+        op, same = one.op, _same_numbers(one)
+        if same is not None:
+            return self._frame.keys[same.ref()]
         if op.type == "Const" and (one.shape.num_elements() or 99) < 9:
             return str(tf.get_static_value(one).tolist())
         is_new = op.op_def.is_stateful or rows_axis(op.name) is not None
@@ -350,8 +345,7 @@ def _same_numbers(tensor):
 
 def _same_sum(tensor):
     """The same for what has the same sum of all entries."""
-    shapes = ("Reshape", "ExpandDims", "Squeeze", "Transpose")
-    if tensor.op.type in shapes:
+    if tensor.op.type in ("Reshape", "ExpandDims", "Squeeze", "Transpose"):
         return tensor.op.inputs[0]
     return _same_numbers(tensor)
 
