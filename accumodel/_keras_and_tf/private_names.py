@@ -45,6 +45,7 @@ _NEEDS = {
     "new layers": "layers that are built in a step, in micro-batches",
     "norms": "`sync_batch_norm`, and the check on the first batch (`verify`)",
     "padding": "`trim_padding`",
+    "proof": "a verdict for every batch, from the graph",
     "random numbers": "random numbers in micro-batches, as those of dropout",
     "rematerialization": "`keras.RematScope` and `keras.remat`",
     "replicas": "several replicas",
@@ -209,6 +210,12 @@ def is_seed(variable):
 def used_variables(graph):
     """Returns the variables that a graph uses so far, also in functions."""
     return [*graph._watched_variables]
+
+
+@needed_for("proof")
+def body_of(graph, name):
+    """Returns the graph of a function that a graph calls."""
+    return graph._get_function(name).graph
 
 
 def is_in_loop(outside):

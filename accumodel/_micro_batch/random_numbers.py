@@ -29,6 +29,7 @@ import functools
 import inspect
 import math
 import operator
+import re
 import typing
 
 import keras
@@ -50,6 +51,16 @@ _ALGORITHM = tf.random.Algorithm.AUTO_SELECT.value
 
 # Between the seeds of two samples: layers may have seeds like 1, 2 and 3.
 _FAR = 1_000_003
+
+
+# In the names of operations that draw rows, before the axis of the samples.
+_ROWS = "accumodel_rows_"
+
+
+def rows_axis(name):
+    """Returns the axis of the rows that an operation draws, or `None`."""
+    found = re.search(rf"{_ROWS}(\d+)", name)
+    return None if found is None else int(found[1])
 
 
 class RandomNumbers:
@@ -351,7 +362,7 @@ class Draws:
             or (name == "normal" and axes[0] and _is_compiled())
         ):
             return original(**arguments, seed=_apart(seed, self._rows[0]))
-        rows_of = functools.partial(self._numbers, axes[0], sizes, shape, seed)
+        rows_of = functools.partial(self._named, axes[0], sizes, shape, seed)
         arguments.pop("noise_shape", arguments.pop("shape", None))
         return _OFFSETS[name](rows_of, **arguments)
 
@@ -387,6 +398,14 @@ class Draws:
             what=f"A draw of `keras.random.{name}`",
             is_conditional=step is not None and step.is_conditional(),
         )
+
+    def _named(self, axis, *args, make=None, **kwargs):
+        """Returns the rows of a draw, with names that say which they are."""
+        # A cycle of several fed batches may not be full, see `_numbers`.
+        needs_all = axis or make is not None
+        is_row = not (needs_all and self._plan.accumulation.spans_batches)
+        with tf.name_scope(f"{_ROWS}{axis}" if is_row else "apart"):
+            return self._numbers(axis, *args, make=make, **kwargs)
 
     def _numbers(
         self, axis, sizes, shape, seed, operation, drawn, make=None, **kwargs
@@ -565,7 +584,7 @@ def _normal(rows_of, mean=0.0, stddev=1.0, dtype=None):
         values = rows_of(
             tf.raw_ops.StatelessRandomUniformV2,
             drawn,
-            private_names.normal_in_xla,
+            make=private_names.normal_in_xla,
             dtype=drawn,
         )
         if drawn != dtype:  # XLA cuts bits off, instead of rounding
