@@ -210,15 +210,17 @@ class FirstBatch(Feature):
         plan = self._accumulation.plan()
         spec = batch if self._spec is None else self._spec
         rehearsal.build(plan, spec)
-        plans = [plan]
-        if plan.whole_batch is not None and not plan.has_whole_loss:
-            # First what is in micro-batches, then the loss of fed batches.
-            plans.append(dataclasses.replace(plan, features=()))
-        self._rehearsed = [
-            rehearsal.rehearse_step(each, spec, Taken) for each in plans
-        ]
-        self._proof = self._find_proof(plan, batch)
-        found, _ = self._rehearsed[0]
+        self._trace(plan, spec, _why_compared(plan, batch))
+        found, collector = self._rehearsed[0]
+        why = None
+        if found.drawn:
+            why = f"it draws by `{found.drawn[0]}`"
+        elif found.changed:
+            why = f"it changes `{found.changed}` in Python"
+        if (
+            why and collector.proof.kind == "exact"
+        ):  # of another trace than this
+            self._trace(plan, spec, why)
         self._norms_that_train = found.norms
         if found.error is not None:
             self._norms_that_train = trained_norms(plan.model)
@@ -226,29 +228,24 @@ class FirstBatch(Feature):
             what = f"proved from the graph, {self._proof.reason}"
             self._end(f"exact for every batch: {what}")
 
-    def _find_proof(self, plan, batch):
-        """Returns the `Proof` of the step, which begins as a trace does."""
-        for found, collector in self._rehearsed:
-            if found.error is not None:
-                why = f"its trace raises {type(found.error).__name__}"
-            elif plan.model.run_eagerly:
-                why = "with `run_eagerly=True` Python may do something else"
-            elif found.drawn:
-                why = f"it draws by `{found.drawn[0]}`"
-            elif found.changed:
-                why = f"it changes `{found.changed}` in Python"
-            elif "slice_data" in plan.overridden:
-                why = "it has a custom `slice_data`"
-            elif plan.orders is not None:
-                why = "padding is cut off"
-            elif not _are_alike(batch):
-                why = "arrays hold other numbers of samples"
-            else:
-                if collector.proof.kind != "exact":
-                    return collector.proof
-                continue
-            return Proof("unknown", why)
-        return self._rehearsed[-1][1].proof
+    def _trace(self, plan, spec, why):
+        """Rehearses the step; `why` it is compared, `None` if it is proved."""
+        plans = [plan]
+        if plan.whole_batch is not None and not plan.has_whole_loss:
+            # First what is in micro-batches, then the loss of fed batches.
+            plans.append(dataclasses.replace(plan, features=()))
+        kind = functools.partial(Taken, why=why)
+        self._rehearsed = [
+            rehearsal.rehearse_step(each, spec, kind) for each in plans
+        ]
+        proofs = [
+            Proof("unknown", f"its trace raises {type(found.error).__name__}")
+            if found.error is not None
+            else collector.proof
+            for found, collector in self._rehearsed
+        ]
+        unproved = [proof for proof in proofs if proof.kind != "exact"]
+        self._proof = (unproved or proofs)[0]
 
     # -- the comparison --------------------------------------------------------
 
@@ -419,6 +416,21 @@ class FirstBatch(Feature):
         warnings.warn(self._norms, InexactWarning, stacklevel=2)
         if self.result is not None and self._is_done:
             self.result = f"differs: {self._norms} Beside that: {self.result}"
+
+
+def _why_compared(plan, batch):
+    """Returns why a step cannot be proved, whatever its trace is."""
+    if plan.is_custom:
+        return "it has a custom step"
+    if plan.model.run_eagerly:
+        return "with `run_eagerly=True` Python may do something else each time"
+    if "slice_data" in plan.overridden:
+        return "it has a custom `slice_data`"
+    if plan.orders is not None:
+        return "padding is cut off"
+    if not _are_alike(batch):
+        return "its arrays hold other numbers of samples"
+    return None
 
 
 def _are_alike(batch):

@@ -36,9 +36,11 @@ _VIEWS = ("ExpandDims", "Identity", "Reshape", "Squeeze")
 class Taken(Noting):
     """Takes what a step computes: its proof, and else its gradients."""
 
-    def __init__(self, plan):
+    def __init__(self, plan, why=None):
+        """Takes why it is compared, or `None` if it may be proved."""
         super().__init__(plan)
-        self.proof = Proof("unknown", "a custom step is compared")
+        self.proof = Proof("unknown", why or "")
+        self._proves = why is None
         self.is_of_rows = True  # whether the outputs may be rows
         self.adds = False  # whether layers add losses
         self.sources: dict = {}  # what a term is of, by its key
@@ -46,20 +48,18 @@ class Taken(Noting):
 
     def note(self, y_pred, loss, weight):
         self._build_trackers(y_pred)
-        if self.plan.is_custom:
-            return
-        spans = self.plan.accumulation.spans_batches
-        data, rows = current_step().data, self.plan.numbers.rows
-        self.proof = prove(loss, weight, data, spans, rows_variable=rows)
-        if self.proof.kind == "exact":
-            raise Enough
-        self._prove_rows(y_pred)
+        if self._proves:
+            self.proof = self._ask(prove, loss, weight)
+            if self.proof.kind == "exact":
+                raise Enough
+            self._prove_rows(y_pred)
 
     def note_outputs(self, y_pred):
         self._build_trackers(y_pred)
-        self.proof = self._prove_rows(y_pred)
-        if self.proof.kind == "exact":
-            raise Enough
+        if self._proves:
+            self.proof = self._prove_rows(y_pred)
+            if self.proof.kind == "exact":
+                raise Enough
         samples = tf.cast(count_samples(current_step().data), tf.float64)
         of_layers = added_losses(self.plan.model)
         rows = [x for x in [*floats_in(y_pred), *of_layers] if x.shape.rank]
@@ -72,10 +72,14 @@ class Taken(Noting):
         losses = added_losses(self.plan.model)
         self.adds = bool(losses)
         losses = [x for x in losses if x.shape.rank]
-        spans = self.plan.accumulation.spans_batches
-        proof = prove_rows([y_pred, losses], current_step().data, spans)
+        proof = self._ask(prove_rows, [y_pred, losses])
         self.is_of_rows = proof.kind == "exact"
         return proof
+
+    def _ask(self, prove, *tensors):
+        spans = self.plan.accumulation.spans_batches
+        rows = self.plan.numbers.rows
+        return prove(*tensors, current_step().data, spans, rows_variable=rows)
 
     def take(self, accumulator, gradients, weight, is_last=True):
         self.keep(accumulator.variables, gradients, weight)
