@@ -1,5 +1,6 @@
 """Takes the first fed batches, proves or compares, and says what was found."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -184,7 +185,8 @@ class FirstBatch(Feature):
         if self._compared and self._most * steps <= self._compared:
             self._is_done = True  # no update is larger than what was compared
             return
-        self._rehearse(batches[0])
+        with self._explained():
+            self._rehearse(batches[0])
         is_split = isinstance(size, int) and self._most > size
         self._has_split |= is_split
         self._warn_about_norms(is_split or len(batches) > 1)
@@ -252,7 +254,7 @@ class FirstBatch(Feature):
     def _check(self, batches):
         """Compares batches of one update, and says what was found."""
         self._fed = []
-        try:
+        with self._explained():
             look, result = replicas.outside(lambda: self._compare(batches))
             self._agreed += 1
             is_enough = not look.by_chance or self._agreed >= _AGREE
@@ -260,17 +262,24 @@ class FirstBatch(Feature):
                 self.result = result
                 return
             self._compared = self._most * self._steps()
+            self._end(result)
+
+    @contextlib.contextmanager
+    def _explained(self):
+        """Scope of what ends with an error that says why nothing is said."""
+        try:
+            yield
+        except InexactWarning:
+            raise
         except NotYet as error:  # another batch may show it
             self._looks += self._steps() > 1
             result = f"not made: {error}"
             if self._looks < _LOOKS:
                 self.result = f"{result} so far"
-                return
-        except NotMade as error:
-            result = f"not made: {error}"
-            if isinstance(error, Alone):  # nothing is wrong with it
-                self._end(result, warns=False)
-                return
+            else:
+                self._end(result)
+        except NotMade as error:  # of one that is alone nothing is wrong
+            self._end(f"not made: {error}", warns=not isinstance(error, Alone))
         except Exception as error:
             if RAISES:
                 raise
@@ -278,7 +287,7 @@ class FirstBatch(Feature):
             result = f"not made: {type(error).__name__}: {text}"
             if is_out_of_memory(error):
                 result = "not made: memory ran out in the check"
-        self._end(result)
+            self._end(result)
 
     def _compare(self, fed):
         """Returns the `Look` at fed batches of one update, and a verdict."""

@@ -62,9 +62,9 @@ def differs(look, compared):
 def bends(reason, plan, rest):
     """Returns what a proof says of a step that is inexact in some batches."""
     return (
-        f"The step has {reason}. So the weights will not be those of the large "
-        f"batch where that is not linear. {advice(plan)} {rest} {OFF} "
-        f"Received: model={plan.model}"
+        "In some batches the weights will not be those of the large batch: the "
+        f"step has {reason}, and a micro-batch has another one. {advice(plan)} "
+        f"{rest} {OFF} Received: model={plan.model}"
     )
 
 

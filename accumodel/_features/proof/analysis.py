@@ -100,6 +100,9 @@ class Analysis:
         vals = [self._frame.types[x.ref()] for x in op.inputs]
         marked = self._marked(op, vals)
         unproved = [v for v in vals if v.base == "T"]
+        weighs_nothing = op.type == "Mul" and any(v.zero for v in vals)
+        if weighs_nothing and op.outputs[0].shape.rank == 0:  # such as a loss
+            return [Type("C", (), zero=True)]
         if unproved and marked is None:
             return unproved[:1] * len(op.outputs)
         try:
