@@ -38,6 +38,9 @@ from accumodel._micro_batch.micro_batches import (
 from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._update.engine import Collector
 
+# In the names of what is taken instead of moments of the samples.
+MOMENTS = "accumodel_moments"
+
 
 @dataclasses.dataclass
 class Rehearsed:
@@ -115,7 +118,10 @@ def _infer(found, original, layer, inputs, mask):
     """Returns moving statistics, which do not depend on the samples."""
     found.norms.append(layer)
     moving = layer.moving_mean, layer.moving_variance
-    return tuple(tf.cast(statistics, inputs.dtype) for statistics in moving)
+    return tuple(
+        tf.identity(tf.cast(statistics, inputs.dtype), name=MOMENTS)
+        for statistics in moving
+    )
 
 
 def _at_once(model, original, *args, **kwargs):

@@ -216,9 +216,9 @@ class FirstBatch(Feature):
         found, collector = self._rehearsed[0]
         why = None
         if found.drawn:
-            why = f"it draws by `{found.drawn[0]}`"
+            why = f"draws by `{found.drawn[0]}`"
         elif found.changed:
-            why = f"it changes `{found.changed}` in Python"
+            why = f"`{found.changed}` changes in Python"
         if (
             why and collector.proof.kind == "exact"
         ):  # of another trace than this
@@ -430,15 +430,15 @@ class FirstBatch(Feature):
 def _why_compared(plan, batch):
     """Returns why a step cannot be proved, whatever its trace is."""
     if plan.is_custom:
-        return "it has a custom step"
+        return "a custom step"
     if plan.model.run_eagerly:
-        return "with `run_eagerly=True` Python may do something else each time"
+        return "eager code, which may do something else each time"
     if "slice_data" in plan.overridden:
-        return "it has a custom `slice_data`"
+        return "a custom `slice_data`"
     if plan.orders is not None:
-        return "padding is cut off"
+        return "padding that is cut off"
     if not _are_alike(batch):
-        return "its arrays hold other numbers of samples"
+        return "arrays of other numbers of samples"
     return None
 
 

@@ -9,7 +9,11 @@ weights are those of a sum of the outputs, each times another number.
 import numpy as np
 import tensorflow as tf
 
-from accumodel._features.first_batch.variables import NotMade, variables_of
+from accumodel._features.first_batch.variables import (
+    NotMade,
+    variables_of,
+    watching,
+)
 from accumodel._features.proof import Proof, prove, prove_rows
 from accumodel._fit.rehearsal import Enough, Noting, leaves_of
 from accumodel._micro_batch.micro_batches import (
@@ -77,9 +81,18 @@ class Taken(Noting):
         return proof
 
     def _ask(self, prove, *tensors):
-        spans = self.plan.accumulation.spans_batches
-        rows = self.plan.numbers.rows
-        return prove(*tensors, current_step().data, spans, rows_variable=rows)
+        plan = self.plan
+        return prove(
+            *tensors,
+            current_step().data,
+            plan.accumulation.spans_batches,
+            rows_variable=plan.numbers.rows,
+            ignored=[
+                x
+                for x in watching(plan.model)
+                if not getattr(x, "trainable", False)
+            ],
+        )
 
     def take(self, accumulator, gradients, weight, is_last=True):
         self.keep(accumulator.variables, gradients, weight)

@@ -26,12 +26,10 @@ from accumodel._features.proof.types import (
     sizes_alike,
     times,
 )
+from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.random_numbers import rows_axis
 from accumodel._micro_batch.weights import NONZERO
-
-# In the names of what stands for the moments of normalizations.
-MOMENTS = "accumodel_moments"
 
 _DRAWS = {  # where a draw of rows ends, and which input is its shape
     "StatelessRandomUniformV2": 0,
