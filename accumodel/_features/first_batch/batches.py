@@ -11,6 +11,7 @@ import warnings
 import keras
 import tensorflow as tf
 
+from accumodel._features import rematerialization
 from accumodel._features.auto import is_out_of_memory
 from accumodel._features.first_batch import messages
 from accumodel._features.first_batch.check import (
@@ -23,7 +24,7 @@ from accumodel._features.first_batch.runs import Taken, same_draws
 from accumodel._features.first_batch.variables import NotMade
 from accumodel._features.proof import Proof
 from accumodel._fit import rehearsal
-from accumodel._keras_and_tf import private_names, replicas
+from accumodel._keras_and_tf import hooks, private_names, replicas
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._micro_batch.feature import Feature
@@ -219,10 +220,13 @@ class FirstBatch(Feature):
             why = f"draws by `{found.drawn[0]}`"
         elif found.changed:
             why = f"`{found.changed}` changes in Python"
-        if (
-            why and collector.proof.kind == "exact"
-        ):  # of another trace than this
+        is_rematerialized = private_names.is_rematerialized(plan.model)
+        if why and collector.proof.kind == "exact":  # of a trace like no other
             self._trace(plan, spec, why)
+        elif not self._is_proved and is_rematerialized:  # which saves memory
+            proof = self._proof
+            self._trace(plan, spec, proof.reason)
+            self._proof = proof
         self._norms_that_train = found.norms
         if found.error is not None:
             self._norms_that_train = trained_norms(plan.model)
@@ -237,9 +241,12 @@ class FirstBatch(Feature):
             # First what is in micro-batches, then the loss of fed batches.
             plans.append(dataclasses.replace(plan, features=()))
         kind = functools.partial(Taken, why=why)
-        self._rehearsed = [
-            rehearsal.rehearse_step(each, spec, kind) for each in plans
-        ]
+        # A custom gradient is not proved, and theirs are right.
+        plain = [hooks.plain_silu(), rematerialization.none()]
+        with hooks.all_of(plain if why is None else []):
+            self._rehearsed = [
+                rehearsal.rehearse_step(each, spec, kind) for each in plans
+            ]
         proofs = [
             Proof("unknown", f"its trace raises {type(found.error).__name__}")
             if found.error is not None
