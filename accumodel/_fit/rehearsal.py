@@ -51,7 +51,8 @@ class Rehearsed:
     drawn: list = dataclasses.field(default_factory=list)  # in Python, by name
     changed: str | None = None  # what it changed in Python, by name
     updates: bool = False  # whether it called an optimizer
-    norms: list = dataclasses.field(default_factory=list)  # those that train
+    # Of the normalizations that train: whether samples are in what they get.
+    norms: list = dataclasses.field(default_factory=list)
     specs: tuple = ()  # of what the function takes
 
     def fits(self, data):
@@ -116,7 +117,7 @@ def _build(found, original, optimizer, gradients, variables=None):
 
 def _infer(found, original, layer, inputs, mask):
     """Returns moving statistics, which do not depend on the samples."""
-    found.norms.append(layer)
+    found.norms.append(None in inputs.shape)
     moving = layer.moving_mean, layer.moving_variance
     return tuple(
         tf.identity(tf.cast(statistics, inputs.dtype), name=MOMENTS)

@@ -68,7 +68,7 @@ class FirstBatch(Feature):
         self._splits: tuple = ()  # what is known of how an update is split
         self._is_even = False  # whether all micro-batches are as large
         self._norms = ""  # what is told of normalizations
-        self._norms_that_train: list = []
+        self._norms_of_samples: list = []  # see `Rehearsed`
         self._held = ""  # a warning that a step that fails would say better
 
     @classmethod
@@ -76,7 +76,8 @@ class FirstBatch(Feature):
         return options.verify
 
     def begin_fit(self, arguments):
-        self._looks, self._fed, self._has_split = 0, [], False
+        self._looks, self._fed = 0, []
+        self._has_split &= self._is_done
         is_even = _is_even(self._accumulation, arguments)
         self._is_done &= self._is_proved or (
             (is_even or not self._is_even)
@@ -107,7 +108,7 @@ class FirstBatch(Feature):
         size = accumulation.model.current_micro_batch_size
         if isinstance(accumulation.model.micro_batch_size, str) and size:
             self._warn_about_norms(self._most > size)
-        elif size and not (self._is_done or self._has_split) and self._looks:
+        elif size and not self._has_split and self._looks:
             self._has_split = True  # it is said once
             asks = accumulation.options.trim_padding is not None
             warnings.warn(
@@ -164,7 +165,8 @@ class FirstBatch(Feature):
             self._splits, self._is_done = splits, False
             self._looks = self._agreed = self._compared = 0
             self._rehearsed, self._proof = [], None
-        if self._is_done or self._looks >= _LOOKS:
+        is_split = self._has_split or not isinstance(size, int)
+        if (self._is_done and is_split) or self._looks >= _LOOKS:
             return False
         if not tf.executing_eagerly():
             self._end("not made: the model trains inside of a function")
@@ -183,21 +185,21 @@ class FirstBatch(Feature):
         steps, size = self._steps(), self._accumulation.model.micro_batch_size
         batches = [*self._fed, *map(as_tensors, first)][:steps]
         self._most = max(int(count_samples(batch)) for batch in batches)
-        if self._compared and self._most * steps <= self._compared:
-            self._is_done = True  # no update is larger than what was compared
-            return
-        with self._explained():
-            self._rehearse(batches[0])
+        # Unless an update is larger than what was compared.
+        self._is_done |= 0 < self._most * steps <= self._compared
+        if not self._is_done:
+            with self._explained():
+                self._rehearse(batches[0])
         is_split = isinstance(size, int) and self._most > size
         self._has_split |= is_split
         self._warn_about_norms(is_split or len(batches) > 1)
+        self._looks += steps == 1
         if self._is_done:
             return
         is_cycle = len(batches) > 1 and (
             len(batches) >= min(steps, _MOST) or _bytes_of(batches) > _BYTES
         )
         is_enough = is_cycle if steps > 1 else is_split or isinstance(size, str)
-        self._looks += steps == 1
         self._fed = batches if steps > 1 else []
         if is_enough:
             self._check(batches)
@@ -227,9 +229,9 @@ class FirstBatch(Feature):
             proof = self._proof
             self._trace(plan, spec, proof.reason)
             self._proof = proof
-        self._norms_that_train = found.norms
+        self._norms_of_samples = found.norms
         if found.error is not None:
-            self._norms_that_train = trained_norms(plan.model)
+            self._norms_of_samples = [*map(bool, trained_norms(plan.model))]
         if self._is_proved:
             what = f"proved from the graph, {self._proof.reason}"
             self._end(f"exact for every batch: {what}")
@@ -417,8 +419,7 @@ class FirstBatch(Feature):
         is_exact = accumulation.options.sync_batch_norm and self._steps() == 1
         if not is_split or is_exact or self._norms:
             return
-        norms = self._norms_that_train
-        if not norms:
+        if not self._norms_of_samples:
             return
         self._norms = (
             "Batch normalization normalizes each micro-batch by itself, so the "
@@ -426,6 +427,11 @@ class FirstBatch(Feature):
             "`micro_batch_size` and `sync_batch_norm=True`, which is exact; or "
             "use `GroupNormalization`, or freeze the layer. With 16 samples or "
             "more in a micro-batch it usually trains well all the same; "
+            if any(self._norms_of_samples)
+            else "The moving averages of batch normalization move in each "
+            "micro-batch, so they are not those of the large batch, whose "
+            "weights are right: no sample is in what it normalizes; "
+        ) + (
             "`compile(verify=False)` hides this warning. "
             f"Received: model={accumulation.model}"
         )
