@@ -204,6 +204,8 @@ def divided(at, op, a, b):
     require("V" not in (a.base, b.base), "the number of samples")
     if b.base == "S":
         b = at.divisor(b, op.inputs[1])
+    is_safe = op.type == "DivNoNan" or all(name == "n" for name, _ in b.m)
+    require(is_safe, "what a sum divides that may be 0 in a micro-batch")
     m = power(a.m, b.m, -1)
     if a.base == "S":
         require(b.base == "C", "a sum over samples, and samples", bends=True)
