@@ -248,6 +248,28 @@ WRONG = {
         Program(lambda b: total(errors(b)) + 1.0, lambda b: None),
         "unknown",
     ),
+    "the size of what is shared": (
+        Program(
+            lambda b: (
+                total(errors(b))
+                / tf.cast(tf.shape(tf.nn.softmax(b.kernel))[0], "float32")
+            )
+        ),
+        "unknown",
+    ),
+    "what is shared in rows for samples": (
+        Program(
+            lambda b: (
+                mean(errors(b))
+                * tf.reduce_max(
+                    tf.reduce_sum(
+                        tf.reshape(tf.range(60.0), [tf.shape(b.p)[0], -1]), 0
+                    )
+                )
+            )
+        ),
+        "unknown",
+    ),
     "a sum as a mean": (Program(lambda b: total(errors(b))), "bends"),
     "a mean as a sum": (
         Program(lambda b: mean(errors(b)), lambda b: None),

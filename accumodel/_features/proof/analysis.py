@@ -81,6 +81,14 @@ class Analysis:
         )
         return own if axis is None else put(own, axis, n)
 
+    def shaped(self, v, tensor, axis=None, **changed):
+        """Returns a type with the sizes of a tensor, of R along an axis."""
+        if v.base != "R":
+            return v.but(dims=self.dims(tensor), **changed)
+        axis = v.axis if axis is None else axis
+        dims = self.dims(tensor, axis, v.n)
+        return v.but(dims=dims, axis=axis, **changed)
+
     def _name(self, tensor):
         return f"{self._frame.number}/{tensor.name}"
 
@@ -112,10 +120,7 @@ class Analysis:
             found = found if isinstance(found, list) else [found]
             found = found * (len(op.outputs) // len(found))
             for x, v in zip(op.outputs, found, strict=True):
-                is_known = v.base != "V" or v.content
-                require(is_known, "the number of samples")
-                is_whole = v.base != "S" or is_number(x.dtype)
-                require(is_whole or x.dtype.size >= 4, "a sum of few bits")
+                _check(v, x.dtype)
         except UnprovedError as error:
             return [self._refused(op, error)] * len(op.outputs)
         has = op.type in ("ReadVariableOp", "ResourceGather")
@@ -334,6 +339,16 @@ class Analysis:
         }
         key = op.type, one.value_index, *inputs, *sorted(attrs.items())
         return self._names_of(key)
+
+
+def _check(v, dtype):
+    """Requires what is true of all types, whatever the rules say."""
+    places = [i for i, size in enumerate(v.dims or ()) if is_of_samples(size)]
+    is_right = places == ([v.axis] if v.base == "R" else [])
+    is_right &= v.base != "V" or bool(v.content)
+    require(is_right, "the number of samples, which is not followed,")
+    is_whole = v.base != "S" or is_number(dtype) or dtype.size >= 4
+    require(is_whole, "a sum of few bits")
 
 
 def _is_single(v):

@@ -223,12 +223,12 @@ def divided(at, op, a, b):
 
 @rule("AddV2 Add Sub AddN")
 def plus(at, op, *vals):
-    known = [v.content[0] if v.content and v.dims == () else None for v in vals]
-    if all(size and not size[1] for size in known):
+    held = [v.content[0] for v in vals if v.content and v.dims == ()]
+    numbers = [size[0] for size in held if size and not size[1]]
+    if len(numbers) == len(vals):
+        first, *others = numbers
         sign = -1 if op.type == "Sub" else 1
-        return sizes(
-            [(known[0][0] + sign * sum(x for x, _ in known[1:]), ())], ()
-        )
+        return sizes([(first + sign * sum(others), ())], ())
     return added([*vals])
 
 
@@ -302,7 +302,7 @@ def along(at, op, v, *others):
     # Several diagonals are the last two axes, of as many.
     is_two |= op.outputs[0].shape.rank == len(v.dims) and "Diag" in op.type
     inside(v, 3 if op.type == LAST_THREE else 2 if is_two else 1)
-    return [v.but(dims=at.dims(x, v.axis, v.n)) for x in op.outputs]
+    return [at.shaped(v, x) for x in op.outputs]
 
 
 @rule("MatrixSolve MatrixSetDiagV3", plain=2)
@@ -310,7 +310,7 @@ def along_both(at, op, v, other, *others):
     """The same for two inputs that have the same axes before."""
     require(v.base == other.base == "R" and v.axis == other.axis, IN_ORDER)
     one = same(inside(v, 2), other)
-    return one.but(dims=at.dims(op.outputs[0], one.axis, one.n), uniform=False)
+    return at.shaped(one, op.outputs[0], uniform=False)
 
 
 @rule("Cumsum Cumprod CumulativeLogsumexp", plain=1)
@@ -328,7 +328,7 @@ def cross_entropy(at, op, logits, labels):
     is_first = all(v.base == "C" or v.axis == 0 for v in (logits, labels))
     require(is_first, IN_ORDER)
     one = broadcast([v.but(dims=v.dims[:1]) for v in (logits, labels)])
-    return [one, one.but(dims=at.dims(op.outputs[1], 0, one.n))]
+    return [one, at.shaped(one, op.outputs[1])]
 
 
 # -- contracted ----------------------------------------------------------------
@@ -373,7 +373,8 @@ def _contracted(at, op, vals, labels, result):
     require(is_one, "a sum or mean over samples, and others", bends=True)
     m = functools.reduce(power, (v.m for v in vals))
     if "R" not in bases:
-        return Type("S" if "S" in bases else "C", at.dims(out), m)
+        base = "S" if "S" in bases else "C"
+        return at.shaped(Type(base, m=m), out)
     pairs = [*zip(vals, labels, strict=True)]
     label, *others = {x[v.axis] for v, x in pairs if v.base == "R"}
     require(not others, "samples next to others: two axes of them")
@@ -383,10 +384,9 @@ def _contracted(at, op, vals, labels, result):
         require(is_free or v.dims[x.index(label)] == ONE, UNLIKE)
     one = functools.reduce(same, (v for v in vals if v.base == "R"))
     if label not in result:
-        return Type("S", at.dims(out), m)
+        return at.shaped(Type("S", m=m), out)
     axis = result.index(label)
-    dims = at.dims(out, axis, one.n)
-    return Type("R", dims, m, axis=axis, o=one.o, k=one.k)
+    return at.shaped(one.but(m=m, uniform=False), out, axis)
 
 
 # -- images: the first axis is that of the samples, all others are of one ------
@@ -409,12 +409,12 @@ def of_images(at, op, v, *others):
     is_fixed = op.type not in NORMS.split() or not op.get_attr("is_training")
     require(is_fixed, "the moments of all samples")
     x, *rest = op.outputs
-    dims = at.dims(x, 0, v.n)
+    one = at.shaped(v, x, uniform=False)
     held = [x.content for x in others if x.content and len(x.content) == 2]
     if op.type.startswith(("Image", "Resize", "Scale")) and held:
-        dims = (v.n, *held[0], v.dims[3])
+        one = one.but(dims=(v.n, *held[0], v.dims[3]))
     unseen = Type("T", why=Proof("unknown", "the moments of a norm"))
-    return [v.but(dims=dims, uniform=False), *(unseen for _ in rest)]
+    return [one, *(unseen for _ in rest)]
 
 
 @rule("ImageProjectiveTransformV2 ImageProjectiveTransformV3", plain=2)
@@ -448,5 +448,4 @@ def by_blocks(at, op, v, block, *others):
     size = (int(np.prod(size)), ())
     o = times(v.o, size) if op.type[0] == "S" else over(v.o, size)
     require(o is not None, IN_ORDER)
-    one = v.but(o=o, uniform=False)
-    return one.but(dims=at.dims(op.outputs[0], 0, one.n))
+    return at.shaped(v.but(o=o), op.outputs[0], uniform=False)

@@ -70,8 +70,9 @@ def reshaped(at, op, v, *to):
         return vector(v.content) if out.shape.rank else sizes(v.content, ())
     new = _new_sizes(op, v, *to)
     if v.base != "R":
-        dims = at.dims(out) if None in new else new
-        return v.but(dims=dims, zero=v.zero)
+        shared(*to)
+        known = None if None in new else new
+        return v.but(dims=known or at.dims(out), zero=v.zero)
     is_one = None not in new and [*map(is_of_samples, new)].count(True) == 1
     require(is_one and agree(times(*new), times(*v.dims)), _NEW_ORDER)
     (axis,) = (i for i, size in enumerate(new) if is_of_samples(size))
@@ -94,9 +95,9 @@ def _new_sizes(op, v, *to):
     if op.type == "Squeeze":
         axes = [axis % len(v.dims) for axis in op.get_attr("squeeze_dims")]
         axes = axes or [i for i, size in enumerate(v.dims) if size == ONE]
-        new = tuple(d for i, d in enumerate(v.dims) if i not in axes)
-        require(len(new) == rank, "a shape that is not known")
-        return new
+        left = tuple(d for i, d in enumerate(v.dims) if i not in axes)
+        require(len(left) == rank, "a shape that is not known")
+        return left
     new = [None if d is None else (d, ()) for d in op.outputs[0].shape]
     if to[0].content is not None and len(to[0].content) == rank:
         pairs = zip(new, to[0].content, strict=True)
@@ -121,16 +122,16 @@ def transposed(at, op, v, order):
 
 
 @rule("ConcatV2")
-def concatenated(at, op, *vals):
+def concatenated(at, op, *inputs):
     """Rows of samples one behind the other, or next to each other."""
-    *vals, of_axis = vals
+    *vals, of_axis = inputs
     out, one = op.outputs[0], vals[0]
     shared(of_axis)
     if all(v.content is not None for v in vals) and out.shape.rank == 1:
         return vector([size for v in vals for size in v.content])
     if all(v.base != "R" for v in vals):  # each place is one of them
         single = added([v.but(dims=(), zero=v.zero) for v in vals])
-        return single.but(dims=at.dims(out))
+        return at.shaped(single, out)
     plain(*vals)
     is_alike = all((v.base, v.axis) == ("R", one.axis) for v in vals)
     require(is_alike, "samples next to what they share, or in other axes")
@@ -141,7 +142,7 @@ def concatenated(at, op, *vals):
         is_like = all(v.k == one.k and not v.o[1] for v in vals)
         require(is_like, "samples in unlike orders")
         one = one.but(o=(sum(v.o[0] for v in vals), ()), uniform=False)
-    return one.but(dims=at.dims(out, one.axis, one.n))
+    return at.shaped(one, out)
 
 
 @rule("Pack")
@@ -169,7 +170,7 @@ def split(at, op, *vals):
         make = vector if op.type == "Split" else lambda held: sizes(held, ())
         return [make([size]) for size in v.content]
     if v.base != "R":
-        return [v.but(dims=at.dims(x)) for x in op.outputs]
+        return [at.shaped(v, x) for x in op.outputs]
     is_unpack, place = op.type == "Unpack", 0 if op.type == "Split" else 2
     axis = op.get_attr("axis") % len(v.dims) if is_unpack else None
     if axis is None:
@@ -179,7 +180,7 @@ def split(at, op, *vals):
         require(is_whole, _BY_PLACE)
         v = v.but(o=(v.o[0] // count, ()))
     own = v.axis - (is_unpack and axis < v.axis)
-    return [v.but(dims=at.dims(x, own, v.n), axis=own) for x in op.outputs]
+    return [at.shaped(v, x, own) for x in op.outputs]
 
 
 # -- parts ---------------------------------------------------------------------
@@ -211,9 +212,7 @@ def sliced(at, op, v, *places):
         else:
             is_free = not any(map(is_of_samples, (first, last, by)))
             require(is_free, _NUMBER)
-    if v.base != "R":
-        return v.but(dims=at.dims(op.outputs[0]))
-    return v.but(dims=at.dims(op.outputs[0], axis, v.n), axis=axis)
+    return at.shaped(v, op.outputs[0], axis)
 
 
 def _parts(op, v, places):
@@ -248,9 +247,9 @@ def _parts(op, v, places):
     require(count is not None, "places that are not known")
     bits = [[bool(mask >> i & 1) for mask in masks] for i in range(count)]
     # The places of each axis: the ellipsis stands for those that are missing.
-    of_axes = [i for i in range(count) if bits[i][2] or not bits[i][3]]
+    of_axes: list = [i for i in range(count) if bits[i][2] or not bits[i][3]]
     gaps = [j for j, i in enumerate(of_axes) if bits[i][2]]
-    missing = [None] * (rank - len(of_axes) + len(gaps))
+    missing: list = [None] * (rank - len(of_axes) + len(gaps))
     begin = gaps[0] if gaps else len(of_axes)
     of_axes[begin : begin + 1] = missing
     parts = [
@@ -288,7 +287,7 @@ def gathered(at, op, v, places, *of_axis):
         v = Type("C", v.dims)
     if v.base != "R" and places.base == "C":
         require(v.base in "CS", v.words)
-        return v.but(dims=at.dims(out))
+        return at.shaped(v, out)
     plain(v)
     batch = 0 if is_nd else op.get_attr("batch_dims")
     axis = 0
@@ -304,14 +303,14 @@ def gathered(at, op, v, places, *of_axis):
     else:
         require(v.axis == places.axis < batch, "samples that others choose")
         own, one = v.axis, same(v, places)
-    return one.but(dims=at.dims(out, own, one.n), axis=own)
+    return at.shaped(one, out, own)
 
 
 @rule("OneHot", plain=1)
 def one_hot(at, op, v, *others):
     axis = op.get_attr("axis") % (len(v.dims) + 1)
     own = v.axis + (axis <= v.axis)
-    return v.but(dims=at.dims(op.outputs[0], own, v.n), axis=own)
+    return at.shaped(v, op.outputs[0], own)
 
 
 @rule("Pad PadV2 MirrorPad ReverseV2 Roll", plain=1)
@@ -323,7 +322,7 @@ def moved(at, op, v, *others):
     axes = np.flatnonzero(np.any(value, axis=1)) if "Pad" in op.type else value
     is_moved = v.axis in [int(i) % len(v.dims) for i in np.ravel(axes)]
     require(not is_moved, _BY_PLACE)
-    return v.but(dims=at.dims(op.outputs[0], v.axis, v.n), uniform=False)
+    return at.shaped(v, op.outputs[0], uniform=False)
 
 
 # -- filled --------------------------------------------------------------------
@@ -343,22 +342,22 @@ def filled(at, op, *vals):
         is_known = not places and held and held[v.axis]
         require(is_known, "samples in an order that is not known")
         v = v.but(o=times(held[v.axis], v.o), uniform=v.uniform)
-        return v.but(dims=at.dims(out, v.axis, v.n))
+        return at.shaped(v, out)
     if v.base == "R":
         axis = v.axis + len(held) - len(v.dims)
         is_same = places == [axis] and agree(held[axis], v.n)
         require(is_same, UNLIKE)
-        return v.but(dims=at.dims(out, axis, v.n), axis=axis)
+        return at.shaped(v, out, axis)
     require(v.base != "V", _NUMBER)
     if not places:
-        return v.but(dims=at.dims(out), zero=v.zero)
+        return at.shaped(v, out, zero=v.zero)
     require(v.base == "C", v.words, bends=True)
     (axis,) = places
     own = ((ONE,) * (len(held) - len(v.dims)) + v.dims)[axis]
     require(own == ONE or op.type == "Tile", UNLIKE)
     k = times(own, over(held[axis], N))
-    dims = at.dims(out, axis, times(N, k))
-    return Type("R", dims, v.m, axis=axis, k=k, uniform=own == ONE)
+    rows = Type("R", m=v.m, axis=axis, k=k, uniform=own == ONE)
+    return at.shaped(rows, out)
 
 
 @rule("ZerosLike OnesLike")
@@ -386,7 +385,7 @@ def list_of(at, op, v, *others):
     if op.type == "TensorListFromTensor":
         return v
     if op.type == "TensorListStack":
-        return v.but(dims=at.dims(op.outputs[0], v.axis, v.n))
+        return at.shaped(v, op.outputs[0])
     shared(*others)
     return v.but(dims=(fresh("list"), *v.dims[1:]))
 
