@@ -255,7 +255,7 @@ WRONG = {
                 / tf.cast(tf.shape(tf.nn.softmax(b.kernel))[0], "float32")
             )
         ),
-        "unknown",
+        "bends",
     ),
     "what is shared in rows for samples": (
         Program(

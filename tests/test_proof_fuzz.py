@@ -280,7 +280,7 @@ def is_exact(model, loss, weight, rng):
     return True
 
 
-def look_at(seed):
+def look_at(seed, trains=True):
     """Returns the kind of the proof of a graph, and whether it is exact."""
     rng = np.random.default_rng(seed)
     loss, weight = program_of(rng)
@@ -288,14 +288,14 @@ def look_at(seed):
     model.compile("sgd", jit_compile=False, micro_batch_size=3)
     x = rng.normal(size=(SAMPLES, TIME, WIDTH))
     kind = proof_of(model, (x, x)).kind
-    if kind != "exact":
-        return kind, is_exact(model, loss, weight, rng)
+    is_right = is_exact(model, loss, weight, rng)
+    if kind != "exact" or not (is_right and trains):
+        return kind, is_right
     fit(model, x, x, SAMPLES)
     plain = model_of(keras.Model, loss, weight)
     plain.compile("sgd", jit_compile=False)
     fit(plain, x, x, SAMPLES)
-    is_right = is_exact(model, loss, weight, rng)
-    return kind, is_right and bool(distance(model, plain) < 1e-9)
+    return kind, bool(distance(model, plain) < 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(0, 400, 20))
