@@ -399,13 +399,13 @@ class Draws:
             is_conditional=step is not None and step.is_conditional(),
         )
 
-    def _named(self, axis, *args, make=None, **kwargs):
+    def _named(self, axis, *args, **kwargs):
         """Returns the rows of a draw, with names that say which they are."""
         # A cycle of several fed batches may not be full, see `_numbers`.
-        needs_all = axis or make is not None
+        needs_all = axis or "make" in kwargs
         is_row = not (needs_all and self._plan.accumulation.spans_batches)
         with tf.name_scope(f"{_ROWS}{axis}" if is_row else "apart"):
-            return self._numbers(axis, *args, make=make, **kwargs)
+            return self._numbers(axis, *args, **kwargs)
 
     def _numbers(
         self, axis, sizes, shape, seed, operation, drawn, make=None, **kwargs
