@@ -238,14 +238,21 @@ def build(plan, data):
 
 
 def rehearse_step(
-    plan, data, kind=Noting, trains=True, is_real=False, features=None
+    plan,
+    data,
+    kind=Noting,
+    trains=True,
+    is_real=False,
+    features=None,
+    draws=False,
 ):
     """Traces a step for any number of rows of a batch, or of its specs.
 
     `function` takes the places of the rows in their order; the first of them
     and the one behind the last; the number and the size of a micro-batch of
     these; and the flat leaves of the batch. It returns the `terms` of a
-    collector of the `kind`. Returns what is `Rehearsed`, and the collector.
+    collector of the `kind`. It is to run if it `draws`. Returns what is
+    `Rehearsed`, and the collector.
     """
     accumulation = plan.accumulation
     collector: typing.Any = None
@@ -256,7 +263,7 @@ def rehearse_step(
         options=dataclasses.replace(plan.options, micro_batch_size=1),
         # A function that was traced before draws by seeds that nobody knows.
         assigned=collections.defaultdict(dict),
-        numbers=replicas.outside(_OwnNumbers),
+        numbers=replicas.outside(lambda: _OwnNumbers(not draws)),
         features=features,
     )
 
@@ -390,5 +397,6 @@ def _specs(data):
 class _OwnNumbers(RandomNumbers):
     """Has a variable outside of all strategies."""
 
-    def __init__(self):
+    def __init__(self, stands_in):
+        self.stands_in = stands_in
         self.rows = replicas.make_sum((3,), tf.int64, "rows")

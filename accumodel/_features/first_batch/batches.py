@@ -216,16 +216,18 @@ class FirstBatch(Feature):
         spec = batch if self._spec is None else self._spec
         rehearsal.build(plan, spec)
         self._trace(plan, spec, _why_compared(plan, batch))
-        found, collector = self._rehearsed[0]
+        found, _ = self._rehearsed[0]
         why = None
         if found.drawn:
             why = f"draws by `{found.drawn[0]}`"
         elif found.changed:
             why = f"`{found.changed}` changes in Python"
-        is_rematerialized = private_names.is_rematerialized(plan.model)
-        if why and collector.proof.kind == "exact":  # of a trace like no other
-            self._trace(plan, spec, why)
-        elif not self._is_proved and is_rematerialized:  # which saves memory
+        may_run = not self._is_proved and all(
+            collector.may_run for _, collector in self._rehearsed
+        )
+        if why and self._is_proved:  # a trace like no other
+            self._proof = Proof("unknown", why)
+        if not (self._is_proved or may_run):
             proof = self._proof
             self._trace(plan, spec, proof.reason)
             self._proof = proof
@@ -247,7 +249,8 @@ class FirstBatch(Feature):
         plain = [hooks.plain_silu(), rematerialization.none()]
         with hooks.all_of(plain if why is None else []):
             self._rehearsed = [
-                rehearsal.rehearse_step(each, spec, kind) for each in plans
+                rehearsal.rehearse_step(each, spec, kind, draws=why is not None)
+                for each in plans
             ]
         proofs = [
             Proof("unknown", f"its trace raises {type(found.error).__name__}")
@@ -359,10 +362,15 @@ class FirstBatch(Feature):
         plan = dataclasses.replace(plan, is_compiled=False)
         spec = data if self._spec is None else self._spec
         with same_draws():
-            whole, collector = rehearsal.rehearse_step(plan, spec, Taken)
-            parts, _ = rehearsal.rehearse_step(
-                plan, spec, Taken, features=plan.features
+            rehearse = functools.partial(
+                rehearsal.rehearse_step,
+                plan,
+                spec,
+                functools.partial(Taken, why=""),
+                draws=True,
             )
+            whole, collector = rehearse()
+            parts, _ = rehearse(features=plan.features)
         compared = Comparison(whole, collector, compared.rows, parts)
         return compared, compared.look()
 

@@ -41,6 +41,7 @@ _DRAWS = {  # where a draw of rows ends, and which input is its shape
     "StatelessRandomNormalV2": 0,
     "StatelessRandomUniformIntV2": 0,
     "Reshape": 1,
+    "Fill": 0,  # which stands for one
 }
 
 CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
