@@ -26,7 +26,9 @@ from accumodel import AccumulatingModel, InexactWarning
 rng = np.random.default_rng(0)
 X, Y = (rng.normal(size=(48, n)).astype("float32") for n in (6, 4))
 WEIGHTS = [rng.random(48).astype("float32") for _ in range(2)]
-WORDS = rng.integers(1, 9, (48, 6)) * (np.arange(6) < rng.integers(1, 7, (48, 1)))
+WORDS = rng.integers(1, 9, (48, 6)) * (
+    np.arange(6) < rng.integers(1, 7, (48, 1))
+)
 
 WAYS = {
     "split": {"micro_batch_size": 6},
@@ -53,7 +55,7 @@ class Program(typing.NamedTuple):
     train: typing.Callable = feed(X, Y)
     optimizer: typing.Callable = lambda: SGD(0.1)
     ways: dict = {k: v for k, v in WAYS.items() if k != "cache"}
-    told: bool = True  # whether it must be, or be silent and exact
+    told: bool | None = True  # in a graph; `None`: the verdict may say it
     tolerance: float = 2e-6
     policy: str = "float32"
 
@@ -244,7 +246,7 @@ class Capped(layers.Layer):
     """What is clipped at a share of the largest, as a spectrogram in decibel."""
 
     def call(self, x):
-        return ops.maximum(x, ops.max(x) - 3.0)
+        return ops.maximum(x, ops.max(x) - 1.0)
 
 
 def capacity(model, y, p):
@@ -259,7 +261,7 @@ def flooding(model, y, p):
 def stops(model, y, p):
     """A policy that is no longer moved if it is too far from the old one."""
     far = ops.mean(p**2)
-    return ops.where(far < 0.5, mean(y, p), 0.0)
+    return ops.where(far < 0.1, mean(y, p), 0.0)
 
 
 # -- what is exact -------------------------------------------------------------
@@ -370,6 +372,7 @@ PROGRAMS = {
         feed(IMAGES, MASKS, batch=32, epochs=8),
         lambda: ADAM(0.01),
         {"split": {"micro_batch_size": 16}},
+        told=None,
         policy="mixed_bfloat16",
     ),
     "mean, half types": Program(
@@ -382,24 +385,32 @@ PROGRAMS = {
         tolerance=2e-3,
         policy="mixed_bfloat16",
     ),
-    "lengths": Program(text(), "mse", padded),
+    "lengths": Program(text(), "mse", padded, told=None),
     "masked lengths": Program(text(mask=True), "mse", padded, told=False),
-    "drawn lengths": Program(text(layers.Dropout, mask=True), "mse", padded),
+    "drawn lengths": Program(
+        text(layers.Dropout, mask=True), "mse", padded, told=None
+    ),
     "carried": Program(
         with_layer(Carry), "mse", feed(X, Y, epochs=30), lambda: ADAM(0.05)
     ),
-    "either": Program(with_layer(Either), "mse", told=False),
+    "either": Program(
+        with_layer(Either), "mse", ways={"split": WAYS["split"]}, told=False
+    ),
     # Thresholds.
     "capacity": Program(with_loss(two_outputs, capacity)),
     "flooding": Program(with_loss(dense, flooding)),
     "stops": Program(with_loss(dense, stops)),
     "capped": Program(
-        with_layer(Capped), "mse", feed(X * (np.arange(48) // 24)[:, None], Y)
+        with_layer(Capped),
+        "mse",
+        feed(X * (np.arange(48) // 24)[:, None], Y),
+        told=None,
     ),
     "hinge": Program(
         lambda cls: chain(cls, (6,), layers.Dense(1)),
         "hinge",
         feed(X, SIGNS),
+        told=None,
     ),
     # What is exact, and was warned of.
     "a mask that is returned": Program(
@@ -457,7 +468,7 @@ DAILY = (
     *("priced at 1e+05 split", "falls split", "a counter fed"),
     *("step of 20 of 48 split", "grows split", "more steps fed"),
     *("half types split", "lengths fed", "drawn lengths fed", "carried split"),
-    *("either eager", "capacity split", "hinge split"),
+    *("capacity split", "hinge split"),
     *("a mask that is returned split", "in inference split", "matched split"),
     *("two weights cache", "synchronized weights sync"),
     *("adds rows to a mean cache", "circle cache"),
@@ -487,7 +498,7 @@ def trained(program, cls, **kwargs):
 
 
 def check(program, **kwargs):
-    """Checks what is said, and returns it."""
+    """Checks that what is said is true, and returns what was told."""
     is_eager = kwargs.get("run_eagerly", False)
     plain, _ = trained(program, keras.Model, run_eagerly=is_eager)
     model, told = trained(program, AccumulatingModel, **kwargs)
@@ -495,15 +506,50 @@ def check(program, **kwargs):
     if distance(model, plain) < program.tolerance:
         assert said.startswith("exact")
         assert not told
-    else:
-        is_told = InexactWarning in told
-        assert is_told or "other batches may differ" in said, said
-    return said, told
+        return None
+    assert InexactWarning in told or "other batches may differ" in said, said
+    return told
 
 
 @pytest.mark.verified
 @pytest.mark.parametrize(("name", "way"), [*table()])
 def test_what_is_said_is_true_to_the_end(name, way):
     program = PROGRAMS[name]
-    said, told = check(program, **program.ways[way])
-    print(name, way, said, told)
+    told = check(program, **program.ways[way])
+    if program.told is False:
+        assert told is None
+    elif program.told and way != "eager":
+        assert told == {InexactWarning}
+
+
+REFUSED = {*test_verdict.REFUSED, "Python"}
+
+
+@pytest.mark.weekly
+@pytest.mark.verified
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", test_verdict.PROGRAMS)
+def test_other_programs(name, way):
+    """Those of which only the first batch is looked at elsewhere."""
+    make, loss, *data = test_verdict.PROGRAMS[name]
+    if way in ("cache", "eager") and (name in REFUSED or "step" in name):
+        pytest.skip("it is refused, or not made")
+    is_large = name == "price"
+    optimizer = (lambda: ADAM(0.01)) if is_large else (lambda: SGD(0.1))
+    check(Program(make, loss, feed(*data), optimizer), **WAYS[way])
+
+
+@pytest.mark.weekly
+@pytest.mark.verified
+@pytest.mark.parametrize("way", ["split", "fed", "eager"])
+@pytest.mark.parametrize("name", test_proof.WRONG | test_proof.RIGHT)
+def test_what_a_proof_could_get_wrong(name, way):
+    program = (test_proof.WRONG | test_proof.RIGHT)[name]
+    if isinstance(program, tuple):
+        program = program[0]
+
+    def make(cls):
+        return test_proof.model_of(cls, program)
+
+    data = (rng.normal(size=(24, 4, 3)).astype("float32") for _ in range(2))
+    check(Program(make, None, feed(*data, batch=12)), **WAYS[way])
