@@ -85,7 +85,7 @@ pairs are taken apart
 each replica judges by itself what is finite
     Engine.add: call sum_over_replicas => [bad]
 train_on_batch gives each replica the whole batch
-    run_batches: call split_over_replicas => batches
+    _prepared.call: call split_over_replicas => batches
 sums are all on one device
     make_accumulators: call colocate_vars_with => tf.name_scope("x")
 replicas that normalize together have weights of their own
@@ -278,13 +278,13 @@ each part ends its fed batch
 the log forgets the batches before
     LossLogs.report: call assign total => tracker.total.assign(loss * size)
 a failure leaves parts behind
-    run_batches: call step_failed => None
+    _prepared.call: call step_failed => None
 lengths that are known late are not checked
     _check_lengths: if lengths => True
 who was not called is counted
     Engine.end: set may_be_nothing => self._skip_nonfinite
 evaluate does not cut
-    train_function.make_function: set is_ours is_whole => False
+    _is_ours: return keeps_step => False
 a step of the instance is forgotten
     hooks.replaced: call update => None
     """,
