@@ -147,7 +147,7 @@ the axis of samples is guessed
 what the loss wrote is lost
     rolled_back: call _assign after => None
 what is assigned is forgotten with the trace
-    _run_stage: set states => States({})
+    _forward_of: set states => States({})
     """,
     "test_keras_names.py test_distribution.py": """
 reduced by accumodel and by the optimizer
@@ -246,7 +246,7 @@ the width of normal numbers is rounded to float32
 a noise shape holds the samples of the micro-batch
     _shape_of: set is_full => False
 slices are drawn twice
-    _Run._trace: call check_repeats sliced => None
+    _Passes._trace: call check_repeats sliced => None
     """,
     "test_refused_or_warned.py": """
 a loop that does not split is let pass
@@ -299,7 +299,7 @@ weights that are set keep the cycle
     """,
     "test_sync_batch_norm.py": """
 what a normalization assigns is read again in the second pass
-    _Run.forward: call record => None
+    _Passes.forward: call record => None
 a gradient flows through the moving averages
     _Scope.add_update: call stop_gradient => value
 a gradient runs before what it needs is there

@@ -79,8 +79,9 @@ class Accumulation:
         self.spans_batches = False
         self.accumulators = cycles.Cycles(model)
         self.loss_weights = LossWeights(model)
-        # Variables that steps assign, by id, in one dict per place ("model",
-        # "loss", "seeds", "auto"). Never cleared, see `States`.
+        # Variables that steps assign, by id, in a dict for each of "model" (by
+        # its layers), "between passes" (by the loss of a whole batch), "seeds"
+        # and "auto" (what it puts back). Never cleared, see `States`.
         self.assigned: dict = collections.defaultdict(dict)
         # If batches are split, a `tf.Variable`: the most samples of a
         # micro-batch. Another size needs no retrace.
