@@ -180,9 +180,11 @@ class AccumulatingModel(keras.Model):
             skip_nonfinite: Bool. Leave a micro-batch with a NaN or infinite
                 gradient out of the cycle; `skipped_steps` counts them. It takes
                 one more copy of the parameters. Defaults to `False`.
-            verify: Bool. Compare the first batch, or cycle, in micro-batches
-                with the same in one piece, and warn by an `InexactWarning` if
-                they differ. Defaults to `True`.
+            verify: Bool. Before the first update, prove from the graph that
+                each batch gives what the large batch gives. What is not proved
+                is compared: the first batch, or cycle, in micro-batches and in
+                one piece. What differs is an `InexactWarning`. Defaults to
+                `True`.
             **kwargs: Those of another base class, whose defaults hold.
 
         Raises:
@@ -449,10 +451,12 @@ class AccumulatingModel(keras.Model):
 
     @property
     def first_batch_check(self) -> str | None:
-        """String or `None`. What the check on the first batch has found.
+        """String or `None`. Whether the training is that of the large batch.
 
-        `None` before the first batch, then a string that begins with `"exact"`,
-        `"differs"` or `"not made"`, and says why; see `verify` of `compile`.
+        `None` before the first batch, then a string that begins with `"exact
+        for every batch"` if that is proved, with `"exact"` if the first batch
+        was compared, with `"differs"` or with `"not made"`, and says why; see
+        `verify` of `compile`.
         """
         features = self._accumulation.features
         found = (x.result for x in features if isinstance(x, FirstBatch))

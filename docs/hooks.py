@@ -4,6 +4,7 @@ They stand outside of `docs/`, where links of pages lead in the repository.
 """
 
 import pathlib
+import re
 
 from mkdocs.structure.files import File
 
@@ -18,3 +19,12 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     return markdown.replace("](../notebooks/", "](notebooks/")
+
+
+def on_post_page(output, page, config):
+    """Lets long names in tables break after an underscore, on phones."""
+    return re.sub(r"<td.*?</td>", _break_names, output, flags=re.S)
+
+
+def _break_names(cell):
+    return re.sub("_(?=[^<>]*</code>)", "_<wbr>", cell[0])

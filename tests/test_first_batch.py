@@ -11,7 +11,7 @@ from helpers import chain, compiled, distance, mirrored
 from keras import layers, ops
 
 from accumodel import AccumulatingModel, InexactWarning
-from accumodel._features.first_batch import batches, causes
+from accumodel._features.first_batch import batches, messages
 from accumodel._features.first_batch import check as check_module
 
 FEATURES, OUTPUTS = 5, 3
@@ -197,7 +197,7 @@ CACHE = {"gradient_cache": True}
 WAYS = {"size": SIZE, "steps": STEPS, "eager": SIZE | EAGER, "XLA": SIZE | XLA}
 
 
-def messages(make, loss, data=None, batch_size=8, **kwargs):
+def warned(make, loss, data=None, batch_size=8, **kwargs):
     """Returns the warnings of a training."""
     model = make()
     loss = loss() if isinstance(loss, type) else loss
@@ -232,7 +232,7 @@ def check(make, kwargs, feed, loss):
 @pytest.mark.parametrize("name", INEXACT)
 def test_what_is_not_exact_is_told_of_once(name, way):
     make, loss, text = INEXACT[name]
-    (warning,) = messages(make, loss, **WAYS[way])
+    (warning,) = warned(make, loss, **WAYS[way])
     assert warning.category is InexactWarning
     assert text in str(warning.message)
 
@@ -241,12 +241,12 @@ def test_what_is_not_exact_is_told_of_once(name, way):
 @pytest.mark.parametrize("name", ["negatives", "a statistic", "a root"])
 def test_it_is_silent_of_what_the_cache_makes_right(name, way):
     make, loss, _ = INEXACT[name]
-    assert not messages(make, loss, **CACHE, **WAYS[way])
+    assert not warned(make, loss, **CACHE, **WAYS[way])
 
 
 def test_the_loss_of_a_cycle_is_compared_though_it_does_not_fit(monkeypatch):
     monkeypatch.setattr(check_module, "MEMORY", 700)
-    assert messages(Negatives, None, **CACHE, **SIZE, **STEPS)
+    assert warned(Negatives, None, **CACHE, **SIZE, **STEPS)
 
 
 @pytest.mark.table
@@ -256,7 +256,7 @@ def test_on_replicas_the_samples_of_one_are_enough(name, way):
     make, loss, text = INEXACT[name]
     with mirrored(2).scope():
         data = make_data(32)
-        (warning,) = messages(make, loss, data, 16, **WAYS[way])
+        (warning,) = warned(make, loss, data, 16, **WAYS[way])
     assert text in str(warning.message)
 
 
@@ -319,7 +319,7 @@ EXACT = {
 def test_what_is_exact_is_silent(name, way):
     make, loss = EXACT[name]
     made = loss() if callable(loss) else loss
-    assert not messages(make, made, **WAYS[way])
+    assert not warned(make, made, **WAYS[way])
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
@@ -343,7 +343,7 @@ def test_padding_that_is_cut_off_is_silent(run_eagerly):
 def test_half_types_are_silent(policy):
     keras.config.set_dtype_policy(policy)
     make = around(lambda: keras.Sequential([Notes(), dropout()]))
-    assert not messages(make, "mse", micro_batch_size=4)
+    assert not warned(make, "mse", micro_batch_size=4)
 
 
 # -- what only a second look, or a point that is not special, can see ----------
@@ -521,13 +521,13 @@ def test_it_comes_once_for_each_compile_and_in_train_on_batch():
     "kwargs", [{"micro_batch_size": 8}, {"skip_nonfinite": True}], ids=str
 )
 def test_what_is_in_one_piece_is_exact(kwargs):
-    assert not messages(Negatives, None, **kwargs)
+    assert not warned(Negatives, None, **kwargs)
 
 
 def test_it_can_be_switched_off():
     make, loss, _ = INEXACT["a counter"]
-    assert not messages(make, loss, micro_batch_size=4, verify=False)
-    assert not messages(norm, "mse", micro_batch_size=4, verify=False)
+    assert not warned(make, loss, micro_batch_size=4, verify=False)
+    assert not warned(norm, "mse", micro_batch_size=4, verify=False)
 
 
 @pytest.mark.parametrize(
@@ -544,7 +544,7 @@ def test_it_can_be_switched_off():
 def test_batch_normalization_is_told_of_at_any_size(kwargs, is_told):
     count = 2 if kwargs.pop("on_replicas", False) else 1
     with mirrored(count).scope():
-        found = messages(norm, "mse", make_data(32), batch_size=16, **kwargs)
+        found = warned(norm, "mse", make_data(32), batch_size=16, **kwargs)
     told = [(e.category, "normalizes each" in str(e.message)) for e in found]
     assert told == [(InexactWarning, True)] * is_told
 
@@ -553,7 +553,7 @@ def test_batch_normalization_does_not_hide_what_else_differs():
     make = around(
         lambda: keras.Sequential([layers.BatchNormalization(), NextSample()])
     )
-    texts = [str(each.message) for each in messages(make, "mse", accum_steps=2)]
+    texts = [str(each.message) for each in warned(make, "mse", accum_steps=2)]
     assert ["normalizes each" in each for each in texts] == [True, False]
     assert "'next_sample' differ already" in texts[1]
 
@@ -574,7 +574,7 @@ def test_an_error_of_the_check_does_not_end_the_training(monkeypatch):
     def fail(self):
         raise KeyError("anything")
 
-    monkeypatch.setattr(check_module.Check, "result", fail)
+    monkeypatch.setattr(check_module.Comparison, "look", fail)
     with pytest.raises(KeyError):
         check(plain, SIZE, array, "mse")
     monkeypatch.setattr(batches, "RAISES", False)
@@ -585,5 +585,5 @@ def test_a_cause_that_fails_does_not_hide_what_was_found(monkeypatch):
     def fail(*args):
         raise KeyError("anything")
 
-    monkeypatch.setattr(causes, "_text", fail)
+    monkeypatch.setattr(messages, "_text", fail)
     assert check(plain, SIZE, array, root).startswith("differs: The first")

@@ -377,7 +377,6 @@ def test_each_program_is_told_of_exact_and_of_inexact_losses(name):
 
 
 NOT_MADE = {
-    "a custom step": (Steps, ONE, "mse"),
     "an optimizer": (UpdatesItself, STEPS, "mse"),
     "py_function": (around(CallsPython), SIZE, "mse"),
     "counts_in_python": (around(CountsInPython), SIZE | EAGER, "mse"),

@@ -19,12 +19,12 @@ import typing
 import keras
 import tensorflow as tf
 
+from accumodel._fit.rehearsal import rehearse
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.micro_batches import (
     as_tensors,
     current_step,
-    trace,
 )
 
 # Few widths, 16, 24, 32, 48 and so on, for XLA, which compiles each.
@@ -40,7 +40,11 @@ _MEANING = (
     "only integer input is padded with, such as `0`. Received: "
 )
 # What touches no position of an output.
-_MAY_BE_CUSTOM = {"micro_batch_weight", "process_gradients"}
+_MAY_BE_CUSTOM = {
+    "accumulate_gradients",
+    "micro_batch_weight",
+    "process_gradients",
+}
 
 
 class Trimming(typing.NamedTuple):
@@ -297,11 +301,10 @@ def output_shapes(model, x, specs):
 
     def call(*leaves):
         inputs = keras.tree.pack_sequence_as(x, leaves)
-        scope = keras.StatelessScope(collect_losses=True)
-        with hooks.own_draws([]), scope:
+        with keras.StatelessScope(collect_losses=True):
             return private_names.call_model(model, inputs, training=False)
 
-    outputs = trace(call, *specs).structured_outputs
+    outputs = rehearse(model, call, *specs).result().structured_outputs
     return [[*output.shape] for output in keras.tree.flatten(outputs)]
 
 

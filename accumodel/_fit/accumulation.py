@@ -7,6 +7,7 @@ import typing
 
 import tensorflow as tf
 
+from accumodel._fit import rehearsal
 from accumodel._fit.end_of_cycle import named_arguments, with_end_of_cycle
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._micro_batch.feature import Feature
@@ -21,6 +22,7 @@ _REMAINDERS = ("apply", "carry", "drop")
 
 # Methods that change the step if a model overrides them.
 _OVERRIDABLE = (
+    "accumulate_gradients",
     "compute_gradients",
     "compute_loss",
     "compute_metrics",
@@ -83,7 +85,8 @@ class Accumulation:
         # If batches are split, a `tf.Variable`: the most samples of a
         # micro-batch. Another size needs no retrace.
         self.size: typing.Any = None
-        self.sample_axes = SampleAxes()
+        self.sample_axes = SampleAxes(rehearsal.rehearse_again)
+        self.is_rehearsed = False  # whether its step was, since `compile`
         self.batch_size: typing.Any = None  # of `fit`, if it is known
         # The `RandomNumbers`, for life: a `tf.function` may read its variable.
         self.numbers: typing.Any = None
@@ -118,7 +121,8 @@ class Accumulation:
             raise
         self.options = options
         self.loss_weights = LossWeights(model)  # which warns anew
-        self.sample_axes = SampleAxes()
+        self.sample_axes = SampleAxes(rehearsal.rehearse_again)
+        self.is_rehearsed = False
         self.accumulates, self.is_asked_to = accumulates, is_asked_to
         self.spans_batches = options.accum_steps > 1
         self._use(options, are_new=True)
@@ -200,6 +204,11 @@ class Accumulation:
         model, step = self.model, current_step()
         if step is not None and step.plan.model is model:
             return step.plan
+        return self.new_plan()
+
+    def new_plan(self):
+        """Returns the `Plan` of a step that is not traced yet."""
+        model = self.model
         return Plan(
             accumulation=self,
             model=model,

@@ -1,193 +1,387 @@
-"""Makes the variables of a step by a trace of it that is not run."""
+"""The rehearsal: every trace that is not the training's own.
+
+Before the first batch a step is traced once, for any number of samples, and is
+not run. This makes the variables that a step cannot make where it runs, and
+notes which axes are those of the samples, see `sample_axes`. Features look at
+what the step computes. `rehearse` has all scopes of such a trace. An error in
+it is noted, and leaves nothing behind: the step raises it again, or has other
+sizes.
+"""
 
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
+import typing
 
 import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks, private_names, replicas
+from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.python_state import PythonState, owners_of
-from accumodel._micro_batch.forward_backward import forward, weigh
+from accumodel._micro_batch.forward_backward import (
+    call_compute_loss,
+    forward,
+    weigh,
+)
 from accumodel._micro_batch.micro_batches import (
+    FedBatch,
     as_tensors,
-    count_samples,
+    current_step,
     first_leaf,
+    has_axis,
     one_step,
     trace,
 )
-from accumodel._micro_batch.random_numbers import Draws
+from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._update.engine import Collector
 
 
-def make_first(plan, trains, batches):
-    """Prepares the first step of a function by a trace of it."""
-    # Inside of a scope that records what is assigned, or of a loop on a
-    # replica, no variables can be made. And where all sizes are numbers, it is
-    # not known which of them is that of the samples. Takes the iterator of the
-    # batches, and returns one of the same.
-    strategy = plan.model.distribute_strategy
-    if not (plan.is_split or plan.accumulation.spans_batches):
+@dataclasses.dataclass
+class Rehearsed:
+    """What came of a trace that is not the training's own."""
+
+    function: typing.Any = None  # of the graph, `None` if there was an error
+    error: Exception | None = None
+    drawn: list = dataclasses.field(default_factory=list)  # in Python, by name
+    changed: str | None = None  # what it changed in Python, by name
+    updates: bool = False  # whether it called an optimizer
+    norms: list = dataclasses.field(default_factory=list)  # those that train
+    specs: tuple = ()  # of what the function takes
+
+    def fits(self, data):
+        """Whether a step was rehearsed for batches like this one."""
+        leaves = leaves_of(data)
+        specs = self.specs[len(self.specs) - len(leaves) :]
+        return all(
+            tf.TensorShape(spec.shape).is_compatible_with(leaf.shape)
+            for spec, leaf in zip(specs, leaves, strict=True)
+        )
+
+    def result(self):
+        """Returns the function, or raises the error."""
+        if self.error is not None:
+            raise self.error
+        return self.function
+
+
+def rehearse(model, function, *specs, is_real=False):
+    """Traces a function that may call all of a user's code; see `Rehearsed`.
+
+    Nothing is updated, printed or drawn, and Python is put back. If it
+    `is_real`, initial weights are drawn, and what the user's code keeps stays.
+    """
+    found = Rehearsed(specs=specs)
+
+    def run():
+        scopes: list = [
+            hooks.traced_anew(),
+            hooks.silenced(),
+            hooks.updates(apply=functools.partial(_build, found)),
+            hooks.moments(_moments=functools.partial(_infer, found)),
+            # TensorFlow gives variables their values when a trace ends: those
+            # of one that fails would never get any.
+            hooks.variables(__init__=functools.partial(_at_once, model)),
+        ]
+        with hooks.all_of(scopes), contextlib.ExitStack() as stack:
+            if not is_real:
+                python = PythonState(owners_of(model))
+                stack.callback(python.close)
+                stack.enter_context(hooks.own_draws(found.drawn))
+            try:
+                found.function = trace(function, *specs)
+            except InexactWarning:  # which is told of once
+                raise
+            except Exception as error:
+                found.error = error
+            if not is_real:
+                found.changed = python.changed()
+
+    replicas.outside(run)
+    return found
+
+
+def _build(found, original, optimizer, gradients, variables=None):
+    """Builds an optimizer, instead of an update."""
+    found.updates = True
+    if not optimizer.built and variables:
+        with tf.init_scope():
+            optimizer.build([*variables])
+
+
+def _infer(found, original, layer, inputs, mask):
+    """Returns moving statistics, which do not depend on the samples."""
+    found.norms.append(layer)
+    moving = layer.moving_mean, layer.moving_variance
+    return tuple(tf.cast(statistics, inputs.dtype) for statistics in moving)
+
+
+def _at_once(model, original, *args, **kwargs):
+    with tf.init_scope(), replicas.scope_of(model.distribute_strategy):
+        original(*args, **kwargs)
+
+
+# -- a step --------------------------------------------------------------------
+
+
+class Enough(Exception):  # noqa: N818
+    """Ends the rehearsal of a step: no more of it is needed."""
+
+
+class Noting(Collector):
+    """Takes what a step computes in its rehearsal, and adds nothing."""
+
+    def __init__(self, plan):
+        super().__init__(is_split=True)
+        self.plan = plan
+        self.terms: list = []  # what the function returns
+        self.error: Exception | None = None  # of a loss of the whole batch
+
+    def check(self, accumulator):
+        pass  # it is outside of all strategies
+
+    def take(self, accumulator, gradients, weight, is_last=True):
+        pass
+
+    def keep(self, variables, gradients, weight):
+        """Takes gradients of outputs, instead of those of a loss."""
+
+    def note(self, y_pred, loss, weight):
+        """Takes what a step of Keras's own computes before its gradients."""
+        self._build_trackers(y_pred)
+        if not self.plan.is_custom:
+            raise Enough
+
+    def note_outputs(self, y_pred):
+        """Takes outputs; returns what to differentiate, and its weight."""
+        self._build_trackers(y_pred)
+        raise Enough
+
+    def _build_trackers(self, y_pred):
+        _, y, _ = keras.utils.unpack_x_y_sample_weight(current_step().data)
+        private_names.build_trackers(self.plan.model, y, y_pred)
+
+
+def before_first(plan, trains, batches):
+    """Prepares the first step of a function; returns the same batches."""
+    accumulation = plan.accumulation
+    if not (plan.is_split or accumulation.spans_batches):
         return batches
     data = getattr(batches, "element_spec", None)
     if data is None:
         data = next(batches)
         batches = itertools.chain([data], batches)
-    is_one = strategy.num_replicas_in_sync == 1
+    strategy = plan.model.distribute_strategy
     data = as_tensors(replicas.of_one_replica(data, strategy))
-    if is_one and trains:  # otherwise Keras has made the variables
-        _build(plan.model, data)
-    if is_one and _are_missing(plan, data):
-        # Eager code may need values.
-        fails = [Exception] if plan.model.run_eagerly else []
-        with contextlib.suppress(*fails):
-            _trace(plan, trains, data)
-    elif trains and _is_size_known(plan, data):
-        # What fails here fails in the step, or needs sizes as numbers.
-        with contextlib.suppress(Exception):
-            replicas.outside(lambda: _trace(plan, trains, data, decides=True))
-    plan.accumulation.loss_weights.make_cycle()
+    if trains:
+        build(plan, data)
+    is_done = trains and accumulation.is_rehearsed
+    if not is_done and _is_needed(plan, trains, data):
+        rehearse_step(plan, data, trains=trains)
+    accumulation.loss_weights.make_cycle()
     return batches
 
 
-def _is_size_known(plan, data):
-    """Whether a step has to look up which axes are those of the samples."""
+def _is_needed(plan, trains, data):
+    """Whether a step needs variables, or to know which axes are of samples."""
+    model = plan.model
     is_fed_batch = not plan.is_split or plan.whole_batch is not None
-    is_known = plan.model.run_eagerly or (
+    # Where all sizes are numbers, it is not known which is that of the samples.
+    is_size_known = model.run_eagerly or (
         is_fed_batch and first_leaf(data).shape[0] is not None
     )
-    return is_known and not plan.accumulation.sample_axes.is_made
+    if model.distribute_strategy.num_replicas_in_sync > 1:
+        return trains and is_size_known  # Keras has made the variables
+    # The loop reports to the trackers of several outputs.
+    _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    has_trackers = len(tf.nest.flatten(y)) < 2 or (
+        private_names.has_loss_trackers(model)
+    )
+    # No variables can be made where it is recorded what is assigned.
+    records = any(feature.runs_again for feature in plan.features)
+    needs_model = plan.whole_batch or plan.orders or _is_on_replica(model)
+    is_missing = needs_model and not private_names.is_built(model)
+    return (trains and is_size_known) or (
+        records or is_missing or not has_trackers
+    )
 
 
-def make(plan, data):
-    """Makes the variables of a model that is not built, for a batch of it."""
-    _build(plan.model, data)
-    if not private_names.is_built(plan.model):
-        _trace(plan, True, data)
-
-
-def _are_missing(plan, data):
-    """Whether a step may need variables that it cannot make."""
-    model = plan.model
-    if any(feature.runs_again for feature in plan.features):  # it records
-        return True
-    if not (
-        plan.whole_batch
-        or private_names.has_loss_trackers(model)
-        or model.run_eagerly
-    ):
-        # The loop reports to the trackers of several outputs.
-        _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        if len(tf.nest.flatten(y)) > 1:
-            return True
+def _is_on_replica(model):
     with replicas.scope_of(model.distribute_strategy):
-        is_on_replica = tf.distribute.has_strategy()
-    # A feature that orders the samples calls the model.
-    needs_model = bool(plan.whole_batch or plan.orders)
-    return (is_on_replica or needs_model) and not private_names.is_built(model)
+        return tf.distribute.has_strategy()
 
 
-def _trace(plan, trains, data, decides=False):
-    """Traces a step for a micro-batch of a batch, or of the specs of one."""
-    # The number of its samples is not known in it.
-    model, was_built = plan.model, private_names.is_built(plan.model)
+def build(plan, data):
+    """Makes the variables of a model that is not built, for a batch of it."""
+    model = plan.model
+    is_one = model.distribute_strategy.num_replicas_in_sync == 1
+    if not is_one or private_names.is_built(model):
+        return
 
-    def run(data):
-        data = keras.tree.map_structure(_without_optionals, data)
-        step = one_step(plan, data, _Ignored(is_split=True))
+    def call(*leaves):
+        x, *_ = keras.utils.unpack_x_y_sample_weight(_packed(data, leaves))
+        private_names.call_model(model, x, training=True)
+
+    rehearse(model, call, *_specs(data), is_real=True)
+    if not private_names.is_built(model):
+        # A custom step may call the model with anything, or not at all.
+        rehearse_step(plan, data, is_real=True)
+
+
+def rehearse_step(
+    plan, data, kind=Noting, trains=True, is_real=False, features=None
+):
+    """Traces a step for any number of rows of a batch, or of its specs.
+
+    `function` takes the places of the rows in their order; the first of them
+    and the one behind the last; the number and the size of a micro-batch of
+    these; and the flat leaves of the batch. It returns the `terms` of a
+    collector of the `kind`. Returns what is `Rehearsed`, and the collector.
+    """
+    accumulation = plan.accumulation
+    collector: typing.Any = None
+    if features is None:
+        features = tuple(x for x in plan.features if x.sees_whole_batch)
+    plan = dataclasses.replace(
+        plan,
+        options=dataclasses.replace(plan.options, micro_batch_size=1),
         # A function that was traced before draws by seeds that nobody knows.
-        unseen = dataclasses.replace(
-            plan, assigned=collections.defaultdict(dict)
-        )
-        with Draws(unseen).replaced(), step:
-            if plan.is_split:
-                end = tf.minimum(count_samples(data), plan.size)
-                data = model.slice_data(data, tf.zeros_like(end), end)
-            _use_all(plan, trains, data, decides)
+        assigned=collections.defaultdict(dict),
+        numbers=replicas.outside(_OwnNumbers),
+        features=features,
+    )
 
-    with contextlib.ExitStack() as stack:
-        if not decides:
-            stack.enter_context(replicas.scope_of(model.distribute_strategy))
-        # Else a function in the step would go on to add nothing.
-        stack.enter_context(hooks.traced_anew())
-        if was_built:  # if not, it draws the initial weights
-            stack.enter_context(hooks.own_draws([]))
-            stack.callback(PythonState(owners_of(model)).close)
-        trace(run, _specs(data))
-    plan.accumulation.sample_axes.is_made |= decides
+    def run(places, begin, end, i, size, *leaves):
+        nonlocal collector
+        batch = _packed(data, leaves)
+        own = dataclasses.replace(plan, size=size)
+        parts = FedBatch(own, _rows(own, batch, places, begin, end))
+        collector = kind(own)
+        scopes = own.around_parts(trains=False)  # no cycle begins
+        with (
+            contextlib.suppress(Enough),
+            hooks.all_of(scope(parts, i) for scope in scopes),
+        ):
+            rows = parts.data_of(i)
+            with one_step(own, rows, collector, None, own.is_compiled):
+                _run_step(own, rows, collector, trains)
+        return collector.terms
+
+    of_weights = [
+        hooks.replaced(accumulator, "_has_weights", None)
+        for accumulator in accumulation.accumulators
+    ]
+    scalars = [tf.TensorSpec((), tf.int64)] * 4
+    places = tf.TensorSpec([None], tf.int64)
+    with hooks.all_of(of_weights):
+        found = rehearse(
+            plan.model, run, places, *scalars, *_specs(data), is_real=is_real
+        )
+    if trains and not is_real:
+        accumulation.is_rehearsed = True
+        is_made = found.error is None and collector.error is None
+        accumulation.sample_axes.is_made = is_made
+    return found, collector
+
+
+def _run_step(plan, data, collector, trains):
+    """Runs a step for a micro-batch, as far as the collector needs it."""
+    model = plan.model
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    if not trains:
+        if "test_step" in plan.overridden:
+            model.test_step(data)
+            return
+        y_pred, _ = forward(model, False, x, y, sample_weight)
+        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    elif plan.whole_batch is None:
+        step = model.train_step
+        getattr(step, "python_function", step)(data)
+    else:  # the loss sees all outputs, and is not in a micro-batch
+        with tf.GradientTape() as tape:
+            y_pred = private_names.call_model(model, x, training=True)
+            try:
+                trace(lambda: _weigh(plan, x, y, y_pred, sample_weight))
+            except Exception as error:  # it may need the sizes of a whole batch
+                collector.error = error
+            loss, weight = collector.note_outputs(y_pred)
+        variables = model.trainable_variables
+        collector.keep(variables, tape.gradient(loss, variables), weight)
+
+
+def _weigh(plan, x, y, y_pred, sample_weight):
+    """Computes a loss and its weight, which note what they decide."""
+    data = x, y, y_pred, sample_weight
+    loss = call_compute_loss(plan.model.compute_loss, *data)
+    weigh(plan, *data, loss=loss)
+
+
+def rehearse_again():
+    """Notes what this step needs, of other shapes or by other Python."""
+    step = current_step()
+    with tf.init_scope():
+        rehearse_step(step.plan.accumulation.new_plan(), step.data)
+
+
+def _rows(plan, batch, places, begin, end):
+    """Returns rows of a batch, in their order if it is known how to take it."""
+    if not can_gather(plan, batch):
+        return plan.model.slice_data(batch, begin, end)
+    chosen = places[begin:end]
+    return keras.tree.map_structure(
+        lambda leaf: tf.gather(leaf, chosen) if has_axis(leaf) else leaf,
+        batch,
+    )
+
+
+def can_gather(plan, batch):
+    """Whether any rows of a batch can be taken, or only by `slice_data`."""
+    leaves = keras.tree.flatten(batch)
+    is_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in leaves)
+    return "slice_data" not in plan.overridden and not is_sparse
+
+
+def leaves_of(data):
+    """Returns what a rehearsed step takes of a batch."""
+    return [leaf for leaf in keras.tree.flatten(data) if not _is_missing(leaf)]
+
+
+def _packed(data, leaves):
+    """Returns a batch of leaves as those of `data`."""
+    rest = iter(leaves)
+    return keras.tree.map_structure(
+        lambda leaf: None if _is_missing(leaf) else next(rest), data
+    )
+
+
+def _is_missing(leaf):
+    return leaf is None or isinstance(leaf, tf.experimental.Optional)
 
 
 def _specs(data):
-    """Returns the specs of a batch of any number of samples."""
+    """Returns the flat specs of a batch of any number of samples."""
     samples = first_leaf(data).shape[0]
 
     def spec(leaf):
-        if isinstance(leaf, tf.experimental.Optional | None):
-            return leaf
         is_spec = isinstance(leaf, tf.TypeSpec)
         spec = leaf if is_spec else tf.type_spec_from_value(leaf)
-        is_tensor = isinstance(spec, tf.TensorSpec) and spec.shape.rank
-        if is_tensor and spec.shape[0] == samples:
-            return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-        return spec
+        shape = tf.TensorShape(getattr(spec, "shape", None))
+        if not shape.rank or shape[0] != samples:
+            return spec
+        shape = [None, *shape[1:]]
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensorSpec(
+                shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
+            )
+        return type(spec)(shape, spec.dtype)
 
-    return keras.tree.map_structure(spec, data)
-
-
-def _build(model, data):
-    """Makes the weights of a model by a call of it that is not run."""
-    if private_names.is_built(model):
-        return
-
-    def call(data):
-        x, *_ = keras.utils.unpack_x_y_sample_weight(data)
-        private_names.call_model(model, x, training=True)
-
-    # A custom step may call the model with anything, or not at all.
-    scope = replicas.scope_of(model.distribute_strategy)
-    at_once = hooks.variables(__init__=_initialize_at_once)
-    # Else the step would find what functions of the model draw here.
-    anew = hooks.traced_anew()
-    with contextlib.suppress(Exception), scope, at_once, anew:
-        trace(call, _specs(data))
+    return [*map(spec, leaves_of(data))]
 
 
-def _initialize_at_once(original, *args, **kwargs):
-    # In a function TensorFlow cannot, if a `SeedGenerator` draws the values.
-    with tf.init_scope():
-        original(*args, **kwargs)
+class _OwnNumbers(RandomNumbers):
+    """Has a variable outside of all strategies."""
 
-
-def _without_optionals(leaf):  # as Keras does
-    return None if isinstance(leaf, tf.experimental.Optional) else leaf
-
-
-class _Ignored(Collector):
-    """Adds nothing."""
-
-    def check(self, accumulator):
-        pass
-
-    def take(self, accumulator, gradients, weight, is_last=True):
-        pass
-
-
-def _use_all(plan, trains, data, decides):
-    """Uses all variables of a step."""
-    model = plan.model
-    names = ("train_step", "compute_gradients") if trains else ("test_step",)
-    custom = [name for name in names if name in plan.overridden]
-    if custom and plan.whole_batch is None:
-        getattr(model, custom[0])(data)
-        return
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    # A loss of the whole batch sees all outputs, in no loop.
-    if plan.whole_batch is not None and not decides:
-        private_names.call_model(model, x, training=True)
-    else:
-        y_pred, loss = forward(model, True, x, y, sample_weight)
-        if decides:
-            weigh(plan, x, y, y_pred, sample_weight, loss)
-        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    def __init__(self):
+        self.rows = replicas.make_sum((3,), tf.int64, "rows")

@@ -172,7 +172,7 @@ def _make(accumulation, name, make):
             for feature in accumulation.features:
                 batches = feature.first_batches(batches, trains)
             if not is_ready:
-                batches = rehearsal.make_first(
+                batches = rehearsal.before_first(
                     accumulation.plan(), trains, batches
                 )
                 is_ready = True

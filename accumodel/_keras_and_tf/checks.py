@@ -13,7 +13,7 @@ from accumodel._keras_and_tf.replicas import check_strategy
 
 
 class InexactWarning(UserWarning):
-    """The weights will not be those that one large batch would have given.
+    """The weights will not be those of the large batch, in some batch or all.
 
     Examples:
         >>> import warnings

@@ -45,6 +45,7 @@ _NEEDS = {
     "new layers": "layers that are built in a step, in micro-batches",
     "norms": "`sync_batch_norm`, and the check on the first batch (`verify`)",
     "padding": "`trim_padding`",
+    "proof": "a verdict for every batch, from the graph",
     "random numbers": "random numbers in micro-batches, as those of dropout",
     "rematerialization": "`keras.RematScope` and `keras.remat`",
     "replicas": "several replicas",
@@ -113,6 +114,14 @@ def loss_trackers(model):
 def has_loss_trackers(model):
     """Whether `loss_trackers` knows those of the outputs, if there are any."""
     return model._compile_loss is None or model._compile_loss.built
+
+
+@needed_for("losses")
+def build_trackers(model, y, y_pred):
+    """Makes the trackers of a model's losses and metrics, as Keras does."""
+    for each in (model._compile_loss, model._compile_metrics):
+        if each is not None and not each.built:
+            each.build(y, y_pred)
 
 
 @needed_for("masks")
@@ -201,6 +210,12 @@ def is_seed(variable):
 def used_variables(graph):
     """Returns the variables that a graph uses so far, also in functions."""
     return [*graph._watched_variables]
+
+
+@needed_for("proof")
+def body_of(graph, name):
+    """Returns the graph of a function that a graph calls."""
+    return graph._get_function(name).graph
 
 
 def is_in_loop(outside):

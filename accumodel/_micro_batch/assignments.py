@@ -157,7 +157,7 @@ class States:
         self.variables[key] = variable
         if key not in self.before:
             with self.outside():
-                self.before[key] = tf.identity(variable.value)
+                self.before[key] = tf.convert_to_tensor(variable.value)
 
     def outside(self):
         """Returns a scope in which all is part of the step itself."""

@@ -39,6 +39,8 @@ def differentiate(plan, data, compute, sources=()):
         y_pred, loss = compute(x, y, sample_weight)
         step = (plan, x, y, y_pred, sample_weight, loss)
         own_weight = weigh(*step)
+        if (now := current_step()) is not None and now.collector is not None:
+            now.collector.note(y_pred, loss, own_weight)
         shared_loss, weight = loss, own_weight
         if count_replicas() > 1:
             shared_loss, weight = weigh_replicas(plan, loss, own_weight)

@@ -42,6 +42,12 @@ class Plan:
         """Whether fed batches are split into micro-batches."""
         return self.options.micro_batch_size is not None
 
+    @property
+    def is_custom(self):
+        """Whether gradients may be others than those of the loss."""
+        names = {"train_step", "compute_gradients", "accumulate_gradients"}
+        return not names.isdisjoint(self.overridden)
+
     def around_parts(self, trains):
         """Returns scopes of micro-batches, each of `parts` and a number."""
         scopes: list = [feature.around_part for feature in self.features]
@@ -121,7 +127,9 @@ class Step:
             is_single = loss.shape.num_elements() == 1 != samples
             is_like = not (samples and (sizes[0] or 0) % samples)
             guess = is_like and not is_single
-        return axes.decide(key, place, sizes, samples, guess, "A loss")
+        return axes.decide(
+            key, place, sizes, samples, guess, "A loss", self.is_conditional()
+        )
 
     def is_conditional(self):
         """Whether what is traced now may be left out when the step runs."""

@@ -28,6 +28,8 @@ import contextlib
 import functools
 import inspect
 import math
+import operator
+import re
 import typing
 
 import keras
@@ -49,6 +51,16 @@ _ALGORITHM = tf.random.Algorithm.AUTO_SELECT.value
 
 # Between the seeds of two samples: layers may have seeds like 1, 2 and 3.
 _FAR = 1_000_003
+
+
+# In the names of operations that draw rows, before the axis of the samples.
+_ROWS = "accumodel_rows_"
+
+
+def rows_axis(name):
+    """Returns the axis of the rows that an operation draws, or `None`."""
+    found = re.search(rf"{_ROWS}(\d+)", name)
+    return None if found is None else int(found[1])
 
 
 class RandomNumbers:
@@ -76,15 +88,15 @@ class RandomNumbers:
         before, last, cycle = tf.unstack(self.fed)
         self.fed.assign([before + last, samples, cycle])
 
-    def begin_seed(self, state):
+    def begin_seed(self, state, cycle):
         """Notes where a seed begins, or goes back to where the cycle did."""
-        begin, cycle = self._begin_of(state), self._cycle()
-        now = tf.cast(state.value, tf.int64)
-        new = tf.concat([cycle, now], 0)
+        begin, now = self._begin_of(state), tf.convert_to_tensor(state.value)
         if self.accumulation.spans_batches:
-            new = tf.where(begin[:1] == cycle, begin, new)
-            state.assign(tf.cast(new[1:], state.dtype))
-        begin.assign(new)
+            number, *first = tf.unstack(begin)
+            first = tf.cast(tf.stack(first), state.dtype)
+            now = tf.where(tf.equal(number, cycle), first, now)
+            state.assign(now)
+        begin.assign(tf.stack([cycle, *tf.unstack(tf.cast(now, tf.int64))]))
 
     def _begin_of(self, state):
         def make():
@@ -98,9 +110,9 @@ class RandomNumbers:
                 self.begins[id(state)] = pool.submit(make).result()
         return self.begins[id(state)]
 
-    def _cycle(self):
-        """Returns the number of this cycle, from 1, in a list."""
-        return self.fed[2:] + 1
+    def cycle(self):
+        """Returns the number of this cycle, from 1."""
+        return self.fed[2] + 1
 
     def leave_out(self, is_added):
         """Lets the last fed batch be as if it was not fed, unless it counts."""
@@ -121,11 +133,12 @@ class RandomNumbers:
         """Puts the seeds back to where the cycle began."""
 
         def forget():
-            cycle = self._cycle()
+            cycle = self.cycle()
             for key, begin in self.begins.items():
                 state = self.accumulation.assigned["seeds"][key]
                 first = tf.cast(begin[1:], state.dtype)
-                state.assign(tf.where(begin[:1] == cycle, first, state.value))
+                is_of_it = tf.equal(begin[0], cycle)
+                state.assign(tf.where(is_of_it, first, state.value))
             self._end()
 
         self._change(forget)
@@ -205,11 +218,13 @@ class Draws:
         # Whether the draw that takes a seed has rows; `None`: taken by hand.
         self._has_rows: bool | None = None
         self._waits: list = []
+        self._cycle: typing.Any = None  # its number, once it was read
+        self._made: dict = {}  # see `_once`
 
     @contextlib.contextmanager
     def of(self, parts, i):
         """Scope in which the i-th micro-batch draws its rows."""
-        self._part, self._is_last = (parts, i), None
+        self._part, self._is_last, self._made = (parts, i), None, {}
         with self.replaced():
             if self._is_known or self._known:
                 self._open()
@@ -268,7 +283,9 @@ class Draws:
         if begins and id(state) not in self._seeds.before:
             unseen = hooks.outside_of_scopes()  # such as by a `Recorder`
             with unseen, self._seeds.outside(), recorded():
-                self._plan.numbers.begin_seed(state)
+                if self._cycle is None:
+                    self._cycle = self._plan.numbers.cycle()
+                self._plan.numbers.begin_seed(state, self._cycle)
         self._seeds.record(state)
 
     @contextlib.contextmanager
@@ -345,9 +362,24 @@ class Draws:
             or (name == "normal" and axes[0] and _is_compiled())
         ):
             return original(**arguments, seed=_apart(seed, self._rows[0]))
-        rows_of = functools.partial(self._numbers, axes[0], sizes, shape, seed)
+        rows_of = functools.partial(self._named, axes[0], sizes, shape, seed)
         arguments.pop("noise_shape", arguments.pop("shape", None))
         return _OFFSETS[name](rows_of, **arguments)
+
+    def _once(self, make, *args):
+        """Calls a function once in each graph for the same arguments."""
+        graph = current_graph()
+        if graph is None:
+            return make(*args)
+        key = graph, make, *(x.ref() if tf.is_tensor(x) else x for x in args)
+        if key not in self._made:
+            self._made[key] = make(*args)
+        return self._made[key]
+
+    def _read_rows(self):
+        """Returns the numbers in `rows`, of which there are samples."""
+        begin, samples, of_batch = tf.unstack(tf.convert_to_tensor(self._rows))
+        return begin, tf.maximum(samples, 1), of_batch
 
     def _axes(self, name, seed, sizes):
         """Returns the axes of a draw that may be that of the samples."""
@@ -356,6 +388,7 @@ class Draws:
         self._asked[key] += 1
         samples = self._samples
         places = [i for i, size in enumerate(sizes) if size in (None, samples)]
+        step = current_step()
         return self._plan.accumulation.sample_axes.decide(
             key,
             self._asked[key] - 1,
@@ -363,7 +396,16 @@ class Draws:
             samples,
             guess=[0] if 0 in places else places,
             what=f"A draw of `keras.random.{name}`",
+            is_conditional=step is not None and step.is_conditional(),
         )
+
+    def _named(self, axis, *args, make=None, **kwargs):
+        """Returns the rows of a draw, with names that say which they are."""
+        # A cycle of several fed batches may not be full, see `_numbers`.
+        needs_all = axis or make is not None
+        is_row = not (needs_all and self._plan.accumulation.spans_batches)
+        with tf.name_scope(f"{_ROWS}{axis}" if is_row else "apart"):
+            return self._numbers(axis, *args, make=make, **kwargs)
 
     def _numbers(
         self, axis, sizes, shape, seed, operation, drawn, make=None, **kwargs
@@ -379,34 +421,38 @@ class Draws:
         rest = sizes[axis + 1 :]
         is_known = make is None and None not in rest
         is_aligned = is_known and math.prod(rest) % block == 0
-        rows = tf.convert_to_tensor(self._rows)
         with _host():
-            begin, samples, of_batch = tf.unstack(rows)
-            own = tf.cast(shape[axis], tf.int64)
-            shape = tf.cast(shape, tf.int64)
-            inner = tf.reduce_prod(shape[axis + 1 :])
-            samples = tf.maximum(samples, 1)
-            multiple = tf.truncatediv(own, samples)
-            apart = begin * tf.minimum(tf.truncatemod(own, samples), 1)
-            first = begin * multiple * inner
+            begin, samples, of_batch = self._once(self._read_rows)
+            own, inner = sizes[axis], None if None in rest else math.prod(rest)
+            if None in sizes:
+                own = tf.cast(shape[axis], tf.int64)
+                shape = tf.cast(shape, tf.int64)
+            else:
+                shape = self._once(tf.constant, (*sizes,), tf.int64)
+            if inner is None:
+                inner = tf.reduce_prod(shape[axis + 1 :])
+            first, multiple = self._once(operator.mul, begin, inner), 1
+            apart = self._once(tf.constant, 0, tf.int64)
+            if sizes[axis] is None or own != self._samples:
+                multiple = tf.truncatediv(own, samples)
+                apart = begin * tf.minimum(tf.truncatemod(own, samples), 1)
+                first *= multiple
             key, start = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
         kwargs |= {"key": key, "alg": _ALGORITHM}
 
-        def draw(first, own_shape=shape[axis:]):
+        def draw(first, own_shape=shape[axis:] if axis else shape):
             """Draws numbers of a shape, from the `first` on."""
             with _host():
-                counter = tf.stack([tf.truncatediv(first, block), apart])
-                counter = start + tf.bitcast(counter, tf.uint64)
+                counter = start + self._once(_counter, first, block, apart)
             if is_aligned:
                 return operation(shape=own_shape, counter=counter, **kwargs)
-            count = tf.reduce_prod(own_shape)
-            size = count + block - 1
-            drawn_rows = operation(shape=[size], counter=counter, **kwargs)
+            with _host():
+                around = self._once(_around, own_shape, first, block)
+            begin, count, size, shift = around
+            drawn_rows = operation(shape=size, counter=counter, **kwargs)
             # XLA would compile a slice for each place where one begins.
-            drawn_rows = tf.roll(
-                drawn_rows, -tf.truncatemod(first, block), axis=0
-            )
-            return tf.reshape(tf.slice(drawn_rows, [0], [count]), own_shape)
+            drawn_rows = tf.roll(drawn_rows, shift, axis=0)
+            return tf.reshape(tf.slice(drawn_rows, begin, count), own_shape)
 
         if axis == 0 and make is None:
             return draw(first)
@@ -457,6 +503,19 @@ def _copies(seed):
         return replicas.local_results(variable)
 
 
+def _counter(first, block, apart):
+    """Returns what to add to a counter, to begin with the `first` number."""
+    counter = tf.stack([tf.truncatediv(first, block), apart])
+    return tf.bitcast(counter, tf.uint64)
+
+
+def _around(shape, first, block):
+    """Returns where numbers begin, how many, of how many, and their shift."""
+    count = tf.reduce_prod(shape, keepdims=True)
+    shift = -tf.truncatemod(first, block)
+    return tf.zeros_like(count), count, count + (block - 1), shift
+
+
 def _apart(seed, begin):
     """Returns another seed for each micro-batch but the first."""
     with _host():
@@ -475,6 +534,9 @@ def _is_compiled():
 
 def _sizes(shape):
     """Returns a list of the sizes of a shape, `None` where unknown."""
+    if isinstance(shape, list | tuple):
+        values = map(tf.get_static_value, shape)
+        return [None if size is None else int(size) for size in values]
     filled = tf.fill(tf.cast(shape, tf.int32), False).shape
     return [None] if filled.rank is None else filled.as_list()
 
@@ -485,7 +547,12 @@ def _shape_of(name, arguments):
         return arguments["shape"]
     # What it takes and returns comes first.
     tensor = tf.convert_to_tensor(next(iter(arguments.values())))
-    shape, noise_shape = keras.ops.shape(tensor), arguments.get("noise_shape")
+    shape, noise_shape = tensor.shape.as_list(), arguments.get("noise_shape")
+    if None in shape:
+        sizes = tf.unstack(tf.shape(tensor, tf.int64))
+        shape = [
+            y if x is None else x for x, y in zip(shape, sizes, strict=True)
+        ]
     if name == "shuffle":  # along one axis, of all others at once
         return [shape[arguments.get("axis", 0)]]
     if noise_shape is None:
@@ -517,7 +584,7 @@ def _normal(rows_of, mean=0.0, stddev=1.0, dtype=None):
         values = rows_of(
             tf.raw_ops.StatelessRandomUniformV2,
             drawn,
-            private_names.normal_in_xla,
+            make=private_names.normal_in_xla,
             dtype=drawn,
         )
         if drawn != dtype:  # XLA cuts bits off, instead of rounding

@@ -8,47 +8,83 @@ looked up there, in the order of the calls:
     before the first batch, in a trace:     notes what it decides
     in a step of a known size:              what the same call has noted
 
+If it has noted nothing like it, the step is traced again for the present data.
 A step that was never traced so, such as one of a custom loop, guesses.
 """
 
 import collections
+import typing
 
 import tensorflow as tf
 
 
 class SampleAxes:
-    """What the steps of a model decide, by what they decide on."""
+    """What the steps of a model decide, by what they decide on.
 
-    def __init__(self):
+    `again` traces the step again that is running, for its data.
+    """
+
+    def __init__(self, again):
         self.is_made = False  # by a trace of a step, from its begin to its end
-        # Pairs of sizes, `None` where unknown, and a decision; by a key, in
-        # the order of the calls.
-        self._noted: dict = collections.defaultdict(list)
+        self._again = again
+        # By a key, dicts of `_Note`s, by the place and the number of axes.
+        self._noted: dict = collections.defaultdict(dict)
 
-    def decide(self, key, place, sizes, samples, guess, what):
+    def decide(self, key, place, sizes, samples, guess, what, is_conditional):
         """Returns what the call at a place of its key decides on its sizes.
 
         If the number of `samples` is not known, its `guess` is right, and
         noted. Otherwise raises if a trace has noted nothing like it.
         """
-        noted = self._noted[key]
+        place = place, None if sizes is None else len(sizes)
         if samples is None:
-            noted[place:] = [(sizes, guess), *noted[place + 1 :]]
+            self._noted[key][place] = _Note(sizes, guess, is_conditional)
         if samples is None or not self.is_made:
             return guess
-        # That of the same place, if other sizes are the same, too.
-        candidates = [*noted[place : place + 1], *noted]
-        for test in (_is_same, _is_like):
-            for known, decision in candidates:
-                if test(known, sizes):
-                    return decision
-        raise ValueError(
-            f"{what} was not there when the step was traced before the first "
-            "batch, so it is not known which of its axes is that of the "
-            "samples. A step may not draw, or compute losses, on conditions "
-            "in Python. Or leave out `run_eagerly=True`, and feed batches "
-            f"without a fixed size. Received: sizes={sizes}"
+        if not (found := self._find(key, place, sizes)):
+            self._again()
+            found = self._find(key, place, sizes)
+        if len(found) == 1:
+            return found[0]
+        why = (
+            "was traced before the first batch with several axes of samples, "
+            "in a condition or a loop"
+            if found
+            else "was not there when the step was traced without a number of "
+            "samples"
         )
+        raise ValueError(
+            f"{what} {why}, so it is not known which of its axes is that of "
+            "the samples. Leave out `run_eagerly=True`, and feed batches "
+            "without a fixed size. Or draw, and compute losses, outside of "
+            f"conditions and loops. Received: sizes={sizes}"
+        )
+
+    def _find(self, key, place, sizes):
+        """Returns what was decided for these sizes, or like ones."""
+        notes = self._noted[key]
+        # Eager code may leave out calls, or repeat them.
+        is_in_order = not tf.executing_eagerly() or not any(
+            note.is_conditional for note in notes.values()
+        )
+        for test in (_is_same, _is_like):
+            fits = {k: x for k, x in notes.items() if test(x.sizes, sizes)}
+            if place in fits and is_in_order:
+                return [fits[place].decision]
+            if fits:
+                decisions = [note.decision for note in fits.values()]
+                return [
+                    x for i, x in enumerate(decisions) if x not in decisions[:i]
+                ]
+        return []
+
+
+class _Note(typing.NamedTuple):
+    """What a call has decided."""
+
+    sizes: list | None  # `None` where unknown
+    decision: typing.Any
+    is_conditional: bool  # or in a loop
 
 
 def _is_same(known, sizes):

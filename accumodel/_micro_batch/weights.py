@@ -46,6 +46,9 @@ _SUMS = ("sum", *_UNREDUCED)
 # but a cycle of nothing else divides by it. Times a gradient, it is a float32.
 _TINY = 1e-30
 
+# In the name of the operation that puts it in.
+NONZERO = "nonzero_by_accumodel"
+
 # The key of divisors that are in proportion to the samples, see `_divisors`.
 _SAMPLES = "samples"
 
@@ -329,4 +332,4 @@ def missing_sums(model, data):
 def _nonzero(value, samples):
     """Returns a tiny number instead of 0, unless there are no samples."""
     tiny = _TINY * tf.cast(tf.minimum(samples, 1), value.dtype)
-    return tf.where(tf.equal(value, 0), tiny, value)
+    return tf.where(tf.equal(value, 0), tiny, value, name=NONZERO)

@@ -34,7 +34,7 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, optimizers, replicas
 from accumodel._keras_and_tf.hooks import without_own_reduction
-from accumodel._micro_batch.assignments import RECORDED
+from accumodel._micro_batch.assignments import recorded
 from accumodel._micro_batch.micro_batches import (
     current_graph,
     current_step,
@@ -123,10 +123,13 @@ class Engine(tf.Module):
         self._given.assign(tf.zeros_like(self._given))
 
     def _clear(self, *variables):
-        for variable in variables:
-            zeros = tf.zeros(variable.shape, variable.dtype)
+        kinds = [(each.dtype, *each.shape) for each in variables]
+        zeros = {
+            kind: tf.zeros(kind[1:], kind[0]) for kind in dict.fromkeys(kinds)
+        }
+        for variable, kind in zip(variables, kinds, strict=True):
             # What is read would be added up over the workers.
-            variable.assign(zeros, read_value=False)
+            variable.assign(zeros[kind], read_value=False)
 
     def phase(self):
         """Returns what a step that failed has left: see `_phase`."""
@@ -238,29 +241,52 @@ class Engine(tf.Module):
         divides = weight is not None
         with tf.control_dependencies(self._waits(gradients, weight)):
             weight = tf.identity(weight if divides else 1.0)
+        weight = tf.cast(weight, tf.float64)
+        accepted = self._accepts(gradients, weight, is_split)
         # Keras divides the loss of each replica by their number, unless it is
         # a sum. The sums are those of one device.
-        scale = tf.cast(weight, tf.float64)
-        if divides:
-            scale *= replicas.count_replicas()
-        accepted = tf.identity(True)
-        if self._skip_nonfinite:
-            with tf.control_dependencies([weight]):
-                is_finite = sums.all_finite(gradients, weight)
-            accepted = is_finite | tf.equal(weight, 0)
-            if not is_split:  # the replicas meet, so all of them agree
-                bad = tf.cast(~accepted, tf.float32)
-                (bad,) = replicas.sum_over_replicas([bad])
-                accepted = tf.equal(bad, 0)
-            scale = tf.where(accepted, scale, 0.0)
-        with tf.name_scope(RECORDED), tf.control_dependencies([scale]):
+        scale = weight * (replicas.count_replicas() if divides else 1)
+        scale = tf.where(accepted, scale, 0.0)
+        with recorded(), tf.control_dependencies([scale]):
             begun = tf.identity(self._phase.assign(1.0))
+        with recorded(), tf.control_dependencies([begun]):
+            self._add_all(gradients, scale, begun)
+            new = tf.stack([weight, tf.abs(weight)])
+            new *= float(divides and is_last)
+            self._totals.assign_add(tf.where(accepted, new, 0.0))
+            # TensorFlow keeps what uses one variable in order, so this is last.
+            phase = self._phase.assign(1.0)
+        if is_last:
+            with recorded(), tf.control_dependencies([phase]):
+                accepted = tf.cast(accepted, tf.float64)
+                # What all replicas accept adds 1 / replicas on each of them.
+                size = 1 / (1 if is_split else replicas.count_replicas())
+                sizes = [accepted * size, (1 - accepted) * size]
+                self._counts.assign_add(sizes)
+
+    def _accepts(self, gradients, weight, is_split):
+        """Returns whether a micro-batch counts, see `skip_nonfinite`."""
+        if not self._skip_nonfinite:
+            return tf.identity(True)
+        with tf.control_dependencies([weight]):
+            is_finite = sums.all_finite(gradients, weight)
+        accepted = is_finite | tf.equal(weight, 0)
+        if not is_split:  # the replicas meet, so all of them agree
+            bad = tf.cast(~accepted, tf.float32)
+            (bad,) = replicas.sum_over_replicas([bad])
+            accepted = tf.equal(bad, 0)
+        return accepted
+
+    def _add_all(self, gradients, scale, begun):
+        """Adds gradients, times a scale, to the sums, unless the scale is 0."""
         # Zero times what is not a number is not 0. With a constant condition,
         # TensorFlow logs that it cannot optimize it.
         is_used = tf.not_equal(scale, 0) & (begun > 0)
+        step = current_step()
+        in_fit = step is not None and step.collector is not None
 
         def add():  # each as soon as it is made, which frees it
-            with tf.name_scope(RECORDED):
+            with recorded():
                 # What assigns it next waits for this.
                 self._phase.assign_add(0.0)
                 dtypes = {each.dtype for each in self._sums}
@@ -269,29 +295,17 @@ class Engine(tf.Module):
                 for total, gradient, variable in zip(*columns, strict=True):
                     sums.add(total, gradient, minus[total.dtype], variable)
 
-        step = current_step()
-        with tf.name_scope(RECORDED), tf.control_dependencies([begun]):
-            if step is not None and step.is_compiled:
-                # An XLA cluster would carry all sums through a condition. What
-                # is read is one of its variables, see `Auto.call_compiled`.
-                for total in self._sums:
-                    total.read_value()
-                gradients = sums.zero_unless(is_used, gradients)
-                add()
-            else:
-                tf.cond(is_used, add, lambda: None)
-            each = tf.cast(weight, tf.float64) * float(divides and is_last)
-            new = tf.stack([each, tf.abs(each)])
-            self._totals.assign_add(tf.where(accepted, new, 0.0))
-            # TensorFlow keeps what uses one variable in order, so this is last.
-            phase = self._phase.assign(1.0)
-        if is_last:
-            with tf.name_scope(RECORDED), tf.control_dependencies([phase]):
-                accepted = tf.cast(accepted, tf.float64)
-                # What all replicas accept adds 1 / replicas on each of them.
-                size = 1 / (1 if is_split else replicas.count_replicas())
-                sizes = [accepted * size, (1 - accepted) * size]
-                self._counts.assign_add(sizes)
+        if step is not None and step.is_compiled:
+            # An XLA cluster would carry all sums through a condition. What is
+            # read is one of its variables, see `Auto.call_compiled`.
+            for total in self._sums:
+                total.read_value()
+            gradients = sums.zero_unless(is_used, gradients)
+            add()
+        elif in_fit and not step.is_conditional():
+            run_if(is_used, add)
+        else:
+            call_if(is_used, add)
 
     def end(self, present, is_conditional, is_cycle=False):
         """Ends a fed batch of which all micro-batches were added.
@@ -361,7 +375,7 @@ class Engine(tf.Module):
         call_if(keep, apply)
         # What reads a variable waits for what assigns to it.
         variables = map(optimizers.tf_variable, self.variables)
-        with tf.control_dependencies([x.read_value() for x in variables]):
+        with tf.control_dependencies([*map(_read, variables)]):
             return tf.identity(keep)
 
     # -- once for all replicas: the end of a batch, and the update -------------
@@ -441,6 +455,13 @@ class Engine(tf.Module):
                 self._untracked.numbers.end_cycle(updates)
 
 
+def _read(variable):
+    # Of an operation; `read_value` makes another one.
+    return tf.raw_ops.ReadVariableOp(
+        resource=variable.handle, dtype=variable.dtype
+    )
+
+
 def call_if(condition, function):
     """Calls a function if a scalar, `True` or a tensor, is true."""
 
@@ -451,6 +472,22 @@ def call_if(condition, function):
         call()
     else:
         tf.cond(condition, call, lambda: None)
+
+
+def run_if(condition, function):
+    """Calls a function of which nothing runs unless a scalar is true.
+
+    A `tf.cond` takes all that it uses into both of its branches, which are
+    nodes to make and to optimize. XLA can compile nothing else.
+    """
+    if tf.executing_eagerly():
+        call_if(condition, function)
+        return
+    no, yes = tf.raw_ops.Switch(data=condition, pred=condition)
+    with tf.control_dependencies([tf.identity(yes)]):
+        function()
+    # What uses the same variables next waits for this.
+    tf.raw_ops.Merge(inputs=[no, yes])
 
 
 def step_failed(accumulators, error):
@@ -524,6 +561,9 @@ class Collector:
                 "`strategy.run()` runs. Received: an accumulator made under "
                 f"{own}, called under {strategy}"
             )
+
+    def note(self, y_pred, loss, weight):
+        """Is told of what a step computes, before its gradients."""
 
     def take(self, accumulator, gradients, weight, is_last=True):
         """Adds a micro-batch, or a part of its gradient, to an accumulator."""

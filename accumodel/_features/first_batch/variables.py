@@ -1,4 +1,4 @@
-"""What a check puts back, and how it moves variables.
+"""The variables of a traced step: which they are, and where they are moved.
 
 A traced function knows all variables that it uses, wherever they are, so no
 list has to say which ones a step may change.
@@ -25,7 +25,7 @@ _TINY = 0.02
 
 
 class NotMade(Exception):  # noqa: N818
-    """Says why there is no check, in words of the user."""
+    """Says why there is no comparison, in words of the user."""
 
 
 def variables_of(functions):
@@ -98,8 +98,8 @@ def _move(variable, rng, stack, large):
 def _near(value, is_constant, rng):
     """Returns numbers near a value; what is close to zero becomes larger."""
     sizes = tf.abs(tf.cast(value, tf.float32))
-    # A gate may be closed by its bias, of -4 or less.
-    is_closed = is_constant and bool(tf.reduce_all(value < -4))
+    # A gate may be closed, or open, by its bias.
+    is_closed = is_constant and bool(tf.reduce_all(sizes > 4))
     if tf.reduce_max(sizes) > _TINY and not is_closed:
         factors = rng.uniform(0.9, 1.1, value.shape[-1:])
         return value * tf.cast(factors, value.dtype)
@@ -109,6 +109,37 @@ def _near(value, is_constant, rng):
     else:
         new = rng.uniform(0.05, 0.15, value.shape)
     return tf.cast(new, value.dtype)
+
+
+# Of float32, the last bit of numbers that have less of them.
+_BITS = {"float16": 2**13, "bfloat16": 2**16}
+_INTEGERS = {2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
+
+
+@contextlib.contextmanager
+def flipped(variables, dtype):
+    """Scope in which the last bit of each weight is another one.
+
+    What is computed then differs by rounding. `dtype` is that in which layers
+    compute. Each is flipped in its place, and back: nothing is copied.
+    """
+
+    def flip():
+        for variable in variables:
+            if variable.dtype.is_floating and variable.trainable:
+                value = variable.read_value()
+                kind = _INTEGERS[value.dtype.size]
+                is_wide = value.dtype == tf.float32
+                bit = _BITS.get(dtype, 1) if is_wide else 1
+                bits = tf.bitcast(value, kind)
+                bits = tf.bitwise.bitwise_xor(bits, tf.cast(bit, kind))
+                variable.assign(tf.bitcast(bits, value.dtype))
+
+    flip()
+    try:
+        yield
+    finally:
+        flip()
 
 
 def is_read(graph, variable):

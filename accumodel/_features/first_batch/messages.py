@@ -1,0 +1,159 @@
+"""What is said of a look: what differs, the likeliest cause, and what to do."""
+
+from accumodel._features.first_batch import runs
+from accumodel._features.first_batch.variables import name_of
+
+TF_RANDOM = (
+    "The model draws random numbers by `tf.random`: other ones in each "
+    "micro-batch than in the large batch. Use `keras.random` instead."
+)
+OFF = "`compile(verify=False)` switches this check off."
+
+_WEIGHT = (
+    "`accumulate_gradients` needs the weight of the micro-batch: what its loss "
+    "was divided by, such as `tf.shape(x)[0]`, or `None` for a sum. Without "
+    "one, a short micro-batch weighs as much as a full one."
+)
+
+
+def last_line(error):
+    """Returns what an error says, without where it was."""
+    text = str(getattr(error, "message", None) or error).strip()
+    # Keras ends with all arguments, and begins with where it was.
+    text, *_ = text.split("Arguments received by")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [
+        line
+        for line in lines
+        if not line.startswith(("[[", "File", "Exception encountered"))
+    ]
+    return (named or lines or [type(error).__name__])[-1][:300].rstrip(".")
+
+
+def exact(look, rows, what, reason):
+    """Returns how much was seen, and what was not, in words of the user."""
+    count = look.end - look.begin
+    who = f"{count} of {rows.samples} samples of the first {what}"
+    if count == rows.samples:
+        who = f"the first {what} of {count} samples"
+    return (
+        f"exact for {who}: the same in micro-batches of {look.size} as in one "
+        f"piece (largest difference: {look.error:.1g} of the largest "
+        f"gradient). Not proved, since {reason}: other batches may differ."
+    )
+
+
+def differs(look, compared):
+    """Returns what differs, why, and what to do."""
+    model = compared.rows.plan.model
+    try:
+        text = _text(look, compared)
+    except Exception:  # what was found does not depend on its cause
+        text = (
+            "The first batch shows that the weights will not be those of the "
+            f"large batch: the {look.found.kind} differ in micro-batches."
+        )
+    if not compared.rows.is_sure:
+        unsure = " would not be, if memory ran out and batches were split, "
+        text = text.replace(" will not be ", unsure)
+    return f"{text} {OFF} Received: model={model}"
+
+
+def bends(reason, plan, rest):
+    """Returns what a proof says of a step that is inexact in some batches."""
+    return (
+        f"The step has {reason}. So the weights will not be those of the large "
+        f"batch where that is not linear. {advice(plan)} {rest} {OFF} "
+        f"Received: model={plan.model}"
+    )
+
+
+def _text(look, compared):
+    found, model = look.found, compared.rows.plan.model
+    if found.kind == "tf.random":
+        return TF_RANDOM
+    if found.kind == "fixed":
+        return (
+            "The step does not run with another number of samples than it got, "
+            "so a size is fixed in it, and parts may be broadcast. Replace the "
+            "batch size in it by `tf.shape(x)[0]`, or `-1` in a `reshape`: "
+            f"{last_line(found.what)}."
+        )
+    source = compared.runner.sources.get(found.what)
+    name = "" if source is None else name_of(source, model)
+    if found.kind == runs.STATES:
+        return (
+            f"The variable '{name}' changes in the step of each micro-batch, "
+            "and is read there, in inference or by `after_update`, so it will "
+            "not be that of the large batch. Change it in `after_update`, once "
+            "for each update, or call the layer with `training=False`."
+        )
+    what = f"{found.kind} by the variable '{name}'" if name else found.kind
+    by = f" by {found.share:.2g} times the largest" if found.share else ""
+    if compared.trims:
+        return (
+            "The first batch shows that `trim_padding` changes the weights: "
+            f"without padding, the {what} differ{by}. A layer or the loss "
+            "looks at padding. Pass it a mask, as `Embedding(mask_zero=True)` "
+            "does, and let padding weigh 0. Or remove `trim_padding`: "
+            "convolutions, means without a mask and batch normalization look "
+            "at all positions."
+        )
+    return (
+        "The first batch shows that the weights will not be those of the "
+        f"large batch. With {look.end - look.begin} samples in one piece and "
+        f"in micro-batches of {look.size}, the {what} differ{by}. "
+        f"{_cause(look, compared)}"
+    )
+
+
+def _cause(look, compared):
+    plan = compared.rows.plan
+    if plan.is_custom:
+        if not look.adds_up:
+            return _WEIGHT
+        return (
+            "The step compares samples, divides by a statistic of them, or "
+            "changes gradients, which is right in `process_gradients` only. "
+            f"Or its weight is wrong. {_WEIGHT} If the loss compares samples, "
+            "override `compute_loss` instead of `train_step`, and use "
+            "`micro_batch_size` with `gradient_cache=True`."
+        )
+    if not look.adds_up and "micro_batch_weight" in plan.overridden:
+        return "`micro_batch_weight` must add up to that of all samples."
+    why = f"The step has {compared.noted.proof.reason}. "
+    if compared.noted.is_of_rows and compared.noted.adds:
+        why += (
+            "Of a loss of `add_loss`, add a mean over samples, or one loss per "
+            "sample: `gradient_cache=True` does not help there. "
+        )
+    if compared.noted.is_of_rows:
+        return why + advice(plan)
+    return (
+        f"{why}A layer looks at several samples at once, or at their number, "
+        "or draws in a loop over them (draw before the loop) or what cannot be "
+        "drawn for some of them (use uniform or normal numbers, with the axis "
+        "of samples first). Apply it by `dataset.map`"
+        f"{', or compute this in the loss' if _cache(plan) else ''}"
+        f"{_cache(plan)}."
+    )
+
+
+def advice(plan):
+    """Returns what to do with a loss that looks at several samples."""
+    return (
+        "Return one loss per sample if it can be; or return in "
+        "`micro_batch_weight` what the loss is divided by (`None` for a sum). "
+        "If it compares samples, compute all of it in `compute_loss`"
+        f"{_cache(plan)}."
+    )
+
+
+def _cache(plan):
+    if not plan.is_split:
+        return (
+            ", and feed the large batch with `micro_batch_size=..., "
+            "gradient_cache=True` instead of `accum_steps`"
+        )
+    is_on = plan.options.gradient_cache
+    return "" if is_on else ", and use `gradient_cache=True`"

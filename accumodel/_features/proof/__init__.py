@@ -1,0 +1,11 @@
+"""A proof that a training in micro-batches is exact, from its traced graph.
+
+`types` has what a tensor may be, `rules` and `shapes` what operations do to it,
+`analysis` walks the graph, and `verdict` judges the loss and its weight.
+"""
+
+from accumodel._features.proof.analysis import MOMENTS
+from accumodel._features.proof.types import Proof
+from accumodel._features.proof.verdict import prove, prove_rows
+
+__all__ = ["MOMENTS", "Proof", "prove", "prove_rows"]

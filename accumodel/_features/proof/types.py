@@ -1,0 +1,257 @@
+"""The types of tensors: how they depend on the samples of a micro-batch.
+
+A tensor is `m * base`. The base is one of
+
+    C   depends on no sample
+    R   has one axis of `o * n * k` rows, n samples: row (j, i, l) depends on
+        sample i, and on C
+    S   a sum over the samples: of R, and of n or a divisor times C
+    V   a vector of sizes, of which one is made of n
+    L   a list in which nothing is yet
+    T   none of these, with the reason
+
+and the monomial `m` is a product of powers of n and of divisors: sums over the
+samples that are not trained, known by how they are computed. So a mean over the
+samples is S with 1/n, and one over a mask is S with 1/D. What m and the base
+are made of is the same in each micro-batch, but for the samples.
+
+A size is a product of a number and of names, such as `3 * n * time`.
+"""
+
+import collections
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import math
+import typing
+
+Size: typing.TypeAlias = tuple[int, tuple[str, ...]]
+ONE: Size = (1, ())
+N: Size = (1, ("n",))
+
+# Names of sizes that TensorFlow requires to be equal, in the present analysis.
+_alike: contextvars.ContextVar = contextvars.ContextVar("alike")
+
+_counter = itertools.count()
+
+
+class Proof(typing.NamedTuple):
+    """Whether micro-batches are proved to give what the large batch gives."""
+
+    kind: str  # "exact", or not proved: "bends" a statistic, or "unknown"
+    reason: str  # what the loss is, or the operation, of what, and where
+
+
+class UnprovedError(Exception):
+    """What no rule says. `bends`: a statistic of the batch is not kept."""
+
+    def __init__(self, what, bends=False):
+        super().__init__(what)
+        self.bends = bends
+
+
+def require(condition, what, bends=False):
+    if not condition:
+        raise UnprovedError(what, bends)
+
+
+@contextlib.contextmanager
+def sizes_alike(inherited=False):
+    """Scope of what is found out about sizes: of what may not run, nothing."""
+    token = _alike.set(dict(_alike.get()) if inherited else {})
+    try:
+        yield
+    finally:
+        _alike.reset(token)
+
+
+def fresh(what) -> Size:
+    """Returns a size that is not known."""
+    return (1, (f"{what}:{next(_counter)}",))
+
+
+def times(*sizes):
+    """Returns the product of sizes, `None` if one is `None`: not known."""
+    if None in sizes:
+        return None
+    alike = _alike.get()
+    names = sorted(alike.get(name, name) for size in sizes for name in size[1])
+    return math.prod(size[0] for size in sizes), tuple(names)
+
+
+def over(a, b):
+    """Returns a / b if that is whole, else `None`."""
+    if a is None or b is None or not b[0] or a[0] % b[0]:
+        return None
+    a, b = times(a), times(b)
+    rest = collections.Counter(a[1])
+    rest.subtract(b[1])
+    if min(rest.values(), default=0) < 0:
+        return None
+    return a[0] // b[0], tuple(sorted(rest.elements()))
+
+
+def is_of_samples(size):
+    return size is not None and "n" in size[1]
+
+
+def put(sizes, axis, size):
+    """Returns sizes of which that of an axis is another one."""
+    return (*sizes[:axis], size, *sizes[axis + 1 :])
+
+
+def power(m, other, sign=1):
+    """Returns the product of two monomials, or their quotient."""
+    total = collections.Counter(dict(m))
+    for name, exponent in other:
+        total[name] += sign * exponent
+    return tuple(sorted((s, p) for s, p in total.items() if p))
+
+
+@dataclasses.dataclass(frozen=True)
+class Type:
+    base: str
+    dims: tuple | None = None  # sizes; `None` if not even their number is known
+    m: tuple = ()
+    axis: int = 0  # of R
+    o: Size = ONE
+    k: Size = ONE
+    uniform: bool = False  # all rows are the same: only their number is n's
+    content: tuple | None = None  # the sizes that a scalar or vector holds
+    zero: bool = False
+    grad: bool = False  # depends on a variable by a path that has a gradient
+    why: Proof | None = None  # of T
+
+    def but(self, **changed):
+        """Returns the type of what is computed of this one."""
+        is_another = {"content": None, "zero": False}
+        return dataclasses.replace(self, **{**is_another, **changed})
+
+    @property
+    def n(self):
+        """The length of the axis of samples."""
+        return times(self.o, N, self.k)
+
+    @property
+    def is_shared(self):
+        return self.base == "C" and not self.m
+
+    @property
+    def words(self):
+        if self.base == "S":
+            return f"a {'mean' if self.m else 'sum'} over samples"
+        if self.m and self.base == "C":
+            is_number = {name for name, _ in self.m} == {"n"}
+            return "the number of samples" if is_number else "a sum of weights"
+        names = {"C": "what samples share", "V": "the number of samples"}
+        return names.get(self.base, "samples")
+
+
+def _need(is_right, v):
+    # Of a statistic, a rule that is not linear knows that it is bent.
+    require(is_right, v.words, bends=v.base == "S" or bool(v.m))
+
+
+def plain(*vals):
+    """Requires what is no statistic: samples, and what they share."""
+    for v in vals:
+        _need(v.base in "CR" and not v.m, v)
+
+
+def shared(*vals):
+    """Requires what samples share."""
+    for v in vals:
+        _need(v.is_shared, v)
+
+
+def same(a, b):
+    """Returns the type of R, with the rows that two R share."""
+    # Two lengths that are not known are equal, or TensorFlow raises: if one is
+    # 1 in a micro-batch, and is broadcast, the large batch fails.
+    is_like = a.o == b.o and (a.k == b.k or bool(a.k[1] and b.k[1]))
+    is_as_long = times(a.n) == times(b.n)
+    require(is_as_long or is_like, "axes of samples of unlike lengths")
+    is_any = a.uniform or b.uniform
+    require(is_any or is_like, "samples in unlike orders")
+    one, other = times(a.k), times(b.k)
+    if one[0] == other[0] and len(one[1]) == len(other[1]) == 1:
+        alike, (to,), (of,) = _alike.get(), one[1], other[1]
+        names = {s for s, x in alike.items() if x == of} | {of}
+        alike.update(dict.fromkeys(names - {to}, to))
+    rows = b if a.uniform else a
+    return a.but(o=rows.o, k=rows.k, uniform=a.uniform and b.uniform)
+
+
+def _broadcast_size(sizes):
+    found = {times(size) for size in sizes} - {ONE}
+    numbers = [size for size in found if not size[1]]
+    if numbers or len(found) < 2:
+        return next(iter(numbers or found), ONE)
+    return fresh("broadcast")  # any of them may be 1
+
+
+def broadcast(vals):
+    """Returns what C and R give entry by entry, as if there was no `m`."""
+    rows = [v for v in vals if v.base == "R"]
+    if any(v.dims is None for v in vals):
+        require(not rows, "a tensor of unknown rank")
+        return Type("C")
+    rank = max(len(v.dims) for v in vals)
+    padded = [(ONE,) * (rank - len(v.dims)) + v.dims for v in vals]
+    dims = tuple(map(_broadcast_size, zip(*padded, strict=True)))
+    if not rows:
+        return Type("C", dims)
+    places = {v.axis + rank - len(v.dims) for v in rows}
+    require(len(places) == 1, "samples next to others: two axes of them")
+    (axis,), one = places, rows[0]
+    for v in rows[1:]:
+        one = same(one, v)
+    # A micro-batch of one sample would be broadcast.
+    others = [d for v, d in zip(vals, padded, strict=True) if v.base != "R"]
+    is_one = all(d[axis] == ONE for d in others)
+    require(is_one, "an axis of samples next to one of another length")
+    rows = {"o": one.o, "k": one.k, "uniform": one.uniform}
+    return Type("R", put(dims, axis, one.n), axis=axis, **rows)
+
+
+def added(vals):
+    """Returns the type of a sum, or of what is one or the other."""
+    # With a factor `m`, `m * (S + x * C)` is S if x is n or a divisor: S may
+    # hold x times what samples share. So S/n + C is one, and S + C and
+    # (S + C)/n are not.
+    zeros = [v.but(m=()) for v in vals if v.zero and v.base == "C"]
+    vals = [v for v in vals if not (v.zero and v.base == "C")] or zeros[:1]
+    bases, powers = {v.base for v in vals}, {v.m for v in vals}
+    require("V" not in bases, "the number of samples")
+    is_of_n = all(name == "n" for m in powers for name, _ in m)
+    if "S" not in bases:
+        what = "terms with the number of samples in unlike ways"
+        require(len(powers) == 1, what, is_of_n)
+        return broadcast([*vals, *zeros]).but(m=vals[0].m)
+    what = "samples, and a sum or mean over samples"
+    require("R" not in bases, what, bends=True)
+    sums = {v.m for v in vals if v.base == "S"}
+    require(len(sums) == 1, "means over unlike numbers of things", is_of_n)
+    (m,) = sums
+    for v in vals:
+        one = power(v.m, m, -1)
+        is_sum = v.base == "S" or (len(one) == 1 and one[0][1] == 1)
+        # Such as the 1e-7 that is often added to a divisor: that bends nothing.
+        require(is_sum, "a sum over samples, and what samples share")
+    return Type("S", shape_of(*vals, *zeros), m)
+
+
+def shape_of(*vals):
+    """Returns the sizes of what is computed entry by entry."""
+    return broadcast([v.but(base="C") for v in vals]).dims
+
+
+def sizes(held, dims):
+    """Returns the type of integers that are sizes, `None` if not known."""
+    held = tuple(held)
+    is_of_n = any(map(is_of_samples, held))
+    if dims == ():
+        count = held[0][1].count("n") if held[0] else 0
+        return Type("C", (), (("n", count),) if count else (), content=held)
+    return Type("V" if is_of_n else "C", dims, content=held)

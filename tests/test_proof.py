@@ -1,0 +1,570 @@
+"""What the proof says of a loss: never "exact" of what is not.
+
+Each row is a loss of the outputs `p` of a model, with its data. Those that are
+proved are trained beside the large batch.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import distance, fit
+from keras import layers
+from proving import proof_of, rows_of
+
+from accumodel import AccumulatingModel
+
+SAMPLES, TIME, WIDTH = 12, 4, 3
+
+
+def mean(values):
+    return tf.reduce_mean(values)
+
+
+def total(values):
+    return tf.reduce_sum(values)
+
+
+def errors(b):
+    """One loss for each sample."""
+    return tf.reduce_mean(tf.square(b.p - b.y), axis=[1, 2])
+
+
+def count(values):
+    return tf.cast(tf.shape(values)[0], tf.float32)
+
+
+def in_function(function):
+    return tf.function(function, autograph=False)
+
+
+def in_condition(function):
+    return lambda: tf.cond(tf.constant(True), function, function)
+
+
+def in_loop(function):
+    body = lambda i, _: (i + 1, function())  # noqa: E731
+    zero = tf.zeros(())
+    return lambda: tf.while_loop(lambda i, _: i < 2, body, (0, zero))[1]
+
+
+class Program:
+    """A loss, and its weight if it is not the number of samples."""
+
+    def __init__(self, loss, weight=None):
+        self.loss, self.weight = loss, weight
+
+
+class Batch:
+    def __init__(self, model, x, y, p):
+        self.x, self.y, self.p = x, y, p
+        self.kernel = tf.convert_to_tensor(model.layers[-1].kernel)
+
+
+def model_of(base, program):
+    """Returns a small compiled model with the loss of a program."""
+
+    class Model(base):
+        def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):
+            return program.loss(Batch(self, x, y, y_pred))
+
+        if base is AccumulatingModel and program.weight is not None:
+
+            def micro_batch_weight(self, x, y, y_pred, sample_weight):
+                return program.weight(Batch(self, x, y, y_pred))
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((None, WIDTH))
+    return Model(inputs, layers.Dense(WIDTH)(inputs))
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, SAMPLES, TIME, WIDTH)).astype("float32")
+    return x, np.abs(y)
+
+
+def prove(program, **kwargs):
+    model = model_of(AccumulatingModel, program)
+    kwargs = kwargs or {"micro_batch_size": 3}
+    model.compile("sgd", jit_compile=False, **kwargs)
+    return proof_of(model, data())
+
+
+def weighed(divisor, loss=None):
+    """A loss that is divided by something, which is its weight."""
+
+    def of(batch):
+        over = (loss or (lambda b: total(errors(b))))(batch)
+        return over / divisor(batch)
+
+    return Program(of, divisor)
+
+
+def known_length(b):
+    """A length that is not known, and the same for all."""
+    return tf.shape(tf.boolean_mask([1.0, 2.0], [True, True]))[0]
+
+
+def trained(b):
+    return total(b.p**2 + 1)
+
+
+def drawn(b):
+    return keras.random.uniform(tf.shape(b.y)[:1]) < 0.5
+
+
+def m5(b):
+    shared = tf.broadcast_to([[1.0, 3.0]], [tf.shape(b.p)[0], 2])
+    rows = tf.concat([b.p[:, 0, 0], b.p[:, 0, 1]], 0)
+    return mean(tf.reshape(shared, [-1]) * rows)
+
+
+def lengths(b):
+    """Two lengths that need not be equal, of a loop or a condition."""
+    some, others = b.p[:, : tf.shape(b.p)[1] - 1], b.y
+    first, other = (tf.reshape(v, [-1, WIDTH]) for v in (some, others))
+    one = tf.cond(tf.constant(False), lambda: first, lambda: other)
+    rows = tf.reshape(one[:, 0], [-1, tf.shape(some)[1]])
+    return mean(tf.square(tf.reduce_mean(rows, axis=1)))
+
+
+def branch(b):
+    """Lengths that are equal only where a branch runs."""
+    some = tf.reshape(b.p[:, : tf.shape(b.p)[1] - 1], [-1, WIDTH])
+    others = tf.reshape(b.p, [-1, WIDTH])
+    tf_sum = tf.cond(tf.constant(False), lambda: some + others, lambda: others)
+    rows = tf.reshape(tf_sum[:, 0], [-1, tf.shape(b.p)[1] - 1])
+    return mean(tf.square(tf.reduce_mean(rows, axis=1)))
+
+
+def affine(factor):
+    return lambda b: total(b.y) / count(b.y) * factor + 1.0
+
+
+# What is not exact, and what is said of it: "bends" if it is a statistic.
+WRONG = {
+    # Those of a first version.
+    "M1": (weighed(trained), "bends"),
+    "M3": (
+        Program(
+            lambda b: (
+                total(errors(b)) / total(tf.cast(drawn(b), "float32")) * 1.0
+            ),
+            lambda b: total(tf.cast(drawn(b), "float32")),
+        ),
+        "unknown",
+    ),
+    "M4": (
+        Program(lambda b: mean(errors(b)) + total(b.y[:, 0] * 0 + b.kernel[0])),
+        "bends",
+    ),
+    "M4: zeros": (
+        Program(
+            lambda b: (
+                mean(errors(b)) + total(tf.zeros_like(b.y)[:, 0] + b.kernel[0])
+            )
+        ),
+        "unknown",
+    ),
+    "M5": (Program(m5), "unknown"),
+    "M6": (
+        Program(
+            lambda b: (
+                total(errors(b)) / total(tf.cast(tf.cast(b.y, bool), "float32"))
+            ),
+            lambda b: total(b.y),
+        ),
+        "unknown",
+    ),
+    "M7": (
+        Program(
+            lambda b: (
+                mean(errors(b))
+                * tf.cast(
+                    tf.reduce_prod(
+                        tf.stack([tf.shape(b.y)[0], known_length(b)])
+                    ),
+                    "float32",
+                )
+            )
+        ),
+        "bends",
+    ),
+    **{
+        f"M9: {name}": (
+            weighed(lambda b, scope=scope: scope(lambda: trained(b))()),
+            "bends",
+        )
+        for name, scope in [
+            ("function", in_function),
+            ("condition", in_condition),
+            ("loop", in_loop),
+        ]
+    },
+    # Keys of divisors.
+    "affine sums by two factors": (
+        Program(
+            lambda b: total(errors(b)) / (count(b.y) * affine(1)(b)),
+            lambda b: count(b.y) * affine(2)(b),
+        ),
+        "unknown",
+    ),
+    "sums of columns by two vectors": (
+        Program(
+            lambda b: (
+                total(errors(b))
+                / total(tf.reduce_sum(b.y, [0, 1]) * [1.0, 2, 3])
+            ),
+            lambda b: total(tf.reduce_sum(b.y, [0, 1]) * [3.0, 2, 1]),
+        ),
+        "unknown",
+    ),
+    "a sum of wide ones": (
+        Program(
+            lambda b: (
+                total(errors(b)) / (mean(b.y[:, 0, :1] * tf.ones((1, 5))) + 1)
+            ),
+            lambda b: count(b.y) * (total(b.y[:, 0, :1]) / count(b.y) + 1),
+        ),
+        "unknown",
+    ),
+    # Terms of the batch.
+    "a term by the number of samples": (
+        Program(lambda b: mean(errors(b)) + total(b.kernel**2) / count(b.y)),
+        "unknown",
+    ),
+    "a sum and what is shared": (
+        Program(lambda b: total(errors(b)) + 1.0, lambda b: None),
+        "unknown",
+    ),
+    "a sum as a mean": (Program(lambda b: total(errors(b))), "bends"),
+    "a mean as a sum": (
+        Program(lambda b: mean(errors(b)), lambda b: None),
+        "bends",
+    ),
+    "the root of a mean": (
+        Program(lambda b: tf.sqrt(mean(errors(b)))),
+        "bends",
+    ),
+    "flooding": (
+        Program(lambda b: tf.abs(mean(errors(b)) - 0.1) + 0.1),
+        "bends",
+    ),
+    "the hardest ten": (
+        Program(
+            lambda b: mean(
+                tf.math.top_k(
+                    errors(b), tf.minimum(tf.shape(b.y)[0], 10)
+                ).values
+            )
+        ),
+        "bends",
+    ),
+    "centered": (
+        Program(lambda b: mean(tf.square(b.p - tf.reduce_mean(b.p, 0)))),
+        "bends",
+    ),
+    "the largest": (
+        Program(lambda b: mean(errors(b) / tf.reduce_max(errors(b)))),
+        "unknown",
+    ),
+    "a threshold of a mean": (
+        Program(
+            lambda b: tf.cond(
+                mean(errors(b)) > 9.0,
+                lambda: mean(errors(b)),
+                lambda: 2 * mean(errors(b)),
+            )
+        ),
+        "bends",
+    ),
+    "integers": (
+        Program(
+            lambda b: (
+                mean(errors(b))
+                * tf.cast(tf.reduce_mean(tf.cast(10 * b.y, "int32")), "float32")
+            )
+        ),
+        "unknown",
+    ),
+    "a sum in a byte": (
+        Program(
+            lambda b: (
+                total(errors(b))
+                / tf.cast(total(tf.cast(b.y * 40, "uint8")), "float32")
+            ),
+            lambda b: tf.cast(total(tf.cast(b.y * 40, "uint8")), "float32"),
+        ),
+        "unknown",
+    ),
+    # Places in the batch.
+    "the first": (Program(lambda b: mean(errors(b)[:2])), "unknown"),
+    "a number of steps": (
+        Program(lambda b: mean(b.p[:, : tf.shape(b.p)[0]])),
+        "unknown",
+    ),
+    "the last steps": (
+        Program(lambda b: mean(b.p[:, -tf.shape(b.p)[0] :])),
+        "unknown",
+    ),
+    "padded": (
+        Program(
+            lambda b: (
+                mean(errors(b))
+                * mean(tf.pad([1.0, 2.0], [[0, tf.shape(b.p)[0]]]))
+            )
+        ),
+        "unknown",
+    ),
+    "next to one of fixed length": (
+        Program(
+            lambda b: (
+                total(tf.broadcast_to(b.p[:, 0], [SAMPLES, WIDTH])) / count(b.p)
+            )
+        ),
+        "unknown",
+    ),
+    "labels of fixed length": (
+        Program(
+            lambda b: (
+                total(
+                    tf.nn.softmax_cross_entropy_with_logits(
+                        tf.ones((SAMPLES, WIDTH)), b.p[:, 0]
+                    )
+                )
+                / count(b.p)
+            )
+        ),
+        "unknown",
+    ),
+    "crops of the first": (
+        Program(
+            lambda b: (
+                total(
+                    tf.image.crop_and_resize(
+                        b.p[..., None], [[0.0, 0, 1, 1]], [0], [2, 2]
+                    )
+                )
+                / count(b.p)
+            )
+        ),
+        "unknown",
+    ),
+    "shifted": (
+        Program(lambda b: mean(b.p * tf.roll(b.p, 1, axis=0))),
+        "unknown",
+    ),
+    "sorted": (
+        Program(lambda b: mean(tf.sort(errors(b)) * 1.0)),
+        "bends",
+    ),
+    "cumulated": (
+        Program(lambda b: mean(tf.square(tf.cumsum(b.p, axis=0)))),
+        "unknown",
+    ),
+    "all pairs": (
+        Program(lambda b: mean(tf.matmul(b.p[:, 0], b.p[:, 0], False, True))),
+        "unknown",
+    ),
+    "softmax over samples": (
+        Program(lambda b: mean(tf.nn.softmax(errors(b)))),
+        "unknown",
+    ),
+    "diagonals": (
+        Program(
+            lambda b: mean(
+                tf.square(
+                    tf.linalg.diag(
+                        tf.transpose(b.p[:, 0] * 1.0)[None],
+                        k=(0, 0),
+                    )
+                )
+            )
+        ),
+        "unknown",
+    ),
+    "pairs in a new order": (
+        Program(
+            lambda b: mean(
+                tf.reshape(tf.transpose(b.p, [1, 0, 2]), tf.shape(b.p)) * b.p
+            )
+        ),
+        "unknown",
+    ),
+    "lengths of two branches": (Program(lengths), "unknown"),
+    "lengths of a branch that does not run": (Program(branch), "unknown"),
+    "a custom gradient": (
+        Program(
+            lambda b: mean(
+                tf.custom_gradient(lambda v: (v, lambda g: g / tf.norm(g)))(
+                    errors(b)
+                )
+            )
+        ),
+        "unknown",
+    ),
+    "drawn by TensorFlow": (
+        Program(lambda b: mean(errors(b) * tf.random.uniform(()))),
+        "unknown",
+    ),
+    "decided on the host": (
+        Program(
+            lambda b: mean(
+                tf.numpy_function(
+                    lambda v: v, [errors(b)], tf.float32, stateful=False
+                )
+            )
+        ),
+        "unknown",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_exact_is_not_proved(name):
+    program, kind = WRONG[name]
+    assert prove(program).kind == kind
+
+
+def masks(b):
+    return tf.cast(b.y > 0.5, "float32")
+
+
+def in_while(b):
+    def body(i, values):
+        return i + 1, tf.tanh(values @ b.kernel)
+
+    steps = lambda i, _: i < tf.shape(b.p)[1]  # noqa: E731
+    return tf.while_loop(steps, body, (0, b.p[:, 0]))[1]
+
+
+RIGHT = {
+    "a mean": Program(lambda b: mean(errors(b))),
+    "a sum": Program(lambda b: total(errors(b)), lambda b: None),
+    "one loss for each": Program(errors),
+    "with what is shared": Program(
+        lambda b: 3 * mean(errors(b)) + total(b.kernel**2)
+    ),
+    "a mask": weighed(
+        lambda b: total(masks(b)),
+        lambda b: total(masks(b) * tf.square(b.p - b.y)),
+    ),
+    "a mask in other words": Program(
+        lambda b: mean(masks(b) * tf.square(b.p - b.y)) / mean(masks(b)),
+        lambda b: total(tf.cast(b.y > 0.5, "float32")),
+    ),
+    "a stopped divisor": weighed(
+        lambda b: total(tf.stop_gradient(tf.sigmoid(errors(b))))
+    ),
+    "an affine divisor": weighed(lambda b: count(b.y) * affine(2)(b)),
+    "time steps of unknown length": Program(
+        lambda b: mean(
+            tf.square(tf.reshape(b.p, [-1, WIDTH]) - tf.reshape(b.y, [-1, 3]))
+        )
+    ),
+    "swapped axes": Program(
+        lambda b: mean(tf.square(tf.transpose(b.p, [1, 0, 2])[::-1]))
+    ),
+    "contracted over samples": Program(
+        lambda b: tf.einsum("ntc,ntd->cd", b.p, b.y)[0, 1] / count(b.p)
+    ),
+    "twice the batch": Program(
+        lambda b: mean(tf.square(tf.concat([b.p, b.y], 0)))
+    ),
+    "a loop": Program(lambda b: mean(tf.square(in_while(b)))),
+    "a function": Program(
+        lambda b: in_function(lambda p: mean(tf.square(p)))(b.p)
+    ),
+    "a condition of all": Program(
+        lambda b: tf.cond(
+            b.kernel[0, 0] > 0,
+            lambda: mean(errors(b)),
+            lambda: 2 * mean(errors(b)),
+        )
+    ),
+    "drawn by Keras": Program(
+        lambda b: mean(keras.random.dropout(b.p, 0.5, seed=3) ** 2)
+    ),
+    "shared rows": Program(
+        lambda b: mean(
+            tf.tile(b.kernel[None], [tf.shape(b.p)[0], 1, 1])
+            @ b.p[:, 0, :, None]
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_proved_is_exact(name):
+    program = RIGHT[name]
+    x, y = data()
+    models = []
+    for base in (keras.Model, AccumulatingModel):
+        is_ours = base is AccumulatingModel
+        kwargs = {"micro_batch_size": 5} if is_ours else {}
+        model = model_of(base, program)
+        before = model.get_weights()
+        model.compile("sgd", jit_compile=False, **kwargs)
+        if is_ours:
+            assert proof_of(model, (x, y)).kind == "exact"
+        fit(model, x, y, SAMPLES, epochs=2)
+        assert distance(model, before) > 1e-4
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
+# Of batches of time steps of any length.
+SPECS = (tf.TensorSpec((None, None, WIDTH)),) * 2
+
+
+def noisy(shape):
+    inputs = keras.Input((None, WIDTH))
+    hidden = layers.Dropout(0.5, noise_shape=shape)(layers.Dense(4)(inputs))
+    model = AccumulatingModel(inputs, layers.Dense(WIDTH)(hidden))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [((1, None, 1), "unknown"), ((None, 1, 4), "exact"), (None, "exact")],
+)
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_draws(shape, kind, jit_compile):
+    model = noisy(shape)
+    model.compile("sgd", "mse", jit_compile=jit_compile, micro_batch_size=3)
+    assert proof_of(model, SPECS).kind == kind
+
+
+def test_a_state_is_not_proved():
+    inputs = keras.Input((TIME, WIDTH), batch_size=3)
+    hidden = layers.GRU(2, stateful=True, return_sequences=True)(inputs)
+    model = AccumulatingModel(inputs, layers.Dense(WIDTH)(hidden))
+    model.compile("sgd", "mse", jit_compile=False, accum_steps=4)
+    assert proof_of(model, data()).kind == "unknown"
+
+
+def test_lengths_may_differ_in_a_cycle():
+    program = RIGHT["a mean"]
+    assert prove(program, accum_steps=2).kind == "exact"
+    model = model_of(AccumulatingModel, program)
+    model.compile("sgd", jit_compile=False, accum_steps=2)
+    assert proof_of(model, SPECS).kind == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda p: p, "exact"),
+        (lambda p: tf.concat([p, p], 1), "exact"),
+        (lambda p: tf.concat([p, p], 0), "unknown"),
+        (lambda p: tf.transpose(p, [1, 0, 2]), "unknown"),
+        (lambda p: p - tf.reduce_mean(p, 0), "bends"),
+        (lambda p: tf.ones((3, 2)), "unknown"),
+    ],
+)
+def test_rows(function, kind):
+    model = model_of(AccumulatingModel, Program(lambda b: b.p))
+    model.compile("sgd", jit_compile=False, micro_batch_size=3)
+    model.compute_loss = lambda x, y, y_pred, *args: function(y_pred)
+    assert proof_of(model, data(), rows_of).kind == kind
