@@ -1,7 +1,7 @@
 """Models as people build them: adopted with a line or two, and still exact."""
 
-import json
 import copy
+import json
 import pickle
 import types
 import weakref

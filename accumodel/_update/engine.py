@@ -219,6 +219,7 @@ class Engine(tf.Module):
         with self.scope():
             if self._untracked.numbers is not None:
                 self._untracked.numbers.forget_cycle()
+                self._untracked.numbers.accumulation.states.forget()
             self._end_cycle()
             self._clear(*self._sums)
 
@@ -433,6 +434,8 @@ class Engine(tf.Module):
                     autograph=False,
                 )
             update = untracked.updates[present]
+        if untracked.numbers is not None:
+            untracked.numbers.accumulation.states.end_cycle()
         with tf.control_dependencies([phase.read_value() for phase in phases]):
             update()
             # Not in an XLA cluster, which would make zeros beside the sums.
