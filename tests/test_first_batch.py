@@ -173,7 +173,6 @@ INEXACT = {
     "tf.random": (around(Draws), "mse", "by `tf.random`"),
     "a variable outside": (around(CountsOutside), "mse", "outside:0' " + STATE),
     "a layer": (around(NextSample), "mse", "next_sample"),
-    "a counter": (around(Counts), "mse", "calls' " + STATE),
     "a moving mean": (around(Standardizes), "mse", STATE),
     "a raw counter": (around(CountsRaw), "mse", ".calls' " + STATE),
     "a slow copy": (SlowCopy, "mse", "variable' " + STATE),
@@ -310,6 +309,7 @@ EXACT = {
     "noted": (around(Notes), "mse"),
     "a loss of nothing": (Nothing, None),
     "shared numbers": (around(NoiseOfFeatures), "mse"),
+    "a counter": (around(Counts), "mse"),
 }
 
 

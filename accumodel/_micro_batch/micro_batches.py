@@ -53,6 +53,7 @@ class Plan:
         scopes: list = [feature.around_part for feature in self.features]
         if self.numbers is not None:
             scopes.insert(0, self.numbers.around_parts(self, trains))
+            scopes.insert(0, self.accumulation.states.of(self))
         return scopes
 
     @property

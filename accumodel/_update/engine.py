@@ -219,6 +219,7 @@ class Engine(tf.Module):
         with self.scope():
             if self._untracked.numbers is not None:
                 self._untracked.numbers.forget_cycle()
+                self._untracked.numbers.accumulation.states.forget()
             self._end_cycle()
             self._clear(*self._sums)
 
@@ -442,6 +443,8 @@ class Engine(tf.Module):
         is_compiled = self._jit_compile and not self._untracked.strategy
         if is_compiled and not tf.executing_eagerly():
             update = tf.function(update, jit_compile=True, autograph=False)
+        if self._untracked.numbers is not None:
+            self._untracked.numbers.accumulation.states.end_cycle()
         with tf.control_dependencies([phase.read_value() for phase in phases]):
             update()
             # Not in an XLA cluster, which would make zeros beside the sums.
