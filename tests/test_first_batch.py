@@ -562,10 +562,10 @@ def test_masks_are_told_of_by_what_is_known():
 
 # What an error of the check becomes outside of the tests.
 def test_an_error_of_the_check_does_not_end_the_training(monkeypatch):
-    def fail(self):
+    def fail(*_):
         raise KeyError("anything")
 
-    monkeypatch.setattr(check_module.Comparison, "look", fail)
+    monkeypatch.setattr(batches.FirstBatch, "_trace", fail)
     with pytest.raises(KeyError):
         check(plain, SIZE, array, "mse")
     monkeypatch.setattr(batches, "RAISES", False)

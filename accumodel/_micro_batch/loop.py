@@ -166,24 +166,32 @@ class LossLogs:
             count = tf.cast(0 if weight is None else weight, tf.float64)
             loss = loss if weight is None else loss * count
             new.append([0.0, 0.0, loss, count, samples])
+        self._set(trackers, tf.unstack(self._add(tf.stack(new))))
+
+    def _add(self, new):
+        """Adds rows to those of the cycle, which may begin; returns them."""
+        accumulation, count = self._plan.accumulation, new.shape[0]
         accumulation.loss_weights.make_cycle()
         cycle = accumulation.loss_weights.cycle
         # Eager code may have made trackers since `begin`.
-        before = self._before + [tf.zeros(2, tf.float64)] * outputs
-        before = tf.stack(before[: len(trackers)])
+        before = self._before + [tf.zeros(2, tf.float64)] * (count - 1)
+        before = tf.stack(before[:count])
         is_new = self.begins_batch
         if self.spans_batches:
             is_reset = before[:, 1:] <= cycle[:, 1:2]
             is_new &= is_reset | tf.equal(accumulation.count_pending(), 0)
-        rows = tf.where(is_new, tf.pad(before, [[0, 0], [0, 3]]), cycle)
-        rows += tf.stack(new)
-        cycle.assign(rows)
+        new += tf.where(is_new, tf.pad(before, [[0, 0], [0, 3]]), cycle)
+        cycle.assign(new)
+        return new
+
+    def _set(self, trackers, rows):
+        """Gives the trackers the losses of the cycle so far."""
         # Keras weighs an output's loss by the static batch size; if that is
         # unknown, as with a short last batch, batches count equally.
         length = micro_batches.first_leaf(self._data).shape[0]
         are_equal = self.spans_batches or length is None
-        for i, tracker in enumerate(trackers):
-            total, count, loss, weight, samples = tf.unstack(rows[i])
+        for i, (tracker, row) in enumerate(zip(trackers, rows, strict=True)):
+            total, count, loss, weight, samples = tf.unstack(row)
             loss = tf.where(weight == 0, loss, loss / weight)
             size = 1.0 if are_equal and i else samples
             if replicas.count_replicas() > 1:

@@ -304,7 +304,11 @@ def first_leaf(data):
 
 def count_samples(data):
     """Returns the number of samples of a batch, or of `(x, y)` of it."""
-    return tf.shape(first_leaf(data), tf.int64)[0]
+    leaf = first_leaf(data)
+    known = leaf.shape[0]
+    if known is None:
+        return tf.shape(leaf, tf.int64)[0]
+    return tf.constant(known, tf.int64)
 
 
 def _check_lengths(leaves, message):
