@@ -57,10 +57,12 @@ class KeptStates:
     @contextlib.contextmanager
     def _put_back(self):
         graph, assigned = current_graph(), _Assigned(self._model)
+        weights = _handles(self._model.weights)
 
         def assign(original, variable, value):
             step = current_step()
-            if step is not None and step.collector is not None:
+            is_own = id(tf_variable(variable).handle) in weights
+            if step is not None and step.collector is not None and is_own:
                 is_known = id(variable) in self._kept
                 assigned.note(variable, value, step, graph, is_known)
             return original(variable, value)
@@ -172,7 +174,8 @@ def _sources(value):
     """
     outside = {inner.name: outer for outer, inner in value.graph.captures}
     names, found, todo = set(), set(), [value]
-    for tensor in todo:  # which grows
+    while todo:  # the last first, which comes to samples soon
+        tensor = todo.pop()
         outer = outside.get(tensor.name)
         if is_random(tensor.op.node_def) or tf.is_symbolic_tensor(outer):
             return None
