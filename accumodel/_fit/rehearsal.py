@@ -76,7 +76,8 @@ def rehearse(model, function, *specs, is_real=False):
     """Traces a function that may call all of a user's code; see `Rehearsed`.
 
     Nothing is updated, printed or drawn, and Python is put back. If it
-    `is_real`, initial weights are drawn, and what the user's code keeps stays.
+    `is_real`, initial weights are drawn, and what the user's code keeps stays,
+    unless it raises.
     """
     found = Rehearsed(specs=specs)
 
@@ -91,9 +92,8 @@ def rehearse(model, function, *specs, is_real=False):
             hooks.variables(__init__=functools.partial(_at_once, model)),
         ]
         with hooks.all_of(scopes), contextlib.ExitStack() as stack:
+            python = PythonState(owners_of(model))
             if not is_real:
-                python = PythonState(owners_of(model))
-                stack.callback(python.close)
                 stack.enter_context(hooks.own_draws(found.drawn))
             try:
                 found.function = trace(function, *specs)
@@ -101,8 +101,10 @@ def rehearse(model, function, *specs, is_real=False):
                 raise
             except Exception as error:
                 found.error = error
-            if not is_real:
-                found.changed = python.changed()
+            finally:
+                if not is_real or found.error is not None:
+                    found.changed = python.changed()
+                    python.close()
 
     replicas.outside(run)
     return found
