@@ -154,6 +154,22 @@ def test_losses(name, is_weighted):
     check_exact_or_told(ways_of_loss(name, is_weighted), LOSSES_TOLD)
 
 
+@pytest.mark.parametrize("name", ["Hinge", "SquaredHinge"])
+def test_labels_that_are_converted_only_if_all_are_0_or_1(name):
+    """The first update has no other labels; the second has, and differs."""
+    x = np.random.default_rng(0).normal(size=(SAMPLES, 6))
+    y = np.array([[0.0, 1.0, 0.0] * 4 + [0.0, 1.0, 0.0, 1.0, -1, 1, 1, -1]]).T
+
+    def make():
+        inputs = keras.Input((6,))
+        return inputs, layers.Dense(1)(inputs), getattr(keras.losses, name)()
+
+    found = train_in_all_ways(make, (x, y, None), 1e-10)
+    assert not found["steps"][0]
+    assert found["cache"][0]
+    check_exact_or_told(found, LOSSES_TOLD)
+
+
 LAYERS = exported(layers, layers.Layer)
 
 # The layers that are not trained here, and why.
