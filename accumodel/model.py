@@ -208,7 +208,7 @@ class AccumulatingModel(keras.Model):
 
     @accum_steps.setter
     def accum_steps(self, value: int) -> None:
-        self._accumulation.set_accum_steps(value)
+        self._accumulation.change(accum_steps=value)
 
     @property
     def micro_batch_size(
@@ -230,7 +230,7 @@ class AccumulatingModel(keras.Model):
     def micro_batch_size(
         self, value: int | typing.Literal["auto", "fastest"] | None
     ) -> None:
-        self._accumulation.set_micro_batch_size(value)
+        self._accumulation.change(micro_batch_size=value)
 
     @property
     def current_micro_batch_size(self) -> int | None:

@@ -85,7 +85,7 @@ pairs are taken apart
 each replica judges by itself what is finite
     Engine.add: call sum_over_replicas => [bad]
 train_on_batch gives each replica the whole batch
-    run_batches: call split_over_replicas => batches
+    _prepared.call: call split_over_replicas => batches
 sums are all on one device
     make_accumulators: call colocate_vars_with => tf.name_scope("x")
 replicas that normalize together have weights of their own
@@ -147,7 +147,7 @@ the axis of samples is guessed
 what the loss wrote is lost
     rolled_back: call _assign after => None
 what is assigned is forgotten with the trace
-    _run_stage: set states => States({})
+    _forward_of: set states => States({})
     """,
     "test_keras_names.py test_distribution.py": """
 reduced by accumodel and by the optimizer
@@ -246,7 +246,7 @@ the width of normal numbers is rounded to float32
 a noise shape holds the samples of the micro-batch
     _shape_of: set is_full => False
 slices are drawn twice
-    _Run._trace: call check_repeats sliced => None
+    _Passes._trace: call check_repeats sliced => None
     """,
     "test_refused_or_warned.py": """
 a loop that does not split is let pass
@@ -278,13 +278,13 @@ each part ends its fed batch
 the log forgets the batches before
     LossLogs.report: call assign total => tracker.total.assign(loss * size)
 a failure leaves parts behind
-    run_batches: call step_failed => None
+    _prepared.call: call step_failed => None
 lengths that are known late are not checked
     _check_lengths: if lengths => True
 who was not called is counted
     Engine.end: set may_be_nothing => self._skip_nonfinite
 evaluate does not cut
-    train_function.make_function: set is_ours is_whole => False
+    _is_ours: return keeps_step => False
 a step of the instance is forgotten
     hooks.replaced: call update => None
     """,
@@ -299,7 +299,7 @@ weights that are set keep the cycle
     """,
     "test_sync_batch_norm.py": """
 what a normalization assigns is read again in the second pass
-    _Run.forward: call record => None
+    _Passes.forward: call record => None
 a gradient flows through the moving averages
     _Scope.add_update: call stop_gradient => value
 a gradient runs before what it needs is there

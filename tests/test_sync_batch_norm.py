@@ -507,14 +507,14 @@ def test_what_cannot_be_split_is_refused_by_name(make, message):
 
 
 def test_ctrl_c_between_two_stages_forgets_the_pending_cycle(monkeypatch):
-    calls, run = itertools.count(1), stages._Run._run_backward
+    calls, run = itertools.count(1), stages._Passes._backward_of
 
     def interrupted(*args):
         if next(calls) == 5:  # the second of three in the second batch
             raise KeyboardInterrupt
         return run(*args)
 
-    monkeypatch.setattr(stages._Run, "_run_backward", interrupted)
+    monkeypatch.setattr(stages._Passes, "_backward_of", interrupted)
     model, x = chain(AccumulatingModel), np.ones((16, cases.FEATURES))
     kwargs = {"micro_batch_size": 4, "accum_steps": 2, "sync_batch_norm": True}
     model.compile("sgd", "mse", run_eagerly=True, verify=False, **kwargs)

@@ -81,8 +81,9 @@ class Accumulation:
         self.accumulators = cycles.Cycles(model)
         self.loss_weights = LossWeights(model)
         self.states = KeptStates(model)
-        # Variables that steps assign, by id, in one dict per place ("model",
-        # "loss", "seeds", "auto"). Never cleared, see `States`.
+        # Variables that steps assign, by id, in a dict for each of "model" (by
+        # its layers), "between passes" (by the loss of a whole batch), "seeds"
+        # and "auto" (what it puts back). Never cleared, see `States`.
         self.assigned: dict = collections.defaultdict(dict)
         # If batches are split, a `tf.Variable`: the most samples of a
         # micro-batch. Another size needs no retrace.
@@ -127,8 +128,8 @@ class Accumulation:
         self.sample_axes = SampleAxes(rehearsal.rehearse_again)
         self.is_rehearsed = False
         self.accumulates, self.is_asked_to = accumulates, is_asked_to
-        self.spans_batches = options.accum_steps > 1
-        self._use(options, are_new=True)
+        self.spans_batches, self.features = False, ()
+        self._use(options)
         self.accumulators.begin_anew()
 
     def _check(self, options):
@@ -178,7 +179,7 @@ class Accumulation:
         pending, store = cycles.split_off(store)
         if self.model.compiled:  # else it is loaded for inference
             if cycles.OWN in pending:
-                self.begin_to_span_batches()
+                self.change(spans_batches=True)
                 self.ready_accumulator()
             self.accumulators.load(pending)
             if self.numbers is not None:
@@ -224,45 +225,56 @@ class Accumulation:
             features=tuple(x for x in self.features if x.is_needed()),
         )
 
-    def set_accum_steps(self, value):
-        self._change(accum_steps=value)
-        if self.options.accum_steps > 1:
-            self.begin_to_span_batches()
-        for accumulator in self.accumulators:
-            accumulator.accum_steps = self.options.accum_steps
+    def change(self, spans_batches=False, **changed):
+        """Changes options between `compile`s, or raises if they are wrong.
 
-    def set_micro_batch_size(self, value):
-        before = self.options.micro_batch_size
-        self._change(micro_batch_size=value)
-        value = self.options.micro_batch_size
-        are_ints = isinstance(before, int) and isinstance(value, int)
-        if value != before and not are_ints:
-            self._begin_to_accumulate()
-
-    def _change(self, **changed):
-        """Changes an option, or raises if it cannot be right."""
+        `spans_batches` says that an update may need several fed batches,
+        whatever the options are.
+        """
         options = dataclasses.replace(self.options, **changed)
-        checks.check_compiled(self.model, *changed)
+        for name in changed:
+            checks.check_compiled(self.model, name)
         self._check(options)
         if options.accum_steps > 1 or options.micro_batch_size is not None:
             checks.check_can_accumulate(self.model, options)
-        self.options = options
-        self._use(options)
+        was_accumulating = self.accumulates
+        self._use(options, spans_batches)
+        if self.accumulates and not was_accumulating:
+            replicas.warn_about_xla(self.model)
+        if "accum_steps" in changed:
+            for accumulator in self.accumulators:
+                accumulator.accum_steps = options.accum_steps
 
-    def _use(self, options, are_new=False):
-        """Makes the features that these options ask for, unless it has them."""
+    def _use(self, options, spans_batches=False):
+        """Begins to use options, and makes again what depends on them."""
+        before = self._of_functions()
         size = options.micro_batch_size
+        self.options = options
+        self.spans_batches |= spans_batches or options.accum_steps > 1
+        self.accumulates |= self.spans_batches or size is not None
         if isinstance(size, int):  # else a feature assigns it
             self.assign_size(size)
-        has_rows = size is not None or options.accum_steps > 1
+        has_rows = self.spans_batches or size is not None
         if self.numbers is None and has_rows:
             self.numbers = RandomNumbers(self)
-        before = {} if are_new else {type(each): each for each in self.features}
+        made = {type(each): each for each in self.features}
         self.features = tuple(
-            before.get(kind) or kind(self)
+            made.get(kind) or kind(self)
             for kind in self._kinds
             if kind.is_on(options)
         )
+        if self._of_functions() == before:
+            return
+        # The functions that are in use, in the middle of `fit` too.
+        if self.model.train_function is not None:
+            self.model.make_train_function(force=True)
+        if self.model.test_function is not None:
+            self.model.make_test_function(force=True)
+
+    def _of_functions(self):
+        """Returns what train and test functions depend on."""
+        is_split = self.options.micro_batch_size is not None
+        return self.accumulates, self.spans_batches, is_split, self.features
 
     def assign_size(self, value):
         if self.size is None:
@@ -270,23 +282,6 @@ class Accumulation:
             with tf.init_scope(), scope, on_host():
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
         self.size.assign(value)
-
-    def begin_to_span_batches(self):
-        """Lets several fed batches make an update from now on."""
-        if not self.spans_batches:
-            self.spans_batches = True
-            self.numbers = self.numbers or RandomNumbers(self)
-            self._begin_to_accumulate()
-
-    def _begin_to_accumulate(self):
-        if not self.accumulates:
-            replicas.warn_about_xla(self.model)
-        self.accumulates = True
-        # The functions that are in use, in the middle of `fit` too.
-        if self.model.train_function is not None:
-            self.model.make_train_function(force=True)
-        if self.model.test_function is not None:
-            self.model.make_test_function(force=True)
 
     def count_pending(self):
         """Returns how many batches of this cycle were fed before this one."""

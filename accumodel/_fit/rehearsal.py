@@ -9,6 +9,7 @@ sizes.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -335,8 +336,10 @@ def _weigh(plan, x, y, y_pred, sample_weight):
 def rehearse_again():
     """Notes what this step needs, of other shapes or by other Python."""
     step = current_step()
-    with tf.init_scope():
-        rehearse_step(step.plan.accumulation.new_plan(), step.data)
+    given = step.plan.accumulation.new_plan(), step.data
+    # A thread knows of no scope that this step is in.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(rehearse_step, *given).result()
 
 
 def _rows(plan, batch, places, begin, end):

@@ -3,13 +3,14 @@
 Every fed batch goes one way:
 
     Trainer.fit -> model.train_function     `make_function`, here
-        around                              of features, see `Feature`
-            Keras's function                `_make_by_keras`, of `_train`
-                loop.run                 for each micro-batch, `make_step`:
-                    model.train_step        the user's, or that of accumodel
-                        compute_gradients   forward, backward, weight, logs
-                        accumulate_gradients -> GradientAccumulator: the sums
-                Collector.end            counts it; updates if the cycle ends
+        around the first batch              `_prepared`: and around errors
+            around each batch               of features, see `Feature`
+                Keras's function            `_by_keras`, of `_train`
+                    loop.run             for each micro-batch, `make_step`:
+                        model.train_step    the user's, or that of accumodel
+                            compute_gradients     forward, backward, weight
+                            accumulate_gradients  to `GradientAccumulator`
+                    Collector.end        counts it; updates if the cycle ends
 
 A feature may `train` or `test` a fed batch instead of the loop. The test
 function goes the same way, without gradients. XLA compiles what runs for a
@@ -42,21 +43,30 @@ def make_function(model, name, make, force):
     made = getattr(model, f"{name}_function")
     if made is not None and not force:
         return made  # as Keras does
-    accumulation = model._accumulation
-    if name == "train":
-        is_ours = accumulation.accumulates or bool([*accumulation.accumulators])
-    else:
-        is_whole = accumulation.overrides("test_step") and any(
-            feature.keeps_test_step() for feature in accumulation.features
-        )
-        is_ours = model.micro_batch_size is not None and not is_whole
-    if is_ours:
-        _make(accumulation, name, make)
-    else:
+    accumulation, trains = model._accumulation, name == "train"
+    if not _is_ours(accumulation, trains):
         make(force=True)
+        function = getattr(model, f"{name}_function")
+    else:
+        if trains:
+            _prepare_to_accumulate(accumulation)
+        function = _of_fed_batches(model, name, make)
+        for feature in accumulation.features:
+            function = feature.around(function, trains)
+        function = _prepared(accumulation, function, trains)
     if replicas.is_multi_worker(accumulation.strategy):
-        function = hooks.with_local_logs(getattr(model, f"{name}_function"))
-        setattr(model, f"{name}_function", function)
+        function = hooks.with_local_logs(function)
+    setattr(model, f"{name}_function", function)
+
+
+def _is_ours(accumulation, trains):
+    """Whether a function does something else than Keras's own."""
+    if trains:
+        return accumulation.accumulates or bool([*accumulation.accumulators])
+    keeps_step = accumulation.overrides("test_step") and any(
+        feature.keeps_test_step() for feature in accumulation.features
+    )
+    return accumulation.model.micro_batch_size is not None and not keeps_step
 
 
 def _prepare_to_accumulate(accumulation):
@@ -150,17 +160,11 @@ def _run(plan, step, data, collector=None):
         return loop.run(plan, step, data, collector)
 
 
-def _make(accumulation, name, make):
-    """Makes the train or test function of a model that accumulates."""
-    trains = name == "train"
-    if trains:
-        _prepare_to_accumulate(accumulation)
-    function = _make_by_keras(accumulation.model, name, make)
-    for feature in accumulation.features:
-        function = feature.around(function, trains)
+def _prepared(accumulation, function, trains):
+    """Returns a function that also prepares its first batch, and for errors."""
     is_ready = False  # a layer that is never called is never built
 
-    def run_batches(batches):
+    def call(batches):
         nonlocal is_ready
         if trains:
             accumulation.accumulators.is_live = True
@@ -186,40 +190,43 @@ def _make(accumulation, name, make):
                 _say_that_it_was_split(accumulation, error)
             raise
 
-    setattr(accumulation.model, f"{name}_function", run_batches)
+    return call
 
 
-def _make_by_keras(model, name, make):
-    """Returns the function that Keras makes, with another step."""
-    run = _train if name == "train" else _test
-    step = getattr(model, f"{name}_step")
-    # Without `@tf.function`: else a custom one would not run when it is traced
-    # for something else.
-    step = functools.partial(run, model, getattr(step, "python_function", step))
-
-    def made(run_eagerly):
-        before = model.jit_compile, model.run_eagerly
-        model.jit_compile, model.run_eagerly = False, run_eagerly
-        try:
-            with hooks.replaced(model, f"{name}_step", step):
-                make(force=True)
-        finally:
-            model.jit_compile, model.run_eagerly = before
-        return getattr(model, f"{name}_function")
-
-    function = made(model.run_eagerly)
+def _of_fed_batches(model, name, make):
+    """Returns a function of an iterator, as Keras's, for fed batches."""
+    function = _by_keras(model, name, make, model.run_eagerly)
     is_one = model.run_eagerly or not private_names.NESTS_FUNCTIONS
     if is_one or model.steps_per_execution > 1:
         return function
-    eager = made(run_eagerly=True)
+    eager = _by_keras(model, name, make, run_eagerly=True)
 
     # One function instead of two. And Keras would wait for each step.
     @functools.partial(tf.function, reduce_retracing=True, autograph=False)
-    def run_next(batches):
+    def of_data_set(batches):
         return eager(iter([batches.get_next()]))
 
-    def run_one(batches):
+    def call(batches):
         is_data_set = isinstance(batches, replicas.ITERATORS)
-        return run_next(batches) if is_data_set else function(batches)
+        return (of_data_set if is_data_set else function)(batches)
 
-    return run_one
+    return call
+
+
+def _by_keras(model, name, make, run_eagerly):
+    """Returns the function that Keras makes of accumodel's step."""
+    fed_batch, step = {"train": _train, "test": _test}[name], f"{name}_step"
+    # Without `@tf.function`: else a custom one would not run when it is traced
+    # for something else.
+    custom = getattr(model, step)
+    custom = getattr(custom, "python_function", custom)
+    before = model.jit_compile, model.run_eagerly
+    model.jit_compile, model.run_eagerly = False, run_eagerly
+    try:
+        with hooks.replaced(
+            model, step, functools.partial(fed_batch, model, custom)
+        ):
+            make(force=True)
+    finally:
+        model.jit_compile, model.run_eagerly = before
+    return getattr(model, f"{name}_function")

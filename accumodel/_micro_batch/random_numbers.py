@@ -413,7 +413,9 @@ class Draws:
         with tf.name_scope(f"{_ROWS}{axis}" if is_row else "apart"):
             if self._plan.numbers.stands_in:
                 self._plan.numbers.has_stood_in = True
-                return tf.fill(shape, tf.cast(0.5, drawn))
+                # It is another one in each micro-batch.
+                begin, *_ = self._once(self._read_rows)
+                return tf.fill(shape, tf.cast(begin, drawn))
             drawn_by = seed, operation, drawn, make
             return self._numbers(axis, sizes, shape, *drawn_by, **kwargs)
 

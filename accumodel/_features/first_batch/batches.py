@@ -101,6 +101,7 @@ class FirstBatch(Feature):
     def end_cycle(self):
         if len(self._fed) > 1 and not self._is_done:
             self._check(self._fed)  # the data has ended before the cycle
+        self._fed = []
 
     def end_epoch(self, logs):
         self._say_what_is_held()
@@ -165,8 +166,9 @@ class FirstBatch(Feature):
             self._splits, self._is_done = splits, False
             self._looks = self._agreed = self._compared = 0
             self._rehearsed, self._proof = [], None
-        is_split = self._has_split or not isinstance(size, int)
-        if (self._is_done and is_split) or self._looks >= _LOOKS:
+        is_told = self._has_split or not isinstance(size, int)
+        is_told &= not self._norms_of_samples or bool(self._norms)
+        if (self._is_done and is_told) or self._looks >= _LOOKS:
             return False
         if not tf.executing_eagerly():
             self._end("not made: the model trains inside of a function")
@@ -194,13 +196,13 @@ class FirstBatch(Feature):
         self._has_split |= is_split
         self._warn_about_norms(is_split or len(batches) > 1)
         self._looks += steps == 1
+        self._fed = batches if steps > 1 else []
         if self._is_done:
             return
         is_cycle = len(batches) > 1 and (
             len(batches) >= min(steps, _MOST) or _bytes_of(batches) > _BYTES
         )
         is_enough = is_cycle if steps > 1 else is_split or isinstance(size, str)
-        self._fed = batches if steps > 1 else []
         if is_enough:
             self._check(batches)
         else:
@@ -234,6 +236,8 @@ class FirstBatch(Feature):
         self._norms_of_samples = found.norms
         if found.error is not None:
             self._norms_of_samples = [*map(bool, trained_norms(plan.model))]
+        if plan.options.sync_batch_norm and self._steps() == 1:
+            self._norms_of_samples = []
         if self._is_proved:
             what = f"proved from the graph, {self._proof.reason}"
             self._end(f"exact for every batch: {what}")
@@ -424,10 +428,7 @@ class FirstBatch(Feature):
     def _warn_about_norms(self, is_split):
         """Warns of normalizations if a batch was split."""
         accumulation = self._accumulation
-        is_exact = accumulation.options.sync_batch_norm and self._steps() == 1
-        if not is_split or is_exact or self._norms:
-            return
-        if not self._norms_of_samples:
+        if not is_split or self._norms or not self._norms_of_samples:
             return
         self._norms = (
             "Batch normalization normalizes each micro-batch by itself, so the "

@@ -76,46 +76,45 @@ class WholeBatch(Feature):
     def train(self, plan, collector, data):
         """Trains on one fed batch, which the caller ends. Returns the logs."""
         data = micro_batches.as_tensors(data)
-        # What is assigned between the two passes.
-        states = States(plan.assigned["loss"])
-        run = _Run(plan, data, states, is_training=True)
-        outputs_and_losses = run.forward()
+        passes = _Passes(plan, data, is_training=True)
+        ends = passes.forward()
         losses = loop.LossLogs(plan, data, plan.accumulation.spans_batches)
-        with one_step(plan, data, collector, losses):
-            own, cache, weight, log = run.differentiate(*outputs_and_losses)
-            if not (own and (cache or tensors_in(own))):
-                plan.model.accumulate_gradients(own)  # says what is wrong
-                return log()
-            own_sums = plan.accumulation.ready_accumulator()
-        add = functools.partial(collector.take, own_sums, weight=weight)
+        step = functools.partial(one_step, plan, data, collector, losses)
+        with step():
+            own, cache, weight, log = passes.differentiate(*ends)
+            add: typing.Any = plan.model.accumulate_gradients
+            if own and (cache or tensors_in(own)):  # else that says what lacks
+                sums = plan.accumulation.ready_accumulator()
+                add = functools.partial(collector.take, sums, weight=weight)
         if cache:
-            with states.rolled_back():
-                run.backward(cache, collector, add)
-        with one_step(plan, data, collector, losses):
+            passes.backward(cache, collector, add)
+        with step():
             add(own)
             return log()
 
     def test(self, plan, data):
         """Evaluates one fed batch, see `train`."""
         data = micro_batches.as_tensors(data)
-        run = _Run(plan, data, States({}), is_training=False)
-        outputs, layer_losses = run.forward()
+        passes = _Passes(plan, data, is_training=False)
+        outputs, layer_losses = passes.forward()
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with one_step(plan, data):
-            _, loss = run.compute_loss(
+            _, loss = passes.compute_loss(
                 outputs, layer_losses, x, y, sample_weight
             )
-        return forward_backward.log(
-            plan, x, y, outputs, sample_weight, loss, weight=run.parts.samples
-        )
+        step = plan, x, y, outputs, sample_weight, loss
+        return forward_backward.log(*step, passes.parts.samples)
 
 
-class _Run:
+class _Passes:
     """All micro-batches of a fed batch, through pieces of a `ModelGraph`."""
 
-    def __init__(self, plan, data, states, is_training):
+    def __init__(self, plan, data, is_training):
         self._plan, self.parts = plan, micro_batches.FedBatch(plan, data)
-        self._states, self._is_training = states, is_training
+        self._is_training = is_training
+        # What a training assigns between its passes: averages, and in the loss.
+        between = plan.assigned["between passes"] if is_training else {}
+        self._states = States(between)
         self._graph = self._trace()
         self._is_in_stages = len(self._graph.forward) > 1
         # Functions of the number of a micro-batch, by names of tensors.
@@ -215,7 +214,7 @@ class _Run:
         """Returns the outputs, and pairs of a layer and an added loss."""
         graph = self._graph
         for piece in graph.forward:
-            collected = self._run_stage(piece)
+            collected = self._forward_of(piece)
         averages = graph.moves(self._values_of(graph.moves, None))
         for key, value in averages.items():
             variable = graph.averages[key]
@@ -231,7 +230,7 @@ class _Run:
                 private_names.set_logits(output, logits)
         return outputs, [*zip(graph.owners, losses, strict=True)]
 
-    def _run_stage(self, piece):
+    def _forward_of(self, piece):
         states = States(piece.assigned)
         # Nothing may change in a run without data, see `loop`.
         with tf.control_dependencies([self.parts.samples]):
@@ -325,24 +324,26 @@ class _Run:
         for each, gradient in zip(given, cache.values(), strict=True):
             self._values[each.name] = functools.partial(self._cut, gradient)
         by_statistics: dict = {}
-        for piece in pieces:
-            states, tape, joined, moments = self._stages.pop()
-            given = [
-                by_statistics.get(norm.statistics.name, tf.zeros_like(value))
-                for norm, value in zip(piece.norms, joined, strict=True)
-            ]
-            by_moments = tape.gradient(joined, moments, given)
-            for norm, rows in zip(piece.norms, by_moments, strict=True):
-                self._values[norm.given.name] = rows.__getitem__
-            if not tensors_in(piece.makes):  # such as of layers that are frozen
-                continue
-            with states.rolled_back():
-                collected = self._run_backward(piece, collector, add)
-            for name, array in collected["by_statistics"].items():
-                if array is not None:
-                    by_statistics[name] = tf.reduce_sum(array.stack(), 0)
+        with self._states.rolled_back():
+            for piece in pieces:
+                made = self._backward_of(piece, by_statistics, collector, add)
+                for name, array in made.items():
+                    if array is not None:
+                        by_statistics[name] = tf.reduce_sum(array.stack(), 0)
 
-    def _run_backward(self, piece, collector, add):
+    def _backward_of(self, piece, by_statistics, collector, add):
+        """Runs a stage backward; returns gradients by statistics, by name."""
+        states, tape, joined, moments = self._stages.pop()
+        given = [
+            by_statistics.get(norm.statistics.name, tf.zeros_like(value))
+            for norm, value in zip(piece.norms, joined, strict=True)
+        ]
+        by_moments = tape.gradient(joined, moments, given)
+        for norm, rows in zip(piece.norms, by_moments, strict=True):
+            self._values[norm.given.name] = rows.__getitem__
+        if not tensors_in(piece.makes):  # such as of layers that are frozen
+            return {}
+
         def replay(values):
             gradients = piece(values)
             of_variables = [*map(_total, gradients.pop("own"))]
@@ -351,7 +352,11 @@ class _Run:
             return gradients
 
         step = loop.make_step(self._plan, replay, collector)
-        return self._collect(piece, lambda i: step(self._values_of(piece, i)))
+        with states.rolled_back():
+            collected = self._collect(
+                piece, lambda i: step(self._values_of(piece, i))
+            )
+        return collected["by_statistics"]
 
     def _cut(self, gradient, i):
         """Returns the i-th micro-batch's part of a gradient by an output."""
