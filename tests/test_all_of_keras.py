@@ -1,11 +1,16 @@
 """All losses and layers that Keras exports, next to the large batch.
 
-Each is exact, or a warning or an error of accumodel says that it is not. So
-what a new version of Keras adds is tested by itself.
+Each is exact, or a warning or an error of accumodel says that it is not, in
+each way to train. So what a new version of Keras adds is tested by itself.
+
+`python tests/test_all_of_keras.py [NAME ...]` prints in which ways each is
+exact, and last what is exact in none: docs/limits.md names these.
 """
 
 import inspect
+import sys
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
@@ -14,13 +19,18 @@ import tensorflow as tf
 from helpers import distance, fit
 from keras import layers
 
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, InexactWarning
 
 pytestmark = pytest.mark.weekly
 
 SAMPLES = 20  # batches of 12 and 8, in micro-batches of 3 and 2
 BATCH_SIZE = 12
-MICRO_BATCH_SIZE = 3
+# Samples to feed, and arguments of `compile`.
+WAYS = {
+    "size": (12, {"micro_batch_size": 3}),
+    "steps": (3, {"accum_steps": 4}),
+    "cache": (12, {"micro_batch_size": 3, "gradient_cache": True}),
+}
 
 
 def exported(module, base):
@@ -40,7 +50,7 @@ def in_float64():
     keras.config.set_floatx("float64")
 
 
-def fitted(model_class, make, data, **kwargs):
+def fitted(model_class, make, data, batch_size=BATCH_SIZE, **kwargs):
     """Returns a model after four updates, and its first weights."""
     keras.utils.set_random_seed(0)
     inputs, outputs, loss = make()
@@ -48,46 +58,54 @@ def fitted(model_class, make, data, **kwargs):
     before = model.get_weights()
     model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=False, **kwargs)
     x, y, sample_weight = data
-    fit(model, x, y, BATCH_SIZE, epochs=2, sample_weight=sample_weight)
+    fit(model, x, y, batch_size, epochs=2, sample_weight=sample_weight)
     return model, before
 
 
-def check_exact_or_told(make, data, messages, tolerance, run_eagerly=True):
-    """Compares with the large batch.
+def train_in_all_ways(make, data, tolerance, run_eagerly=True):
+    """Returns the truth and what is told of it, in pairs by way.
 
-    `messages` are parts of what may say that it is not exact, and `tolerance`
-    is rounding. The large batch trains eagerly: to trace takes longer.
+    The truth is whether the weights are those of the large batch, but for a
+    `tolerance` of rounding. That trains eagerly: to trace takes longer.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        plain, before = fitted(keras.Model, make, data, run_eagerly=run_eagerly)
-        assert all(np.isfinite(each).all() for each in plain.get_weights())
-        assert distance(plain, before) > 1e-5  # it was trained
-        caught.clear()
-        try:
-            model, _ = fitted(
-                AccumulatingModel, make, data, micro_batch_size=MICRO_BATCH_SIZE
-            )
-        except ValueError as error:
-            if not any(each in str(error) for each in messages):
-                raise
-            return
-    told = [
-        str(each.message)
-        for each in caught
-        if issubclass(each.category, UserWarning)
-        and any(part in str(each.message) for part in messages)
-    ]
-    assert told or distance(model, plain) <= tolerance
-    if any("The first batch shows" in each for each in told):
-        assert distance(model, plain) > tolerance  # no false alarm
+    found = {}
+    plain, before = fitted(keras.Model, make, data, run_eagerly=run_eagerly)
+    assert all(np.isfinite(each).all() for each in plain.get_weights())
+    assert distance(plain, before) > 1e-5  # it was trained
+    for way, (batch_size, kwargs) in WAYS.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                model, _ = fitted(
+                    AccumulatingModel, make, data, batch_size, **kwargs
+                )
+            except ValueError as error:
+                found[way] = False, [f"refused: {error}"]
+                continue
+        told = [str(x.message) for x in caught if x.category is InexactWarning]
+        told.append(str(model.first_batch_check))
+        found[way] = bool(distance(model, plain) <= tolerance), told
+    return found
+
+
+def check_exact_or_told(found, messages):
+    """Compares the truth with what is told, in which are these parts."""
+    for way, (is_exact, told) in found.items():
+        *warned, verdict = told
+        if not is_exact:
+            assert not verdict.startswith("exact for every batch"), way
+            assert any(x in text for x in messages for text in told), way
+        # No false alarm.
+        assert not (is_exact and "The first batch shows" in str(warned)), way
 
 
 LOSSES = exported(keras.losses, keras.losses.Loss)
 
 LOSSES_LEFT_OUT = {"Loss": "a base class"}
 
-LOSSES_TOLD = ["Return one loss per sample"]
+# What is not proved "may differ"; the cache refuses some outputs.
+TOLD = ["may differ", "With `gradient_cache=True`"]
+LOSSES_TOLD = [*TOLD, "eturn one loss per sample"]
 
 
 def classes_of_steps(rng):
@@ -105,11 +123,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize(
-    "name", [each for each in LOSSES if each not in LOSSES_LEFT_OUT]
-)
-def test_losses(name, is_weighted):
+def ways_of_loss(name, is_weighted):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(SAMPLES, 6, 4))
     y = rng.uniform(0.2, 1.0, (SAMPLES, 6, 3))
@@ -129,7 +143,31 @@ def test_losses(name, is_weighted):
 
     # TensorFlow computes that of CTC in float32.
     tolerance = 1e-7 if name == "CTC" else 1e-10
-    check_exact_or_told(make, (x, y, sample_weight), LOSSES_TOLD, tolerance)
+    return train_in_all_ways(make, (x, y, sample_weight), tolerance)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize(
+    "name", [each for each in LOSSES if each not in LOSSES_LEFT_OUT]
+)
+def test_losses(name, is_weighted):
+    check_exact_or_told(ways_of_loss(name, is_weighted), LOSSES_TOLD)
+
+
+@pytest.mark.parametrize("name", ["Hinge", "SquaredHinge"])
+def test_labels_that_are_converted_only_if_all_are_0_or_1(name):
+    """The first update has no other labels; the second has, and differs."""
+    x = np.random.default_rng(0).normal(size=(SAMPLES, 6))
+    y = np.array([[0.0, 1.0, 0.0] * 4 + [0.0, 1.0, 0.0, 1.0, -1, 1, 1, -1]]).T
+
+    def make():
+        inputs = keras.Input((6,))
+        return inputs, layers.Dense(1)(inputs), getattr(keras.losses, name)()
+
+    found = train_in_all_ways(make, (x, y, None), 1e-10)
+    assert not found["steps"][0]
+    assert found["cache"][0]
+    check_exact_or_told(found, LOSSES_TOLD)
 
 
 LAYERS = exported(layers, layers.Layer)
@@ -149,10 +187,11 @@ LAYERS_LEFT_OUT = {
 }
 
 LAYERS_TOLD = [
+    *TOLD,
     "Batch normalization normalizes each micro-batch by itself",
     "looks at several samples at once",
     "changes in the step of each micro-batch",
-    "Return one loss per sample",
+    "eturn one loss per sample",
     "cannot be drawn for some of the samples",
 ]
 
@@ -307,21 +346,7 @@ def call_layer(name, layer, inputs):
     return layer(inputs)
 
 
-# It chooses what it does in each step, and the first need not show it.
-NOT_SEEN = pytest.mark.xfail(reason="RandAugment is not told of", strict=True)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(each, marks=[NOT_SEEN] if each == "RandAugment" else [])
-        for each in LAYERS
-        if each not in LAYERS_LEFT_OUT
-    ],
-)
-def test_layers(name, monkeypatch):
-    # AugMix chooses by Python's `random`, anew whenever it is traced.
-    monkeypatch.setattr("random.choice", lambda values: values[0])
+def ways_of_layer(name):
     rng = np.random.default_rng(0)
     x, y = data_of(name, rng), rng.normal(size=(SAMPLES, 1))
 
@@ -339,11 +364,42 @@ def test_layers(name, monkeypatch):
         keras.config.set_dtype_policy("float32")
         keras.config.set_floatx("float32")
         x, tolerance = x.astype("float32"), 1e-5
-    check_exact_or_told(
-        make,
-        (x, y, None),
-        LAYERS_TOLD,
-        tolerance,
-        # Python chooses what some of these do, when they are traced.
-        run_eagerly=not is_of_images(name),
+    # Python chooses what some of these do, when they are traced.
+    run_eagerly = not is_of_images(name)
+    # AugMix chooses by Python's `random`, anew whenever it is traced.
+    with mock.patch("random.choice", lambda values: values[0]):
+        return train_in_all_ways(make, (x, y, None), tolerance, run_eagerly)
+
+
+@pytest.mark.parametrize(
+    "name", [each for each in LAYERS if each not in LAYERS_LEFT_OUT]
+)
+def test_layers(name):
+    check_exact_or_told(ways_of_layer(name), LAYERS_TOLD)
+
+
+def print_ways(names):
+    """Prints in which ways each is exact, and last what is in none."""
+    in_none = []
+    for name in names:
+        keras.config.set_dtype_policy("float64")
+        keras.config.set_floatx("float64")
+        is_loss = name in LOSSES
+        found = ways_of_loss(name, True) if is_loss else ways_of_layer(name)
+        in_none += (
+            [] if any(is_exact for is_exact, _ in found.values()) else [name]
+        )
+        for way, (is_exact, told) in found.items():
+            truth = "exact" if is_exact else "differs"
+            print(f"{name:24} {way:6} {truth:8} {told[-1][:60]}", flush=True)
+    print("Exact in no way:", ", ".join(in_none))
+
+
+if __name__ == "__main__":
+    print_ways(
+        sys.argv[1:]
+        or [
+            *(each for each in LOSSES if each not in LOSSES_LEFT_OUT),
+            *(each for each in LAYERS if each not in LAYERS_LEFT_OUT),
+        ]
     )
