@@ -407,10 +407,7 @@ WRONG = {
         Program(
             lambda b: mean(
                 tf.square(
-                    tf.linalg.diag(
-                        tf.transpose(b.p[:, 0] * 1.0)[None],
-                        k=(0, 0),
-                    )
+                    tf.linalg.diag(tf.transpose(b.p[:, 0])[None], k=(0, 0))
                 )
             )
         ),
@@ -553,8 +550,7 @@ SPECS = (tf.TensorSpec((None, None, WIDTH)),) * 2
 def noisy(shape):
     inputs = keras.Input((None, WIDTH))
     hidden = layers.Dropout(0.5, noise_shape=shape)(layers.Dense(4)(inputs))
-    model = AccumulatingModel(inputs, layers.Dense(WIDTH)(hidden))
-    return model
+    return AccumulatingModel(inputs, layers.Dense(WIDTH)(hidden))
 
 
 @pytest.mark.parametrize(
