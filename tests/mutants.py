@@ -161,7 +161,7 @@ one loss per sample is divided
 one number is a sum under a reduction that sums
     _divisor: if axes => False
 logs of sums that a custom loss normalizes add up
-    output_weights: set is_mean => False
+    of_outputs: set is_mean => False
 samples are counted by the inputs
     _counted: return leaf => leaves
 nothing weighs as much as small weights
@@ -173,9 +173,9 @@ what weighs nothing is left out as not finite
     """,
     "test_logs.py": """
 each batch of a cycle is logged by itself
-    LossLogs.report: if spans_batches => False
+    LossLogs._add: if spans_batches => False
 trackers that were reset get back what was pending
-    LossLogs.report: set is_reset => tf.constant(False)
+    LossLogs._add: set is_reset => tf.constant(False)
     """,
     "test_model.py": """
 no end of the cycle before validation
@@ -276,7 +276,7 @@ each part ends its fed batch
     loop.make_step.step: return function => ({}, collector and
         collector.end([]))[0]
 the log forgets the batches before
-    LossLogs.report: call assign total => tracker.total.assign(loss * size)
+    LossLogs._set: call assign total => tracker.total.assign(loss * size)
 a failure leaves parts behind
     _prepared.call: call step_failed => None
 lengths that are known late are not checked
