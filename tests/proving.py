@@ -1,88 +1,47 @@
 """Traces the loss of a model, and proves what is said of it."""
 
-import collections
-import contextlib
-import dataclasses
+import functools
 
-import keras
 import tensorflow as tf
 
-from accumodel._features.proof import MOMENTS, prove, prove_rows
-from accumodel._fit import rehearsal
-from accumodel._keras_and_tf import hooks, private_names
-from accumodel._micro_batch.forward_backward import forward, weigh
-from accumodel._micro_batch.micro_batches import (
-    count_samples,
-    one_step,
-    trace,
-)
-from accumodel._micro_batch.random_numbers import Draws
+from accumodel._features import rematerialization
+from accumodel._features.first_batch.variables import watching
+from accumodel._features.proof import prove, prove_rows
+from accumodel._fit.rehearsal import Enough, Noting, build, rehearse_step
+from accumodel._keras_and_tf import hooks
+from accumodel._micro_batch.micro_batches import current_step
 
 
-def _given(original, layer, inputs, mask):
-    return tuple(
-        tf.identity(tf.cast(each, inputs.dtype), name=MOMENTS)
-        for each in (layer.moving_mean, layer.moving_variance)
-    )
+class Judged(Noting):
+    """Judges the loss of a step that is rehearsed."""
 
+    def __init__(self, plan, judge):
+        super().__init__(plan)
+        self._judge = judge
 
-def metrics_of(model):
-    """Returns the variables of metrics, and of normalizations."""
-    layers = private_names.flat_layers(model)
-    metrics = [*model.metrics, *private_names.loss_trackers(model)]
-    for each in [model, *layers]:
-        metrics += private_names.tracked_metrics(each)
-    norms = keras.layers.BatchNormalization
-    moving = [
-        v
-        for norm in layers
-        if isinstance(norm, norms)
-        for v in (norm.moving_mean, norm.moving_variance)
-    ]
-    return [v for metric in metrics for v in metric.variables] + moving
+    def note(self, y_pred, loss, weight):
+        self.proof = self._judge(
+            tf.convert_to_tensor(loss),
+            None if weight is None else tf.convert_to_tensor(weight),
+            current_step().data,
+            self.plan.accumulation.spans_batches,
+            rows_variable=self.plan.numbers.rows,
+            ignored=watching(self.plan.model),
+        )
+        raise Enough
 
 
 def proof_of(model, data, judge=prove):
     """Returns what is proved of a compiled model, for batches like `data`."""
-    accumulation = model._accumulation
-    plan = accumulation.plan()
-    rehearsal._build(model, data)
-    found = []
-
-    def run(data):
-        data = keras.tree.map_structure(rehearsal._without_optionals, data)
-        unseen = dataclasses.replace(
-            plan, assigned=collections.defaultdict(dict)
+    plan = model._accumulation.plan()
+    build(plan, data)
+    with hooks.plain_silu(), rematerialization.none():
+        found, collector = rehearse_step(
+            plan, data, functools.partial(Judged, judge=judge)
         )
-        ignored = rehearsal._Ignored(is_split=True)
-        step = one_step(plan, data, ignored, None, plan.is_compiled)
-        with Draws(unseen).replaced(), step:
-            if plan.is_split:
-                end = tf.minimum(count_samples(data), plan.size)
-                data = model.slice_data(data, tf.zeros_like(end), end)
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            y_pred, loss = forward(model, True, x, y, sample_weight)
-            weight = weigh(plan, x, y, y_pred, sample_weight, loss)
-            found.append(
-                judge(
-                    tf.convert_to_tensor(loss),
-                    None if weight is None else tf.convert_to_tensor(weight),
-                    data,
-                    accumulation.spans_batches,
-                    rows_variable=accumulation.numbers.rows,
-                    ignored=metrics_of(model),
-                )
-            )
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(hooks.traced_anew())
-        stack.enter_context(hooks.plain_silu())
-        stack.enter_context(hooks.own_draws([]))
-        stack.enter_context(hooks.moments(_moments=_given))
-        trace(run, rehearsal._specs(data))
-    *_, proof = found  # a step that makes variables is traced twice
-    assert "the proof failed" not in proof.reason, proof
-    return proof
+    found.result()
+    assert "the proof failed" not in collector.proof.reason, collector.proof
+    return collector.proof
 
 
 def rows_of(loss, weight, *args, **kwargs):

@@ -1,6 +1,7 @@
 """Models as people build them: adopted with a line or two, and still exact."""
 
 import copy
+import json
 import pickle
 import types
 import weakref
@@ -161,6 +162,11 @@ def test_from_model_keeps_the_class_and_its_files(make, points, tmp_path):
         assert distance(read, written) == 0
         variables = (each.optimizer.variables for each in (read, written))
         assert distance(*variables) == 0
+    clone = keras.models.clone_model(ours)
+    if make is make_graph:  # of other classes, Keras makes plain models
+        assert type(clone) is type(ours)
+        assert clone.micro_batch_size == 8  # compiled again, as by Keras
+    assert "micro_batch_size" not in json.dumps(ours.get_compile_config())
     with pytest.warns(UserWarning, match="`model` is compiled"):
         AccumulatingModel.from_model(plain)  # which was trained
 

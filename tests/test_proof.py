@@ -25,6 +25,9 @@ def total(values):
     return tf.reduce_sum(values)
 
 
+ratio = tf.math.divide_no_nan
+
+
 def errors(b):
     """One loss for each sample."""
     return tf.reduce_mean(tf.square(b.p - b.y), axis=[1, 2])
@@ -96,7 +99,7 @@ def weighed(divisor, loss=None):
 
     def of(batch):
         over = (loss or (lambda b: total(errors(b))))(batch)
-        return over / divisor(batch)
+        return ratio(over, divisor(batch))
 
     return Program(of, divisor)
 
@@ -148,8 +151,8 @@ WRONG = {
     "M1": (weighed(trained), "bends"),
     "M3": (
         Program(
-            lambda b: (
-                total(errors(b)) / total(tf.cast(drawn(b), "float32")) * 1.0
+            lambda b: ratio(
+                total(errors(b)), total(tf.cast(drawn(b), "float32"))
             ),
             lambda b: total(tf.cast(drawn(b), "float32")),
         ),
@@ -170,8 +173,8 @@ WRONG = {
     "M5": (Program(m5), "unknown"),
     "M6": (
         Program(
-            lambda b: (
-                total(errors(b)) / total(tf.cast(tf.cast(b.y, bool), "float32"))
+            lambda b: ratio(
+                total(errors(b)), total(tf.cast(tf.cast(b.y, bool), "float32"))
             ),
             lambda b: total(b.y),
         ),
@@ -205,16 +208,16 @@ WRONG = {
     # Keys of divisors.
     "affine sums by two factors": (
         Program(
-            lambda b: total(errors(b)) / (count(b.y) * affine(1)(b)),
+            lambda b: ratio(total(errors(b)), count(b.y) * affine(1)(b)),
             lambda b: count(b.y) * affine(2)(b),
         ),
         "unknown",
     ),
     "sums of columns by two vectors": (
         Program(
-            lambda b: (
-                total(errors(b))
-                / total(tf.reduce_sum(b.y, [0, 1]) * [1.0, 2, 3])
+            lambda b: ratio(
+                total(errors(b)),
+                total(tf.reduce_sum(b.y, [0, 1]) * [1.0, 2, 3]),
             ),
             lambda b: total(tf.reduce_sum(b.y, [0, 1]) * [3.0, 2, 1]),
         ),
@@ -222,10 +225,17 @@ WRONG = {
     ),
     "a sum of wide ones": (
         Program(
-            lambda b: (
-                total(errors(b)) / (mean(b.y[:, 0, :1] * tf.ones((1, 5))) + 1)
+            lambda b: ratio(
+                total(errors(b)), mean(b.y[:, 0, :1] * tf.ones((1, 5))) * 5 + 1
             ),
             lambda b: count(b.y) * (total(b.y[:, 0, :1]) / count(b.y) + 1),
+        ),
+        "unknown",
+    ),
+    "a mask that may be empty": (
+        Program(
+            lambda b: total(masks(b) * (b.p - b.y) ** 2) / total(masks(b)),
+            lambda b: total(masks(b)),
         ),
         "unknown",
     ),
@@ -236,6 +246,28 @@ WRONG = {
     ),
     "a sum and what is shared": (
         Program(lambda b: total(errors(b)) + 1.0, lambda b: None),
+        "unknown",
+    ),
+    "the size of what is shared": (
+        Program(
+            lambda b: (
+                total(errors(b))
+                / tf.cast(tf.shape(tf.nn.softmax(b.kernel))[0], "float32")
+            )
+        ),
+        "bends",
+    ),
+    "what is shared in rows for samples": (
+        Program(
+            lambda b: (
+                mean(errors(b))
+                * tf.reduce_max(
+                    tf.reduce_sum(
+                        tf.reshape(tf.range(60.0), [tf.shape(b.p)[0], -1]), 0
+                    )
+                )
+            )
+        ),
         "unknown",
     ),
     "a sum as a mean": (Program(lambda b: total(errors(b))), "bends"),
@@ -290,9 +322,9 @@ WRONG = {
     ),
     "a sum in a byte": (
         Program(
-            lambda b: (
-                total(errors(b))
-                / tf.cast(total(tf.cast(b.y * 40, "uint8")), "float32")
+            lambda b: ratio(
+                total(errors(b)),
+                tf.cast(total(tf.cast(b.y * 40, "uint8")), "float32"),
             ),
             lambda b: tf.cast(total(tf.cast(b.y * 40, "uint8")), "float32"),
         ),
@@ -451,7 +483,7 @@ RIGHT = {
         lambda b: total(masks(b) * tf.square(b.p - b.y)),
     ),
     "a mask in other words": Program(
-        lambda b: mean(masks(b) * tf.square(b.p - b.y)) / mean(masks(b)),
+        lambda b: ratio(mean(masks(b) * tf.square(b.p - b.y)), mean(masks(b))),
         lambda b: total(tf.cast(b.y > 0.5, "float32")),
     ),
     "a stopped divisor": weighed(

@@ -68,7 +68,7 @@ def test_a_summed_add_loss_next_to_a_mean_is_refused():
 @pytest.mark.parametrize(
     ("scalar", "match"),
     [
-        ("add_loss", "the losses of `add_loss` differ"),
+        ("add_loss", "Of a loss of `add_loss`, add a mean"),
         ("regularizer", "by the variable 'dense/kernel' differ"),
     ],
 )

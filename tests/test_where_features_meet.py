@@ -58,6 +58,21 @@ def masked(base, *layers):
     return base(inputs, keras.layers.Dense(2)(hidden))
 
 
+class Ages(keras.layers.Layer):
+    """Has states that no sample changes, and some that their number does."""
+
+    def build(self, shape):
+        self.age = self.add_weight((), "zeros", trainable=False)
+        self.seen = self.add_weight((), "zeros", trainable=False)
+        self.kernel = self.add_weight((4, 4), "orthogonal")
+
+    def call(self, x):
+        self.age.assign_add(1.0)
+        self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+        self.kernel.assign(0.9 * self.kernel)
+        return x @ self.kernel / self.age
+
+
 class Counts(keras.layers.Layer):
     """Has state that does not depend on how the samples are split."""
 
@@ -128,6 +143,8 @@ FEATURES = {
     "masks": (masked, {"is_long": True}),
     "add_loss": (with_layer(cases.AddsLoss), {}),
     "state": (lambda base, *x: pooled(base, Counts(), *x, Counts()), {}),
+    "ages": (with_layer(Ages), {}),
+    "ages, fixed size": (with_layer(Ages), {"is_fixed": True}),
     "outputs": (functools.partial(pooled, outputs=2), {"outputs": 2}),
     "dropout": (with_layer(lambda: keras.layers.Dropout(0.4)), {}),
     "normalization": (with_layer(keras.layers.BatchNormalization), {}),
@@ -160,6 +177,10 @@ def refusal(way, feature):
 # Told of by the check on the first batch, which these do without.
 INEXACT = {
     (way, "normalization") for way in WAYS if way not in ("auto", "sync")
+} | {
+    (way, name)
+    for way in ("cache", "sync")
+    for name in ("ages", "ages, fixed size")
 }
 
 # The samples are in another order.
@@ -195,13 +216,17 @@ def tokens(outputs=1, is_long=False):
 
 def train(
     make, base, way, batch_size=8, *, outputs=1, is_long=False,
-    has_scalar=False, is_mirrored=False, callbacks=(), epochs=2, **kwargs,
+    has_scalar=False, is_fixed=False, is_mirrored=False, callbacks=(),
+    epochs=2, **kwargs,
 ):  # fmt: skip
     x, y = tokens(outputs, is_long)
     data = {"x": x, "y": y, "batch_size": batch_size}
     if has_scalar:
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
         data = {"x": dataset.map(lambda x, y: ({"ids": x, "scale": 2.0}, y))}
+    if is_fixed:
+        dataset = tf.data.Dataset.from_tensor_slices((x, y))
+        data = {"x": dataset.batch(batch_size, drop_remainder=True)}
     scope = mirrored(2).scope() if is_mirrored else contextlib.nullcontext()
     with scope:
         keras.utils.set_random_seed(0)

@@ -11,6 +11,7 @@ from accumodel._fit import rehearsal
 from accumodel._fit.end_of_cycle import named_arguments, with_end_of_cycle
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._micro_batch.feature import Feature
+from accumodel._micro_batch.kept_states import KeptStates
 from accumodel._micro_batch.logs import LoggedLosses
 from accumodel._micro_batch.micro_batches import Plan, current_step, on_host
 from accumodel._micro_batch.random_numbers import RandomNumbers
@@ -79,6 +80,7 @@ class Accumulation:
         self.spans_batches = False
         self.accumulators = cycles.Cycles(model)
         self.loss_weights = LoggedLosses(model)
+        self.states = KeptStates(model)
         # Variables that steps assign, by id, in a dict for each of "model" (by
         # its layers), "between passes" (by the loss of a whole batch), "seeds"
         # and "auto" (what it puts back). Never cleared, see `States`.
@@ -122,6 +124,7 @@ class Accumulation:
             raise
         self.options = options
         self.loss_weights = LoggedLosses(model)  # which warns anew
+        self.states = KeptStates(model)
         self.sample_axes = SampleAxes(rehearsal.rehearse_again)
         self.is_rehearsed = False
         self.accumulates, self.is_asked_to = accumulates, is_asked_to

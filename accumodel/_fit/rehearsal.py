@@ -9,6 +9,7 @@ sizes.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -38,6 +39,9 @@ from accumodel._micro_batch.micro_batches import (
 from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._update.engine import Collector
 
+# In the names of what is taken instead of moments of the samples.
+MOMENTS = "accumodel_moments"
+
 
 @dataclasses.dataclass
 class Rehearsed:
@@ -48,7 +52,8 @@ class Rehearsed:
     drawn: list = dataclasses.field(default_factory=list)  # in Python, by name
     changed: str | None = None  # what it changed in Python, by name
     updates: bool = False  # whether it called an optimizer
-    norms: list = dataclasses.field(default_factory=list)  # those that train
+    # Of the normalizations that train: whether samples are in what they get.
+    norms: list = dataclasses.field(default_factory=list)
     specs: tuple = ()  # of what the function takes
 
     def fits(self, data):
@@ -113,9 +118,12 @@ def _build(found, original, optimizer, gradients, variables=None):
 
 def _infer(found, original, layer, inputs, mask):
     """Returns moving statistics, which do not depend on the samples."""
-    found.norms.append(layer)
+    found.norms.append(None in inputs.shape)
     moving = layer.moving_mean, layer.moving_variance
-    return tuple(tf.cast(statistics, inputs.dtype) for statistics in moving)
+    return tuple(
+        tf.identity(tf.cast(statistics, inputs.dtype), name=MOMENTS)
+        for statistics in moving
+    )
 
 
 def _at_once(model, original, *args, **kwargs):
@@ -231,14 +239,21 @@ def build(plan, data):
 
 
 def rehearse_step(
-    plan, data, kind=Noting, trains=True, is_real=False, features=None
+    plan,
+    data,
+    kind=Noting,
+    trains=True,
+    is_real=False,
+    features=None,
+    draws=False,
 ):
     """Traces a step for any number of rows of a batch, or of its specs.
 
     `function` takes the places of the rows in their order; the first of them
     and the one behind the last; the number and the size of a micro-batch of
     these; and the flat leaves of the batch. It returns the `terms` of a
-    collector of the `kind`. Returns what is `Rehearsed`, and the collector.
+    collector of the `kind`. It is to run if it `draws`. Returns what is
+    `Rehearsed`, and the collector.
     """
     accumulation = plan.accumulation
     collector: typing.Any = None
@@ -249,7 +264,7 @@ def rehearse_step(
         options=dataclasses.replace(plan.options, micro_batch_size=1),
         # A function that was traced before draws by seeds that nobody knows.
         assigned=collections.defaultdict(dict),
-        numbers=replicas.outside(_OwnNumbers),
+        numbers=replicas.outside(lambda: _OwnNumbers(not draws)),
         features=features,
     )
 
@@ -321,8 +336,10 @@ def _weigh(plan, x, y, y_pred, sample_weight):
 def rehearse_again():
     """Notes what this step needs, of other shapes or by other Python."""
     step = current_step()
-    with tf.init_scope():
-        rehearse_step(step.plan.accumulation.new_plan(), step.data)
+    given = step.plan.accumulation.new_plan(), step.data
+    # A thread knows of no scope that this step is in.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(rehearse_step, *given).result()
 
 
 def _rows(plan, batch, places, begin, end):
@@ -383,5 +400,6 @@ def _specs(data):
 class _OwnNumbers(RandomNumbers):
     """Has a variable outside of all strategies."""
 
-    def __init__(self):
+    def __init__(self, stands_in):
+        self.stands_in = stands_in
         self.rows = replicas.make_sum((3,), tf.int64, "rows")

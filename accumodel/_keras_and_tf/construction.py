@@ -165,12 +165,25 @@ def _derive(cls, model):
     return made
 
 
+class _CompileConfig(dict):
+    """What a file holds; and the rest, which a clone gets."""
+
+    def __init__(self, config, rest):
+        super().__init__(config)
+        self.rest = rest
+
+
 @functools.cache
 def _derived_class(cls, theirs):
     """Returns a class of both. In Keras's files it is `theirs`."""
 
     def init(self, *args, **kwargs):
         super(derived, self).__init__(*args, **kwargs)
+
+    def get_compile_config(self):
+        config = theirs.get_compile_config(self)
+        changed = self._accumulation.options.changed()
+        return config and _CompileConfig(config, changed)
 
     # By the signature Keras decides how to save and to clone a model. It does
     # not look behind the decorator of a functional one.
@@ -184,7 +197,7 @@ def _derived_class(cls, theirs):
             "__module__": theirs.__module__,
             "__doc__": theirs.__doc__,
             "__init__": init,
-            "get_compile_config": theirs.get_compile_config,
+            "get_compile_config": get_compile_config,
             "__reduce__": functools.partialmethod(_reduce, cls, theirs),
         },
     )
@@ -215,6 +228,7 @@ def _restore(cls, theirs, file):
 def compile_from_config(model, config, by_super):
     """Compiles a model as a file says, or lets `by_super` do it."""
     by_keras = KerasModel.compile_from_config
+    config = config | getattr(config, "rest", {})
     if checks.overrides(model, "compile") or by_super.__func__ is not by_keras:
         # A custom `compile`, of which Keras warns, or another class's way.
         by_super(config)

@@ -268,6 +268,10 @@ moments = Hook(
     lambda: [definition(keras.layers.BatchNormalization, "_moments")],
 )
 
+# All of Keras assigns by it. Without it, states that no sample changes do so
+# once for each micro-batch, of which the check tells.
+assignments = Hook("states", lambda: [definition(keras.Variable, "assign")])
+
 variables = Hook("new layers", lambda: [definition(keras.Variable, "__init__")])
 
 # -- random numbers ------------------------------------------------------------

@@ -49,6 +49,7 @@ _NEEDS = {
     "random numbers": "random numbers in micro-batches, as those of dropout",
     "rematerialization": "`keras.RematScope` and `keras.remat`",
     "replicas": "several replicas",
+    "states": "layers that assign states, in micro-batches",
     "subclasses": "`from_model` with a custom class",
     "whole batch": "`gradient_cache` and `sync_batch_norm`",
     "workers": "several workers",

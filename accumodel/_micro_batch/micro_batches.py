@@ -53,6 +53,7 @@ class Plan:
         scopes: list = [feature.around_part for feature in self.features]
         if self.numbers is not None:
             scopes.insert(0, self.numbers.around_parts(self, trains))
+            scopes.insert(0, self.accumulation.states.of(self))
         return scopes
 
     @property
@@ -304,7 +305,11 @@ def first_leaf(data):
 
 def count_samples(data):
     """Returns the number of samples of a batch, or of `(x, y)` of it."""
-    return tf.shape(first_leaf(data), tf.int64)[0]
+    leaf = first_leaf(data)
+    known = leaf.shape[0]
+    if known is None:
+        return tf.shape(leaf, tf.int64)[0]
+    return tf.constant(known, tf.int64)
 
 
 def _check_lengths(leaves, message):

@@ -66,6 +66,10 @@ def rows_axis(name):
 class RandomNumbers:
     """Lets the micro-batches of a model draw what the large batch draws."""
 
+    # In a trace that is not run, whether one number stands for all rows of a
+    # draw, which is named as the rows are; and whether one does.
+    stands_in = has_stood_in = False
+
     def __init__(self, accumulation):
         self.accumulation = accumulation
         with tf.init_scope(), replicas.scope_of(accumulation.strategy):
@@ -399,13 +403,21 @@ class Draws:
             is_conditional=step is not None and step.is_conditional(),
         )
 
-    def _named(self, axis, *args, make=None, **kwargs):
+    def _named(
+        self, axis, sizes, shape, seed, operation, drawn, make=None, **kwargs
+    ):
         """Returns the rows of a draw, with names that say which they are."""
         # A cycle of several fed batches may not be full, see `_numbers`.
         needs_all = axis or make is not None
         is_row = not (needs_all and self._plan.accumulation.spans_batches)
         with tf.name_scope(f"{_ROWS}{axis}" if is_row else "apart"):
-            return self._numbers(axis, *args, make=make, **kwargs)
+            if self._plan.numbers.stands_in:
+                self._plan.numbers.has_stood_in = True
+                # It is another one in each micro-batch.
+                begin, *_ = self._once(self._read_rows)
+                return tf.fill(shape, tf.cast(begin, drawn))
+            drawn_by = seed, operation, drawn, make
+            return self._numbers(axis, sizes, shape, *drawn_by, **kwargs)
 
     def _numbers(
         self, axis, sizes, shape, seed, operation, drawn, make=None, **kwargs

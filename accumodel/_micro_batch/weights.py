@@ -293,5 +293,7 @@ def missing_sums(model, data):
 
 def _nonzero(value, samples):
     """Returns a tiny number instead of 0, unless there are no samples."""
+    if tf.get_static_value(value):  # in a batch of a known size
+        return value
     tiny = _TINY * tf.cast(tf.minimum(samples, 1), value.dtype)
     return tf.where(tf.equal(value, 0), tiny, value, name=NONZERO)

@@ -1,6 +1,5 @@
 """`GradientAccumulator`: the sums of one optimizer, for custom loops too."""
 
-import functools
 import typing
 from collections.abc import Callable, Iterable
 
@@ -171,9 +170,8 @@ class GradientAccumulator(Engine):
 
         def end():
             self._forget_if_broken()
-            update = functools.partial(self._update, present)
             with tf.control_dependencies(self._check_set(present)):
-                tf.cond(self._count > 0, update, lambda: None)
+                self._update_if(self._count > 0, present)
 
         with self._step(), self.scope():
             replicas.across_replicas(end)

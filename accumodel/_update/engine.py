@@ -219,6 +219,7 @@ class Engine(tf.Module):
         with self.scope():
             if self._untracked.numbers is not None:
                 self._untracked.numbers.forget_cycle()
+                self._untracked.numbers.accumulation.states.forget()
             self._end_cycle()
             self._clear(*self._sums)
 
@@ -392,7 +393,7 @@ class Engine(tf.Module):
             self._given.assign(present)
             self._count.assign_add(1)
             is_full = is_cycle or self._count >= self._untracked.accum_steps
-            call_if(is_full, functools.partial(self._update, present))
+            self._update_if(is_full, present)
 
         with tf.control_dependencies(waits):
             self._clear(self._phase)
@@ -415,24 +416,35 @@ class Engine(tf.Module):
         is_right = is_same | ~tf.reduce_any(self._given)
         return [tf.raw_ops.Assert(condition=is_right, data=[text])]
 
+    def _update_if(self, condition, present):
+        """Makes an update if a scalar, `True` or a tensor, is true."""
+        untracked, is_eager = self._untracked, tf.executing_eagerly()
+        update = functools.partial(self._update, present)
+        # A function inside of the step cannot reach the other replicas.
+        is_inline = condition is True or untracked.strategy is not None
+        if is_eager:
+            is_inline = not (self._is_traced or self._jit_compile)
+        if is_inline:
+            call_if(condition, update)
+        elif not is_eager or condition:
+            switches = self._is_in_step and not self._jit_compile
+            decide = run_if if switches and not untracked.strategy else call_if
+            if (present, decide) not in untracked.updates:
+                untracked.updates[present, decide] = tf.function(
+                    functools.partial(decide, function=update), autograph=False
+                )
+            untracked.updates[present, decide](tf.convert_to_tensor(condition))
+
     def _update(self, present):
         """Updates the variables that got a gradient in this cycle."""
         self._phase.assign(-1.0, read_value=False)
-        phases, untracked = replicas.local_results(self._phase), self._untracked
-        # A function inside of the step cannot reach the other replicas.
-        is_inline = untracked.strategy is not None
-        if tf.executing_eagerly():
-            is_inline = not (self._is_traced or self._jit_compile)
+        phases = replicas.local_results(self._phase)
         update = functools.partial(self._reduce_and_apply, present)
-        if not is_inline:
-            if present not in untracked.updates:
-                untracked.updates[present] = tf.function(
-                    update,
-                    jit_compile=(self._jit_compile and not untracked.strategy)
-                    or None,
-                    autograph=False,
-                )
-            update = untracked.updates[present]
+        is_compiled = self._jit_compile and not self._untracked.strategy
+        if is_compiled and not tf.executing_eagerly():
+            update = tf.function(update, jit_compile=True, autograph=False)
+        if self._untracked.numbers is not None:
+            self._untracked.numbers.accumulation.states.end_cycle()
         with tf.control_dependencies([phase.read_value() for phase in phases]):
             update()
             # Not in an XLA cluster, which would make zeros beside the sums.

@@ -1,5 +1,6 @@
-"""The check on the first batch: is this training that of the large batch?
+"""Before the first step: is this training that of the large batch?
 
-`batches` takes the first fed batches and says what was found; `check` compares;
-`runs` is how a step runs on some samples; `kept` puts all of it back.
+`batches` rehearses the step, has it proved or else compared, and says what was
+found. `check` compares, by `runs` of the step on some samples; `variables` are
+moved and put back; `messages` has the words.
 """

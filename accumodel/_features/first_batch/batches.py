@@ -11,6 +11,7 @@ import warnings
 import keras
 import tensorflow as tf
 
+from accumodel._features import rematerialization
 from accumodel._features.auto import is_out_of_memory
 from accumodel._features.first_batch import messages
 from accumodel._features.first_batch.check import (
@@ -23,7 +24,7 @@ from accumodel._features.first_batch.runs import Taken, same_draws
 from accumodel._features.first_batch.variables import NotMade
 from accumodel._features.proof import Proof
 from accumodel._fit import rehearsal
-from accumodel._keras_and_tf import private_names, replicas
+from accumodel._keras_and_tf import hooks, private_names, replicas
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._micro_batch.feature import Feature
@@ -67,7 +68,7 @@ class FirstBatch(Feature):
         self._splits: tuple = ()  # what is known of how an update is split
         self._is_even = False  # whether all micro-batches are as large
         self._norms = ""  # what is told of normalizations
-        self._norms_that_train: list = []
+        self._norms_of_samples: list = []  # see `Rehearsed`
         self._held = ""  # a warning that a step that fails would say better
 
     @classmethod
@@ -75,7 +76,8 @@ class FirstBatch(Feature):
         return options.verify
 
     def begin_fit(self, arguments):
-        self._looks, self._fed, self._has_split = 0, [], False
+        self._looks, self._fed = 0, []
+        self._has_split &= self._is_done
         is_even = _is_even(self._accumulation, arguments)
         self._is_done &= self._is_proved or (
             (is_even or not self._is_even)
@@ -99,6 +101,7 @@ class FirstBatch(Feature):
     def end_cycle(self):
         if len(self._fed) > 1 and not self._is_done:
             self._check(self._fed)  # the data has ended before the cycle
+        self._fed = []
 
     def end_epoch(self, logs):
         self._say_what_is_held()
@@ -106,7 +109,7 @@ class FirstBatch(Feature):
         size = accumulation.model.current_micro_batch_size
         if isinstance(accumulation.model.micro_batch_size, str) and size:
             self._warn_about_norms(self._most > size)
-        elif size and not (self._is_done or self._has_split) and self._looks:
+        elif size and not self._has_split and self._looks:
             self._has_split = True  # it is said once
             asks = accumulation.options.trim_padding is not None
             warnings.warn(
@@ -163,7 +166,9 @@ class FirstBatch(Feature):
             self._splits, self._is_done = splits, False
             self._looks = self._agreed = self._compared = 0
             self._rehearsed, self._proof = [], None
-        if self._is_done or self._looks >= _LOOKS:
+        is_told = self._has_split or not isinstance(size, int)
+        is_told &= not self._norms_of_samples or bool(self._norms)
+        if (self._is_done and is_told) or self._looks >= _LOOKS:
             return False
         if not tf.executing_eagerly():
             self._end("not made: the model trains inside of a function")
@@ -182,22 +187,22 @@ class FirstBatch(Feature):
         steps, size = self._steps(), self._accumulation.model.micro_batch_size
         batches = [*self._fed, *map(as_tensors, first)][:steps]
         self._most = max(int(count_samples(batch)) for batch in batches)
-        if self._compared and self._most * steps <= self._compared:
-            self._is_done = True  # no update is larger than what was compared
-            return
-        with self._explained():
-            self._rehearse(batches[0])
+        # Unless an update is larger than what was compared.
+        self._is_done |= 0 < self._most * steps <= self._compared
+        if not self._is_done:
+            with self._explained():
+                self._rehearse(batches[0])
         is_split = isinstance(size, int) and self._most > size
         self._has_split |= is_split
         self._warn_about_norms(is_split or len(batches) > 1)
+        self._looks += steps == 1
+        self._fed = batches if steps > 1 else []
         if self._is_done:
             return
         is_cycle = len(batches) > 1 and (
             len(batches) >= min(steps, _MOST) or _bytes_of(batches) > _BYTES
         )
         is_enough = is_cycle if steps > 1 else is_split or isinstance(size, str)
-        self._looks += steps == 1
-        self._fed = batches if steps > 1 else []
         if is_enough:
             self._check(batches)
         else:
@@ -213,19 +218,26 @@ class FirstBatch(Feature):
         spec = batch if self._spec is None else self._spec
         rehearsal.build(plan, spec)
         self._trace(plan, spec, _why_compared(plan, batch))
-        found, collector = self._rehearsed[0]
+        found, _ = self._rehearsed[0]
         why = None
         if found.drawn:
-            why = f"it draws by `{found.drawn[0]}`"
+            why = f"draws by `{found.drawn[0]}`"
         elif found.changed:
-            why = f"it changes `{found.changed}` in Python"
-        if (
-            why and collector.proof.kind == "exact"
-        ):  # of another trace than this
-            self._trace(plan, spec, why)
-        self._norms_that_train = found.norms
+            why = f"`{found.changed}` changes in Python"
+        may_run = not self._is_proved and all(
+            collector.may_run for _, collector in self._rehearsed
+        )
+        if why and self._is_proved:  # a trace like no other
+            self._proof = Proof("unknown", why)
+        if not (self._is_proved or may_run):
+            proof = self._proof
+            self._trace(plan, spec, proof.reason)
+            self._proof = proof
+        self._norms_of_samples = found.norms
         if found.error is not None:
-            self._norms_that_train = trained_norms(plan.model)
+            self._norms_of_samples = [*map(bool, trained_norms(plan.model))]
+        if plan.options.sync_batch_norm and self._steps() == 1:
+            self._norms_of_samples = []
         if self._is_proved:
             what = f"proved from the graph, {self._proof.reason}"
             self._end(f"exact for every batch: {what}")
@@ -237,9 +249,13 @@ class FirstBatch(Feature):
             # First what is in micro-batches, then the loss of fed batches.
             plans.append(dataclasses.replace(plan, features=()))
         kind = functools.partial(Taken, why=why)
-        self._rehearsed = [
-            rehearsal.rehearse_step(each, spec, kind) for each in plans
-        ]
+        # A custom gradient is not proved, and theirs are right.
+        plain = [hooks.plain_silu(), rematerialization.none()]
+        with hooks.all_of(plain if why is None else []):
+            self._rehearsed = [
+                rehearsal.rehearse_step(each, spec, kind, draws=why is not None)
+                for each in plans
+            ]
         proofs = [
             Proof("unknown", f"its trace raises {type(found.error).__name__}")
             if found.error is not None
@@ -350,10 +366,15 @@ class FirstBatch(Feature):
         plan = dataclasses.replace(plan, is_compiled=False)
         spec = data if self._spec is None else self._spec
         with same_draws():
-            whole, collector = rehearsal.rehearse_step(plan, spec, Taken)
-            parts, _ = rehearsal.rehearse_step(
-                plan, spec, Taken, features=plan.features
+            rehearse = functools.partial(
+                rehearsal.rehearse_step,
+                plan,
+                spec,
+                functools.partial(Taken, why=""),
+                draws=True,
             )
+            whole, collector = rehearse()
+            parts, _ = rehearse(features=plan.features)
         compared = Comparison(whole, collector, compared.rows, parts)
         return compared, compared.look()
 
@@ -407,11 +428,7 @@ class FirstBatch(Feature):
     def _warn_about_norms(self, is_split):
         """Warns of normalizations if a batch was split."""
         accumulation = self._accumulation
-        is_exact = accumulation.options.sync_batch_norm and self._steps() == 1
-        if not is_split or is_exact or self._norms:
-            return
-        norms = self._norms_that_train
-        if not norms:
+        if not is_split or self._norms or not self._norms_of_samples:
             return
         self._norms = (
             "Batch normalization normalizes each micro-batch by itself, so the "
@@ -419,6 +436,11 @@ class FirstBatch(Feature):
             "`micro_batch_size` and `sync_batch_norm=True`, which is exact; or "
             "use `GroupNormalization`, or freeze the layer. With 16 samples or "
             "more in a micro-batch it usually trains well all the same; "
+            if any(self._norms_of_samples)
+            else "The moving averages of batch normalization move in each "
+            "micro-batch, so they are not those of the large batch, whose "
+            "weights are right: no sample is in what it normalizes; "
+        ) + (
             "`compile(verify=False)` hides this warning. "
             f"Received: model={accumulation.model}"
         )
@@ -430,15 +452,15 @@ class FirstBatch(Feature):
 def _why_compared(plan, batch):
     """Returns why a step cannot be proved, whatever its trace is."""
     if plan.is_custom:
-        return "it has a custom step"
+        return "a custom step"
     if plan.model.run_eagerly:
-        return "with `run_eagerly=True` Python may do something else each time"
+        return "eager code, which may do something else each time"
     if "slice_data" in plan.overridden:
-        return "it has a custom `slice_data`"
+        return "a custom `slice_data`"
     if plan.orders is not None:
-        return "padding is cut off"
+        return "padding that is cut off"
     if not _are_alike(batch):
-        return "its arrays hold other numbers of samples"
+        return "arrays of other numbers of samples"
     return None
 
 

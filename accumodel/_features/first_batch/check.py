@@ -32,10 +32,10 @@ from accumodel._features.first_batch.variables import (
     is_read,
     moved,
     variables_of,
+    watching,
 )
 from accumodel._fit.rehearsal import can_gather, rehearse
 from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.rounding import rounding_of
 from accumodel._micro_batch.assignments import is_random, nodes_of
 from accumodel._micro_batch.micro_batches import count_samples
@@ -324,9 +324,7 @@ class Comparison:
         # What differs by design, or is known by its own warning.
         if private_names.is_seed(variable):  # what it draws tells
             return False
-        owners = [*model.metrics, *private_names.loss_trackers(model)]
-        owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
-        if any(is_of(v, variable) for owner in owners for v in owner.variables):
+        if any(is_of(each, variable) for each in watching(model)):
             return False
         used, graphs = self._readers
         is_used = any(variable is reader for reader in used)

@@ -39,7 +39,7 @@ def exact(look, rows, what, reason):
     return (
         f"exact for {who}: the same in micro-batches of {look.size} as in one "
         f"piece (largest difference: {look.error:.1g} of the largest "
-        f"gradient). Not proved, since {reason}: other batches may differ."
+        f"gradient). Not proved: {reason}. Other batches may differ."
     )
 
 
@@ -62,9 +62,9 @@ def differs(look, compared):
 def bends(reason, plan, rest):
     """Returns what a proof says of a step that is inexact in some batches."""
     return (
-        "In some batches the weights will not be those of the large batch: the "
-        f"step has {reason}, and a micro-batch has another one. {advice(plan)} "
-        f"{rest} {OFF} Received: model={plan.model}"
+        "In some batches the weights will not be those of the large batch. The "
+        f"step computes {reason}, which in a micro-batch is another one. "
+        f"{advice(plan)} {rest} {OFF} Received: model={plan.model}"
     )
 
 
@@ -121,7 +121,7 @@ def _cause(look, compared):
         )
     if not look.adds_up and "micro_batch_weight" in plan.overridden:
         return "`micro_batch_weight` must add up to that of all samples."
-    why = f"The step has {compared.noted.proof.reason}. "
+    why = f"What is not proved: {compared.noted.proof.reason}. "
     if compared.noted.is_of_rows and compared.noted.adds:
         why += (
             "Of a loss of `add_loss`, add a mean over samples, or one loss per "

@@ -9,9 +9,14 @@ weights are those of a sum of the outputs, each times another number.
 import numpy as np
 import tensorflow as tf
 
-from accumodel._features.first_batch.variables import NotMade, variables_of
+from accumodel._features.first_batch.variables import (
+    NotMade,
+    variables_of,
+    watching,
+)
 from accumodel._features.proof import Proof, prove, prove_rows
 from accumodel._fit.rehearsal import Enough, Noting, leaves_of
+from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     current_graph,
@@ -41,6 +46,7 @@ class Taken(Noting):
         super().__init__(plan)
         self.proof = Proof("unknown", why or "")
         self._proves = why is None
+        self.may_run = True  # whether its function is that of the training
         self.is_of_rows = True  # whether the outputs may be rows
         self.adds = False  # whether layers add losses
         self.sources: dict = {}  # what a term is of, by its key
@@ -53,6 +59,7 @@ class Taken(Noting):
             if self.proof.kind == "exact":
                 raise Enough
             self._prove_rows(y_pred)
+            self._check_runs()
 
     def note_outputs(self, y_pred):
         self._build_trackers(y_pred)
@@ -60,6 +67,7 @@ class Taken(Noting):
             self.proof = self._prove_rows(y_pred)
             if self.proof.kind == "exact":
                 raise Enough
+            self._check_runs()
         samples = tf.cast(count_samples(current_step().data), tf.float64)
         of_layers = added_losses(self.plan.model)
         rows = [x for x in [*floats_in(y_pred), *of_layers] if x.shape.rank]
@@ -67,6 +75,16 @@ class Taken(Noting):
         means = [x for x in of_layers if not x.shape.rank]
         total = sum(sums) / samples
         return total + sum(tf.cast(x, tf.float64) for x in means), samples
+
+    def _check_runs(self):
+        """Ends a trace that is not the one to run."""
+        model = self.plan.model
+        self.may_run = not (
+            self.plan.numbers.has_stood_in
+            or private_names.is_rematerialized(model)  # which saves memory
+        )
+        if not self.may_run:
+            raise Enough
 
     def _prove_rows(self, y_pred):
         losses = added_losses(self.plan.model)
@@ -77,9 +95,18 @@ class Taken(Noting):
         return proof
 
     def _ask(self, prove, *tensors):
-        spans = self.plan.accumulation.spans_batches
-        rows = self.plan.numbers.rows
-        return prove(*tensors, current_step().data, spans, rows_variable=rows)
+        plan = self.plan
+        return prove(
+            *tensors,
+            current_step().data,
+            plan.accumulation.spans_batches,
+            rows_variable=plan.numbers.rows,
+            ignored=[
+                x
+                for x in watching(plan.model)
+                if not getattr(x, "trainable", False)
+            ],
+        )
 
     def take(self, accumulator, gradients, weight, is_last=True):
         self.keep(accumulator.variables, gradients, weight)

@@ -9,8 +9,10 @@ import contextlib
 import numpy as np
 import tensorflow as tf
 
+from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import (
     tf_variable,
+    trained_norms,
     with_inner_optimizers,
 )
 from accumodel._keras_and_tf.python_state import owners_of
@@ -140,6 +142,13 @@ def flipped(variables, dtype):
         yield
     finally:
         flip()
+
+
+def watching(model):
+    """Returns variables that only watch, or of which another warning tells."""
+    owners = [*model.metrics, *private_names.loss_trackers(model)]
+    owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
+    return [variable for owner in owners for variable in owner.variables]
 
 
 def is_read(graph, variable):

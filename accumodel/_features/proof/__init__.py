@@ -4,8 +4,7 @@
 `analysis` walks the graph, and `verdict` judges the loss and its weight.
 """
 
-from accumodel._features.proof.analysis import MOMENTS
 from accumodel._features.proof.types import Proof
 from accumodel._features.proof.verdict import prove, prove_rows
 
-__all__ = ["MOMENTS", "Proof", "prove", "prove_rows"]
+__all__ = ["Proof", "prove", "prove_rows"]

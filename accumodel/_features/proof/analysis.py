@@ -9,7 +9,12 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._features.proof import shapes  # noqa: F401, for its rules
-from accumodel._features.proof.rules import DIVISIONS, RULES
+from accumodel._features.proof.rules import (
+    DIVISIONS,
+    RULES,
+    apply_rule,
+    is_number,
+)
 from accumodel._features.proof.types import (
     ONE,
     N,
@@ -26,18 +31,17 @@ from accumodel._features.proof.types import (
     sizes_alike,
     times,
 )
+from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.random_numbers import rows_axis
 from accumodel._micro_batch.weights import NONZERO
-
-# In the names of what stands for the moments of normalizations.
-MOMENTS = "accumodel_moments"
 
 _DRAWS = {  # where a draw of rows ends, and which input is its shape
     "StatelessRandomUniformV2": 0,
     "StatelessRandomNormalV2": 0,
     "StatelessRandomUniformIntV2": 0,
     "Reshape": 1,
+    "Fill": 0,  # which stands for one
 }
 
 CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
@@ -76,6 +80,14 @@ class Analysis:
         )
         return own if axis is None else put(own, axis, n)
 
+    def shaped(self, v, tensor, axis=None, **changed):
+        """Returns a type with the sizes of a tensor, of R along an axis."""
+        if v.base != "R":
+            return v.but(dims=self.dims(tensor), **changed)
+        axis = v.axis if axis is None else axis
+        dims = self.dims(tensor, axis, v.n)
+        return v.but(dims=dims, axis=axis, **changed)
+
     def _name(self, tensor):
         return f"{self._frame.number}/{tensor.name}"
 
@@ -109,8 +121,8 @@ class Analysis:
             found = marked or self._by_rule(op, vals)
             found = found if isinstance(found, list) else [found]
             found = found * (len(op.outputs) // len(found))
-            is_known = all(v.base != "V" or v.content for v in found)
-            require(is_known, "the number of samples")
+            for x, v in zip(op.outputs, found, strict=True):
+                _check(v, x.dtype)
         except UnprovedError as error:
             return [self._refused(op, error)] * len(op.outputs)
         has = op.type in ("ReadVariableOp", "ResourceGather")
@@ -161,10 +173,9 @@ class Analysis:
         if op.type in ("While", "StatelessWhile"):
             return self._loop(op, vals)
         is_shared = all(v.is_shared for v in vals)
-        is_known = not is_shared or all(v.dims is not None for v in vals)
-        if op.type in RULES and is_known:
+        if op.type in RULES:
             with contextlib.suppress(*([UnprovedError] if is_shared else [])):
-                return RULES[op.type](self, op, *vals)
+                return apply_rule(self, op, vals)
         is_alike = not op.op_def.is_stateful or op.type == "ResourceGather"
         is_alike &= op.type not in (*_PYTHON, "Placeholder")
         require(is_alike, "what may be another one each time")
@@ -264,8 +275,10 @@ class Analysis:
 
     # -- divisors --------------------------------------------------------------
 
-    def divisor(self, v, tensor):
-        """Returns a sum over the samples as a factor."""
+    def factor(self, v, tensor):
+        """Returns the type of a sum over the samples that is a factor."""
+        if v.base != "S":
+            return v
         require(_is_single(v), "several sums over samples")
         require(not v.grad, f"{v.words} that is trained", bends=True)
         name = self._divisor_name(tensor)
@@ -277,7 +290,10 @@ class Analysis:
             types = [self._frame.types.get(x.ref()) for x in tensor.op.inputs]
             bases = [v and v.base for v in types]
             is_scaled = tensor.op.type == "Mul" and {*bases} == {"C", "S"}
-            is_scaled |= tensor.op.type in DIVISIONS and bases == ["S", "C"]
+            is_scaled |= tensor.op.type in DIVISIONS.split() and bases == [
+                "S",
+                "C",
+            ]
             if is_scaled and _is_single(types[bases.index("C")]):
                 tensor = tensor.op.inputs[bases.index("S")]
             elif (inner := _same_sum(tensor)) is not None:
@@ -325,6 +341,16 @@ class Analysis:
         }
         key = op.type, one.value_index, *inputs, *sorted(attrs.items())
         return self._names_of(key)
+
+
+def _check(v, dtype):
+    """Requires what is true of all types, whatever the rules say."""
+    places = [i for i, size in enumerate(v.dims or ()) if is_of_samples(size)]
+    is_right = places == ([v.axis] if v.base == "R" else [])
+    is_right &= v.base != "V" or bool(v.content)
+    require(is_right, "the number of samples, which is not followed,")
+    is_whole = v.base != "S" or is_number(dtype) or dtype.size >= 4
+    require(is_whole, "a sum of few bits")
 
 
 def _is_single(v):

@@ -22,6 +22,7 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
 import math
 import typing
@@ -29,6 +30,8 @@ import typing
 Size: typing.TypeAlias = tuple[int, tuple[str, ...]]
 ONE: Size = (1, ())
 N: Size = (1, ("n",))
+
+UNLIKE = "an axis of samples next to one of another length"
 
 # Names of sizes that TensorFlow requires to be equal, in the present analysis.
 _alike: contextvars.ContextVar = contextvars.ContextVar("alike")
@@ -144,6 +147,8 @@ class Type:
         if self.m and self.base == "C":
             is_number = {name for name, _ in self.m} == {"n"}
             return "the number of samples" if is_number else "a sum of weights"
+        if self.m:
+            return "samples times a statistic of the batch"
         names = {"C": "what samples share", "V": "the number of samples"}
         return names.get(self.base, "samples")
 
@@ -165,20 +170,27 @@ def shared(*vals):
         _need(v.is_shared, v)
 
 
+def agree(a, b):
+    """Whether sizes are equal if TensorFlow requires it, which is noted."""
+    (a, some), (b, others) = times(a), times(b)
+    first = [*(collections.Counter(some) - collections.Counter(others))]
+    other = [*(collections.Counter(others) - collections.Counter(some))]
+    if a == b and len(first) == len(other) == 1 and "n" not in first + other:
+        alike, (to,), (of,) = _alike.get(), first, other
+        names = {name for name, root in alike.items() if root == of} | {of}
+        alike.update(dict.fromkeys(names, to))
+        return True
+    return a == b and some == others
+
+
 def same(a, b):
     """Returns the type of R, with the rows that two R share."""
     # Two lengths that are not known are equal, or TensorFlow raises: if one is
     # 1 in a micro-batch, and is broadcast, the large batch fails.
-    is_like = a.o == b.o and (a.k == b.k or bool(a.k[1] and b.k[1]))
-    is_as_long = times(a.n) == times(b.n)
-    require(is_as_long or is_like, "axes of samples of unlike lengths")
-    is_any = a.uniform or b.uniform
-    require(is_any or is_like, "samples in unlike orders")
-    one, other = times(a.k), times(b.k)
-    if one[0] == other[0] and len(one[1]) == len(other[1]) == 1:
-        alike, (to,), (of,) = _alike.get(), one[1], other[1]
-        names = {s for s, x in alike.items() if x == of} | {of}
-        alike.update(dict.fromkeys(names - {to}, to))
+    is_like = a.o == b.o and (agree(a.k, b.k) or bool(a.k[1] and b.k[1]))
+    is_as_long = is_like or times(a.n) == times(b.n)
+    require(is_as_long, "axes of samples of unlike lengths")
+    require(a.uniform or b.uniform or is_like, "samples in unlike orders")
     rows = b if a.uniform else a
     return a.but(o=rows.o, k=rows.k, uniform=a.uniform and b.uniform)
 
@@ -194,9 +206,6 @@ def _broadcast_size(sizes):
 def broadcast(vals):
     """Returns what C and R give entry by entry, as if there was no `m`."""
     rows = [v for v in vals if v.base == "R"]
-    if any(v.dims is None for v in vals):
-        require(not rows, "a tensor of unknown rank")
-        return Type("C")
     rank = max(len(v.dims) for v in vals)
     padded = [(ONE,) * (rank - len(v.dims)) + v.dims for v in vals]
     dims = tuple(map(_broadcast_size, zip(*padded, strict=True)))
@@ -204,15 +213,12 @@ def broadcast(vals):
         return Type("C", dims)
     places = {v.axis + rank - len(v.dims) for v in rows}
     require(len(places) == 1, "samples next to others: two axes of them")
-    (axis,), one = places, rows[0]
-    for v in rows[1:]:
-        one = same(one, v)
+    (axis,), one = places, functools.reduce(same, rows)
     # A micro-batch of one sample would be broadcast.
     others = [d for v, d in zip(vals, padded, strict=True) if v.base != "R"]
-    is_one = all(d[axis] == ONE for d in others)
-    require(is_one, "an axis of samples next to one of another length")
-    rows = {"o": one.o, "k": one.k, "uniform": one.uniform}
-    return Type("R", put(dims, axis, one.n), axis=axis, **rows)
+    require(all(dims[axis] == ONE for dims in others), UNLIKE)
+    dims = put(dims, axis, one.n)
+    return Type("R", dims, (), axis, one.o, one.k, one.uniform)
 
 
 def added(vals):

@@ -66,7 +66,7 @@ def prove(loss, weight, data, spans_batches, rows_variable=None, ignored=()):
         return unproved[0]
     if types[1:] and types[1].base == "S":
         try:
-            types[1] = analysis.divisor(types[1], weight)
+            types[1] = analysis.factor(types[1], weight)
         except UnprovedError as error:
             return Proof("unknown", f"its weight is {error}")
     proof = _judge(*types)

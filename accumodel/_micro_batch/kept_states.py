@@ -1,0 +1,186 @@
+"""States that no sample changes: each micro-batch finds them as its cycle did.
+
+A step may assign what it computes of weights, constants and the state itself,
+such as a count of its calls, or the vectors of a power iteration. The large
+batch assigns it once:
+
+    after each micro-batch:
+        new = state
+        state = what it was before
+    when the cycle ends, before its update:
+        state = new
+
+All micro-batches of a cycle compute the same, since weights move at its end. A
+state that is computed of samples, or assigned on a condition, stays as it is:
+the check on the first batch tells. Which are computed of samples is decided
+where their number is not known, as in `sample_axes`.
+"""
+
+import concurrent.futures
+import contextlib
+import typing
+
+import tensorflow as tf
+
+from accumodel._keras_and_tf import hooks
+from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._micro_batch.assignments import is_random, recorded
+from accumodel._micro_batch.micro_batches import (
+    current_graph,
+    current_step,
+    first_leaf,
+)
+
+
+class _Kept(typing.NamedTuple):
+    """A state, and what it becomes when the cycle ends."""
+
+    state: typing.Any
+    new: typing.Any
+    is_new: typing.Any  # whether this cycle has assigned it
+
+
+class KeptStates:
+    """The states of a model that its micro-batches assign alike."""
+
+    def __init__(self, model):
+        self._model = model
+        self._kept: dict = {}  # by the ids of the states
+
+    def of(self, plan):
+        """Returns a scope of each micro-batch, by `parts` and its number."""
+        is_one = self._model.distribute_strategy.num_replicas_in_sync == 1
+        if plan.whole_batch is not None or not is_one:
+            return lambda parts, i: contextlib.nullcontext()
+        return lambda parts, i: self._put_back()
+
+    @contextlib.contextmanager
+    def _put_back(self):
+        graph, assigned = current_graph(), _Assigned(self._model)
+
+        def assign(original, variable, value):
+            step = current_step()
+            if step is not None and step.collector is not None:
+                is_known = id(variable) in self._kept
+                assigned.note(variable, value, step, graph, is_known)
+            return original(variable, value)
+
+        try:
+            with hooks.assignments(assign=assign):
+                yield
+        finally:  # a rehearsal may end before its step
+            alike = [(self._keep(v), before) for v, before in assigned.alike()]
+        for kept, before in alike:
+            with recorded():
+                kept.new.assign(kept.state.read_value())
+                kept.is_new.assign(True)
+                kept.state.assign(before)
+
+    def _keep(self, variable):
+        def make():
+            state = tf_variable(variable)
+            new = tf.zeros(state.shape, state.dtype)
+            new, is_new = (
+                tf.Variable(each, trainable=False) for each in (new, False)
+            )
+            return _Kept(state, new, is_new)
+
+        if id(variable) not in self._kept:
+            # In a thread that knows of no function, see `RandomNumbers`.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                self._kept[id(variable)] = pool.submit(make).result()
+        return self._kept[id(variable)]
+
+    def end_cycle(self):
+        """Assigns what the micro-batches of this cycle have assigned."""
+        for state, new, is_new in self._kept.values():
+            state.assign(tf.where(is_new, new, state))
+        self.forget()
+
+    def forget(self):
+        """Leaves the states as they were when the cycle began."""
+        for kept in self._kept.values():
+            kept.is_new.assign(False)
+
+
+class _Assigned:
+    """What one micro-batch assigns of the weights of a model."""
+
+    def __init__(self, model):
+        self._model = model
+        self._before: dict = {}  # values, by the ids of variables
+        # By the same ids: variables, and the ids of the handles of all that
+        # they are computed of; or `None` if of samples.
+        self._variables: dict = {}
+        self._sources: dict = {}
+
+    def note(self, variable, value, step, graph, is_known):
+        """Notes what is about to be assigned in the `graph` of a step."""
+        key = id(variable)
+        if key not in self._variables:
+            with (
+                contextlib.nullcontext()
+                if graph is None
+                else (graph.as_default())
+            ):
+                self._before[key] = tf_variable(variable).read_value()
+        # Where sizes are numbers, one may be that of the samples.
+        is_size_known = graph is None or first_leaf(step.data).shape[0]
+        sources: set | None = set()
+        if step.is_conditional() or (is_size_known and not is_known):
+            sources = None
+        elif tf.is_symbolic_tensor(value):
+            sources = _sources(value)
+        weights = self._model.trainable_variables
+        if step.calls and sources and not sources.isdisjoint(_handles(weights)):
+            sources = None  # after the update, they would be others
+        known = self._sources.get(key, set())
+        is_unknown = sources is None or known is None
+        self._variables[key] = variable
+        self._sources[key] = None if is_unknown else known | sources
+
+    def alike(self):
+        """Returns pairs of a variable that no sample changes, and its value."""
+        keys = _handles(self._model.weights)
+        alike = {k: v for k, v in self._sources.items() if v is not None}
+        while True:
+            changing = {
+                id(tf_variable(variable).handle)
+                for key, variable in self._variables.items()
+                if key not in alike
+            }
+            handles = keys - changing
+            kept = {
+                key: sources
+                for key, sources in alike.items()
+                if sources <= handles
+                and id(tf_variable(self._variables[key]).handle) in handles
+            }
+            if len(kept) == len(alike):
+                return [(self._variables[k], self._before[k]) for k in kept]
+            alike = kept
+
+
+def _handles(variables):
+    return {id(tf_variable(variable).handle) for variable in variables}
+
+
+def _sources(value):
+    """Returns the ids of the handles of variables that a tensor is made of.
+
+    It returns `None` if it is made of anything else, such as of samples.
+    """
+    outside = {inner.name: outer for outer, inner in value.graph.captures}
+    names, found, todo = set(), set(), [value]
+    for tensor in todo:  # which grows
+        outer = outside.get(tensor.name)
+        if is_random(tensor.op.node_def) or tf.is_symbolic_tensor(outer):
+            return None
+        if outer is not None and outer.dtype == tf.resource:
+            found.add(id(outer))
+        elif outer is None and tensor.op.type == "Placeholder":
+            return None
+        if tensor.name not in names:
+            names.add(tensor.name)
+            todo += tensor.op.inputs
+    return found

@@ -1,0 +1,320 @@
+"""What is traced before the first step may fail, and leaves nothing behind."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import test_whole_training as whole
+from helpers import distance
+from keras import layers, ops
+from test_verdict import SGD, with_layer
+from test_whole_training import (
+    SUM,
+    WAYS,
+    AddsRows,
+    Either,
+    Program,
+    X,
+    Y,
+    feed,
+    heads,
+    trained,
+)
+
+from accumodel import AccumulatingModel
+from accumodel._features.first_batch import batches
+
+pytestmark = pytest.mark.verified
+
+
+@pytest.fixture(autouse=True)
+def errors_are_told(monkeypatch):
+    """As outside of the tests."""
+    monkeypatch.setattr(batches, "RAISES", False)
+
+
+WAYS = WAYS | {
+    "fed, eager": {"accum_steps": 4, "run_eagerly": True},
+    "cache, eager": WAYS["cache"] | {"run_eagerly": True},
+}
+EACH = [Y, Y]
+
+
+def fixed(model, steps):
+    """Trains with batches of a size that is known in the graph."""
+    data = tf.data.Dataset.from_tensor_slices((X, (Y, Y)))
+    batches = data.batch(24 // steps, drop_remainder=True)
+    model.fit(batches, epochs=2, shuffle=False, verbose=0)
+
+
+def fails_at(place):
+    """Returns what makes a model that needs to know the number of samples.
+
+    It is not built; and it draws, counts in Python, and has a function.
+    """
+
+    def make(cls):
+        class Model(cls):
+            def __init__(self):
+                super().__init__()
+                self.calls = 0
+                self.hidden = layers.Dense(6, "tanh")
+                self.drop = layers.Dropout(0.5, seed=3)
+                self.heads = [layers.Dense(4), layers.Dense(4)]
+
+            def need(self, here, x):
+                return x * (int(x.shape[0]) > 0) if here == place else x
+
+            @tf.function
+            def decorated(self, x):
+                return self.need("function", self.hidden(x))
+
+            def call(self, x, training=None):
+                self.calls += 1
+                x = self.drop(self.decorated(x), training=training)
+                x = self.need("forward", x)
+                return [head(x) for head in self.heads]
+
+            def compute_loss(self, x, y, y_pred=None, *args, **kwargs):
+                if y_pred is not None:
+                    self.need("loss", y_pred[0])
+                return super().compute_loss(x, y, y_pred, *args, **kwargs)
+
+        class Steps(Model):
+            def train_step(self, data):
+                logs = super().train_step(data)
+                self.need("step", data[0])
+                return logs
+
+        return Steps() if place == "step" else Model()
+
+    return make
+
+
+def state_of(model):
+    """Returns all that a training leaves behind."""
+    variables = [*model.variables, *model.optimizer.variables]
+    return [*map(np.array, variables)], getattr(model, "calls", 0)
+
+
+def trains_as_plain(program, **kwargs):
+    """Trains with and without the check, and by plain Keras where it runs."""
+    is_eager = kwargs.get("run_eagerly", False)
+    plain, _ = trained(program, keras.Model, run_eagerly=is_eager)
+    models = [
+        trained(program, AccumulatingModel, verify=verify, **kwargs)[0]
+        for verify in (True, False)
+    ]
+    (checked, calls), (unchecked, others) = map(state_of, models)
+    assert distance(checked, unchecked) == 0
+    assert calls == others
+    assert distance(models[0], plain) < program.tolerance
+    return models[0]
+
+
+@pytest.mark.parametrize("way", ["eager", "fed", "fed, eager", "cache"])
+@pytest.mark.parametrize("place", ["function", "forward", "loss", "step"])
+def test_one_that_fails_leaves_nothing_behind(place, way):
+    if way == "cache" and place != "loss":
+        pytest.skip("no step of this way knows it")
+    trains_as_plain(
+        Program(fails_at(place), ["mse", "mse"], fixed), **WAYS[way]
+    )
+
+
+def python(y, p):
+    """Looks at what it computes, as who looks for an error."""
+    assert float(ops.max((y - p) ** 2).numpy()) < 1e9
+    return ops.mean((y - p) ** 2, -1)
+
+
+def by_size(y, p):
+    return ops.sum((y - p) ** 2, -1) / (y.shape[0] * 0.0 + 4)
+
+
+def adding(cls):
+    x = keras.Input((6,))
+    hidden = AddsRows()(layers.Dense(6, "tanh")(x))
+    return cls(x, [layers.Dense(4)(hidden), layers.Dense(4)(hidden)])
+
+
+OUTPUTS = {
+    "a sum and a mean": (heads, SUM, ["cache"]),
+    "Python": (heads, python, ["eager", "fed, eager", "cache, eager"]),
+    "a size": (heads, by_size, ["fed", "cache"]),
+    "vectors": (adding, "mse", ["cache"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, way) for name, (*_, ways) in OUTPUTS.items() for way in ways],
+)
+def test_models_of_several_outputs(name, way):
+    make, loss, _ = OUTPUTS[name]
+    program = Program(make, [loss, "mse"], fixed, lambda: SGD(1e-3))
+    trains_as_plain(program, **WAYS[way])
+
+
+# -- what a step asks for, and was not there -----------------------------------
+
+
+def of_any_rank(cls):
+    """Is called with samples, or with sequences."""
+
+    class Model(cls):
+        def __init__(self):
+            super().__init__()
+            self.drop, self.last = layers.Dropout(0.5, seed=3), layers.Dense(4)
+
+        def call(self, x, training=None):
+            x = self.last(self.drop(x, training=training))
+            return x if len(x.shape) == 2 else ops.mean(x, 1)
+
+    return Model()
+
+
+SEQUENCES = np.stack([X, X + 1, X * 2], 1)
+
+
+def in_turn(model, steps):
+    for x in (X, SEQUENCES):
+        feed(x, Y, epochs=1)(model, steps)
+    for x in (X, SEQUENCES) if steps == 1 else ():
+        model.train_on_batch(x[:24], Y[:24])
+
+
+class Noise(layers.Layer):
+    """Is switched on in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_on, self.seed = False, keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        if not self.is_on:
+            return x
+        return x + keras.random.normal(ops.shape(x), seed=self.seed)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def switched(model, steps):
+    def switch(epoch, logs):
+        model.layers[2].is_on = epoch > 0
+
+    switching = keras.callbacks.LambdaCallback(on_epoch_begin=switch)
+    feed(X, Y, callbacks=[switching])(model, steps)
+
+
+@pytest.mark.parametrize("way", ["eager", "fed, eager", "cache, eager"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(of_any_rank, "mse", in_turn),
+        Program(with_layer(Noise), "mse", switched),
+    ],
+    ids=["another rank", "switched noise"],
+)
+def test_a_step_that_asks_for_more_is_rehearsed_again(program, way):
+    trains_as_plain(program, **WAYS[way])
+
+
+class InLoop(Either):
+    """Draws in one of two ways in each round of a loop."""
+
+    def call(self, x):
+        for _ in range(2):
+            x = super().call(x)
+        return x
+
+
+@pytest.mark.parametrize("way", ["eager", "fed, eager"])
+@pytest.mark.parametrize("layer", [Either, InLoop])
+def test_draws_that_disagree_are_refused_by_name_or_exact(layer, way):
+    try:
+        trains_as_plain(Program(with_layer(layer), "mse"), **WAYS[way])
+    except ValueError as error:
+        assert "A draw of `keras.random.uniform`" in str(error)  # noqa: PT017
+
+
+# -- an error of the user's own ------------------------------------------------
+
+
+def stepping(accumulate):
+    """Returns what makes a model whose step accumulates in its own way."""
+
+    class Model(AccumulatingModel):
+        def train_step(self, data):
+            x, y = data
+            variables = self.trainable_variables
+            with tf.GradientTape() as tape:
+                loss = ops.mean((self(x, training=True) - y) ** 2)
+            accumulate(self, x, tape.gradient(loss, variables))
+            return {"mean": loss}
+
+    return lambda cls: whole.dense(Model)
+
+
+def twice(model, x, gradients):
+    for _ in range(2):
+        model.accumulate_gradients(gradients, tf.shape(x)[0])
+
+
+def unknown(model, x, gradients):
+    pairs = zip(gradients, [tf.Variable(g) for g in gradients], strict=True)
+    model.accumulate_gradients([*pairs], tf.shape(x)[0])
+
+
+class Wrong(layers.Layer):
+    def call(self, x, training=None):
+        if training:
+            raise KeyError("a key of the user")
+        return x
+
+
+ERRORS = {
+    "accumulated twice": (stepping(twice), None),
+    "len": (stepping(lambda m, x, g: m.accumulate_gradients(g, len(x))), None),
+    "variable": (stepping(unknown), None),
+    "a key of the user": (with_layer(Wrong), "mse"),
+    "sums and means": (heads, ["mse", SUM]),
+}
+
+
+@pytest.mark.parametrize("way", ["split", "fed"])
+@pytest.mark.parametrize("text", ERRORS)
+def test_an_error_of_the_users_own_is_told_once(text, way):
+    make, loss = ERRORS[text]
+    model = make(AccumulatingModel)
+    model.compile("sgd", loss, **WAYS[way])
+    y = EACH if make is heads else Y
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Exception, match=text):
+            model.fit(X, y, batch_size=24, verbose=0)
+
+
+class Depth(layers.Layer):
+    """Is as deep as a drawn number says."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        is_deep = float(keras.random.uniform((), seed=self.seed)) < 0.5
+        return ops.tanh(x) if is_deep else x
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_what_is_quoted_is_the_cause():
+    program = Program(with_layer(Depth), "mse")
+    model = trains_as_plain(program, **WAYS["eager"])
+    assert model.first_batch_check.startswith("not made: TypeError: ")
+    assert "float" in model.first_batch_check
