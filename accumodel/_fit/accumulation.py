@@ -12,10 +12,10 @@ from accumodel._fit.end_of_cycle import named_arguments, with_end_of_cycle
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.kept_states import KeptStates
+from accumodel._micro_batch.logs import LoggedLosses
 from accumodel._micro_batch.micro_batches import Plan, current_step, on_host
 from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._micro_batch.sample_axes import SampleAxes
-from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import cycles
 from accumodel._update.engine import fitted
 
@@ -79,7 +79,7 @@ class Accumulation:
         # True once an update may need several batches; stays true.
         self.spans_batches = False
         self.accumulators = cycles.Cycles(model)
-        self.loss_weights = LossWeights(model)
+        self.loss_weights = LoggedLosses(model)
         self.states = KeptStates(model)
         # Variables that steps assign, by id, in a dict for each of "model" (by
         # its layers), "between passes" (by the loss of a whole batch), "seeds"
@@ -123,7 +123,7 @@ class Accumulation:
             model.compiled = False
             raise
         self.options = options
-        self.loss_weights = LossWeights(model)  # which warns anew
+        self.loss_weights = LoggedLosses(model)  # which warns anew
         self.states = KeptStates(model)
         self.sample_axes = SampleAxes(rehearsal.rehearse_again)
         self.is_rehearsed = False

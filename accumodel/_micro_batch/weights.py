@@ -18,7 +18,6 @@ on the first batch tells.
 """
 
 import contextlib
-import typing
 import warnings
 
 import keras
@@ -27,20 +26,16 @@ import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.checks import InexactWarning
-from accumodel._keras_and_tf.replicas import (
-    count_replicas,
-    make_sum,
-    scope_of,
-)
+from accumodel._keras_and_tf.replicas import count_replicas
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     current_step,
     first_leaf,
 )
 
-_MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
-_UNREDUCED = ("none", None)
-_SUMS = ("sum", *_UNREDUCED)
+MEANS = ("mean", "sum_over_batch_size", "mean_with_sample_weight")
+UNREDUCED = ("none", None)
+SUMS = ("sum", *UNREDUCED)
 
 # The weight of a micro-batch in which nothing counts: nothing next to others,
 # but a cycle of nothing else divides by it. Times a gradient, it is a float32.
@@ -59,8 +54,6 @@ class LossWeights:
     def __init__(self, model):
         self._model = model
         self.warned: set[str] = set()
-        # The logged losses of the cycle, see `LossLogs`.
-        self.cycle: typing.Any = None
         # Whether the arrays of sample weights that `fit`, or `evaluate`, was
         # given for several outputs are one: now, and by functions.
         self._share = False
@@ -81,13 +74,6 @@ class LossWeights:
             yield
         finally:
             self._share = before
-
-    def make_cycle(self):
-        """Makes the variable, again if Keras has made trackers of outputs."""
-        rows = len(private_names.loss_trackers(self._model))
-        if self.cycle is None or self.cycle.shape[0] != rows:
-            with scope_of(self._model.distribute_strategy):
-                self.cycle = make_sum((rows, 5), tf.float64, "cycle")
 
     def weight(self, plan, data):
         """Returns the weight of the last micro-batch, `None` if it is a sum."""
@@ -137,33 +123,11 @@ class LossWeights:
                 "and a scalar of `add_loss` over samples: no single weight is "
                 "exact. Override `micro_batch_weight` if samples matter more."
             )
+        return self._chosen(divisors, samples)
+
+    def _chosen(self, divisors, samples):
+        """Returns a divisor, or the samples if it is in proportion to them."""
         value = next(iter(divisors.values()), None)
-        return samples if value is None else _nonzero(value, samples)
-
-    def output_weights(self, data, outputs, weight):
-        """Returns the weight of each output's logged loss, `None` for a sum."""
-        step = current_step()
-        reductions = step.reductions or []
-        if len(reductions) != outputs:  # some reduce in their own way
-            return [count_samples(data)] * outputs
-        # A custom loss may normalize sums itself.
-        is_mean = weight is not None and "compute_loss" in step.plan.overridden
-        return [
-            self._of_output(reduction, data, is_mean)
-            for reduction in reductions
-        ]
-
-    def _of_output(self, reduction, data, is_mean):
-        samples, name = count_samples(data), reduction.reduction
-        if name not in (*_MEANS, *_SUMS):
-            return samples
-        divisors = self._divisors([reduction])
-        if [*divisors] == [None]:
-            if name in _UNREDUCED and not is_single(reduction.values, data):
-                # Without a reduction, and logged as a mean.
-                return tf.size(reduction.values)
-            return samples if is_mean else None
-        value = next(iter(divisors.values())) if len(divisors) == 1 else None
         return samples if value is None else _nonzero(value, samples)
 
     def _of_model(self, reductions):
@@ -207,9 +171,7 @@ class LossWeights:
         # it is only known to be proportional to the samples.
         divisors: dict = {}
         for reduction in reductions:
-            inner = [
-                x for x in reduction.inner if x.reduction not in _UNREDUCED
-            ]
+            inner = [x for x in reduction.inner if x.reduction not in UNREDUCED]
             own = self._divisors(inner) or self._divisor(reduction)
             if inner and None in own and _is_mean(reduction):
                 own = {_SAMPLES: None}
@@ -218,7 +180,7 @@ class LossWeights:
 
     def _divisor(self, reduction):
         values, sample_weight, mask, name, *_ = reduction
-        if name not in (*_MEANS, *_SUMS):
+        if name not in (*MEANS, *SUMS):
             raise ValueError(
                 "accumodel does not know what this reduction divides by. "
                 "Override `micro_batch_weight` to say so. "
@@ -226,7 +188,7 @@ class LossWeights:
             )
         if not current_step().axes[id(values)]:
             return {_SAMPLES: None}
-        if name in _SUMS:
+        if name in SUMS:
             return {None: None}
         dtype = "float64" if values.dtype == "float64" else "float32"
         weighed = mask is not None or sample_weight is not None

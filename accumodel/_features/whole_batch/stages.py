@@ -41,6 +41,7 @@ from accumodel._micro_batch import (
 )
 from accumodel._micro_batch.assignments import States
 from accumodel._micro_batch.feature import Feature
+from accumodel._micro_batch.logs import LossLogs
 from accumodel._micro_batch.micro_batches import one_step, tensors_in, trace
 from accumodel._micro_batch.random_numbers import Draws
 
@@ -78,7 +79,7 @@ class WholeBatch(Feature):
         data = micro_batches.as_tensors(data)
         passes = _Passes(plan, data, is_training=True)
         ends = passes.forward()
-        losses = loop.LossLogs(plan, data, plan.accumulation.spans_batches)
+        losses = LossLogs(plan, data, plan.accumulation.spans_batches)
         step = functools.partial(one_step, plan, data, collector, losses)
         with step():
             own, cache, weight, log = passes.differentiate(*ends)

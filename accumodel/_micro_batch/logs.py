@@ -1,0 +1,144 @@
+"""The losses that Keras logs: of a cycle, made of those of micro-batches."""
+
+import typing
+
+import tensorflow as tf
+
+from accumodel._keras_and_tf import replicas
+from accumodel._keras_and_tf.private_names import loss_trackers
+from accumodel._micro_batch import micro_batches
+from accumodel._micro_batch.assignments import recorded
+from accumodel._micro_batch.micro_batches import current_step
+from accumodel._micro_batch.weights import (
+    MEANS,
+    SUMS,
+    UNREDUCED,
+    LossWeights,
+    is_single,
+)
+
+
+class LoggedLosses(LossWeights):
+    """Finds the weights of losses, and holds the logged ones of a cycle."""
+
+    cycle: typing.Any = None  # see `LossLogs`
+
+    def make_cycle(self):
+        """Makes the variable, again if Keras has made trackers of outputs."""
+        rows = len(loss_trackers(self._model))
+        if self.cycle is None or self.cycle.shape[0] != rows:
+            with replicas.scope_of(self._model.distribute_strategy):
+                self.cycle = replicas.make_sum((rows, 5), tf.float64, "cycle")
+
+    def of_outputs(self, data, outputs, weight):
+        """Returns the weight of each output's logged loss, `None` for a sum."""
+        step = current_step()
+        reductions = step.reductions or []
+        if len(reductions) != outputs:  # some reduce in their own way
+            return [micro_batches.count_samples(data)] * outputs
+        # A custom loss may normalize sums itself.
+        is_mean = weight is not None and "compute_loss" in step.plan.overridden
+        return [
+            self._of_output(reduction, data, is_mean)
+            for reduction in reductions
+        ]
+
+    def _of_output(self, reduction, data, is_mean):
+        samples, name = micro_batches.count_samples(data), reduction.reduction
+        if name not in (*MEANS, *SUMS):
+            return samples
+        divisors = self._divisors([reduction])
+        if [*divisors] == [None]:
+            if name in UNREDUCED and not is_single(reduction.values, data):
+                # Without a reduction, and logged as a mean.
+                return tf.size(reduction.values)
+            return samples if is_mean else None
+        return self._chosen(divisors if len(divisors) == 1 else {}, samples)
+
+
+class LossLogs:
+    """The logged losses of a cycle, made of those of its micro-batches.
+
+    Keras's loss trackers average over batches. For a micro-batch they are
+    emptied, so that they hold its losses. Then they get the loss of all that
+    was fed of the cycle, as plain Keras gives it to them, on top of the cycles
+    before. If a custom step does not report, the trackers are its own.
+
+    `LoggedLosses.cycle` is a variable with a row for each tracker: its total
+    and count before the cycle; and of the cycle the sums of `weight * loss`, of
+    `weight` and of the samples. If the trackers are reset in the middle of a
+    cycle, as at the end of an epoch, the rest counts as a cycle of its own.
+    """
+
+    def __init__(self, plan, data, spans_batches):
+        self._plan, self._data = plan, data
+        self._losses = plan.accumulation.loss_weights
+        self.spans_batches = spans_batches
+        # Whether the micro-batch is the first of its fed batch, maybe a tensor.
+        self.begins_batch = True
+        self._before = []
+
+    def begin(self):
+        """Empties the trackers, which then hold one micro-batch."""
+        trackers, data = loss_trackers(self._plan.model), current_step().data
+        # Without data, nothing may be changed: see `Engine._waits`.
+        with tf.control_dependencies(micro_batches.tensors_in(data)):
+            self._before = [*map(_total_and_count, trackers)]
+        for tracker in trackers:
+            tracker.reset_state()
+
+    @recorded()
+    def report(self, loss, weight, data):
+        """Adds losses and weights, `None` for a sum, and sets the trackers."""
+        trackers = loss_trackers(self._plan.model)
+        if loss.shape.rank:  # without a reduction, and logged as a mean
+            weight = tf.size(loss)
+        weights, outputs = [weight], len(trackers) - 1
+        if outputs:
+            weights += self._losses.of_outputs(data, outputs, weight)
+        samples = tf.cast(micro_batches.count_samples(data), tf.float64)
+        new = []
+        for tracker, weight in zip(trackers, weights, strict=True):
+            loss = tf.cast(tracker.result(), tf.float64)
+            count = tf.cast(0 if weight is None else weight, tf.float64)
+            loss = loss if weight is None else loss * count
+            new.append([0.0, 0.0, loss, count, samples])
+        self._set(trackers, tf.unstack(self._add(tf.stack(new))))
+
+    def _add(self, new):
+        """Adds rows to those of the cycle, which may begin; returns them."""
+        self._losses.make_cycle()
+        cycle, count = self._losses.cycle, new.shape[0]
+        # Eager code may have made trackers since `begin`.
+        before = self._before + [tf.zeros(2, tf.float64)] * (count - 1)
+        before = tf.stack(before[:count])
+        is_new = self.begins_batch
+        if self.spans_batches:
+            is_reset = before[:, 1:] <= cycle[:, 1:2]
+            pending = self._plan.accumulation.count_pending()
+            is_new &= is_reset | tf.equal(pending, 0)
+        new += tf.where(is_new, tf.pad(before, [[0, 0], [0, 3]]), cycle)
+        cycle.assign(new)
+        return new
+
+    def _set(self, trackers, rows):
+        """Gives the trackers the losses of the cycle so far."""
+        # Keras weighs an output's loss by the static batch size; if that is
+        # unknown, as with a short last batch, batches count equally.
+        length = micro_batches.first_leaf(self._data).shape[0]
+        are_equal = self.spans_batches or length is None
+        for i, (tracker, row) in enumerate(zip(trackers, rows, strict=True)):
+            total, count, loss, weight, samples = tf.unstack(row)
+            loss = tf.where(weight == 0, loss, loss / weight)
+            size = 1.0 if are_equal and i else samples
+            if replicas.count_replicas() > 1:
+                # Masks may differ from replica to replica.
+                size = tf.where(weight == 0, samples, weight)
+            tracker.total.assign(total + loss * size)
+            tracker.count.assign(count + size)
+
+
+def _total_and_count(tracker):
+    """Returns the total and the count of a loss tracker in a tensor."""
+    values = tracker.total, tracker.count
+    return tf.stack([tf.cast(value, tf.float64) for value in values])
