@@ -39,7 +39,7 @@ def exact(look, rows, what, reason):
     return (
         f"exact for {who}: the same in micro-batches of {look.size} as in one "
         f"piece (largest difference: {look.error:.1g} of the largest "
-        f"gradient). Not proved: {reason}. Other batches may differ."
+        f"gradient). Not proved ({reason}): other batches may differ."
     )
 
 
