@@ -516,7 +516,7 @@ def test_what_is_in_one_piece_is_exact(kwargs):
 
 
 def test_it_can_be_switched_off():
-    make, loss, _ = INEXACT["a counter"]
+    make, loss, _ = INEXACT["a raw counter"]
     assert not warned(make, loss, micro_batch_size=4, verify=False)
     assert not warned(norm, "mse", micro_batch_size=4, verify=False)
 

@@ -399,6 +399,14 @@ def outside_of_scopes():
     return replaced(tracker, "stateless_scope", None)
 
 
+@needed_for("states")
+def not_cast():
+    """Returns a scope in which variables are read in their own dtype."""
+    # If Keras keeps the scope elsewhere, a state that a layer assigns with
+    # mixed precision is an error.
+    return replaced(GLOBAL_STATE.GLOBAL_STATE_TRACKER, "autocast_scope", None)
+
+
 @needed_for("rematerialization")
 def keep_call():
     """Captures how layers are called now; see `Hook.keep`."""

@@ -57,11 +57,11 @@ class KeptStates:
     @contextlib.contextmanager
     def _put_back(self):
         graph, assigned = current_graph(), _Assigned(self._model)
-        weights = _handles(self._model.weights)
+        weights = {*map(id, self._model.weights)}
 
         def assign(original, variable, value):
             step = current_step()
-            is_own = id(tf_variable(variable).handle) in weights
+            is_own = id(variable) in weights
             if step is not None and step.collector is not None and is_own:
                 is_known = id(variable) in self._kept
                 assigned.note(variable, value, step, graph, is_known)
@@ -120,11 +120,10 @@ class _Assigned:
         """Notes what is about to be assigned in the `graph` of a step."""
         key = id(variable)
         if key not in self._variables:
-            with (
-                contextlib.nullcontext()
-                if graph is None
-                else (graph.as_default())
-            ):
+            outside = contextlib.nullcontext()
+            if graph is not None:
+                outside = graph.as_default()
+            with outside, hooks.not_cast():
                 self._before[key] = tf_variable(variable).read_value()
         # Where sizes are numbers, one may be that of the samples.
         is_size_known = graph is None or first_leaf(step.data).shape[0]
@@ -133,8 +132,9 @@ class _Assigned:
             sources = None
         elif tf.is_symbolic_tensor(value):
             sources = _sources(value)
-        weights = self._model.trainable_variables
-        if step.calls and sources and not sources.isdisjoint(_handles(weights)):
+        with hooks.not_cast():
+            weights = _handles(self._model.trainable_variables)
+        if step.calls and sources and not sources.isdisjoint(weights):
             sources = None  # after the update, they would be others
         known = self._sources.get(key, set())
         is_unknown = sources is None or known is None
