@@ -69,7 +69,7 @@ def run(plan, function, data, collector=None):
             feature.check_graph(tf.compat.v1.get_default_graph())
         logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, logs)
-        # `[i]`: there may be no logs.
+        # An optional needs a component, and a step may return no logs.
         flat = [i, *tf.nest.flatten(logs)]
         return (tf.raw_ops.OptionalFromValue(components=flat),)
 

@@ -288,7 +288,7 @@ class Engine(tf.Module):
 
         def add():  # each as soon as it is made, which frees it
             with recorded():
-                # What assigns it next waits for this.
+                # So that what assigns the phase next runs after the sums.
                 self._phase.assign_add(0.0)
                 dtypes = {each.dtype for each in self._sums}
                 minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
