@@ -1,6 +1,7 @@
 """Fixtures, hooks and the configuration of the devices."""
 
 import collections
+import contextlib
 import gc
 import pathlib
 
@@ -12,6 +13,8 @@ import tensorflow as tf
 
 import accumodel
 from accumodel._features.first_batch import batches
+from accumodel._features.first_batch.variables import NotMade
+from accumodel._keras_and_tf import replicas
 
 pytest.register_assert_rewrite("drawing", "helpers")
 
@@ -82,13 +85,34 @@ def fresh_keras():
     keras.config.set_floatx("float32")
 
 
+@pytest.fixture
+def proved_and_compared(monkeypatch):
+    """Has what is proved compared, too: a difference is an error of one."""
+    rehearse = batches.FirstBatch._rehearse
+
+    def compare(self, batch):
+        rehearse(self, batch)
+        if not self._is_proved:
+            return
+        proof, spec = self._proof, batch if self._spec is None else self._spec
+        self._trace(self._accumulation.plan(), spec, "it is compared, too")
+        with contextlib.suppress(NotMade):
+            look, text = replicas.outside(lambda: self._compare([batch]))
+            assert not look.found, f"it is proved, {proof.reason}; but {text}"
+        self._rehearsed, self._proof = [], proof
+
+    monkeypatch.setattr(batches.FirstBatch, "_rehearse", compare)
+
+
 @pytest.fixture(autouse=True)
 def unverified(request, monkeypatch):
     """Without the check of the first batch, which has tests of its own.
 
     It takes as long as many tests. With `--verify` none is left out, and all
-    that is exact must be so for the check, too.
+    that is exact must be so for the check, too, and for the comparison.
     """
+    if request.config.getoption("verify"):
+        request.getfixturevalue("proved_and_compared")
     monkeypatch.setattr(batches, "RAISES", True)
     name = request.module.__name__
     always = (

@@ -21,6 +21,8 @@ from keras import layers, ops
 from test_verdict import ADAM, SGD, hardest, with_layer
 
 from accumodel import AccumulatingModel, InexactWarning
+from accumodel._features.first_batch import runs
+from accumodel._features.proof import Proof
 
 rng = np.random.default_rng(0)
 X, Y = (rng.normal(size=(48, n)).astype("float32") for n in (6, 4))
@@ -260,7 +262,7 @@ def flooding(model, y, p):
 def stops(model, y, p):
     """A policy that is no longer moved if it is too far from the old one."""
     far = ops.mean(p**2)
-    return ops.where(far < 0.6, mean(y, p), 0.0)
+    return ops.where(far < 0.5, mean(y, p), 0.0)
 
 
 # -- what is exact -------------------------------------------------------------
@@ -546,3 +548,21 @@ def test_what_a_proof_could_get_wrong(name, way):
 
     data = (rng.normal(size=(24, 4, 3)).astype("float32") for _ in range(2))
     check(Program(make, None, feed(*data, batch=12)), **WAYS[way])
+
+
+@pytest.mark.verified
+def test_what_is_proved_and_differs_fails(proved_and_compared, monkeypatch):
+    """With `--verify` all models of the tests are proved, and compared."""
+    wrong = lambda *args, **kwargs: Proof("exact", "a wrong rule")  # noqa: E731
+    monkeypatch.setattr(runs, "prove", wrong)
+    with pytest.raises(AssertionError, match="a wrong rule; but differs"):
+        check(Program(dense, test_verdict.root), **WAYS["split"])
+
+
+@pytest.mark.weekly
+@pytest.mark.verified
+@pytest.mark.parametrize("name", [k for k, v in PROGRAMS.items() if not v.told])
+def test_what_is_proved_is_equal_when_it_is_compared(name, proved_and_compared):
+    program = PROGRAMS[name]
+    for kwargs in program.ways.values():
+        trained(program, AccumulatingModel, **kwargs)
