@@ -171,7 +171,8 @@ class FirstBatch(Feature):
         if (self._is_done and is_told) or self._looks >= _LOOKS:
             return False
         if not tf.executing_eagerly():
-            self._end("not made: the model trains inside of a function")
+            if not self._is_done:
+                self._end("not made: the model trains inside of a function")
             return False
         return self._steps() > 1 or size is not None
 

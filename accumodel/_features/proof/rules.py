@@ -271,9 +271,7 @@ def reduced(at, op, v, of_axes):
     dims = tuple(ONE if i in axes else v.dims[i] for i in kept)
     if v.base != "R" or v.axis not in axes:
         return v.but(dims=dims, axis=kept.index(v.axis) if v.base == "R" else 0)
-    # A largest one may only be a length that all of a batch is padded to.
-    of_all = op.type in ("All", "Any")
-    require(is_linear, "all samples at once", bends=of_all)
+    require(is_linear, "all samples at once")
     # The sum of n equal rows is n times one.
     m = power(v.m, (("n", v.uniform - is_mean),))
     return Type("C" if v.uniform else "S", dims, m)
