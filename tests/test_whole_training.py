@@ -492,17 +492,20 @@ def trained(program, cls, **kwargs):
     return model, {each.category for each in told}
 
 
-def check(program, **kwargs):
-    """Checks that what is said is true, and returns what was told."""
+def check(program, in_all=False, **kwargs):
+    """Checks that what is said is true, and returns what was told.
+
+    It may be said of all batches that they may differ, though none here does.
+    """
     is_eager = kwargs.get("run_eagerly", False)
     plain, _ = trained(program, keras.Model, run_eagerly=is_eager)
     model, told = trained(program, AccumulatingModel, **kwargs)
     said = model.first_batch_check
     if distance(model, plain) < program.tolerance:
-        assert said.startswith("exact")
-        assert not told
+        assert in_all or (said.startswith("exact") and not told)
         return None
-    assert InexactWarning in told or "other batches may differ" in said, said
+    assert not said.startswith("exact for every batch")
+    assert InexactWarning in told or "ther batches may differ" in said, said
     return told
 
 
@@ -534,10 +537,20 @@ def test_other_programs(name, way):
     check(Program(make, loss, feed(*data), optimizer), **WAYS[way])
 
 
+# They do not run in micro-batches, or train nothing.
+FIXED = (
+    *("next to one of fixed length", "labels of fixed length"),
+    *("lengths of two branches", "lengths of a branch that does not run"),
+    "decided on the host",
+)
+
+
 @pytest.mark.weekly
 @pytest.mark.verified
 @pytest.mark.parametrize("way", ["split", "fed", "eager"])
-@pytest.mark.parametrize("name", test_proof.WRONG | test_proof.RIGHT)
+@pytest.mark.parametrize(
+    "name", [k for k in test_proof.WRONG | test_proof.RIGHT if k not in FIXED]
+)
 def test_what_a_proof_could_get_wrong(name, way):
     program = (test_proof.WRONG | test_proof.RIGHT)[name]
     if isinstance(program, tuple):
@@ -547,7 +560,7 @@ def test_what_a_proof_could_get_wrong(name, way):
         return test_proof.model_of(cls, program)
 
     data = (rng.normal(size=(24, 4, 3)).astype("float32") for _ in range(2))
-    check(Program(make, None, feed(*data, batch=12)), **WAYS[way])
+    check(Program(make, None, feed(*data, batch=12)), in_all=True, **WAYS[way])
 
 
 @pytest.mark.verified
