@@ -10,7 +10,7 @@ import rich.console
 import rich.progress
 
 # A gray that can be read on white, on black and on paper.
-GRAY = "#808080"
+GRAY = "#57606a"
 LOOK = {
     **dict.fromkeys(
         (
@@ -22,10 +22,8 @@ LOOK = {
         ),
         GRAY,
     ),
-    "axes.facecolor": "none",
     "legend.frameon": False,
     "svg.hashsalt": "accumodel",  # the same picture is the same file
-    "savefig.transparent": True,
 }
 
 
