@@ -9,7 +9,7 @@ import matplotlib
 import rich.console
 import rich.progress
 
-# A gray that can be read on white, on black and on paper.
+# A gray that can be read on white, which is the ground.
 GRAY = "#57606a"
 LOOK = {
     **dict.fromkeys(
