@@ -47,6 +47,11 @@ class KeptStates:
         self._model = model
         self._kept: dict = {}  # by the ids of the states
 
+    @property
+    def count(self):
+        """How many there are so far."""
+        return len(self._kept)
+
     def of(self, plan):
         """Returns a scope of each micro-batch, by `parts` and its number."""
         is_one = self._model.distribute_strategy.num_replicas_in_sync == 1

@@ -429,11 +429,14 @@ class Engine(tf.Module):
         elif not is_eager or condition:
             switches = self._is_in_step and not self._jit_compile
             decide = run_if if switches and not untracked.strategy else call_if
-            if (present, decide) not in untracked.updates:
-                untracked.updates[present, decide] = tf.function(
+            numbers = untracked.numbers
+            states = numbers and numbers.accumulation.states.count
+            key = present, decide, states  # which an update assigns
+            if key not in untracked.updates:
+                untracked.updates[key] = tf.function(
                     functools.partial(decide, function=update), autograph=False
                 )
-            untracked.updates[present, decide](tf.convert_to_tensor(condition))
+            untracked.updates[key](tf.convert_to_tensor(condition))
 
     def _update(self, present):
         """Updates the variables that got a gradient in this cycle."""
