@@ -114,6 +114,13 @@ def test_what_passes(before, ours, expected):
     assert passed == expected
 
 
+def test_it_says_if_plain_keras_rounds_by_too_much():
+    before, after, again = ([np.full(2, each)] for each in (0.0, 1.0, 1.1))
+    passed, text = _check.judge(after, (before, after), again, "float32")
+    assert passed is None
+    assert "cannot tell" in text
+
+
 @pytest.mark.weekly
 def test_a_way_that_raises_fails(monkeypatch):
     def refuse(*args, **kwargs):
