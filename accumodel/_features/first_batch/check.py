@@ -309,14 +309,17 @@ class Comparison:
         """The coarsest dtype in which a layer computes."""
         layers = private_names.flat_layers(self.rows.plan.model)
         dtypes = ["float32", *[layer.compute_dtype for layer in layers]]
+        # A GPU multiplies float32 so.
+        dtypes += ["TF32"] * bool(tf.config.list_logical_devices("GPU"))
         return max(dtypes, key=lambda dtype: rounding_of([dtype]))
 
     @functools.cached_property
     def _rounding(self):
-        """The share of a gradient that rounding may change."""
-        on_gpu = bool(tf.config.list_logical_devices("GPU"))
-        share = rounding_of([self._dtype, *["TF32"] * on_gpu])
-        return min(100 * share, 3e-2)
+        """The share of a gradient that is always taken for rounding."""
+        # What rounds by more is seen where bits are flipped.
+        is_tf32 = self._dtype == "TF32"
+        share = (3 if is_tf32 else 100) * rounding_of([self._dtype])
+        return min(share, 3e-2)
 
     def _matters(self, variable):
         """Whether anything is computed of a state, or it only watches."""

@@ -114,7 +114,7 @@ def _near(value, is_constant, rng):
 
 
 # Of float32, the last bit of numbers that have less of them.
-_BITS = {"float16": 2**13, "bfloat16": 2**16}
+_BITS = {"float16": 2**13, "TF32": 2**13, "bfloat16": 2**16}
 _INTEGERS = {2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
 
 
