@@ -148,7 +148,7 @@ def root(y, p):
 
 
 STATE = "changes in the step of each micro-batch"
-LOSS = "Return one loss per sample"
+LOSS = "return one loss per"
 
 
 class Draws(layers.Layer):

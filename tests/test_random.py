@@ -36,6 +36,7 @@ EVERY_DAY = [
     ("by the global seed", "cache"),
     ("weights", "size"),
     ("samples and time in one axis", "eager"),
+    ("samples and time in one axis", "steps"),
     ("latents first", "size"),
     ("steps in one order", "size"),
     ("all rates", "size"),

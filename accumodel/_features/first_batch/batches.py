@@ -301,6 +301,12 @@ class FirstBatch(Feature):
             if RAISES:
                 raise
             text = messages.last_line(error)
+            if self._accumulation.model.run_eagerly:
+                text += (
+                    ". The check traces the step, also with `run_eagerly=True`:"
+                    " put Python that needs values behind `if "
+                    "tf.executing_eagerly():`"
+                )
             result = f"not made: {type(error).__name__}: {text}"
             if is_out_of_memory(error):
                 result = "not made: memory ran out in the check"

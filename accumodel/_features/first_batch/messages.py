@@ -1,5 +1,7 @@
 """What is said of a look: what differs, the likeliest cause, and what to do."""
 
+import numpy as np
+
 from accumodel._features.first_batch import runs
 from accumodel._features.first_batch.variables import name_of
 
@@ -89,7 +91,8 @@ def _text(look, compared):
             "for each update, or call the layer with `training=False`."
         )
     what = f"{found.kind} by the variable '{name}'" if name else found.kind
-    by = f" by {found.share:.2g} times the largest" if found.share else ""
+    by = f" by {found.share:.2g} times the largest"
+    by = by if np.isfinite(found.share) else ": in one piece they are zero"
     if compared.trims:
         return (
             "The first batch shows that `trim_padding` changes the weights: "
@@ -142,10 +145,11 @@ def _cause(look, compared):
 def advice(plan):
     """Returns what to do with a loss that looks at several samples."""
     return (
-        "Return one loss per sample if it can be; or return in "
-        "`micro_batch_weight` what the loss is divided by (`None` for a sum). "
-        "If it compares samples, compute all of it in `compute_loss`"
-        f"{_cache(plan)}."
+        "If it compares samples, or uses a mean, a deviation or a largest "
+        "value of them, compute that in the data, or all of it in "
+        f"`compute_loss`{_cache(plan)}. If it can be, return one loss per "
+        "sample; or return in `micro_batch_weight` what the loss is divided by "
+        "(`None` for a sum)."
     )
 
 

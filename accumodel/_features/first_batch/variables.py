@@ -45,7 +45,10 @@ def variables_of(functions):
             "the step changes a table or the like, which cannot be put back"
         )
     assigned = {id(each): handles[id(each)] for each in written}
-    return [*handles.values()], [*assigned.values()]
+    # In the order of the trace: that of `variables` differs in each process.
+    taken = [outside for f in functions for outside, _ in f.graph.captures]
+    used = {id(x): handles[id(x)] for x in taken if id(x) in handles}
+    return [*used.values()], [*assigned.values()]
 
 
 @contextlib.contextmanager
