@@ -22,6 +22,7 @@ LAYERS = {
         lambda x: layers.RandomFlip("horizontal")(x[..., None])[..., 0]
     ),
     "samples and time in one axis": lambda: drop_steps,
+    "two rows for each sample": lambda: Draws(drop_in_two_rows),
     "weights": lambda: DropsWeights(),
     "time first": lambda: Draws(drop_time_first),
     "latents first": lambda: Draws(draw_latents),
@@ -91,6 +92,12 @@ class Draws(layers.Layer):
 
     def compute_output_shape(self, shape):
         return shape
+
+
+def drop_in_two_rows(x, seed):
+    rows = ops.reshape(ops.stack([x, x], 1), (-1, 4, 5))
+    dropped = keras.random.dropout(rows, 0.4, seed=seed)
+    return ops.mean(ops.reshape(dropped, (-1, 2, 4, 5)), 1)
 
 
 def drop_time_first(x, seed):

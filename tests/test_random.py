@@ -36,7 +36,6 @@ EVERY_DAY = [
     ("by the global seed", "cache"),
     ("weights", "size"),
     ("samples and time in one axis", "eager"),
-    ("samples and time in one axis", "steps"),
     ("latents first", "size"),
     ("steps in one order", "size"),
     ("all rates", "size"),
@@ -89,6 +88,16 @@ def test_draws_are_those_of_the_large_batch(name, way):
     check(
         train(AccumulatingModel, LAYERS[name], **kwargs, **sizes | own), plain
     )
+
+
+def test_several_rows_for_each_sample_in_batches_of_a_fixed_size():
+    def feed(model, x, y):  # arrays, of which the size is known
+        steps = getattr(model, "accum_steps", 1)
+        model.fit(x, y, batch_size=6 // steps, shuffle=False, verbose=0)
+
+    given = LAYERS["two rows for each sample"], 0, None, 9, 18, feed
+    plain = train(keras.Model, *given)
+    check(train(AccumulatingModel, *given, accum_steps=2), plain)
 
 
 def fit_dropped_samples():
