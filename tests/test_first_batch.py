@@ -508,6 +508,25 @@ def test_it_comes_once_for_each_compile_and_in_train_on_batch():
             model.fit(x, y, batch_size=8, verbose=0)
 
 
+def test_it_comes_again_for_weights_that_were_not_there():
+    class Model(AccumulatingModel):
+        def compute_loss(self, x, y, y_pred, sample_weight=None, **kwargs):
+            losses = ops.mean((y - y_pred) ** 2, -1)
+            if sample_weight is not None:
+                losses *= sample_weight / ops.max(sample_weight)
+            return ops.mean(losses)
+
+    inputs = keras.Input((4,))
+    model = Model(inputs, layers.Dense(1)(inputs))
+    model.compile("sgd", micro_batch_size=4)
+    data = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    model.train_on_batch(*data)
+    assert model.first_batch_check.startswith("exact for every batch")
+    with pytest.warns(InexactWarning):
+        model.train_on_batch(*data, sample_weight=np.arange(8, dtype="float32"))
+    model.train_on_batch(*data)
+
+
 @pytest.mark.parametrize(
     "kwargs", [{"micro_batch_size": 8}, {"skip_nonfinite": True}], ids=str
 )

@@ -285,6 +285,49 @@ def keep(reduce):
     )
 
 
+def counting(cls):
+    """Scales its loss by a count that goes on after it."""
+
+    class Model(cls):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.count = self.add_weight((), "ones", trainable=False)
+
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) * self.count
+
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            self.count.assign_add(1.0)
+            return super().compute_metrics(x, y, y_pred, sample_weight)
+
+    return chain(Model, (6,), layers.Dense(4))
+
+
+def measured(cls):
+    """Scales its loss by a metric, which moves after the loss."""
+
+    class Model(cls):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.size = keras.metrics.Mean("size")
+
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * (1 + self.size.result())
+
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            self.size.update_state(y_pred**2)
+            return super().compute_metrics(x, y, y_pred, sample_weight)
+
+    return chain(Model, (6,), layers.Dense(4))
+
+
+class AddsRoot(layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.sqrt(ops.mean(x**2)))
+        return x
+
+
 def covariance(self, y, p):
     z = centred(self.z)
     count = ops.cast(ops.shape(z)[0], "float32")
@@ -421,6 +464,9 @@ PROGRAMS: dict = {
     "drawn": (scaled(drawn), MSE, X, Y),
     "scaled gradient": (scaled(scaled_gradient, 1.0), MSE, X, Y),
     "adds nothing": (with_layer(AddsNothing), MSE, X, Y),
+    "counts later": (counting, MSE, X, Y),
+    "reads a metric": (measured, MSE, X, Y),
+    "adds a root": (with_layer(AddsRoot), MSE, X, Y),
     "ignored squares": (
         lambda cls: subclass(
             lambda self, x: self.b(self.a(AddsSquares()(x))), mean
@@ -509,6 +555,7 @@ def table():
         is_rare = name.startswith(("triplets of tw", "step of the hardest"))
         is_often = way == "split" and not is_rare
         is_often |= name in ("connections", "per class")
+        is_often |= name in ("adds a root", "counts later", "reads a metric")
         is_often |= name == "step of the hardest half, 0" or way == "by two"
         marks = [] if is_often else [pytest.mark.weekly]
         yield pytest.param(name, way, marks=marks)

@@ -161,7 +161,8 @@ class Noting(Collector):
     def note(self, y_pred, loss, weight):
         """Takes what a step of Keras's own computes before its gradients."""
         self._build_trackers(y_pred)
-        if not self.plan.is_custom:
+        is_custom = "compute_metrics" in self.plan.overridden  # may count
+        if not (self.plan.is_custom or is_custom):
             raise Enough
 
     def note_outputs(self, y_pred):

@@ -65,6 +65,7 @@ class FirstBatch(Feature):
         self._most = 0  # the most samples in a fed batch
         self._compared = 0  # the samples of an update that was compared
         self._is_done = self._has_split = False
+        self._seen: set = set()  # see `_ranks_of`
         self._splits: tuple = ()  # what is known of how an update is split
         self._is_even = False  # whether all micro-batches are as large
         self._norms = ""  # what is told of normalizations
@@ -130,18 +131,25 @@ class FirstBatch(Feature):
 
     def first_batches(self, batches, trains):
         """Takes the first batches, and returns the same batches."""
-        if not (trains and self._must_look()):
+        if not trains:
             return batches
         spec = getattr(batches, "element_spec", None)
         model = self._accumulation.model
-        self._spec = replicas.of_one_replica(spec, model.distribute_strategy)
+        strategy = model.distribute_strategy
+        one: typing.Any = spec
+        if spec is None:
+            first = [*itertools.islice(batches, 1)]
+            batches, one = itertools.chain(first, batches), first
+        if not self._must_look(_ranks_of(one, strategy)):
+            return batches
+        self._spec = replicas.of_one_replica(spec, strategy)
         first = [*itertools.islice(batches, model.steps_per_execution)]
         if not first:
             return batches
         self._look(first)
         if spec is None:
             return itertools.chain(first, batches)
-        if model.distribute_strategy.num_replicas_in_sync > 1:
+        if strategy.num_replicas_in_sync > 1:
             return iter(first)
         # An iterator of the same type, for which no step is traced again.
         # Tracing anything, as `from_generator` does, costs more than a step.
@@ -152,7 +160,8 @@ class FirstBatch(Feature):
         dataset = tf.data.experimental.to_variant(dataset)
         return iter(tf.data.experimental.from_variant(dataset, spec))
 
-    def _must_look(self):
+    def _must_look(self, ranks):
+        """Whether to look at batches, of arrays of these numbers of axes."""
         accumulation = self._accumulation
         size = accumulation.model.micro_batch_size
         splits = (
@@ -162,10 +171,12 @@ class FirstBatch(Feature):
         )
         # A proof is for all sizes.
         is_proved = self._is_proved and splits[:1] == self._splits[:1]
-        if splits != self._splits and not is_proved:
+        is_new = ranks not in self._seen  # such as with weights
+        if is_new or (splits != self._splits and not is_proved):
+            self._seen.add(ranks)
             self._splits, self._is_done = splits, False
             self._looks = self._agreed = self._compared = 0
-            self._rehearsed, self._proof = [], None
+            self._fed, self._rehearsed, self._proof = [], [], None
         is_told = self._has_split or not isinstance(size, int)
         is_told &= not self._norms_of_samples or bool(self._norms)
         if (self._is_done and is_told) or self._looks >= _LOOKS:
@@ -477,6 +488,12 @@ def _are_alike(batch):
         leaf.shape[0] for leaf in keras.tree.flatten(batch) if has_axis(leaf)
     }
     return len(lengths) == 1
+
+
+def _ranks_of(data, strategy):
+    """Returns how many axes each array of a batch, or of its specs, has."""
+    leaves = rehearsal.leaves_of(replicas.of_one_replica(data, strategy))
+    return tuple(tf.TensorShape(getattr(x, "shape", ())).rank for x in leaves)
 
 
 def _bytes_of(batches):

@@ -6,6 +6,7 @@ is as in the training. If the loss sees the whole batch, gradients by the
 weights are those of a sum of the outputs, each times another number.
 """
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -55,18 +56,14 @@ class Taken(Noting):
     def note(self, y_pred, loss, weight):
         self._build_trackers(y_pred)
         if self._proves:
-            self.proof = self._ask(prove, loss, weight)
-            if self.proof.kind == "exact":
-                raise Enough
+            self._settle(y_pred, lambda: self._ask(prove, loss, weight))
             self._prove_rows(y_pred)
             self._check_runs()
 
     def note_outputs(self, y_pred):
         self._build_trackers(y_pred)
         if self._proves:
-            self.proof = self._prove_rows(y_pred)
-            if self.proof.kind == "exact":
-                raise Enough
+            self._settle(y_pred, lambda: self._prove_outputs(y_pred))
             self._check_runs()
         samples = tf.cast(count_samples(current_step().data), tf.float64)
         of_layers = added_losses(self.plan.model)
@@ -75,6 +72,19 @@ class Taken(Noting):
         means = [x for x in of_layers if not x.shape.rank]
         total = sum(sums) / samples
         return total + sum(tf.cast(x, tf.float64) for x in means), samples
+
+    def _settle(self, y_pred, ask):
+        """Takes what is proved, and ends the trace if it is exact."""
+        plan, data = self.plan, current_step().data
+        self.proof = ask()
+        if self.proof.kind != "exact":
+            return
+        if "compute_metrics" in plan.overridden:
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            plan.model.compute_metrics(x, y, y_pred, sample_weight)
+            self.proof = ask()  # it may assign what the loss reads
+            self.may_run = False
+        raise Enough
 
     def _check_runs(self):
         """Ends a trace that is not the one to run."""
@@ -93,6 +103,17 @@ class Taken(Noting):
         proof = self._ask(prove_rows, [y_pred, losses])
         self.is_of_rows = proof.kind == "exact"
         return proof
+
+    def _prove_outputs(self, y_pred):
+        """Proves what a loss of the whole batch gets of micro-batches."""
+        samples = tf.convert_to_tensor(count_samples(current_step().data))
+        proofs = [self._prove_rows(y_pred)] + [
+            self._ask(prove, loss, samples)
+            for loss in added_losses(self.plan.model)
+            if not loss.shape.rank
+        ]
+        unproved = [proof for proof in proofs if proof.kind != "exact"]
+        return (unproved or proofs)[0]
 
     def _ask(self, prove, *tensors):
         plan = self.plan

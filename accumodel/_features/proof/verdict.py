@@ -54,7 +54,7 @@ def prove(loss, weight, data, spans_batches, rows_variable=None, ignored=()):
     the loss is a sum, and its data, whose first axis of unknown size is that of
     the samples. `spans_batches` is whether an update may need several fed
     batches. `rows_variable` is another one in each micro-batch, and the
-    `ignored` variables, such as those of metrics, may be assigned.
+    `ignored` variables, such as those of metrics, may be assigned at any time.
     """
     tensors = [loss] if weight is None else [loss, weight]
     states = _States(loss.graph, rows_variable, ignored)
@@ -137,6 +137,7 @@ class _States:
         }
         ignored = {id(tf_variable(v).handle) for v in ignored}
         self._rows = rows_variable is not None and id(rows_variable.handle)
+        self._ignored = ignored
         self._captures = graph.captures
         self._names = {key: v.name for key, v in variables.items()}
         seeds = {k for k, v in variables.items() if private_names.is_seed(v)}
@@ -157,7 +158,7 @@ class _States:
         }
 
     def _type(self, outside, inside):
-        if id(outside) in {*self._assigned, self._rows}:
+        if id(outside) in {*self._assigned, *self._ignored, self._rows}:
             name = self._names.get(id(outside), "a table")
             what = f"`{name}` is another one in each micro-batch"
             return Type("T", why=Proof("unknown", what))
