@@ -66,6 +66,8 @@ class FirstBatch(Feature):
         self._compared = 0  # the samples of an update that was compared
         self._is_done = self._has_split = False
         self._seen: set = set()  # see `_ranks_of`
+        # The spec of batches that need no look, and how they are split.
+        self._known: tuple = (None, None)
         self._splits: tuple = ()  # what is known of how an update is split
         self._is_even = False  # whether all micro-batches are as large
         self._norms = ""  # what is told of normalizations
@@ -77,6 +79,7 @@ class FirstBatch(Feature):
         return options.verify
 
     def begin_fit(self, arguments):
+        self._known = None, None
         self._looks, self._fed = 0, []
         self._has_split &= self._is_done
         is_even = _is_even(self._accumulation, arguments)
@@ -131,9 +134,12 @@ class FirstBatch(Feature):
 
     def first_batches(self, batches, trains):
         """Takes the first batches, and returns the same batches."""
-        if not trains:
-            return batches
         spec = getattr(batches, "element_spec", None)
+        known, splits = self._known
+        # In each step: what needed no look needs none again.
+        is_known = spec is not None and spec is known
+        if not trains or (is_known and splits == self._how()):
+            return batches
         model = self._accumulation.model
         strategy = model.distribute_strategy
         one: typing.Any = spec
@@ -141,6 +147,7 @@ class FirstBatch(Feature):
             first = [*itertools.islice(batches, 1)]
             batches, one = itertools.chain(first, batches), first
         if not self._must_look(_ranks_of(one, strategy)):
+            self._known = spec, self._how()
             return batches
         self._spec = replicas.of_one_replica(spec, strategy)
         first = [*itertools.islice(batches, model.steps_per_execution)]
@@ -162,13 +169,8 @@ class FirstBatch(Feature):
 
     def _must_look(self, ranks):
         """Whether to look at batches, of arrays of these numbers of axes."""
-        accumulation = self._accumulation
+        accumulation, splits = self._accumulation, self._how()
         size = accumulation.model.micro_batch_size
-        splits = (
-            accumulation.spans_batches,
-            size,
-            accumulation.model.accum_steps,
-        )
         # A proof is for all sizes.
         is_proved = self._is_proved and splits[:1] == self._splits[:1]
         is_new = ranks not in self._seen  # such as with weights
@@ -186,6 +188,14 @@ class FirstBatch(Feature):
                 self._end("not made: the model trains inside of a function")
             return False
         return self._steps() > 1 or size is not None
+
+    def _how(self):
+        """Returns how updates are split now."""
+        spans, model = (
+            self._accumulation.spans_batches,
+            self._accumulation.model,
+        )
+        return spans, model.micro_batch_size, model.accum_steps
 
     def _steps(self):
         """Returns how many fed batches may make one update."""
