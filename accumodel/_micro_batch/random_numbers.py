@@ -446,6 +446,7 @@ class Draws:
             first, multiple = self._once(operator.mul, begin, inner), 1
             apart = self._once(tf.constant, 0, tf.int64)
             if sizes[axis] is None or own != self._samples:
+                own = tf.cast(own, tf.int64)  # a size may be an int32
                 multiple = tf.truncatediv(own, samples)
                 apart = begin * tf.minimum(tf.truncatemod(own, samples), 1)
                 first *= multiple
