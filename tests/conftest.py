@@ -127,7 +127,7 @@ def unverified(request, monkeypatch):
     )
     if not is_verified:
         monkeypatch.setattr(
-            batches.FirstBatch, "_must_look", lambda self: False
+            batches.FirstBatch, "_must_look", lambda *_: False
         )
 
 

@@ -36,6 +36,7 @@ EVERY_DAY = [
     ("by the global seed", "cache"),
     ("weights", "size"),
     ("samples and time in one axis", "eager"),
+    ("by a number", "steps"),
     ("latents first", "size"),
     ("steps in one order", "size"),
     ("all rates", "size"),

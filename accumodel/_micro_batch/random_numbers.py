@@ -82,6 +82,7 @@ class RandomNumbers:
         # the number of the last cycle that did, from 1; and the state of the
         # seed when that began.
         self.begins: dict = {}
+        self._counts = False  # whether draws need the samples that were fed
 
     def around_parts(self, plan, trains):
         """Returns a scope of each micro-batch, by `parts` and its number."""
@@ -89,6 +90,7 @@ class RandomNumbers:
 
     def begin_batch(self, samples):
         """Counts the samples of a fed batch of a training."""
+        self._counts = True
         before, last, cycle = tf.unstack(self.fed)
         self.fed.assign([before + last, samples, cycle])
 
@@ -148,8 +150,8 @@ class RandomNumbers:
         self._change(forget)
 
     def _change(self, change):
-        """Changes the seeds on each replica, if there are any."""
-        if self.accumulation.assigned["seeds"]:
+        """Changes the seeds on each replica, if anything is drawn."""
+        if self.accumulation.assigned["seeds"] or self._counts:
             replicas.on_each_replica(change)
 
     def _end(self):
@@ -446,7 +448,7 @@ class Draws:
             first, multiple = self._once(operator.mul, begin, inner), 1
             apart = self._once(tf.constant, 0, tf.int64)
             if sizes[axis] is None or own != self._samples:
-                own = tf.cast(own, tf.int64)
+                own = tf.cast(own, tf.int64)  # a size may be an int32
                 multiple = tf.truncatediv(own, samples)
                 apart = begin * tf.minimum(tf.truncatemod(own, samples), 1)
                 first *= multiple
