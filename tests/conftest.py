@@ -126,9 +126,7 @@ def unverified(request, monkeypatch):
         or (request.config.getoption("verify") and not is_marked("unverified"))
     )
     if not is_verified:
-        monkeypatch.setattr(
-            batches.FirstBatch, "_must_look", lambda *_: False
-        )
+        monkeypatch.setattr(batches.FirstBatch, "_must_look", lambda *_: False)
 
 
 @pytest.fixture

@@ -30,9 +30,6 @@ LAYERS = {
     "by the global seed": lambda: Draws(
         lambda x, seed: x + keras.random.uniform(ops.shape(x))
     ),
-    "by a number": lambda: Draws(
-        lambda x, seed: x * keras.random.uniform(ops.shape(x), seed=3)
-    ),
     "all rates": lambda: Draws(drop_at_all_rates),
     "all shapes of noise": lambda: Draws(drop_in_all_shapes),
     "all samples alike": lambda: Draws(change_all_alike),

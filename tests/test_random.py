@@ -16,13 +16,14 @@ from drawing import (
     LAYERS,
     STEPS,
     WAYS,
+    Draws,
     check,
     data,
     in_batches,
     train,
 )
-from helpers import slow, weekly
-from keras import layers
+from helpers import distance, slow, weekly
+from keras import layers, ops
 
 from accumodel import AccumulatingModel
 from benchmarks.process_memory import run_limited
@@ -36,7 +37,6 @@ EVERY_DAY = [
     ("by the global seed", "cache"),
     ("weights", "size"),
     ("samples and time in one axis", "eager"),
-    ("by a number", "steps"),
     ("latents first", "size"),
     ("steps in one order", "size"),
     ("all rates", "size"),
@@ -99,6 +99,25 @@ def test_several_rows_for_each_sample_in_batches_of_a_fixed_size():
     given = LAYERS["two rows for each sample"], 0, None, 9, 18, feed
     plain = train(keras.Model, *given)
     check(train(AccumulatingModel, *given, accum_steps=2), plain)
+
+
+def test_draws_by_numbers_alone_begin_anew_in_each_cycle():
+    """There is no seed that moves, by which cycles are told apart."""
+
+    def by_a_number(x, seed):
+        return x * keras.random.uniform(ops.shape(x), seed=3)
+
+    def trained(base, batch_size, **kwargs):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4, 5))
+        model = base(inputs, layers.Dense(5)(Draws(by_a_number)(inputs)))
+        model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
+        x, y = drawing.data()
+        model.fit(x[:18], y[:18], batch_size=batch_size, shuffle=False)
+        return model
+
+    plain = trained(keras.Model, 6)
+    assert distance(trained(AccumulatingModel, 3, accum_steps=2), plain) < 1e-6
 
 
 def fit_dropped_samples():
