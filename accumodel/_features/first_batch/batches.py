@@ -144,8 +144,8 @@ class FirstBatch(Feature):
         strategy = model.distribute_strategy
         one: typing.Any = spec
         if spec is None:
-            first = [*itertools.islice(batches, 1)]
-            batches, one = itertools.chain(first, batches), first
+            one = [*itertools.islice(batches, 1)]
+            batches = itertools.chain(one, batches)
         if not self._must_look(_ranks_of(one, strategy)):
             self._known = spec, self._how()
             return batches
