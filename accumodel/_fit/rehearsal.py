@@ -161,8 +161,8 @@ class Noting(Collector):
     def note(self, y_pred, loss, weight):
         """Takes what a step of Keras's own computes before its gradients."""
         self._build_trackers(y_pred)
-        is_custom = "compute_metrics" in self.plan.overridden  # may count
-        if not (self.plan.is_custom or is_custom):
+        may_count = "compute_metrics" in self.plan.overridden
+        if not (self.plan.is_custom or may_count):
             raise Enough
 
     def note_outputs(self, y_pred):
@@ -322,6 +322,8 @@ def _run_step(plan, data, collector, trains):
             y_pred = private_names.call_model(model, x, training=True)
             try:
                 trace(lambda: _weigh(plan, x, y, y_pred, sample_weight))
+            except InexactWarning:  # see `rehearse`
+                raise
             except Exception as error:  # it may need the sizes of a whole batch
                 collector.error = error
             loss, weight = collector.note_outputs(y_pred)

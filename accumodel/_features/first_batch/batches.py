@@ -191,10 +191,8 @@ class FirstBatch(Feature):
 
     def _how(self):
         """Returns how updates are split now."""
-        spans, model = (
-            self._accumulation.spans_batches,
-            self._accumulation.model,
-        )
+        accumulation, model = self._accumulation, self._accumulation.model
+        spans = accumulation.spans_batches
         return spans, model.micro_batch_size, model.accum_steps
 
     def _steps(self):
@@ -246,8 +244,10 @@ class FirstBatch(Feature):
             why = f"draws by `{found.drawn[0]}`"
         elif found.changed:
             why = f"`{found.changed}` changes in Python"
+        # Of a trace that fails there may be no collector, nor a better one.
         may_run = not self._is_proved and all(
-            collector.may_run for _, collector in self._rehearsed
+            found.error is not None or collector.may_run
+            for found, collector in self._rehearsed
         )
         if why and self._is_proved:  # a trace like no other
             self._proof = Proof("unknown", why)
