@@ -262,7 +262,7 @@ def flooding(model, y, p):
 def stops(model, y, p):
     """A policy that is no longer moved if it is too far from the old one."""
     far = ops.mean(p**2)
-    return ops.where(far < 0.5, mean(y, p), 0.0)
+    return ops.where(far < 0.3, mean(y, p), 0.0)
 
 
 # -- what is exact -------------------------------------------------------------
@@ -534,7 +534,9 @@ def test_other_programs(name, way):
         pytest.skip("it is refused, or not made")
     is_large = name == "price"
     optimizer = (lambda: ADAM(0.01)) if is_large else (lambda: SGD(0.1))
-    check(Program(make, loss, feed(*data), optimizer), **WAYS[way])
+    in_all = (name, way) == test_verdict.FALSE_ALARM
+    program = Program(make, loss, feed(*data), optimizer)
+    check(program, in_all=in_all, **WAYS[way])
 
 
 # They do not run in micro-batches, or train nothing.

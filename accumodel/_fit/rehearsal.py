@@ -34,6 +34,7 @@ from accumodel._micro_batch.micro_batches import (
     first_leaf,
     has_axis,
     one_step,
+    tensors_in,
     trace,
 )
 from accumodel._micro_batch.random_numbers import RandomNumbers
@@ -165,8 +166,11 @@ class Noting(Collector):
         if not (self.plan.is_custom or may_count):
             raise Enough
 
-    def note_outputs(self, y_pred):
-        """Takes outputs; returns what to differentiate, and its weight."""
+    def note_outputs(self, y_pred, read):
+        """Takes outputs, and those that the loss of a whole batch reads.
+
+        Returns what to differentiate, and its weight.
+        """
         self._build_trackers(y_pred)
         raise Enough
 
@@ -320,13 +324,17 @@ def _run_step(plan, data, collector, trains):
     else:  # the loss sees all outputs, and is not in a micro-batch
         with tf.GradientTape() as tape:
             y_pred = private_names.call_model(model, x, training=True)
+            flat = tensors_in(y_pred)
+            read = tensors_in([flat, [*map(private_names.logits_of, flat)]])
             try:
-                trace(lambda: _weigh(plan, x, y, y_pred, sample_weight))
+                loss = trace(lambda: _weigh(plan, x, y, y_pred, sample_weight))
+                captured = {id(each) for each, _ in loss.graph.captures}
+                read = [each for each in read if id(each) in captured]
             except InexactWarning:  # see `rehearse`
                 raise
             except Exception as error:  # it may need the sizes of a whole batch
                 collector.error = error
-            loss, weight = collector.note_outputs(y_pred)
+            loss, weight = collector.note_outputs(y_pred, read)
         variables = model.trainable_variables
         collector.keep(variables, tape.gradient(loss, variables), weight)
 

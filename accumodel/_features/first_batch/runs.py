@@ -60,14 +60,14 @@ class Taken(Noting):
             self._prove_rows(y_pred)
             self._check_runs()
 
-    def note_outputs(self, y_pred):
+    def note_outputs(self, y_pred, read):
         self._build_trackers(y_pred)
         if self._proves:
-            self._settle(y_pred, lambda: self._prove_outputs(y_pred))
+            self._settle(y_pred, lambda: self._prove_outputs(read))
             self._check_runs()
         samples = tf.cast(count_samples(current_step().data), tf.float64)
         of_layers = added_losses(self.plan.model)
-        rows = [x for x in [*floats_in(y_pred), *of_layers] if x.shape.rank]
+        rows = [x for x in [*floats_in(read), *of_layers] if x.shape.rank]
         sums = [tf.reduce_sum(tf.cast(_mixed(x), tf.float64)) for x in rows]
         means = [x for x in of_layers if not x.shape.rank]
         total = sum(sums) / samples
@@ -104,10 +104,10 @@ class Taken(Noting):
         self.is_of_rows = proof.kind == "exact"
         return proof
 
-    def _prove_outputs(self, y_pred):
+    def _prove_outputs(self, read):
         """Proves what a loss of the whole batch gets of micro-batches."""
         samples = tf.convert_to_tensor(count_samples(current_step().data))
-        proofs = [self._prove_rows(y_pred)] + [
+        proofs = [self._prove_rows(read)] + [
             self._ask(prove, loss, samples)
             for loss in added_losses(self.plan.model)
             if not loss.shape.rank

@@ -77,6 +77,8 @@ def prove(loss, weight, data, spans_batches, rows_variable=None, ignored=()):
 def prove_rows(outputs, data, spans_batches, rows_variable=None, ignored=()):
     """Returns whether all outputs are proved to be rows of the samples."""
     outputs = tf.nest.flatten(outputs)
+    if not outputs:  # a loss may read none
+        return _ROWS
     states = _States(outputs[0].graph, rows_variable, ignored)
     analysis = Analysis()
     known = {**states.types(), **_types_of_data(analysis, data, spans_batches)}
