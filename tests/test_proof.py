@@ -142,7 +142,8 @@ def branch(b):
 
 
 def affine(factor):
-    return lambda b: total(b.y) / count(b.y) * factor + 1.0
+    """A divisor that is never near 0, where rounding is all there is."""
+    return lambda b: total(b.y**2) / count(b.y) * factor + 1.0
 
 
 # What is not exact, and what is said of it: "bends" if it is a statistic.
