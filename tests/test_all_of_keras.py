@@ -371,6 +371,9 @@ def ways_of_layer(name):
         return train_in_all_ways(make, (x, y, None), tolerance, run_eagerly)
 
 
+# As plain Keras warns, of layers that train nothing, or lose a mask.
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.filterwarnings("ignore:Layer 'flatten'")
 @pytest.mark.parametrize(
     "name", [each for each in LAYERS if each not in LAYERS_LEFT_OUT]
 )

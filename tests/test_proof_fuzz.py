@@ -289,7 +289,10 @@ def look_at(seed, trains=True):
     model.compile("sgd", jit_compile=False, micro_batch_size=3)
     x = rng.normal(size=(SAMPLES, TIME, WIDTH))
     kind = proof_of(model, (x, x)).kind
-    is_right = is_exact(model, loss, weight, rng)
+    try:
+        is_right = is_exact(model, loss, weight, rng)
+    except tf.errors.InvalidArgumentError:  # parts have sizes that do not fit
+        return "fails", True
     if kind != "exact" or not (is_right and trains):
         return kind, is_right
     fit(model, x, x, SAMPLES)
