@@ -233,6 +233,13 @@ def make_model(model_class=AccumulatingModel, make=make_functional):
     return make(model_class)
 
 
+def two_heads(base, features=6, units=1):
+    """A model of two outputs, `a` and `b`."""
+    inputs = keras.Input((features,))
+    heads = [keras.layers.Dense(units, name=name) for name in "ab"]
+    return base(inputs, [head(inputs) for head in heads])
+
+
 def mirrored(replicas, reduction=None):
     # With the default reduction, two strategies in one process collide.
     return tf.distribute.MirroredStrategy(
@@ -253,15 +260,34 @@ def fit(model, *data, **kwargs):
     return model.fit(*data, shuffle=False, verbose=0, **kwargs)
 
 
+def gradients_of(loss_of, variables):
+    """Returns the loss of a custom step, and its gradients."""
+    with tf.GradientTape() as tape:
+        loss = loss_of()
+    return loss, tape.gradient(loss, variables)
+
+
+def custom_step(model, x, loss_of):
+    """Trains as a custom `train_step` does, and returns the loss."""
+    variables = model.trainable_variables
+    loss, gradients = gradients_of(loss_of, variables)
+    if isinstance(model, AccumulatingModel):
+        model.accumulate_gradients(gradients, tf.shape(x)[0])
+    else:
+        model.optimizer.apply(gradients, variables)
+    return loss
+
+
 class UpdatesItself(AccumulatingModel):
     """Has a step as one of plain Keras, which accumulates nothing."""
 
     def train_step(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
         weights = self.trainable_weights
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        loss, gradients = gradients_of(
+            lambda: self.compute_loss(x, y, self(x, training=True)), weights
+        )
+        self.optimizer.apply(gradients, weights)
         return {"loss": loss}
 
 
@@ -273,13 +299,23 @@ def plain_and(*ways):
         yield each
 
 
-def train(
-    model, data, batch_size, optimizer="adam", epochs=3, shuffle=False, **kwargs
-):
-    """Compiles and fits; the arguments left over go to `compile`."""
-    return compiled(model, optimizer, **kwargs).fit(
-        *data, batch_size=batch_size, epochs=epochs, shuffle=shuffle, verbose=0
-    )
+def train(model, data, batch_size=32, optimizer="adam", epochs=3, **kwargs):
+    """Compiles, fits, returns; the arguments left over go to `compile`."""
+    compiled(model, optimizer, **kwargs)
+    fit(model, *data, batch_size=batch_size, epochs=epochs)
+    return model
+
+
+def train_each(train, *ways):
+    """Trains plain Keras, and ours in each way, by a function of the class."""
+    return [train(base, **kwargs) for base, kwargs in plain_and(*ways)]
+
+
+def check_exact(train, *ways):
+    """Compares what `train_each` trains; returns it."""
+    models = plain, *ours = train_each(train, *ways)
+    assert all(distance(each, plain) < 1e-6 for each in ours)
+    return models
 
 
 def train_both(make, data, compile_args=dict, big=32, steps=4):
@@ -289,21 +325,18 @@ def train_both(make, data, compile_args=dict, big=32, steps=4):
     `compile` of one model. `data` are arrays, or a function that trains a model
     in batches of a size: `big`, and of ours a part of it, of `steps`.
     """
-    models, train_on = [], data
-    if not callable(data):
 
-        def train_on(model, size):
-            fit(model, *data, batch_size=size)
-
-    for model_class, batch_size, kwargs in (
-        (keras.Model, big, {}),
-        (AccumulatingModel, big // steps, {"accum_steps": steps}),
-    ):
-        model = make_model(model_class, make)
+    def train(base, **kwargs):
+        model = make_model(base, make)
         model.compile(**compile_args(), **kwargs)
-        train_on(model, batch_size)
-        models.append(model)
-    return models
+        size = big // kwargs.get("accum_steps", 1)
+        if callable(data):
+            data(model, size)
+        else:
+            fit(model, *data, batch_size=size)
+        return model
+
+    return train_each(train, {"accum_steps": steps})
 
 
 def train_case(case, model_class, dataset, strategy=None, **kwargs):
@@ -347,7 +380,8 @@ def distance(model, reference):
         map(np.array, each if isinstance(each, list) else each.get_weights())
         for each in (model, reference)
     ]
-    return max(np.abs(a - b).max() for a, b in zip(*weights, strict=True))
+    pairs = zip(*weights, strict=True)
+    return np.max([np.abs(a - b).max() for a, b in pairs])  # or NaN
 
 
 def check_weights(model, reference, case):

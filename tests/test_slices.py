@@ -15,14 +15,20 @@ from helpers import (
     CountTraces,
     calling_super,
     chain,
+    check_exact,
     check_logs,
     compiled,
+    custom_step,
     distance,
     fit,
+    gradients_of,
     mirrored,
     plain_and,
     softmax,
+    train,
     train_big,
+    train_each,
+    two_heads,
     updates,
     weekly,
 )
@@ -119,7 +125,7 @@ def ragged_model(model_class):
 
 def sparse_model(model_class):
     inputs = keras.Input((cases.TOKENS,), sparse=True)
-    return model_class(inputs, keras.layers.Dense(1)(inputs))
+    return chain(model_class, inputs, keras.layers.Dense(1))
 
 
 def string_model(model_class):
@@ -162,15 +168,16 @@ def sparse_data():
 def test_what_a_batch_may_be_made_of(make, data, run_eagerly):
     y = np.random.default_rng(2).normal(size=(20, 1)).astype("float32")
     dataset = tf.data.Dataset.from_tensor_slices((data(), y)).batch(8)
-    models = []
-    for model_class, kwargs in plain_and({"micro_batch_size": 3}):
-        model = make(model_class)
-        model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
-        logs = model.fit(dataset, epochs=2, shuffle=False, verbose=0).history
-        models.append((model, logs | {"test": model.evaluate(dataset)}))
-    (reference, expected), (model, logs) = models
-    assert distance(model, reference) < 1e-6
-    check_logs(logs, expected)
+
+    def run(base, **kwargs):
+        kwargs |= {"loss": "mse", "run_eagerly": run_eagerly}
+        return train(make(base), [dataset], None, "sgd", 2, **kwargs)
+
+    plain, ours = check_exact(run, {"micro_batch_size": 3})
+    logs = (
+        x.history.history | {"": x.evaluate(dataset)} for x in (ours, plain)
+    )
+    check_logs(*logs)
 
 
 @pytest.mark.unverified
@@ -228,9 +235,9 @@ def test_scalars_and_none_are_left_as_they_are(run_eagerly):
 def test_evaluate_shows_what_keras_does(compile_arguments):
     """Losses under different masks: each is averaged over its own elements."""
     x, y = cases.tokens_for_two(40, np.random.default_rng(0))
-    results = []
-    for model_class, kwargs in plain_and({"micro_batch_size": 3}):
-        model = cases.masked_and_not(model_class)
+
+    def run(base, **kwargs):
+        model = cases.masked_and_not(base)
         model.compile(
             loss=["sparse_categorical_crossentropy"] * 2,
             metrics=[["accuracy"]] * 2,
@@ -241,8 +248,9 @@ def test_evaluate_shows_what_keras_does(compile_arguments):
         *_, loss = model.test_on_batch(x[:9], [each[:9] for each in y])
         # Of both losses no single weight is right: a warning says so.
         del logs["loss"]
-        results.append(logs | {"on_batch": loss})
-    check_logs(*results)
+        return logs | {"on_batch": loss}
+
+    check_logs(*train_each(run, {"micro_batch_size": 3}))
 
 
 class SquaredErrors(AccumulatingModel):
@@ -270,24 +278,21 @@ def test_the_logs_of_a_method_that_calls_super(name, run_eagerly):
     """Two outputs, of which one is a sum."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(40, 6)), rng.normal(size=(2, 40, 1))
-    results = []
-    for base, size in ((keras.Model, None), (AccumulatingModel, 3)):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((6,))
-        outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
+    validation = {
+        "validation_data": (x[:20], list(y[:, :20])),
+        "validation_batch_size": 10,
+    }
+
+    def run(base, **kwargs):
         method = "train_step" if base is keras.Model else name
-        model = calling_super(base, method)(inputs, outputs)
-        kwargs = {"micro_batch_size": size} if size else {}
-        losses = [keras.losses.MeanSquaredError("sum") for _ in outputs]
+        model = two_heads(calling_super(base, method))
+        losses = [keras.losses.MeanSquaredError("sum") for _ in "ab"]
         optimizer = keras.optimizers.SGD(0.001)
         model.compile(optimizer, losses, run_eagerly=run_eagerly, **kwargs)
-        validation = {
-            "validation_data": (x[:20], list(y[:, :20])),
-            "validation_batch_size": 10,
-        }
         how = {"batch_size": 16, "epochs": 2, **validation}
-        results.append(fit(model, x, list(y), **how).history)
-    check_logs(*results)
+        return fit(model, x, list(y), **how).history
+
+    check_logs(*train_each(run, {"micro_batch_size": 3}))
 
 
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
@@ -314,10 +319,9 @@ def test_skip_nonfinite_leaves_micro_batches_out(samples, run_eagerly):
 class LogsTheSize(AccumulatingModel):
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.accumulate_gradients(gradients, tf.shape(x)[0])
+        custom_step(
+            self, x, lambda: self.compute_loss(x, y, self(x, training=True))
+        )
         # The first has the name of Keras's tracker, which does not hold it.
         return {"loss": tf.constant(7.0), "size": tf.shape(x)[0]}
 
@@ -334,14 +338,13 @@ class StepWithoutAccumulation(LogsTheSize):
 @pytest.mark.unverified
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
-    reference = compiled(cases.dense(keras.Model))
-    reference.fit(*samples, batch_size=32, shuffle=False, verbose=0)
-    keras.utils.set_random_seed(0)
-    model = compiled(
-        cases.dense(LogsTheSize), micro_batch_size=7, run_eagerly=run_eagerly
-    )
-    model.fit(*samples, batch_size=32, shuffle=False, verbose=0)
-    assert distance(model, reference) < 1e-6
+
+    def run(base, **kwargs):
+        made = cases.dense(base if base is keras.Model else LogsTheSize)
+        return train(made, samples, epochs=1, **kwargs)
+
+    ours = {"micro_batch_size": 7, "run_eagerly": run_eagerly}
+    _, model = check_exact(run, ours)
     logs = model.train_on_batch(*samples, return_dict=True)
     assert logs == {"loss": 7.0, "size": 7}
     assert model.test_on_batch(*samples, return_dict=True) == {"size": 7}
@@ -377,9 +380,10 @@ class Players(AccumulatingModel):
         calls = []
         for accumulator in self.accumulators:
             layer = self.first if not calls else self.second
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((layer(x) - 1) ** 2)
-            gradients = tape.gradient(loss, layer.trainable_variables)
+            _, gradients = gradients_of(
+                lambda layer=layer: tf.reduce_mean((layer(x) - 1) ** 2),
+                layer.trainable_variables,
+            )
             args = accumulator.accumulate, gradients, tf.shape(x)[0]
             calls.append(functools.partial(*args))
         calls[0]()
@@ -442,7 +446,7 @@ def test_replicas_with_different_numbers_of_parts(run_eagerly):
 def test_layers_that_cannot_be_right_in_parts():
     inputs = keras.Input((4, 2), batch_size=2)
     layer = keras.layers.LSTM(1, stateful=True)
-    model = AccumulatingModel(inputs, layer(inputs))
+    model = chain(AccumulatingModel, inputs, layer)
     with pytest.raises(ValueError, match="stateful layer"):
         model.compile("sgd", "mse", micro_batch_size=1)
     assert not model.compiled
@@ -451,28 +455,23 @@ def test_layers_that_cannot_be_right_in_parts():
         model.micro_batch_size = 1
     assert model.micro_batch_size is None
     with mirrored(2).scope():
-        inputs = keras.Input((2,))
         layer = keras.layers.BatchNormalization(synchronized=True)
-        model = AccumulatingModel(inputs, layer(inputs))
+        model = chain(AccumulatingModel, (2,), layer)
         with pytest.raises(ValueError, match="synchronized=True"):
             model.compile("sgd", "mse", micro_batch_size=1)
 
 
 def test_an_input_of_a_fixed_batch_size_is_split_too():
-    x, y = (np.random.default_rng(0).random((16, n)) for n in (3, 1))
-    models = []
-    for base, how in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": 3}),
-    ):
-        keras.utils.set_random_seed(0)
+    data = [np.random.default_rng(0).random((16, n)) for n in (3, 1)]
+
+    def run(base, **kwargs):
+        inner = keras.layers.Dense(4), keras.layers.Dropout(0.5)
         inputs = keras.Input((3,), batch_size=8)
-        hidden = keras.layers.Dropout(0.5)(keras.layers.Dense(4)(inputs))
-        model = base(inputs, keras.layers.Dense(1)(hidden))
-        compiled(model, keras.optimizers.SGD(0.1), "mse", **how)
-        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-        models.append(model)
-    assert distance(*models) < 1e-6
+        model = chain(base, inputs, *inner, keras.layers.Dense(1))
+        sgd = keras.optimizers.SGD(0.1)
+        return train(model, data, 8, sgd, 1, loss="mse", **kwargs)
+
+    check_exact(run, {"micro_batch_size": 3})
 
 
 class Mean(keras.layers.Layer):
@@ -487,21 +486,16 @@ class Mean(keras.layers.Layer):
 
 def test_a_state_that_replicas_reduce_is_refused_when_it_is_there():
     with mirrored(2).scope():
-        model = AccumulatingModel.from_model(
-            keras.Sequential([keras.Input((6,)), Mean(), keras.layers.Dense(1)])
-        )
+        model = chain(AccumulatingModel, (6,), Mean(), keras.layers.Dense(1))
         with pytest.raises(ValueError, match='aggregation="mean"'):
             model.compile("sgd", "mse", micro_batch_size=1)
 
-        class Model(AccumulatingModel):  # which is built in `fit`
-            def __init__(self):
-                super().__init__()
-                self.all = [Mean(), keras.layers.Dense(1)]
+        class Model(AccumulatingModel, keras.Sequential):
+            pass
 
-            def call(self, x):
-                return self.all[1](self.all[0](x))
-
-        model = compiled(Model(), "sgd", "mse", micro_batch_size=1)
+        # Which is built in `fit`.
+        model = Model([Mean(), keras.layers.Dense(1)])
+        compiled(model, "sgd", "mse", micro_batch_size=1)
         with pytest.raises(ValueError, match='aggregation="mean"'):
             model.fit(np.ones((8, 6)), np.ones((8, 1)), verbose=0)
 
@@ -567,17 +561,14 @@ def test_steps_of_the_instance_are_called_and_kept(samples):
 
 def test_a_subclass_may_use_any_private_name(samples):
     class Mine(AccumulatingModel):
-        def __init__(self):
-            super().__init__()
-            self.head = softmax()
+        def __init__(self, *args):
+            super().__init__(*args)
             for name in ("search", "slices", "cycles", "remainder", "options"):
                 setattr(self, f"_{name}", "mine")
             self._meter = keras.metrics.Mean()
 
-        def call(self, inputs):
-            return self.head(inputs)
-
-    model = compiled(Mine(), micro_batch_size=8, accum_steps=2)
+    model = chain(Mine, (cases.FEATURES,), softmax())
+    compiled(model, micro_batch_size=8, accum_steps=2)
     model.fit(*samples, batch_size=32, verbose=0)
     assert (model._search, model._remainder) == ("mine", "mine")
 
