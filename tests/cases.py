@@ -10,7 +10,7 @@ import typing
 import keras
 import numpy as np
 import tensorflow as tf
-from helpers import chain, fit, functional, make_functional, softmax
+from helpers import Adds, chain, fit, functional, make_functional, softmax
 
 from accumodel import AccumulatingModel
 
@@ -208,28 +208,21 @@ def with_several_dtypes(model_class):
     return chain(model_class, (FEATURES,), *dense, softmax())
 
 
-class AddsLoss(keras.layers.Layer):
-    def call(self, inputs):
-        self.add_loss(0.1 * keras.ops.mean(inputs**2))
-        return inputs
+adds_loss = functools.partial(Adds, lambda x: 0.1 * keras.ops.mean(x**2))
+# One loss per sample, which Keras sums up: as a CTC layer does.
+adds_losses = functools.partial(
+    Adds, lambda x: 0.1 * keras.ops.sum(x**2, axis=-1, keepdims=True)
+)
 
 
 def with_add_loss(model_class):
-    layers = keras.layers.Dense(4, activation="tanh"), AddsLoss(), softmax()
+    layers = keras.layers.Dense(4, activation="tanh"), adds_loss(), softmax()
     return chain(model_class, (FEATURES,), *layers)
-
-
-class AddsLosses(keras.layers.Layer):
-    """Adds one loss per sample, which Keras sums up: as a CTC layer does."""
-
-    def call(self, inputs):
-        self.add_loss(0.1 * keras.ops.sum(inputs**2, axis=-1, keepdims=True))
-        return inputs
 
 
 def with_summed_add_loss(model_class):
     layer = keras.layers.Dense(4, activation="tanh", use_bias=False)
-    return chain(model_class, (FEATURES,), layer, AddsLosses())
+    return chain(model_class, (FEATURES,), layer, adds_losses())
 
 
 @functools.partial(functional, ids)

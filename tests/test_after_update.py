@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from helpers import (
     WAYS,
+    UpdatesItself,
     chain,
     distance,
     follow,
@@ -178,19 +179,11 @@ def test_an_overflow_is_followed_as_in_a_plain_step():
 
 
 def test_a_step_that_cannot_call_it_is_refused():
-    class Model(AccumulatingModel):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((self(x) - y) ** 2)
-            variables = self.trainable_variables
-            self.optimizer.apply(tape.gradient(loss, variables), variables)
-            return {"mean": loss}
-
+    class Model(UpdatesItself):
         def after_update(self):
             pass
 
     model = chain(Model, (6,), keras.layers.Dense(4))
-    model.compile("sgd")
+    model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="Nothing was accumulated"):
         model.fit(*data(), verbose=0)

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, compiled, distance, make_model, mirrored
+from helpers import Adds, chain, compiled, distance, make_model, mirrored
 
 import accumodel
 from accumodel._features.whole_batch.stages import set_apart
@@ -309,15 +309,9 @@ def test_keras_asks_a_scope_for_the_variables_that_it_reads_and_writes():
 
 
 def test_regularizers_are_the_last_losses_of_a_model():
-    class Adds(keras.layers.Layer):
-        def call(self, inputs):
-            self.add_loss(7 * keras.ops.mean(keras.ops.ones_like(inputs)))
-            return inputs
-
-    def dense():
-        return keras.layers.Dense(1, kernel_regularizer="l2")
-
-    model = keras.Sequential([dense(), Adds(), dense(), Adds()])
+    dense = [keras.layers.Dense(1, kernel_regularizer="l2") for _ in "ab"]
+    adds = [Adds(lambda x: 7 * keras.ops.mean(x**0)) for _ in "ab"]
+    model = keras.Sequential([dense[0], adds[0], dense[1], adds[1]])
     model(tf.ones((1, 2)))
     assert len(model.losses) == 4
     assert list(map(float, added_losses(model))) == [7.0, 7.0]

@@ -360,7 +360,7 @@ def test_a_custom_compute_loss_of_one_loss_per_sample_is_a_sum(way):
 def test_all_losses_none_next_to_add_loss():
     def make(model_class):
         inputs = keras.Input((cases.FEATURES,))
-        hidden = cases.AddsLoss()(keras.layers.Dense(3)(inputs))
+        hidden = cases.adds_loss()(keras.layers.Dense(3)(inputs))
         heads = [keras.layers.Dense(3)(hidden) for _ in range(2)]
         return model_class(inputs, heads)
 

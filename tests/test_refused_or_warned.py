@@ -55,7 +55,7 @@ def test_a_loss_without_init_trains(accum_steps):
 def test_a_summed_add_loss_next_to_a_mean_is_refused():
     inputs = keras.Input((cases.FEATURES,))
     model = AccumulatingModel(
-        inputs, cases.AddsLosses()(keras.layers.Dense(2)(inputs))
+        inputs, cases.adds_losses()(keras.layers.Dense(2)(inputs))
     )
     model.compile("sgd", "mse", accum_steps=2)
     before = model.get_weights()
@@ -75,9 +75,9 @@ def test_a_summed_add_loss_next_to_a_mean_is_refused():
 def test_scalars_next_to_a_sum_are_warned_of(scalar, match):
     regularizer = "l2" if scalar == "regularizer" else None
     layers = [keras.layers.Dense(2, kernel_regularizer=regularizer)]
-    layers += [cases.AddsLoss()] * (scalar == "add_loss")
+    layers += [cases.adds_loss()] * (scalar == "add_loss")
     shape = (cases.FEATURES,)
-    model = chain(AccumulatingModel, shape, *layers, cases.AddsLosses())
+    model = chain(AccumulatingModel, shape, *layers, cases.adds_losses())
     model.compile(SGD(0.001), accum_steps=2)
     with pytest.warns(UserWarning, match=match):
         model.fit(cases.features(), batch_size=4, verbose=0)

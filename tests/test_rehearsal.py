@@ -13,11 +13,11 @@ from test_verdict import SGD, with_layer
 from test_whole_training import (
     SUM,
     WAYS,
-    AddsRows,
     Either,
     Program,
     X,
     Y,
+    adds_rows,
     feed,
     heads,
     trained,
@@ -137,7 +137,7 @@ def by_size(y, p):
 
 def adding(cls):
     x = keras.Input((6,))
-    hidden = AddsRows()(layers.Dense(6, "tanh")(x))
+    hidden = adds_rows()(layers.Dense(6, "tanh")(x))
     return cls(x, [layers.Dense(4)(hidden), layers.Dense(4)(hidden)])
 
 

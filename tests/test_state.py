@@ -19,6 +19,8 @@ from helpers import (
     distance,
     make_functional,
     make_sequential,
+    softmax,
+    through_python,
     weekly,
 )
 from keras import optimizers
@@ -157,8 +159,7 @@ def test_a_cycle_of_what_is_no_longer_trained_is_left_out(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5")
 def test_a_legacy_file_of_a_whole_model_loads_as_a_plain_one(tmp_path):
-    inputs = keras.Input((3,))
-    model = AccumulatingModel(inputs, keras.layers.Dense(1)(inputs))
+    model = chain(AccumulatingModel, (3,), keras.layers.Dense(1))
     model.compile("sgd", keras.losses.MeanSquaredError(), accum_steps=2)
     model.save(tmp_path / "legacy.h5")
     loaded = keras.models.load_model(tmp_path / "legacy.h5")
@@ -382,24 +383,14 @@ class Fails(keras.layers.Layer):
         self._backward = backward
         self._calls = 0
 
+    def _fail(self, values):
+        self._calls += 1
+        if self._calls == 3:
+            raise RuntimeError("in a layer")
+        return values
+
     def call(self, inputs):
-        def fail(values):
-            self._calls += 1
-            if self._calls == 3:
-                raise RuntimeError("in a layer")
-            return values
-
-        def failing(values):
-            outputs = tf.numpy_function(fail, [values], values.dtype)
-            return tf.ensure_shape(outputs, values.shape)
-
-        @tf.custom_gradient
-        def identity(values):
-            if self._backward:
-                return tf.identity(values), failing
-            return failing(values), tf.identity
-
-        return identity(inputs)
+        return through_python(self._fail, inputs, self._backward)
 
 
 def test_a_backup_in_mid_cycle_brings_its_cycle_back(tmp_path):
@@ -432,13 +423,9 @@ def test_a_failure_in_a_step_forgets_the_pending_cycle(
     where, reduction, kwargs
 ):
     x, y = resumed.make_data()
-    inputs = keras.Input((20,))
-    hidden = keras.layers.Dense(16)(inputs)
-    if where != "data":
-        hidden = Fails(backward=where != "layer")(hidden)
-    model = AccumulatingModel(
-        inputs, keras.layers.Dense(3, activation="softmax")(hidden)
-    )
+    fails = [Fails(backward=where != "layer")] * (where != "data")
+    layers = keras.layers.Dense(16), *fails, softmax()
+    model = chain(AccumulatingModel, (20,), *layers)
     loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
     model.compile("adam", loss, accum_steps=5, **kwargs)
 
@@ -458,7 +445,7 @@ def test_a_failure_in_a_step_forgets_the_pending_cycle(
     assert model.pending_steps == int(model.optimizer.iterations) == 0
     assert distance(model, weights) == 0
     # What was added before the failure does not count.
-    again = AccumulatingModel(inputs, model.output)
+    again = AccumulatingModel(model.input, model.output)
     again.compile("adam", loss, accum_steps=5, **kwargs)
     for each in (model, again):
         each.set_weights(weights)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, distance
+from helpers import Adds, chain, distance
 from keras import layers, ops
 
 from accumodel import AccumulatingModel, InexactWarning
@@ -133,17 +133,13 @@ def scaled_gradient(layer, h):
     return h * scale + ops.stop_gradient(h - h * scale)
 
 
-class AddsNothing(layers.Layer):
-    def call(self, x):
-        loss = ops.sum(ops.mean(x, 0) ** 2)
-        self.add_loss(loss - ops.stop_gradient(loss))
-        return x
+def nothing(x):
+    loss = ops.sum(ops.mean(x, 0) ** 2)
+    return loss - ops.stop_gradient(loss)
 
 
-class AddsSquares(layers.Layer):
-    def call(self, x):
-        self.add_loss(ops.sum(ops.sum(x, 0) ** 2))
-        return x
+def squares(x):
+    return ops.sum(ops.sum(x, 0) ** 2)
 
 
 def experts(h):
@@ -322,12 +318,6 @@ def measured(cls):
     return chain(Model, (6,), layers.Dense(4))
 
 
-class AddsRoot(layers.Layer):
-    def call(self, x):
-        self.add_loss(ops.sqrt(ops.mean(x**2)))
-        return x
-
-
 def covariance(self, y, p):
     z = centred(self.z)
     count = ops.cast(ops.shape(z)[0], "float32")
@@ -463,13 +453,13 @@ PROGRAMS: dict = {
     "moments, 0": (scaled(moments, 0.0), MSE, X, Y),
     "drawn": (scaled(drawn), MSE, X, Y),
     "scaled gradient": (scaled(scaled_gradient, 1.0), MSE, X, Y),
-    "adds nothing": (with_layer(AddsNothing), MSE, X, Y),
+    "adds nothing": (with_layer(lambda: Adds(nothing)), MSE, X, Y),
     "counts later": (counting, MSE, X, Y),
     "reads a metric": (measured, MSE, X, Y),
-    "adds a root": (with_layer(AddsRoot), MSE, X, Y),
+    "adds a root": (with_layer(lambda: Adds(lambda x: root(0, x))), MSE, X, Y),
     "ignored squares": (
         lambda cls: subclass(
-            lambda self, x: self.b(self.a(AddsSquares()(x))), mean
+            lambda self, x: self.b(self.a(Adds(squares)(x))), mean
         )(cls),
         None,
         X,

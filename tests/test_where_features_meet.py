@@ -141,7 +141,7 @@ def with_layer(make_layer):
 # A model, and the arguments of `compile` or what else is not as usual.
 FEATURES = {
     "masks": (masked, {"is_long": True}),
-    "add_loss": (with_layer(cases.AddsLoss), {}),
+    "add_loss": (with_layer(cases.adds_loss), {}),
     "state": (lambda base, *x: pooled(base, Counts(), *x, Counts()), {}),
     "ages": (with_layer(Ages), {}),
     "ages, fixed size": (with_layer(Ages), {"is_fixed": True}),
@@ -155,8 +155,8 @@ FEATURES = {
     "executions": (pooled, {"steps_per_execution": 2}),
     "skipping": (pooled, {"skip_nonfinite": True}),
     "replicas": (pooled, {"is_mirrored": True}),
-    "eager": (with_layer(cases.AddsLoss), {"run_eagerly": True}),
-    "xla": (with_layer(cases.AddsLoss), {"jit_compile": True}),
+    "eager": (with_layer(cases.adds_loss), {"run_eagerly": True}),
+    "xla": (with_layer(cases.adds_loss), {"jit_compile": True}),
 }
 
 # What the features here are called in the table of what cannot be combined.
