@@ -247,9 +247,9 @@ def with_own_weight(model_class):
         def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
             known = keras.ops.cast(x > 0, "float32")
             losses = keras.losses.sparse_categorical_crossentropy(y, y_pred)
-            return keras.ops.sum(losses * known) / keras.ops.maximum(
-                keras.ops.sum(known), 1e-9
-            )
+            loss = keras.ops.sum(losses * known) / keras.ops.sum(known)
+            # As a custom loss must in Keras. Without tokens it is no number.
+            return loss / self.distribute_strategy.num_replicas_in_sync
 
         def micro_batch_weight(self, x, y, y_pred, sample_weight):
             return tf.reduce_sum(tf.cast(x > 0, tf.float32))

@@ -10,9 +10,11 @@ from helpers import (
     chain,
     compiled,
     distance,
+    fit,
     make_model,
-    plain_and,
     train,
+    train_each,
+    two_heads,
     weekly,
 )
 
@@ -212,27 +214,24 @@ def test_a_model_that_does_not_accumulate_is_refused(data):
         model.fit(*data, callbacks=[scheduler], verbose=0)
 
 
-def test_callbacks_may_be_passed_by_keyword_as_tools_do():
+def test_callbacks_may_be_passed_by_keyword_as_tools_do(monkeypatch):
     """As mlflow's autolog wraps `fit`."""
     seen = []
-    fit = keras.Model.fit
+    by_keras = keras.Model.fit
 
-    @functools.wraps(fit)
+    @functools.wraps(by_keras)
     def wrapped(self, *args, **kwargs):
         callback = keras.callbacks.LambdaCallback(
             on_epoch_end=lambda epoch, logs: seen.append(epoch)
         )
         kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), callback]
-        return fit(self, *args, **kwargs)
+        return by_keras(self, *args, **kwargs)
 
     model = cases.linear(AccumulatingModel)
     model.compile("sgd", "mse", accum_steps=2)
     x, y = cases.features(), np.ones((24, cases.CLASSES))
-    keras.Model.fit = wrapped
-    try:
-        model.fit(x, y, 4, 2, 0)
-    finally:
-        keras.Model.fit = fit
+    monkeypatch.setattr(keras.Model, "fit", wrapped)
+    model.fit(x, y, 4, 2, 0)
     assert seen == [0, 1]
     assert int(model.optimizer.iterations) == 6
 
@@ -249,16 +248,14 @@ def test_a_callback_may_change_the_weights_of_losses():
                     for path, loss, _, name in compiled._flat_losses
                 ]
 
-    logs = []
-    for base, kwargs in plain_and({"micro_batch_size": 4}):
-        inputs = keras.Input((3,))
-        outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
-        model = base(inputs, outputs)
+    x, y = np.ones((8, 3)), [np.ones((8, 1)), np.zeros((8, 1))]
+
+    def run(base, **kwargs):
+        model = two_heads(base, 3)
         model.compile("sgd", ["mse", "mse"], run_eagerly=True, **kwargs)
-        x, y = np.ones((8, 3)), [np.ones((8, 1)), np.zeros((8, 1))]
-        history = model.fit(
-            x, y, epochs=2, batch_size=8, verbose=0, callbacks=[Adapts()]
-        )
+        history = fit(model, x, y, epochs=2, callbacks=[Adapts()])
         found = model.evaluate(x, y, verbose=0, return_dict=True)
-        logs.append([*history.history["loss"], *found.values()])
-    np.testing.assert_allclose(logs[1], logs[0], rtol=1e-5)
+        return [*history.history["loss"], *found.values()]
+
+    logs = train_each(run, {"micro_batch_size": 4})
+    np.testing.assert_allclose(*logs, rtol=1e-5)

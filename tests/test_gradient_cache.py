@@ -16,15 +16,17 @@ import tensorflow as tf
 from helpers import (
     chain,
     check_big,
+    check_exact,
     check_logs,
     check_weights,
     datasets,
     distance,
     mirrored,
     names,
-    plain_and,
+    train,
     train_big,
     train_case,
+    train_each,
     updates,
     weekly,
 )
@@ -328,20 +330,19 @@ def test_custom_models(base, size):
         return model
 
     case = in_float64(cases.Case(make=make, loss=lambda: None))
-    results = []
-    for model_class, arguments in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": size, "gradient_cache": True}),
-    ):
-        random.seed(0)
-        big, _ = datasets(case)
-        model, logs = train_case(case, model_class, big, **arguments)
-        variables = [np.array(each) for each in model.variables]
-        results.append((variables, logs, model.evaluate(big, verbose=0)))
-    (theirs, their_logs, expected), (ours, our_logs, evaluated) = results
+
+    def run(base, **kwargs):
+        model, logs = train_big(case, base, **kwargs)
+        tested = model.evaluate(datasets(case)[0], verbose=0)
+        return [*map(np.array, model.variables)], logs["epochs"], tested
+
+    results = train_each(
+        run, {"micro_batch_size": size, "gradient_cache": True}
+    )
+    (theirs, expected, _), (ours, logs, _) = results
     assert distance(ours, theirs) < 1e-12
-    check_logs(our_logs["epochs"], their_logs["epochs"])
-    np.testing.assert_allclose(evaluated, expected, rtol=1e-6)
+    check_logs(logs, expected)
+    np.testing.assert_allclose(*(each[2] for each in results), rtol=1e-6)
 
 
 @pytest.mark.unverified
@@ -551,11 +552,11 @@ def test_a_loss_that_depends_on_nothing():
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_an_axis_that_does_not_grow_with_the_samples_is_exact(run_eagerly):
-    models = []
-    for base, kwargs in plain_and(CACHE_OF_4):
+    x = np.random.default_rng(0).normal(size=(8, 4, 4))
+
+    def run(base, **kwargs):
+        kwargs |= {"loss": "mse", "run_eagerly": run_eagerly}
         model = chain(base, (None, 4), keras.layers.Dense(4))
-        model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
-        x = np.random.default_rng(0).normal(size=(8, 4, 4))
-        model.fit(x, x + 1, batch_size=8, verbose=0)
-        models.append(model)
-    assert distance(*models) < 1e-6
+        return train(model, (x, x + 1), 8, "sgd", 1, **kwargs)
+
+    check_exact(run, CACHE_OF_4)

@@ -15,6 +15,7 @@ from helpers import (
     distance,
     messages_of,
     mirrored,
+    two_heads,
     weekly,
 )
 
@@ -53,10 +54,8 @@ def test_a_loss_without_init_trains(accum_steps):
 
 
 def test_a_summed_add_loss_next_to_a_mean_is_refused():
-    inputs = keras.Input((cases.FEATURES,))
-    model = AccumulatingModel(
-        inputs, cases.adds_losses()(keras.layers.Dense(2)(inputs))
-    )
+    layers = keras.layers.Dense(2), cases.adds_losses()
+    model = chain(AccumulatingModel, (cases.FEATURES,), *layers)
     model.compile("sgd", "mse", accum_steps=2)
     before = model.get_weights()
     with pytest.raises(ValueError, match=r"sums and means.* 1 vectors"):
@@ -149,17 +148,13 @@ def test_micro_batches_of_train_on_batch_are_not_dropped_in_silence():
     assert model.pending_steps == 0
 
 
-def regularized(base):
-    hidden = keras.layers.Dense(2, activity_regularizer="l2")
-    layers = keras.layers.Masking(), hidden, keras.layers.Dense(2)
-    return chain(base, (5, 4), *layers)
-
-
 @pytest.mark.parametrize("way", ["int", "steps"])
 def test_a_scalar_of_add_loss_next_to_a_masked_loss_is_warned_of(way):
     batch_size, kwargs = cases.WAYS[way]
-    keras.utils.set_random_seed(0)
-    model = compiled(regularized(AccumulatingModel), "sgd", "mse", **kwargs)
+    hidden = keras.layers.Dense(2, activity_regularizer="l2")
+    layers = keras.layers.Masking(), hidden, keras.layers.Dense(2)
+    model = chain(AccumulatingModel, (5, 4), *layers)
+    compiled(model, "sgd", "mse", **kwargs)
     x, _ = cases.sequences()
     y = np.ones((16, 5, 2), "float32")
     with pytest.warns(UserWarning, match="`add_loss`.*`micro_batch_weight`"):
@@ -167,18 +162,14 @@ def test_a_scalar_of_add_loss_next_to_a_masked_loss_is_warned_of(way):
 
 
 def test_two_arrays_of_weights_are_not_taken_for_one():
-    def make(base):
-        inputs = keras.Input((5, 4))
-        outputs = keras.layers.Flatten()(inputs)
-        heads = [keras.layers.Dense(2, name=name)(outputs) for name in "ab"]
-        return base(inputs, heads)
-
     loss = [
         keras.losses.MeanSquaredError("mean_with_sample_weight")
         for _ in range(2)
     ]
-    model = compiled(make(AccumulatingModel), "sgd", loss, micro_batch_size=3)
+    model = two_heads(AccumulatingModel, 20, units=2)
+    compiled(model, "sgd", loss, micro_batch_size=3)
     x, y = cases.sequences(2)
+    x = x.reshape(16, 20)
     weights = [*np.random.default_rng(0).random((2, 16))]
     model.fit(x, y, sample_weight=weights[0], batch_size=8, verbose=0)
     match = "different masks or sample weights.*`gradient_cache=True`"

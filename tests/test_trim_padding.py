@@ -9,10 +9,11 @@ import pytest
 import tensorflow as tf
 from helpers import (
     as_dataset,
+    check_exact,
     distance,
-    plain_and,
     weekly,
 )
+from helpers import train as fitted
 from keras import layers
 from padded import (
     LENGTH,
@@ -198,23 +199,20 @@ def test_half_precision(policy, tolerance):
 
 def test_widths_that_differ_from_batch_to_batch():
     data = words(), of_words()
-    models = []
-    for model_class, kwargs in plain_and(
-        {"micro_batch_size": 3, "trim_padding": 0}
-    ):
-        model = positions(model_class)
-        model.compile(keras.optimizers.SGD(0.5), cross_entropy(), **kwargs)
-        spec = tf.TensorSpec((None, None), tf.int64)
-        batches = tf.data.Dataset.from_generator(
-            lambda: (
-                tuple(each[:10, :width].copy() for each in data)
-                for width in (60, 40, 50)
-            ),
-            output_signature=(spec, spec),
-        ).apply(tf.data.experimental.assert_cardinality(3))
-        model.fit(batches, shuffle=False, verbose=0)
-        models.append(model)
-    assert distance(*models) < 1e-6
+    spec = tf.TensorSpec((None, None), tf.int64)
+    batches = tf.data.Dataset.from_generator(
+        lambda: (
+            tuple(each[:10, :width].copy() for each in data)
+            for width in (60, 40, 50)
+        ),
+        output_signature=(spec, spec),
+    ).apply(tf.data.experimental.assert_cardinality(3))
+
+    def run(base, **kwargs):
+        args = [batches], None, keras.optimizers.SGD(0.5), 1
+        return fitted(positions(base), *args, loss=cross_entropy(), **kwargs)
+
+    check_exact(run, {"micro_batch_size": 3, "trim_padding": 0})
 
 
 def two_towers(model_class):
@@ -317,15 +315,13 @@ def test_nothing_is_cut_off_that_counts(name):
     if not isinstance(x, dict):
         ours["trim_padding"] = 0
     ours |= {key: arguments.pop(key) for key in [*ours] if key in arguments}
-    models = []
-    for model_class, kwargs in plain_and(ours):
-        model = make(model_class)
-        optimizer = keras.optimizers.SGD(0.5)
-        model.compile(optimizer, run_eagerly=True, **arguments, **kwargs)
-        for _ in range(2):
-            model.train_on_batch(x, y)
-        models.append(model)
-    assert distance(*models) < 1e-6
+
+    def run(base, **kwargs):
+        kwargs |= arguments | {"run_eagerly": True}
+        sgd = keras.optimizers.SGD(0.5)
+        return fitted(make(base), (x, y), SAMPLES, sgd, 2, **kwargs)
+
+    check_exact(run, ours)
 
 
 @pytest.mark.unverified

@@ -13,7 +13,10 @@ import pytest
 import tensorflow as tf
 from helpers import (
     calling_super,
+    chain,
+    compiled,
     distance,
+    fit,
     follow,
     mirrored,
     moves_after_update,
@@ -39,13 +42,13 @@ def layers_of(way):
 
 
 def pooled(base, *layers, outputs=1):
-    inputs = keras.Input((None,), dtype="int32")
-    hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
-    hidden = keras.layers.GlobalAveragePooling1D()(hidden)
-    for layer in layers:
-        hidden = layer(hidden)
-    heads = [keras.layers.Dense(2)(hidden) for _ in range(outputs)]
-    return base(inputs, heads if outputs > 1 else heads[0])
+    words = keras.layers.Embedding(9, 4, mask_zero=True)
+    layers = words, keras.layers.GlobalAveragePooling1D(), *layers
+    if outputs == 1:
+        return chain(base, cases.ids(), *layers, keras.layers.Dense(2))
+    body = chain(keras.Model, cases.ids(), *layers)
+    heads = [keras.layers.Dense(2)(body.output) for _ in range(outputs)]
+    return base(body.input, heads)
 
 
 def masked(base, *layers):
@@ -356,39 +359,35 @@ def test_a_fit_after_an_error_is_that_of_a_model_without_one(way, what):
     """After one update, the second fails in its last micro-batch."""
     x, y = tokens()
     batch_size, arguments = WAYS["int" if way == "replicas" else way]
-    no_scope = contextlib.nullcontext()
-    scope = mirrored(2).scope() if way == "replicas" else no_scope
+    is_mirrored = way == "replicas"
+    scope = mirrored(2).scope() if is_mirrored else contextlib.nullcontext()
     rate = 0 if way in ("trim", "replicas") else 0.4  # draw others
-    models = []
-    for base in (keras.Model, AccumulatingModel):
-        ours = base is AccumulatingModel
-        with scope if ours else no_scope:
-            keras.utils.set_random_seed(0)
-            dropout = keras.layers.Dropout(rate)
-            model = breakable(base, *layers_of(way), dropout)
-            kwargs = {"jit_compile": False, "run_eagerly": what == "Ctrl-C"}
-            kwargs |= arguments if ours else {}
-            model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
-        how = {"shuffle": False, "verbose": 0}
-        if ours:
-            bad = x.copy()
-            bad[-1] = 99 if what == "step" else bad[-1]  # it is no token
-            failure = Failure(what)
-            how["batch_size"] = batch_size
-            with pytest.raises(ERRORS[what]) as caught:
-                model.fit(bad, y, callbacks=[failure], **how)
-            notes = getattr(caught.value, "__notes__", [])
-            # Ctrl-C between two batches leaves a cycle, which `fit` drops.
-            assert any("is forgotten" in x for x in notes) == (
-                batch_size < 8 and what in ("step", "memory")
-            )
-            failure.set(False)
-            model.fit(x, y, epochs=2, **how)
-        else:
-            model.fit(x[:8], y[:8], batch_size=8, **how)
-            model.fit(x, y, batch_size=8, epochs=2, **how)
-        models.append(model)
-    assert distance(*models) < 1e-6
+
+    def make(base, **kwargs):
+        keras.utils.set_random_seed(0)
+        dropout = keras.layers.Dropout(rate)
+        model = breakable(base, *layers_of(way), dropout)
+        kwargs |= {"jit_compile": False, "run_eagerly": what == "Ctrl-C"}
+        return compiled(model, keras.optimizers.SGD(0.1), "mse", **kwargs)
+
+    plain = make(keras.Model)
+    fit(plain, x[:8], y[:8], batch_size=8)
+    fit(plain, x, y, batch_size=8, epochs=2)
+    with scope:
+        model = make(AccumulatingModel, **arguments)
+    bad = x.copy()
+    bad[-1] = 99 if what == "step" else bad[-1]  # it is no token
+    failure = Failure(what)
+    with pytest.raises(ERRORS[what]) as caught:
+        fit(model, bad, y, batch_size=batch_size, callbacks=[failure])
+    notes = getattr(caught.value, "__notes__", [])
+    # Ctrl-C between two batches leaves a cycle, which `fit` drops.
+    assert any("is forgotten" in x for x in notes) == (
+        batch_size < 8 and what in ("step", "memory")
+    )
+    failure.set(False)
+    fit(model, x, y, batch_size=batch_size, epochs=2)
+    assert distance(model, plain) < 1e-6
 
 
 @pytest.mark.parametrize(

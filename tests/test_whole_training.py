@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 import test_proof
 import test_verdict
-from helpers import Adds, chain, distance, fit
+from helpers import Adds, chain, custom_step, distance, fit
 from keras import layers, ops
 from test_verdict import ADAM, SGD, hardest, with_layer
 
@@ -109,14 +109,9 @@ def with_step(make, loss):
         class Model(cls):
             def train_step(self, data):
                 x, y = data
-                variables = self.trainable_variables
-                with tf.GradientTape() as tape:
-                    value = loss(y, self(x, training=True))
-                gradients = tape.gradient(value, variables)
-                if cls is AccumulatingModel:
-                    self.accumulate_gradients(gradients, tf.shape(x)[0])
-                else:
-                    self.optimizer.apply(gradients, variables)
+                value = custom_step(
+                    self, x, lambda: loss(y, self(x, training=True))
+                )
                 return {"mean": value}
 
         return make(Model)
