@@ -72,6 +72,21 @@ class Batches(keras.utils.PyDataset):
         return self.parts[index]
 
 
+def normal(*shapes):
+    """Returns an array of normal numbers of each shape."""
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape).astype("float32") for shape in shapes]
+
+
+@contextlib.contextmanager
+def refused(model, match=None, error=ValueError):
+    """Expects an error that moves no weight, and leaves no pending cycle."""
+    before = model.get_weights()
+    with pytest.raises(error, match=match) as caught:
+        yield caught
+    assert distance(model, before) == model.pending_steps == 0
+
+
 def as_dataset(arrays, sizes):
     """The arrays in batches of these sizes."""
 

@@ -8,10 +8,12 @@ from helpers import (
     WAYS,
     UpdatesItself,
     chain,
+    compiled,
     distance,
     follow,
     mirrored,
     moves_after_update,
+    normal,
     updates,
     weekly,
 )
@@ -98,9 +100,7 @@ def make(base, rule, share):
 
 
 def data():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(40, 6)).astype("float32")  # a short last batch
-    return x, rng.normal(size=(40, 4)).astype("float32")
+    return normal((40, 6), (40, 4))  # a short last batch
 
 
 def train(base, script, batch_size=12, strategy=None, optimizer=None, **kwargs):
@@ -183,7 +183,6 @@ def test_a_step_that_cannot_call_it_is_refused():
         def after_update(self):
             pass
 
-    model = chain(Model, (6,), keras.layers.Dense(4))
-    model.compile("sgd", "mse")
+    model = compiled(chain(Model, (6,), keras.layers.Dense(4)), "sgd", "mse")
     with pytest.raises(ValueError, match="Nothing was accumulated"):
         model.fit(*data(), verbose=0)

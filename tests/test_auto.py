@@ -24,6 +24,7 @@ from helpers import (
     in_python,
     make_subclassed,
     mirrored,
+    refused,
     slow,
     softmax,
     through_python,
@@ -243,17 +244,15 @@ def test_what_smaller_micro_batches_do_not_help(samples, cache):
     x, y = samples
     limit = Smallest()
     model = automatic(limit, gradient_cache=cache)
-    before = model.get_weights()
     error = tf.errors.ResourceExhaustedError
     with (
         pytest.warns(UserWarning, match="from now on"),
-        pytest.raises(error, match="one sample") as e,
+        refused(model, "one sample", error) as e,
     ):
         model.train_on_batch(x[:24], y[:24])
     assert isinstance(e.value.__cause__, error)
     assert set(limit.sizes) == {24, 12, 6, 3, 2, 1}
-    assert model.pending_steps == updates(model) == 0
-    assert distance(model, before) == 0
+    assert updates(model) == 0
     model = automatic(gradient_cache=cache, optimizer=FailsToUpdate())
     with pytest.raises(error, match="load the last checkpoint"):
         model.train_on_batch(x[:24], y[:24])

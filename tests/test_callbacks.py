@@ -12,6 +12,7 @@ from helpers import (
     distance,
     fit,
     make_model,
+    normal,
     train,
     train_each,
     two_heads,
@@ -122,8 +123,9 @@ def test_a_ramp_counts_updates_or_samples(schedule, by, ends, fits):
 )
 def test_a_ramp_goes_on_after_a_short_last_cycle(schedule, by, sizes):
     """In epochs of 5 batches of 2."""
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", "mse", accum_steps=2)
+    model = compiled(
+        cases.linear(AccumulatingModel), "sgd", "mse", accum_steps=2
+    )
     x, y = cases.features()[:10], np.ones((10, cases.CLASSES))
     seen = [(0, 0)]
 
@@ -155,8 +157,7 @@ def test_a_ramp_goes_on_after_a_short_last_cycle(schedule, by, sizes):
     ],
 )
 def test_a_ramp_is_resumed_by_a_backup(schedule, by, is_first, tmp_path):
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(60, 3)), rng.normal(size=(60, 1))
+    x, y = normal((60, 3), (60, 1))
 
     class Crash(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -227,8 +228,9 @@ def test_callbacks_may_be_passed_by_keyword_as_tools_do(monkeypatch):
         kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), callback]
         return by_keras(self, *args, **kwargs)
 
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", "mse", accum_steps=2)
+    model = compiled(
+        cases.linear(AccumulatingModel), "sgd", "mse", accum_steps=2
+    )
     x, y = cases.features(), np.ones((24, cases.CLASSES))
     monkeypatch.setattr(keras.Model, "fit", wrapped)
     model.fit(x, y, 4, 2, 0)
@@ -251,8 +253,13 @@ def test_a_callback_may_change_the_weights_of_losses():
     x, y = np.ones((8, 3)), [np.ones((8, 1)), np.zeros((8, 1))]
 
     def run(base, **kwargs):
-        model = two_heads(base, 3)
-        model.compile("sgd", ["mse", "mse"], run_eagerly=True, **kwargs)
+        model = compiled(
+            two_heads(base, 3),
+            "sgd",
+            ["mse", "mse"],
+            run_eagerly=True,
+            **kwargs,
+        )
         history = fit(model, x, y, epochs=2, callbacks=[Adapts()])
         found = model.evaluate(x, y, verbose=0, return_dict=True)
         return [*history.history["loss"], *found.values()]

@@ -21,6 +21,7 @@ from helpers import (
     messages_of,
     mirrored,
     names,
+    normal,
     train_case,
     updates,
     weekly,
@@ -244,8 +245,12 @@ def test_the_remainder_of_train_on_batch_is_applied_on_all_replicas():
     reference = compiled(make_model(keras.Model, cases.dense), "sgd")
     reference.train_on_batch(x, y)
     with mirrored(2).scope():
-        model = make_model(AccumulatingModel, cases.dense)
-        model.compile("sgd", "sparse_categorical_crossentropy", accum_steps=4)
+        model = compiled(
+            make_model(AccumulatingModel, cases.dense),
+            "sgd",
+            "sparse_categorical_crossentropy",
+            accum_steps=4,
+        )
     for begin, end in ((0, 8), (8, 16), (16, 20)):
         model.train_on_batch(x[begin:end], y[begin:end])
     assert model.pending_steps == 3
@@ -317,8 +322,12 @@ def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
 def test_a_cycle_makes_one_reduction_and_at_its_end():
     reduction = CountingReduction()
     with mirrored(2, reduction).scope():
-        model = make_model(AccumulatingModel, cases.dense)
-        model.compile("adam", "sparse_categorical_crossentropy", accum_steps=4)
+        model = compiled(
+            make_model(AccumulatingModel, cases.dense),
+            "adam",
+            "sparse_categorical_crossentropy",
+            accum_steps=4,
+        )
     executed = []
 
     def note(batch, logs):
@@ -451,8 +460,12 @@ def test_one_replica_is_as_no_strategy(kwargs, built):
     for strategy, data in ((none, batches), (one, distributed)):
         keras.utils.set_random_seed(0)
         with strategy.scope():
-            model = make(AccumulatingModel)
-            model.compile("adam", "sparse_categorical_crossentropy", **kwargs)
+            model = compiled(
+                make(AccumulatingModel),
+                "adam",
+                "sparse_categorical_crossentropy",
+                **kwargs,
+            )
         model.fit(data, shuffle=False, verbose=0)
         model.evaluate(data, verbose=0)
         models.append(model)
@@ -460,8 +473,7 @@ def test_one_replica_is_as_no_strategy(kwargs, built):
 
 
 def test_a_replica_that_leaves_all_out_adds_nothing_of_the_cycle_before():
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(32, 4)), rng.normal(size=(32, 1))
+    x, y = normal((32, 4), (32, 1))
     bad = np.copy(x)
     bad[16:] = np.nan  # all that the second replica gets
 
@@ -473,9 +485,12 @@ def test_a_replica_that_leaves_all_out_adds_nothing_of_the_cycle_before():
     plain.train_on_batch(x, y)
     plain.train_on_batch(x[:16], y[:16])
     with mirrored(2).scope():
-        model = make(AccumulatingModel)
-        model.compile(
-            optimizers.SGD(0.1), "mse", micro_batch_size=4, skip_nonfinite=True
+        model = compiled(
+            make(AccumulatingModel),
+            optimizers.SGD(0.1),
+            "mse",
+            micro_batch_size=4,
+            skip_nonfinite=True,
         )
     model.train_on_batch(x, y)
     model.train_on_batch(bad, y)
@@ -507,10 +522,9 @@ SYNC = {"sync_batch_norm": True, "micro_batch_size": 3}
 )
 def test_replicas_that_normalize_together_weigh_as_one_device(kwargs, what):
     """Gradients flow through the shared statistics to all replicas."""
-    rng = np.random.default_rng(0)
     samples = {"weights": 8, "samples": 3}[what]
-    x, y = rng.normal(size=(samples, 4)), rng.normal(size=(samples, 2))
-    weights = rng.random(samples) if what == "weights" else None
+    x, y = normal((samples, 4), (samples, 2))
+    weights = np.linspace(1, 0, samples) if what == "weights" else None
 
     def make(base, **kwargs):
         keras.utils.set_random_seed(0)
@@ -535,8 +549,12 @@ def test_sums_are_on_the_devices_of_their_variables():
         layer = keras.layers.Dense(4)
         layer.build((None, cases.FEATURES))
     parts = layer, keras.layers.Dense(1)
-    model = chain(AccumulatingModel, (cases.FEATURES,), *parts)
-    model.compile("adam", "mse", accum_steps=2)
+    model = compiled(
+        chain(AccumulatingModel, (cases.FEATURES,), *parts),
+        "adam",
+        "mse",
+        accum_steps=2,
+    )
     model.fit(cases.features(), np.ones((24, 1)), batch_size=4, verbose=0)
     devices = [each.device for each in model._gradient_accumulator._sums]
     assert devices == [each.value.device for each in model.trainable_variables]
@@ -550,8 +568,12 @@ def test_replicas_know_which_axis_is_that_of_the_samples(verify):
     def run(base, **kwargs):
         with mirrored(2).scope():
             # A mask of as many rows as a replica gets samples.
-            model = chain(base, (4,), DropsWeights())
-            model.compile(optimizers.SGD(0.1), "mse", **kwargs)
+            model = compiled(
+                chain(base, (4,), DropsWeights()),
+                optimizers.SGD(0.1),
+                "mse",
+                **kwargs,
+            )
         fit(model, x, x[:, :1], batch_size=8 if kwargs else 16)
         return model
 

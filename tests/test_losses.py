@@ -16,8 +16,10 @@ from helpers import (
     chain,
     check_exact,
     check_logs,
+    compiled,
     distance,
     fit,
+    normal,
     sgd,
     train_both,
     train_each,
@@ -35,17 +37,19 @@ WAYS = {  # the samples of a batch that is fed, and arguments of `compile`
 }
 
 
-def data(seed=0):
-    rng = np.random.default_rng(seed)
-    x, y = rng.normal(size=(SAMPLES, 3)), rng.normal(size=(SAMPLES, 1))
-    return x.astype("float32"), y.astype("float32")
+def data():
+    return normal((SAMPLES, 3), (SAMPLES, 1))
 
 
 def linear(base, loss, sample_weight=None, batch_size=SAMPLES, **kwargs):
     """Returns a model after one update."""
     keras.utils.set_random_seed(0)
-    model = chain(base, (3,), keras.layers.Dense(1))
-    model.compile(keras.optimizers.SGD(0.1), loss, **kwargs)
+    model = compiled(
+        chain(base, (3,), keras.layers.Dense(1)),
+        keras.optimizers.SGD(0.1),
+        loss,
+        **kwargs,
+    )
     fit(model, *data(), sample_weight=sample_weight, batch_size=batch_size)
     return model
 
@@ -197,8 +201,12 @@ def test_logs_of_outputs_that_a_custom_loss_normalizes_add_up():
     def run(base, **kwargs):
         inputs = keras.Input((3,))
         heads = {key: keras.layers.Dense(1, name=key)(inputs) for key in "ab"}
-        model = NormalizesItself(inputs, heads)
-        model.compile("sgd", dict.fromkeys("ab", SQUARES), **kwargs)
+        model = compiled(
+            NormalizesItself(inputs, heads),
+            "sgd",
+            dict.fromkeys("ab", SQUARES),
+            **kwargs,
+        )
         size = SAMPLES if "accum_steps" not in kwargs else 8
         return fit(model, x, {"a": y, "b": 2 * y}, batch_size=size).history
 
@@ -234,8 +242,7 @@ def test_graphs_count_by_their_targets(loss):
                 return self.head(tf.math.segment_sum(self.hidden(x[0]), x[1]))
 
         keras.utils.set_random_seed(0)
-        model = Graphs()
-        model.compile(keras.optimizers.SGD(0.01), loss, **kwargs)
+        model = compiled(Graphs(), keras.optimizers.SGD(0.01), loss, **kwargs)
         for batch in graphs(size):
             model.train_on_batch(*batch)
         return model
@@ -266,10 +273,8 @@ class LooksUp(WithTable):
 
 
 def lookups():
-    rng = np.random.default_rng(0)
-    x = {"id": rng.integers(5, size=10), "all": rng.normal(size=(5, 4))}
-    x["all"] = x["all"].astype("float32")
-    return x, rng.normal(size=(10, 1)).astype("float32")
+    table, y = normal((5, 4), (10, 1))
+    return {"id": np.arange(10) * 3 % 5, "all": table}, y
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
@@ -286,8 +291,7 @@ def test_samples_are_counted_by_targets_and_not_by_a_table(run_eagerly):
 
 @pytest.mark.unverified
 def test_without_targets_a_table_is_refused():
-    model = LooksUp()
-    model.compile("sgd", micro_batch_size=4)
+    model = compiled(LooksUp(), "sgd", loss=None, micro_batch_size=4)
     with pytest.raises(ValueError, match=r"without targets.*one row for each"):
         model.train_on_batch(lookups()[0])
 

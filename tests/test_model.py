@@ -22,6 +22,7 @@ from helpers import (
     make_model,
     make_sequential,
     messages_of,
+    refused,
     softmax,
     train,
     weekly,
@@ -80,8 +81,9 @@ def make_task(model_class):
 @pytest.mark.parametrize("make", [make_functional, make_task])
 @pytest.mark.parametrize(("method", "name"), MISSPELLED)
 def test_a_misspelled_argument_says_what_is_meant(make, method, name, data):
-    model = make_model(make=make)
-    model.compile("sgd", loss="mse", micro_batch_size=4)
+    model = compiled(
+        make_model(make=make), "sgd", loss="mse", micro_batch_size=4
+    )
     arguments = () if method == "compile" else data
     match = rf"`{method}` has no .*{MISSPELLED[method, name]}.*: {name}=8$"
     with pytest.raises(TypeError, match=match):
@@ -121,8 +123,9 @@ def test_compile_and_fit_show_the_arguments_of_keras():
 
 
 def test_it_says_how_it_was_compiled():
-    model = make_model()
-    model.compile("sgd", "mse", accum_steps=2, remainder="carry")
+    model = compiled(
+        make_model(), "sgd", "mse", accum_steps=2, remainder="carry"
+    )
     assert repr(model).endswith(", accum_steps=2, remainder='carry'>")
 
 
@@ -311,25 +314,26 @@ def test_what_is_trained_and_by_what_may_not_change_without_compile(data):
     model.compile("sgd", "mse", accum_steps=2, run_eagerly=True)
     y = np.zeros((100, 20))
     model.fit(data[0], y, batch_size=8, verbose=0)
-    before = model.get_weights()
     first.trainable, second.trainable = True, False
-    with pytest.raises(ValueError, match="have changed since"):
+    with refused(model, "have changed since"):
         model.fit(data[0], y, batch_size=8, verbose=0)
-    assert distance(model, before) == 0
     model.compile("sgd", "mse", accum_steps=2, run_eagerly=True)
     model.fit(data[0], y, batch_size=8, verbose=0)
-    before = model.get_weights()
     model.optimizer = keras.optimizers.SGD(0.0)
-    with pytest.raises(ValueError, match="or the optimizer have changed"):
+    with refused(model, "or the optimizer have changed"):
         model.fit(data[0], y, batch_size=8, verbose=0)
-    assert distance(model, before) == 0
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_accum_steps_take_effect_at_once_and_without_a_trace(jit_compile):
     counter = CountTraces()
-    model = chain(AccumulatingModel, (2,), counter, keras.layers.Dense(1))
-    model.compile("sgd", "mse", accum_steps=4, jit_compile=jit_compile)
+    model = compiled(
+        chain(AccumulatingModel, (2,), counter, keras.layers.Dense(1)),
+        "sgd",
+        "mse",
+        accum_steps=4,
+        jit_compile=jit_compile,
+    )
     x, y = np.ones((2, 2)), np.ones((2, 1))
     model.train_on_batch(x, y)
     traces = counter.traces
@@ -504,12 +508,8 @@ def test_bad_gradients_are_refused_and_change_nothing(
     gradients, match, accum_steps
 ):
     model = compiled(make_model(), "sgd", "mse", accum_steps=accum_steps)
-    before = model.get_weights()
-    with pytest.raises(ValueError, match=match):
+    with refused(model, match):
         model.accumulate_gradients(gradients)
-    assert model.pending_steps == 0
-    model.apply_accumulated_gradients()
-    assert distance(model, before) == 0
 
 
 def test_a_function_may_end_the_cycle():

@@ -18,6 +18,7 @@ from helpers import (
     distance,
     gradients_of,
     make_subclassed,
+    normal,
     train,
     train_each,
     weekly,
@@ -59,8 +60,7 @@ class Linear(keras.Model):
 
 @pytest.fixture
 def points():
-    rng = np.random.default_rng(0)
-    return rng.random((100, 5), "float32"), rng.random((100, 2), "float32")
+    return normal((100, 5), (100, 2))
 
 
 @pytest.mark.table
@@ -70,8 +70,9 @@ def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
     model = Encoder()
     if built:
         model(x)
-    accumulating = AccumulatingModel.from_model(model)
-    accumulating.compile("sgd", "mse", accum_steps=4)
+    accumulating = compiled(
+        AccumulatingModel.from_model(model), "sgd", "mse", accum_steps=4
+    )
     fit(accumulating, x, y, 8)
     assert int(accumulating.optimizer.iterations) == 12
     assert list(map(id, accumulating.weights)) == list(map(id, model.weights))
@@ -257,8 +258,9 @@ def test_from_model_keeps_the_precision(make):
     keras.config.set_dtype_policy("mixed_float16")
     model = make()
     keras.config.set_dtype_policy("float32")
-    accumulating = AccumulatingModel.from_model(model)
-    accumulating.compile("sgd", "mse", accum_steps=2)
+    accumulating = compiled(
+        AccumulatingModel.from_model(model), "sgd", "mse", accum_steps=2
+    )
     optimizer = keras.optimizers.LossScaleOptimizer
     assert isinstance(accumulating.optimizer, optimizer)
 
@@ -326,8 +328,7 @@ class AccumulatingOtherwise(AccumulatingModel, CompilesOtherwise):
 
 
 def test_the_compile_config_of_another_class_is_kept(points, tmp_path):
-    model = AccumulatingOtherwise()
-    model.compile(0.5, accum_steps=4)
+    model = compiled(AccumulatingOtherwise(), 0.5, loss=None, accum_steps=4)
     model.fit(*points, batch_size=8, verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -540,15 +541,13 @@ HOLD = {
 
 def make_gan(accum_steps, hold=list):
     keras.utils.set_random_seed(0)
-    model = GAN(hold)
-    model.compile(accum_steps)
+    model = compiled(GAN(hold), accum_steps, loss=None)
     return model
 
 
 @pytest.fixture
 def noise_and_real():
-    rng = np.random.default_rng(0)
-    return rng.random((100, 3), "float32"), rng.random((100, 5), "float32")
+    return normal((100, 3), (100, 5))
 
 
 def test_a_gan_with_two_optimizers(noise_and_real):

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, distance
+from helpers import chain, compiled, distance
 
 from accumodel import AccumulatingModel, GradientAccumulator
 
@@ -39,8 +39,11 @@ def train(model, begin, end, samples=SAMPLES):
 
 def weights_of_keras(layers, *optimizer):
     """Returns the weights after all large batches."""
-    model = chain(keras.Model, (5,), *layers, dense(2))
-    model.compile(keras.optimizers.SGD(*optimizer), "mse")
+    model = compiled(
+        chain(keras.Model, (5,), *layers, dense(2)),
+        keras.optimizers.SGD(*optimizer),
+        "mse",
+    )
     train(model, 0, UPDATES, STEPS * SAMPLES)
     return model.get_weights()
 

@@ -22,7 +22,7 @@ from drawing import (
     in_batches,
     train,
 )
-from helpers import distance, slow, weekly
+from helpers import compiled, distance, slow, weekly
 from keras import layers, ops
 
 from accumodel import AccumulatingModel
@@ -110,8 +110,12 @@ def test_draws_by_numbers_alone_begin_anew_in_each_cycle():
     def trained(base, batch_size, **kwargs):
         keras.utils.set_random_seed(0)
         inputs = keras.Input((4, 5))
-        model = base(inputs, layers.Dense(5)(Draws(by_a_number)(inputs)))
-        model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
+        model = compiled(
+            base(inputs, layers.Dense(5)(Draws(by_a_number)(inputs))),
+            keras.optimizers.SGD(0.1),
+            "mse",
+            **kwargs,
+        )
         x, y = drawing.data()
         model.fit(x[:18], y[:18], batch_size=batch_size, shuffle=False)
         return model
@@ -124,8 +128,13 @@ def fit_dropped_samples():
     """Trains in 4 micro-batches, whose rows begin within a block of numbers."""
     inputs = keras.Input((6,))
     x = layers.Dropout(0.4, noise_shape=(None, 1))(layers.Dense(5)(inputs))
-    model = AccumulatingModel(inputs, layers.Dense(1)(x))
-    model.compile("sgd", "mse", micro_batch_size=3, jit_compile=True)
+    model = compiled(
+        AccumulatingModel(inputs, layers.Dense(1)(x)),
+        "sgd",
+        "mse",
+        micro_batch_size=3,
+        jit_compile=True,
+    )
     model.fit(np.ones((12, 6)), np.ones((12, 1)), batch_size=12, verbose=0)
 
 

@@ -367,8 +367,13 @@ def test_after_an_error_no_rows_are_left():
                 raise MemoryError
             return inputs
 
-    model = chain(AccumulatingModel, (4, 5), layers.Dense(5), Raises())
-    model.compile("sgd", "mse", micro_batch_size=4, run_eagerly=True)
+    model = compiled(
+        chain(AccumulatingModel, (4, 5), layers.Dense(5), Raises()),
+        "sgd",
+        "mse",
+        micro_batch_size=4,
+        run_eagerly=True,
+    )
     with pytest.raises(MemoryError):
         model.fit(*data(), batch_size=9, verbose=0)
     rows = model._accumulation.numbers.rows
@@ -421,8 +426,13 @@ def test_what_is_not_known_differs_in_each_micro_batch(name):
         tf.numpy_function(drawn.append, [values], [])
         return x
 
-    model = chain(AccumulatingModel, (5,), Draws(note), layers.Dense(1))
-    model.compile("sgd", "mse", micro_batch_size=4, **kwargs)
+    model = compiled(
+        chain(AccumulatingModel, (5,), Draws(note), layers.Dense(1)),
+        "sgd",
+        "mse",
+        micro_batch_size=4,
+        **kwargs,
+    )
     model.fit(np.ones((8, 5)), np.ones((8, 1)), batch_size=8, verbose=0)
     first, second = drawn
     assert first.shape == second.shape

@@ -12,9 +12,9 @@ from helpers import (
     UpdatesItself,
     chain,
     compiled,
-    distance,
     messages_of,
     mirrored,
+    refused,
     two_heads,
     weekly,
 )
@@ -35,8 +35,12 @@ class ComputesItsOwnMean(keras.losses.Loss):
 
 def test_it_is_refused_on_replicas():
     with mirrored(2).scope():
-        model = cases.linear(AccumulatingModel)
-        model.compile("sgd", ComputesItsOwnMean(), accum_steps=2)
+        model = compiled(
+            cases.linear(AccumulatingModel),
+            "sgd",
+            ComputesItsOwnMean(),
+            accum_steps=2,
+        )
     with pytest.raises(ValueError, match="divides by the number of replicas"):
         fit(model)
 
@@ -48,19 +52,25 @@ class WithoutInit(ComputesItsOwnMean):
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_a_loss_without_init_trains(accum_steps):
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", WithoutInit(), accum_steps=accum_steps)
+    model = compiled(
+        cases.linear(AccumulatingModel),
+        "sgd",
+        WithoutInit(),
+        accum_steps=accum_steps,
+    )
     messages_of(lambda: fit(model))
 
 
 def test_a_summed_add_loss_next_to_a_mean_is_refused():
     layers = keras.layers.Dense(2), cases.adds_losses()
-    model = chain(AccumulatingModel, (cases.FEATURES,), *layers)
-    model.compile("sgd", "mse", accum_steps=2)
-    before = model.get_weights()
-    with pytest.raises(ValueError, match=r"sums and means.* 1 vectors"):
+    model = compiled(
+        chain(AccumulatingModel, (cases.FEATURES,), *layers),
+        "sgd",
+        "mse",
+        accum_steps=2,
+    )
+    with refused(model, r"sums and means.* 1 vectors"):
         fit(model, 2)
-    assert distance(model, before) == 0
 
 
 @pytest.mark.verified
@@ -76,8 +86,12 @@ def test_scalars_next_to_a_sum_are_warned_of(scalar, match):
     layers = [keras.layers.Dense(2, kernel_regularizer=regularizer)]
     layers += [cases.adds_loss()] * (scalar == "add_loss")
     shape = (cases.FEATURES,)
-    model = chain(AccumulatingModel, shape, *layers, cases.adds_losses())
-    model.compile(SGD(0.001), accum_steps=2)
+    model = compiled(
+        chain(AccumulatingModel, shape, *layers, cases.adds_losses()),
+        SGD(0.001),
+        loss=None,
+        accum_steps=2,
+    )
     with pytest.warns(UserWarning, match=match):
         model.fit(cases.features(), batch_size=4, verbose=0)
 
@@ -94,8 +108,9 @@ def test_the_weight_is_not_known_before_the_loss():
 
 def test_an_unknown_reduction_is_refused(monkeypatch):
     loss = keras.losses.MeanSquaredError()
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", loss, accum_steps=2)
+    model = compiled(
+        cases.linear(AccumulatingModel), "sgd", loss, accum_steps=2
+    )
     loss.reduction = "median"
     module = importlib.import_module("keras.src.losses.loss")
     monkeypatch.setattr(module, "standardize_reduction", lambda value: value)
@@ -106,8 +121,9 @@ def test_an_unknown_reduction_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_pairs_of_unknown_variables_are_refused(accum_steps):
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", "mse", accum_steps=accum_steps)
+    model = compiled(
+        cases.linear(AccumulatingModel), "sgd", "mse", accum_steps=accum_steps
+    )
     bias = model.trainable_variables[1]
     stranger = keras.Variable(np.zeros(bias.shape), name="stranger")
     one = tf.ones(bias.shape)
@@ -121,8 +137,13 @@ def test_pairs_of_unknown_variables_are_refused(accum_steps):
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_second_call_in_a_train_step_is_refused(run_eagerly):
-    model = cases.PassesPairs(calls=5)
-    model.compile("sgd", accum_steps=2, run_eagerly=run_eagerly)
+    model = compiled(
+        cases.PassesPairs(calls=5),
+        "sgd",
+        loss=None,
+        accum_steps=2,
+        run_eagerly=run_eagerly,
+    )
     with pytest.raises(ValueError, match="twice in one `train_step`"):
         fit(model, cases.FEATURES)
 
@@ -212,8 +233,13 @@ class Queue(keras.layers.Layer):
     "operation", ["slice", "table", "scatter", "find", "gather"]
 )
 def test_what_changes_a_variable_behind_keras_is_refused(operation, way):
-    model = cases.flat(AccumulatingModel, Queue(operation))
-    model.compile("sgd", "mse", jit_compile=False, **cases.WAYS[way][1])
+    model = compiled(
+        cases.flat(AccumulatingModel, Queue(operation)),
+        "sgd",
+        "mse",
+        jit_compile=False,
+        **cases.WAYS[way][1],
+    )
     x, y = cases.sequences()
     if operation in ("find", "gather"):
         model.fit(x, y, batch_size=8, verbose=0)
@@ -236,8 +262,9 @@ class SharesTargets(AccumulatingModel):
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_targets_of_other_lengths_are_refused(is_known):
-    model = cases.flat(SharesTargets)
-    model.compile("sgd", "mse", micro_batch_size=3)
+    model = compiled(
+        cases.flat(SharesTargets), "sgd", "mse", micro_batch_size=3
+    )
     x, y = cases.sequences()
     batch = x, {"anchors": np.ones((2, 2), "float32"), "labels": y}
     dataset = tf.data.Dataset.from_tensors(batch)
@@ -267,10 +294,8 @@ def test_a_function_that_would_not_split_is_refused(kwargs):
     model = cases.linear(MakesTrainFunction)
     x, y = np.ones((8, *model.input.shape[1:])), np.ones((8, 1))
     model.compile("sgd", "mse", micro_batch_size=4, **kwargs)
-    before = model.get_weights()
-    with pytest.raises(ValueError, match="which split batches"):
+    with refused(model, "which split batches"):
         model.fit(x, y, batch_size=8, verbose=0)
-    assert distance(model, before) == 0
     model.compile("sgd", "mse", accum_steps=2)
     model.fit(x, y, batch_size=2, verbose=0)
     assert int(model.optimizer.iterations) == 2
@@ -294,13 +319,16 @@ def test_a_loop_that_would_not_split_is_refused(step, cache):
         def fit(self, x, y):
             return tf.function(step)(self, (x, y))
 
-    model = cases.linear(OwnLoop)
-    model.compile("sgd", "mse", micro_batch_size=4, gradient_cache=cache)
+    model = compiled(
+        cases.linear(OwnLoop),
+        "sgd",
+        "mse",
+        micro_batch_size=4,
+        gradient_cache=cache,
+    )
     data = tf.ones((8, *model.input.shape[1:])), tf.ones((8, 1))
-    before = model.get_weights()
-    with pytest.raises(ValueError, match="called outside of `fit`"):
+    with refused(model, "called outside of `fit`"):
         model.fit(*data)
-    assert distance(model, before) == 0
     model.compile("sgd", "mse", accum_steps=2)
     for _ in range(2):
         model.fit(*data)

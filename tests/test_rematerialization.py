@@ -7,7 +7,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import hub_backbone, import_hub, mirrored, read_summaries
+from helpers import (
+    compiled,
+    hub_backbone,
+    import_hub,
+    mirrored,
+    normal,
+    read_summaries,
+)
 
 import accumodel
 from accumodel import AccumulatingModel
@@ -154,16 +161,19 @@ def make(kind, base, **scope):
 
 
 def data():
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(32, 6, 8)), rng.normal(size=(32, 1))
+    x, y = normal((32, 6, 8), (32, 1))
     x[::2, 4:] = 0  # where there is padding, for those that look at it
     return x, y
 
 
 def train(kind, base, size, strategy=None, scope=None, **kwargs):
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = make(kind, base, **scope or {})
-        model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
+        model = compiled(
+            make(kind, base, **scope or {}),
+            keras.optimizers.SGD(0.1),
+            "mse",
+            **kwargs,
+        )
     model.fit(*data(), batch_size=size, epochs=2, shuffle=False, verbose=0)
     return model
 
@@ -585,8 +595,13 @@ def train_wide(in_scope, jit):
         for _ in range(8):
             hidden = Wide()(hidden)
     outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))
-    model = AccumulatingModel(inputs, outputs)
-    model.compile("sgd", "mse", jit_compile=jit, micro_batch_size=8)
+    model = compiled(
+        AccumulatingModel(inputs, outputs),
+        "sgd",
+        "mse",
+        jit_compile=jit,
+        micro_batch_size=8,
+    )
     x, y = np.ones((8, 512, 128), "float32"), np.ones((8, 1))
     model.fit(x, y, batch_size=8, verbose=0)
 

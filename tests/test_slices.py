@@ -23,7 +23,9 @@ from helpers import (
     fit,
     gradients_of,
     mirrored,
+    normal,
     plain_and,
+    refused,
     softmax,
     train,
     train_big,
@@ -260,8 +262,12 @@ class SquaredErrors(AccumulatingModel):
 
 def test_a_custom_loss_is_evaluated_before_it_is_trained():
     x, y = np.ones((10, 6)), np.ones((10, 1))
-    model = chain(SquaredErrors, (6,), keras.layers.Dense(1))
-    model.compile("sgd", "mse", micro_batch_size=3)
+    model = compiled(
+        chain(SquaredErrors, (6,), keras.layers.Dense(1)),
+        "sgd",
+        "mse",
+        micro_batch_size=3,
+    )
     expected = model.compute_loss(y=y, y_pred=model(x), x=x)
     found = model.evaluate(x, y, verbose=0)
     assert found == pytest.approx(float(expected), rel=1e-6)
@@ -276,8 +282,7 @@ def test_a_custom_loss_is_evaluated_before_it_is_trained():
 )
 def test_the_logs_of_a_method_that_calls_super(name, run_eagerly):
     """Two outputs, of which one is a sum."""
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(40, 6)), rng.normal(size=(2, 40, 1))
+    x, y = normal((40, 6), (2, 40, 1))
     validation = {
         "validation_data": (x[:20], list(y[:, :20])),
         "validation_batch_size": 10,
@@ -349,10 +354,8 @@ def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
     assert logs == {"loss": 7.0, "size": 7}
     assert model.test_on_batch(*samples, return_dict=True) == {"size": 7}
     model = compiled(cases.dense(StepWithoutAccumulation), micro_batch_size=7)
-    before = model.get_weights()
-    with pytest.raises(ValueError, match="must call `self"):
+    with refused(model, "must call `self"):
         model.fit(*samples, verbose=0)
-    assert distance(model, before) == 0
 
 
 class Players(AccumulatingModel):
@@ -462,7 +465,7 @@ def test_layers_that_cannot_be_right_in_parts():
 
 
 def test_an_input_of_a_fixed_batch_size_is_split_too():
-    data = [np.random.default_rng(0).random((16, n)) for n in (3, 1)]
+    data = normal((16, 3), (16, 1))
 
     def run(base, **kwargs):
         inner = keras.layers.Dense(4), keras.layers.Dropout(0.5)
@@ -505,9 +508,8 @@ def one_graph():
     features, edges = keras.Input((6,)), keras.Input((None,))
     hidden = keras.ops.matmul(edges, keras.layers.Dense(4)(features))
     model = AccumulatingModel([features, edges], hidden)
-    rng = np.random.default_rng(0)
-    x = [rng.random((40, 6)), rng.random((40, 40))]
-    return model, x, rng.random((40, 4))
+    *x, y = normal((40, 6), (40, 40), (40, 4))
+    return model, x, y
 
 
 @pytest.mark.table

@@ -159,8 +159,12 @@ def test_a_cycle_of_what_is_no_longer_trained_is_left_out(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5")
 def test_a_legacy_file_of_a_whole_model_loads_as_a_plain_one(tmp_path):
-    model = chain(AccumulatingModel, (3,), keras.layers.Dense(1))
-    model.compile("sgd", keras.losses.MeanSquaredError(), accum_steps=2)
+    model = compiled(
+        chain(AccumulatingModel, (3,), keras.layers.Dense(1)),
+        "sgd",
+        keras.losses.MeanSquaredError(),
+        accum_steps=2,
+    )
     model.save(tmp_path / "legacy.h5")
     loaded = keras.models.load_model(tmp_path / "legacy.h5")
     assert not isinstance(loaded, AccumulatingModel)
@@ -445,8 +449,13 @@ def test_a_failure_in_a_step_forgets_the_pending_cycle(
     assert model.pending_steps == int(model.optimizer.iterations) == 0
     assert distance(model, weights) == 0
     # What was added before the failure does not count.
-    again = AccumulatingModel(model.input, model.output)
-    again.compile("adam", loss, accum_steps=5, **kwargs)
+    again = compiled(
+        AccumulatingModel(model.input, model.output),
+        "adam",
+        loss,
+        accum_steps=5,
+        **kwargs,
+    )
     for each in (model, again):
         each.set_weights(weights)
         each.fit(x[:40], y[:40], batch_size=8, shuffle=False, verbose=0)

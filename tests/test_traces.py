@@ -7,7 +7,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, check_exact, custom_step, distance, train
+from helpers import (
+    chain,
+    check_exact,
+    compiled,
+    custom_step,
+    distance,
+    normal,
+    train,
+)
 
 from accumodel import AccumulatingModel
 
@@ -54,8 +62,7 @@ def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
             model.make_train_function(force=True)
         return model
 
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(16, 4)), rng.normal(size=(16, 1))
+    x, y = normal((16, 4), (16, 1))
     model = fit(made, accum_steps=2, run_eagerly=run_eagerly)
     assert int(model.optimizer.iterations) == 4
     sgd = keras.optimizers.SGD(0.1)
@@ -105,8 +112,9 @@ def test_the_remainders_update_is_traced_once_and_not_run_op_by_op():
             calls["eager" if tf.executing_eagerly() else "traced"] += 1
             return super().apply(*args, **kwargs)
 
-    model = cases.linear(AccumulatingModel)
-    model.compile(Counting(0.1), "mse", accum_steps=4)
+    model = compiled(
+        cases.linear(AccumulatingModel), Counting(0.1), "mse", accum_steps=4
+    )
     x, y = cases.features(20), np.ones((20, cases.CLASSES))
     model.fit(x, y, batch_size=4, epochs=3, verbose=0)  # 5 micro-batches
     assert int(model.optimizer.iterations) == 6
@@ -126,6 +134,10 @@ def test_a_function_with_a_signature_is_called_with_numbers():
         def call(self, x):
             return scale(x, 2)
 
-    model = chain(AccumulatingModel, (4,), Scale(), keras.layers.Dense(2))
-    model.compile("sgd", "mse", micro_batch_size="auto")
+    model = compiled(
+        chain(AccumulatingModel, (4,), Scale(), keras.layers.Dense(2)),
+        "sgd",
+        "mse",
+        micro_batch_size="auto",
+    )
     model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0)

@@ -413,8 +413,7 @@ def test_what_cannot_be_combined_is_refused_and_changes_nothing(
         base = calling_super(base, other)
     else:
         kwargs[other] = True
-    model = pooled(base)
-    model.compile("adam", "mse")
+    model = compiled(pooled(base), "adam", "mse")
     with pytest.raises(ValueError, match=match):
         model.compile("sgd", "mae", **kwargs)
     assert model.loss == "mse"

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 import test_proof
 import test_verdict
-from helpers import Adds, chain, custom_step, distance, fit
+from helpers import Adds, chain, compiled, custom_step, distance, fit
 from keras import layers, ops
 from test_verdict import ADAM, SGD, hardest, with_layer
 
@@ -479,8 +479,9 @@ def trained(program, cls, **kwargs):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)
         warnings.filterwarnings("ignore", "Gradients do not exist")
-        model = program.make(cls)
-        model.compile(program.optimizer(), program.loss, **kwargs)
+        model = compiled(
+            program.make(cls), program.optimizer(), program.loss, **kwargs
+        )
         program.train(model, kwargs.get("accum_steps", 1))
     return model, {each.category for each in told}
 
