@@ -45,15 +45,6 @@ WAYS = {
     "eager": (12, {"micro_batch_size": 5, "run_eagerly": True}),
 }
 
-# What is no positive integer, and the error that says so.
-NO_COUNTS = [
-    (0, ValueError),
-    (-1, ValueError),
-    (2.5, TypeError),
-    ("4", TypeError),
-    (True, TypeError),
-]
-
 
 class Batches(keras.utils.PyDataset):
     """The arrays in batches of this size."""

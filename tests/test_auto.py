@@ -283,36 +283,6 @@ def test_errors_of_the_data_and_of_callbacks_are_raised_once(samples):
     assert len(calls) == 2
 
 
-class FailsToAdd(AccumulatingModel):
-    """Runs out of memory when some gradients are added to the sums."""
-
-    calls = 0
-
-    def accumulate_gradients(self, gradients, weight=1.0):
-        def allocate(x):
-            self.calls += 1
-            if self.calls in (1, 3):  # the only part; the second of two
-                raise MemoryError
-            return x
-
-        *gradients, last = gradients
-        checked = in_python(allocate, last)
-        super().accumulate_gradients([*gradients, checked], weight)
-
-
-def test_sums_that_are_half_added_are_forgotten(samples):
-    x, y = samples
-    reference = compiled(plain(keras.Model))
-    model = compiled(plain(FailsToAdd), verify=False, **AUTO)
-    model.set_weights(reference.get_weights())
-    with pytest.warns(UserWarning, match="from now on"):
-        model.train_on_batch(x[:24], y[:24])
-    assert model.current_micro_batch_size == 6
-    reference.train_on_batch(x[:24], y[:24])
-    assert distance(model, reference) < 1e-6
-    assert updates(model) == 1
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
-    NO_COUNTS,
     CountTraces,
     chain,
     compiled,
@@ -440,27 +439,38 @@ def test_skip_nonfinite_is_refused_where_keras_scales_the_loss():
     assert not model.compiled
 
 
+NO_COUNTS = [
+    (0, ValueError),
+    (-1, ValueError),
+    (2.5, TypeError),
+    ("4", TypeError),
+    (True, TypeError),
+    ([4], TypeError),
+]
+
+
 @pytest.mark.parametrize(
-    ("value", "error"), [*NO_COUNTS, (None, TypeError), ([4], TypeError)]
+    ("name", "value", "error"),
+    [
+        ("accum_steps", None, TypeError),
+        *(("accum_steps", *row) for row in NO_COUNTS),
+        *(("micro_batch_size", *row) for row in NO_COUNTS),
+    ],
 )
-def test_bad_accum_steps_are_refused_everywhere(value, error):
+def test_what_is_no_count_is_refused_everywhere(name, value, error):
+    match = f"`{name}` must be .* Received: {name}="
     model = make_model()
-    match = r"`accum_steps` must be .* Received: accum_steps="
     with pytest.raises(error, match=match):
-        model.compile("sgd", "mse", accum_steps=value)
+        compiled(model, **{name: value})
     assert not model.compiled
-    if value is not None:  # that of the model
+    if name == "accum_steps" and value is not None:  # that of the model
         args = keras.optimizers.SGD(), model.trainable_variables, value
         with pytest.raises(error, match=match):
             accumodel.GradientAccumulator(*args)
-    model.compile("sgd", "mse", accum_steps=4)
+    compiled(model, **{name: 4})
     with pytest.raises(error, match=match):
-        model.compile("sgd", "mse", accum_steps=value)
-    assert not model.compiled
-    model.compile("sgd", "mse", accum_steps=4)
-    with pytest.raises(error, match=match):
-        model.accum_steps = value
-    assert model.accum_steps == 4
+        setattr(model, name, value)
+    assert getattr(model, name) == 4
 
 
 def test_accum_steps_may_be_a_numpy_integer():
@@ -468,26 +478,36 @@ def test_accum_steps_may_be_a_numpy_integer():
     assert model.accum_steps == 4
 
 
-@pytest.mark.parametrize("value", ["keep", None, True])
-def test_another_remainder_is_refused(value):
+def accumulating_sgd():
+    return keras.optimizers.SGD(gradient_accumulation_steps=4)
+
+
+REMAINDER = r"`remainder` .* Received: remainder="
+ACCUMULATES = "the optimizer without .* Received: gradient_accumulation_steps=4"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"remainder": "keep"}, REMAINDER),
+        ({"remainder": None}, REMAINDER),
+        ({"remainder": True}, REMAINDER),
+        ({"optimizer": accumulating_sgd()}, ACCUMULATES),
+        (
+            {
+                "optimizer": keras.optimizers.LossScaleOptimizer(
+                    accumulating_sgd()
+                )
+            },
+            ACCUMULATES,
+        ),
+    ],
+    ids=str,
+)
+def test_compile_refuses(kwargs, match):
     model = make_model()
-    match = r"`remainder` .* Received: remainder="
     with pytest.raises(ValueError, match=match):
-        model.compile("sgd", "mse", remainder=value)
-    assert not model.compiled
-
-
-def _nested(optimizer):
-    return keras.optimizers.LossScaleOptimizer(optimizer)
-
-
-@pytest.mark.parametrize("wrap", [lambda o: o, _nested], ids=["bare", "nested"])
-def test_an_optimizer_that_accumulates_by_itself_is_refused(wrap):
-    model = make_model()
-    optimizer = wrap(keras.optimizers.SGD(gradient_accumulation_steps=4))
-    match = "the optimizer without .* Received: gradient_accumulation_steps=4"
-    with pytest.raises(ValueError, match=match):
-        model.compile(optimizer, "mse", accum_steps=4)
+        compiled(model, **kwargs, accum_steps=4)
     assert not model.compiled
 
 

@@ -36,19 +36,6 @@ def fit(model, x, y, batch_size, **kwargs):
     return model
 
 
-@keras.saving.register_keras_serializable("test_models")
-class Encoder(keras.Model):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.hidden = keras.layers.Dense(8, activation="tanh")
-        self.dropout = keras.layers.Dropout(0.5)
-        self.head = keras.layers.Dense(2)
-
-    def call(self, inputs, training=None):
-        hidden = self.dropout(self.hidden(inputs), training=training)
-        return self.head(hidden)
-
-
 class Linear(keras.Model):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -67,7 +54,7 @@ def points():
 @pytest.mark.parametrize("built", [True, False])
 def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
     x, y = points
-    model = Encoder()
+    model = Reordered()
     if built:
         model(x)
     accumulating = compiled(
@@ -77,10 +64,9 @@ def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
     assert int(accumulating.optimizer.iterations) == 12
     assert list(map(id, accumulating.weights)) == list(map(id, model.weights))
     np.testing.assert_array_equal(accumulating(x), model(x))
-    assert (accumulating(x, training=True) != model(x)).numpy().any()
     accumulating.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert type(loaded) is Encoder
+    assert type(loaded) is Reordered
     np.testing.assert_array_equal(loaded(x), model(x))
     for copied in (
         copy.deepcopy(accumulating),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
-    NO_COUNTS,
     UpdatesItself,
     chain,
     compiled,
@@ -333,18 +332,6 @@ def test_a_loop_that_would_not_split_is_refused(step, cache):
     for _ in range(2):
         model.fit(*data)
     assert int(model.optimizer.iterations) == 1
-
-
-@pytest.mark.parametrize(("value", "error"), NO_COUNTS)
-def test_values_that_are_no_size(value, error):
-    model = cases.linear(AccumulatingModel)
-    with pytest.raises(error, match=f"micro_batch_size={value!r}"):
-        compiled(model, micro_batch_size=value)
-    assert not model.compiled
-    compiled(model, micro_batch_size=4)
-    with pytest.raises(error, match="`micro_batch_size` must be"):
-        model.micro_batch_size = value
-    assert model.micro_batch_size == 4
 
 
 def test_a_step_that_updates_by_itself_is_refused_from_now_on():

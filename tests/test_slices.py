@@ -210,19 +210,9 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
     assert model.pending_steps == int(model.optimizer.iterations) == 0
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_scalars_and_none_are_left_as_they_are(run_eagerly):
-    class Scaled(AccumulatingModel):
-        def call(self, inputs):
-            return inputs["x"] * inputs["y"] * self.kernel
-
-    model = Scaled()
-    model.kernel = model.add_weight((), "ones")
-    model.compile("sgd", "mse", run_eagerly=run_eagerly, micro_batch_size=2)
-    x = {"x": tf.ones((4, 1)), "y": tf.constant(2.0)}
-    dataset = tf.data.Dataset.from_tensors((x, tf.ones((4, 1)), None))
-    model.fit(dataset, shuffle=False, verbose=0)
-    assert float(model.kernel) == pytest.approx(1 - 0.01 * 4)
+# A scalar next to samples is a feature in `test_where_features_meet.py`.
+def test_a_batch_without_samples_is_refused():
+    model = compiled(with_sizes(), micro_batch_size=2)
     with pytest.raises(ValueError, match="an axis of samples"):
         model.train_on_batch(2.0)
 

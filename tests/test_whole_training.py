@@ -514,23 +514,6 @@ def test_what_is_said_is_true_to_the_end(name, way):
         assert told == {InexactWarning}
 
 
-REFUSED = {*test_verdict.REFUSED, "Python"}
-
-
-@pytest.mark.weekly
-@pytest.mark.verified
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", test_verdict.PROGRAMS)
-def test_other_programs(name, way):
-    """Those of which only the first batch is looked at elsewhere."""
-    make, loss, *data = test_verdict.PROGRAMS[name]
-    if way in ("cache", "eager") and (name in REFUSED or "step" in name):
-        pytest.skip("it is refused, or not made")
-    is_large = name == "price"
-    optimizer = (lambda: ADAM(0.01)) if is_large else (lambda: SGD(0.1))
-    check(Program(make, loss, feed(*data), optimizer), **WAYS[way])
-
-
 # They do not run in micro-batches, or train nothing.
 FIXED = (
     *("next to one of fixed length", "labels of fixed length"),
