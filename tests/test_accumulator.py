@@ -10,10 +10,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import gradients_of, in_python, messages_of, mirrored
+from helpers import chain, gradients_of, in_python, messages_of, mirrored
 
-import accumodel
-from accumodel import GradientAccumulator
+from accumodel import AccumulatingModel, GradientAccumulator
 
 
 def make_variables(dtype="float32"):
@@ -245,7 +244,7 @@ def test_what_no_attribute_holds_is_refused(kwargs, strategy, trains_own):
         model.fit(np.ones((10, 3)), batch_size=4, verbose=0)
 
 
-class Holds(accumodel.AccumulatingModel):
+class Holds(AccumulatingModel):
     """Its step uses an accumulator that `hold` puts into an attribute."""
 
     def __init__(self, hold):
@@ -289,18 +288,11 @@ def test_sums_and_means_need_an_accumulator_each():
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_keras_does_not_warn_of_variables_that_no_pair_names(accum_steps):
-    class TrainsOne(accumodel.AccumulatingModel):
-        def __init__(self):
-            super().__init__()
-            self.net, self.copy = [keras.layers.Dense(1) for _ in range(2)]
-            for each in (self.net, self.copy):
-                each.build((None, 3))
-            self.built = True
-
+    class TrainsOne(AccumulatingModel):
         def train_step(self, data):
-            variables = self.net.trainable_variables
+            variables = self.layers[1].trainable_variables
             loss, gradients = gradients_of(
-                lambda: tf.reduce_mean(self.net(data) ** 2), variables
+                lambda: tf.reduce_mean(self.layers[1](data) ** 2), variables
             )
             if self.names_all:
                 variables = self.trainable_variables
@@ -310,12 +302,13 @@ def test_keras_does_not_warn_of_variables_that_no_pair_names(accum_steps):
             return {"mine": loss}
 
     for names_all in (False, True):
-        model = TrainsOne()
+        layers = keras.layers.Dense(1), keras.layers.Dense(1)
+        model = chain(TrainsOne, (3,), *layers)
         model.names_all = names_all
         model.compile("sgd", accum_steps=accum_steps)
-        before = model.net.get_weights()
+        before = model.get_weights()
         how = {"x": np.ones((8, 3)), "batch_size": 2, "verbose": 0}
         messages = messages_of(functools.partial(model.fit, **how))
-        assert (model.net.get_weights()[0] != before[0]).all()
+        assert (model.get_weights()[0] != before[0]).all()
         found = any("Gradients do not exist" in each for each in messages)
         assert found == names_all

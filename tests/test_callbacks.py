@@ -234,8 +234,7 @@ def test_callbacks_may_be_passed_by_keyword_as_tools_do(monkeypatch):
     x, y = cases.features(), np.ones((24, cases.CLASSES))
     monkeypatch.setattr(keras.Model, "fit", wrapped)
     model.fit(x, y, 4, 2, 0)
-    assert seen == [0, 1]
-    assert int(model.optimizer.iterations) == 6
+    assert (seen, int(model.optimizer.iterations)) == ([0, 1], 6)
 
 
 def test_a_callback_may_change_the_weights_of_losses():

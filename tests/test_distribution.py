@@ -28,8 +28,11 @@ from helpers import (
 )
 from keras import optimizers
 
-import accumodel
-from accumodel import AccumulatingModel, GradientAccumulator
+from accumodel import (
+    AccumStepsScheduler,
+    AccumulatingModel,
+    GradientAccumulator,
+)
 
 
 class CountingReduction(tf.distribute.ReductionToOneDevice):
@@ -168,7 +171,7 @@ def with_a_bad_sample(samples, rng):
 
 
 def scheduler():
-    return accumodel.AccumStepsScheduler(lambda epoch, steps: (1, 4, 2)[epoch])
+    return AccumStepsScheduler(lambda epoch, steps: (1, 4, 2)[epoch])
 
 
 FEATURES_OF_ONE_DEVICE = {
@@ -186,9 +189,7 @@ FEATURES_OF_ONE_DEVICE = {
     ),
     "AccumStepsScheduler, by update": cases.Case(
         fit={
-            "callbacks": [
-                accumodel.AccumStepsScheduler({0: 1, 3: 4, 5: 2}, by="update")
-            ]
+            "callbacks": [AccumStepsScheduler({0: 1, 3: 4, 5: 2}, by="update")]
         }
     ),
     "mixed_bfloat16": cases.Case(policy="mixed_bfloat16", tolerance=2e-3),

@@ -286,8 +286,7 @@ def test_remainder_says_what_becomes_of_a_short_last_cycle(
     model = compiled(make_model(), "sgd", accum_steps=4, remainder=remainder)
     how = {"epochs": 2, "validation_data": data, "callbacks": [watch]}
     model.fit(*data, batch_size=8, verbose=0, **how)
-    assert watch.iterations == iterations
-    assert watch.pending == pending
+    assert (watch.iterations, watch.pending) == (iterations, pending)
 
 
 def test_a_callback_list_of_the_user_is_taken(data):
@@ -299,8 +298,7 @@ def test_a_callback_list_of_the_user_is_taken(data):
     for each in (model, other):
         callbacks.set_model(each)
         each.fit(*data, batch_size=8, callbacks=callbacks, verbose=0)
-        assert each.pending_steps == 0
-        assert int(each.optimizer.iterations) == 4
+        assert (each.pending_steps, int(each.optimizer.iterations)) == (0, 4)
     assert watch.pending == [0, 0]
     assert len(callbacks.callbacks) == 2  # the user's, and the history
 

@@ -24,8 +24,11 @@ from helpers import (
     weekly,
 )
 
-import accumodel
-from accumodel import AccumulatingModel, GradientAccumulator
+from accumodel import (
+    AccumStepsScheduler,
+    AccumulatingModel,
+    GradientAccumulator,
+)
 
 SGD = keras.optimizers.SGD
 
@@ -541,7 +544,7 @@ def test_a_gan_with_two_optimizers(noise_and_real):
     model = fit(make_gan(4), *noise_and_real, 8)
     assert [int(each.iterations) for each in model.optimizers] == [12, 12]
     assert distance(model, reference) < 1e-6
-    scheduler = accumodel.AccumStepsScheduler(lambda epoch, steps: 2)
+    scheduler = AccumStepsScheduler(lambda epoch, steps: 2)
     fit(model, *noise_and_real, 8, callbacks=[scheduler])
     for each in model.all():
         assert each.accum_steps == 2

@@ -200,6 +200,18 @@ def test_two_arrays_of_weights_are_not_taken_for_one():
     assert model.train_function is not before  # it took them for one
 
 
+# Of a layer.
+WRITES = {
+    "slice": lambda layer: layer.raw[:1].assign(tf.zeros((1, 20))),
+    "table": lambda layer: layer.table.insert(layer.one, layer.one),
+    "scatter": lambda layer: layer.raw.scatter_nd_add([[0]], tf.zeros((1, 20))),
+}
+READS = {
+    "find": lambda layer: tf.cast(layer.table.lookup(layer.one), tf.float32),
+    "gather": lambda layer: tf.gather(layer.raw, [0]),
+}
+
+
 class Queue(keras.layers.Layer):
     """Keeps what it saw in a raw variable, and a table that counts calls."""
 
@@ -209,28 +221,18 @@ class Queue(keras.layers.Layer):
         self.raw = tf.Variable(tf.zeros((4, 20)), trainable=False)
         table = tf.lookup.experimental.MutableHashTable
         self.table = table(tf.int64, tf.int64, 0)
+        self.one = tf.constant([1], tf.int64)
 
     def call(self, x):
-        one = tf.constant([1], tf.int64)
-        if self.operation == "slice":
-            self.raw[:1].assign(tf.zeros((1, 20)))
-        elif self.operation == "table":
-            self.table.insert(one, one)
-        elif self.operation == "scatter":
-            self.raw.scatter_nd_add([[0]], tf.zeros((1, 20)))
-        elif self.operation == "find":
-            found = tf.reshape(self.table.lookup(one), (1, 1))
-            x += tf.cast(found, x.dtype)
-        elif self.operation == "gather":
-            x += tf.gather(self.raw, [0])
+        if self.operation in READS:
+            return x + READS[self.operation](self)
+        WRITES[self.operation](self)
         return x
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("way", ["cache", "auto"])
-@pytest.mark.parametrize(
-    "operation", ["slice", "table", "scatter", "find", "gather"]
-)
+@pytest.mark.parametrize("operation", [*WRITES, *READS])
 def test_what_changes_a_variable_behind_keras_is_refused(operation, way):
     model = compiled(
         cases.flat(AccumulatingModel, Queue(operation)),
@@ -240,7 +242,7 @@ def test_what_changes_a_variable_behind_keras_is_refused(operation, way):
         **cases.WAYS[way][1],
     )
     x, y = cases.sequences()
-    if operation in ("find", "gather"):
+    if operation in READS:
         model.fit(x, y, batch_size=8, verbose=0)
         return
     with pytest.raises(ValueError, match=r"`self\.add_weight"):

@@ -16,8 +16,7 @@ from helpers import (
     read_summaries,
 )
 
-import accumodel
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, GradientAccumulator
 from benchmarks.process_memory import run_limited
 
 layers, ops = keras.layers, keras.ops
@@ -520,7 +519,7 @@ def test_custom_loop():
     (x, y), losses = data(), keras.losses.MeanSquaredError()
     reference = train("block", keras.Model, 32, jit_compile=False)
     model = make("block", AccumulatingModel, mode="full")
-    accumulator = accumodel.GradientAccumulator(
+    accumulator = GradientAccumulator(
         keras.optimizers.SGD(0.1), model.trainable_variables
     )
 

@@ -307,8 +307,7 @@ def test_an_overflow_that_is_pending_is_saved_for_the_loss_scale(tmp_path):
     restored.load_weights(tmp_path / "mid.weights.h5")
     restored.train_on_batch(x, keras.ops.one_hot(y, 3))
     assert float(restored.optimizer.dynamic_scale) == 2.0**14
-    assert int(restored.optimizer.iterations) == 0
-    assert distance(restored, model) == 0
+    assert int(restored.optimizer.iterations) == distance(restored, model) == 0
 
 
 @pytest.mark.parametrize("make", [make_functional, make_sequential])
@@ -318,8 +317,7 @@ def test_copies_have_the_cycle_too(make):
     model.train_on_batch(x, y)
     for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(duplicate) is type(model)
-        assert duplicate.pending_steps == 1
-        assert distance(duplicate, model) == 0
+        assert (duplicate.pending_steps, distance(duplicate, model)) == (1, 0)
     clone = keras.models.clone_model(model)
     assert type(clone) is type(model)
     assert clone.pending_steps == 0
@@ -448,18 +446,6 @@ def test_a_failure_in_a_step_forgets_the_pending_cycle(
     assert f"cycle of {pending} batches is forgotten" in note
     assert model.pending_steps == int(model.optimizer.iterations) == 0
     assert distance(model, weights) == 0
-    # What was added before the failure does not count.
-    again = compiled(
-        AccumulatingModel(model.input, model.output),
-        "adam",
-        loss,
-        accum_steps=5,
-        **kwargs,
-    )
-    for each in (model, again):
-        each.set_weights(weights)
-        each.fit(x[:40], y[:40], batch_size=8, shuffle=False, verbose=0)
-    assert distance(model, again) == 0
 
 
 def edit(change):

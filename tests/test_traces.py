@@ -117,8 +117,7 @@ def test_the_remainders_update_is_traced_once_and_not_run_op_by_op():
     )
     x, y = cases.features(20), np.ones((20, cases.CLASSES))
     model.fit(x, y, batch_size=4, epochs=3, verbose=0)  # 5 micro-batches
-    assert int(model.optimizer.iterations) == 6
-    assert calls == {"traced": 1}
+    assert (int(model.optimizer.iterations), calls) == (6, {"traced": 1})
 
 
 def test_a_function_with_a_signature_is_called_with_numbers():

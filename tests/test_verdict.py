@@ -184,10 +184,8 @@ def endpoint(cls):
 
 
 def swapped(cls):
-    inputs = keras.Input((5, 6))
-    outputs = layers.Permute((2, 1))(layers.Dense(4)(inputs))
-    outputs = layers.Lambda(lambda x: ops.transpose(x, (1, 0, 2)))(outputs)
-    return cls(inputs, outputs)
+    last = layers.Lambda(lambda x: ops.transpose(x, (1, 0, 2)))
+    return chain(cls, (5, 6), layers.Dense(4), layers.Permute((2, 1)), last)
 
 
 def softmax_of_steps(cls):
@@ -282,41 +280,38 @@ def keep(reduce):
     )
 
 
-def counting(cls):
-    """Scales its loss by a count that goes on after it."""
+def scaled_by(state_of, factor, move):
+    """Returns what makes a model: what scales its loss moves after the loss."""
 
-    class Model(cls):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.count = self.add_weight((), "ones", trainable=False)
+    def make(cls):
+        class Model(cls):
+            def __init__(self, *args):
+                super().__init__(*args)
+                self.state = state_of(self)
 
-        def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs) * self.count
+            def compute_loss(self, *args, **kwargs):
+                loss = super().compute_loss(*args, **kwargs)
+                return loss * factor(self.state)
 
-        def compute_metrics(self, x, y, y_pred, sample_weight=None):
-            self.count.assign_add(1.0)
-            return super().compute_metrics(x, y, y_pred, sample_weight)
+            def compute_metrics(self, x, y, y_pred, sample_weight=None):
+                move(self.state, y_pred)
+                return super().compute_metrics(x, y, y_pred, sample_weight)
 
-    return chain(Model, (6,), layers.Dense(4))
+        return chain(Model, (6,), layers.Dense(4))
+
+    return make
 
 
-def measured(cls):
-    """Scales its loss by a metric, which moves after the loss."""
-
-    class Model(cls):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.size = keras.metrics.Mean("size")
-
-        def compute_loss(self, *args, **kwargs):
-            loss = super().compute_loss(*args, **kwargs)
-            return loss * (1 + self.size.result())
-
-        def compute_metrics(self, x, y, y_pred, sample_weight=None):
-            self.size.update_state(y_pred**2)
-            return super().compute_metrics(x, y, y_pred, sample_weight)
-
-    return chain(Model, (6,), layers.Dense(4))
+counting = scaled_by(
+    lambda model: model.add_weight((), "ones", trainable=False),
+    lambda count: count,
+    lambda count, y_pred: count.assign_add(1.0),
+)
+measured = scaled_by(
+    lambda model: keras.metrics.Mean("size"),
+    lambda size: 1 + size.result(),
+    lambda size, y_pred: size.update_state(y_pred**2),
+)
 
 
 def covariance(self, y, p):
