@@ -10,9 +10,17 @@ import typing
 import keras
 import numpy as np
 import tensorflow as tf
-from helpers import Adds, chain, fit, functional, make_functional, softmax
+from helpers import (
+    Adds,
+    chain,
+    fit,
+    functional,
+    gradients_of,
+    make_functional,
+    softmax,
+)
 
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, GradientAccumulator
 
 # Micro-batches in their cycles, by their numbers of samples.
 WHOLE = [[8] * 4] * 3
@@ -449,25 +457,66 @@ def flat(base, *layers, **kwargs):
     return chain(base, (5, 4), keras.layers.Flatten(), *layers, head)
 
 
+class Players(AccumulatingModel):
+    """Two accumulators, of which the second is called in every other turn.
+
+    Args:
+        hold: Function that makes of both what the model holds.
+        accum_steps: Those of each; by default those of the model.
+    """
+
+    def __init__(self, hold=list, *accum_steps):
+        super().__init__()
+        self.players = [keras.layers.Dense(1) for _ in range(2)]
+        for layer in self.players:
+            layer.build((None, FEATURES))
+        self.built = True
+        self.turn = tf.Variable(0, trainable=False)
+        accumulators = [
+            GradientAccumulator(
+                keras.optimizers.SGD(0.1, momentum=0.9),
+                layer.trainable_variables,
+                *accum_steps,
+            )
+            for layer in self.players
+        ]
+        self.first = accumulators[0]  # may be another name of the same
+        self.accumulators = hold(accumulators)
+        self.all = lambda: accumulators
+
+    def train_step(self, data):
+        x, *_ = data
+        calls = []
+        for layer, accumulator in zip(self.players, self.all(), strict=True):
+            _, gradients = gradients_of(
+                lambda layer=layer: tf.reduce_mean((layer(x) - 1) ** 2),
+                layer.trainable_variables,
+            )
+            args = accumulator.accumulate, gradients, tf.shape(x)[0]
+            calls.append(functools.partial(*args))
+        calls[0]()
+        tf.cond(tf.equal(self.turn % 2, 0), calls[1], lambda: None)
+        return {}
+
+
+def two_dense(base):
+    layers = (keras.layers.Dense(FEATURES) for _ in range(2))
+    return chain(base, (FEATURES,), *layers)
+
+
 class PassesPairs(AccumulatingModel):
     """Passes pairs of gradients and variables, in another order."""
 
-    def __init__(self, calls=1):
-        super().__init__()
-        self.dense = keras.layers.Dense(FEATURES)
-        self.other = keras.layers.Dense(FEATURES)
-        self.calls = calls
-
-    def call(self, inputs):
-        return self.other(self.dense(inputs))
+    calls = 1
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         for _ in range(self.calls):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
             variables = self.trainable_variables[::-1]
-            gradients = tape.gradient(loss, variables)
+            loss, gradients = gradients_of(
+                lambda: tf.reduce_mean((self(x, training=True) - y) ** 2),
+                variables,
+            )
             pairs = zip(gradients, variables, strict=True)
             self.accumulate_gradients(pairs, tf.shape(x)[0])
         return {"batch_loss": loss}

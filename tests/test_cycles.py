@@ -194,10 +194,8 @@ def test_weights_that_cancel_move_nothing():
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_pairs_are_matched_by_variable(accum_steps):
     def make(base):
-        if base is AccumulatingModel:
-            return cases.PassesPairs()
-        dense = (keras.layers.Dense(cases.FEATURES) for _ in range(2))
-        return chain(base, (cases.FEATURES,), *dense)
+        is_plain = base is keras.Model
+        return cases.two_dense(base if is_plain else cases.PassesPairs)
 
     models = train_both(
         make,
@@ -218,8 +216,7 @@ def test_branches_of_a_condition_may_each_accumulate(recwarn):
                 tf.reduce_sum(x) > 0, lambda: step((x, y)), lambda: step((x, y))
             )
 
-    model = Branches()
-    model.build((None, cases.FEATURES))
+    model = cases.two_dense(Branches)
     model.compile("sgd", accum_steps=2)
     model.fit(
         cases.features(), np.ones((24, cases.FEATURES)), batch_size=4, verbose=0

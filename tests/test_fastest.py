@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import FEATURES, classes
+from cases import FEATURES, classes, ids
 from helpers import (
     as_dataset,
     chain,
@@ -183,10 +183,9 @@ def tokens(rows):
 
 
 def masked(model_class, limit=None):
-    inputs = keras.Input((None,), dtype="int32")
-    x = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
-    x = keras.layers.Dropout(0.4, seed=1)(x)
-    return model_class(inputs, keras.layers.Dense(2)(x))
+    words = keras.layers.Embedding(9, 4, mask_zero=True)
+    last = keras.layers.Dropout(0.4, seed=1), keras.layers.Dense(2)
+    return chain(model_class, ids(), words, *last)
 
 
 def dropout(model_class, limit=None):

@@ -168,24 +168,6 @@ def test_a_loop_can_be_left_out_of_the_graph_around_it():
     assert ends[0].op.get_attr("_lower_using_switch_merge") is False
 
 
-def test_a_normalization_that_trains_takes_its_moments_from_one_method():
-    called = []
-
-    def measure(original, layer, inputs, mask):
-        called.append((layer, inputs.dtype, mask))
-        return tf.constant([3.0, 3.0]), tf.constant([4.0, 4.0])
-
-    norm = keras.layers.BatchNormalization(dtype="float16", epsilon=0.0)
-    norm.build((None, 2))
-    ones = np.ones((5, 2), "float16")
-    with hooks.moments(_moments=measure):
-        for training in (False, True):
-            made = norm(ones, training=training)
-    assert called == [(norm, tf.float32, None)]
-    np.testing.assert_allclose(made, -1.0)  # (1 - 3) / sqrt(4)
-    np.testing.assert_allclose(norm.moving_mean, 0.03, rtol=1e-3)
-
-
 def test_keras_draws_by_the_functions_that_are_replaced():
     """In micro-batches they draw the rows of the large batch."""
     drawn, seeds = [], []
@@ -219,21 +201,6 @@ def test_keras_draws_by_the_functions_that_are_replaced():
     assert len(seeds) == len(drawn)
     keras.random.uniform((2,), seed=seed)
     assert len(seeds) == len(drawn)
-
-
-def test_keras_takes_a_seed_that_is_drawn_already():
-    seed = private_names.draw_seed(7)
-    expected = keras.random.normal((2,), seed=7)
-    module = private_names.RANDOM.backend.random
-    before = module.draw_seed
-
-    def draw(name, original, arguments):
-        return original(**arguments)
-
-    with replaced_draws(draw):
-        drawn = keras.random.normal((2,), seed=seed)
-    np.testing.assert_array_equal(drawn, expected)
-    assert module.draw_seed is before
 
 
 def test_keras_asks_a_scope_for_the_variables_that_it_reads_and_writes():

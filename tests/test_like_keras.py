@@ -42,6 +42,13 @@ def of_both(function, *args):
     return results
 
 
+def check_both(function, *args):
+    """Checks that both return the same; returns it."""
+    plain, ours = of_both(function, *args)
+    assert ours == plain
+    return ours
+
+
 def normalize(text):
     """Without times and addresses."""
     text = re.sub(r"[\d.]+(us|ms|s)\b(/(step|epoch))?", "TIME", text)
@@ -144,9 +151,7 @@ def test_errors_are_the_same(name, data):
             return type(error), normalize(str(error))
         return None
 
-    plain, ours = of_both(run)
-    assert plain is not None
-    assert ours == plain
+    assert check_both(run) is not None
 
 
 def train_briefly(model, data):
@@ -207,8 +212,7 @@ def test_weights_of_nested_models_have_the_same_paths(tmp_path):
         chain(type(model), (20,), model).save_weights(path)
         return read_h5(path)
 
-    plain, ours = of_both(run)
-    assert ours == plain
+    check_both(run)
 
 
 def test_checkpoints_and_exports_are_the_same(data, tmp_path):
@@ -226,8 +230,7 @@ def test_checkpoints_and_exports_are_the_same(data, tmp_path):
             sorted(exported.signatures),
         )
 
-    plain, ours = of_both(run)
-    assert ours == plain
+    check_both(run)
 
 
 @pytest.mark.slow
@@ -242,8 +245,7 @@ def test_tensorboard_draws_the_same(data, tmp_path):
         model.fit(*data, callbacks=[board], **how)
         return [(step, value.tag) for step, value in read_summaries(folder)]
 
-    plain, ours = of_both(run)
-    assert ours == plain
+    ours = check_both(run)
     assert (0, "keras") in ours  # the model as a graph
 
 
@@ -258,8 +260,7 @@ def test_names_and_clones_are_the_same():
             [each.name for each in model._flatten_layers()],
         )
 
-    plain, ours = of_both(run)
-    assert ours == plain
+    check_both(run)
 
 
 def test_an_optimizer_made_of_its_config_has_the_same_name(data):
@@ -268,8 +269,7 @@ def test_an_optimizer_made_of_its_config_has_the_same_name(data):
         model.fit(*data, verbose=0)
         return model.optimizer.name, model.make_train_function() is None
 
-    plain, ours = of_both(run)
-    assert ours == plain
+    check_both(run)
 
 
 def test_a_step_that_updates_in_the_scope():

@@ -6,6 +6,7 @@ import pickle
 import types
 import weakref
 
+import cases
 import keras
 import numpy as np
 import pytest
@@ -27,7 +28,6 @@ from helpers import (
 from accumodel import (
     AccumStepsScheduler,
     AccumulatingModel,
-    GradientAccumulator,
 )
 
 SGD = keras.optimizers.SGD
@@ -477,99 +477,38 @@ def test_a_train_step_that_updates_by_itself_is_refused(options, points):
     assert int(model.optimizer.iterations) == 0
 
 
-class GAN(AccumulatingModel):
-    """Both players look at the weights of before the update.
-
-    Args:
-        hold: Function that makes of two accumulators what the model holds.
-    """
-
-    def __init__(self, hold):
-        super().__init__()
-        self.hold = hold
-        dense = keras.layers.Dense
-        self.generator = chain(keras.Model, (3,), dense(5, "tanh"))
-        self.critic = chain(keras.Model, (5,), dense(8, "tanh"), dense(1))
-        self.built = True
-
-    def compile(self, accum_steps):
-        super().compile(accum_steps=accum_steps)
-        self.optimizers = [
-            keras.optimizers.Adam(0.01, epsilon=1e-2),
-            SGD(0.1, momentum=0.9),
-        ]
-        players = self.generator, self.critic
-        accumulators = [
-            GradientAccumulator(each, player.trainable_variables, accum_steps)
-            for each, player in zip(self.optimizers, players, strict=True)
-        ]
-        self.first = accumulators[0]  # may be another name of the same
-        self.accumulators = self.hold(accumulators)
-        self.all = lambda: accumulators
-
-    def train_step(self, data):
-        noise, real, _ = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape(persistent=True) as tape:
-            false = self.critic(self.generator(noise))
-            true = self.critic(real)
-            losses = (
-                tf.reduce_mean(tf.nn.softplus(-false)),
-                tf.reduce_mean(tf.nn.softplus(false) + tf.nn.softplus(-true)),
-            )
-        for accumulator, loss in zip(self.all(), losses, strict=True):
-            gradients = tape.gradient(loss, accumulator.variables)
-            accumulator.accumulate(gradients, tf.shape(noise)[0])
-        return {"generator": losses[0], "critic": losses[1]}
-
-
 HOLD = {
     "attributes": lambda each: each[1],
     "dict": lambda each: dict(zip("ab", each, strict=True)),
 }
 
 
-def make_gan(accum_steps, hold=list):
-    keras.utils.set_random_seed(0)
-    model = compiled(GAN(hold), accum_steps, loss=None)
-    return model
-
-
-@pytest.fixture
-def noise_and_real():
-    return normal((100, 3), (100, 5))
-
-
-def test_a_gan_with_two_optimizers(noise_and_real):
-    reference = fit(make_gan(1), *noise_and_real, 32)
-    model = fit(make_gan(4), *noise_and_real, 8)
-    assert [int(each.iterations) for each in model.optimizers] == [12, 12]
-    assert distance(model, reference) < 1e-6
-    scheduler = AccumStepsScheduler(lambda epoch, steps: 2)
-    fit(model, *noise_and_real, 8, callbacks=[scheduler])
-    for each in model.all():
-        assert each.accum_steps == 2
-        assert int(each.optimizer.iterations) == 12 + 3 * 7
+def make_players(hold):
+    return compiled(cases.Players(hold, 4), accum_steps=4)
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("hold", HOLD)
-def test_the_cycles_of_all_accumulators_are_saved(
-    hold, noise_and_real, tmp_path
-):
-    noise, real = noise_and_real
-    model, restored = (make_gan(4, HOLD[hold]) for _ in range(2))
+def test_the_cycles_of_all_accumulators_are_saved_and_scheduled(hold, tmp_path):
+    x, y = cases.features(), np.ones((24, 1))
+    model, restored = (make_players(HOLD[hold]) for _ in range(2))
     for _ in range(6):
-        model.train_on_batch(noise[:8], real[:8])
+        model.train_on_batch(x[:8], y[:8])
     assert model.pending_steps == 2
     model.save_weights(tmp_path / "mid.weights.h5")
     restored.load_weights(tmp_path / "mid.weights.h5")
     assert [each.pending_steps for each in restored.all()] == [2, 2]
     for each in (model, restored):
-        each.train_on_batch(noise[8:], real[8:])
+        each.train_on_batch(x[8:], y[8:])
         each.apply_accumulated_gradients()
         assert each.pending_steps == 0
     assert distance(restored, model) == 0
-    other = make_gan(4, lambda each: None)
+    other = make_players(lambda each: None)
     with pytest.raises(ValueError, match="this model does not have"):
         other.load_weights(tmp_path / "mid.weights.h5")
     assert other.pending_steps == 0
+    scheduler = AccumStepsScheduler(lambda epoch, steps: 2)
+    model.fit(x, y, batch_size=4, callbacks=[scheduler], verbose=0)
+    for each in model.all():
+        assert each.accum_steps == 2
+        assert int(each.optimizer.iterations) == 2 + 3

@@ -100,7 +100,7 @@ def test_the_weight_is_not_known_before_the_loss():
         def train_step(self, data):
             self.micro_batch_weight(data[0], data[1], None, None)
 
-    model = compiled(Early(), "sgd", "mse", accum_steps=2)
+    model = compiled(cases.two_dense(Early), "sgd", "mse", accum_steps=2)
     with pytest.raises(ValueError, match="call `micro_batch_weight` after"):
         fit(model, cases.FEATURES)
 
@@ -136,8 +136,10 @@ def test_pairs_of_unknown_variables_are_refused(accum_steps):
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_second_call_in_a_train_step_is_refused(run_eagerly):
-    model = compiled(
-        cases.PassesPairs(calls=5),
+    model = cases.two_dense(cases.PassesPairs)
+    model.calls = 5
+    compiled(
+        model,
         "sgd",
         loss=None,
         accum_steps=2,

@@ -14,7 +14,9 @@ from helpers import (
     mirrored,
     normal,
     read_summaries,
+    train_each,
 )
+from helpers import train as fitted
 
 from accumodel import AccumulatingModel, GradientAccumulator
 from benchmarks.process_memory import run_limited
@@ -545,20 +547,16 @@ def test_a_backbone_of_keras_hub():
         "segment_ids": np.zeros((16, 12), int),
     }
 
-    def train_backbone(base, scope, **kwargs):
-        keras.utils.set_random_seed(0)
-        with scope:
+    def run(base, **kwargs):
+        with keras.RematScope("full" if kwargs else None):
             backbone = hub_backbone("Bert", 50, 12, num_layers=2, dropout=0.2)
         outputs = layers.Dense(1)(backbone.output["pooled_output"])
         model = base(backbone.input, outputs)
-        kwargs["jit_compile"] = False
-        model.compile(keras.optimizers.SGD(0.01), "mse", **kwargs)
-        model.fit(x, x["token_ids"][:, :1] / 50, verbose=0, batch_size=16)
-        return model
+        kwargs |= {"loss": "mse", "jit_compile": False}
+        data = x, x["token_ids"][:, :1] / 50
+        return fitted(model, data, 16, keras.optimizers.SGD(0.01), 1, **kwargs)
 
-    reference = train_backbone(keras.Model, contextlib.nullcontext())
-    scope, size = keras.RematScope(), {"micro_batch_size": 5}
-    check(train_backbone(AccumulatingModel, scope, **size), reference)
+    check(*train_each(run, {"micro_batch_size": 5})[::-1])
 
 
 def test_other_models_are_left_alone():

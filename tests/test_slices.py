@@ -3,7 +3,6 @@
 `helpers.check_case` compares weights and the logs of every batch, for each row.
 """
 
-import functools
 import itertools
 
 import cases
@@ -21,7 +20,6 @@ from helpers import (
     custom_step,
     distance,
     fit,
-    gradients_of,
     mirrored,
     normal,
     plain_and,
@@ -36,7 +34,7 @@ from helpers import (
 )
 from test_losses import WithTable, lookups
 
-from accumodel import AccumulatingModel, GradientAccumulator
+from accumodel import AccumulatingModel
 
 
 class Sizes(keras.layers.Layer):
@@ -347,39 +345,6 @@ def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
         model.fit(*samples, verbose=0)
 
 
-class Players(AccumulatingModel):
-    """Two accumulators, of which one is called in every other batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.players = [keras.layers.Dense(1) for _ in range(2)]
-        for layer in self.players:
-            layer.build((None, cases.FEATURES))
-        self.built = True
-        self.turn = tf.Variable(0, trainable=False)
-        sgd = keras.optimizers.SGD
-        self.accumulators = [
-            GradientAccumulator(sgd(0.1), layer.trainable_variables)
-            for layer in self.players
-        ]
-
-    def train_step(self, data):
-        x, *_ = data
-        calls = []
-        for layer, accumulator in zip(
-            self.players, self.accumulators, strict=True
-        ):
-            _, gradients = gradients_of(
-                lambda layer=layer: tf.reduce_mean((layer(x) - 1) ** 2),
-                layer.trainable_variables,
-            )
-            args = accumulator.accumulate, gradients, tf.shape(x)[0]
-            calls.append(functools.partial(*args))
-        calls[0]()
-        tf.cond(tf.equal(self.turn % 2, 0), calls[1], lambda: None)
-        return {}
-
-
 def one_device():
     return tf.distribute.OneDeviceStrategy("CPU:0")
 
@@ -404,8 +369,7 @@ def test_two_accumulators_of_which_one_is_called_in_turns(
     ):
         keras.utils.set_random_seed(0)
         with strategy.scope():
-            model = Players()
-            model.compile(**arguments)
+            model = compiled(cases.Players(), **arguments)
         for i in range(4):
             model.turn.assign(i)
             cuts = [0, 4, 10 + i] if "accum_steps" in arguments else [0, 10 + i]
@@ -413,7 +377,7 @@ def test_two_accumulators_of_which_one_is_called_in_turns(
                 model.train_on_batch(x[begin:end], y[begin:end])
         iterations = [
             int(strategy.experimental_local_results(i.value)[0])
-            for i in (each.optimizer.iterations for each in model.accumulators)
+            for i in (each.optimizer.iterations for each in model.all())
         ]
         assert iterations == [4, 2]
         models.append(model)

@@ -27,15 +27,15 @@ SGD, ADAM = keras.optimizers.SGD, keras.optimizers.Adam
 # -- models --------------------------------------------------------------------
 
 
-def around(function, units=4):
+def with_layer(make_layer):
     """Returns a function that makes a model with a layer in the middle."""
+    return lambda cls: chain(
+        cls, (6,), layers.Dense(6, "tanh"), make_layer(), layers.Dense(4)
+    )
 
-    def make(cls):
-        inner = layers.Lambda(function, output_shape=(6,))
-        made = layers.Dense(6, "tanh"), inner, layers.Dense(units)
-        return chain(cls, (6,), *made)
 
-    return make
+def around(function):
+    return with_layer(lambda: layers.Lambda(function, output_shape=(6,)))
 
 
 def dense(cls):
@@ -112,11 +112,7 @@ class Scaled(layers.Layer):
 
 
 def scaled(branch, scale=1e-6):
-    def make(cls):
-        made = layers.Dense(6, "tanh"), Scaled(branch, scale), layers.Dense(4)
-        return chain(cls, (6,), *made)
-
-    return make
+    return with_layer(lambda: Scaled(branch, scale))
 
 
 def moments(layer, h):
@@ -382,12 +378,6 @@ def connections(cls):
             return x @ dropped
 
     return chain(cls, (6,), DropConnect(), layers.Dense(4))
-
-
-def with_layer(make_layer):
-    return lambda cls: chain(
-        cls, (6,), layers.Dense(6, "tanh"), make_layer(), layers.Dense(4)
-    )
 
 
 MSE, CROSS = "mse", keras.losses.CategoricalCrossentropy(axis=1)
