@@ -448,8 +448,13 @@ def train_on_sequences(
     model = make(base)
     kwargs = {"loss": "mse", "jit_compile": False} | kwargs
     model.compile(keras.optimizers.SGD(0.1), **kwargs)
-    how = {"batch_size": batch_size, "epochs": 2, "callbacks": [*callbacks]}
-    return model, fit(model, *sequences(outputs), **how).history
+    return model, fit(
+        model,
+        *sequences(outputs),
+        batch_size=batch_size,
+        epochs=2,
+        callbacks=[*callbacks],
+    ).history
 
 
 def flat(base, *layers, **kwargs):

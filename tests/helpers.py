@@ -341,14 +341,22 @@ def train(model, data, batch_size=32, optimizer="adam", epochs=3, **kwargs):
     return model
 
 
-def train_each(train, *ways):
-    """Trains plain Keras, and ours in each way, by a function of the class."""
-    return [train(base, **kwargs) for base, kwargs in plain_and(*ways)]
+def train_each(train, *ways, strategy=None):
+    """Trains plain Keras, and ours in each way, by a function of the class.
+
+    Ours is trained in the scope of a strategy.
+    """
+    models = []
+    for base, kwargs in plain_and(*ways):
+        is_ours = strategy and models
+        with strategy.scope() if is_ours else contextlib.nullcontext():
+            models.append(train(base, **kwargs))
+    return models
 
 
-def check_exact(train, *ways):
+def check_exact(train, *ways, strategy=None):
     """Compares what `train_each` trains; returns it."""
-    models = plain, *ours = train_each(train, *ways)
+    models = plain, *ours = train_each(train, *ways, strategy=strategy)
     assert all(distance(each, plain) < 1e-6 for each in ours)
     return models
 
@@ -381,27 +389,22 @@ def train_case(case, model_class, dataset, strategy=None, **kwargs):
     keras.config.set_dtype_policy(case.policy)
     if case.policy == "float64":
         keras.config.set_floatx("float64")  # that of the losses
-    try:
-        with scope:
-            model = case.make(model_class)
-            model.compile(
-                case.optimizer(), case.loss(), **case.compile, **kwargs
-            )
-            # Built inside the trace, as plain Keras does it, ScheduleFreeAdamW
-            # loses the initial values of its slots.
-            if model.built:
-                model.optimizer.build(model.trainable_variables)
-        batches = []
-        log = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: batches.append(dict(logs))
-        )
-        fit = {**case.fit, "callbacks": [*case.fit.get("callbacks", []), log]}
-        history = model.fit(
-            dataset, epochs=case.epochs, shuffle=False, verbose=0, **fit
-        )
-    finally:
-        keras.config.set_dtype_policy("float32")
-        keras.config.set_floatx("float32")
+    with scope:
+        model = case.make(model_class)
+        model.compile(case.optimizer(), case.loss(), **case.compile, **kwargs)
+        # Built inside the trace, as plain Keras does it, ScheduleFreeAdamW
+        # loses the initial values of its slots.
+        if model.built:
+            model.optimizer.build(model.trainable_variables)
+    batches = []
+    log = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batches.append(dict(logs))
+    )
+    how = {**case.fit, "callbacks": [*case.fit.get("callbacks", []), log]}
+    history = fit(model, dataset, epochs=case.epochs, **how)
+    # After an error, the fixture `fresh_keras` does so.
+    keras.config.set_dtype_policy("float32")
+    keras.config.set_floatx("float32")
     return model, {"epochs": history.history, "batches": batches}
 
 

@@ -4,7 +4,6 @@ import copy
 import functools
 import pickle
 import time
-import warnings
 
 import keras
 import numpy as np
@@ -125,6 +124,7 @@ def test_a_variable_may_get_its_first_gradient_late():
     "duplicate", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
 )
 @pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.filterwarnings("ignore")  # Keras's, of a copied optimizer
 def test_a_copy_trains_its_own_variables(duplicate, traced):
     variable = tf.Variable([1.0])
     accumulator = accumulating([variable], 2, rate=0.5)
@@ -135,9 +135,7 @@ def test_a_copy_trains_its_own_variables(duplicate, traced):
             function([tf.ones(1)])
 
     accumulate(accumulator)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Keras's, of a copied optimizer
-        copied = duplicate(accumulator)
+    copied = duplicate(accumulator)
     accumulate(copied)
     np.testing.assert_array_equal(variable, [0.5])
     np.testing.assert_array_equal(copied.variables[0], [0.0])
@@ -307,8 +305,11 @@ def test_keras_does_not_warn_of_variables_that_no_pair_names(accum_steps):
         model.names_all = names_all
         model.compile("sgd", accum_steps=accum_steps)
         before = model.get_weights()
-        how = {"x": np.ones((8, 3)), "batch_size": 2, "verbose": 0}
-        messages = messages_of(functools.partial(model.fit, **how))
+        messages = messages_of(
+            functools.partial(
+                model.fit, x=np.ones((8, 3)), batch_size=2, verbose=0
+            )
+        )
         assert (model.get_weights()[0] != before[0]).all()
         found = any("Gradients do not exist" in each for each in messages)
         assert found == names_all

@@ -105,8 +105,7 @@ def data():
 
 def train(base, script, batch_size=12, strategy=None, optimizer=None, **kwargs):
     keras.utils.set_random_seed(0)
-    strategy = strategy or tf.distribute.get_strategy()
-    with strategy.scope():
+    with (strategy or tf.distribute.get_strategy()).scope():
         model = make(base, *SCRIPTS[script])
         kwargs = {"jit_compile": False} | kwargs
         model.compile(optimizer or keras.optimizers.SGD(0.3), "mse", **kwargs)

@@ -407,8 +407,9 @@ def test_all_is_as_if_the_size_had_been_known(samples, name, kwargs):
             compiled(model, micro_batch_size=size, metrics=metrics, **kwargs)
         with warnings.catch_warnings(record=True) as caught:
             warnings.filterwarnings("always", message="Out of memory")
-            how = {"epochs": 2, "validation_split": 1 / 3}
-            history = fit(model, *samples, batch_size=24, **how).history
+            history = fit(
+                model, *samples, batch_size=24, epochs=2, validation_split=1 / 3
+            ).history
         runs.append((model, history))
     (expected, logs), (model, found) = runs
     assert len(caught) == 2  # 12 and 6

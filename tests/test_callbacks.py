@@ -39,8 +39,14 @@ def test_the_schedule_sets_the_steps_of_each_epoch(data):
     for batch_size in (16, 32):
         reference.fit(*data, batch_size=batch_size, shuffle=False, verbose=0)
     model = compiled(make_model(), "adam")
-    how = {"epochs": 3, "callbacks": [AccumStepsScheduler(schedule)]}
-    logs = model.fit(*data, batch_size=8, shuffle=False, verbose=0, **how)
+    logs = model.fit(
+        *data,
+        batch_size=8,
+        shuffle=False,
+        verbose=0,
+        epochs=3,
+        callbacks=[AccumStepsScheduler(schedule)],
+    )
     assert seen == [(0, 1), (1, 1), (2, 2)]
     assert logs.history["accum_steps"] == [1, 2, 4]
     assert int(model.optimizer.iterations) == 13 + 7 + 4
@@ -60,8 +66,14 @@ def test_a_dict_sets_the_steps_of_its_epochs_and_keeps_them(
     schedule, accum_steps, first, expected, data
 ):
     model = compiled(make_model(), "adam", accum_steps=accum_steps)
-    how = {"epochs": 5, "callbacks": [AccumStepsScheduler(schedule)]}
-    logs = model.fit(*data, batch_size=8, initial_epoch=first, verbose=0, **how)
+    logs = model.fit(
+        *data,
+        batch_size=8,
+        initial_epoch=first,
+        verbose=0,
+        epochs=5,
+        callbacks=[AccumStepsScheduler(schedule)],
+    )
     assert logs.history["accum_steps"] == expected
 
 
@@ -137,8 +149,9 @@ def test_a_ramp_goes_on_after_a_short_last_cycle(schedule, by, sizes):
         on_epoch_end=lambda epoch, logs: note(0),
     )
     ramp = AccumStepsScheduler(schedule, by=by)
-    how = {"batch_size": 2, "epochs": 2, "verbose": 0}
-    model.fit(x, y, callbacks=[ramp, callback], **how)
+    model.fit(
+        x, y, callbacks=[ramp, callback], batch_size=2, epochs=2, verbose=0
+    )
     batches, updates = np.transpose(seen)
     ends = batches[1:][np.diff(updates) > 0]
     assert [*np.diff(ends, prepend=0)] == sizes
@@ -159,10 +172,9 @@ def test_a_ramp_goes_on_after_a_short_last_cycle(schedule, by, sizes):
 def test_a_ramp_is_resumed_by_a_backup(schedule, by, is_first, tmp_path):
     x, y = normal((60, 3), (60, 1))
 
-    class Crash(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 2:
-                raise RuntimeError("pre-empted")
+    def crash(epoch, logs):
+        if epoch == 2:
+            raise RuntimeError("pre-empted")
 
     def fit(*callbacks, folder="backup"):
         keras.utils.set_random_seed(0)
@@ -172,13 +184,20 @@ def test_a_ramp_is_resumed_by_a_backup(schedule, by, is_first, tmp_path):
             keras.callbacks.BackupAndRestore(tmp_path / folder),
         ]
         callbacks = [*(pair if is_first else pair[::-1]), *callbacks]
-        how = {"batch_size": 5, "shuffle": False, "verbose": 0}
-        model.fit(x, y, epochs=3, callbacks=callbacks, **how)
+        model.fit(
+            x,
+            y,
+            epochs=3,
+            callbacks=callbacks,
+            batch_size=5,
+            shuffle=False,
+            verbose=0,
+        )
         return model
 
     expected = fit(folder="other")
     with pytest.raises(RuntimeError, match="pre-empted"):
-        fit(Crash())
+        fit(keras.callbacks.LambdaCallback(on_epoch_begin=crash))
     assert distance(fit(), expected) == 0
 
 

@@ -279,21 +279,17 @@ def test_a_batch_with_fewer_samples_than_replicas(kwargs):
     """The other one gets none, next to the scalar loss of a regularizer."""
     x, y = cases.classes(1, np.random.default_rng(0))
 
-    def train(model_class, **kwargs):
+    def run(base, **kwargs):
         layer = keras.layers.Dense(cases.CLASSES, kernel_regularizer="l2")
-        model = chain(model_class, (cases.FEATURES,), layer)
+        model = chain(base, (cases.FEATURES,), layer)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("sgd", loss, **kwargs)
         model.train_on_batch(x, y)
+        if kwargs:
+            model.apply_accumulated_gradients()
         return model
 
-    keras.utils.set_random_seed(0)
-    reference = train(keras.Model)
-    keras.utils.set_random_seed(0)
-    with mirrored(2).scope():
-        model = train(AccumulatingModel, **kwargs)
-    model.apply_accumulated_gradients()
-    assert distance(model, reference) < 1e-6
+    check_exact(run, kwargs, strategy=mirrored(2))
 
 
 @pytest.mark.table
@@ -527,22 +523,16 @@ def test_replicas_that_normalize_together_weigh_as_one_device(kwargs, what):
     x, y = normal((samples, 4), (samples, 2))
     weights = np.linspace(1, 0, samples) if what == "weights" else None
 
-    def make(base, **kwargs):
-        keras.utils.set_random_seed(0)
+    def run(base, **kwargs):
         norm = keras.layers.BatchNormalization(synchronized=True)
         first, last = keras.layers.Dense(5, "tanh"), keras.layers.Dense(2)
         model = chain(base, (4,), first, norm, last)
         loss = keras.losses.MeanSquaredError("mean_with_sample_weight")
         model.compile(optimizers.SGD(0.1), loss, **kwargs)
+        fit(model, x, y, sample_weight=weights, batch_size=8, epochs=2)
         return model
 
-    models = [make(keras.Model)]
-    with mirrored(2).scope():
-        models.append(make(AccumulatingModel, **kwargs))
-    how = {"batch_size": 8, "epochs": 2, "verbose": 0}
-    for model in models:
-        model.fit(x, y, sample_weight=weights, **how)
-    assert distance(*models) < 1e-6
+    check_exact(run, kwargs, strategy=mirrored(2))
 
 
 def test_sums_are_on_the_devices_of_their_variables():

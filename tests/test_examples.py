@@ -245,8 +245,9 @@ def test_it_changes_no_weight_and_gives_advice(capsys):
     for base in (noise_scale.NoiseScaleModel, accumodel.AccumulatingModel):
         models.append(linear(base, 0.001, accum_steps=4))
         callbacks = [] if models[1:] else [callback]
-        how = {"batch_size": 8, "callbacks": callbacks}
-        history = fit(models[-1], x, y, **how).history
+        history = fit(
+            models[-1], x, y, batch_size=8, callbacks=callbacks
+        ).history
         if callbacks:
             value = history["noise_scale"][0]
             assert history["noise_scale_low"][0] < value
@@ -333,8 +334,15 @@ def train_head(
         kwargs = {"loss": of_logits(), "weighted_metrics": ["accuracy"]}
         batch_size = 10
     model.compile(keras.optimizers.SGD(0.5), **kwargs)
-    how = {"epochs": 2, "validation_data": (x[:9], y[:9])}
-    logs = fit(model, x, y, batch_size, sample_weight=weights, **how).history
+    logs = fit(
+        model,
+        x,
+        y,
+        batch_size,
+        sample_weight=weights,
+        epochs=2,
+        validation_data=(x[:9], y[:9]),
+    ).history
     return logs, model.get_weights()
 
 

@@ -189,15 +189,15 @@ def masked(model_class, limit=None):
 
 
 def dropout(model_class, limit=None):
-    drop = keras.layers.Dropout(0.4, seed=1)
-    layers = [keras.layers.Dense(5, "tanh"), drop, softmax()]
-    return chain(model_class, (FEATURES,), *[limit] * bool(limit), *layers)
+    layers = keras.layers.Dense(5, "tanh"), keras.layers.Dropout(0.4, seed=1)
+    given = [limit] * bool(limit)
+    return chain(model_class, (FEATURES,), *given, *layers, softmax())
 
 
 def normalized(model_class, limit=None):
+    layers = keras.layers.Dense(5), keras.layers.BatchNormalization()
     drop = keras.layers.Dropout(0.4, seed=1)
-    layers = keras.layers.Dense(5), keras.layers.BatchNormalization(), drop
-    return chain(model_class, (FEATURES,), *layers, softmax())
+    return chain(model_class, (FEATURES,), *layers, drop, softmax())
 
 
 # A model, and what is not as usual.
@@ -217,8 +217,7 @@ CASES = {
 
 def fit(make, base, arrays, sizes, limit=None, is_mirrored=False, **kwargs):
     loss = "mse" if make is masked else "sparse_categorical_crossentropy"
-    scope = mirrored(2).scope() if is_mirrored else contextlib.nullcontext()
-    with scope:
+    with mirrored(2).scope() if is_mirrored else contextlib.nullcontext():
         keras.utils.set_random_seed(0)
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         model = compiled(make(base, limit), optimizer, loss, **kwargs)

@@ -237,8 +237,9 @@ def test_nothing_of_keras_is_replaced_until_a_model_accumulates():
     model = make_model()
     # `evaluate` needs no weights: it does not split the batch.
     for accum_steps, is_kerass in ((1, True), (2, False)):
-        kwargs = {"accum_steps": accum_steps, "run_eagerly": True}
-        model.compile("sgd", Watching(), **kwargs)
+        model.compile(
+            "sgd", Watching(), accum_steps=accum_steps, run_eagerly=True
+        )
         model.train_on_batch(x, y)
         model.evaluate(x, y, verbose=0)
         *steps, evaluated = seen  # an eager step is traced once before

@@ -241,8 +241,13 @@ def test_tensorboard_draws_the_same(data, tmp_path):
         board = keras.callbacks.TensorBoard(
             folder, histogram_freq=1, update_freq="batch"
         )
-        how = {"batch_size": 8, "validation_data": data, "verbose": 0}
-        model.fit(*data, callbacks=[board], **how)
+        model.fit(
+            *data,
+            callbacks=[board],
+            batch_size=8,
+            validation_data=data,
+            verbose=0,
+        )
         return [(step, value.tag) for step, value in read_summaries(folder)]
 
     ours = check_both(run)

@@ -34,8 +34,15 @@ SGD = keras.optimizers.SGD
 
 
 def fit(model, x, y, batch_size, **kwargs):
-    how = {"epochs": 3, "shuffle": False, "verbose": 0}
-    model.fit(x, y, batch_size=batch_size, **how, **kwargs)
+    model.fit(
+        x,
+        y,
+        batch_size=batch_size,
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+        **kwargs,
+    )
     return model
 
 
@@ -193,8 +200,10 @@ class HidesWeights(Linear):
 def test_from_model_refuses_a_class_whose_weights_it_does_not_find():
     model = HidesWeights()
     HIDDEN[model] = [keras.Variable([1.0])]
-    match = r"does not find the weights of HidesWeights.*`class Model"
-    with pytest.raises(TypeError, match=match):
+    with pytest.raises(
+        TypeError,
+        match=r"does not find the weights of HidesWeights.*`class Model",
+    ):
         AccumulatingModel.from_model(model)
 
 
@@ -272,8 +281,7 @@ class Task(keras.Model):
         return super().fit(self.preprocessor(x), y, batch_size, **kwargs)
 
 
-class AccumulatingTask(AccumulatingModel, Task):
-    pass
+AccumulatingTask = type("AccumulatingTask", (AccumulatingModel, Task), {})
 
 
 def make_task(task_class):

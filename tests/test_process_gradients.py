@@ -28,9 +28,8 @@ def data():
 
 def train(base, optimizer, batch_size=12, strategy=None, **kwargs):
     keras.utils.set_random_seed(0)
-    strategy = strategy or tf.distribute.get_strategy()
     dense = keras.layers.Dense
-    with strategy.scope():
+    with (strategy or tf.distribute.get_strategy()).scope():
         parts = dense(8, "tanh"), dense(8, trainable=False), dense(2)
         model = compiled(
             chain(base, (6,), *parts),

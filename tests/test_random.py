@@ -22,7 +22,7 @@ from drawing import (
     in_batches,
     train,
 )
-from helpers import chain, check_exact, slow, weekly
+from helpers import chain, check_exact, fit, slow, weekly
 from helpers import train as fitted
 from keras import layers, ops
 
@@ -139,14 +139,12 @@ def test_xla_compiles_one_micro_batch_for_all(tmp_path, monkeypatch):
 def of_unknown_length(model, x, y):
     """The epoch ends with a run without data, in which no seed may move."""
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(3)
-    batches = batches.filter(lambda *_: True)
-    model.fit(batches, shuffle=False, verbose=0)
+    fit(model, batches.filter(lambda *_: True))
 
 
 def evaluate(model, x, y):
     model.evaluate(x, y, verbose=0)
     model.predict(x, verbose=0)
-    return model
 
 
 def carry(model, x, y):
@@ -156,15 +154,12 @@ def carry(model, x, y):
 
 def carried(model, x, y):
     places = np.tile(np.arange(15), 3)
-    for begin in range(0, 45, 9):
-        batch = places[begin : begin + 9]
-        model.train_on_batch(x[batch], y[batch])
+    in_batches([9] * 5)(model, x[places], y[places])
 
 
 def drop_the_last(model, x, y):
     """In each epoch, three cycles of two batches of 3, and one batch."""
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(3)
-    model.fit(batches, epochs=2, shuffle=False, verbose=0)
+    fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(3), epochs=2)
 
 
 def without_the_last(model, x, y):

@@ -292,8 +292,10 @@ def test_a_function_that_was_traced_without_these_draws_is_refused(
 ):
     model = compiled(make(), "sgd", "mse", **{"micro_batch_size": 4} | kwargs)
     for run in (model.fit, model.evaluate):
-        match = r"traced before.*'of_function('|_1/AssignVariableOp')"
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(
+            ValueError,
+            match=r"traced before.*'of_function('|_1/AssignVariableOp')",
+        ):
             run(*data(), batch_size=9, verbose=0)
 
 

@@ -11,6 +11,7 @@ from helpers import (
     UpdatesItself,
     chain,
     compiled,
+    make_model,
     messages_of,
     mirrored,
     refused,
@@ -18,7 +19,7 @@ from helpers import (
     weekly,
 )
 
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, GradientAccumulator
 
 SGD = keras.optimizers.SGD
 
@@ -113,8 +114,9 @@ def test_an_unknown_reduction_is_refused(monkeypatch):
     loss.reduction = "median"
     module = importlib.import_module("keras.src.losses.loss")
     monkeypatch.setattr(module, "standardize_reduction", lambda value: value)
-    match = r"Override `micro_batch_weight`.*reduction='median'"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(
+        ValueError, match=r"Override `micro_batch_weight`.*reduction='median'"
+    ):
         fit(model)
 
 
@@ -194,8 +196,10 @@ def test_two_arrays_of_weights_are_not_taken_for_one():
     x = x.reshape(16, 20)
     weights = [*np.random.default_rng(0).random((2, 16))]
     model.fit(x, y, sample_weight=weights[0], batch_size=8, verbose=0)
-    match = "different masks or sample weights.*`gradient_cache=True`"
-    with pytest.warns(UserWarning, match=match):
+    with pytest.warns(
+        UserWarning,
+        match="different masks or sample weights.*`gradient_cache=True`",
+    ):
         model.evaluate(x, y, sample_weight=weights, verbose=0)
     before = model.train_function
     model.fit(x, y, sample_weight=weights, batch_size=8, verbose=0)
@@ -336,6 +340,73 @@ def test_a_loop_that_would_not_split_is_refused(step, cache):
     for _ in range(2):
         model.fit(*data)
     assert int(model.optimizer.iterations) == 1
+
+
+NO_COUNTS = [
+    (0, ValueError),
+    (-1, ValueError),
+    (2.5, TypeError),
+    ("4", TypeError),
+    (True, TypeError),
+    ([4], TypeError),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("accum_steps", None, TypeError),
+        *(("accum_steps", *row) for row in NO_COUNTS),
+        *(("micro_batch_size", *row) for row in NO_COUNTS),
+    ],
+)
+def test_what_is_no_count_is_refused_everywhere(name, value, error):
+    match = f"`{name}` must be .* Received: {name}="
+    model = make_model()
+    with pytest.raises(error, match=match):
+        compiled(model, **{name: value})
+    assert not model.compiled
+    if name == "accum_steps" and value is not None:  # that of the model
+        args = keras.optimizers.SGD(), model.trainable_variables, value
+        with pytest.raises(error, match=match):
+            GradientAccumulator(*args)
+    compiled(model, **{name: 4})
+    with pytest.raises(error, match=match):
+        setattr(model, name, value)
+    assert getattr(model, name) == 4
+
+
+def accumulating_sgd():
+    return keras.optimizers.SGD(gradient_accumulation_steps=4)
+
+
+REMAINDER = r"`remainder` .* Received: remainder="
+ACCUMULATES = "the optimizer without .* Received: gradient_accumulation_steps=4"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"remainder": "keep"}, REMAINDER),
+        ({"remainder": None}, REMAINDER),
+        ({"remainder": True}, REMAINDER),
+        ({"optimizer": accumulating_sgd()}, ACCUMULATES),
+        (
+            {
+                "optimizer": keras.optimizers.LossScaleOptimizer(
+                    accumulating_sgd()
+                )
+            },
+            ACCUMULATES,
+        ),
+    ],
+    ids=str,
+)
+def test_compile_refuses(kwargs, match):
+    model = make_model()
+    with pytest.raises(ValueError, match=match):
+        compiled(model, **kwargs, accum_steps=4)
+    assert not model.compiled
 
 
 def test_a_step_that_updates_by_itself_is_refused_from_now_on():

@@ -1,6 +1,5 @@
 """Layers that are made under `keras.RematScope` train as without it."""
 
-import contextlib
 import functools
 
 import keras
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
-    compiled,
+    chain,
     hub_backbone,
     import_hub,
     mirrored,
@@ -155,7 +154,7 @@ def make(kind, base, **scope):
     keras.utils.set_random_seed(0)
     Repeated.is_on = bool(scope)
     inputs = keras.Input((6, 8))
-    with keras.RematScope(**scope) if scope else contextlib.nullcontext():
+    with keras.RematScope(**scope or {"mode": None}):
         hidden = LAYERS.get(kind, kind)(inputs)
     hidden = layers.GlobalAveragePooling1D()(hidden)
     return base(inputs, layers.Dense(1)(hidden))
@@ -168,15 +167,9 @@ def data():
 
 
 def train(kind, base, size, strategy=None, scope=None, **kwargs):
-    with strategy.scope() if strategy else contextlib.nullcontext():
-        model = compiled(
-            make(kind, base, **scope or {}),
-            keras.optimizers.SGD(0.1),
-            "mse",
-            **kwargs,
-        )
-    model.fit(*data(), batch_size=size, epochs=2, shuffle=False, verbose=0)
-    return model
+    with (strategy or tf.distribute.get_strategy()).scope():
+        model, sgd = make(kind, base, **scope or {}), keras.optimizers.SGD(0.1)
+        return fitted(model, data(), size, sgd, 2, loss="mse", **kwargs)
 
 
 @pytest.mark.table
@@ -280,8 +273,9 @@ def test_normalizations_of_the_batch():
     kwargs = {"micro_batch_size": 5, "sync_batch_norm": True}
     scope = {"mode": "list_of_layers", "layer_names": ["dense", "dense_1"]}
     check_scope(norm, scope, 3e-6, **kwargs)
-    match = r"batch_normalization.*\n*.*rematerialized"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(
+        ValueError, match=r"batch_normalization.*\n*.*rematerialized"
+    ):
         check_scope(norm, **kwargs)
 
 
@@ -506,7 +500,7 @@ def test_a_function_that_adds_losses_is_refused():
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_cell_of_an_rnn_outside_of_the_scope(run_eagerly):
     def rnn(x):
-        with keras.RematScope() if Repeated.is_on else contextlib.nullcontext():
+        with keras.RematScope("full" if Repeated.is_on else None):
             cell = layers.GRUCell(8, dropout=0.3, seed=2)
         return layers.RNN(cell, return_sequences=True)(x)
 
@@ -586,21 +580,13 @@ class Wide(layers.Layer):
 
 
 def train_wide(in_scope, jit):
-    scope = keras.RematScope() if in_scope else contextlib.nullcontext()
-    inputs = hidden = keras.Input((512, 128))
-    with scope:
-        for _ in range(8):
-            hidden = Wide()(hidden)
-    outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))
-    model = compiled(
-        AccumulatingModel(inputs, outputs),
-        "sgd",
-        "mse",
-        jit_compile=jit,
-        micro_batch_size=8,
-    )
-    x, y = np.ones((8, 512, 128), "float32"), np.ones((8, 1))
-    model.fit(x, y, batch_size=8, verbose=0)
+    with keras.RematScope("full" if in_scope else None):
+        blocks = [Wide() for _ in range(8)]
+    last = layers.GlobalAveragePooling1D(), layers.Dense(1)
+    model = chain(AccumulatingModel, (512, 128), *blocks, *last)
+    kwargs = {"loss": "mse", "jit_compile": jit, "micro_batch_size": 8}
+    ones = np.ones((8, 512, 128), "float32"), np.ones((8, 1))
+    fitted(model, ones, 8, "sgd", 1, **kwargs)
 
 
 @pytest.mark.slow

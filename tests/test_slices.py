@@ -189,8 +189,7 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
     kwargs = {"run_eagerly": run_eagerly, "micro_batch_size": 5}
     model.compile("sgd", "mse", **kwargs)
     lengths = r"x\['all'\] of length 5, x\['id'\] of length 10, y of length 10"
-    match = f"override `slice_data`.* {lengths}"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=f"override `slice_data`.* {lengths}"):
         model.train_on_batch(x, y)
     # Lengths that are known only when it runs.
     unknown = tf.data.Dataset.from_generator(
@@ -282,8 +281,9 @@ def test_the_logs_of_a_method_that_calls_super(name, run_eagerly):
         losses = [keras.losses.MeanSquaredError("sum") for _ in "ab"]
         optimizer = keras.optimizers.SGD(0.001)
         model.compile(optimizer, losses, run_eagerly=run_eagerly, **kwargs)
-        how = {"batch_size": 16, "epochs": 2, **validation}
-        return fit(model, x, list(y), **how).history
+        return fit(
+            model, x, list(y), batch_size=16, epochs=2, **validation
+        ).history
 
     check_logs(*train_each(run, {"micro_batch_size": 3}))
 
@@ -345,14 +345,13 @@ def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
         model.fit(*samples, verbose=0)
 
 
-def one_device():
-    return tf.distribute.OneDeviceStrategy("CPU:0")
-
-
 @pytest.mark.parametrize(
     ("make_strategy", "kwargs"),
     [
-        (one_device, {"micro_batch_size": 3}),
+        (
+            lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
+            {"micro_batch_size": 3},
+        ),
         (tf.distribute.get_strategy, {"accum_steps": 2}),
         weekly(lambda: mirrored(2), {"micro_batch_size": 3}),
     ],
@@ -429,8 +428,9 @@ def test_an_input_of_a_fixed_batch_size_is_split_too():
 
 class Mean(keras.layers.Layer):
     def build(self, shape):
-        kwargs = {"trainable": False, "aggregation": "mean"}
-        self.mean = self.add_weight((), "zeros", **kwargs)
+        self.mean = self.add_weight(
+            (), "zeros", trainable=False, aggregation="mean"
+        )
 
     def call(self, x):
         self.mean.assign(keras.ops.mean(x))
@@ -443,11 +443,8 @@ def test_a_state_that_replicas_reduce_is_refused_when_it_is_there():
         with pytest.raises(ValueError, match='aggregation="mean"'):
             model.compile("sgd", "mse", micro_batch_size=1)
 
-        class Model(AccumulatingModel, keras.Sequential):
-            pass
-
-        # Which is built in `fit`.
-        model = Model([Mean(), keras.layers.Dense(1)])
+        made = type("Model", (AccumulatingModel, keras.Sequential), {})
+        model = made([Mean(), keras.layers.Dense(1)])  # built in `fit`
         compiled(model, "sgd", "mse", micro_batch_size=1)
         with pytest.raises(ValueError, match='aggregation="mean"'):
             model.fit(np.ones((8, 6)), np.ones((8, 1)), verbose=0)

@@ -334,8 +334,9 @@ def test_functions_that_run_eagerly():
 )
 def test_mixed_precision(policy, tolerance):
     """To its rounding; statistics are computed in float32."""
-    kwargs = {"policy": policy, "tolerance": tolerance}
-    case = dataclasses.replace(CASES["a chain"], **kwargs)
+    case = dataclasses.replace(
+        CASES["a chain"], policy=policy, tolerance=tolerance
+    )
     reference, _ = train_big(case, keras.Model)
     model, _ = train_big(case, **SYNC)
     check_weights(model, reference, case)
@@ -513,8 +514,15 @@ def test_ctrl_c_between_two_stages_forgets_the_pending_cycle(monkeypatch):
 
     monkeypatch.setattr(stages._Passes, "_backward_of", interrupted)
     model, x = two_norms(AccumulatingModel), np.ones((16, cases.FEATURES))
-    kwargs = {"micro_batch_size": 4, "accum_steps": 2, "sync_batch_norm": True}
-    model.compile("sgd", "mse", run_eagerly=True, verify=False, **kwargs)
+    model.compile(
+        "sgd",
+        "mse",
+        run_eagerly=True,
+        verify=False,
+        micro_batch_size=4,
+        accum_steps=2,
+        sync_batch_norm=True,
+    )
     with pytest.raises(KeyboardInterrupt):
         model.fit(x, np.ones((16, cases.CLASSES)), batch_size=8, verbose=0)
     assert next(calls) == 6

@@ -10,6 +10,7 @@ import tensorflow as tf
 from helpers import (
     as_dataset,
     check_exact,
+    compiled,
     distance,
     weekly,
 )
@@ -79,16 +80,12 @@ class Positions(layers.Layer):
         return inputs + tf.gather(self.vectors, places)
 
 
-def train(make, model_class, data, batches=(20,), **kwargs):
+def train(make, model_class, data, batches=(20,), fit=None, rate=0.5, **kwargs):
     """Returns the model, and the logs of `fit` and of `evaluate`."""
     keras.utils.set_random_seed(0)
-    fit = kwargs.pop("fit", {})
-    kwargs.setdefault("loss", cross_entropy())
-    rate = kwargs.pop("learning_rate", 0.5)
-    kwargs["optimizer"] = keras.optimizers.SGD(rate)
-    model = make(model_class)
-    model.compile(**kwargs)
-    given = as_dataset(data, batches)
+    kwargs = {"loss": cross_entropy()} | kwargs
+    model = compiled(make(model_class), keras.optimizers.SGD(rate), **kwargs)
+    given, fit = as_dataset(data, batches), fit or {}
     history = model.fit(given, epochs=2, shuffle=False, verbose=0, **fit)
     tested = model.evaluate(given, verbose=0, return_dict=True)
     return model, history.history | {f"val_{k}": v for k, v in tested.items()}
@@ -132,9 +129,6 @@ CASES = {
 }
 
 
-MASKED = ("weights after the mask",)
-
-
 OFTEN = ("LSTM", "an output for each word", "weights after the mask")
 
 
@@ -156,14 +150,14 @@ def test_the_weights_and_logs_are_those_of_the_padded_batch(name, jit_compile):
     check(
         make,
         data(),
-        "padding_mask" if name in MASKED else 0,
+        "padding_mask" if make is with_a_mask else 0,
         jit_compile=jit_compile,
         **metrics,
     )
 
 
 def other_reduction(kind):
-    return {"loss": cross_entropy(reduction=kind), "learning_rate": 1e-3}
+    return {"loss": cross_entropy(reduction=kind), "rate": 1e-3}
 
 
 # Further arguments: of both; of ours.

@@ -259,8 +259,12 @@ def test_what_looks_at_padding_is_told_of(name, micro_batch_size):
     if len(model.inputs) > 1:
         x = {"ids": x, "other": words_on(), "a_mask": used()}
     key = "a_mask" if len(model.inputs) > 1 else 0
-    size = {"micro_batch_size": micro_batch_size}
-    model.compile("sgd", cross_entropy(), trim_padding=key, **size)
+    model.compile(
+        "sgd",
+        cross_entropy(),
+        trim_padding=key,
+        micro_batch_size=micro_batch_size,
+    )
     with pytest.warns(InexactWarning, match="`trim_padding` changes"):
         model.fit(x, of_samples(), SAMPLES, verbose=0)
     assert model.first_batch_check.startswith("differs")

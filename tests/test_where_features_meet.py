@@ -230,8 +230,7 @@ def train(
     if is_fixed:
         dataset = tf.data.Dataset.from_tensor_slices((x, y))
         data = {"x": dataset.batch(batch_size, drop_remainder=True)}
-    scope = mirrored(2).scope() if is_mirrored else contextlib.nullcontext()
-    with scope:
+    with mirrored(2).scope() if is_mirrored else contextlib.nullcontext():
         keras.utils.set_random_seed(0)
         model = make(base, *layers_of(way))
         kwargs = {"loss": "mse", "jit_compile": False} | kwargs
@@ -360,7 +359,6 @@ def test_a_fit_after_an_error_is_that_of_a_model_without_one(way, what):
     x, y = tokens()
     batch_size, arguments = WAYS["int" if way == "replicas" else way]
     is_mirrored = way == "replicas"
-    scope = mirrored(2).scope() if is_mirrored else contextlib.nullcontext()
     rate = 0 if way in ("trim", "replicas") else 0.4  # draw others
 
     def make(base, **kwargs):
@@ -373,7 +371,7 @@ def test_a_fit_after_an_error_is_that_of_a_model_without_one(way, what):
     plain = make(keras.Model)
     fit(plain, x[:8], y[:8], batch_size=8)
     fit(plain, x, y, batch_size=8, epochs=2)
-    with scope:
+    with mirrored(2).scope() if is_mirrored else contextlib.nullcontext():
         model = make(AccumulatingModel, **arguments)
     bad = x.copy()
     bad[-1] = 99 if what == "step" else bad[-1]  # it is no token
