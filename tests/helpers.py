@@ -286,7 +286,7 @@ def mirrored(replicas, reduction=None):
 def compiled(
     model, optimizer="adam", loss="sparse_categorical_crossentropy", **kwargs
 ):
-    model.compile(optimizer, loss, **kwargs)
+    model.compile(optimizer, loss=loss, **kwargs)
     return model
 
 
