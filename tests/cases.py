@@ -487,6 +487,7 @@ class Players(AccumulatingModel):
         ]
         self.first = accumulators[0]  # may be another name of the same
         self.accumulators = hold(accumulators)
+        self.optimizers = [each.optimizer for each in accumulators]
         self.all = lambda: accumulators
 
     def train_step(self, data):

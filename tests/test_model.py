@@ -153,8 +153,7 @@ def test_it_warns_if_no_batch_was_split(name, data):
         make_model(), "sgd", micro_batch_size=size, run_eagerly=name == "arrays"
     )
     arguments = make(*data) | {"epochs": 2, "shuffle": False, "verbose": 0}
-    found = messages_of(lambda: model.fit(**arguments))
-    (message,) = found
+    (message,) = messages_of(lambda: model.fit(**arguments))
     assert message.startswith("No batch of the first ")
     assert f"was larger than `micro_batch_size={size}`" in message
     model.micro_batch_size = 4

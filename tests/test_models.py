@@ -325,7 +325,8 @@ class AccumulatingOtherwise(AccumulatingModel, CompilesOtherwise):
 
 
 def test_the_compile_config_of_another_class_is_kept(points, tmp_path):
-    model = compiled(AccumulatingOtherwise(), 0.5, loss=None, accum_steps=4)
+    model = AccumulatingOtherwise()
+    model.compile(0.5, accum_steps=4)
     model.fit(*points, batch_size=8, verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -492,7 +493,7 @@ HOLD = {
 
 
 def make_players(hold):
-    return compiled(cases.Players(hold, 4), accum_steps=4)
+    return compiled(cases.Players(hold, 4), loss=None, accum_steps=4)
 
 
 @pytest.mark.table
