@@ -387,8 +387,8 @@ def train_case(case, model_class, dataset, strategy=None, **kwargs):
     scope = strategy.scope() if strategy else contextlib.nullcontext()
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(case.policy)
-    if case.policy == "float64":
-        keras.config.set_floatx("float64")  # that of the losses
+    own = "float64" if case.policy == "float64" else "float32"
+    keras.config.set_floatx(own)  # that of the losses
     with scope:
         model = case.make(model_class)
         model.compile(case.optimizer(), case.loss(), **case.compile, **kwargs)
