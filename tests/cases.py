@@ -4,14 +4,23 @@
 """
 
 import dataclasses
+import functools
 import typing
 
 import keras
 import numpy as np
 import tensorflow as tf
-from helpers import chain, fit, functional, make_functional, softmax
+from helpers import (
+    Adds,
+    chain,
+    fit,
+    functional,
+    gradients_of,
+    make_functional,
+    softmax,
+)
 
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, GradientAccumulator
 
 # Micro-batches in their cycles, by their numbers of samples.
 WHOLE = [[8] * 4] * 3
@@ -94,16 +103,19 @@ def dense(model_class, **kwargs):
     return make_functional(model_class, FEATURES, units=4, **kwargs)
 
 
-linear = functional((FEATURES,), lambda x: keras.layers.Dense(1)(x))
+def linear(model_class, units=CLASSES):
+    keras.utils.set_random_seed(0)
+    return chain(model_class, (FEATURES,), keras.layers.Dense(units))
 
 
 def convolutional(model_class):
-    inputs = keras.Input((FEATURES,))
-    x = keras.layers.Reshape((FEATURES, 1))(inputs)
-    x = keras.layers.Conv1D(4, 3, activation="gelu")(x)
-    x = keras.layers.LayerNormalization()(x)
-    x = keras.layers.Flatten()(x)
-    return model_class(inputs, softmax()(x))
+    layers = keras.layers
+    inner = (
+        layers.Reshape((FEATURES, 1)),
+        layers.Conv1D(4, 3, activation="gelu"),
+    )
+    last = layers.LayerNormalization(), layers.Flatten(), softmax()
+    return chain(model_class, (FEATURES,), *inner, *last)
 
 
 class DenseGradientEmbedding(keras.layers.Embedding):
@@ -118,10 +130,13 @@ class DenseGradientEmbedding(keras.layers.Embedding):
         return keras.ops.one_hot(inputs, self.input_dim) @ self.embeddings
 
 
-def masked_without_lstm(model_class, **kwargs):
-    inputs = keras.Input((None,), dtype="int32")
-    x = DenseGradientEmbedding(TOKENS, 4, mask_zero=True, **kwargs)(inputs)
-    return model_class(inputs, softmax()(x))
+def ids():
+    return keras.Input((None,), dtype="int32")
+
+
+def masked_without_lstm(model_class):
+    layer = DenseGradientEmbedding(TOKENS, 4, mask_zero=True)
+    return chain(model_class, ids(), layer, softmax())
 
 
 def passing_masks(layer):
@@ -131,17 +146,14 @@ def passing_masks(layer):
 
 
 def recurrent(model_class, **kwargs):
-    inputs = keras.Input((None,), dtype="int32")
-    x = keras.layers.Embedding(TOKENS, 4, mask_zero=True, **kwargs)(inputs)
-    x = passing_masks(keras.layers.LSTM(4, return_sequences=True))(x)
-    return model_class(inputs, softmax()(x))
+    words = keras.layers.Embedding(TOKENS, 4, mask_zero=True, **kwargs)
+    lstm = passing_masks(keras.layers.LSTM(4, return_sequences=True))
+    return chain(model_class, ids(), words, lstm, softmax())
 
 
 def masking(model_class):
-    inputs = keras.Input((None, 2))
-    x = keras.layers.Masking()(inputs)
-    x = keras.layers.Dense(3, activation="tanh")(x)
-    return model_class(inputs, keras.layers.Dense(1)(x))
+    layers = keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)
+    return chain(model_class, (None, 2), keras.layers.Masking(), *layers)
 
 
 def embedding(model_class):
@@ -149,22 +161,20 @@ def embedding(model_class):
     layer = keras.layers.Embedding
     if model_class is keras.Model:
         layer = DenseGradientEmbedding
-    table = layer(TOKENS, 4)
-    inputs = keras.Input((None,), dtype="int32")
+    table, inputs = layer(TOKENS, 4), ids()
     x = table(inputs) * table((inputs + 1) % TOKENS)
     return model_class(inputs, softmax()(x))
 
 
-def two_outputs(model_class):
-    inputs = keras.Input((FEATURES,))
+@functools.partial(functional, (FEATURES,))
+def two_outputs(inputs):
     x = keras.layers.Dense(4, activation="tanh")(inputs)
-    kind = softmax(name="kind")(x)
-    size = keras.layers.Dense(2, name="size")(x)
-    return model_class(inputs, {"kind": kind, "size": size})
+    size = keras.layers.Dense(2, name="size")
+    return {"kind": softmax(name="kind")(x), "size": size(x)}
 
 
 def two_masked_outputs(model_class):
-    inputs = keras.Input((None,), dtype="int32")
+    inputs = ids()
     x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
     heads = [softmax(name=name)(x) for name in ("kind", "again")]
     return model_class(inputs, heads)
@@ -199,80 +209,61 @@ def with_unused_variable(model_class):
 
 
 def with_several_dtypes(model_class):
-    inputs = keras.Input((FEATURES,))
-    x = keras.layers.Dense(4, activation="tanh", dtype="float64")(inputs)
-    x = keras.layers.Dense(4, activation="tanh", dtype="float32")(x)
-    return model_class(inputs, softmax()(x))
+    dense = [
+        keras.layers.Dense(4, activation="tanh", dtype=dtype)
+        for dtype in ("float64", "float32")
+    ]
+    return chain(model_class, (FEATURES,), *dense, softmax())
 
 
-class AddsLoss(keras.layers.Layer):
-    def call(self, inputs):
-        self.add_loss(0.1 * keras.ops.mean(inputs**2))
-        return inputs
+adds_loss = functools.partial(Adds, lambda x: 0.1 * keras.ops.mean(x**2))
+# One loss per sample, which Keras sums up: as a CTC layer does.
+adds_losses = functools.partial(
+    Adds, lambda x: 0.1 * keras.ops.sum(x**2, axis=-1, keepdims=True)
+)
 
 
 def with_add_loss(model_class):
-    inputs = keras.Input((FEATURES,))
-    x = keras.layers.Dense(4, activation="tanh")(inputs)
-    x = AddsLoss()(x)
-    return model_class(inputs, softmax()(x))
-
-
-class AddsLosses(keras.layers.Layer):
-    """Adds one loss per sample, which Keras sums up: as a CTC layer does."""
-
-    def call(self, inputs):
-        self.add_loss(0.1 * keras.ops.sum(inputs**2, axis=-1, keepdims=True))
-        return inputs
+    layers = keras.layers.Dense(4, activation="tanh"), adds_loss(), softmax()
+    return chain(model_class, (FEATURES,), *layers)
 
 
 def with_summed_add_loss(model_class):
-    inputs = keras.Input((FEATURES,))
-    x = keras.layers.Dense(4, activation="tanh", use_bias=False)(inputs)
-    return model_class(inputs, AddsLosses()(x))
+    layer = keras.layers.Dense(4, activation="tanh", use_bias=False)
+    return chain(model_class, (FEATURES,), layer, adds_losses())
 
 
-def masked_and_not(model_class):
-    inputs = keras.Input((None,), dtype="int32")
+@functools.partial(functional, ids)
+def masked_and_not(inputs):
     x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
-    masked = softmax(name="a")(x)
     unmasked = softmax(name="b")(keras.ops.one_hot(inputs, TOKENS))
-    return model_class(inputs, [masked, unmasked])
+    return [softmax(name="a")(x), unmasked]
 
 
 def with_own_compute_loss(model_class):
     class Own(model_class):
-        def __init__(self):
-            super().__init__()
-            self.head = softmax()
-
-        def call(self, inputs):
-            return self.head(inputs)
-
         def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
             return keras.ops.mean(
                 keras.losses.sparse_categorical_crossentropy(y, y_pred)
             )
 
-    return Own()
+    return chain(Own, (FEATURES,), softmax())
 
 
 def with_own_weight(model_class):
-    class Own(with_own_compute_loss(model_class).__class__):
-        def call(self, inputs):
-            return self.head(keras.ops.one_hot(inputs, TOKENS))
-
+    class Own(model_class):
         def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
             known = keras.ops.cast(x > 0, "float32")
             losses = keras.losses.sparse_categorical_crossentropy(y, y_pred)
-            return keras.ops.sum(losses * known) / keras.ops.maximum(
-                keras.ops.sum(known), 1e-9
-            )
+            loss = keras.ops.sum(losses * known) / keras.ops.sum(known)
+            # As a custom loss must in Keras. Without tokens it is no number.
+            return loss / self.distribute_strategy.num_replicas_in_sync
 
         def micro_batch_weight(self, x, y, y_pred, sample_weight):
             return tf.reduce_sum(tf.cast(x > 0, tf.float32))
 
-    return Own()
+    inputs = ids()
+    return Own(inputs, softmax()(keras.ops.one_hot(inputs, TOKENS)))
 
 
 def sparse_crossentropy(reduction, **kwargs):
@@ -387,7 +378,7 @@ LOG_CASES = {
     ),
 }
 OVERFLOW = Case(
-    make=linear,
+    make=functools.partial(linear, units=1),
     data=with_an_overflow,
     loss=lambda: "mse",
     sizes=WHOLE,
@@ -432,11 +423,6 @@ def features(samples=24):
     return np.random.default_rng(0).normal(size=(samples, FEATURES))
 
 
-def linear(model_class, units=CLASSES):
-    keras.utils.set_random_seed(0)
-    return chain(model_class, (FEATURES,), keras.layers.Dense(units))
-
-
 # The batch size of `fit` and the arguments of `compile`, of batches of 8.
 WAYS = {
     "int": (8, {"micro_batch_size": 3}),
@@ -447,8 +433,8 @@ WAYS = {
 }
 
 
-def sequences(outputs=1, seed=0):
-    rng = np.random.default_rng(seed)
+def sequences(outputs=1):
+    rng = np.random.default_rng(0)
     x = rng.normal(size=(16, 5, 4)).astype("float32")
     x[::3, 3:] = 0  # masked
     y = rng.normal(size=(outputs, 16, 2)).astype("float32")
@@ -462,8 +448,13 @@ def train_on_sequences(
     model = make(base)
     kwargs = {"loss": "mse", "jit_compile": False} | kwargs
     model.compile(keras.optimizers.SGD(0.1), **kwargs)
-    how = {"batch_size": batch_size, "epochs": 2, "callbacks": [*callbacks]}
-    return model, fit(model, *sequences(outputs), **how).history
+    return model, fit(
+        model,
+        *sequences(outputs),
+        batch_size=batch_size,
+        epochs=2,
+        callbacks=[*callbacks],
+    ).history
 
 
 def flat(base, *layers, **kwargs):
@@ -471,25 +462,67 @@ def flat(base, *layers, **kwargs):
     return chain(base, (5, 4), keras.layers.Flatten(), *layers, head)
 
 
+class Players(AccumulatingModel):
+    """Two accumulators, of which the second is called in every other turn.
+
+    Args:
+        hold: Function that makes of both what the model holds.
+        accum_steps: Those of each; by default those of the model.
+    """
+
+    def __init__(self, hold=list, *accum_steps):
+        super().__init__()
+        self.players = [keras.layers.Dense(1) for _ in range(2)]
+        for layer in self.players:
+            layer.build((None, FEATURES))
+        self.built = True
+        self.turn = tf.Variable(0, trainable=False)
+        accumulators = [
+            GradientAccumulator(
+                keras.optimizers.SGD(0.1, momentum=0.9),
+                layer.trainable_variables,
+                *accum_steps,
+            )
+            for layer in self.players
+        ]
+        self.first = accumulators[0]  # may be another name of the same
+        self.accumulators = hold(accumulators)
+        self.optimizers = [each.optimizer for each in accumulators]
+        self.all = lambda: accumulators
+
+    def train_step(self, data):
+        x, *_ = data
+        calls = []
+        for layer, accumulator in zip(self.players, self.all(), strict=True):
+            _, gradients = gradients_of(
+                lambda layer=layer: tf.reduce_mean((layer(x) - 1) ** 2),
+                layer.trainable_variables,
+            )
+            args = accumulator.accumulate, gradients, tf.shape(x)[0]
+            calls.append(functools.partial(*args))
+        calls[0]()
+        tf.cond(tf.equal(self.turn % 2, 0), calls[1], lambda: None)
+        return {}
+
+
+def two_dense(base):
+    layers = (keras.layers.Dense(FEATURES) for _ in range(2))
+    return chain(base, (FEATURES,), *layers)
+
+
 class PassesPairs(AccumulatingModel):
     """Passes pairs of gradients and variables, in another order."""
 
-    def __init__(self, calls=1):
-        super().__init__()
-        self.dense = keras.layers.Dense(FEATURES)
-        self.other = keras.layers.Dense(FEATURES)
-        self.calls = calls
-
-    def call(self, inputs):
-        return self.other(self.dense(inputs))
+    calls = 1
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         for _ in range(self.calls):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
             variables = self.trainable_variables[::-1]
-            gradients = tape.gradient(loss, variables)
+            loss, gradients = gradients_of(
+                lambda: tf.reduce_mean((self(x, training=True) - y) ** 2),
+                variables,
+            )
             pairs = zip(gradients, variables, strict=True)
             self.accumulate_gradients(pairs, tf.shape(x)[0])
         return {"batch_loss": loss}

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from helpers import distance
+from helpers import compiled, distance, normal
 from keras import layers, ops
 
 LAYERS = {
@@ -144,10 +144,9 @@ def change_all_alike(x, seed):
     return x + keras.random.uniform(shape, seed=seed)
 
 
-def data(dtype="float32"):
-    rng = np.random.default_rng(0)
+def data():
     shape = (21, 4, 5)  # batches of 9, 9 and 3: rows of 20 and of 5 numbers
-    return rng.normal(size=shape).astype(dtype), rng.normal(size=shape)
+    return normal(shape, shape)
 
 
 def train(
@@ -164,9 +163,11 @@ def train(
     with (strategy or tf.distribute.get_strategy()).scope():
         inputs = keras.Input((4, 5))
         x = layer()(layers.Dense(5, activation="tanh")(inputs))
-        model = base(inputs, layers.Dense(5)(layers.Dropout(0.2)(x)))
-        model.compile(
-            keras.optimizers.SGD(0.1), "mse", **{"jit_compile": False} | kwargs
+        model = compiled(
+            base(inputs, layers.Dense(5)(layers.Dropout(0.2)(x))),
+            keras.optimizers.SGD(0.1),
+            "mse",
+            **{"jit_compile": False} | kwargs,
         )
     x, y = (each[:samples] for each in data())
     if feed is not None:
@@ -199,6 +200,6 @@ def in_batches(sizes, steps=None, between=None):
             model.train_on_batch(x[begin:end], y[begin:end])
             begin = end
             if between and i in (0, 3):
-                model = between(model, x, y)
+                between(model, x, y)
 
     return feed

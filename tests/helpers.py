@@ -45,15 +45,6 @@ WAYS = {
     "eager": (12, {"micro_batch_size": 5, "run_eagerly": True}),
 }
 
-# What is no positive integer, and the error that says so.
-NO_COUNTS = [
-    (0, ValueError),
-    (-1, ValueError),
-    (2.5, TypeError),
-    ("4", TypeError),
-    (True, TypeError),
-]
-
 
 class Batches(keras.utils.PyDataset):
     """The arrays in batches of this size."""
@@ -70,6 +61,21 @@ class Batches(keras.utils.PyDataset):
 
     def __getitem__(self, index):
         return self.parts[index]
+
+
+def normal(*shapes):
+    """Returns an array of normal numbers of each shape."""
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape).astype("float32") for shape in shapes]
+
+
+@contextlib.contextmanager
+def refused(model, match=None, error=ValueError):
+    """Expects an error that moves no weight, and leaves no pending cycle."""
+    before = model.get_weights()
+    with pytest.raises(error, match=match) as caught:
+        yield caught
+    assert distance(model, before) == model.pending_steps == 0
 
 
 def as_dataset(arrays, sizes):
@@ -133,6 +139,35 @@ def calling_super(base, name):
 
     custom = type("Custom", (base,), {name: method})
     return custom
+
+
+def in_python(function, x):
+    """Returns what a function of Python makes of an array of this shape."""
+    return tf.ensure_shape(tf.numpy_function(function, [x], x.dtype), x.shape)
+
+
+def through_python(function, x, backward=False):
+    """Lets a tensor pass, in the forward or the backward pass by Python."""
+
+    @tf.custom_gradient
+    def identity(x):
+        if backward:
+            return tf.identity(x), lambda _: in_python(function, x)
+        return in_python(function, x), tf.identity
+
+    return identity(x)
+
+
+class Adds(keras.layers.Layer):
+    """Adds a loss, by a function of its inputs."""
+
+    def __init__(self, loss_of):
+        super().__init__()
+        self.loss_of = loss_of
+
+    def call(self, inputs):
+        self.add_loss(self.loss_of(inputs))
+        return inputs
 
 
 class CountTraces(keras.layers.Layer):
@@ -233,6 +268,13 @@ def make_model(model_class=AccumulatingModel, make=make_functional):
     return make(model_class)
 
 
+def two_heads(base, features=6, units=1):
+    """A model of two outputs, `a` and `b`."""
+    inputs = keras.Input((features,))
+    heads = [keras.layers.Dense(units, name=name) for name in "ab"]
+    return base(inputs, [head(inputs) for head in heads])
+
+
 def mirrored(replicas, reduction=None):
     # With the default reduction, two strategies in one process collide.
     return tf.distribute.MirroredStrategy(
@@ -244,7 +286,7 @@ def mirrored(replicas, reduction=None):
 def compiled(
     model, optimizer="adam", loss="sparse_categorical_crossentropy", **kwargs
 ):
-    model.compile(optimizer, loss, **kwargs)
+    model.compile(optimizer, loss=loss, **kwargs)
     return model
 
 
@@ -253,15 +295,34 @@ def fit(model, *data, **kwargs):
     return model.fit(*data, shuffle=False, verbose=0, **kwargs)
 
 
+def gradients_of(loss_of, variables):
+    """Returns the loss of a custom step, and its gradients."""
+    with tf.GradientTape() as tape:
+        loss = loss_of()
+    return loss, tape.gradient(loss, variables)
+
+
+def custom_step(model, x, loss_of):
+    """Trains as a custom `train_step` does, and returns the loss."""
+    variables = model.trainable_variables
+    loss, gradients = gradients_of(loss_of, variables)
+    if isinstance(model, AccumulatingModel):
+        model.accumulate_gradients(gradients, tf.shape(x)[0])
+    else:
+        model.optimizer.apply(gradients, variables)
+    return loss
+
+
 class UpdatesItself(AccumulatingModel):
     """Has a step as one of plain Keras, which accumulates nothing."""
 
     def train_step(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
         weights = self.trainable_weights
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        loss, gradients = gradients_of(
+            lambda: self.compute_loss(x, y, self(x, training=True)), weights
+        )
+        self.optimizer.apply(gradients, weights)
         return {"loss": loss}
 
 
@@ -273,13 +334,31 @@ def plain_and(*ways):
         yield each
 
 
-def train(
-    model, data, batch_size, optimizer="adam", epochs=3, shuffle=False, **kwargs
-):
-    """Compiles and fits; the arguments left over go to `compile`."""
-    return compiled(model, optimizer, **kwargs).fit(
-        *data, batch_size=batch_size, epochs=epochs, shuffle=shuffle, verbose=0
-    )
+def train(model, data, batch_size=32, optimizer="adam", epochs=3, **kwargs):
+    """Compiles, fits, returns; the arguments left over go to `compile`."""
+    compiled(model, optimizer, **kwargs)
+    fit(model, *data, batch_size=batch_size, epochs=epochs)
+    return model
+
+
+def train_each(train, *ways, strategy=None):
+    """Trains plain Keras, and ours in each way, by a function of the class.
+
+    Ours is trained in the scope of a strategy.
+    """
+    models = []
+    for base, kwargs in plain_and(*ways):
+        is_ours = strategy and models
+        with strategy.scope() if is_ours else contextlib.nullcontext():
+            models.append(train(base, **kwargs))
+    return models
+
+
+def check_exact(train, *ways, strategy=None):
+    """Compares what `train_each` trains; returns it."""
+    models = plain, *ours = train_each(train, *ways, strategy=strategy)
+    assert all(distance(each, plain) < 1e-6 for each in ours)
+    return models
 
 
 def train_both(make, data, compile_args=dict, big=32, steps=4):
@@ -289,21 +368,18 @@ def train_both(make, data, compile_args=dict, big=32, steps=4):
     `compile` of one model. `data` are arrays, or a function that trains a model
     in batches of a size: `big`, and of ours a part of it, of `steps`.
     """
-    models, train_on = [], data
-    if not callable(data):
 
-        def train_on(model, size):
-            fit(model, *data, batch_size=size)
-
-    for model_class, batch_size, kwargs in (
-        (keras.Model, big, {}),
-        (AccumulatingModel, big // steps, {"accum_steps": steps}),
-    ):
-        model = make_model(model_class, make)
+    def train(base, **kwargs):
+        model = make_model(base, make)
         model.compile(**compile_args(), **kwargs)
-        train_on(model, batch_size)
-        models.append(model)
-    return models
+        size = big // kwargs.get("accum_steps", 1)
+        if callable(data):
+            data(model, size)
+        else:
+            fit(model, *data, batch_size=size)
+        return model
+
+    return train_each(train, {"accum_steps": steps})
 
 
 def train_case(case, model_class, dataset, strategy=None, **kwargs):
@@ -311,29 +387,24 @@ def train_case(case, model_class, dataset, strategy=None, **kwargs):
     scope = strategy.scope() if strategy else contextlib.nullcontext()
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(case.policy)
-    if case.policy == "float64":
-        keras.config.set_floatx("float64")  # that of the losses
-    try:
-        with scope:
-            model = case.make(model_class)
-            model.compile(
-                case.optimizer(), case.loss(), **case.compile, **kwargs
-            )
-            # Built inside the trace, as plain Keras does it, ScheduleFreeAdamW
-            # loses the initial values of its slots.
-            if model.built:
-                model.optimizer.build(model.trainable_variables)
-        batches = []
-        log = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: batches.append(dict(logs))
-        )
-        fit = {**case.fit, "callbacks": [*case.fit.get("callbacks", []), log]}
-        history = model.fit(
-            dataset, epochs=case.epochs, shuffle=False, verbose=0, **fit
-        )
-    finally:
-        keras.config.set_dtype_policy("float32")
-        keras.config.set_floatx("float32")
+    own = "float64" if case.policy == "float64" else "float32"
+    keras.config.set_floatx(own)  # that of the losses
+    with scope:
+        model = case.make(model_class)
+        model.compile(case.optimizer(), case.loss(), **case.compile, **kwargs)
+        # Built inside the trace, as plain Keras does it, ScheduleFreeAdamW
+        # loses the initial values of its slots.
+        if model.built:
+            model.optimizer.build(model.trainable_variables)
+    batches = []
+    log = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batches.append(dict(logs))
+    )
+    how = {**case.fit, "callbacks": [*case.fit.get("callbacks", []), log]}
+    history = fit(model, dataset, epochs=case.epochs, **how)
+    # After an error, the fixture `fresh_keras` does so.
+    keras.config.set_dtype_policy("float32")
+    keras.config.set_floatx("float32")
     return model, {"epochs": history.history, "batches": batches}
 
 
@@ -347,7 +418,8 @@ def distance(model, reference):
         map(np.array, each if isinstance(each, list) else each.get_weights())
         for each in (model, reference)
     ]
-    return max(np.abs(a - b).max() for a, b in zip(*weights, strict=True))
+    pairs = zip(*weights, strict=True)
+    return np.max([np.abs(a - b).max() for a, b in pairs])  # or NaN
 
 
 def check_weights(model, reference, case):

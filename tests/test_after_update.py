@@ -6,11 +6,14 @@ import pytest
 import tensorflow as tf
 from helpers import (
     WAYS,
+    UpdatesItself,
     chain,
+    compiled,
     distance,
     follow,
     mirrored,
     moves_after_update,
+    normal,
     updates,
     weekly,
 )
@@ -97,15 +100,12 @@ def make(base, rule, share):
 
 
 def data():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(40, 6)).astype("float32")  # a short last batch
-    return x, rng.normal(size=(40, 4)).astype("float32")
+    return normal((40, 6), (40, 4))  # a short last batch
 
 
 def train(base, script, batch_size=12, strategy=None, optimizer=None, **kwargs):
     keras.utils.set_random_seed(0)
-    strategy = strategy or tf.distribute.get_strategy()
-    with strategy.scope():
+    with (strategy or tf.distribute.get_strategy()).scope():
         model = make(base, *SCRIPTS[script])
         kwargs = {"jit_compile": False} | kwargs
         model.compile(optimizer or keras.optimizers.SGD(0.3), "mse", **kwargs)
@@ -178,19 +178,10 @@ def test_an_overflow_is_followed_as_in_a_plain_step():
 
 
 def test_a_step_that_cannot_call_it_is_refused():
-    class Model(AccumulatingModel):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((self(x) - y) ** 2)
-            variables = self.trainable_variables
-            self.optimizer.apply(tape.gradient(loss, variables), variables)
-            return {"mean": loss}
-
+    class Model(UpdatesItself):
         def after_update(self):
             pass
 
-    model = chain(Model, (6,), keras.layers.Dense(4))
-    model.compile("sgd")
+    model = compiled(chain(Model, (6,), keras.layers.Dense(4)), "sgd", "mse")
     with pytest.raises(ValueError, match="Nothing was accumulated"):
         model.fit(*data(), verbose=0)

@@ -10,9 +10,12 @@ from helpers import (
     chain,
     compiled,
     distance,
+    fit,
     make_model,
-    plain_and,
+    normal,
     train,
+    train_each,
+    two_heads,
     weekly,
 )
 
@@ -36,8 +39,14 @@ def test_the_schedule_sets_the_steps_of_each_epoch(data):
     for batch_size in (16, 32):
         reference.fit(*data, batch_size=batch_size, shuffle=False, verbose=0)
     model = compiled(make_model(), "adam")
-    how = {"epochs": 3, "callbacks": [AccumStepsScheduler(schedule)]}
-    logs = model.fit(*data, batch_size=8, shuffle=False, verbose=0, **how)
+    logs = model.fit(
+        *data,
+        batch_size=8,
+        shuffle=False,
+        verbose=0,
+        epochs=3,
+        callbacks=[AccumStepsScheduler(schedule)],
+    )
     assert seen == [(0, 1), (1, 1), (2, 2)]
     assert logs.history["accum_steps"] == [1, 2, 4]
     assert int(model.optimizer.iterations) == 13 + 7 + 4
@@ -57,8 +66,14 @@ def test_a_dict_sets_the_steps_of_its_epochs_and_keeps_them(
     schedule, accum_steps, first, expected, data
 ):
     model = compiled(make_model(), "adam", accum_steps=accum_steps)
-    how = {"epochs": 5, "callbacks": [AccumStepsScheduler(schedule)]}
-    logs = model.fit(*data, batch_size=8, initial_epoch=first, verbose=0, **how)
+    logs = model.fit(
+        *data,
+        batch_size=8,
+        initial_epoch=first,
+        verbose=0,
+        epochs=5,
+        callbacks=[AccumStepsScheduler(schedule)],
+    )
     assert logs.history["accum_steps"] == expected
 
 
@@ -120,8 +135,9 @@ def test_a_ramp_counts_updates_or_samples(schedule, by, ends, fits):
 )
 def test_a_ramp_goes_on_after_a_short_last_cycle(schedule, by, sizes):
     """In epochs of 5 batches of 2."""
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", "mse", accum_steps=2)
+    model = compiled(
+        cases.linear(AccumulatingModel), "sgd", "mse", accum_steps=2
+    )
     x, y = cases.features()[:10], np.ones((10, cases.CLASSES))
     seen = [(0, 0)]
 
@@ -133,8 +149,9 @@ def test_a_ramp_goes_on_after_a_short_last_cycle(schedule, by, sizes):
         on_epoch_end=lambda epoch, logs: note(0),
     )
     ramp = AccumStepsScheduler(schedule, by=by)
-    how = {"batch_size": 2, "epochs": 2, "verbose": 0}
-    model.fit(x, y, callbacks=[ramp, callback], **how)
+    model.fit(
+        x, y, callbacks=[ramp, callback], batch_size=2, epochs=2, verbose=0
+    )
     batches, updates = np.transpose(seen)
     ends = batches[1:][np.diff(updates) > 0]
     assert [*np.diff(ends, prepend=0)] == sizes
@@ -153,13 +170,11 @@ def test_a_ramp_goes_on_after_a_short_last_cycle(schedule, by, sizes):
     ],
 )
 def test_a_ramp_is_resumed_by_a_backup(schedule, by, is_first, tmp_path):
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(60, 3)), rng.normal(size=(60, 1))
+    x, y = normal((60, 3), (60, 1))
 
-    class Crash(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 2:
-                raise RuntimeError("pre-empted")
+    def crash(epoch, logs):
+        if epoch == 2:
+            raise RuntimeError("pre-empted")
 
     def fit(*callbacks, folder="backup"):
         keras.utils.set_random_seed(0)
@@ -169,13 +184,20 @@ def test_a_ramp_is_resumed_by_a_backup(schedule, by, is_first, tmp_path):
             keras.callbacks.BackupAndRestore(tmp_path / folder),
         ]
         callbacks = [*(pair if is_first else pair[::-1]), *callbacks]
-        how = {"batch_size": 5, "shuffle": False, "verbose": 0}
-        model.fit(x, y, epochs=3, callbacks=callbacks, **how)
+        model.fit(
+            x,
+            y,
+            epochs=3,
+            callbacks=callbacks,
+            batch_size=5,
+            shuffle=False,
+            verbose=0,
+        )
         return model
 
     expected = fit(folder="other")
     with pytest.raises(RuntimeError, match="pre-empted"):
-        fit(Crash())
+        fit(keras.callbacks.LambdaCallback(on_epoch_begin=crash))
     assert distance(fit(), expected) == 0
 
 
@@ -212,29 +234,26 @@ def test_a_model_that_does_not_accumulate_is_refused(data):
         model.fit(*data, callbacks=[scheduler], verbose=0)
 
 
-def test_callbacks_may_be_passed_by_keyword_as_tools_do():
+def test_callbacks_may_be_passed_by_keyword_as_tools_do(monkeypatch):
     """As mlflow's autolog wraps `fit`."""
     seen = []
-    fit = keras.Model.fit
+    by_keras = keras.Model.fit
 
-    @functools.wraps(fit)
+    @functools.wraps(by_keras)
     def wrapped(self, *args, **kwargs):
         callback = keras.callbacks.LambdaCallback(
             on_epoch_end=lambda epoch, logs: seen.append(epoch)
         )
         kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), callback]
-        return fit(self, *args, **kwargs)
+        return by_keras(self, *args, **kwargs)
 
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", "mse", accum_steps=2)
+    model = compiled(
+        cases.linear(AccumulatingModel), "sgd", "mse", accum_steps=2
+    )
     x, y = cases.features(), np.ones((24, cases.CLASSES))
-    keras.Model.fit = wrapped
-    try:
-        model.fit(x, y, 4, 2, 0)
-    finally:
-        keras.Model.fit = fit
-    assert seen == [0, 1]
-    assert int(model.optimizer.iterations) == 6
+    monkeypatch.setattr(keras.Model, "fit", wrapped)
+    model.fit(x, y, 4, 2, 0)
+    assert (seen, int(model.optimizer.iterations)) == ([0, 1], 6)
 
 
 def test_a_callback_may_change_the_weights_of_losses():
@@ -249,16 +268,19 @@ def test_a_callback_may_change_the_weights_of_losses():
                     for path, loss, _, name in compiled._flat_losses
                 ]
 
-    logs = []
-    for base, kwargs in plain_and({"micro_batch_size": 4}):
-        inputs = keras.Input((3,))
-        outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
-        model = base(inputs, outputs)
-        model.compile("sgd", ["mse", "mse"], run_eagerly=True, **kwargs)
-        x, y = np.ones((8, 3)), [np.ones((8, 1)), np.zeros((8, 1))]
-        history = model.fit(
-            x, y, epochs=2, batch_size=8, verbose=0, callbacks=[Adapts()]
+    x, y = np.ones((8, 3)), [np.ones((8, 1)), np.zeros((8, 1))]
+
+    def run(base, **kwargs):
+        model = compiled(
+            two_heads(base, 3),
+            "sgd",
+            ["mse", "mse"],
+            run_eagerly=True,
+            **kwargs,
         )
+        history = fit(model, x, y, epochs=2, callbacks=[Adapts()])
         found = model.evaluate(x, y, verbose=0, return_dict=True)
-        logs.append([*history.history["loss"], *found.values()])
-    np.testing.assert_allclose(logs[1], logs[0], rtol=1e-5)
+        return [*history.history["loss"], *found.values()]
+
+    logs = train_each(run, {"micro_batch_size": 4})
+    np.testing.assert_allclose(*logs, rtol=1e-5)

@@ -178,9 +178,14 @@ def test_the_whole_check_needs_no_extra(tmp_path):
         "PYTHONPATH": os.pathsep.join([str(tmp_path), root]),
     }
     command = [sys.executable, "-m", "accumodel", "--check"]
-    options = {"cwd": tmp_path, "env": environment, "text": True}
     done = subprocess.run(
-        command, capture_output=True, timeout=900, check=False, **options
+        command,
+        capture_output=True,
+        timeout=900,
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[21/21]" in done.stdout

@@ -24,6 +24,7 @@ from helpers import (
     fit,
     names,
     plain_and,
+    refused,
     train_case,
     weekly,
 )
@@ -66,6 +67,8 @@ def test_cycles_of_every_size(sizes):
 @pytest.mark.parametrize(
     "arguments",
     [
+        # A schedule counts updates.
+        {"learning_rate": optimizers.schedules.CosineDecay(0.01, 9)},
         weekly({"clipnorm": 0.01}),
         {"global_clipnorm": 0.01},
         weekly({"clipvalue": 0.001}),
@@ -77,13 +80,8 @@ def test_cycles_of_every_size(sizes):
     ids=str,
 )
 def test_every_argument_that_all_optimizers_have(arguments):
-    case = cases.Case(optimizer=lambda: cases.OPTIMIZERS["Adam"](**arguments))
-    check_case(case, ways=["fed"])
-
-
-def test_schedules_count_updates():
-    schedule = optimizers.schedules.CosineDecay(0.3, 9)
-    case = cases.Case(optimizer=lambda: optimizers.SGD(schedule))
+    arguments = {"learning_rate": 0.01} | arguments
+    case = cases.Case(optimizer=lambda: optimizers.Adam(**arguments))
     check_case(case, ways=["fed"])
 
 
@@ -322,8 +320,12 @@ def test_a_weight_makes_no_float16_loss_overflow():
     # 16 x 8192 elements: more than float16 can count, and so can their weight.
     inputs = keras.Input((8,), dtype="float16")
     layer = keras.layers.Dense(8192, dtype="float16")
-    model = chain(AccumulatingModel, inputs, layer)
-    model.compile(optimizers.SGD(0.1), lambda y, p: (y - p) ** 2, accum_steps=3)
+    model = compiled(
+        chain(AccumulatingModel, inputs, layer),
+        optimizers.SGD(0.1),
+        lambda y, p: (y - p) ** 2,
+        accum_steps=3,
+    )
     x = np.full((16, 8), 0.01, "float16")
     before = model.get_weights()[0]
     for _ in range(3):
@@ -438,11 +440,10 @@ def test_a_sum_next_to_a_mean_is_refused():
     model.compile("sgd", losses)
     model.fit(x, y, batch_size=8, verbose=0)  # Keras's own step
     model.compile("sgd", losses, accum_steps=2)
-    before = model.get_weights()
-    match = r"sums and means, and one weight.* Received: reductions="
-    with pytest.raises(ValueError, match=match):
+    with refused(
+        model, r"sums and means, and one weight.* Received: reductions="
+    ):
         model.fit(x, y, batch_size=8, verbose=0)
-    assert distance(model, before) == 0
 
 
 PROPERTY_LOSSES = {

@@ -19,6 +19,7 @@ from helpers import (
     hub_backbone,
     import_hub,
     names,
+    normal,
     weekly,
 )
 from keras import layers
@@ -141,16 +142,15 @@ def test_the_program_prints_accuracies_before_and_after(capsys):
 
 
 def population(samples):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(samples, 5)).astype("float32")
-    noise = rng.normal(size=(samples, 1)).astype("float32")
+    x, noise = normal((samples, 5), (samples, 1))
     return x, x @ np.full((5, 1), 0.5, "float32") + noise
 
 
 def linear(base=noise_scale.NoiseScaleModel, rate=0.0, **kwargs):
     layer = layers.Dense(1, kernel_initializer="zeros", use_bias=False)
-    model = chain(base, (5,), layer)
-    model.compile(keras.optimizers.SGD(rate), "mse", **kwargs)
+    model = compiled(
+        chain(base, (5,), layer), keras.optimizers.SGD(rate), "mse", **kwargs
+    )
     return model
 
 
@@ -200,8 +200,12 @@ def test_rows_that_are_repeated_are_added_first():
     inputs = keras.Input((3,), dtype="int32")
     layer = layers.Embedding(3, 1, embeddings_initializer="zeros")
     outputs = keras.ops.sum(layer(inputs), axis=1)
-    model = noise_scale.NoiseScaleModel(inputs, outputs)
-    model.compile(keras.optimizers.SGD(0.0), "mse", micro_batch_size=1)
+    model = compiled(
+        noise_scale.NoiseScaleModel(inputs, outputs),
+        keras.optimizers.SGD(0.0),
+        "mse",
+        micro_batch_size=1,
+    )
     callbacks = [noise_scale.NoiseScale()]
     model.fit(ids, y, batch_size=4, callbacks=callbacks, verbose=0)
     counts = np.stack([(ids == i).sum(1) for i in range(3)], 1)
@@ -241,8 +245,9 @@ def test_it_changes_no_weight_and_gives_advice(capsys):
     for base in (noise_scale.NoiseScaleModel, accumodel.AccumulatingModel):
         models.append(linear(base, 0.001, accum_steps=4))
         callbacks = [] if models[1:] else [callback]
-        how = {"batch_size": 8, "callbacks": callbacks}
-        history = fit(models[-1], x, y, **how).history
+        history = fit(
+            models[-1], x, y, batch_size=8, callbacks=callbacks
+        ).history
         if callbacks:
             value = history["noise_scale"][0]
             assert history["noise_scale_low"][0] < value
@@ -329,8 +334,15 @@ def train_head(
         kwargs = {"loss": of_logits(), "weighted_metrics": ["accuracy"]}
         batch_size = 10
     model.compile(keras.optimizers.SGD(0.5), **kwargs)
-    how = {"epochs": 2, "validation_data": (x[:9], y[:9])}
-    logs = fit(model, x, y, batch_size, sample_weight=weights, **how).history
+    logs = fit(
+        model,
+        x,
+        y,
+        batch_size,
+        sample_weight=weights,
+        epochs=2,
+        validation_data=(x[:9], y[:9]),
+    ).history
     return logs, model.get_weights()
 
 
@@ -367,8 +379,7 @@ def test_a_causal_model_of_keras_hub_trains_with_its_head_in_chunks():
             hub_backbone("GPT2", 50, 8, num_layers=2, dropout=0.1)
         )
 
-    reference = make_task()
-    reference.compile(keras.optimizers.SGD(0.5), of_logits())
+    reference = compiled(make_task(), keras.optimizers.SGD(0.5), of_logits())
     expected = reference.fit(x, **how).history
     task = make_task()
     model = chunked_head.ChunkedHeadModel(

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import FEATURES, classes
+from cases import FEATURES, classes, ids
 from helpers import (
     as_dataset,
     chain,
@@ -183,22 +183,21 @@ def tokens(rows):
 
 
 def masked(model_class, limit=None):
-    inputs = keras.Input((None,), dtype="int32")
-    x = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
-    x = keras.layers.Dropout(0.4, seed=1)(x)
-    return model_class(inputs, keras.layers.Dense(2)(x))
+    words = keras.layers.Embedding(9, 4, mask_zero=True)
+    last = keras.layers.Dropout(0.4, seed=1), keras.layers.Dense(2)
+    return chain(model_class, ids(), words, *last)
 
 
 def dropout(model_class, limit=None):
-    drop = keras.layers.Dropout(0.4, seed=1)
-    layers = [keras.layers.Dense(5, "tanh"), drop, softmax()]
-    return chain(model_class, (FEATURES,), *[limit] * bool(limit), *layers)
+    layers = keras.layers.Dense(5, "tanh"), keras.layers.Dropout(0.4, seed=1)
+    given = [limit] * bool(limit)
+    return chain(model_class, (FEATURES,), *given, *layers, softmax())
 
 
 def normalized(model_class, limit=None):
+    layers = keras.layers.Dense(5), keras.layers.BatchNormalization()
     drop = keras.layers.Dropout(0.4, seed=1)
-    layers = keras.layers.Dense(5), keras.layers.BatchNormalization(), drop
-    return chain(model_class, (FEATURES,), *layers, softmax())
+    return chain(model_class, (FEATURES,), *layers, drop, softmax())
 
 
 # A model, and what is not as usual.
@@ -218,8 +217,7 @@ CASES = {
 
 def fit(make, base, arrays, sizes, limit=None, is_mirrored=False, **kwargs):
     loss = "mse" if make is masked else "sparse_categorical_crossentropy"
-    scope = mirrored(2).scope() if is_mirrored else contextlib.nullcontext()
-    with scope:
+    with mirrored(2).scope() if is_mirrored else contextlib.nullcontext():
         keras.utils.set_random_seed(0)
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         model = compiled(make(base, limit), optimizer, loss, **kwargs)
@@ -267,8 +265,7 @@ def test_memory_that_runs_out_in_a_cycle_is_an_error():
         tf.errors.ResourceExhaustedError, match="in the middle of a cycle"
     ):
         model.fit(x, y, batch_size=32, shuffle=False, verbose=0)
-    assert model.pending_steps == 0
-    assert updates(model) == 1
+    assert (model.pending_steps, updates(model)) == (0, 1)
     assert distance(model, reference) < 1e-6
     with pytest.warns(UserWarning, match="from now on"):
         model.evaluate(x, y, batch_size=32, verbose=0)

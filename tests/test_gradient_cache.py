@@ -6,7 +6,6 @@ The reference is plain Keras with the same fed batches, and no slices.
 import dataclasses
 import functools
 import random
-import warnings
 
 import cases
 import keras
@@ -16,15 +15,20 @@ import tensorflow as tf
 from helpers import (
     chain,
     check_big,
+    check_exact,
     check_logs,
     check_weights,
+    compiled,
     datasets,
     distance,
     mirrored,
     names,
-    plain_and,
+    normal,
+    refused,
+    train,
     train_big,
     train_case,
+    train_each,
     updates,
     weekly,
 )
@@ -328,20 +332,19 @@ def test_custom_models(base, size):
         return model
 
     case = in_float64(cases.Case(make=make, loss=lambda: None))
-    results = []
-    for model_class, arguments in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": size, "gradient_cache": True}),
-    ):
-        random.seed(0)
-        big, _ = datasets(case)
-        model, logs = train_case(case, model_class, big, **arguments)
-        variables = [np.array(each) for each in model.variables]
-        results.append((variables, logs, model.evaluate(big, verbose=0)))
-    (theirs, their_logs, expected), (ours, our_logs, evaluated) = results
+
+    def run(base, **kwargs):
+        model, logs = train_big(case, base, **kwargs)
+        tested = model.evaluate(datasets(case)[0], verbose=0)
+        return [*map(np.array, model.variables)], logs["epochs"], tested
+
+    results = train_each(
+        run, {"micro_batch_size": size, "gradient_cache": True}
+    )
+    (theirs, expected, _), (ours, logs, _) = results
     assert distance(ours, theirs) < 1e-12
-    check_logs(our_logs["epochs"], their_logs["epochs"])
-    np.testing.assert_allclose(evaluated, expected, rtol=1e-6)
+    check_logs(logs, expected)
+    np.testing.assert_allclose(*(each[2] for each in results), rtol=1e-6)
 
 
 @pytest.mark.unverified
@@ -352,12 +355,18 @@ def test_what_is_known_of_the_length_of_a_batch():
         lengths.append(y_pred.shape[0])
         return supervised_contrastive(y_true, y_pred)
 
-    model = cases.dense(AccumulatingModel)
-    model.compile("sgd", loss, micro_batch_size=8, gradient_cache=True)
+    model = compiled(
+        cases.dense(AccumulatingModel),
+        "sgd",
+        loss,
+        micro_batch_size=8,
+        gradient_cache=True,
+    )
     model.train_on_batch(*cases.classes(24, np.random.default_rng(0)))
     assert lengths[-1] == 24
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_regularizers_alone_do_not_count_a_run_without_data():
     """With sums, their gradients depend on nothing."""
 
@@ -372,9 +381,7 @@ def test_regularizers_alone_do_not_count_a_run_without_data():
     loss = cases.sparse_crossentropy("sum")()
     model.compile("sgd", loss, accum_steps=4, **CACHE)
     data = tf.data.Dataset.from_generator(batches, output_signature=signature)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Keras, that the data have ended
-        model.fit(data, verbose=0)
+    model.fit(data, verbose=0)
     assert updates(model) == 1
 
 
@@ -503,11 +510,9 @@ def counts(model, x):
 def test_models_that_cannot_be(outputs_of, message, arguments):
     model = OneLayer(outputs_of)
     model.dense.build((None, cases.FEATURES))
-    before = model.get_weights()
     model.compile("sgd", lambda *_: 0.0, **CACHE_OF_4, **arguments)
-    with pytest.raises(ValueError, match=message):
+    with refused(model, message):
         model.train_on_batch(*eight())
-    np.testing.assert_equal(model.get_weights(), before)
 
 
 def similarities(model, x):
@@ -517,8 +522,9 @@ def similarities(model, x):
 
 def test_a_model_that_compares_samples_is_refused():
     """It would compute only the similarities in each micro-batch."""
-    model = OneLayer(similarities)
-    model.compile("sgd", lambda y, p: ops.mean(p**2), **CACHE_OF_4)
+    model = compiled(
+        OneLayer(similarities), "sgd", lambda y, p: ops.mean(p**2), **CACHE_OF_4
+    )
     with pytest.raises(ValueError, match="similarities in `compute_loss`"):
         model.train_on_batch(*eight())
 
@@ -543,19 +549,23 @@ def test_nothing_to_train():
 
 
 def test_a_loss_that_depends_on_nothing():
-    model = cases.dense(AccumulatingModel)
-    model.compile("sgd", lambda y, p: ops.mean(y), **CACHE_OF_4)
+    model = compiled(
+        cases.dense(AccumulatingModel),
+        "sgd",
+        lambda y, p: ops.mean(y),
+        **CACHE_OF_4,
+    )
     with pytest.raises(ValueError, match="does not depend on any"):
         model.train_on_batch(*eight())
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_an_axis_that_does_not_grow_with_the_samples_is_exact(run_eagerly):
-    models = []
-    for base, kwargs in plain_and(CACHE_OF_4):
+    (x,) = normal((8, 4, 4))
+
+    def run(base, **kwargs):
+        kwargs |= {"loss": "mse", "run_eagerly": run_eagerly}
         model = chain(base, (None, 4), keras.layers.Dense(4))
-        model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
-        x = np.random.default_rng(0).normal(size=(8, 4, 4))
-        model.fit(x, x + 1, batch_size=8, verbose=0)
-        models.append(model)
-    assert distance(*models) < 1e-6
+        return train(model, (x, x + 1), 8, "sgd", 1, **kwargs)
+
+    check_exact(run, CACHE_OF_4)

@@ -123,10 +123,15 @@ def test_custom_metrics_see_the_loss_of_the_batch(size, kwargs, jit_compile):
     case = LOSSES["ignored classes"]
     arrays = case.data(SAMPLES, np.random.default_rng(0))
     # Keras makes the variables of metrics in a first trace of the step.
-    how = {"metrics": ["accuracy"], "jit_compile": jit_compile}
     expected, logs = (
         fit(
-            compiled(case, Perplexity, **how, **arguments),
+            compiled(
+                case,
+                Perplexity,
+                metrics=["accuracy"],
+                jit_compile=jit_compile,
+                **arguments,
+            ),
             *arrays,
             batch_size=batch_size,
         ).history

@@ -4,14 +4,28 @@ Losses that are one number, `compute_loss` of any signature, inputs without one
 row for each sample, tiny weights: the weights are those of plain Keras.
 """
 
-import threading
+import functools
+from concurrent import futures
 
 import cases
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, distance, fit, sgd, train_both, weekly
+from helpers import (
+    chain,
+    check_exact,
+    check_logs,
+    compiled,
+    distance,
+    fit,
+    normal,
+    sgd,
+    train_both,
+    train_each,
+    two_heads,
+    weekly,
+)
 from keras.src.losses.loss import reduce_weighted_values
 
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -23,35 +37,38 @@ WAYS = {  # the samples of a batch that is fed, and arguments of `compile`
 }
 
 
-def data(seed=0):
-    rng = np.random.default_rng(seed)
-    x, y = rng.normal(size=(SAMPLES, 3)), rng.normal(size=(SAMPLES, 1))
-    return x.astype("float32"), y.astype("float32")
+def data():
+    return normal((SAMPLES, 3), (SAMPLES, 1))
 
 
 def linear(base, loss, sample_weight=None, batch_size=SAMPLES, **kwargs):
-    """Returns a model after one update, and its logs."""
+    """Returns a model after one update."""
     keras.utils.set_random_seed(0)
-    model = chain(base, (3,), keras.layers.Dense(1))
-    model.compile(keras.optimizers.SGD(0.1), loss, **kwargs)
-    history = fit(
-        model, *data(), sample_weight=sample_weight, batch_size=batch_size
+    model = compiled(
+        chain(base, (3,), keras.layers.Dense(1)),
+        keras.optimizers.SGD(0.1),
+        loss,
+        **kwargs,
     )
-    return model, history.history
+    fit(model, *data(), sample_weight=sample_weight, batch_size=batch_size)
+    return model
+
+
+def check_linear(loss, way, weights=None, bases=None):
+    """Compares the weights and logs of `linear` with those of plain Keras."""
+    batch_size, kwargs = WAYS[way]
+    plain, ours = bases or (keras.Model, AccumulatingModel)
+    plain = linear(plain, loss, weights)
+    model = linear(ours, loss, weights, batch_size, **kwargs)
+    assert distance(model, plain) < 1e-6
+    check_logs(model.history.history, plain.history.history)
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reduction", ["none", None, weekly("sum")])
 def test_one_number_is_a_mean_whatever_the_reduction(reduction, way):
-    batch_size, kwargs = WAYS[way]
-    loss = cases.Mean(reduction=reduction)
-    plain, expected = linear(keras.Model, loss)
-    model, logs = linear(
-        AccumulatingModel, loss, batch_size=batch_size, **kwargs
-    )
-    assert distance(model, plain) < 1e-6
-    np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
+    check_linear(cases.Mean(reduction=reduction), way)
 
 
 SQUARES = keras.losses.MeanSquaredError(reduction="sum")
@@ -118,10 +135,7 @@ def test_a_sum_that_is_one_number_is_exact_if_it_is_said(is_custom):
             return summed(y, y_pred)
 
     base, loss = (Custom, None) if is_custom else (SaysThatItSums, summed)
-    plain, expected = linear(base, loss)
-    model, logs = linear(base, loss, micro_batch_size=4)
-    assert distance(model, plain) < 1e-6
-    np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
+    check_linear(loss, "split", bases=(base, base))
 
 
 class Detector(keras.Model):
@@ -140,8 +154,7 @@ class OldDetector(keras.Model):
         return 2 * super().compute_loss(x, y, y_pred, sample_weight)
 
 
-class MixedDetector(AccumulatingModel, Detector):
-    pass
+MixedDetector = type("MixedDetector", (AccumulatingModel, Detector), {})
 
 
 @pytest.mark.table
@@ -156,7 +169,6 @@ class MixedDetector(AccumulatingModel, Detector):
     ids=str,
 )
 def test_any_signature_of_compute_loss_is_called_as_keras_does(made, kwargs):
-    plain, _ = linear(Detector, "mse")
 
     def base(inputs, outputs):
         model = made(inputs, outputs)
@@ -164,7 +176,8 @@ def test_any_signature_of_compute_loss_is_called_as_keras_does(made, kwargs):
             return model
         return AccumulatingModel.from_model(model)
 
-    assert distance(linear(base, "mse", **kwargs)[0], plain) < 1e-6
+    plain = linear(Detector, "mse")
+    assert distance(linear(base, "mse", **kwargs), plain) < 1e-6
 
 
 class NormalizesItself(AccumulatingModel):
@@ -183,19 +196,22 @@ class NormalizesItself(AccumulatingModel):
 
 def test_logs_of_outputs_that_a_custom_loss_normalizes_add_up():
     x, y = data()
-    logs = []
-    for size, kwargs in ((SAMPLES, {}), *WAYS.values()):
-        keras.utils.set_random_seed(0)
+
+    def run(base, **kwargs):
         inputs = keras.Input((3,))
         heads = {key: keras.layers.Dense(1, name=key)(inputs) for key in "ab"}
-        model = NormalizesItself(inputs, heads)
-        model.compile("sgd", dict.fromkeys("ab", SQUARES), **kwargs)
-        targets = {"a": y, "b": 2 * y}
-        history = fit(model, x, targets, batch_size=size)
-        logs.append(history.history)
-    for name, values in logs[0].items():
-        for each in logs:
-            np.testing.assert_allclose(each[name], values, rtol=1e-5)
+        model = compiled(
+            NormalizesItself(inputs, heads),
+            "sgd",
+            dict.fromkeys("ab", SQUARES),
+            **kwargs,
+        )
+        size = SAMPLES if "accum_steps" not in kwargs else 8
+        return fit(model, x, {"a": y, "b": 2 * y}, batch_size=size).history
+
+    expected, *logs = train_each(run, *(each for _, each in WAYS.values()))
+    for each in logs:
+        check_logs(each, expected)
 
 
 def graphs(size):
@@ -225,8 +241,7 @@ def test_graphs_count_by_their_targets(loss):
                 return self.head(tf.math.segment_sum(self.hidden(x[0]), x[1]))
 
         keras.utils.set_random_seed(0)
-        model = Graphs()
-        model.compile(keras.optimizers.SGD(0.01), loss, **kwargs)
+        model = compiled(Graphs(), keras.optimizers.SGD(0.01), loss, **kwargs)
         for batch in graphs(size):
             model.train_on_batch(*batch)
         return model
@@ -257,29 +272,25 @@ class LooksUp(WithTable):
 
 
 def lookups():
-    rng = np.random.default_rng(0)
-    x = {"id": rng.integers(5, size=10), "all": rng.normal(size=(5, 4))}
-    x["all"] = x["all"].astype("float32")
-    return x, rng.normal(size=(10, 1)).astype("float32")
+    table, y = normal((5, 4), (10, 1))
+    return {"id": np.arange(10) * 3 % 5, "all": table}, y
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_samples_are_counted_by_targets_and_not_by_a_table(run_eagerly):
-    models = []
-    for size in (None, 4):  # parts of 3, 3 and 4
-        keras.utils.set_random_seed(0)
-        model = LooksUp()
-        sgd = keras.optimizers.SGD(0.5)
-        model.compile(sgd, micro_batch_size=size, run_eagerly=run_eagerly)
+
+    def run(_, **kwargs):
+        model, sgd = LooksUp(), keras.optimizers.SGD(0.5)
+        model.compile(sgd, run_eagerly=run_eagerly, **kwargs)
         model.train_on_batch(*lookups())
-        models.append(model)
-    assert distance(*models) < 1e-6
+        return model
+
+    check_exact(run, {"micro_batch_size": 4})  # parts of 3, 3 and 4
 
 
 @pytest.mark.unverified
 def test_without_targets_a_table_is_refused():
-    model = LooksUp()
-    model.compile("sgd", micro_batch_size=4)
+    model = compiled(LooksUp(), "sgd", loss=None, micro_batch_size=4)
     with pytest.raises(ValueError, match=r"without targets.*one row for each"):
         model.train_on_batch(lookups()[0])
 
@@ -289,9 +300,7 @@ def test_without_targets_a_table_is_refused():
 def test_small_sample_weights_next_to_micro_batches_of_zeros(factor):
     weights = np.r_[np.zeros(8), np.ones(SAMPLES - 8)] * factor
     loss = keras.losses.MeanSquaredError("mean_with_sample_weight")
-    plain, _ = linear(keras.Model, loss, weights)
-    model, _ = linear(AccumulatingModel, loss, weights, micro_batch_size=4)
-    assert distance(model, plain) < 1e-6
+    check_linear(loss, "split", weights)
 
 
 class KnownOnly(AccumulatingModel):
@@ -312,14 +321,14 @@ class KnownOnly(AccumulatingModel):
 def test_a_micro_batch_that_weighs_nothing_may_be_not_a_number(place, kwargs):
     x, y = data()
     x[place : place + 4, 0] = -1  # a micro-batch of which 0 / 0 is the loss
-    models = []
-    for arguments in ({}, {"micro_batch_size": 4, **kwargs}):
-        keras.utils.set_random_seed(0)
+
+    def run(_, **kwargs):
         model = chain(KnownOnly, (3,), keras.layers.Dense(1))
-        model.compile(keras.optimizers.SGD(0.1), **arguments)
+        model.compile(keras.optimizers.SGD(0.1), **kwargs)
         model.train_on_batch(x, y)
-        models.append(model)
-    assert distance(*models) < 1e-6
+        return model
+
+    check_exact(run, {"micro_batch_size": 4, **kwargs})
 
 
 @pytest.mark.parametrize("skip_nonfinite", [False, True])
@@ -360,7 +369,7 @@ def test_a_custom_compute_loss_of_one_loss_per_sample_is_a_sum(way):
 def test_all_losses_none_next_to_add_loss():
     def make(model_class):
         inputs = keras.Input((cases.FEATURES,))
-        hidden = cases.AddsLoss()(keras.layers.Dense(3)(inputs))
+        hidden = cases.adds_loss()(keras.layers.Dense(3)(inputs))
         heads = [keras.layers.Dense(3)(hidden) for _ in range(2)]
         return model_class(inputs, heads)
 
@@ -383,11 +392,6 @@ def test_all_losses_none_next_to_add_loss():
 def test_one_array_of_sample_weights_for_several_outputs_is_exact(weigh):
     """Given by its place, as Keras documents it. Validation is silent, too."""
 
-    def make(model_class):
-        inputs = keras.Input((cases.FEATURES,))
-        heads = [keras.layers.Dense(2)(inputs) for _ in range(2)]
-        return model_class(inputs, heads)
-
     def train(model, size):
         x, weights = cases.features(), weigh(np.linspace(0.1, 3.0, 24))
         y = [x[:, :2] * sign for sign in (1, -1)]
@@ -398,6 +402,7 @@ def test_one_array_of_sample_weights_for_several_outputs_is_exact(weigh):
         keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
         for _ in range(2)
     ]
+    make = functools.partial(two_heads, units=2)
     models = train_both(make, train, sgd(losses), big=8, steps=2)
     assert distance(*models) < 1e-6
 
@@ -417,13 +422,9 @@ class ReducesItself(keras.losses.MeanSquaredError):
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_loss_of_keras_reduces_in_its_own_call_is_seen(way, monkeypatch):
     monkeypatch.setattr(keras.losses, "ReducesItself", ReducesItself, False)
-    batch_size, kwargs = WAYS[way]
-    weights = np.linspace(0.1, 3.0, SAMPLES)
     loss = ReducesItself(reduction="mean_with_sample_weight")
     call = ReducesItself.__call__
-    plain, _ = linear(keras.Model, loss, weights)
-    model, _ = linear(AccumulatingModel, loss, weights, batch_size, **kwargs)
-    assert distance(model, plain) < 1e-6
+    check_linear(loss, way, np.linspace(0.1, 3.0, SAMPLES))
     assert ReducesItself.__call__ is call
 
 
@@ -446,28 +447,13 @@ def test_a_users_loss_is_left_as_it_is(accum_steps):
 def test_one_loss_object_serves_models_in_several_threads():
     loss = keras.losses.MeanSquaredError()
     x, y = cases.features(16), np.zeros((16, 1))
-    models, errors = [], []
-    for _ in range(3):
-        model = cases.linear(AccumulatingModel, units=1)
-        model.compile(
-            keras.optimizers.SGD(0.1), loss, run_eagerly=True, accum_steps=2
-        )
-        models.append(model)
-
-    def fit_one(model):
-        try:
-            fit(model, x, y, batch_size=1, epochs=3)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=fit_one, args=(each,)) for each in models
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    how = {"run_eagerly": True, "accum_steps": 2}
+    models = [cases.linear(AccumulatingModel, units=1) for _ in range(3)]
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1), loss, **how)
+    with futures.ThreadPoolExecutor(3) as pool:
+        fit_one = functools.partial(fit, x=x, y=y, batch_size=1, epochs=3)
+        assert len([*pool.map(fit_one, models)]) == 3  # or raises
     for model in models[1:]:
         assert distance(model, models[0]) < 1e-6
 
@@ -486,9 +472,8 @@ class Monitors(keras.layers.Layer):
 
 def test_a_loss_that_a_layer_calls_is_not_a_compiled_one():
     def make(model_class):
-        inputs = keras.Input((cases.FEATURES,))
-        return model_class(inputs, Monitors()(keras.layers.Dense(2)(inputs)))
+        layers = keras.layers.Dense(2), Monitors()
+        return chain(model_class, (cases.FEATURES,), *layers)
 
     data = cases.features(), cases.features()[:, :2]
-    models = train_both(make, data, sgd(), big=8, steps=2)
-    assert distance(*models) < 1e-6
+    assert distance(*train_both(make, data, sgd(), big=8, steps=2)) < 1e-6

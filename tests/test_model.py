@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
-    NO_COUNTS,
     CountTraces,
     chain,
+    check_exact,
     compiled,
     distance,
     fit,
@@ -22,6 +22,7 @@ from helpers import (
     make_model,
     make_sequential,
     messages_of,
+    refused,
     softmax,
     train,
     weekly,
@@ -73,18 +74,20 @@ class Task(keras.Model):
         super().compile(optimizer, **kwargs)
 
 
-def make_task(model_class):
-    return model_class.from_model(make_functional(Task))
-
-
-@pytest.mark.parametrize("make", [make_functional, make_task])
+@pytest.mark.parametrize(
+    "make",
+    [make_functional, lambda base: base.from_model(make_functional(Task))],
+)
 @pytest.mark.parametrize(("method", "name"), MISSPELLED)
 def test_a_misspelled_argument_says_what_is_meant(make, method, name, data):
-    model = make_model(make=make)
-    model.compile("sgd", loss="mse", micro_batch_size=4)
+    model = compiled(
+        make_model(make=make), "sgd", loss="mse", micro_batch_size=4
+    )
     arguments = () if method == "compile" else data
-    match = rf"`{method}` has no .*{MISSPELLED[method, name]}.*: {name}=8$"
-    with pytest.raises(TypeError, match=match):
+    with pytest.raises(
+        TypeError,
+        match=rf"`{method}` has no .*{MISSPELLED[method, name]}.*: {name}=8$",
+    ):
         getattr(model, method)(*arguments, **{name: 8})
 
 
@@ -121,8 +124,9 @@ def test_compile_and_fit_show_the_arguments_of_keras():
 
 
 def test_it_says_how_it_was_compiled():
-    model = make_model()
-    model.compile("sgd", "mse", accum_steps=2, remainder="carry")
+    model = compiled(
+        make_model(), "sgd", "mse", accum_steps=2, remainder="carry"
+    )
     assert repr(model).endswith(", accum_steps=2, remainder='carry'>")
 
 
@@ -145,11 +149,11 @@ SIZES = {  # of batches and of micro-batches
 @pytest.mark.parametrize("name", SIZES)
 def test_it_warns_if_no_batch_was_split(name, data):
     make, size = SIZES[name]
-    kwargs = {"micro_batch_size": size, "run_eagerly": name == "arrays"}
-    model = compiled(make_model(), "sgd", **kwargs)
+    model = compiled(
+        make_model(), "sgd", micro_batch_size=size, run_eagerly=name == "arrays"
+    )
     arguments = make(*data) | {"epochs": 2, "shuffle": False, "verbose": 0}
-    found = messages_of(lambda: model.fit(**arguments))
-    (message,) = found
+    (message,) = messages_of(lambda: model.fit(**arguments))
     assert message.startswith("No batch of the first ")
     assert f"was larger than `micro_batch_size={size}`" in message
     model.micro_batch_size = 4
@@ -192,17 +196,13 @@ class Registered(AccumulatingModel):
         return self.head(self.scale * inputs)
 
 
-def make_registered(model_class):
-    return Registered()
-
-
 @pytest.mark.table
 @pytest.mark.parametrize(
     ("make", "kwargs"),
     [
         (make_functional, {"remainder": "drop", "skip_nonfinite": True}),
         weekly(make_sequential, {}),
-        (make_registered, FEATURES),
+        (lambda _: Registered(), FEATURES),
     ],
 )
 def test_a_keras_file_comes_back_compiled_as_it_was(
@@ -282,23 +282,28 @@ def test_remainder_says_what_becomes_of_a_short_last_cycle(
     # 13 micro-batches an epoch, in cycles of 4.
     watch = Watch()
     model = compiled(make_model(), "sgd", accum_steps=4, remainder=remainder)
-    how = {"epochs": 2, "validation_data": data, "callbacks": [watch]}
-    model.fit(*data, batch_size=8, verbose=0, **how)
-    assert watch.iterations == iterations
-    assert watch.pending == pending
+    model.fit(
+        *data,
+        batch_size=8,
+        verbose=0,
+        epochs=2,
+        validation_data=data,
+        callbacks=[watch],
+    )
+    assert (watch.iterations, watch.pending) == (iterations, pending)
 
 
 def test_a_callback_list_of_the_user_is_taken(data):
     model = compiled(make_model(), "sgd", accum_steps=4)
     watch = Watch()
-    kwargs = {"add_history": True, "model": model, "epochs": 1, "steps": 13}
-    callbacks = keras.callbacks.CallbackList([watch], **kwargs)
+    callbacks = keras.callbacks.CallbackList(
+        [watch], add_history=True, model=model, epochs=1, steps=13
+    )
     other = compiled(make_model(), "sgd", accum_steps=4)
     for each in (model, other):
         callbacks.set_model(each)
         each.fit(*data, batch_size=8, callbacks=callbacks, verbose=0)
-        assert each.pending_steps == 0
-        assert int(each.optimizer.iterations) == 4
+        assert (each.pending_steps, int(each.optimizer.iterations)) == (0, 4)
     assert watch.pending == [0, 0]
     assert len(callbacks.callbacks) == 2  # the user's, and the history
 
@@ -311,25 +316,26 @@ def test_what_is_trained_and_by_what_may_not_change_without_compile(data):
     model.compile("sgd", "mse", accum_steps=2, run_eagerly=True)
     y = np.zeros((100, 20))
     model.fit(data[0], y, batch_size=8, verbose=0)
-    before = model.get_weights()
     first.trainable, second.trainable = True, False
-    with pytest.raises(ValueError, match="have changed since"):
+    with refused(model, "have changed since"):
         model.fit(data[0], y, batch_size=8, verbose=0)
-    assert distance(model, before) == 0
     model.compile("sgd", "mse", accum_steps=2, run_eagerly=True)
     model.fit(data[0], y, batch_size=8, verbose=0)
-    before = model.get_weights()
     model.optimizer = keras.optimizers.SGD(0.0)
-    with pytest.raises(ValueError, match="or the optimizer have changed"):
+    with refused(model, "or the optimizer have changed"):
         model.fit(data[0], y, batch_size=8, verbose=0)
-    assert distance(model, before) == 0
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_accum_steps_take_effect_at_once_and_without_a_trace(jit_compile):
     counter = CountTraces()
-    model = chain(AccumulatingModel, (2,), counter, keras.layers.Dense(1))
-    model.compile("sgd", "mse", accum_steps=4, jit_compile=jit_compile)
+    model = compiled(
+        chain(AccumulatingModel, (2,), counter, keras.layers.Dense(1)),
+        "sgd",
+        "mse",
+        accum_steps=4,
+        jit_compile=jit_compile,
+    )
     x, y = np.ones((2, 2)), np.ones((2, 1))
     model.train_on_batch(x, y)
     traces = counter.traces
@@ -397,9 +403,9 @@ def test_custom_compute_gradients_is_called_for_each_micro_batch(
     reference = make_model(keras.Model)
     train(reference, data, 32, keras.optimizers.SGD(0.2))
     model = make_model(Doubled)
-    logs = train(model, data, batch_size, keras.optimizers.SGD(0.1), **kwargs)
+    train(model, data, batch_size, keras.optimizers.SGD(0.1), **kwargs)
     assert distance(model, reference) < 1e-6
-    assert logs.history["size"] == [4] * 3  # of the last one
+    assert model.history.history["size"] == [4] * 3  # of the last one
 
 
 @pytest.mark.table
@@ -422,8 +428,14 @@ def test_a_nonfinite_micro_batch_is_as_if_it_had_not_been_fed(
     reference = make_model()
     train(reference, (x[kept], y[kept]), 8, accum_steps=accum_steps)
     model = make_model()
-    kwargs = {"skip_nonfinite": True, **HOW_KERAS_RUNS[how]}
-    train(model, (x, y), 8, accum_steps=accum_steps, **kwargs)
+    train(
+        model,
+        (x, y),
+        8,
+        accum_steps=accum_steps,
+        skip_nonfinite=True,
+        **HOW_KERAS_RUNS[how],
+    )
     assert model.skipped_steps == 3
     assert distance(model, reference) < 1e-6
 
@@ -436,55 +448,9 @@ def test_skip_nonfinite_is_refused_where_keras_scales_the_loss():
     assert not model.compiled
 
 
-@pytest.mark.parametrize(
-    ("value", "error"), [*NO_COUNTS, (None, TypeError), ([4], TypeError)]
-)
-def test_bad_accum_steps_are_refused_everywhere(value, error):
-    model = make_model()
-    match = r"`accum_steps` must be .* Received: accum_steps="
-    with pytest.raises(error, match=match):
-        model.compile("sgd", "mse", accum_steps=value)
-    assert not model.compiled
-    if value is not None:  # that of the model
-        args = keras.optimizers.SGD(), model.trainable_variables, value
-        with pytest.raises(error, match=match):
-            accumodel.GradientAccumulator(*args)
-    model.compile("sgd", "mse", accum_steps=4)
-    with pytest.raises(error, match=match):
-        model.compile("sgd", "mse", accum_steps=value)
-    assert not model.compiled
-    model.compile("sgd", "mse", accum_steps=4)
-    with pytest.raises(error, match=match):
-        model.accum_steps = value
-    assert model.accum_steps == 4
-
-
 def test_accum_steps_may_be_a_numpy_integer():
     model = compiled(make_model(), "sgd", "mse", accum_steps=np.int64(4))
     assert model.accum_steps == 4
-
-
-@pytest.mark.parametrize("value", ["keep", None, True])
-def test_another_remainder_is_refused(value):
-    model = make_model()
-    match = r"`remainder` .* Received: remainder="
-    with pytest.raises(ValueError, match=match):
-        model.compile("sgd", "mse", remainder=value)
-    assert not model.compiled
-
-
-def _nested(optimizer):
-    return keras.optimizers.LossScaleOptimizer(optimizer)
-
-
-@pytest.mark.parametrize("wrap", [lambda o: o, _nested], ids=["bare", "nested"])
-def test_an_optimizer_that_accumulates_by_itself_is_refused(wrap):
-    model = make_model()
-    optimizer = wrap(keras.optimizers.SGD(gradient_accumulation_steps=4))
-    match = "the optimizer without .* Received: gradient_accumulation_steps=4"
-    with pytest.raises(ValueError, match=match):
-        model.compile(optimizer, "mse", accum_steps=4)
-    assert not model.compiled
 
 
 @pytest.mark.parametrize("accum_steps", [1, 4])
@@ -504,23 +470,19 @@ def test_bad_gradients_are_refused_and_change_nothing(
     gradients, match, accum_steps
 ):
     model = compiled(make_model(), "sgd", "mse", accum_steps=accum_steps)
-    before = model.get_weights()
-    with pytest.raises(ValueError, match=match):
+    with refused(model, match):
         model.accumulate_gradients(gradients)
-    assert model.pending_steps == 0
-    model.apply_accumulated_gradients()
-    assert distance(model, before) == 0
 
 
 def test_a_function_may_end_the_cycle():
-    models = []
-    for model_class in (keras.Model, AccumulatingModel):
-        kwargs = {} if model_class is keras.Model else {"accum_steps": 4}
-        model = compiled(make_model(model_class), "sgd", "mse", **kwargs)
+    def run(base, **kwargs):
+        model = compiled(make_model(base), "sgd", "mse", **kwargs)
         model.train_on_batch(np.ones((8, 20)), np.ones((8, 3)))
-        models.append(model)
-    tf.function(model.apply_accumulated_gradients)()
-    assert distance(*models) < 1e-6
+        if kwargs:
+            tf.function(model.apply_accumulated_gradients)()
+        return model
+
+    check_exact(run, {"accum_steps": 4})
 
 
 def test_accumulating_before_compile_is_refused():

@@ -6,41 +6,44 @@ import pickle
 import types
 import weakref
 
+import cases
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
     chain,
+    check_exact,
+    check_logs,
     compiled,
     distance,
+    gradients_of,
     make_subclassed,
+    normal,
+    train,
+    train_each,
     weekly,
 )
 
-import accumodel
-from accumodel import AccumulatingModel, GradientAccumulator
+from accumodel import (
+    AccumStepsScheduler,
+    AccumulatingModel,
+)
 
 SGD = keras.optimizers.SGD
 
 
 def fit(model, x, y, batch_size, **kwargs):
-    how = {"epochs": 3, "shuffle": False, "verbose": 0}
-    model.fit(x, y, batch_size=batch_size, **how, **kwargs)
+    model.fit(
+        x,
+        y,
+        batch_size=batch_size,
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+        **kwargs,
+    )
     return model
-
-
-@keras.saving.register_keras_serializable("test_models")
-class Encoder(keras.Model):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.hidden = keras.layers.Dense(8, activation="tanh")
-        self.dropout = keras.layers.Dropout(0.5)
-        self.head = keras.layers.Dense(2)
-
-    def call(self, inputs, training=None):
-        hidden = self.dropout(self.hidden(inputs), training=training)
-        return self.head(hidden)
 
 
 class Linear(keras.Model):
@@ -54,27 +57,26 @@ class Linear(keras.Model):
 
 @pytest.fixture
 def points():
-    rng = np.random.default_rng(0)
-    return rng.random((100, 5), "float32"), rng.random((100, 2), "float32")
+    return normal((100, 5), (100, 2))
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("built", [True, False])
 def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
     x, y = points
-    model = Encoder()
+    model = Reordered()
     if built:
         model(x)
-    accumulating = AccumulatingModel.from_model(model)
-    accumulating.compile("sgd", "mse", accum_steps=4)
+    accumulating = compiled(
+        AccumulatingModel.from_model(model), "sgd", "mse", accum_steps=4
+    )
     fit(accumulating, x, y, 8)
     assert int(accumulating.optimizer.iterations) == 12
     assert list(map(id, accumulating.weights)) == list(map(id, model.weights))
     np.testing.assert_array_equal(accumulating(x), model(x))
-    assert (accumulating(x, training=True) != model(x)).numpy().any()
     accumulating.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert type(loaded) is Encoder
+    assert type(loaded) is Reordered
     np.testing.assert_array_equal(loaded(x), model(x))
     for copied in (
         copy.deepcopy(accumulating),
@@ -106,14 +108,12 @@ class Reordered(keras.Model):
         return self.last(inputs)
 
 
-class OwnStack(keras.Sequential):
-    def decode(self, inputs):
-        return self.layers[-1](inputs)
+def decode(self, inputs):
+    return self.layers[-1](inputs)
 
 
-class OwnGraph(keras.Model):
-    def decode(self, inputs):
-        return self.layers[-1](inputs)
+OwnStack = type("OwnStack", (keras.Sequential,), {"decode": decode})
+OwnGraph = type("OwnGraph", (keras.Model,), {"decode": decode})
 
 
 def make_stack():
@@ -200,8 +200,10 @@ class HidesWeights(Linear):
 def test_from_model_refuses_a_class_whose_weights_it_does_not_find():
     model = HidesWeights()
     HIDDEN[model] = [keras.Variable([1.0])]
-    match = r"does not find the weights of HidesWeights.*`class Model"
-    with pytest.raises(TypeError, match=match):
+    with pytest.raises(
+        TypeError,
+        match=r"does not find the weights of HidesWeights.*`class Model",
+    ):
         AccumulatingModel.from_model(model)
 
 
@@ -251,13 +253,12 @@ def test_from_model_refuses_to_lose_a_custom_train_step(make, base, match):
     ids=["functional", "sequential", "subclass"],
 )
 def test_from_model_keeps_the_precision(make):
-    try:
-        keras.mixed_precision.set_global_policy("mixed_float16")
-        model = make()
-    finally:
-        keras.mixed_precision.set_global_policy("float32")
-    accumulating = AccumulatingModel.from_model(model)
-    accumulating.compile("sgd", "mse", accum_steps=2)
+    keras.config.set_dtype_policy("mixed_float16")
+    model = make()
+    keras.config.set_dtype_policy("float32")
+    accumulating = compiled(
+        AccumulatingModel.from_model(model), "sgd", "mse", accum_steps=2
+    )
     optimizer = keras.optimizers.LossScaleOptimizer
     assert isinstance(accumulating.optimizer, optimizer)
 
@@ -280,8 +281,7 @@ class Task(keras.Model):
         return super().fit(self.preprocessor(x), y, batch_size, **kwargs)
 
 
-class AccumulatingTask(AccumulatingModel, Task):
-    pass
+AccumulatingTask = type("AccumulatingTask", (AccumulatingModel, Task), {})
 
 
 def make_task(task_class):
@@ -338,9 +338,9 @@ class TrainsItself(Linear):
 
     def train_step(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(x) - y) ** 2)
-        gradients = tape.gradient(loss, self.trainable_variables)
+        loss, gradients = gradients_of(
+            lambda: tf.reduce_mean((self(x) - y) ** 2), self.trainable_variables
+        )
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"batch_loss": loss}
 
@@ -385,25 +385,18 @@ def test_a_train_step_that_prepares_data_goes_first(points):
     match = r"name the classes in the other order: `class Model\(Unpacks, "
     with pytest.raises(TypeError, match=match):
         AccumulatingModel.from_model(Unpacks(inputs, outputs))
-
-    class Behind(AccumulatingModel, Unpacks):
-        pass
-
+    behind = type("Behind", (AccumulatingModel, Unpacks), {})
     with pytest.raises(TypeError, match=match):
-        Behind(inputs, outputs).compile("sgd", "mse", accum_steps=2)
+        behind(inputs, outputs).compile("sgd", "mse", accum_steps=2)
+    first = type("First", (Unpacks, AccumulatingModel), {})
+    data = tf.data.Dataset.from_tensors({"x": x, "y": y})
 
-    class First(Unpacks, AccumulatingModel):
-        pass
+    def run(base, **kwargs):
+        made = Unpacks if base is keras.Model else first
+        model = chain(made, inputs, keras.layers.Dense(1))
+        return train(model, [data], None, "sgd", 1, loss="mse", **kwargs)
 
-    models = []
-    for made, kwargs in ((Unpacks, {}), (First, {"micro_batch_size": 3})):
-        keras.utils.set_random_seed(0)
-        model = made(inputs, keras.layers.Dense(1)(inputs))
-        model.compile("sgd", "mse", **kwargs)
-        data = tf.data.Dataset.from_tensors({"x": x, "y": y})
-        model.fit(data, shuffle=False, verbose=0)
-        models.append(model)
-    assert distance(*models) < 1e-6
+    check_exact(run, {"micro_batch_size": 3})
 
 
 class OwnTestStep(Linear):
@@ -439,23 +432,20 @@ def derived_from(theirs):
 )
 def test_a_test_step_behind_ours_is_called(theirs, make, kwargs, points):
     x, y = points
-    logs = []
-    for micro_batch_size in (None, 3):
-        keras.utils.set_random_seed(0)
-        model = make(theirs) if micro_batch_size else theirs()
-        split = {"micro_batch_size": 3, **kwargs} if micro_batch_size else {}
+
+    def run(base, **split):
+        model = theirs() if base is keras.Model else make(theirs)
         loss = keras.losses.MeanSquaredError(reduction="sum")
         model.compile(SGD(1e-3), loss, **split)
         model.fit(x, y, validation_data=(x[:4], y[:4]), verbose=0)
         found = model.evaluate(x[:4], y[:4], verbose=0, return_dict=True)
         last = {k: v[-1] for k, v in model.history.history.items()}
-        logs.append(last | found)
-    plain, ours = logs
+        return last | found
+
+    plain, ours = train_each(run, {"micro_batch_size": 3, **kwargs})
     assert list(ours) == list(plain)
-    if theirs is OwnTestStep:  # its log is that of the last micro-batch
-        return
-    for name, value in plain.items():
-        np.testing.assert_allclose(ours[name], value, rtol=1e-5)
+    if theirs is DoublesInputs:  # the other logs the last micro-batch
+        check_logs(ours, plain)
 
 
 def test_arguments_that_another_base_class_does_not_take(points, tmp_path):
@@ -489,58 +479,11 @@ def test_in_the_place_of_keras_model(points, monkeypatch):
     "options", [{"accum_steps": 4}, {"micro_batch_size": 4}]
 )
 def test_a_train_step_that_updates_by_itself_is_refused(options, points):
-    class Model(TrainsItself, AccumulatingModel):
-        pass
-
-    model = compiled(Model(), "sgd", "mse", **options)
+    made = type("Model", (TrainsItself, AccumulatingModel), {})
+    model = compiled(made(), "sgd", "mse", **options)
     with pytest.raises(ValueError, match="Nothing was accumulated"):
         fit(model, *points, 8)
     assert int(model.optimizer.iterations) == 0
-
-
-class GAN(AccumulatingModel):
-    """Both players look at the weights of before the update.
-
-    Args:
-        hold: Function that makes of two accumulators what the model holds.
-    """
-
-    def __init__(self, hold):
-        super().__init__()
-        self.hold = hold
-        dense = keras.layers.Dense
-        self.generator = chain(keras.Model, (3,), dense(5, "tanh"))
-        self.critic = chain(keras.Model, (5,), dense(8, "tanh"), dense(1))
-        self.built = True
-
-    def compile(self, accum_steps):
-        super().compile(accum_steps=accum_steps)
-        self.optimizers = [
-            keras.optimizers.Adam(0.01, epsilon=1e-2),
-            SGD(0.1, momentum=0.9),
-        ]
-        players = self.generator, self.critic
-        accumulators = [
-            GradientAccumulator(each, player.trainable_variables, accum_steps)
-            for each, player in zip(self.optimizers, players, strict=True)
-        ]
-        self.first = accumulators[0]  # may be another name of the same
-        self.accumulators = self.hold(accumulators)
-        self.all = lambda: accumulators
-
-    def train_step(self, data):
-        noise, real, _ = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape(persistent=True) as tape:
-            false = self.critic(self.generator(noise))
-            true = self.critic(real)
-            losses = (
-                tf.reduce_mean(tf.nn.softplus(-false)),
-                tf.reduce_mean(tf.nn.softplus(false) + tf.nn.softplus(-true)),
-            )
-        for accumulator, loss in zip(self.all(), losses, strict=True):
-            gradients = tape.gradient(loss, accumulator.variables)
-            accumulator.accumulate(gradients, tf.shape(noise)[0])
-        return {"generator": losses[0], "critic": losses[1]}
 
 
 HOLD = {
@@ -549,50 +492,32 @@ HOLD = {
 }
 
 
-def make_gan(accum_steps, hold=list):
-    keras.utils.set_random_seed(0)
-    model = GAN(hold)
-    model.compile(accum_steps)
-    return model
-
-
-@pytest.fixture
-def noise_and_real():
-    rng = np.random.default_rng(0)
-    return rng.random((100, 3), "float32"), rng.random((100, 5), "float32")
-
-
-def test_a_gan_with_two_optimizers(noise_and_real):
-    reference = fit(make_gan(1), *noise_and_real, 32)
-    model = fit(make_gan(4), *noise_and_real, 8)
-    assert [int(each.iterations) for each in model.optimizers] == [12, 12]
-    assert distance(model, reference) < 1e-6
-    scheduler = accumodel.AccumStepsScheduler(lambda epoch, steps: 2)
-    fit(model, *noise_and_real, 8, callbacks=[scheduler])
-    for each in model.all():
-        assert each.accum_steps == 2
-        assert int(each.optimizer.iterations) == 12 + 3 * 7
+def make_players(hold):
+    return compiled(cases.Players(hold, 4), loss=None, accum_steps=4)
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("hold", HOLD)
-def test_the_cycles_of_all_accumulators_are_saved(
-    hold, noise_and_real, tmp_path
-):
-    noise, real = noise_and_real
-    model, restored = (make_gan(4, HOLD[hold]) for _ in range(2))
+def test_the_cycles_of_all_accumulators_are_saved_and_scheduled(hold, tmp_path):
+    x, y = cases.features(), np.ones((24, 1))
+    model, restored = (make_players(HOLD[hold]) for _ in range(2))
     for _ in range(6):
-        model.train_on_batch(noise[:8], real[:8])
+        model.train_on_batch(x[:8], y[:8])
     assert model.pending_steps == 2
     model.save_weights(tmp_path / "mid.weights.h5")
     restored.load_weights(tmp_path / "mid.weights.h5")
     assert [each.pending_steps for each in restored.all()] == [2, 2]
     for each in (model, restored):
-        each.train_on_batch(noise[8:], real[8:])
+        each.train_on_batch(x[8:], y[8:])
         each.apply_accumulated_gradients()
         assert each.pending_steps == 0
     assert distance(restored, model) == 0
-    other = make_gan(4, lambda each: None)
+    other = make_players(lambda each: None)
     with pytest.raises(ValueError, match="this model does not have"):
         other.load_weights(tmp_path / "mid.weights.h5")
     assert other.pending_steps == 0
+    scheduler = AccumStepsScheduler(lambda epoch, steps: 2)
+    model.fit(x, y, batch_size=4, callbacks=[scheduler], verbose=0)
+    for each in model.all():
+        assert each.accum_steps == 2
+        assert int(each.optimizer.iterations) == 2 + 3

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, distance
+from helpers import chain, compiled, distance, gradients_of
 
 from accumodel import AccumulatingModel, GradientAccumulator
 
@@ -39,8 +39,11 @@ def train(model, begin, end, samples=SAMPLES):
 
 def weights_of_keras(layers, *optimizer):
     """Returns the weights after all large batches."""
-    model = chain(keras.Model, (5,), *layers, dense(2))
-    model.compile(keras.optimizers.SGD(*optimizer), "mse")
+    model = compiled(
+        chain(keras.Model, (5,), *layers, dense(2)),
+        keras.optimizers.SGD(*optimizer),
+        "mse",
+    )
     train(model, 0, UPDATES, STEPS * SAMPLES)
     return model.get_weights()
 
@@ -76,9 +79,10 @@ class WithTwoOptimizers(AccumulatingModel):
     def train_step(self, data):
         x, y, *_ = data
         for net, each in zip(self.nets, (self.first, self.second), strict=True):
-            with tf.GradientTape() as tape:
-                error = tf.reduce_mean((net(x) - y) ** 2)
-            gradients = tape.gradient(error, each.variables)
+            error, gradients = gradients_of(
+                lambda net=net: tf.reduce_mean((net(x) - y) ** 2),
+                each.variables,
+            )
             each.accumulate(gradients, tf.shape(x)[0])
         return {"error": error}
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from helpers import distance, hub_backbone, import_hub
 
-import accumodel
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, InexactWarning
 
 pytestmark = [
     pytest.mark.weekly,
@@ -137,7 +136,7 @@ def test_keras_hub_retina_net(cache):
     else:
         model = AccumulatingModel.from_model(arguments[0]())
         model.compile(**arguments[3](), micro_batch_size=3)
-        with pytest.warns(accumodel.InexactWarning, match="first batch shows"):
+        with pytest.warns(InexactWarning, match="first batch shows"):
             model.fit(*data, batch_size=8, shuffle=False, verbose=0)
 
 

@@ -22,7 +22,8 @@ from drawing import (
     in_batches,
     train,
 )
-from helpers import distance, slow, weekly
+from helpers import chain, check_exact, fit, slow, weekly
+from helpers import train as fitted
 from keras import layers, ops
 
 from accumodel import AccumulatingModel
@@ -107,26 +108,22 @@ def test_draws_by_numbers_alone_begin_anew_in_each_cycle():
     def by_a_number(x, seed):
         return x * keras.random.uniform(ops.shape(x), seed=3)
 
-    def trained(base, batch_size, **kwargs):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((4, 5))
-        model = base(inputs, layers.Dense(5)(Draws(by_a_number)(inputs)))
-        model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
-        x, y = drawing.data()
-        model.fit(x[:18], y[:18], batch_size=batch_size, shuffle=False)
-        return model
+    def run(base, **kwargs):
+        model = chain(base, (4, 5), Draws(by_a_number), layers.Dense(5))
+        arrays = [each[:18] for each in data()]
+        size, sgd = 6 // kwargs.get("accum_steps", 1), keras.optimizers.SGD(0.1)
+        return fitted(model, arrays, size, sgd, 1, loss="mse", **kwargs)
 
-    plain = trained(keras.Model, 6)
-    assert distance(trained(AccumulatingModel, 3, accum_steps=2), plain) < 1e-6
+    check_exact(run, {"accum_steps": 2})
 
 
 def fit_dropped_samples():
     """Trains in 4 micro-batches, whose rows begin within a block of numbers."""
-    inputs = keras.Input((6,))
-    x = layers.Dropout(0.4, noise_shape=(None, 1))(layers.Dense(5)(inputs))
-    model = AccumulatingModel(inputs, layers.Dense(1)(x))
-    model.compile("sgd", "mse", micro_batch_size=3, jit_compile=True)
-    model.fit(np.ones((12, 6)), np.ones((12, 1)), batch_size=12, verbose=0)
+    drop = layers.Dropout(0.4, noise_shape=(None, 1))
+    parts = layers.Dense(5), drop, layers.Dense(1)
+    how = {"loss": "mse", "micro_batch_size": 3, "jit_compile": True}
+    ones = np.ones((12, 6)), np.ones((12, 1))
+    fitted(chain(AccumulatingModel, (6,), *parts), ones, 12, "sgd", 1, **how)
 
 
 @pytest.mark.slow
@@ -135,21 +132,19 @@ def test_xla_compiles_one_micro_batch_for_all(tmp_path, monkeypatch):
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
     monkeypatch.setenv("XLA_FLAGS", flags)
     assert run_limited(None, fit_dropped_samples) == (None, None)
-    compiled = [*tmp_path.glob("*lambda*.before_optimizations.txt")]
-    assert len(compiled) == 1
+    made = [*tmp_path.glob("*lambda*.before_optimizations.txt")]
+    assert len(made) == 1
 
 
 def of_unknown_length(model, x, y):
     """The epoch ends with a run without data, in which no seed may move."""
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(3)
-    batches = batches.filter(lambda *_: True)
-    model.fit(batches, shuffle=False, verbose=0)
+    fit(model, batches.filter(lambda *_: True))
 
 
 def evaluate(model, x, y):
     model.evaluate(x, y, verbose=0)
     model.predict(x, verbose=0)
-    return model
 
 
 def carry(model, x, y):
@@ -159,15 +154,12 @@ def carry(model, x, y):
 
 def carried(model, x, y):
     places = np.tile(np.arange(15), 3)
-    for begin in range(0, 45, 9):
-        batch = places[begin : begin + 9]
-        model.train_on_batch(x[batch], y[batch])
+    in_batches([9] * 5)(model, x[places], y[places])
 
 
 def drop_the_last(model, x, y):
     """In each epoch, three cycles of two batches of 3, and one batch."""
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(3)
-    model.fit(batches, epochs=2, shuffle=False, verbose=0)
+    fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(3), epochs=2)
 
 
 def without_the_last(model, x, y):

@@ -15,7 +15,20 @@ from drawing import (
     in_batches,
     train,
 )
-from helpers import chain, compiled, distance, mirrored, names, slow, weekly
+from helpers import (
+    chain,
+    check_exact,
+    compiled,
+    custom_step,
+    distance,
+    gradients_of,
+    mirrored,
+    names,
+    slow,
+    train_each,
+    weekly,
+)
+from helpers import train as fit_all
 from keras import layers, ops
 
 from accumodel import AccumulatingModel
@@ -41,11 +54,12 @@ class DrawsInSteps(keras.Model):
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        variables = self.trainable_variables
-        gradients = self.process_gradients(tape.gradient(loss, variables))
-        self.optimizer.apply(gradients, variables)
+        loss, gradients = gradients_of(
+            lambda: self.compute_loss(x, y, self(x, training=True)),
+            self.trainable_variables,
+        )
+        gradients = self.process_gradients(gradients)
+        self.optimizer.apply(gradients, self.trainable_variables)
         self.after_update()
         return {"error": loss}
 
@@ -70,50 +84,39 @@ def test_an_update_draws_from_the_seeds_of_a_step(fed, kwargs):
 def test_initial_weights_are_no_draws_of_a_step(seed):
     """An axis of the weights is as long as the batch, 2."""
 
-    class Stack(AccumulatingModel, keras.Sequential):
-        pass
+    stack = type("Stack", (AccumulatingModel, keras.Sequential), {})
 
-    def make(base):
-        keras.utils.set_random_seed(0)
+    def run(base, **kwargs):
         own = keras.random.SeedGenerator(3) if seed else None
         normal = keras.initializers.RandomNormal(seed=own)
-        return base(
-            [layers.LSTM(2), layers.Dense(2, kernel_initializer=normal)]
-        )
+        base = keras.Sequential if base is keras.Model else stack
+        layer = layers.Dense(2, kernel_initializer=normal)
+        size = 6 // kwargs.get("accum_steps", 1)
+        batches = pairs.batch(size, drop_remainder=True)
+        model, sgd = base([layers.LSTM(2), layer]), keras.optimizers.SGD(0.1)
+        return fit_all(model, [batches], None, sgd, 1, loss="mse", **kwargs)
 
     x, y = data()
-    models = []
-    for base, size, kwargs in (
-        (keras.Sequential, 6, {}),
-        (Stack, 2, {"accum_steps": 3}),
-        (Stack, 6, {"micro_batch_size": 2}),
-    ):
-        model = compiled(make(base), keras.optimizers.SGD(0.1), "mse", **kwargs)
-        batches = tf.data.Dataset.from_tensor_slices((x[:12], y[:12, 0, :2]))
-        batches = batches.batch(size, drop_remainder=True)
-        model.fit(batches, shuffle=False, verbose=0)
-        models.append(model)
-    for model in models[1:]:
-        check(model, models[0])
+    pairs = tf.data.Dataset.from_tensor_slices((x[:12], y[:12, 0, :2]))
+    ways = {"accum_steps": 3}, {"micro_batch_size": 2}
+    plain, *ours = train_each(run, *ways)
+    for model in ours:
+        check(model, plain)
 
 
-class DrawsLatents(AccumulatingModel):
+class DrawsLatents:
     """For each sample, as diffusion models do, and by the global seed too."""
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         noise = keras.random.normal(ops.shape(x), seed=self.generator)
         share = keras.random.uniform((ops.shape(x)[0], 1, 1))
-        with tf.GradientTape() as tape:
+
+        def loss():
             outputs = self(share * x + noise, training=True)
-            errors = outputs - tf.cast(y, x.dtype)
-            loss = tf.reduce_mean(errors**2)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        if self.accumulates:
-            self.accumulate_gradients(gradients, tf.shape(x)[0])
-        else:
-            self.optimizer.apply(gradients, self.trainable_variables)
-        return {"error": loss}
+            return tf.reduce_mean((outputs - tf.cast(y, x.dtype)) ** 2)
+
+        return {"error": custom_step(self, x, loss)}
 
 
 @pytest.mark.parametrize(
@@ -127,20 +130,19 @@ class DrawsLatents(AccumulatingModel):
     ids=str,
 )
 def test_a_custom_step_draws_on(kwargs):
-    models = []
-    for accumulates in (False, True):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((4, 5))
-        outputs = layers.Dense(5)(layers.Dropout(0.3)(inputs))
-        model = DrawsLatents(inputs, outputs)
+
+    def run(base, **kwargs):
+        made = type("Model", (DrawsLatents, base), {})
+        model = chain(made, (4, 5), layers.Dropout(0.3), layers.Dense(5))
         model.generator = keras.random.SeedGenerator(3)
-        model.accumulates = accumulates
-        own = kwargs if accumulates else {}
-        model.compile(keras.optimizers.SGD(0.1), jit_compile=False, **own)
-        in_batches(FED if "accum_steps" in own else LARGE)(model, *data())
-        model.apply_accumulated_gradients()
-        models.append(model)
-    check(*models)
+        model.compile(keras.optimizers.SGD(0.1), jit_compile=False, **kwargs)
+        in_batches(FED if "accum_steps" in kwargs else LARGE)(model, *data())
+        if kwargs:
+            model.apply_accumulated_gradients()
+        return model
+
+    plain, ours = train_each(run, kwargs)
+    check(ours, plain)
 
 
 def test_several_steps_in_one_execution():
@@ -203,15 +205,14 @@ class OwnSeed(keras.losses.Loss):
 @pytest.mark.parametrize("make", [lambda: noisy_loss, OwnSeed])
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_draws_in_a_loss(make, run_eagerly):
-    models = []
-    for base, kwargs in ((keras.Model, {}), (AccumulatingModel, WAYS["size"])):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((4, 5))
-        model = base(inputs, layers.Dense(5)(inputs))
-        model.compile("sgd", make(), run_eagerly=run_eagerly, **kwargs)
-        model.fit(*data(), batch_size=9, shuffle=False, verbose=0)
-        models.append(model)
-    check(*models)
+
+    def run(base, **kwargs):
+        kwargs |= {"loss": make(), "run_eagerly": run_eagerly}
+        model = chain(base, (4, 5), layers.Dense(5))
+        return fit_all(model, data(), 9, "sgd", 1, **kwargs)
+
+    plain, ours = train_each(run, WAYS["size"])
+    check(ours, plain)
 
 
 class Kept(AccumulatingModel):
@@ -231,18 +232,18 @@ class Kept(AccumulatingModel):
 
 @pytest.mark.slow
 def test_a_function_in_the_model_that_is_traced_before():
-    models = []
     x, y = data()
-    for sizes in ([9, 9], [9, 2], [2, 2], [2, None, 2]):
-        keras.utils.set_random_seed(0)
+
+    def run(_, sizes=(9, 9)):
         model = Kept()
         for size in sizes:
             model.compile("sgd", "mse", micro_batch_size=size)
             if size is not None:
                 model.fit(x, (y, y), batch_size=9, shuffle=False, verbose=0)
-        models.append(model)
-    for model in models[1:]:
-        assert distance(model, models[0]) < 1e-6
+        return model
+
+    others = [9, 2], [2, 2], [2, None, 2]
+    check_exact(run, *({"sizes": each} for each in others))
 
 
 class InFunction(layers.Layer):
@@ -291,8 +292,10 @@ def test_a_function_that_was_traced_without_these_draws_is_refused(
 ):
     model = compiled(make(), "sgd", "mse", **{"micro_batch_size": 4} | kwargs)
     for run in (model.fit, model.evaluate):
-        match = r"traced before.*'of_function('|_1/AssignVariableOp')"
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(
+            ValueError,
+            match=r"traced before.*'of_function('|_1/AssignVariableOp')",
+        ):
             run(*data(), batch_size=9, verbose=0)
 
 
@@ -316,9 +319,8 @@ def train_with_noise(base, **kwargs):
     keras.utils.set_random_seed(0)
     model = chain(base, (4, 5), layers.Dense(5))
     model.seed = keras.random.SeedGenerator(3)
-    model.compile("sgd", "mse", **{"jit_compile": False} | kwargs)
-    model.fit(*data(), batch_size=9, shuffle=False, verbose=0)
-    return model
+    kwargs |= {"loss": "mse", "jit_compile": False}
+    return fit_all(model, data(), 9, "sgd", 1, **kwargs)
 
 
 def test_draws_in_slice_data():
@@ -367,9 +369,13 @@ def test_after_an_error_no_rows_are_left():
                 raise MemoryError
             return inputs
 
-    inputs = keras.Input((4, 5))
-    model = AccumulatingModel(inputs, Raises()(layers.Dense(5)(inputs)))
-    model.compile("sgd", "mse", micro_batch_size=4, run_eagerly=True)
+    model = compiled(
+        chain(AccumulatingModel, (4, 5), layers.Dense(5), Raises()),
+        "sgd",
+        "mse",
+        micro_batch_size=4,
+        run_eagerly=True,
+    )
     with pytest.raises(MemoryError):
         model.fit(*data(), batch_size=9, verbose=0)
     rows = model._accumulation.numbers.rows
@@ -422,8 +428,13 @@ def test_what_is_not_known_differs_in_each_micro_batch(name):
         tf.numpy_function(drawn.append, [values], [])
         return x
 
-    model = chain(AccumulatingModel, (5,), Draws(note), layers.Dense(1))
-    model.compile("sgd", "mse", micro_batch_size=4, **kwargs)
+    model = compiled(
+        chain(AccumulatingModel, (5,), Draws(note), layers.Dense(1)),
+        "sgd",
+        "mse",
+        micro_batch_size=4,
+        **kwargs,
+    )
     model.fit(np.ones((8, 5)), np.ones((8, 1)), batch_size=8, verbose=0)
     first, second = drawn
     assert first.shape == second.shape

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
-    NO_COUNTS,
     UpdatesItself,
     chain,
     compiled,
-    distance,
+    make_model,
     messages_of,
     mirrored,
+    refused,
+    two_heads,
     weekly,
 )
 
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, GradientAccumulator
 
 SGD = keras.optimizers.SGD
 
@@ -34,8 +35,12 @@ class ComputesItsOwnMean(keras.losses.Loss):
 
 def test_it_is_refused_on_replicas():
     with mirrored(2).scope():
-        model = cases.linear(AccumulatingModel)
-        model.compile("sgd", ComputesItsOwnMean(), accum_steps=2)
+        model = compiled(
+            cases.linear(AccumulatingModel),
+            "sgd",
+            ComputesItsOwnMean(),
+            accum_steps=2,
+        )
     with pytest.raises(ValueError, match="divides by the number of replicas"):
         fit(model)
 
@@ -47,21 +52,25 @@ class WithoutInit(ComputesItsOwnMean):
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_a_loss_without_init_trains(accum_steps):
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", WithoutInit(), accum_steps=accum_steps)
+    model = compiled(
+        cases.linear(AccumulatingModel),
+        "sgd",
+        WithoutInit(),
+        accum_steps=accum_steps,
+    )
     messages_of(lambda: fit(model))
 
 
 def test_a_summed_add_loss_next_to_a_mean_is_refused():
-    inputs = keras.Input((cases.FEATURES,))
-    model = AccumulatingModel(
-        inputs, cases.AddsLosses()(keras.layers.Dense(2)(inputs))
+    layers = keras.layers.Dense(2), cases.adds_losses()
+    model = compiled(
+        chain(AccumulatingModel, (cases.FEATURES,), *layers),
+        "sgd",
+        "mse",
+        accum_steps=2,
     )
-    model.compile("sgd", "mse", accum_steps=2)
-    before = model.get_weights()
-    with pytest.raises(ValueError, match=r"sums and means.* 1 vectors"):
+    with refused(model, r"sums and means.* 1 vectors"):
         fit(model, 2)
-    assert distance(model, before) == 0
 
 
 @pytest.mark.verified
@@ -75,10 +84,14 @@ def test_a_summed_add_loss_next_to_a_mean_is_refused():
 def test_scalars_next_to_a_sum_are_warned_of(scalar, match):
     regularizer = "l2" if scalar == "regularizer" else None
     layers = [keras.layers.Dense(2, kernel_regularizer=regularizer)]
-    layers += [cases.AddsLoss()] * (scalar == "add_loss")
+    layers += [cases.adds_loss()] * (scalar == "add_loss")
     shape = (cases.FEATURES,)
-    model = chain(AccumulatingModel, shape, *layers, cases.AddsLosses())
-    model.compile(SGD(0.001), accum_steps=2)
+    model = compiled(
+        chain(AccumulatingModel, shape, *layers, cases.adds_losses()),
+        SGD(0.001),
+        loss=None,
+        accum_steps=2,
+    )
     with pytest.warns(UserWarning, match=match):
         model.fit(cases.features(), batch_size=4, verbose=0)
 
@@ -88,27 +101,30 @@ def test_the_weight_is_not_known_before_the_loss():
         def train_step(self, data):
             self.micro_batch_weight(data[0], data[1], None, None)
 
-    model = compiled(Early(), "sgd", "mse", accum_steps=2)
+    model = compiled(cases.two_dense(Early), "sgd", "mse", accum_steps=2)
     with pytest.raises(ValueError, match="call `micro_batch_weight` after"):
         fit(model, cases.FEATURES)
 
 
 def test_an_unknown_reduction_is_refused(monkeypatch):
     loss = keras.losses.MeanSquaredError()
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", loss, accum_steps=2)
+    model = compiled(
+        cases.linear(AccumulatingModel), "sgd", loss, accum_steps=2
+    )
     loss.reduction = "median"
     module = importlib.import_module("keras.src.losses.loss")
     monkeypatch.setattr(module, "standardize_reduction", lambda value: value)
-    match = r"Override `micro_batch_weight`.*reduction='median'"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(
+        ValueError, match=r"Override `micro_batch_weight`.*reduction='median'"
+    ):
         fit(model)
 
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_pairs_of_unknown_variables_are_refused(accum_steps):
-    model = cases.linear(AccumulatingModel)
-    model.compile("sgd", "mse", accum_steps=accum_steps)
+    model = compiled(
+        cases.linear(AccumulatingModel), "sgd", "mse", accum_steps=accum_steps
+    )
     bias = model.trainable_variables[1]
     stranger = keras.Variable(np.zeros(bias.shape), name="stranger")
     one = tf.ones(bias.shape)
@@ -122,8 +138,15 @@ def test_pairs_of_unknown_variables_are_refused(accum_steps):
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_second_call_in_a_train_step_is_refused(run_eagerly):
-    model = cases.PassesPairs(calls=5)
-    model.compile("sgd", accum_steps=2, run_eagerly=run_eagerly)
+    model = cases.two_dense(cases.PassesPairs)
+    model.calls = 5
+    compiled(
+        model,
+        "sgd",
+        loss=None,
+        accum_steps=2,
+        run_eagerly=run_eagerly,
+    )
     with pytest.raises(ValueError, match="twice in one `train_step`"):
         fit(model, cases.FEATURES)
 
@@ -149,17 +172,13 @@ def test_micro_batches_of_train_on_batch_are_not_dropped_in_silence():
     assert model.pending_steps == 0
 
 
-def regularized(base):
-    hidden = keras.layers.Dense(2, activity_regularizer="l2")
-    layers = keras.layers.Masking(), hidden, keras.layers.Dense(2)
-    return chain(base, (5, 4), *layers)
-
-
 @pytest.mark.parametrize("way", ["int", "steps"])
 def test_a_scalar_of_add_loss_next_to_a_masked_loss_is_warned_of(way):
     batch_size, kwargs = cases.WAYS[way]
-    keras.utils.set_random_seed(0)
-    model = compiled(regularized(AccumulatingModel), "sgd", "mse", **kwargs)
+    hidden = keras.layers.Dense(2, activity_regularizer="l2")
+    layers = keras.layers.Masking(), hidden, keras.layers.Dense(2)
+    model = chain(AccumulatingModel, (5, 4), *layers)
+    compiled(model, "sgd", "mse", **kwargs)
     x, _ = cases.sequences()
     y = np.ones((16, 5, 2), "float32")
     with pytest.warns(UserWarning, match="`add_loss`.*`micro_batch_weight`"):
@@ -167,26 +186,36 @@ def test_a_scalar_of_add_loss_next_to_a_masked_loss_is_warned_of(way):
 
 
 def test_two_arrays_of_weights_are_not_taken_for_one():
-    def make(base):
-        inputs = keras.Input((5, 4))
-        outputs = keras.layers.Flatten()(inputs)
-        heads = [keras.layers.Dense(2, name=name)(outputs) for name in "ab"]
-        return base(inputs, heads)
-
     loss = [
         keras.losses.MeanSquaredError("mean_with_sample_weight")
         for _ in range(2)
     ]
-    model = compiled(make(AccumulatingModel), "sgd", loss, micro_batch_size=3)
+    model = two_heads(AccumulatingModel, 20, units=2)
+    compiled(model, "sgd", loss, micro_batch_size=3)
     x, y = cases.sequences(2)
+    x = x.reshape(16, 20)
     weights = [*np.random.default_rng(0).random((2, 16))]
     model.fit(x, y, sample_weight=weights[0], batch_size=8, verbose=0)
-    match = "different masks or sample weights.*`gradient_cache=True`"
-    with pytest.warns(UserWarning, match=match):
+    with pytest.warns(
+        UserWarning,
+        match="different masks or sample weights.*`gradient_cache=True`",
+    ):
         model.evaluate(x, y, sample_weight=weights, verbose=0)
     before = model.train_function
     model.fit(x, y, sample_weight=weights, batch_size=8, verbose=0)
     assert model.train_function is not before  # it took them for one
+
+
+# Of a layer.
+WRITES = {
+    "slice": lambda layer: layer.raw[:1].assign(tf.zeros((1, 20))),
+    "table": lambda layer: layer.table.insert(layer.one, layer.one),
+    "scatter": lambda layer: layer.raw.scatter_nd_add([[0]], tf.zeros((1, 20))),
+}
+READS = {
+    "find": lambda layer: tf.cast(layer.table.lookup(layer.one), tf.float32),
+    "gather": lambda layer: tf.gather(layer.raw, [0]),
+}
 
 
 class Queue(keras.layers.Layer):
@@ -198,33 +227,28 @@ class Queue(keras.layers.Layer):
         self.raw = tf.Variable(tf.zeros((4, 20)), trainable=False)
         table = tf.lookup.experimental.MutableHashTable
         self.table = table(tf.int64, tf.int64, 0)
+        self.one = tf.constant([1], tf.int64)
 
     def call(self, x):
-        one = tf.constant([1], tf.int64)
-        if self.operation == "slice":
-            self.raw[:1].assign(tf.zeros((1, 20)))
-        elif self.operation == "table":
-            self.table.insert(one, one)
-        elif self.operation == "scatter":
-            self.raw.scatter_nd_add([[0]], tf.zeros((1, 20)))
-        elif self.operation == "find":
-            found = tf.reshape(self.table.lookup(one), (1, 1))
-            x += tf.cast(found, x.dtype)
-        elif self.operation == "gather":
-            x += tf.gather(self.raw, [0])
+        if self.operation in READS:
+            return x + READS[self.operation](self)
+        WRITES[self.operation](self)
         return x
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("way", ["cache", "auto"])
-@pytest.mark.parametrize(
-    "operation", ["slice", "table", "scatter", "find", "gather"]
-)
+@pytest.mark.parametrize("operation", [*WRITES, *READS])
 def test_what_changes_a_variable_behind_keras_is_refused(operation, way):
-    model = cases.flat(AccumulatingModel, Queue(operation))
-    model.compile("sgd", "mse", jit_compile=False, **cases.WAYS[way][1])
+    model = compiled(
+        cases.flat(AccumulatingModel, Queue(operation)),
+        "sgd",
+        "mse",
+        jit_compile=False,
+        **cases.WAYS[way][1],
+    )
     x, y = cases.sequences()
-    if operation in ("find", "gather"):
+    if operation in READS:
         model.fit(x, y, batch_size=8, verbose=0)
         return
     with pytest.raises(ValueError, match=r"`self\.add_weight"):
@@ -245,8 +269,9 @@ class SharesTargets(AccumulatingModel):
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_targets_of_other_lengths_are_refused(is_known):
-    model = cases.flat(SharesTargets)
-    model.compile("sgd", "mse", micro_batch_size=3)
+    model = compiled(
+        cases.flat(SharesTargets), "sgd", "mse", micro_batch_size=3
+    )
     x, y = cases.sequences()
     batch = x, {"anchors": np.ones((2, 2), "float32"), "labels": y}
     dataset = tf.data.Dataset.from_tensors(batch)
@@ -276,10 +301,8 @@ def test_a_function_that_would_not_split_is_refused(kwargs):
     model = cases.linear(MakesTrainFunction)
     x, y = np.ones((8, *model.input.shape[1:])), np.ones((8, 1))
     model.compile("sgd", "mse", micro_batch_size=4, **kwargs)
-    before = model.get_weights()
-    with pytest.raises(ValueError, match="which split batches"):
+    with refused(model, "which split batches"):
         model.fit(x, y, batch_size=8, verbose=0)
-    assert distance(model, before) == 0
     model.compile("sgd", "mse", accum_steps=2)
     model.fit(x, y, batch_size=2, verbose=0)
     assert int(model.optimizer.iterations) == 2
@@ -303,29 +326,87 @@ def test_a_loop_that_would_not_split_is_refused(step, cache):
         def fit(self, x, y):
             return tf.function(step)(self, (x, y))
 
-    model = cases.linear(OwnLoop)
-    model.compile("sgd", "mse", micro_batch_size=4, gradient_cache=cache)
+    model = compiled(
+        cases.linear(OwnLoop),
+        "sgd",
+        "mse",
+        micro_batch_size=4,
+        gradient_cache=cache,
+    )
     data = tf.ones((8, *model.input.shape[1:])), tf.ones((8, 1))
-    before = model.get_weights()
-    with pytest.raises(ValueError, match="called outside of `fit`"):
+    with refused(model, "called outside of `fit`"):
         model.fit(*data)
-    assert distance(model, before) == 0
     model.compile("sgd", "mse", accum_steps=2)
     for _ in range(2):
         model.fit(*data)
     assert int(model.optimizer.iterations) == 1
 
 
-@pytest.mark.parametrize(("value", "error"), NO_COUNTS)
-def test_values_that_are_no_size(value, error):
-    model = cases.linear(AccumulatingModel)
-    with pytest.raises(error, match=f"micro_batch_size={value!r}"):
-        compiled(model, micro_batch_size=value)
+NO_COUNTS = [
+    (0, ValueError),
+    (-1, ValueError),
+    (2.5, TypeError),
+    ("4", TypeError),
+    (True, TypeError),
+    ([4], TypeError),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("accum_steps", None, TypeError),
+        *(("accum_steps", *row) for row in NO_COUNTS),
+        *(("micro_batch_size", *row) for row in NO_COUNTS),
+    ],
+)
+def test_what_is_no_count_is_refused_everywhere(name, value, error):
+    match = f"`{name}` must be .* Received: {name}="
+    model = make_model()
+    with pytest.raises(error, match=match):
+        compiled(model, **{name: value})
     assert not model.compiled
-    compiled(model, micro_batch_size=4)
-    with pytest.raises(error, match="`micro_batch_size` must be"):
-        model.micro_batch_size = value
-    assert model.micro_batch_size == 4
+    if name == "accum_steps" and value is not None:  # that of the model
+        args = keras.optimizers.SGD(), model.trainable_variables, value
+        with pytest.raises(error, match=match):
+            GradientAccumulator(*args)
+    compiled(model, **{name: 4})
+    with pytest.raises(error, match=match):
+        setattr(model, name, value)
+    assert getattr(model, name) == 4
+
+
+def accumulating_sgd():
+    return keras.optimizers.SGD(gradient_accumulation_steps=4)
+
+
+REMAINDER = r"`remainder` .* Received: remainder="
+ACCUMULATES = "the optimizer without .* Received: gradient_accumulation_steps=4"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"remainder": "keep"}, REMAINDER),
+        ({"remainder": None}, REMAINDER),
+        ({"remainder": True}, REMAINDER),
+        ({"optimizer": accumulating_sgd()}, ACCUMULATES),
+        (
+            {
+                "optimizer": keras.optimizers.LossScaleOptimizer(
+                    accumulating_sgd()
+                )
+            },
+            ACCUMULATES,
+        ),
+    ],
+    ids=str,
+)
+def test_compile_refuses(kwargs, match):
+    model = make_model()
+    with pytest.raises(ValueError, match=match):
+        compiled(model, **kwargs, accum_steps=4)
+    assert not model.compiled
 
 
 def test_a_step_that_updates_by_itself_is_refused_from_now_on():

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import test_whole_training as whole
-from helpers import distance
+from helpers import distance, gradients_of
 from keras import layers, ops
 from test_verdict import SGD, with_layer
 from test_whole_training import (
     SUM,
     WAYS,
-    AddsRows,
     Either,
     Program,
     X,
     Y,
+    adds_rows,
     feed,
     heads,
     trained,
@@ -137,7 +137,7 @@ def by_size(y, p):
 
 def adding(cls):
     x = keras.Input((6,))
-    hidden = AddsRows()(layers.Dense(6, "tanh")(x))
+    hidden = adds_rows()(layers.Dense(6, "tanh")(x))
     return cls(x, [layers.Dense(4)(hidden), layers.Dense(4)(hidden)])
 
 
@@ -252,10 +252,11 @@ def stepping(accumulate):
     class Model(AccumulatingModel):
         def train_step(self, data):
             x, y = data
-            variables = self.trainable_variables
-            with tf.GradientTape() as tape:
-                loss = ops.mean((self(x, training=True) - y) ** 2)
-            accumulate(self, x, tape.gradient(loss, variables))
+            loss, gradients = gradients_of(
+                lambda: ops.mean((self(x, training=True) - y) ** 2),
+                self.trainable_variables,
+            )
+            accumulate(self, x, gradients)
             return {"mean": loss}
 
     return lambda cls: whole.dense(Model)

@@ -1,16 +1,23 @@
 """Layers that are made under `keras.RematScope` train as without it."""
 
-import contextlib
 import functools
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import hub_backbone, import_hub, mirrored, read_summaries
+from helpers import (
+    chain,
+    hub_backbone,
+    import_hub,
+    mirrored,
+    normal,
+    read_summaries,
+    train_each,
+)
+from helpers import train as fitted
 
-import accumodel
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, GradientAccumulator
 from benchmarks.process_memory import run_limited
 
 layers, ops = keras.layers, keras.ops
@@ -147,25 +154,22 @@ def make(kind, base, **scope):
     keras.utils.set_random_seed(0)
     Repeated.is_on = bool(scope)
     inputs = keras.Input((6, 8))
-    with keras.RematScope(**scope) if scope else contextlib.nullcontext():
+    with keras.RematScope(**scope or {"mode": None}):
         hidden = LAYERS.get(kind, kind)(inputs)
     hidden = layers.GlobalAveragePooling1D()(hidden)
     return base(inputs, layers.Dense(1)(hidden))
 
 
 def data():
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(32, 6, 8)), rng.normal(size=(32, 1))
+    x, y = normal((32, 6, 8), (32, 1))
     x[::2, 4:] = 0  # where there is padding, for those that look at it
     return x, y
 
 
 def train(kind, base, size, strategy=None, scope=None, **kwargs):
-    with strategy.scope() if strategy else contextlib.nullcontext():
-        model = make(kind, base, **scope or {})
-        model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
-    model.fit(*data(), batch_size=size, epochs=2, shuffle=False, verbose=0)
-    return model
+    with (strategy or tf.distribute.get_strategy()).scope():
+        model, sgd = make(kind, base, **scope or {}), keras.optimizers.SGD(0.1)
+        return fitted(model, data(), size, sgd, 2, loss="mse", **kwargs)
 
 
 @pytest.mark.table
@@ -269,8 +273,9 @@ def test_normalizations_of_the_batch():
     kwargs = {"micro_batch_size": 5, "sync_batch_norm": True}
     scope = {"mode": "list_of_layers", "layer_names": ["dense", "dense_1"]}
     check_scope(norm, scope, 3e-6, **kwargs)
-    match = r"batch_normalization.*\n*.*rematerialized"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(
+        ValueError, match=r"batch_normalization.*\n*.*rematerialized"
+    ):
         check_scope(norm, **kwargs)
 
 
@@ -495,7 +500,7 @@ def test_a_function_that_adds_losses_is_refused():
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_cell_of_an_rnn_outside_of_the_scope(run_eagerly):
     def rnn(x):
-        with keras.RematScope() if Repeated.is_on else contextlib.nullcontext():
+        with keras.RematScope("full" if Repeated.is_on else None):
             cell = layers.GRUCell(8, dropout=0.3, seed=2)
         return layers.RNN(cell, return_sequences=True)(x)
 
@@ -510,7 +515,7 @@ def test_custom_loop():
     (x, y), losses = data(), keras.losses.MeanSquaredError()
     reference = train("block", keras.Model, 32, jit_compile=False)
     model = make("block", AccumulatingModel, mode="full")
-    accumulator = accumodel.GradientAccumulator(
+    accumulator = GradientAccumulator(
         keras.optimizers.SGD(0.1), model.trainable_variables
     )
 
@@ -536,20 +541,16 @@ def test_a_backbone_of_keras_hub():
         "segment_ids": np.zeros((16, 12), int),
     }
 
-    def train_backbone(base, scope, **kwargs):
-        keras.utils.set_random_seed(0)
-        with scope:
+    def run(base, **kwargs):
+        with keras.RematScope("full" if kwargs else None):
             backbone = hub_backbone("Bert", 50, 12, num_layers=2, dropout=0.2)
         outputs = layers.Dense(1)(backbone.output["pooled_output"])
         model = base(backbone.input, outputs)
-        kwargs["jit_compile"] = False
-        model.compile(keras.optimizers.SGD(0.01), "mse", **kwargs)
-        model.fit(x, x["token_ids"][:, :1] / 50, verbose=0, batch_size=16)
-        return model
+        kwargs |= {"loss": "mse", "jit_compile": False}
+        data = x, x["token_ids"][:, :1] / 50
+        return fitted(model, data, 16, keras.optimizers.SGD(0.01), 1, **kwargs)
 
-    reference = train_backbone(keras.Model, contextlib.nullcontext())
-    scope, size = keras.RematScope(), {"micro_batch_size": 5}
-    check(train_backbone(AccumulatingModel, scope, **size), reference)
+    check(*train_each(run, {"micro_batch_size": 5})[::-1])
 
 
 def test_other_models_are_left_alone():
@@ -579,16 +580,13 @@ class Wide(layers.Layer):
 
 
 def train_wide(in_scope, jit):
-    scope = keras.RematScope() if in_scope else contextlib.nullcontext()
-    inputs = hidden = keras.Input((512, 128))
-    with scope:
-        for _ in range(8):
-            hidden = Wide()(hidden)
-    outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))
-    model = AccumulatingModel(inputs, outputs)
-    model.compile("sgd", "mse", jit_compile=jit, micro_batch_size=8)
-    x, y = np.ones((8, 512, 128), "float32"), np.ones((8, 1))
-    model.fit(x, y, batch_size=8, verbose=0)
+    with keras.RematScope("full" if in_scope else None):
+        blocks = [Wide() for _ in range(8)]
+    last = layers.GlobalAveragePooling1D(), layers.Dense(1)
+    model = chain(AccumulatingModel, (512, 128), *blocks, *last)
+    kwargs = {"loss": "mse", "jit_compile": jit, "micro_batch_size": 8}
+    ones = np.ones((8, 512, 128), "float32"), np.ones((8, 1))
+    fitted(model, ones, 8, "sgd", 1, **kwargs)
 
 
 @pytest.mark.slow

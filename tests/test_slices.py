@@ -3,7 +3,6 @@
 `helpers.check_case` compares weights and the logs of every batch, for each row.
 """
 
-import functools
 import itertools
 
 import cases
@@ -15,20 +14,27 @@ from helpers import (
     CountTraces,
     calling_super,
     chain,
+    check_exact,
     check_logs,
     compiled,
+    custom_step,
     distance,
     fit,
     mirrored,
+    normal,
     plain_and,
+    refused,
     softmax,
+    train,
     train_big,
+    train_each,
+    two_heads,
     updates,
     weekly,
 )
 from test_losses import WithTable, lookups
 
-from accumodel import AccumulatingModel, GradientAccumulator
+from accumodel import AccumulatingModel
 
 
 class Sizes(keras.layers.Layer):
@@ -119,7 +125,7 @@ def ragged_model(model_class):
 
 def sparse_model(model_class):
     inputs = keras.Input((cases.TOKENS,), sparse=True)
-    return model_class(inputs, keras.layers.Dense(1)(inputs))
+    return chain(model_class, inputs, keras.layers.Dense(1))
 
 
 def string_model(model_class):
@@ -162,15 +168,16 @@ def sparse_data():
 def test_what_a_batch_may_be_made_of(make, data, run_eagerly):
     y = np.random.default_rng(2).normal(size=(20, 1)).astype("float32")
     dataset = tf.data.Dataset.from_tensor_slices((data(), y)).batch(8)
-    models = []
-    for model_class, kwargs in plain_and({"micro_batch_size": 3}):
-        model = make(model_class)
-        model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
-        logs = model.fit(dataset, epochs=2, shuffle=False, verbose=0).history
-        models.append((model, logs | {"test": model.evaluate(dataset)}))
-    (reference, expected), (model, logs) = models
-    assert distance(model, reference) < 1e-6
-    check_logs(logs, expected)
+
+    def run(base, **kwargs):
+        kwargs |= {"loss": "mse", "run_eagerly": run_eagerly}
+        return train(make(base), [dataset], None, "sgd", 2, **kwargs)
+
+    plain, ours = check_exact(run, {"micro_batch_size": 3})
+    logs = (
+        x.history.history | {"": x.evaluate(dataset)} for x in (ours, plain)
+    )
+    check_logs(*logs)
 
 
 @pytest.mark.unverified
@@ -182,8 +189,7 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
     kwargs = {"run_eagerly": run_eagerly, "micro_batch_size": 5}
     model.compile("sgd", "mse", **kwargs)
     lengths = r"x\['all'\] of length 5, x\['id'\] of length 10, y of length 10"
-    match = f"override `slice_data`.* {lengths}"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=f"override `slice_data`.* {lengths}"):
         model.train_on_batch(x, y)
     # Lengths that are known only when it runs.
     unknown = tf.data.Dataset.from_generator(
@@ -201,19 +207,9 @@ def test_what_has_no_axis_of_samples_needs_slice_data(run_eagerly):
     assert model.pending_steps == int(model.optimizer.iterations) == 0
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_scalars_and_none_are_left_as_they_are(run_eagerly):
-    class Scaled(AccumulatingModel):
-        def call(self, inputs):
-            return inputs["x"] * inputs["y"] * self.kernel
-
-    model = Scaled()
-    model.kernel = model.add_weight((), "ones")
-    model.compile("sgd", "mse", run_eagerly=run_eagerly, micro_batch_size=2)
-    x = {"x": tf.ones((4, 1)), "y": tf.constant(2.0)}
-    dataset = tf.data.Dataset.from_tensors((x, tf.ones((4, 1)), None))
-    model.fit(dataset, shuffle=False, verbose=0)
-    assert float(model.kernel) == pytest.approx(1 - 0.01 * 4)
+# A scalar next to samples is a feature in `test_where_features_meet.py`.
+def test_a_batch_without_samples_is_refused():
+    model = compiled(with_sizes(), micro_batch_size=2)
     with pytest.raises(ValueError, match="an axis of samples"):
         model.train_on_batch(2.0)
 
@@ -228,9 +224,9 @@ def test_scalars_and_none_are_left_as_they_are(run_eagerly):
 def test_evaluate_shows_what_keras_does(compile_arguments):
     """Losses under different masks: each is averaged over its own elements."""
     x, y = cases.tokens_for_two(40, np.random.default_rng(0))
-    results = []
-    for model_class, kwargs in plain_and({"micro_batch_size": 3}):
-        model = cases.masked_and_not(model_class)
+
+    def run(base, **kwargs):
+        model = cases.masked_and_not(base)
         model.compile(
             loss=["sparse_categorical_crossentropy"] * 2,
             metrics=[["accuracy"]] * 2,
@@ -241,8 +237,9 @@ def test_evaluate_shows_what_keras_does(compile_arguments):
         *_, loss = model.test_on_batch(x[:9], [each[:9] for each in y])
         # Of both losses no single weight is right: a warning says so.
         del logs["loss"]
-        results.append(logs | {"on_batch": loss})
-    check_logs(*results)
+        return logs | {"on_batch": loss}
+
+    check_logs(*train_each(run, {"micro_batch_size": 3}))
 
 
 class SquaredErrors(AccumulatingModel):
@@ -252,8 +249,12 @@ class SquaredErrors(AccumulatingModel):
 
 def test_a_custom_loss_is_evaluated_before_it_is_trained():
     x, y = np.ones((10, 6)), np.ones((10, 1))
-    model = chain(SquaredErrors, (6,), keras.layers.Dense(1))
-    model.compile("sgd", "mse", micro_batch_size=3)
+    model = compiled(
+        chain(SquaredErrors, (6,), keras.layers.Dense(1)),
+        "sgd",
+        "mse",
+        micro_batch_size=3,
+    )
     expected = model.compute_loss(y=y, y_pred=model(x), x=x)
     found = model.evaluate(x, y, verbose=0)
     assert found == pytest.approx(float(expected), rel=1e-6)
@@ -268,26 +269,23 @@ def test_a_custom_loss_is_evaluated_before_it_is_trained():
 )
 def test_the_logs_of_a_method_that_calls_super(name, run_eagerly):
     """Two outputs, of which one is a sum."""
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(40, 6)), rng.normal(size=(2, 40, 1))
-    results = []
-    for base, size in ((keras.Model, None), (AccumulatingModel, 3)):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((6,))
-        outputs = [keras.layers.Dense(1, name=name)(inputs) for name in "ab"]
+    x, y = normal((40, 6), (2, 40, 1))
+    validation = {
+        "validation_data": (x[:20], list(y[:, :20])),
+        "validation_batch_size": 10,
+    }
+
+    def run(base, **kwargs):
         method = "train_step" if base is keras.Model else name
-        model = calling_super(base, method)(inputs, outputs)
-        kwargs = {"micro_batch_size": size} if size else {}
-        losses = [keras.losses.MeanSquaredError("sum") for _ in outputs]
+        model = two_heads(calling_super(base, method))
+        losses = [keras.losses.MeanSquaredError("sum") for _ in "ab"]
         optimizer = keras.optimizers.SGD(0.001)
         model.compile(optimizer, losses, run_eagerly=run_eagerly, **kwargs)
-        validation = {
-            "validation_data": (x[:20], list(y[:, :20])),
-            "validation_batch_size": 10,
-        }
-        how = {"batch_size": 16, "epochs": 2, **validation}
-        results.append(fit(model, x, list(y), **how).history)
-    check_logs(*results)
+        return fit(
+            model, x, list(y), batch_size=16, epochs=2, **validation
+        ).history
+
+    check_logs(*train_each(run, {"micro_batch_size": 3}))
 
 
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
@@ -306,18 +304,16 @@ def test_skip_nonfinite_leaves_micro_batches_out(samples, run_eagerly):
     assert model.skipped_steps == 1
     before = model.get_weights()
     model.train_on_batch(np.full_like(x, np.nan), y)
-    assert model.skipped_steps == 26
-    assert updates(model) == 1
+    assert (model.skipped_steps, updates(model)) == (26, 1)
     assert distance(model, before) == 0
 
 
 class LogsTheSize(AccumulatingModel):
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.accumulate_gradients(gradients, tf.shape(x)[0])
+        custom_step(
+            self, x, lambda: self.compute_loss(x, y, self(x, training=True))
+        )
         # The first has the name of Keras's tracker, which does not hold it.
         return {"loss": tf.constant(7.0), "size": tf.shape(x)[0]}
 
@@ -334,67 +330,28 @@ class StepWithoutAccumulation(LogsTheSize):
 @pytest.mark.unverified
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
-    reference = compiled(cases.dense(keras.Model))
-    reference.fit(*samples, batch_size=32, shuffle=False, verbose=0)
-    keras.utils.set_random_seed(0)
-    model = compiled(
-        cases.dense(LogsTheSize), micro_batch_size=7, run_eagerly=run_eagerly
-    )
-    model.fit(*samples, batch_size=32, shuffle=False, verbose=0)
-    assert distance(model, reference) < 1e-6
+
+    def run(base, **kwargs):
+        made = cases.dense(base if base is keras.Model else LogsTheSize)
+        return train(made, samples, epochs=1, **kwargs)
+
+    ours = {"micro_batch_size": 7, "run_eagerly": run_eagerly}
+    _, model = check_exact(run, ours)
     logs = model.train_on_batch(*samples, return_dict=True)
     assert logs == {"loss": 7.0, "size": 7}
     assert model.test_on_batch(*samples, return_dict=True) == {"size": 7}
     model = compiled(cases.dense(StepWithoutAccumulation), micro_batch_size=7)
-    before = model.get_weights()
-    with pytest.raises(ValueError, match="must call `self"):
+    with refused(model, "must call `self"):
         model.fit(*samples, verbose=0)
-    assert distance(model, before) == 0
-
-
-class Players(AccumulatingModel):
-    """Two accumulators, of which one is called in every other batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = keras.layers.Dense(1)
-        self.second = keras.layers.Dense(1)
-        for layer in (self.first, self.second):
-            layer.build((None, cases.FEATURES))
-        self.built = True
-        self.turn = tf.Variable(0, trainable=False)
-
-    def compile(self, **kwargs):
-        super().compile(**kwargs)
-        sgd, steps = keras.optimizers.SGD, self.accum_steps
-        self.accumulators = [
-            GradientAccumulator(sgd(0.1), layer.trainable_variables, steps)
-            for layer in (self.first, self.second)
-        ]
-
-    def train_step(self, data):
-        x, *_ = data
-        calls = []
-        for accumulator in self.accumulators:
-            layer = self.first if not calls else self.second
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((layer(x) - 1) ** 2)
-            gradients = tape.gradient(loss, layer.trainable_variables)
-            args = accumulator.accumulate, gradients, tf.shape(x)[0]
-            calls.append(functools.partial(*args))
-        calls[0]()
-        tf.cond(tf.equal(self.turn % 2, 0), calls[1], lambda: None)
-        return {}
-
-
-def one_device():
-    return tf.distribute.OneDeviceStrategy("CPU:0")
 
 
 @pytest.mark.parametrize(
     ("make_strategy", "kwargs"),
     [
-        (one_device, {"micro_batch_size": 3}),
+        (
+            lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
+            {"micro_batch_size": 3},
+        ),
         (tf.distribute.get_strategy, {"accum_steps": 2}),
         weekly(lambda: mirrored(2), {"micro_batch_size": 3}),
     ],
@@ -411,8 +368,7 @@ def test_two_accumulators_of_which_one_is_called_in_turns(
     ):
         keras.utils.set_random_seed(0)
         with strategy.scope():
-            model = Players()
-            model.compile(**arguments)
+            model = compiled(cases.Players(), loss=None, **arguments)
         for i in range(4):
             model.turn.assign(i)
             cuts = [0, 4, 10 + i] if "accum_steps" in arguments else [0, 10 + i]
@@ -420,7 +376,7 @@ def test_two_accumulators_of_which_one_is_called_in_turns(
                 model.train_on_batch(x[begin:end], y[begin:end])
         iterations = [
             int(strategy.experimental_local_results(i.value)[0])
-            for i in (each.optimizer.iterations for each in model.accumulators)
+            for i in (each.optimizer.iterations for each in model.all())
         ]
         assert iterations == [4, 2]
         models.append(model)
@@ -429,11 +385,13 @@ def test_two_accumulators_of_which_one_is_called_in_turns(
 
 
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_replicas_with_different_numbers_of_parts(run_eagerly):
+    """Of a model that Keras builds by a batch of unequal sizes."""
     # On two replicas: 2 and 1, 1 and none, 2 and 2.
-    sizes = [[5], [1], [8]]
+    sizes, make = [[5], [1], [8]], cases.with_unused_variable
     compile_args = {"run_eagerly": run_eagerly}
-    case = cases.Case(sizes=sizes, compile=compile_args, epochs=1)
+    case = cases.Case(make, sizes=sizes, compile=compile_args, epochs=1)
     reference, _ = train_big(case, keras.Model)
     model, _ = train_big(case, strategy=mirrored(2), micro_batch_size=2)
     assert distance(model, reference) < 1e-6
@@ -442,7 +400,7 @@ def test_replicas_with_different_numbers_of_parts(run_eagerly):
 def test_layers_that_cannot_be_right_in_parts():
     inputs = keras.Input((4, 2), batch_size=2)
     layer = keras.layers.LSTM(1, stateful=True)
-    model = AccumulatingModel(inputs, layer(inputs))
+    model = chain(AccumulatingModel, inputs, layer)
     with pytest.raises(ValueError, match="stateful layer"):
         model.compile("sgd", "mse", micro_batch_size=1)
     assert not model.compiled
@@ -451,34 +409,30 @@ def test_layers_that_cannot_be_right_in_parts():
         model.micro_batch_size = 1
     assert model.micro_batch_size is None
     with mirrored(2).scope():
-        inputs = keras.Input((2,))
         layer = keras.layers.BatchNormalization(synchronized=True)
-        model = AccumulatingModel(inputs, layer(inputs))
+        model = chain(AccumulatingModel, (2,), layer)
         with pytest.raises(ValueError, match="synchronized=True"):
             model.compile("sgd", "mse", micro_batch_size=1)
 
 
 def test_an_input_of_a_fixed_batch_size_is_split_too():
-    x, y = (np.random.default_rng(0).random((16, n)) for n in (3, 1))
-    models = []
-    for base, how in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"micro_batch_size": 3}),
-    ):
-        keras.utils.set_random_seed(0)
+    data = normal((16, 3), (16, 1))
+
+    def run(base, **kwargs):
+        inner = keras.layers.Dense(4), keras.layers.Dropout(0.5)
         inputs = keras.Input((3,), batch_size=8)
-        hidden = keras.layers.Dropout(0.5)(keras.layers.Dense(4)(inputs))
-        model = base(inputs, keras.layers.Dense(1)(hidden))
-        compiled(model, keras.optimizers.SGD(0.1), "mse", **how)
-        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-        models.append(model)
-    assert distance(*models) < 1e-6
+        model = chain(base, inputs, *inner, keras.layers.Dense(1))
+        sgd = keras.optimizers.SGD(0.1)
+        return train(model, data, 8, sgd, 1, loss="mse", **kwargs)
+
+    check_exact(run, {"micro_batch_size": 3})
 
 
 class Mean(keras.layers.Layer):
     def build(self, shape):
-        kwargs = {"trainable": False, "aggregation": "mean"}
-        self.mean = self.add_weight((), "zeros", **kwargs)
+        self.mean = self.add_weight(
+            (), "zeros", trainable=False, aggregation="mean"
+        )
 
     def call(self, x):
         self.mean.assign(keras.ops.mean(x))
@@ -487,21 +441,13 @@ class Mean(keras.layers.Layer):
 
 def test_a_state_that_replicas_reduce_is_refused_when_it_is_there():
     with mirrored(2).scope():
-        model = AccumulatingModel.from_model(
-            keras.Sequential([keras.Input((6,)), Mean(), keras.layers.Dense(1)])
-        )
+        model = chain(AccumulatingModel, (6,), Mean(), keras.layers.Dense(1))
         with pytest.raises(ValueError, match='aggregation="mean"'):
             model.compile("sgd", "mse", micro_batch_size=1)
 
-        class Model(AccumulatingModel):  # which is built in `fit`
-            def __init__(self):
-                super().__init__()
-                self.all = [Mean(), keras.layers.Dense(1)]
-
-            def call(self, x):
-                return self.all[1](self.all[0](x))
-
-        model = compiled(Model(), "sgd", "mse", micro_batch_size=1)
+        made = type("Model", (AccumulatingModel, keras.Sequential), {})
+        model = made([Mean(), keras.layers.Dense(1)])  # built in `fit`
+        compiled(model, "sgd", "mse", micro_batch_size=1)
         with pytest.raises(ValueError, match='aggregation="mean"'):
             model.fit(np.ones((8, 6)), np.ones((8, 1)), verbose=0)
 
@@ -511,9 +457,8 @@ def one_graph():
     features, edges = keras.Input((6,)), keras.Input((None,))
     hidden = keras.ops.matmul(edges, keras.layers.Dense(4)(features))
     model = AccumulatingModel([features, edges], hidden)
-    rng = np.random.default_rng(0)
-    x = [rng.random((40, 6)), rng.random((40, 40))]
-    return model, x, rng.random((40, 4))
+    *x, y = normal((40, 6), (40, 40), (40, 4))
+    return model, x, y
 
 
 @pytest.mark.table
@@ -567,17 +512,14 @@ def test_steps_of_the_instance_are_called_and_kept(samples):
 
 def test_a_subclass_may_use_any_private_name(samples):
     class Mine(AccumulatingModel):
-        def __init__(self):
-            super().__init__()
-            self.head = softmax()
+        def __init__(self, *args):
+            super().__init__(*args)
             for name in ("search", "slices", "cycles", "remainder", "options"):
                 setattr(self, f"_{name}", "mine")
             self._meter = keras.metrics.Mean()
 
-        def call(self, inputs):
-            return self.head(inputs)
-
-    model = compiled(Mine(), micro_batch_size=8, accum_steps=2)
+    model = chain(Mine, (cases.FEATURES,), softmax())
+    compiled(model, micro_batch_size=8, accum_steps=2)
     model.fit(*samples, batch_size=32, verbose=0)
     assert (model._search, model._remainder) == ("mine", "mine")
 

@@ -13,13 +13,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    chain,
     check_big,
     check_logs,
     check_weights,
+    compiled,
     distance,
     mirrored,
     names,
+    normal,
+    refused,
     slow,
+    softmax,
     train_big,
     weekly,
 )
@@ -36,12 +41,15 @@ def classifier(model_class, inputs, x):
     return model_class(inputs, layers.Dense(cases.CLASSES, "softmax")(x))
 
 
-def chain(model_class, **kwargs):
-    inputs = keras.Input((cases.FEATURES,))
-    x = layers.Dense(8, "tanh")(inputs)
-    x = Norm(momentum=0.7, epsilon=0.01, **kwargs)(x)
-    x = layers.Dense(6, "gelu")(x)
-    return classifier(model_class, inputs, Norm(scale=False)(x))
+def in_a_row(model_class, *layers):
+    return chain(model_class, (cases.FEATURES,), *layers, softmax())
+
+
+def two_norms(model_class, **kwargs):
+    first = Norm(momentum=0.7, epsilon=0.01, **kwargs)
+    dense = layers.Dense(8, "tanh"), layers.Dense(6, "gelu")
+    last = Norm(scale=False)
+    return in_a_row(model_class, dense[0], first, dense[1], last)
 
 
 def residual(model_class):
@@ -69,17 +77,17 @@ def called_again(model_class):
 
 
 def frozen(model_class):
-    model = chain(model_class)
+    model = two_norms(model_class)
     model.layers[2].trainable = False
     return model
 
 
 def masked(model_class):
     inputs = keras.Input((None,), dtype="int64")
-    x = layers.Embedding(9, 4, mask_zero=True, trainable=False)(inputs)
-    x = layers.TimeDistributed(layers.Dense(4, "tanh"))(Norm()(x))
-    x = layers.GlobalAveragePooling1D()(Norm()(x))
-    return classifier(model_class, inputs, x)
+    words = layers.Embedding(9, 4, mask_zero=True, trainable=False)
+    dense = layers.TimeDistributed(layers.Dense(4, "tanh"))
+    pool = layers.GlobalAveragePooling1D(), softmax()
+    return chain(model_class, inputs, words, Norm(), dense, Norm(), *pool)
 
 
 def tokens(samples, rng):
@@ -131,10 +139,8 @@ def in_layers(model_class):
         def call(self, x):
             return self.inner(2.0 * x)
 
-    inputs = keras.Input((cases.FEATURES,))
     block = Block(adds_loss=True)
-    x = block(block(layers.Dense(6)(inputs)))
-    return classifier(model_class, inputs, Holds()(x))
+    return in_a_row(model_class, layers.Dense(6), block, block, Holds())
 
 
 def subclassed(model_class):
@@ -167,12 +173,9 @@ def subclassed(model_class):
 
 def unusual(model_class):
     """Normalizations that do more, but by the statistics of Keras's."""
-    inputs = keras.Input((cases.FEATURES,))
-    x = layers.Dense(6, "tanh")(inputs)
-    for norm in (Shifted(), Wide(), Norm(renorm=True), Scaled([Norm()])):
-        x = norm(x)
-    x = layers.RNN(Cell(4), unroll=True)(layers.Reshape((3, 2))(x))
-    return classifier(model_class, inputs, x)
+    norms = Shifted(), Wide(), Norm(renorm=True), Scaled([Norm()])
+    last = layers.Reshape((3, 2)), layers.RNN(Cell(4), unroll=True)
+    return in_a_row(model_class, layers.Dense(6, "tanh"), *norms, *last)
 
 
 class Shifted(Norm):
@@ -208,10 +211,8 @@ class Cell(layers.SimpleRNNCell):
 
 def recurrent(model_class):
     """Loops, and their gradients, on both sides."""
-    inputs = keras.Input((cases.FEATURES,))
-    x = layers.Reshape((-1, 2))(inputs)
-    x = Norm()(layers.LSTM(4, return_sequences=True)(x))
-    return classifier(model_class, inputs, Norm()(layers.GRU(4)(x)))
+    first = layers.Reshape((-1, 2)), layers.LSTM(4, return_sequences=True)
+    return in_a_row(model_class, *first, Norm(), layers.GRU(4), Norm())
 
 
 def contrastive(y_true, y_pred):
@@ -222,14 +223,16 @@ def contrastive(y_true, y_pred):
 
 CASES = {
     "a chain": cases.Case(
-        make=chain, compile={"metrics": ["accuracy"]}, sizes=[[22], [9], [3]]
+        make=two_norms,
+        compile={"metrics": ["accuracy"]},
+        sizes=[[22], [9], [3]],
     ),
     "residual": cases.Case(make=residual),
     "called again": cases.Case(make=called_again),
     "frozen": cases.Case(make=frozen),
     "masked": cases.Case(make=masked, data=tokens),
     "sample weights": cases.Case(
-        make=chain,
+        make=two_norms,
         data=cases.weighted_classes,
         compile={"weighted_metrics": ["accuracy"]},
     ),
@@ -238,7 +241,7 @@ CASES = {
         data=cases.two_targets,
         loss=lambda: cases.BOTH_LOSSES,
     ),
-    "contrastive": cases.Case(make=chain, loss=lambda: contrastive),
+    "contrastive": cases.Case(make=two_norms, loss=lambda: contrastive),
     "in layers": cases.Case(make=in_layers),
     "subclassed": cases.Case(make=subclassed),
     "unusual": cases.Case(make=unusual),
@@ -305,11 +308,9 @@ class Custom(Norm):
 @pytest.mark.parametrize("kwargs", [{}, weekly({"run_eagerly": True})], ids=str)
 @pytest.mark.parametrize("layer", [Always, Custom])
 def test_evaluate_normalizes_as_the_layer_says(layer, kwargs):
-    def make(model_class):
-        inputs = keras.Input((cases.FEATURES,))
-        return classifier(model_class, inputs, layer()(layers.Dense(5)(inputs)))
-
-    case = in_float64(cases.Case(make=make))
+    case = in_float64(
+        cases.Case(make=lambda cls: in_a_row(cls, layers.Dense(5), layer()))
+    )
     model, reference = check_big(case, 1e-9, **SYNC | kwargs)
     assert distance(model, reference) < 1e-9  # moving averages, moved again
 
@@ -333,8 +334,9 @@ def test_functions_that_run_eagerly():
 )
 def test_mixed_precision(policy, tolerance):
     """To its rounding; statistics are computed in float32."""
-    kwargs = {"policy": policy, "tolerance": tolerance}
-    case = dataclasses.replace(CASES["a chain"], **kwargs)
+    case = dataclasses.replace(
+        CASES["a chain"], policy=policy, tolerance=tolerance
+    )
     reference, _ = train_big(case, keras.Model)
     model, _ = train_big(case, **SYNC)
     check_weights(model, reference, case)
@@ -349,14 +351,14 @@ def test_with_the_gradient_cache_and_without_it():
     assert distance(cached, train_big(case, **SYNC)[0]) == 0
 
 
-shared_over_replicas = functools.partial(chain, synchronized=True)
+shared_over_replicas = functools.partial(two_norms, synchronized=True)
 
 
 # Of the second normalization, each replica has its own.
 @pytest.mark.parametrize(
     ("make", "sizes"),
     [
-        weekly(chain, [[24], [8]]),
+        weekly(two_norms, [[24], [8]]),
         weekly(shared_over_replicas, [[24], [8]]),
         weekly(in_layers, [[24], [8]]),
     ],
@@ -398,8 +400,7 @@ def test_applications(name):
         base = getattr(keras.applications, name)(
             input_shape=shape, include_top=False, weights=None, pooling="avg"
         )
-        inputs = keras.Input(shape)
-        return classifier(model_class, inputs, base(inputs))
+        return chain(model_class, shape, base, softmax())
 
     def images(samples, rng):
         y = rng.integers(cases.CLASSES, size=samples)
@@ -490,17 +491,14 @@ def rematerialized(call, x):
 @pytest.mark.filterwarnings("ignore:Layer 'in")
 def test_what_cannot_be_split_is_refused_by_name(make, message):
     """In the first step, before a weight moves. Frozen, it is no obstacle."""
-    x, y = np.random.default_rng(0).normal(size=(2, 8, 3, 2))
-    y = y[:, 0, :1]
-    inputs = keras.Input((3, 2))
-    outputs = layers.Dense(1)(layers.Flatten()(make()(inputs)))
-    model = AccumulatingModel(inputs, outputs)
-    before = model.get_weights()
-    model.compile("sgd", "mse", **SYNC)
+    x, y = normal((8, 3, 2), (8, 1))
+    inner = make(), layers.Flatten(), layers.Dense(1)
+    model = compiled(
+        chain(AccumulatingModel, (3, 2), *inner), "sgd", "mse", **SYNC
+    )
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"(?s)Received: .*{message}"):
+        with refused(model, f"(?s)Received: .*{message}"):
             model.train_on_batch(x, y)
-    assert distance(model, before) == 0
     model.trainable = False
     model.layers[-1].trainable = True
     model.compile("sgd", "mse", **SYNC)
@@ -515,9 +513,16 @@ def test_ctrl_c_between_two_stages_forgets_the_pending_cycle(monkeypatch):
         return run(*args)
 
     monkeypatch.setattr(stages._Passes, "_backward_of", interrupted)
-    model, x = chain(AccumulatingModel), np.ones((16, cases.FEATURES))
-    kwargs = {"micro_batch_size": 4, "accum_steps": 2, "sync_batch_norm": True}
-    model.compile("sgd", "mse", run_eagerly=True, verify=False, **kwargs)
+    model, x = two_norms(AccumulatingModel), np.ones((16, cases.FEATURES))
+    model.compile(
+        "sgd",
+        "mse",
+        run_eagerly=True,
+        verify=False,
+        micro_batch_size=4,
+        accum_steps=2,
+        sync_batch_norm=True,
+    )
     with pytest.raises(KeyboardInterrupt):
         model.fit(x, np.ones((16, cases.CLASSES)), batch_size=8, verbose=0)
     assert next(calls) == 6

@@ -7,7 +7,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, distance, plain_and
+from helpers import (
+    chain,
+    check_exact,
+    compiled,
+    custom_step,
+    distance,
+    normal,
+    train,
+)
 
 from accumodel import AccumulatingModel
 
@@ -32,12 +40,12 @@ def linear(made):
     return chain(made, (4,), keras.layers.Dense(1))
 
 
+def squared(errors):
+    return tf.reduce_mean(errors**2)
+
+
 def add(model, x, y):
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean((model(x) - y) ** 2)
-    gradients = tape.gradient(loss, model.trainable_variables)
-    model.accumulate_gradients(gradients, tf.shape(x)[0])
-    return {"mean": loss}
+    return {"mean": custom_step(model, x, lambda: squared(model(x) - y))}
 
 
 @pytest.mark.table
@@ -54,13 +62,11 @@ def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
             model.make_train_function(force=True)
         return model
 
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(16, 4)), rng.normal(size=(16, 1))
+    x, y = normal((16, 4), (16, 1))
     model = fit(made, accum_steps=2, run_eagerly=run_eagerly)
     assert int(model.optimizer.iterations) == 4
-    plain = linear(keras.Model)
-    plain.compile(keras.optimizers.SGD(0.1), "mse")
-    plain.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    sgd = keras.optimizers.SGD(0.1)
+    plain = train(linear(keras.Model), (x, y), 8, sgd, 2, loss="mse")
     assert distance(model, plain) < 1e-6
 
 
@@ -86,16 +92,16 @@ def test_after_compile_a_function_in_a_step_trains_or_is_refused(made):
 
 def test_a_new_train_function_updates_as_the_optimizer_says_now():
     x, y = np.ones((8, 4)), 9 * np.ones((8, 1))
-    models = []
-    for base, kwargs in plain_and({"micro_batch_size": 4}):
-        model = linear(base)
-        model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
-        model.fit(x, y, verbose=0)
+
+    def run(base, **kwargs):
+        sgd = keras.optimizers.SGD(0.1)
+        model = train(linear(base), (x, y), 8, sgd, 1, loss="mse", **kwargs)
         model.optimizer.clipnorm = 1e-3
         model.make_train_function(force=True)
         model.fit(x, y, verbose=0)
-        models.append(model)
-    assert distance(*models) < 1e-6
+        return model
+
+    check_exact(run, {"micro_batch_size": 4})
 
 
 def test_the_remainders_update_is_traced_once_and_not_run_op_by_op():
@@ -106,12 +112,12 @@ def test_the_remainders_update_is_traced_once_and_not_run_op_by_op():
             calls["eager" if tf.executing_eagerly() else "traced"] += 1
             return super().apply(*args, **kwargs)
 
-    model = cases.linear(AccumulatingModel)
-    model.compile(Counting(0.1), "mse", accum_steps=4)
+    model = compiled(
+        cases.linear(AccumulatingModel), Counting(0.1), "mse", accum_steps=4
+    )
     x, y = cases.features(20), np.ones((20, cases.CLASSES))
     model.fit(x, y, batch_size=4, epochs=3, verbose=0)  # 5 micro-batches
-    assert int(model.optimizer.iterations) == 6
-    assert calls == {"traced": 1}
+    assert (int(model.optimizer.iterations), calls) == (6, {"traced": 1})
 
 
 def test_a_function_with_a_signature_is_called_with_numbers():
@@ -127,6 +133,10 @@ def test_a_function_with_a_signature_is_called_with_numbers():
         def call(self, x):
             return scale(x, 2)
 
-    model = chain(AccumulatingModel, (4,), Scale(), keras.layers.Dense(2))
-    model.compile("sgd", "mse", micro_batch_size="auto")
+    model = compiled(
+        chain(AccumulatingModel, (4,), Scale(), keras.layers.Dense(2)),
+        "sgd",
+        "mse",
+        micro_batch_size="auto",
+    )
     model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0)

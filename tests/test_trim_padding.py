@@ -9,10 +9,12 @@ import pytest
 import tensorflow as tf
 from helpers import (
     as_dataset,
+    check_exact,
+    compiled,
     distance,
-    plain_and,
     weekly,
 )
+from helpers import train as fitted
 from keras import layers
 from padded import (
     LENGTH,
@@ -78,16 +80,12 @@ class Positions(layers.Layer):
         return inputs + tf.gather(self.vectors, places)
 
 
-def train(make, model_class, data, batches=(20,), **kwargs):
+def train(make, model_class, data, batches=(20,), fit=None, rate=0.5, **kwargs):
     """Returns the model, and the logs of `fit` and of `evaluate`."""
     keras.utils.set_random_seed(0)
-    fit = kwargs.pop("fit", {})
-    kwargs.setdefault("loss", cross_entropy())
-    rate = kwargs.pop("learning_rate", 0.5)
-    kwargs["optimizer"] = keras.optimizers.SGD(rate)
-    model = make(model_class)
-    model.compile(**kwargs)
-    given = as_dataset(data, batches)
+    kwargs = {"loss": cross_entropy()} | kwargs
+    model = compiled(make(model_class), keras.optimizers.SGD(rate), **kwargs)
+    given, fit = as_dataset(data, batches), fit or {}
     history = model.fit(given, epochs=2, shuffle=False, verbose=0, **fit)
     tested = model.evaluate(given, verbose=0, return_dict=True)
     return model, history.history | {f"val_{k}": v for k, v in tested.items()}
@@ -131,9 +129,6 @@ CASES = {
 }
 
 
-MASKED = ("weights after the mask",)
-
-
 OFTEN = ("LSTM", "an output for each word", "weights after the mask")
 
 
@@ -155,14 +150,14 @@ def test_the_weights_and_logs_are_those_of_the_padded_batch(name, jit_compile):
     check(
         make,
         data(),
-        "padding_mask" if name in MASKED else 0,
+        "padding_mask" if make is with_a_mask else 0,
         jit_compile=jit_compile,
         **metrics,
     )
 
 
 def other_reduction(kind):
-    return {"loss": cross_entropy(reduction=kind), "learning_rate": 1e-3}
+    return {"loss": cross_entropy(reduction=kind), "rate": 1e-3}
 
 
 # Further arguments: of both; of ours.
@@ -198,23 +193,20 @@ def test_half_precision(policy, tolerance):
 
 def test_widths_that_differ_from_batch_to_batch():
     data = words(), of_words()
-    models = []
-    for model_class, kwargs in plain_and(
-        {"micro_batch_size": 3, "trim_padding": 0}
-    ):
-        model = positions(model_class)
-        model.compile(keras.optimizers.SGD(0.5), cross_entropy(), **kwargs)
-        spec = tf.TensorSpec((None, None), tf.int64)
-        batches = tf.data.Dataset.from_generator(
-            lambda: (
-                tuple(each[:10, :width].copy() for each in data)
-                for width in (60, 40, 50)
-            ),
-            output_signature=(spec, spec),
-        ).apply(tf.data.experimental.assert_cardinality(3))
-        model.fit(batches, shuffle=False, verbose=0)
-        models.append(model)
-    assert distance(*models) < 1e-6
+    spec = tf.TensorSpec((None, None), tf.int64)
+    batches = tf.data.Dataset.from_generator(
+        lambda: (
+            tuple(each[:10, :width].copy() for each in data)
+            for width in (60, 40, 50)
+        ),
+        output_signature=(spec, spec),
+    ).apply(tf.data.experimental.assert_cardinality(3))
+
+    def run(base, **kwargs):
+        args = [batches], None, keras.optimizers.SGD(0.5), 1
+        return fitted(positions(base), *args, loss=cross_entropy(), **kwargs)
+
+    check_exact(run, {"micro_batch_size": 3, "trim_padding": 0})
 
 
 def two_towers(model_class):
@@ -317,15 +309,13 @@ def test_nothing_is_cut_off_that_counts(name):
     if not isinstance(x, dict):
         ours["trim_padding"] = 0
     ours |= {key: arguments.pop(key) for key in [*ours] if key in arguments}
-    models = []
-    for model_class, kwargs in plain_and(ours):
-        model = make(model_class)
-        optimizer = keras.optimizers.SGD(0.5)
-        model.compile(optimizer, run_eagerly=True, **arguments, **kwargs)
-        for _ in range(2):
-            model.train_on_batch(x, y)
-        models.append(model)
-    assert distance(*models) < 1e-6
+
+    def run(base, **kwargs):
+        kwargs |= arguments | {"run_eagerly": True}
+        sgd = keras.optimizers.SGD(0.5)
+        return fitted(make(base), (x, y), SAMPLES, sgd, 2, **kwargs)
+
+    check_exact(run, ours)
 
 
 @pytest.mark.unverified

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, distance
+from helpers import Adds, chain, distance, gradients_of
 from keras import layers, ops
 
 from accumodel import AccumulatingModel, InexactWarning
@@ -27,15 +27,15 @@ SGD, ADAM = keras.optimizers.SGD, keras.optimizers.Adam
 # -- models --------------------------------------------------------------------
 
 
-def around(function, units=4):
+def with_layer(make_layer):
     """Returns a function that makes a model with a layer in the middle."""
+    return lambda cls: chain(
+        cls, (6,), layers.Dense(6, "tanh"), make_layer(), layers.Dense(4)
+    )
 
-    def make(cls):
-        inner = layers.Lambda(function, output_shape=(6,))
-        made = layers.Dense(6, "tanh"), inner, layers.Dense(units)
-        return chain(cls, (6,), *made)
 
-    return make
+def around(function):
+    return with_layer(lambda: layers.Lambda(function, output_shape=(6,)))
 
 
 def dense(cls):
@@ -81,10 +81,11 @@ def custom(loss_of, call=forward):
 
     def train_step(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            loss = loss_of(y, self.b(self.a(x)))
         variables = [*self.a.trainable_variables, *self.b.trainable_variables]
-        pairs = zip(tape.gradient(loss, variables), variables, strict=True)
+        loss, gradients = gradients_of(
+            lambda: loss_of(y, self.b(self.a(x))), variables
+        )
+        pairs = zip(gradients, variables, strict=True)
         if hasattr(self, "accumulate_gradients"):
             self.accumulate_gradients([*pairs], tf.shape(x)[0])
         else:
@@ -111,11 +112,7 @@ class Scaled(layers.Layer):
 
 
 def scaled(branch, scale=1e-6):
-    def make(cls):
-        made = layers.Dense(6, "tanh"), Scaled(branch, scale), layers.Dense(4)
-        return chain(cls, (6,), *made)
-
-    return make
+    return with_layer(lambda: Scaled(branch, scale))
 
 
 def moments(layer, h):
@@ -133,17 +130,13 @@ def scaled_gradient(layer, h):
     return h * scale + ops.stop_gradient(h - h * scale)
 
 
-class AddsNothing(layers.Layer):
-    def call(self, x):
-        loss = ops.sum(ops.mean(x, 0) ** 2)
-        self.add_loss(loss - ops.stop_gradient(loss))
-        return x
+def nothing(x):
+    loss = ops.sum(ops.mean(x, 0) ** 2)
+    return loss - ops.stop_gradient(loss)
 
 
-class AddsSquares(layers.Layer):
-    def call(self, x):
-        self.add_loss(ops.sum(ops.sum(x, 0) ** 2))
-        return x
+def squares(x):
+    return ops.sum(ops.sum(x, 0) ** 2)
 
 
 def experts(h):
@@ -187,10 +180,8 @@ def endpoint(cls):
 
 
 def swapped(cls):
-    inputs = keras.Input((5, 6))
-    outputs = layers.Permute((2, 1))(layers.Dense(4)(inputs))
-    outputs = layers.Lambda(lambda x: ops.transpose(x, (1, 0, 2)))(outputs)
-    return cls(inputs, outputs)
+    last = layers.Lambda(lambda x: ops.transpose(x, (1, 0, 2)))
+    return chain(cls, (5, 6), layers.Dense(4), layers.Permute((2, 1)), last)
 
 
 def softmax_of_steps(cls):
@@ -285,47 +276,38 @@ def keep(reduce):
     )
 
 
-def counting(cls):
-    """Scales its loss by a count that goes on after it."""
+def scaled_by(state_of, factor, move):
+    """Returns what makes a model: what scales its loss moves after the loss."""
 
-    class Model(cls):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.count = self.add_weight((), "ones", trainable=False)
+    def make(cls):
+        class Model(cls):
+            def __init__(self, *args):
+                super().__init__(*args)
+                self.state = state_of(self)
 
-        def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs) * self.count
+            def compute_loss(self, *args, **kwargs):
+                loss = super().compute_loss(*args, **kwargs)
+                return loss * factor(self.state)
 
-        def compute_metrics(self, x, y, y_pred, sample_weight=None):
-            self.count.assign_add(1.0)
-            return super().compute_metrics(x, y, y_pred, sample_weight)
+            def compute_metrics(self, x, y, y_pred, sample_weight=None):
+                move(self.state, y_pred)
+                return super().compute_metrics(x, y, y_pred, sample_weight)
 
-    return chain(Model, (6,), layers.Dense(4))
+        return chain(Model, (6,), layers.Dense(4))
 
-
-def measured(cls):
-    """Scales its loss by a metric, which moves after the loss."""
-
-    class Model(cls):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.size = keras.metrics.Mean("size")
-
-        def compute_loss(self, *args, **kwargs):
-            loss = super().compute_loss(*args, **kwargs)
-            return loss * (1 + self.size.result())
-
-        def compute_metrics(self, x, y, y_pred, sample_weight=None):
-            self.size.update_state(y_pred**2)
-            return super().compute_metrics(x, y, y_pred, sample_weight)
-
-    return chain(Model, (6,), layers.Dense(4))
+    return make
 
 
-class AddsRoot(layers.Layer):
-    def call(self, x):
-        self.add_loss(ops.sqrt(ops.mean(x**2)))
-        return x
+counting = scaled_by(
+    lambda model: model.add_weight((), "ones", trainable=False),
+    lambda count: count,
+    lambda count, y_pred: count.assign_add(1.0),
+)
+measured = scaled_by(
+    lambda model: keras.metrics.Mean("size"),
+    lambda size: 1 + size.result(),
+    lambda size, y_pred: size.update_state(y_pred**2),
+)
 
 
 def covariance(self, y, p):
@@ -372,10 +354,9 @@ class PerClass(keras.losses.Loss):
         return per_class(y, p)
 
 
-class Prints(layers.Layer):
-    def call(self, x):
-        tf.print("", end="")
-        return centred(x)
+def prints(x):
+    tf.print("", end="")
+    return centred(x)
 
 
 class Draws(layers.Layer):
@@ -396,12 +377,6 @@ def connections(cls):
             return x @ dropped
 
     return chain(cls, (6,), DropConnect(), layers.Dense(4))
-
-
-def with_layer(make_layer):
-    return lambda cls: chain(
-        cls, (6,), layers.Dense(6, "tanh"), make_layer(), layers.Dense(4)
-    )
 
 
 MSE, CROSS = "mse", keras.losses.CategoricalCrossentropy(axis=1)
@@ -463,13 +438,13 @@ PROGRAMS: dict = {
     "moments, 0": (scaled(moments, 0.0), MSE, X, Y),
     "drawn": (scaled(drawn), MSE, X, Y),
     "scaled gradient": (scaled(scaled_gradient, 1.0), MSE, X, Y),
-    "adds nothing": (with_layer(AddsNothing), MSE, X, Y),
+    "adds nothing": (with_layer(lambda: Adds(nothing)), MSE, X, Y),
     "counts later": (counting, MSE, X, Y),
     "reads a metric": (measured, MSE, X, Y),
-    "adds a root": (with_layer(AddsRoot), MSE, X, Y),
+    "adds a root": (with_layer(lambda: Adds(lambda x: root(0, x))), MSE, X, Y),
     "ignored squares": (
         lambda cls: subclass(
-            lambda self, x: self.b(self.a(AddsSquares()(x))), mean
+            lambda self, x: self.b(self.a(Adds(squares)(x))), mean
         )(cls),
         None,
         X,
@@ -504,7 +479,7 @@ PROGRAMS: dict = {
         Y,
     ),
     "normalization": (with_layer(layers.BatchNormalization), MSE, X, Y),
-    "print": (with_layer(Prints), MSE, X, Y),
+    "print": (around(prints), MSE, X, Y),
     "Python": (with_layer(Draws), MSE, X, Y),
 }
 for seed in range(8):
@@ -545,8 +520,7 @@ def train(cls, make, loss, x, y, **kwargs):
     is_large = loss is PROGRAMS["price"][1]
     model.compile(ADAM(0.01) if is_large else SGD(0.1), loss, **kwargs)
     steps = kwargs.get("accum_steps", 1)
-    options = {"batch_size": 24 // steps, "shuffle": False, "verbose": 0}
-    model.fit(x, y, epochs=2, **options)
+    model.fit(x, y, epochs=2, batch_size=24 // steps, shuffle=False, verbose=0)
     return model
 
 

@@ -13,7 +13,10 @@ import pytest
 import tensorflow as tf
 from helpers import (
     calling_super,
+    chain,
+    compiled,
     distance,
+    fit,
     follow,
     mirrored,
     moves_after_update,
@@ -39,13 +42,13 @@ def layers_of(way):
 
 
 def pooled(base, *layers, outputs=1):
-    inputs = keras.Input((None,), dtype="int32")
-    hidden = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
-    hidden = keras.layers.GlobalAveragePooling1D()(hidden)
-    for layer in layers:
-        hidden = layer(hidden)
-    heads = [keras.layers.Dense(2)(hidden) for _ in range(outputs)]
-    return base(inputs, heads if outputs > 1 else heads[0])
+    words = keras.layers.Embedding(9, 4, mask_zero=True)
+    layers = words, keras.layers.GlobalAveragePooling1D(), *layers
+    if outputs == 1:
+        return chain(base, cases.ids(), *layers, keras.layers.Dense(2))
+    body = chain(keras.Model, cases.ids(), *layers)
+    heads = [keras.layers.Dense(2)(body.output) for _ in range(outputs)]
+    return base(body.input, heads)
 
 
 def masked(base, *layers):
@@ -141,7 +144,7 @@ def with_layer(make_layer):
 # A model, and the arguments of `compile` or what else is not as usual.
 FEATURES = {
     "masks": (masked, {"is_long": True}),
-    "add_loss": (with_layer(cases.AddsLoss), {}),
+    "add_loss": (with_layer(cases.adds_loss), {}),
     "state": (lambda base, *x: pooled(base, Counts(), *x, Counts()), {}),
     "ages": (with_layer(Ages), {}),
     "ages, fixed size": (with_layer(Ages), {"is_fixed": True}),
@@ -155,8 +158,8 @@ FEATURES = {
     "executions": (pooled, {"steps_per_execution": 2}),
     "skipping": (pooled, {"skip_nonfinite": True}),
     "replicas": (pooled, {"is_mirrored": True}),
-    "eager": (with_layer(cases.AddsLoss), {"run_eagerly": True}),
-    "xla": (with_layer(cases.AddsLoss), {"jit_compile": True}),
+    "eager": (with_layer(cases.adds_loss), {"run_eagerly": True}),
+    "xla": (with_layer(cases.adds_loss), {"jit_compile": True}),
 }
 
 # What the features here are called in the table of what cannot be combined.
@@ -227,8 +230,7 @@ def train(
     if is_fixed:
         dataset = tf.data.Dataset.from_tensor_slices((x, y))
         data = {"x": dataset.batch(batch_size, drop_remainder=True)}
-    scope = mirrored(2).scope() if is_mirrored else contextlib.nullcontext()
-    with scope:
+    with mirrored(2).scope() if is_mirrored else contextlib.nullcontext():
         keras.utils.set_random_seed(0)
         model = make(base, *layers_of(way))
         kwargs = {"loss": "mse", "jit_compile": False} | kwargs
@@ -356,39 +358,34 @@ def test_a_fit_after_an_error_is_that_of_a_model_without_one(way, what):
     """After one update, the second fails in its last micro-batch."""
     x, y = tokens()
     batch_size, arguments = WAYS["int" if way == "replicas" else way]
-    no_scope = contextlib.nullcontext()
-    scope = mirrored(2).scope() if way == "replicas" else no_scope
+    is_mirrored = way == "replicas"
     rate = 0 if way in ("trim", "replicas") else 0.4  # draw others
-    models = []
-    for base in (keras.Model, AccumulatingModel):
-        ours = base is AccumulatingModel
-        with scope if ours else no_scope:
-            keras.utils.set_random_seed(0)
-            dropout = keras.layers.Dropout(rate)
-            model = breakable(base, *layers_of(way), dropout)
-            kwargs = {"jit_compile": False, "run_eagerly": what == "Ctrl-C"}
-            kwargs |= arguments if ours else {}
-            model.compile(keras.optimizers.SGD(0.1), "mse", **kwargs)
-        how = {"shuffle": False, "verbose": 0}
-        if ours:
-            bad = x.copy()
-            bad[-1] = 99 if what == "step" else bad[-1]  # it is no token
-            failure = Failure(what)
-            how["batch_size"] = batch_size
-            with pytest.raises(ERRORS[what]) as caught:
-                model.fit(bad, y, callbacks=[failure], **how)
-            notes = getattr(caught.value, "__notes__", [])
-            # Ctrl-C between two batches leaves a cycle, which `fit` drops.
-            assert any("is forgotten" in x for x in notes) == (
-                batch_size < 8 and what in ("step", "memory")
-            )
-            failure.set(False)
-            model.fit(x, y, epochs=2, **how)
-        else:
-            model.fit(x[:8], y[:8], batch_size=8, **how)
-            model.fit(x, y, batch_size=8, epochs=2, **how)
-        models.append(model)
-    assert distance(*models) < 1e-6
+
+    def make(base, **kwargs):
+        keras.utils.set_random_seed(0)
+        dropout = keras.layers.Dropout(rate)
+        model = breakable(base, *layers_of(way), dropout)
+        kwargs |= {"jit_compile": False, "run_eagerly": what == "Ctrl-C"}
+        return compiled(model, keras.optimizers.SGD(0.1), "mse", **kwargs)
+
+    plain = make(keras.Model)
+    fit(plain, x[:8], y[:8], batch_size=8)
+    fit(plain, x, y, batch_size=8, epochs=2)
+    with mirrored(2).scope() if is_mirrored else contextlib.nullcontext():
+        model = make(AccumulatingModel, **arguments)
+    bad = x.copy()
+    bad[-1] = 99 if what == "step" else bad[-1]  # it is no token
+    failure = Failure(what)
+    with pytest.raises(ERRORS[what]) as caught:
+        fit(model, bad, y, batch_size=batch_size, callbacks=[failure])
+    notes = getattr(caught.value, "__notes__", [])
+    # Ctrl-C between two batches leaves a cycle, which `fit` drops.
+    assert any("is forgotten" in x for x in notes) == (
+        batch_size < 8 and what in ("step", "memory")
+    )
+    failure.set(False)
+    fit(model, x, y, batch_size=batch_size, epochs=2)
+    assert distance(model, plain) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -414,8 +411,7 @@ def test_what_cannot_be_combined_is_refused_and_changes_nothing(
         base = calling_super(base, other)
     else:
         kwargs[other] = True
-    model = pooled(base)
-    model.compile("adam", "mse")
+    model = compiled(pooled(base), "adam", "mse")
     with pytest.raises(ValueError, match=match):
         model.compile("sgd", "mae", **kwargs)
     assert model.loss == "mse"

@@ -7,6 +7,7 @@ with `exact`. What is wrong here is wrong in later batches: behind a threshold,
 at a later update, in a larger batch, or at another length.
 """
 
+import functools
 import typing
 import warnings
 
@@ -16,7 +17,7 @@ import pytest
 import tensorflow as tf
 import test_proof
 import test_verdict
-from helpers import chain, distance, fit
+from helpers import Adds, chain, compiled, custom_step, distance, fit
 from keras import layers, ops
 from test_verdict import ADAM, SGD, hardest, with_layer
 
@@ -108,14 +109,9 @@ def with_step(make, loss):
         class Model(cls):
             def train_step(self, data):
                 x, y = data
-                variables = self.trainable_variables
-                with tf.GradientTape() as tape:
-                    value = loss(y, self(x, training=True))
-                gradients = tape.gradient(value, variables)
-                if cls is AccumulatingModel:
-                    self.accumulate_gradients(gradients, tf.shape(x)[0])
-                else:
-                    self.optimizer.apply(gradients, variables)
+                value = custom_step(
+                    self, x, lambda: loss(y, self(x, training=True))
+                )
                 return {"mean": value}
 
         return make(Model)
@@ -320,10 +316,7 @@ def synchronized(cls):
     return cls(x, [layers.Dense(4)(hidden), layers.Dense(4)(hidden)])
 
 
-class AddsRows(layers.Layer):
-    def call(self, x):
-        self.add_loss(0.1 * ops.mean(x**2, -1))
-        return x
+adds_rows = functools.partial(Adds, lambda x: 0.1 * ops.mean(x**2, -1))
 
 
 def activity(cls):
@@ -441,7 +434,7 @@ PROGRAMS = {
     ),
     **{
         f"adds rows to {name}": Program(
-            with_layer(AddsRows),
+            with_layer(adds_rows),
             loss,
             optimizer=lambda: SGD(1e-3),
             ways=CACHE,
@@ -486,8 +479,9 @@ def trained(program, cls, **kwargs):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)
         warnings.filterwarnings("ignore", "Gradients do not exist")
-        model = program.make(cls)
-        model.compile(program.optimizer(), program.loss, **kwargs)
+        model = compiled(
+            program.make(cls), program.optimizer(), program.loss, **kwargs
+        )
         program.train(model, kwargs.get("accum_steps", 1))
     return model, {each.category for each in told}
 
@@ -518,25 +512,6 @@ def test_what_is_said_is_true_to_the_end(name, way):
         assert told is None
     elif program.told and way != "eager":
         assert told == {InexactWarning}
-
-
-REFUSED = {*test_verdict.REFUSED, "Python"}
-
-
-@pytest.mark.weekly
-@pytest.mark.verified
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", test_verdict.PROGRAMS)
-def test_other_programs(name, way):
-    """Those of which only the first batch is looked at elsewhere."""
-    make, loss, *data = test_verdict.PROGRAMS[name]
-    if way in ("cache", "eager") and (name in REFUSED or "step" in name):
-        pytest.skip("it is refused, or not made")
-    is_large = name == "price"
-    optimizer = (lambda: ADAM(0.01)) if is_large else (lambda: SGD(0.1))
-    in_all = (name, way) == test_verdict.FALSE_ALARM
-    program = Program(make, loss, feed(*data), optimizer)
-    check(program, in_all=in_all, **WAYS[way])
 
 
 # They do not run in micro-batches, or train nothing.

@@ -75,8 +75,10 @@ def test_steps_per_execution_is_refused_on_several_workers(monkeypatch):
     strategy_class = tf.distribute.MultiWorkerMirroredStrategy
     strategy = strategy_class.__new__(strategy_class)  # it needs a cluster
     monkeypatch.setattr(model, "_distribute_strategy", strategy)
-    match = r"`steps_per_execution` must be 1.* steps_per_execution=2"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(
+        ValueError,
+        match=r"`steps_per_execution` must be 1.* steps_per_execution=2",
+    ):
         model.compile("sgd", "mse", accum_steps=2, steps_per_execution=2)
 
 
@@ -111,8 +113,7 @@ def check_saved(path):
     adam = keras.optimizers.AdamW(0.01, global_clipnorm=1.0)
     plain = compiled(training.make_model(), adam)
     size = training.GLOBAL_BATCH * training.ACCUM_STEPS
-    how = {"batch_size": size, "epochs": training.EPOCHS}
-    fit(plain, *training.make_data(), **how)
+    fit(plain, *training.make_data(), batch_size=size, epochs=training.EPOCHS)
     assert distance(keras.models.load_model(path), plain) < 1e-6
 
 
