@@ -192,8 +192,6 @@ class Accumulation:
 
     def check_loop(self, name):
         """Raises if a custom loop calls what needs `compile`, or `fit`."""
-        if current_step() is not None:
-            return
         checks.check_compiled(self.model, name)
         size = self.options.micro_batch_size
         if size is not None:

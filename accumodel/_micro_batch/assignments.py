@@ -1,6 +1,7 @@
 """What a step assigns: recorded, refused, or put back for another pass."""
 
 import contextlib
+import functools
 
 import keras
 import tensorflow as tf
@@ -41,11 +42,8 @@ _RANDOM = (
 RECORDED = "recorded_by_accumodel"
 
 
-@contextlib.contextmanager
-def recorded():
-    """Scope, or decorator, in which assignments are known."""
-    with tf.name_scope(RECORDED):
-        yield
+# Makes a scope in which assignments are known.
+recorded = functools.partial(tf.name_scope, RECORDED)
 
 
 def nodes_of(definition, scope=""):

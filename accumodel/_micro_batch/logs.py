@@ -87,7 +87,6 @@ class LossLogs:
         for tracker in trackers:
             tracker.reset_state()
 
-    @recorded()
     def report(self, loss, weight, data):
         """Adds losses and weights, `None` for a sum, and sets the trackers."""
         trackers = loss_trackers(self._plan.model)
@@ -103,7 +102,8 @@ class LossLogs:
             count = tf.cast(0 if weight is None else weight, tf.float64)
             loss = loss if weight is None else loss * count
             new.append([0.0, 0.0, loss, count, samples])
-        self._set(trackers, tf.unstack(self._add(tf.stack(new))))
+        with recorded():
+            self._set(trackers, tf.unstack(self._add(tf.stack(new))))
 
     def _add(self, new):
         """Adds rows to those of the cycle, which may begin; returns them."""

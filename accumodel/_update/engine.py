@@ -105,6 +105,7 @@ class Engine(tf.Module):
             # On each replica: positive while a fed batch is added, negative
             # while an update is made, otherwise 0. All have the same sign.
             self._phase = replicas.make_sum((), tf.float64, "phase")
+            self._replicas = replicas.count_replicas()
 
     @property
     def variables(self) -> list:
@@ -231,7 +232,7 @@ class Engine(tf.Module):
 
     # -- on each replica: a micro-batch, and the end of a fed batch ------------
 
-    def add(self, gradients, weight, is_split=False, is_last=True):
+    def add(self, gradients, weight, is_split, is_last):
         """Adds a micro-batch to this replica's sums.
 
         Its gradient may come in several parts, of which the last one adds the
@@ -243,10 +244,14 @@ class Engine(tf.Module):
         with tf.control_dependencies(self._waits(gradients, weight)):
             weight = tf.identity(weight if divides else 1.0)
         weight = tf.cast(weight, tf.float64)
-        accepted = self._accepts(gradients, weight, is_split)
+        accepted = (
+            self._accepts(gradients, weight, is_split)
+            if self._skip_nonfinite
+            else tf.identity(True)
+        )
         # Keras divides the loss of each replica by their number, unless it is
         # a sum. The sums are those of one device.
-        scale = weight * (replicas.count_replicas() if divides else 1)
+        scale = weight * (self._replicas if divides else 1)
         scale = tf.where(accepted, scale, 0.0)
         with recorded(), tf.control_dependencies([scale]):
             begun = tf.identity(self._phase.assign(1.0))
@@ -261,14 +266,12 @@ class Engine(tf.Module):
             with recorded(), tf.control_dependencies([phase]):
                 accepted = tf.cast(accepted, tf.float64)
                 # What all replicas accept adds 1 / replicas on each of them.
-                size = 1 / (1 if is_split else replicas.count_replicas())
+                size = 1 / (1 if is_split else self._replicas)
                 sizes = [accepted * size, (1 - accepted) * size]
                 self._counts.assign_add(sizes)
 
     def _accepts(self, gradients, weight, is_split):
         """Returns whether a micro-batch counts, see `skip_nonfinite`."""
-        if not self._skip_nonfinite:
-            return tf.identity(True)
         with tf.control_dependencies([weight]):
             is_finite = sums.all_finite(gradients, weight)
         accepted = is_finite | tf.equal(weight, 0)
@@ -283,18 +286,14 @@ class Engine(tf.Module):
         # Zero times what is not a number is not 0. With a constant condition,
         # TensorFlow logs that it cannot optimize it.
         is_used = tf.not_equal(scale, 0) & (begun > 0)
-        step = current_step()
+        step, variables = current_step(), self._untracked.variables
         in_fit = step is not None and step.collector is not None
 
-        def add():  # each as soon as it is made, which frees it
+        def add():
             with recorded():
                 # So that what assigns the phase next runs after the sums.
                 self._phase.assign_add(0.0)
-                dtypes = {each.dtype for each in self._sums}
-                minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
-                columns = self._sums, gradients, self.variables
-                for total, gradient, variable in zip(*columns, strict=True):
-                    sums.add(total, gradient, minus[total.dtype], variable)
+                sums.add(self._sums, gradients, scale, variables)
 
         if step is not None and step.is_compiled:
             # An XLA cluster would carry all sums through a condition. What is

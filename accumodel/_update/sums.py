@@ -19,7 +19,7 @@ def make_accumulators(variables):
             "`variables` must hold at least one variable to train. "
             f"Received: variables={variables}"
         )
-    overwritten = [each for each in variables if optimizers.overwrites(each)]
+    overwritten = [each for each in variables if overwrites(each)]
     if overwritten and count_replicas() > 1:
         raise ValueError(
             "The scales of float8 cannot be accumulated on several replicas. "
@@ -43,26 +43,36 @@ def make_counter(name):
     return tf.Variable(tf.zeros((), tf.int64), trainable=False, name=name)
 
 
-def add(total, gradient, minus, variable):
-    """Adds a gradient, times a scale of which `minus` is the negative."""
-    if gradient is None:
-        return
-    if isinstance(gradient, tf.IndexedSlices):
-        tf.raw_ops.ResourceScatterSub(
-            resource=total.handle,
-            indices=gradient.indices,
-            updates=minus * tf.cast(gradient.values, total.dtype),
-        )
-        return
-    gradient = tf.cast(gradient, total.dtype)
-    if optimizers.overwrites(variable):  # what is a value and no gradient
-        total.assign(tf.maximum(total, gradient))
-    else:
-        # `total -= minus * gradient`: the one public op that multiplies and
-        # adds in place, with no product to store.
-        tf.raw_ops.ResourceApplyGradientDescent(
-            var=total.handle, alpha=minus, delta=gradient
-        )
+def overwrites(variable):
+    """Whether the "gradient" of a variable is its new value, as in float8."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def add(totals, gradients, scale, variables):
+    """Adds gradients, times a scale, each as soon as it is made."""
+    dtypes = {each.dtype for each in totals}
+    minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
+    columns = totals, gradients, variables
+    for total, gradient, variable in zip(*columns, strict=True):
+        if gradient is None:
+            continue
+        if isinstance(gradient, tf.IndexedSlices):
+            values = tf.cast(gradient.values, total.dtype)
+            tf.raw_ops.ResourceScatterSub(
+                resource=total.handle,
+                indices=gradient.indices,
+                updates=minus[total.dtype] * values,
+            )
+            continue
+        gradient = tf.cast(gradient, total.dtype)
+        if overwrites(variable):  # what is a value and no gradient
+            total.assign(tf.maximum(total, gradient))
+        else:
+            # `total -= minus * gradient`: the one public op that multiplies
+            # and adds in place, with no product to store.
+            tf.raw_ops.ResourceApplyGradientDescent(
+                var=total.handle, alpha=minus[total.dtype], delta=gradient
+            )
 
 
 def make_divisor(weight, size):
@@ -77,7 +87,7 @@ def make_divisor(weight, size):
 def multiply(total, factor, variable):
     if total is None:
         return None
-    if not optimizers.overwrites(variable):
+    if not overwrites(variable):
         total = total * tf.cast(factor, total.dtype)
     return tf.cast(total, variable.dtype)
 
@@ -106,7 +116,7 @@ def process(function, gradients, variables, optimizer):
     scale = tf.cast(optimizer.scale_loss(tf.ones(())), tf.float64)
     given = [
         None
-        if gradient is None or optimizers.overwrites(variable)
+        if gradient is None or overwrites(variable)
         else gradient / tf.cast(scale, gradient.dtype)
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
@@ -137,7 +147,7 @@ def process(function, gradients, variables, optimizer):
     is_finite = all_finite(given, 1.0) if scales else True
 
     def scaled(gradient, new, variable):
-        if optimizers.overwrites(variable):
+        if overwrites(variable):
             return gradient
         if new is None:
             return None
