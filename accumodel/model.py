@@ -1,4 +1,4 @@
-"""`AccumulatingModel`: what `fit` does with one batch."""
+"""`AccumulatingModel`: what users compile, and the methods to override."""
 
 import functools
 import inspect
