@@ -6,7 +6,7 @@ import functools
 import keras
 import tensorflow as tf
 
-from accumodel._micro_batch.micro_batches import current_graph
+from accumodel._micro_batch.micro_batches import current_graph, within
 
 # Prefixes of types of operations that only read a variable or a table.
 READS = (
@@ -159,8 +159,7 @@ class States:
 
     def outside(self):
         """Returns a scope in which all is part of the step itself."""
-        graph = self._graph
-        return tf.init_scope() if graph is None else graph.as_default()
+        return within(self._graph)
 
     @contextlib.contextmanager
     def rolled_back(self):

@@ -1,4 +1,4 @@
-"""The micro-batches of a fed batch, and the step of one that is traced.
+"""The micro-batches of a fed batch: how it is split, and the step of each.
 
 `n` samples are split into `k = ceil(n / micro_batch_size)` micro-batches, as
 equal as they can be: the i-th begins at sample `i * n // k`. A `train_step`,
@@ -77,6 +77,11 @@ class Plan:
 def current_graph():
     """Returns the graph that is traced now, or `None` in eager code."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def within(graph):
+    """Returns a scope in a graph, or outside of all if it is `None`."""
+    return tf.init_scope() if graph is None else graph.as_default()
 
 
 def trace(function, *args, **kwargs):

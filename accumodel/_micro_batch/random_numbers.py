@@ -23,7 +23,6 @@ cycle of several fed batches is taken for a full one.
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import functools
 import inspect
@@ -43,6 +42,7 @@ from accumodel._micro_batch.micro_batches import (
     current_graph,
     current_step,
     on_host,
+    within,
 )
 
 # Philox, on CPUs and GPUs. To name it would let XLA compile it into all that
@@ -110,10 +110,7 @@ class RandomNumbers:
                 return replicas.make_sum((3,), tf.int64, "begin")
 
         if id(state) not in self.begins:
-            # In a thread that knows of no function: one that is not traced for
-            # the first time must not make variables, in `tf.init_scope` too.
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                self.begins[id(state)] = pool.submit(make).result()
+            self.begins[id(state)] = replicas.in_new_thread(make)
         return self.begins[id(state)]
 
     def cycle(self):
@@ -253,8 +250,7 @@ class Draws:
         if self._part is None or self._is_last is not None:
             return
         parts, i = self._part
-        graph = self._around
-        with tf.init_scope() if graph is None else graph.as_default():
+        with within(self._around):
             begin, end = parts.bounds(i)
             self._samples = parts.known_length(begin, end)
             # Without data, no seed may move.

@@ -26,7 +26,6 @@ them half-added. So whatever fails, the pending cycle is forgotten: see
 import contextlib
 import contextvars
 import functools
-import itertools
 import operator
 import typing
 
@@ -53,8 +52,8 @@ class _Untracked:
         self.updates: dict = {}  # compiled, by what they update
         self.numbers: typing.Any = None  # the `RandomNumbers` of its model
         # Per variable: was it passed to `accumulate`, maybe with `None` as its
-        # gradient? Empty if all were.
-        self.named: list = []
+        # gradient?
+        self.named = [True] * len(variables)
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
@@ -366,16 +365,20 @@ class Engine(tf.Module):
             )
 
         def apply():
-            named = self._untracked.named or itertools.repeat(True)
-            triples = zip(gradients, self.variables, named, strict=False)
+            named = self._untracked.named
+            triples = zip(gradients, self.variables, named, strict=True)
             # Keras warns of those without a gradient.
             pairs = ((g, v) for g, v, n in triples if n or g is not None)
             self.optimizer.apply_gradients(pairs)
 
         call_if(keep, apply)
         # What reads a variable waits for what assigns to it.
-        variables = map(optimizers.tf_variable, self.variables)
-        with tf.control_dependencies([*map(_read, variables)]):
+        reads = [
+            # Of an operation; `read_value` makes another one.
+            tf.raw_ops.ReadVariableOp(resource=each.handle, dtype=each.dtype)
+            for each in map(optimizers.tf_variable, self.variables)
+        ]
+        with tf.control_dependencies(reads):
             return tf.identity(keep)
 
     # -- once for all replicas: the end of a batch, and the update -------------
@@ -467,13 +470,6 @@ class Engine(tf.Module):
             self._end_cycle()
             if self._untracked.numbers is not None:
                 self._untracked.numbers.end_cycle(updates)
-
-
-def _read(variable):
-    # Of an operation; `read_value` makes another one.
-    return tf.raw_ops.ReadVariableOp(
-        resource=variable.handle, dtype=variable.dtype
-    )
 
 
 def call_if(condition, function):
