@@ -17,7 +17,6 @@ where their number is not known, as in `sample_axes`.
 """
 
 import contextlib
-import typing
 
 import tensorflow as tf
 
@@ -32,20 +31,14 @@ from accumodel._micro_batch.micro_batches import (
 )
 
 
-class _Kept(typing.NamedTuple):
-    """A state, and what it becomes when the cycle ends."""
-
-    state: typing.Any
-    new: typing.Any
-    is_new: typing.Any  # whether this cycle has assigned it
-
-
 class KeptStates:
     """The states of a model that its micro-batches assign alike."""
 
     def __init__(self, model):
         self._model = model
-        self._kept: dict = {}  # by the ids of the states
+        # By their ids: a state, what it becomes when the cycle ends, and
+        # whether this cycle has assigned it.
+        self._kept: dict = {}
 
     @property
     def count(self):
@@ -77,20 +70,20 @@ class KeptStates:
                 yield
         finally:  # a rehearsal may end before its step
             alike = [(self._keep(v), before) for v, before in assigned.alike()]
-        for kept, before in alike:
+        for (state, new, is_new), before in alike:
             with recorded():
-                kept.new.assign(kept.state.read_value())
-                kept.is_new.assign(True)
-                kept.state.assign(before)
+                new.assign(state.read_value())
+                is_new.assign(True)
+                state.assign(before)
 
     def _keep(self, variable):
         def make():
             state = tf_variable(variable)
-            new = tf.zeros(state.shape, state.dtype)
+            zeros = tf.zeros(state.shape, state.dtype)
             new, is_new = (
-                tf.Variable(each, trainable=False) for each in (new, False)
+                tf.Variable(each, trainable=False) for each in (zeros, False)
             )
-            return _Kept(state, new, is_new)
+            return state, new, is_new
 
         if id(variable) not in self._kept:
             self._kept[id(variable)] = replicas.in_new_thread(make)
@@ -104,8 +97,8 @@ class KeptStates:
 
     def forget(self):
         """Leaves the states as they were when the cycle began."""
-        for kept in self._kept.values():
-            kept.is_new.assign(False)
+        for _, _, is_new in self._kept.values():
+            is_new.assign(False)
 
 
 class _Assigned:

@@ -96,6 +96,15 @@ def tensors_in(nested):
     return [*filter(tf.is_tensor, flat)]
 
 
+def map_present(function, nested):
+    """Calls a function with each tensor that is there, and not `None`."""
+    return tf.nest.map_structure(
+        lambda each: each if each is None else function(each),
+        nested,
+        expand_composites=True,
+    )
+
+
 def floats_in(nested):
     """Returns the tensors of a graph that may have gradients."""
     tensors = filter(tf.is_symbolic_tensor, tensors_in(nested))

@@ -87,8 +87,7 @@ class Engine(tf.Module):
             steps.assign(accum_steps)
             self._untracked = _Untracked(strategy, variables, steps)
             self._sums = sums.make_accumulators(variables)
-            # Built now: an optimizer that copies the weights into its slots
-            # (ScheduleFreeAdamW) would copy nothing inside a trace.
+            # Built now: ScheduleFreeAdamW would copy no weights in a trace.
             if not optimizer.built:
                 optimizer.build(variables)
             # On each replica: the sum of the weights, by which the sums are
@@ -124,9 +123,7 @@ class Engine(tf.Module):
 
     def _clear(self, *variables):
         kinds = [(each.dtype, *each.shape) for each in variables]
-        zeros = {
-            kind: tf.zeros(kind[1:], kind[0]) for kind in dict.fromkeys(kinds)
-        }
+        zeros = {kind: tf.zeros(kind[1:], kind[0]) for kind in {*kinds}}
         for variable, kind in zip(variables, kinds, strict=True):
             # What is read would be added up over the workers.
             variable.assign(zeros[kind], read_value=False)
@@ -187,15 +184,15 @@ class Engine(tf.Module):
         self._has_weights = has_weight
         # The branches of a condition are graphs, and only one of them runs.
         call = (self, current_graph())
-        if step is not None and call in step.calls:
+        calls = set() if step is None else step.calls
+        if call in calls:
             raise ValueError(
                 "Gradients were accumulated twice in one `train_step`, and "
                 "each call counts as a micro-batch. Add up the losses or "
                 "gradients first, or give each optimizer an accumulator. "
                 f"Received: a second call for {len(named)} variables"
             )
-        if step is not None:
-            step.calls.add(call)
+        calls.add(call)
         self._untracked.named = named
         return gradients
 
@@ -224,8 +221,7 @@ class Engine(tf.Module):
             self._clear(*self._sums)
 
     def _forget_if_broken(self):
-        # After a step of a custom loop that failed. Its replicas have phases of
-        # one sign.
+        # A step of a custom loop failed. Its replicas have phases of one sign.
         is_broken = tf.not_equal(self._phase, 0)
         tf.cond(is_broken, self.reset, lambda: None)
 

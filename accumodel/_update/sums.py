@@ -7,6 +7,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import optimizers
 from accumodel._keras_and_tf.checks import check_shapes
 from accumodel._keras_and_tf.replicas import count_replicas, make_sum
+from accumodel._micro_batch.micro_batches import map_present
 
 # Weights that cancel leave a total that is rounding, next to their sizes.
 _CANCELLED = 1e-9
@@ -94,11 +95,11 @@ def multiply(total, factor, variable):
 
 def zero_unless(accepted, gradients):
     def zero(leaf):
-        if leaf is None or not leaf.dtype.is_floating:  # such as indices
+        if not leaf.dtype.is_floating:  # such as indices
             return leaf
         return tf.where(accepted, leaf, tf.zeros((), leaf.dtype))
 
-    return tf.nest.map_structure(zero, gradients, expand_composites=True)
+    return map_present(zero, gradients)
 
 
 def values_of(gradients):
@@ -156,8 +157,6 @@ def process(function, gradients, variables, optimizer):
 
     result = [*map(scaled, gradients, processed, variables)]
     if keep is not True:
-        keep = tf.convert_to_tensor(keep)
-        if is_finite is not True:
-            keep |= ~is_finite
+        keep = tf.logical_or(keep, tf.logical_not(is_finite))
     # No weight moves unless all of them could be computed.
     return tf.tuple(result), keep

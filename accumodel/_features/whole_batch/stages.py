@@ -28,7 +28,7 @@ import keras
 import tensorflow as tf
 
 from accumodel._features.whole_batch import sync_batch_norm
-from accumodel._features.whole_batch.graph import ModelGraph, map_present
+from accumodel._features.whole_batch.graph import ModelGraph
 from accumodel._fit.rehearsal import output_shapes
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
@@ -42,7 +42,12 @@ from accumodel._micro_batch import (
 from accumodel._micro_batch.assignments import States
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.logs import LossLogs
-from accumodel._micro_batch.micro_batches import one_step, tensors_in, trace
+from accumodel._micro_batch.micro_batches import (
+    map_present,
+    one_step,
+    tensors_in,
+    trace,
+)
 from accumodel._micro_batch.random_numbers import Draws
 
 
