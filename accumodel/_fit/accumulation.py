@@ -180,7 +180,7 @@ class Accumulation:
         pending, store = cycles.split_off(store)
         if self.model.compiled:  # else it is loaded for inference
             if cycles.OWN in pending:
-                self.change(spans_batches=True)
+                self._use(self.options, spans_batches=True)
                 self.ready_accumulator()
             self.accumulators.load(pending)
             if self.numbers is not None:
@@ -224,32 +224,30 @@ class Accumulation:
             features=tuple(x for x in self.features if x.is_needed()),
         )
 
-    def change(self, spans_batches=False, **changed):
-        """Changes options between `compile`s, or raises if they are wrong.
-
-        `spans_batches` says that an update may need several fed batches,
-        whatever the options are.
-        """
+    def change(self, **changed):
+        """Changes options between `compile`s, or raises if they are wrong."""
         options = dataclasses.replace(self.options, **changed)
         for name in changed:
             checks.check_compiled(self.model, name)
         self._check(options)
         if options.accum_steps > 1 or options.micro_batch_size is not None:
             checks.check_can_accumulate(self.model, options)
-        was_accumulating = self.accumulates
-        self._use(options, spans_batches)
-        if self.accumulates and not was_accumulating:
-            replicas.warn_about_xla(self.model)
+        self._use(options)
         if "accum_steps" in changed:
             for accumulator in self.accumulators:
                 accumulator.accum_steps = options.accum_steps
 
     def _use(self, options, spans_batches=False):
-        """Begins to use options, and makes again what depends on them."""
+        """Begins to use options, and makes again what depends on them.
+
+        `spans_batches` says that an update may need several fed batches,
+        whatever the options are.
+        """
         before = self._of_functions()
         size = options.micro_batch_size
         self.options = options
         self.spans_batches |= spans_batches or options.accum_steps > 1
+        was_accumulating = self.accumulates
         self.accumulates |= self.spans_batches or size is not None
         if isinstance(size, int):  # else a feature assigns it
             self.assign_size(size)
@@ -269,6 +267,8 @@ class Accumulation:
             self.model.make_train_function(force=True)
         if self.model.test_function is not None:
             self.model.make_test_function(force=True)
+        if self.accumulates and not was_accumulating:
+            replicas.warn_about_xla(self.model)
 
     def _of_functions(self):
         """Returns what train and test functions depend on."""
