@@ -302,7 +302,7 @@ class Engine(tf.Module):
         else:
             call_if(is_used, add)
 
-    def end(self, present, is_conditional, is_cycle=False):
+    def end(self, present, is_conditional, is_cycle):
         """Ends a fed batch of which all micro-batches were added.
 
         `present` says which variables got a gradient. If it is a cycle, it is
