@@ -1,4 +1,4 @@
-"""`AccumulatingModel`: what `fit` does with one batch."""
+"""`AccumulatingModel`: what users compile, and the methods to override."""
 
 import functools
 import inspect
@@ -274,7 +274,8 @@ class AccumulatingModel(keras.Model):
             "compute_gradients"
         ):
             return super().train_step(data)
-        accumulation.check_loop("train_step")
+        if current_step() is None:
+            accumulation.check_loop("train_step")
         with this_step(accumulation.plan(), data):
             gradients, weight, logs = self.compute_gradients(data)
             self.accumulate_gradients(gradients, weight)
@@ -495,7 +496,8 @@ class AccumulatingModel(keras.Model):
                 these or the optimizer have changed since `compile`, or if it
                 is called twice in one `train_step`.
         """
-        self._accumulation.check_loop("accumulate_gradients")
+        if current_step() is None:
+            self._accumulation.check_loop("accumulate_gradients")
         if not self.trainable_variables:
             warnings.warn(
                 "The model does not have any trainable weights.", stacklevel=2

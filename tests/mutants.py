@@ -233,7 +233,7 @@ a function that was traced before draws the same again
 the width of normal numbers is rounded to float32
     _normal: call convert_to_tensor stddev => tf.cast(stddev, dtype)
 a noise shape holds the samples of the micro-batch
-    _shape_of: set is_full => False
+    shape_of: set is_full => False
 slices are drawn twice
     _Passes._trace: call check_repeats sliced => None
     """,
@@ -343,7 +343,7 @@ XLA compiles each width
 targets are cut off that are not ignored
     Ordered.__init__: set ends ignored => []
 rows of another order are drawn as if they were in order
-    Draws._draw: if orders => len(axes) > 1 or name not in _OFFSETS
+    Draws._draw: if orders => len(axes) > 1 or name not in OFFSETS
     """,
     "test_where_features_meet.py": """
 layers train in a model that is not told to

@@ -33,7 +33,11 @@ from accumodel._keras_and_tf import replicas
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._micro_batch.assignments import Recorder, check_assignments
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.micro_batches import ALL, count_of_each_replica
+from accumodel._micro_batch.micro_batches import (
+    ALL,
+    count_of_each_replica,
+    trace,
+)
 
 _WHILE_UPDATING = (
     "Out of memory while the optimizer made an update, so some weights may be "
@@ -138,9 +142,7 @@ class Auto(Feature):
             if not (is_traced or spec is None or model.run_eagerly):
                 # For what is known of the shapes of all batches, as Keras does,
                 # which gives the function the iterator.
-                tf.function(
-                    lambda data: function(iter([data])), autograph=False
-                ).get_concrete_function(spec)
+                trace(lambda data: function(iter([data])), spec)
                 is_traced = True
             logs = None
             for data in itertools.islice(batches, model.steps_per_execution):

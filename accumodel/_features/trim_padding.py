@@ -19,7 +19,7 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._fit.rehearsal import rehearse
+from accumodel._fit.rehearsal import output_shapes
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.micro_batches import (
@@ -294,18 +294,6 @@ def _find_place(model, key, x):
     if len(places) != 1 or (pairs[places[0]][1].shape.rank or 0) < 2:
         raise ValueError(f"{_MEANING}trim_padding={key!r} for inputs {names}")
     return places[0], names
-
-
-def output_shapes(model, x, specs):
-    """Returns the shapes of the outputs, for specs of the leaves of `x`."""
-
-    def call(*leaves):
-        inputs = keras.tree.pack_sequence_as(x, leaves)
-        with keras.StatelessScope(collect_losses=True):
-            return private_names.call_model(model, inputs, training=False)
-
-    outputs = rehearse(model, call, *specs).result().structured_outputs
-    return [[*output.shape] for output in keras.tree.flatten(outputs)]
 
 
 def _shapes(model, x, cut, width):

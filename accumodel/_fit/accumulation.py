@@ -12,10 +12,10 @@ from accumodel._fit.end_of_cycle import named_arguments, with_end_of_cycle
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.kept_states import KeptStates
-from accumodel._micro_batch.logs import LoggedLosses
 from accumodel._micro_batch.micro_batches import Plan, current_step, on_host
 from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._micro_batch.sample_axes import SampleAxes
+from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import cycles
 from accumodel._update.engine import fitted
 
@@ -50,10 +50,11 @@ class Options:
 
     def __post_init__(self):
         # As Python's own ints, which a file can hold.
-        accum_steps = checks.check_accum_steps(self.accum_steps)
-        object.__setattr__(self, "accum_steps", accum_steps)
         size = checks.check_micro_batch_size(self.micro_batch_size)
-        object.__setattr__(self, "micro_batch_size", size)
+        vars(self).update(
+            accum_steps=checks.check_accum_steps(self.accum_steps),
+            micro_batch_size=size,
+        )
         if self.remainder not in _REMAINDERS:
             raise ValueError(
                 f"`remainder` must be one of {_REMAINDERS}. "
@@ -76,11 +77,7 @@ class Accumulation:
         self.accumulates = False
         # Whether a custom step must use one. With a `RematScope` it need not.
         self.is_asked_to = False
-        # True once an update may need several batches; stays true.
-        self.spans_batches = False
         self.accumulators = cycles.Cycles(model)
-        self.loss_weights = LoggedLosses(model)
-        self.states = KeptStates(model)
         # Variables that steps assign, by id, in a dict for each of "model" (by
         # its layers), "between passes" (by the loss of a whole batch), "seeds"
         # and "auto" (what it puts back). Never cleared, see `States`.
@@ -88,12 +85,21 @@ class Accumulation:
         # If batches are split, a `tf.Variable`: the most samples of a
         # micro-batch. Another size needs no retrace.
         self.size: typing.Any = None
-        self.sample_axes = SampleAxes(rehearsal.rehearse_again)
-        self.is_rehearsed = False  # whether its step was, since `compile`
         self.batch_size: typing.Any = None  # of `fit`, if it is known
         # The `RandomNumbers`, for life: a `tf.function` may read its variable.
         self.numbers: typing.Any = None
+        self._begin_anew()
+
+    def _begin_anew(self):
+        """Knows nothing of a training, as before the first one."""
+        # True once an update may need several batches; stays true.
+        self.spans_batches = False
         self.features: tuple[Feature, ...] = ()  # those that are on
+        self.loss_weights = LossWeights(self.model)  # which warns anew
+        self.logged: typing.Any = None  # see `LossLogs`
+        self.states = KeptStates(self.model)
+        self.sample_axes = SampleAxes(rehearsal.rehearse_again)
+        self.is_rehearsed = False  # whether its step was
 
     @property
     def strategy(self):
@@ -122,13 +128,8 @@ class Accumulation:
         except BaseException:
             model.compiled = False
             raise
-        self.options = options
-        self.loss_weights = LoggedLosses(model)  # which warns anew
-        self.states = KeptStates(model)
-        self.sample_axes = SampleAxes(rehearsal.rehearse_again)
-        self.is_rehearsed = False
+        self._begin_anew()
         self.accumulates, self.is_asked_to = accumulates, is_asked_to
-        self.spans_batches, self.features = False, ()
         self._use(options)
         self.accumulators.begin_anew()
 
@@ -179,7 +180,7 @@ class Accumulation:
         pending, store = cycles.split_off(store)
         if self.model.compiled:  # else it is loaded for inference
             if cycles.OWN in pending:
-                self.change(spans_batches=True)
+                self._use(self.options, spans_batches=True)
                 self.ready_accumulator()
             self.accumulators.load(pending)
             if self.numbers is not None:
@@ -192,8 +193,6 @@ class Accumulation:
 
     def check_loop(self, name):
         """Raises if a custom loop calls what needs `compile`, or `fit`."""
-        if current_step() is not None:
-            return
         checks.check_compiled(self.model, name)
         size = self.options.micro_batch_size
         if size is not None:
@@ -225,32 +224,30 @@ class Accumulation:
             features=tuple(x for x in self.features if x.is_needed()),
         )
 
-    def change(self, spans_batches=False, **changed):
-        """Changes options between `compile`s, or raises if they are wrong.
-
-        `spans_batches` says that an update may need several fed batches,
-        whatever the options are.
-        """
+    def change(self, **changed):
+        """Changes options between `compile`s, or raises if they are wrong."""
         options = dataclasses.replace(self.options, **changed)
         for name in changed:
             checks.check_compiled(self.model, name)
         self._check(options)
         if options.accum_steps > 1 or options.micro_batch_size is not None:
             checks.check_can_accumulate(self.model, options)
-        was_accumulating = self.accumulates
-        self._use(options, spans_batches)
-        if self.accumulates and not was_accumulating:
-            replicas.warn_about_xla(self.model)
+        self._use(options)
         if "accum_steps" in changed:
             for accumulator in self.accumulators:
                 accumulator.accum_steps = options.accum_steps
 
     def _use(self, options, spans_batches=False):
-        """Begins to use options, and makes again what depends on them."""
+        """Begins to use options, and makes again what depends on them.
+
+        `spans_batches` says that an update may need several fed batches,
+        whatever the options are.
+        """
         before = self._of_functions()
         size = options.micro_batch_size
         self.options = options
         self.spans_batches |= spans_batches or options.accum_steps > 1
+        was_accumulating = self.accumulates
         self.accumulates |= self.spans_batches or size is not None
         if isinstance(size, int):  # else a feature assigns it
             self.assign_size(size)
@@ -270,6 +267,8 @@ class Accumulation:
             self.model.make_train_function(force=True)
         if self.model.test_function is not None:
             self.model.make_test_function(force=True)
+        if self.accumulates and not was_accumulating:
+            replicas.warn_about_xla(self.model)
 
     def _of_functions(self):
         """Returns what train and test functions depend on."""
@@ -282,6 +281,15 @@ class Accumulation:
             with tf.init_scope(), scope, on_host():
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
         self.size.assign(value)
+
+    def ready_logged(self):
+        """Returns the variable of the logged losses, see `LossLogs`."""
+        rows = len(private_names.loss_trackers(self.model))
+        # Keras makes trackers of the outputs in the first step.
+        if self.logged is None or self.logged.shape[0] != rows:
+            with replicas.scope_of(self.strategy):
+                self.logged = replicas.make_sum((rows, 5), tf.float64, "cycle")
+        return self.logged
 
     def count_pending(self):
         """Returns how many batches of this cycle were fed before this one."""

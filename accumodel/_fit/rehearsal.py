@@ -9,7 +9,6 @@ sizes.
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -111,6 +110,18 @@ def rehearse(model, function, *specs, is_real=False):
     return found
 
 
+def output_shapes(model, x, specs):
+    """Returns the shapes of the outputs, for specs of the leaves of `x`."""
+
+    def call(*leaves):
+        inputs = keras.tree.pack_sequence_as(x, leaves)
+        with keras.StatelessScope(collect_losses=True):
+            return private_names.call_model(model, inputs, training=False)
+
+    outputs = rehearse(model, call, *specs).result().structured_outputs
+    return [[*output.shape] for output in keras.tree.flatten(outputs)]
+
+
 def _build(found, original, optimizer, gradients, variables=None):
     """Builds an optimizer, instead of an update."""
     found.updates = True
@@ -195,7 +206,7 @@ def before_first(plan, trains, batches):
     is_done = trains and accumulation.is_rehearsed
     if not is_done and _is_needed(plan, trains, data):
         rehearse_step(plan, data, trains=trains)
-    accumulation.loss_weights.make_cycle()
+    accumulation.ready_logged()
     return batches
 
 
@@ -350,9 +361,7 @@ def rehearse_again():
     """Notes what this step needs, of other shapes or by other Python."""
     step = current_step()
     given = step.plan.accumulation.new_plan(), step.data
-    # A thread knows of no scope that this step is in.
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        pool.submit(rehearse_step, *given).result()
+    replicas.in_new_thread(rehearse_step, *given)
 
 
 def _rows(plan, batch, places, begin, end):

@@ -31,11 +31,6 @@ def with_inner_optimizers(optimizer):
             yield from with_inner_optimizers(each)
 
 
-def overwrites(variable):
-    """Whether the "gradient" of a variable is its new value, as in float8."""
-    return getattr(variable, "overwrite_with_gradient", False)
-
-
 def tf_variable(variable):
     """Returns the `tf.Variable` of a Keras variable, and any other as it is."""
     return variable.value if isinstance(variable, keras.Variable) else variable

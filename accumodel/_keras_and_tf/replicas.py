@@ -137,8 +137,15 @@ def outside(function):
     """Calls a function outside of all strategies."""
     if not tf.distribute.has_strategy():
         return function()
+    return in_new_thread(function)
+
+
+def in_new_thread(function, *args):
+    """Calls a function in a thread that knows of no scope of this one."""
+    # So it can make variables within a `tf.function` that was traced before,
+    # which `tf.init_scope` cannot.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
+        return pool.submit(function, *args).result()
 
 
 def scope_of(strategy):

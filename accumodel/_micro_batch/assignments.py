@@ -1,11 +1,12 @@
 """What a step assigns: recorded, refused, or put back for another pass."""
 
 import contextlib
+import functools
 
 import keras
 import tensorflow as tf
 
-from accumodel._micro_batch.micro_batches import current_graph
+from accumodel._micro_batch.micro_batches import current_graph, within
 
 # Prefixes of types of operations that only read a variable or a table.
 READS = (
@@ -41,11 +42,8 @@ _RANDOM = (
 RECORDED = "recorded_by_accumodel"
 
 
-@contextlib.contextmanager
-def recorded():
-    """Scope, or decorator, in which assignments are known."""
-    with tf.name_scope(RECORDED):
-        yield
+# Makes a scope in which assignments are known.
+recorded = functools.partial(tf.name_scope, RECORDED)
 
 
 def nodes_of(definition, scope=""):
@@ -161,8 +159,7 @@ class States:
 
     def outside(self):
         """Returns a scope in which all is part of the step itself."""
-        graph = self._graph
-        return tf.init_scope() if graph is None else graph.as_default()
+        return within(self._graph)
 
     @contextlib.contextmanager
     def rolled_back(self):

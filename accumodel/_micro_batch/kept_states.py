@@ -16,28 +16,19 @@ the check on the first batch tells. Which are computed of samples is decided
 where their number is not known, as in `sample_axes`.
 """
 
-import concurrent.futures
 import contextlib
-import typing
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks
+from accumodel._keras_and_tf import hooks, replicas
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._micro_batch.assignments import is_random, recorded
 from accumodel._micro_batch.micro_batches import (
     current_graph,
     current_step,
     first_leaf,
+    within,
 )
-
-
-class _Kept(typing.NamedTuple):
-    """A state, and what it becomes when the cycle ends."""
-
-    state: typing.Any
-    new: typing.Any
-    is_new: typing.Any  # whether this cycle has assigned it
 
 
 class KeptStates:
@@ -45,7 +36,9 @@ class KeptStates:
 
     def __init__(self, model):
         self._model = model
-        self._kept: dict = {}  # by the ids of the states
+        # By their ids: a state, what it becomes when the cycle ends, and
+        # whether this cycle has assigned it.
+        self._kept: dict = {}
 
     @property
     def count(self):
@@ -77,25 +70,23 @@ class KeptStates:
                 yield
         finally:  # a rehearsal may end before its step
             alike = [(self._keep(v), before) for v, before in assigned.alike()]
-        for kept, before in alike:
+        for (state, new, is_new), before in alike:
             with recorded():
-                kept.new.assign(kept.state.read_value())
-                kept.is_new.assign(True)
-                kept.state.assign(before)
+                new.assign(state.read_value())
+                is_new.assign(True)
+                state.assign(before)
 
     def _keep(self, variable):
         def make():
             state = tf_variable(variable)
-            new = tf.zeros(state.shape, state.dtype)
+            zeros = tf.zeros(state.shape, state.dtype)
             new, is_new = (
-                tf.Variable(each, trainable=False) for each in (new, False)
+                tf.Variable(each, trainable=False) for each in (zeros, False)
             )
-            return _Kept(state, new, is_new)
+            return state, new, is_new
 
         if id(variable) not in self._kept:
-            # In a thread that knows of no function, see `RandomNumbers`.
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                self._kept[id(variable)] = pool.submit(make).result()
+            self._kept[id(variable)] = replicas.in_new_thread(make)
         return self._kept[id(variable)]
 
     def end_cycle(self):
@@ -106,8 +97,8 @@ class KeptStates:
 
     def forget(self):
         """Leaves the states as they were when the cycle began."""
-        for kept in self._kept.values():
-            kept.is_new.assign(False)
+        for _, _, is_new in self._kept.values():
+            is_new.assign(False)
 
 
 class _Assigned:
@@ -115,21 +106,17 @@ class _Assigned:
 
     def __init__(self, model):
         self._model = model
-        self._before: dict = {}  # values, by the ids of variables
-        # By the same ids: variables, and the ids of the handles of all that
-        # they are computed of; or `None` if of samples.
-        self._variables: dict = {}
-        self._sources: dict = {}
+        # By the ids of variables: these, their values before, and the ids of
+        # the handles of all that they are computed of; `None` if of samples.
+        self._notes: dict = {}
 
     def note(self, variable, value, step, graph, is_known):
         """Notes what is about to be assigned in the `graph` of a step."""
-        key = id(variable)
-        if key not in self._variables:
-            outside = contextlib.nullcontext()
-            if graph is not None:
-                outside = graph.as_default()
-            with outside, hooks.not_cast():
-                self._before[key] = tf_variable(variable).read_value()
+        if id(variable) not in self._notes:
+            with within(graph), hooks.not_cast():
+                before = tf_variable(variable).read_value()
+            self._notes[id(variable)] = variable, before, set()
+        _, before, known = self._notes[id(variable)]
         # Where sizes are numbers, one may be that of the samples.
         is_size_known = graph is None or first_leaf(step.data).shape[0]
         sources: set | None = set()
@@ -141,31 +128,20 @@ class _Assigned:
             weights = _handles(self._model.trainable_variables)
         if step.calls and sources and not sources.isdisjoint(weights):
             sources = None  # after the update, they would be others
-        known = self._sources.get(key, set())
         is_unknown = sources is None or known is None
-        self._variables[key] = variable
-        self._sources[key] = None if is_unknown else known | sources
+        sources = None if is_unknown else known | sources
+        self._notes[id(variable)] = variable, before, sources
 
     def alike(self):
         """Returns pairs of a variable that no sample changes, and its value."""
-        keys = _handles(self._model.weights)
-        alike = {k: v for k, v in self._sources.items() if v is not None}
-        while True:
-            changing = {
-                id(tf_variable(variable).handle)
-                for key, variable in self._variables.items()
-                if key not in alike
-            }
-            handles = keys - changing
-            kept = {
-                key: sources
-                for key, sources in alike.items()
-                if sources <= handles
-                and id(tf_variable(self._variables[key]).handle) in handles
-            }
-            if len(kept) == len(alike):
-                return [(self._variables[k], self._before[k]) for k in kept]
-            alike = kept
+        weights, count = _handles(self._model.weights), None
+        alike = {k: v for k, v in self._notes.items() if v[2] is not None}
+        while len(alike) != count:  # what is computed of others, is as they are
+            count = len(alike)
+            others = [v for k, (v, *_) in self._notes.items() if k not in alike]
+            known = weights - _handles(others)
+            alike = {k: v for k, v in alike.items() if v[2] <= known}
+        return [(variable, before) for variable, before, _ in alike.values()]
 
 
 def _handles(variables):

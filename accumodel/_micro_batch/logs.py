@@ -1,7 +1,5 @@
 """The losses that Keras logs: of a cycle, made of those of micro-batches."""
 
-import typing
-
 import tensorflow as tf
 
 from accumodel._keras_and_tf import replicas
@@ -9,51 +7,6 @@ from accumodel._keras_and_tf.private_names import loss_trackers
 from accumodel._micro_batch import micro_batches
 from accumodel._micro_batch.assignments import recorded
 from accumodel._micro_batch.micro_batches import current_step
-from accumodel._micro_batch.weights import (
-    MEANS,
-    SUMS,
-    UNREDUCED,
-    LossWeights,
-    is_single,
-)
-
-
-class LoggedLosses(LossWeights):
-    """Finds the weights of losses, and holds the logged ones of a cycle."""
-
-    cycle: typing.Any = None  # see `LossLogs`
-
-    def make_cycle(self):
-        """Makes the variable, again if Keras has made trackers of outputs."""
-        rows = len(loss_trackers(self._model))
-        if self.cycle is None or self.cycle.shape[0] != rows:
-            with replicas.scope_of(self._model.distribute_strategy):
-                self.cycle = replicas.make_sum((rows, 5), tf.float64, "cycle")
-
-    def of_outputs(self, data, outputs, weight):
-        """Returns the weight of each output's logged loss, `None` for a sum."""
-        step = current_step()
-        reductions = step.reductions or []
-        if len(reductions) != outputs:  # some reduce in their own way
-            return [micro_batches.count_samples(data)] * outputs
-        # A custom loss may normalize sums itself.
-        is_mean = weight is not None and "compute_loss" in step.plan.overridden
-        return [
-            self._of_output(reduction, data, is_mean)
-            for reduction in reductions
-        ]
-
-    def _of_output(self, reduction, data, is_mean):
-        samples, name = micro_batches.count_samples(data), reduction.reduction
-        if name not in (*MEANS, *SUMS):
-            return samples
-        divisors = self._divisors([reduction])
-        if [*divisors] == [None]:
-            if name in UNREDUCED and not is_single(reduction.values, data):
-                # Without a reduction, and logged as a mean.
-                return tf.size(reduction.values)
-            return samples if is_mean else None
-        return self._chosen(divisors if len(divisors) == 1 else {}, samples)
 
 
 class LossLogs:
@@ -64,7 +17,7 @@ class LossLogs:
     was fed of the cycle, as plain Keras gives it to them, on top of the cycles
     before. If a custom step does not report, the trackers are its own.
 
-    `LoggedLosses.cycle` is a variable with a row for each tracker: its total
+    `Accumulation.logged` is a variable with a row for each tracker: its total
     and count before the cycle; and of the cycle the sums of `weight * loss`, of
     `weight` and of the samples. If the trackers are reset in the middle of a
     cycle, as at the end of an epoch, the rest counts as a cycle of its own.
@@ -72,7 +25,6 @@ class LossLogs:
 
     def __init__(self, plan, data, spans_batches):
         self._plan, self._data = plan, data
-        self._losses = plan.accumulation.loss_weights
         self.spans_batches = spans_batches
         # Whether the micro-batch is the first of its fed batch, maybe a tensor.
         self.begins_batch = True
@@ -87,7 +39,6 @@ class LossLogs:
         for tracker in trackers:
             tracker.reset_state()
 
-    @recorded()
     def report(self, loss, weight, data):
         """Adds losses and weights, `None` for a sum, and sets the trackers."""
         trackers = loss_trackers(self._plan.model)
@@ -95,7 +46,8 @@ class LossLogs:
             weight = tf.size(loss)
         weights, outputs = [weight], len(trackers) - 1
         if outputs:
-            weights += self._losses.of_outputs(data, outputs, weight)
+            losses = self._plan.accumulation.loss_weights
+            weights += losses.of_outputs(data, outputs, weight)
         samples = tf.cast(micro_batches.count_samples(data), tf.float64)
         new = []
         for tracker, weight in zip(trackers, weights, strict=True):
@@ -103,12 +55,13 @@ class LossLogs:
             count = tf.cast(0 if weight is None else weight, tf.float64)
             loss = loss if weight is None else loss * count
             new.append([0.0, 0.0, loss, count, samples])
-        self._set(trackers, tf.unstack(self._add(tf.stack(new))))
+        with recorded():
+            self._set(trackers, tf.unstack(self._add(tf.stack(new))))
 
     def _add(self, new):
         """Adds rows to those of the cycle, which may begin; returns them."""
-        self._losses.make_cycle()
-        cycle, count = self._losses.cycle, new.shape[0]
+        cycle = self._plan.accumulation.ready_logged()
+        count = new.shape[0]
         # Eager code may have made trackers since `begin`.
         before = self._before + [tf.zeros(2, tf.float64)] * (count - 1)
         before = tf.stack(before[:count])

@@ -1,4 +1,4 @@
-"""The micro-batches of a fed batch, and the step of one that is traced.
+"""The micro-batches of a fed batch: how it is split, and the step of each.
 
 `n` samples are split into `k = ceil(n / micro_batch_size)` micro-batches, as
 equal as they can be: the i-th begins at sample `i * n // k`. A `train_step`,
@@ -79,6 +79,11 @@ def current_graph():
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
+def within(graph):
+    """Returns a scope in a graph, or outside of all if it is `None`."""
+    return tf.init_scope() if graph is None else graph.as_default()
+
+
 def trace(function, *args, **kwargs):
     """Returns the function of a graph that a Python function makes."""
     function = tf.function(function, autograph=False)
@@ -89,6 +94,15 @@ def tensors_in(nested):
     """Returns the flat tensors, without what is `None`, or a Python number."""
     flat = tf.nest.flatten(nested, expand_composites=True)
     return [*filter(tf.is_tensor, flat)]
+
+
+def map_present(function, nested):
+    """Calls a function with each tensor that is there, and not `None`."""
+    return tf.nest.map_structure(
+        lambda each: each if each is None else function(each),
+        nested,
+        expand_composites=True,
+    )
 
 
 def floats_in(nested):

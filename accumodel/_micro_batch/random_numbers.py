@@ -23,7 +23,6 @@ cycle of several fed batches is taken for a full one.
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import functools
 import inspect
@@ -39,10 +38,17 @@ import tensorflow as tf
 from accumodel._keras_and_tf import hooks, private_names, replicas
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._micro_batch.assignments import States, recorded
+from accumodel._micro_batch.distributions import (
+    OFFSETS,
+    is_compiled,
+    known_sizes,
+    shape_of,
+)
 from accumodel._micro_batch.micro_batches import (
     current_graph,
     current_step,
     on_host,
+    within,
 )
 
 # Philox, on CPUs and GPUs. To name it would let XLA compile it into all that
@@ -110,10 +116,7 @@ class RandomNumbers:
                 return replicas.make_sum((3,), tf.int64, "begin")
 
         if id(state) not in self.begins:
-            # In a thread that knows of no function: one that is not traced for
-            # the first time must not make variables, in `tf.init_scope` too.
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                self.begins[id(state)] = pool.submit(make).result()
+            self.begins[id(state)] = replicas.in_new_thread(make)
         return self.begins[id(state)]
 
     def cycle(self):
@@ -253,8 +256,7 @@ class Draws:
         if self._part is None or self._is_last is not None:
             return
         parts, i = self._part
-        graph = self._around
-        with tf.init_scope() if graph is None else graph.as_default():
+        with within(self._around):
             begin, end = parts.bounds(i)
             self._samples = parts.known_length(begin, end)
             # Without data, no seed may move.
@@ -353,8 +355,8 @@ class Draws:
         if name == "dropout" and arguments["rate"] in (0.0, 1.0):
             return original(**arguments)  # which draws nothing
         self._open()
-        shape = _shape_of(name, arguments)
-        sizes = _sizes(shape)
+        shape = shape_of(name, arguments)
+        sizes = known_sizes(shape)
         axes = self._axes(name, arguments.get("seed"), sizes)
         with hooks.replaced(self, "_has_rows", bool(axes)):
             seed = private_names.draw_seed(arguments.pop("seed", None))
@@ -363,14 +365,14 @@ class Draws:
         if (
             len(axes) > 1
             or self._plan.orders is not None
-            or name not in _OFFSETS
+            or name not in OFFSETS
             # XLA may pair what is far apart, see `normal_in_xla`.
-            or (name == "normal" and axes[0] and _is_compiled())
+            or (name == "normal" and axes[0] and is_compiled())
         ):
             return original(**arguments, seed=_apart(seed, self._rows[0]))
         rows_of = functools.partial(self._named, axes[0], sizes, shape, seed)
         arguments.pop("noise_shape", arguments.pop("shape", None))
-        return _OFFSETS[name](rows_of, **arguments)
+        return OFFSETS[name](rows_of, **arguments)
 
     def _once(self, make, *args):
         """Calls a function once in each graph for the same arguments."""
@@ -539,96 +541,4 @@ def _apart(seed, begin):
 
 def _host():
     """Returns the device of shapes and counters: on a GPU, draws would wait."""
-    return contextlib.nullcontext() if _is_compiled() else on_host()
-
-
-def _is_compiled():
-    step = current_step()  # `None` in a custom `slice_data`
-    return step is not None and step.is_compiled
-
-
-def _sizes(shape):
-    """Returns a list of the sizes of a shape, `None` where unknown."""
-    if isinstance(shape, list | tuple):
-        values = map(tf.get_static_value, shape)
-        return [None if size is None else int(size) for size in values]
-    filled = tf.fill(tf.cast(shape, tf.int32), False).shape
-    return [None] if filled.rank is None else filled.as_list()
-
-
-def _shape_of(name, arguments):
-    """Returns the shape of a draw, as in Keras."""
-    if "shape" in arguments:
-        return arguments["shape"]
-    # What it takes and returns comes first.
-    tensor = tf.convert_to_tensor(next(iter(arguments.values())))
-    shape, noise_shape = tensor.shape.as_list(), arguments.get("noise_shape")
-    if None in shape:
-        sizes = tf.unstack(tf.shape(tensor, tf.int64))
-        shape = [
-            y if x is None else x for x, y in zip(shape, sizes, strict=True)
-        ]
-    if name == "shuffle":  # along one axis, of all others at once
-        return [shape[arguments.get("axis", 0)]]
-    if noise_shape is None:
-        return shape
-    # A number of samples is that of the fed batch.
-    is_full = len(noise_shape) == len(shape)
-    return [
-        shape[i]
-        if size is None or (is_full and isinstance(size, int) and size > 1)
-        else size
-        for i, size in enumerate(noise_shape)
-    ]
-
-
-# -- as in `keras.src.backend.tensorflow.random` and `tf.random.stateless_*` ---
-
-
-def _uniform(rows_of, minval=0.0, maxval=1.0, dtype=None):
-    dtype = tf.as_dtype(dtype or keras.config.floatx())
-    values = rows_of(tf.raw_ops.StatelessRandomUniformV2, dtype, dtype=dtype)
-    minval, maxval = tf.cast(minval, dtype), tf.cast(maxval, dtype)
-    return values * (maxval - minval) + minval
-
-
-def _normal(rows_of, mean=0.0, stddev=1.0, dtype=None):
-    dtype = tf.as_dtype(dtype or keras.config.floatx())
-    if _is_compiled():
-        drawn = tf.float32 if dtype == tf.bfloat16 else dtype
-        values = rows_of(
-            tf.raw_ops.StatelessRandomUniformV2,
-            drawn,
-            make=private_names.normal_in_xla,
-            dtype=drawn,
-        )
-        if drawn != dtype:  # XLA cuts bits off, instead of rounding
-            bits = tf.bitcast(values, tf.uint32)
-            values = tf.cast(tf.bitcast(bits - bits % 2**16, drawn), dtype)
-    else:
-        values = rows_of(tf.raw_ops.StatelessRandomNormalV2, dtype, dtype=dtype)
-    mean = tf.convert_to_tensor(mean, dtype)
-    return values * tf.convert_to_tensor(stddev, dtype) + mean
-
-
-def _randint(rows_of, minval, maxval, dtype="int32"):
-    drawn = tf.int32 if tf.as_dtype(dtype) == tf.int32 else tf.int64
-    operation = tf.raw_ops.StatelessRandomUniformIntV2
-    minval, maxval = tf.cast(minval, drawn), tf.cast(maxval, drawn)
-    values = rows_of(operation, drawn, minval=minval, maxval=maxval)
-    return tf.cast(values, dtype)
-
-
-def _dropout(rows_of, inputs, rate):
-    def sample(shape, dtype):
-        return rows_of(tf.raw_ops.StatelessRandomUniformV2, dtype, dtype=dtype)
-
-    return tf.nn.experimental.general_dropout(inputs, rate, sample)
-
-
-_OFFSETS: dict[str, typing.Any] = {
-    "dropout": _dropout,
-    "normal": _normal,
-    "randint": _randint,
-    "uniform": _uniform,
-}
+    return contextlib.nullcontext() if is_compiled() else on_host()

@@ -205,6 +205,31 @@ class LossWeights:
         value = private_names.sum_of_weights(None, mask, dtype) * each
         return {("mask", id(mask)): value}
 
+    def of_outputs(self, data, outputs, weight):
+        """Returns the weight of each output's logged loss, `None` for a sum."""
+        step = current_step()
+        reductions = step.reductions or []
+        if len(reductions) != outputs:  # some reduce in their own way
+            return [count_samples(data)] * outputs
+        # A custom loss may normalize sums itself.
+        is_mean = weight is not None and "compute_loss" in step.plan.overridden
+        return [
+            self._of_output(reduction, data, is_mean)
+            for reduction in reductions
+        ]
+
+    def _of_output(self, reduction, data, is_mean):
+        samples, name = count_samples(data), reduction.reduction
+        if name not in (*MEANS, *SUMS):
+            return samples
+        divisors = self._divisors([reduction])
+        if [*divisors] == [None]:
+            if name in UNREDUCED and not is_single(reduction.values, data):
+                # Without a reduction, and logged as a mean.
+                return tf.size(reduction.values)
+            return samples if is_mean else None
+        return self._chosen(divisors if len(divisors) == 1 else {}, samples)
+
     def _warn(self, message):
         # The loss may be that of all samples, which is exact.
         plan = current_step().plan

@@ -26,7 +26,6 @@ them half-added. So whatever fails, the pending cycle is forgotten: see
 import contextlib
 import contextvars
 import functools
-import itertools
 import operator
 import typing
 
@@ -53,8 +52,8 @@ class _Untracked:
         self.updates: dict = {}  # compiled, by what they update
         self.numbers: typing.Any = None  # the `RandomNumbers` of its model
         # Per variable: was it passed to `accumulate`, maybe with `None` as its
-        # gradient? Empty if all were.
-        self.named: list = []
+        # gradient?
+        self.named = [True] * len(variables)
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
@@ -88,8 +87,7 @@ class Engine(tf.Module):
             steps.assign(accum_steps)
             self._untracked = _Untracked(strategy, variables, steps)
             self._sums = sums.make_accumulators(variables)
-            # Built now: an optimizer that copies the weights into its slots
-            # (ScheduleFreeAdamW) would copy nothing inside a trace.
+            # Built now: ScheduleFreeAdamW would copy no weights in a trace.
             if not optimizer.built:
                 optimizer.build(variables)
             # On each replica: the sum of the weights, by which the sums are
@@ -105,6 +103,7 @@ class Engine(tf.Module):
             # On each replica: positive while a fed batch is added, negative
             # while an update is made, otherwise 0. All have the same sign.
             self._phase = replicas.make_sum((), tf.float64, "phase")
+            self._replicas = replicas.count_replicas()
 
     @property
     def variables(self) -> list:
@@ -124,9 +123,7 @@ class Engine(tf.Module):
 
     def _clear(self, *variables):
         kinds = [(each.dtype, *each.shape) for each in variables]
-        zeros = {
-            kind: tf.zeros(kind[1:], kind[0]) for kind in dict.fromkeys(kinds)
-        }
+        zeros = {kind: tf.zeros(kind[1:], kind[0]) for kind in {*kinds}}
         for variable, kind in zip(variables, kinds, strict=True):
             # What is read would be added up over the workers.
             variable.assign(zeros[kind], read_value=False)
@@ -187,15 +184,15 @@ class Engine(tf.Module):
         self._has_weights = has_weight
         # The branches of a condition are graphs, and only one of them runs.
         call = (self, current_graph())
-        if step is not None and call in step.calls:
+        calls = set() if step is None else step.calls
+        if call in calls:
             raise ValueError(
                 "Gradients were accumulated twice in one `train_step`, and "
                 "each call counts as a micro-batch. Add up the losses or "
                 "gradients first, or give each optimizer an accumulator. "
                 f"Received: a second call for {len(named)} variables"
             )
-        if step is not None:
-            step.calls.add(call)
+        calls.add(call)
         self._untracked.named = named
         return gradients
 
@@ -224,14 +221,13 @@ class Engine(tf.Module):
             self._clear(*self._sums)
 
     def _forget_if_broken(self):
-        # After a step of a custom loop that failed. Its replicas have phases of
-        # one sign.
+        # A step of a custom loop failed. Its replicas have phases of one sign.
         is_broken = tf.not_equal(self._phase, 0)
         tf.cond(is_broken, self.reset, lambda: None)
 
     # -- on each replica: a micro-batch, and the end of a fed batch ------------
 
-    def add(self, gradients, weight, is_split=False, is_last=True):
+    def add(self, gradients, weight, is_split, is_last):
         """Adds a micro-batch to this replica's sums.
 
         Its gradient may come in several parts, of which the last one adds the
@@ -243,10 +239,14 @@ class Engine(tf.Module):
         with tf.control_dependencies(self._waits(gradients, weight)):
             weight = tf.identity(weight if divides else 1.0)
         weight = tf.cast(weight, tf.float64)
-        accepted = self._accepts(gradients, weight, is_split)
+        accepted = (
+            self._accepts(gradients, weight, is_split)
+            if self._skip_nonfinite
+            else tf.identity(True)
+        )
         # Keras divides the loss of each replica by their number, unless it is
         # a sum. The sums are those of one device.
-        scale = weight * (replicas.count_replicas() if divides else 1)
+        scale = weight * (self._replicas if divides else 1)
         scale = tf.where(accepted, scale, 0.0)
         with recorded(), tf.control_dependencies([scale]):
             begun = tf.identity(self._phase.assign(1.0))
@@ -261,14 +261,12 @@ class Engine(tf.Module):
             with recorded(), tf.control_dependencies([phase]):
                 accepted = tf.cast(accepted, tf.float64)
                 # What all replicas accept adds 1 / replicas on each of them.
-                size = 1 / (1 if is_split else replicas.count_replicas())
+                size = 1 / (1 if is_split else self._replicas)
                 sizes = [accepted * size, (1 - accepted) * size]
                 self._counts.assign_add(sizes)
 
     def _accepts(self, gradients, weight, is_split):
         """Returns whether a micro-batch counts, see `skip_nonfinite`."""
-        if not self._skip_nonfinite:
-            return tf.identity(True)
         with tf.control_dependencies([weight]):
             is_finite = sums.all_finite(gradients, weight)
         accepted = is_finite | tf.equal(weight, 0)
@@ -283,18 +281,14 @@ class Engine(tf.Module):
         # Zero times what is not a number is not 0. With a constant condition,
         # TensorFlow logs that it cannot optimize it.
         is_used = tf.not_equal(scale, 0) & (begun > 0)
-        step = current_step()
+        step, variables = current_step(), self._untracked.variables
         in_fit = step is not None and step.collector is not None
 
-        def add():  # each as soon as it is made, which frees it
+        def add():
             with recorded():
                 # So that what assigns the phase next runs after the sums.
                 self._phase.assign_add(0.0)
-                dtypes = {each.dtype for each in self._sums}
-                minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
-                columns = self._sums, gradients, self.variables
-                for total, gradient, variable in zip(*columns, strict=True):
-                    sums.add(total, gradient, minus[total.dtype], variable)
+                sums.add(self._sums, gradients, scale, variables)
 
         if step is not None and step.is_compiled:
             # An XLA cluster would carry all sums through a condition. What is
@@ -308,7 +302,7 @@ class Engine(tf.Module):
         else:
             call_if(is_used, add)
 
-    def end(self, present, is_conditional, is_cycle=False):
+    def end(self, present, is_conditional, is_cycle):
         """Ends a fed batch of which all micro-batches were added.
 
         `present` says which variables got a gradient. If it is a cycle, it is
@@ -367,16 +361,20 @@ class Engine(tf.Module):
             )
 
         def apply():
-            named = self._untracked.named or itertools.repeat(True)
-            triples = zip(gradients, self.variables, named, strict=False)
+            named = self._untracked.named
+            triples = zip(gradients, self.variables, named, strict=True)
             # Keras warns of those without a gradient.
             pairs = ((g, v) for g, v, n in triples if n or g is not None)
             self.optimizer.apply_gradients(pairs)
 
         call_if(keep, apply)
         # What reads a variable waits for what assigns to it.
-        variables = map(optimizers.tf_variable, self.variables)
-        with tf.control_dependencies([*map(_read, variables)]):
+        reads = [
+            # Of an operation; `read_value` makes another one.
+            tf.raw_ops.ReadVariableOp(resource=each.handle, dtype=each.dtype)
+            for each in map(optimizers.tf_variable, self.variables)
+        ]
+        with tf.control_dependencies(reads):
             return tf.identity(keep)
 
     # -- once for all replicas: the end of a batch, and the update -------------
@@ -468,13 +466,6 @@ class Engine(tf.Module):
             self._end_cycle()
             if self._untracked.numbers is not None:
                 self._untracked.numbers.end_cycle(updates)
-
-
-def _read(variable):
-    # Of an operation; `read_value` makes another one.
-    return tf.raw_ops.ReadVariableOp(
-        resource=variable.handle, dtype=variable.dtype
-    )
 
 
 def call_if(condition, function):

@@ -7,6 +7,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import optimizers
 from accumodel._keras_and_tf.checks import check_shapes
 from accumodel._keras_and_tf.replicas import count_replicas, make_sum
+from accumodel._micro_batch.micro_batches import map_present
 
 # Weights that cancel leave a total that is rounding, next to their sizes.
 _CANCELLED = 1e-9
@@ -19,7 +20,7 @@ def make_accumulators(variables):
             "`variables` must hold at least one variable to train. "
             f"Received: variables={variables}"
         )
-    overwritten = [each for each in variables if optimizers.overwrites(each)]
+    overwritten = [each for each in variables if overwrites(each)]
     if overwritten and count_replicas() > 1:
         raise ValueError(
             "The scales of float8 cannot be accumulated on several replicas. "
@@ -43,26 +44,36 @@ def make_counter(name):
     return tf.Variable(tf.zeros((), tf.int64), trainable=False, name=name)
 
 
-def add(total, gradient, minus, variable):
-    """Adds a gradient, times a scale of which `minus` is the negative."""
-    if gradient is None:
-        return
-    if isinstance(gradient, tf.IndexedSlices):
-        tf.raw_ops.ResourceScatterSub(
-            resource=total.handle,
-            indices=gradient.indices,
-            updates=minus * tf.cast(gradient.values, total.dtype),
-        )
-        return
-    gradient = tf.cast(gradient, total.dtype)
-    if optimizers.overwrites(variable):  # what is a value and no gradient
-        total.assign(tf.maximum(total, gradient))
-    else:
-        # `total -= minus * gradient`: the one public op that multiplies and
-        # adds in place, with no product to store.
-        tf.raw_ops.ResourceApplyGradientDescent(
-            var=total.handle, alpha=minus, delta=gradient
-        )
+def overwrites(variable):
+    """Whether the "gradient" of a variable is its new value, as in float8."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def add(totals, gradients, scale, variables):
+    """Adds gradients, times a scale, each as soon as it is made."""
+    dtypes = {each.dtype for each in totals}
+    minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
+    columns = totals, gradients, variables
+    for total, gradient, variable in zip(*columns, strict=True):
+        if gradient is None:
+            continue
+        if isinstance(gradient, tf.IndexedSlices):
+            values = tf.cast(gradient.values, total.dtype)
+            tf.raw_ops.ResourceScatterSub(
+                resource=total.handle,
+                indices=gradient.indices,
+                updates=minus[total.dtype] * values,
+            )
+            continue
+        gradient = tf.cast(gradient, total.dtype)
+        if overwrites(variable):  # what is a value and no gradient
+            total.assign(tf.maximum(total, gradient))
+        else:
+            # `total -= minus * gradient`: the one public op that multiplies
+            # and adds in place, with no product to store.
+            tf.raw_ops.ResourceApplyGradientDescent(
+                var=total.handle, alpha=minus[total.dtype], delta=gradient
+            )
 
 
 def make_divisor(weight, size):
@@ -77,18 +88,18 @@ def make_divisor(weight, size):
 def multiply(total, factor, variable):
     if total is None:
         return None
-    if not optimizers.overwrites(variable):
+    if not overwrites(variable):
         total = total * tf.cast(factor, total.dtype)
     return tf.cast(total, variable.dtype)
 
 
 def zero_unless(accepted, gradients):
     def zero(leaf):
-        if leaf is None or not leaf.dtype.is_floating:  # such as indices
+        if not leaf.dtype.is_floating:  # such as indices
             return leaf
         return tf.where(accepted, leaf, tf.zeros((), leaf.dtype))
 
-    return tf.nest.map_structure(zero, gradients, expand_composites=True)
+    return map_present(zero, gradients)
 
 
 def values_of(gradients):
@@ -106,7 +117,7 @@ def process(function, gradients, variables, optimizer):
     scale = tf.cast(optimizer.scale_loss(tf.ones(())), tf.float64)
     given = [
         None
-        if gradient is None or optimizers.overwrites(variable)
+        if gradient is None or overwrites(variable)
         else gradient / tf.cast(scale, gradient.dtype)
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
@@ -137,7 +148,7 @@ def process(function, gradients, variables, optimizer):
     is_finite = all_finite(given, 1.0) if scales else True
 
     def scaled(gradient, new, variable):
-        if optimizers.overwrites(variable):
+        if overwrites(variable):
             return gradient
         if new is None:
             return None
@@ -146,8 +157,6 @@ def process(function, gradients, variables, optimizer):
 
     result = [*map(scaled, gradients, processed, variables)]
     if keep is not True:
-        keep = tf.convert_to_tensor(keep)
-        if is_finite is not True:
-            keep |= ~is_finite
+        keep = tf.logical_or(keep, tf.logical_not(is_finite))
     # No weight moves unless all of them could be computed.
     return tf.tuple(result), keep

@@ -30,7 +30,7 @@ from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import tf_variable, trained_norms
 from accumodel._micro_batch import weights
 from accumodel._micro_batch.assignments import READS, Recorder
-from accumodel._micro_batch.micro_batches import tensors_in
+from accumodel._micro_batch.micro_batches import map_present, tensors_in
 
 
 class ModelGraph:
@@ -444,15 +444,6 @@ def _owners(model, losses):
     for layer in layers:
         owners |= dict.fromkeys(map(id, layer.losses), layer)
     return [owners[id(loss)] for loss in losses]
-
-
-def map_present(function, nested):
-    """Calls a function with each tensor that is there, and not `None`."""
-    return tf.nest.map_structure(
-        lambda each: each if each is None else function(each),
-        nested,
-        expand_composites=True,
-    )
 
 
 def is_placeholder(tensor):

@@ -27,9 +27,9 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._features.trim_padding import output_shapes
 from accumodel._features.whole_batch import sync_batch_norm
-from accumodel._features.whole_batch.graph import ModelGraph, map_present
+from accumodel._features.whole_batch.graph import ModelGraph
+from accumodel._fit.rehearsal import output_shapes
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
@@ -42,7 +42,12 @@ from accumodel._micro_batch import (
 from accumodel._micro_batch.assignments import States
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.logs import LossLogs
-from accumodel._micro_batch.micro_batches import one_step, tensors_in, trace
+from accumodel._micro_batch.micro_batches import (
+    map_present,
+    one_step,
+    tensors_in,
+    trace,
+)
 from accumodel._micro_batch.random_numbers import Draws
 
 
@@ -117,7 +122,6 @@ class _Passes:
         between = plan.assigned["between passes"] if is_training else {}
         self._states = States(between)
         self._graph = self._trace()
-        self._is_in_stages = len(self._graph.forward) > 1
         # Functions of the number of a micro-batch, by names of tensors.
         self._values: dict = {}
         # What the backward pass needs of each stage.
@@ -198,7 +202,7 @@ class _Passes:
             return (written,)
 
         # Many loops take long to prepare.
-        finish = set_apart if self._is_in_stages else None
+        finish = set_apart if len(self._graph.forward) > 1 else None
         (arrays,) = loop.for_each(body, count, (arrays,), finish)
         if tf.executing_eagerly():
             for array in arrays:  # else TensorFlow warns of those that are not
