@@ -84,6 +84,16 @@ def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
         np.testing.assert_array_equal(copied(x), model(x))
 
 
+def test_a_clone_of_a_subclass_accumulates():
+    """Files leave the arguments out; a clone that is cloned has them."""
+    model = AccumulatingModel.from_model(Linear())
+    model.compile("sgd", "mse", micro_batch_size=8, steps_per_execution=2)
+    for _ in range(2):
+        model = keras.models.clone_model(model)
+    assert isinstance(model, Linear)
+    assert (model.micro_batch_size, model.steps_per_execution) == (8, 2)
+
+
 @keras.saving.register_keras_serializable("test_models")
 class Reordered(keras.Model):
     """Keras's order of its weights is not that of its attributes."""
@@ -163,7 +173,7 @@ def test_from_model_keeps_the_class_and_its_files(make, points, tmp_path):
         variables = (each.optimizer.variables for each in (read, written))
         assert distance(*variables) == 0
     clone = keras.models.clone_model(ours)
-    if make is make_graph:  # of other classes, Keras makes plain models
+    if make is make_graph:  # of the others, Keras makes plain models
         assert type(clone) is type(ours)
         assert clone.micro_batch_size == 8  # compiled again, as by Keras
     assert "micro_batch_size" not in json.dumps(ours.get_compile_config())
