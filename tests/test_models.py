@@ -84,16 +84,6 @@ def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
         np.testing.assert_array_equal(copied(x), model(x))
 
 
-def test_a_clone_of_a_subclass_accumulates():
-    """Files leave the arguments out; a clone that is cloned has them."""
-    model = AccumulatingModel.from_model(Linear())
-    model.compile("sgd", "mse", micro_batch_size=8, steps_per_execution=2)
-    for _ in range(2):
-        model = keras.models.clone_model(model)
-    assert isinstance(model, Linear)
-    assert (model.micro_batch_size, model.steps_per_execution) == (8, 2)
-
-
 @keras.saving.register_keras_serializable("test_models")
 class Reordered(keras.Model):
     """Keras's order of its weights is not that of its attributes."""

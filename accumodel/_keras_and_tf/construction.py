@@ -172,7 +172,7 @@ class _Steps(int):
     A clone gets that, too: Keras copies each dict, but no number.
     """
 
-    rest: typing.ClassVar[dict] = {}
+    rest: dict
 
 
 @functools.cache
