@@ -252,6 +252,28 @@ def test_a_short_epoch_is_counted_and_not_guessed(stop):
     assert not any("micro-batches" in each for each in found)
 
 
+@pytest.mark.parametrize(
+    ("remainder", "kept"), [("apply", 20), ("drop", 16), ("carry", 16)]
+)
+def test_a_fit_that_stops_in_mid_cycle_ends_it_as_an_epoch_does(
+    remainder, kept
+):
+    def stop_training(batch, logs):
+        model.stop_training = batch == 4
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=stop_training)
+    x, y = cases.features(), np.ones((24, cases.CLASSES))
+    reference, model = map(cases.linear, (keras.Model, AccumulatingModel))
+    model.set_weights(reference.get_weights())
+    reference.compile(optimizers.Adam(), "mse")
+    reference.fit(x[:kept], y[:kept], batch_size=8, shuffle=False, verbose=0)
+    model.compile(optimizers.Adam(), "mse", accum_steps=2, remainder=remainder)
+    how = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    model.fit(x, y, callbacks=[callback], **how)
+    assert model.pending_steps == (remainder == "carry")
+    assert distance(model, reference) < 1e-6
+
+
 @pytest.mark.parametrize("skip_nonfinite", [False, True])
 def test_a_failing_gradient_of_a_nested_function_adds_nothing(skip_nonfinite):
     variables = [keras.Variable([0.0]), keras.Variable([0.0])]

@@ -95,6 +95,25 @@ def test_callbacks_do_what_they_do_in_large_batches(
         np.testing.assert_allclose(*values, atol=1e-6)
 
 
+class Linear(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.head = keras.layers.Dense(2)
+
+    def call(self, inputs):
+        return self.head(inputs)
+
+
+def test_a_clone_of_a_subclass_accumulates():
+    """Files leave the arguments out; a clone that is cloned has them."""
+    model = AccumulatingModel.from_model(Linear())
+    model.compile("sgd", "mse", micro_batch_size=8, steps_per_execution=2)
+    for _ in range(2):
+        model = keras.models.clone_model(model)
+    assert isinstance(model, Linear)
+    assert (model.micro_batch_size, model.steps_per_execution) == (8, 2)
+
+
 def test_terminate_on_nan(data):
     x, y = data[0].copy(), data[1]
     x[40] = np.nan  # in the second cycle

@@ -28,6 +28,7 @@ from test_first_batch import (
     CountsRaw,
     Draws,
     Linear,
+    Notes,
     around,
     array,
     check,
@@ -403,3 +404,18 @@ def test_it_says_why_there_is_none(text, caplog):
     assert sum("could not be compared" in text for text in texts) == 1
     (record,) = [x for x in caplog.records if x.name == "accumodel"]
     assert model.first_batch_check in record.message
+
+
+@pytest.mark.parametrize(
+    "kwargs", [SIZE | EAGER, STEPS | EAGER, {"accum_steps": 4}], ids=str
+)
+def test_an_overflow_of_the_first_batch_is_silent(kwargs):
+    """A loss scale begins high. Eager steps are compared, not proved."""
+    keras.config.set_dtype_policy("mixed_float16")
+    x, y = make_data(40)
+    x[0] = 6e4
+    model = compiled(around(Notes)(), "sgd", "mse", **kwargs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert model.first_batch_check.startswith("exact")

@@ -7,6 +7,7 @@ has to be mended in `private_names.py` and `hooks.py` in
 
 import pathlib
 import re
+import types
 
 import keras
 import numpy as np
@@ -304,3 +305,31 @@ def test_the_attributes_of_keras_are_told_from_those_of_users():
     assert vars(layer).keys() - names == {"mine"}
     assert vars(make_one_layer()).keys() <= names
     assert keras.layers.Flatten().name == "flatten"  # no name is used up
+
+
+@pytest.mark.parametrize("left", [1, 3], ids=["entering", "leaving"])
+def test_what_ctrl_c_left_replaced_is_put_back(left):
+    """Else the next scope would call its function twice."""
+    places, calls = [left], []
+
+    class Module(types.ModuleType):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            places[0] -= 1
+            if not places[0]:
+                raise KeyboardInterrupt
+
+    module = Module("module")
+    vars(module).update(f=abs, g=abs)
+    hook = hooks.Hook("a test", lambda: [(module, "f"), (module, "g")])
+
+    def count(original, value):
+        calls.append(value)
+        return original(value)
+
+    with pytest.raises(KeyboardInterrupt), hook(f=count):
+        pass
+    with hook(f=count):
+        assert module.f(-1) == 1
+    assert calls == [-1]
+    assert module.f is module.g is abs

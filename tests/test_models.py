@@ -163,7 +163,7 @@ def test_from_model_keeps_the_class_and_its_files(make, points, tmp_path):
         variables = (each.optimizer.variables for each in (read, written))
         assert distance(*variables) == 0
     clone = keras.models.clone_model(ours)
-    if make is make_graph:  # of other classes, Keras makes plain models
+    if make is make_graph:  # of the others, Keras makes plain models
         assert type(clone) is type(ours)
         assert clone.micro_batch_size == 8  # compiled again, as by Keras
     assert "micro_batch_size" not in json.dumps(ours.get_compile_config())

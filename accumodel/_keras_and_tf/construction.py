@@ -24,6 +24,7 @@ KerasFunctional = type(keras.Model(_input, _input, name="model"))
 
 # Attributes that belong to one model and are not copied.
 _OWN = ("_accumulation", "_gradient_accumulator")
+_STEPS = "steps_per_execution"
 
 
 def is_functional(args, kwargs):
@@ -165,12 +166,13 @@ def _derive(cls, model):
     return made
 
 
-class _CompileConfig(dict):
-    """What a file holds; and the rest, which a clone gets."""
+class _Steps(int):
+    """The `steps_per_execution` of a configuration, and what files leave out.
 
-    def __init__(self, config, rest):
-        super().__init__(config)
-        self.rest = rest
+    A clone gets that, too: Keras copies each dict, but no number.
+    """
+
+    rest: dict
 
 
 @functools.cache
@@ -182,8 +184,11 @@ def _derived_class(cls, theirs):
 
     def get_compile_config(self):
         config = theirs.get_compile_config(self)
-        changed = self._accumulation.options.changed()
-        return config and _CompileConfig(config, changed)
+        if _STEPS in config:
+            steps = _Steps(config[_STEPS])
+            steps.rest = self._accumulation.options.changed()
+            config = config | {_STEPS: steps}
+        return config
 
     # By the signature Keras decides how to save and to clone a model. It does
     # not look behind the decorator of a functional one.
@@ -228,7 +233,7 @@ def _restore(cls, theirs, file):
 def compile_from_config(model, config, by_super):
     """Compiles a model as a file says, or lets `by_super` do it."""
     by_keras = KerasModel.compile_from_config
-    config = config | getattr(config, "rest", {})
+    config = config | getattr(config.get(_STEPS), "rest", {})
     if checks.overrides(model, "compile") or by_super.__func__ is not by_keras:
         # A custom `compile`, of which Keras warns, or another class's way.
         by_super(config)

@@ -88,6 +88,7 @@ class Hook:
     def _open(self, functions):
         with _lock:
             if not self._users:
+                self._put_back()  # what Ctrl-C may have left
                 with needed_for(self._what):
                     self._places = self._find()
                 self._originals = {
@@ -105,8 +106,12 @@ class Hook:
             with _lock:
                 self._users -= 1
                 if not self._users:
-                    for (owner, name), original in self._originals.items():
-                        setattr(owner, name, original)
+                    self._put_back()
+
+    def _put_back(self):
+        for (owner, name), original in self._originals.items():
+            setattr(owner, name, original)
+        self._originals = {}
 
     def _dispatch(self, name, original):
         @functools.wraps(original)
