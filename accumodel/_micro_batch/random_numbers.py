@@ -355,18 +355,24 @@ class Draws:
         self._open()
         shape = _shape_of(name, arguments)
         sizes = _sizes(shape)
-        axes = self._axes(name, arguments.get("seed"), sizes)
-        with hooks.replaced(self, "_has_rows", bool(axes)):
-            seed = private_names.draw_seed(arguments.pop("seed", None))
-        if not axes:
-            return original(**arguments, seed=seed)
-        if (
+        seed = arguments.pop("seed", None)
+        axes = self._axes(name, seed, sizes)
+        is_apart = (
             len(axes) > 1
             or self._plan.orders is not None
             or name not in _OFFSETS
             # XLA may pair what is far apart, see `normal_in_xla`.
-            or (name == "normal" and axes[0] and _is_compiled())
-        ):
+            or (name == "normal" and axes[:1] > [0] and _is_compiled())
+        )
+        # A generator that there is need not draw for a number that stands in.
+        is_there = isinstance(seed, keras.random.SeedGenerator)
+        stands_in = axes and not is_apart and self._plan.numbers.stands_in
+        if not (stands_in and is_there):
+            with hooks.replaced(self, "_has_rows", bool(axes)):
+                seed = private_names.draw_seed(seed)
+        if not axes:
+            return original(**arguments, seed=seed)
+        if is_apart:
             return original(**arguments, seed=_apart(seed, self._rows[0]))
         rows_of = functools.partial(self._named, axes[0], sizes, shape, seed)
         arguments.pop("noise_shape", arguments.pop("shape", None))
