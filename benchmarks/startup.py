@@ -56,9 +56,112 @@ def drops(model_class):
     return model_class(inputs, keras.layers.Dense(10)(x)), (32, 32, 3)
 
 
-MODELS = {
-    each.__name__: each for each in (efficientnet, transformer_of_8, drops)
-}
+def mobilenet(model_class):
+    model = keras.applications.MobileNetV2(
+        weights=None,
+        input_shape=(32, 32, 3),
+        classes=10,
+        classifier_activation=None,
+    )
+    return model_class(model.inputs, model.outputs), (32, 32, 3)
+
+
+def unet(model_class):
+    x = inputs = keras.Input((32, 32, 3))
+    passed = []
+    for width in (16, 32, 64):
+        for _ in range(2):
+            x = keras.layers.Conv2D(width, 3, padding="same")(x)
+            x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
+        passed.append(x)
+        x = keras.layers.MaxPooling2D()(x)
+    for width in (64, 32, 16):
+        x = keras.layers.Conv2DTranspose(width, 2, strides=2)(x)
+        x = keras.layers.Concatenate()([x, passed.pop()])
+        x = keras.layers.Conv2D(width, 3, padding="same", activation="relu")(x)
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    return model_class(inputs, keras.layers.Dense(10)(x)), (32, 32, 3)
+
+
+def lstm(model_class):
+    inputs = keras.Input((16,))
+    x = keras.layers.Embedding(100, 32)(inputs)
+    x = keras.layers.LSTM(64, return_sequences=True, dropout=0.2)(x)
+    x = keras.layers.Bidirectional(keras.layers.LSTM(64))(x)
+    return model_class(inputs, keras.layers.Dense(10)(x)), (16,)
+
+
+def text_encoder(model_class):
+    """Two blocks as in BERT, of tokens and their places."""
+    inputs = keras.Input((16,))
+    x = keras.layers.Embedding(100, 64)(inputs)
+    x += keras.layers.Embedding(16, 64)(keras.ops.arange(16))
+    x = keras.layers.Dropout(0.1)(keras.layers.LayerNormalization()(x))
+    for _ in range(2):
+        own = keras.layers.MultiHeadAttention(4, 16, dropout=0.1)(x, x)
+        x += keras.layers.Dropout(0.1)(own)
+        x = keras.layers.LayerNormalization()(x)
+        own = keras.layers.Dense(256, activation="gelu")(x)
+        x += keras.layers.Dropout(0.1)(keras.layers.Dense(64)(own))
+        x = keras.layers.LayerNormalization()(x)
+    return model_class(inputs, keras.layers.Dense(10)(x[:, 0])), (16,)
+
+
+class _Sample(keras.layers.Layer):
+    """Samples of a normal distribution, and its divergence as a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(0)
+
+    def call(self, mean, log):
+        ops = keras.ops
+        each = 0.5 * (ops.square(mean) + ops.exp(log) - log - 1)
+        self.add_loss(ops.mean(ops.sum(each, -1)))
+        drawn = keras.random.normal(ops.shape(mean), seed=self.seed_generator)
+        return mean + ops.exp(log / 2) * drawn
+
+
+def vae(model_class):
+    inputs = keras.Input((64,))
+    x = keras.layers.Dense(64, activation="relu")(inputs)
+    x = _Sample()(keras.layers.Dense(8)(x), keras.layers.Dense(8)(x))
+    x = keras.layers.Dense(64, activation="relu")(x)
+    return model_class(inputs, keras.layers.Dense(10)(x)), (64,)
+
+
+def two_towers(model_class):
+    inputs = keras.Input((2,))
+    towers = []
+    for i in range(2):
+        x = keras.layers.Embedding(100, 32)(inputs[:, i])
+        for width in (64, 32):
+            x = keras.layers.Dense(width, activation="relu")(x)
+        towers.append(x)
+    x = keras.layers.Multiply()(towers)
+    return model_class(inputs, keras.layers.Dense(10)(x)), (2,)
+
+
+def mlp(model_class):
+    x = inputs = keras.Input((32,))
+    for _ in range(2):
+        x = keras.layers.Dense(64, activation="relu")(x)
+    return model_class(inputs, keras.layers.Dense(10)(x)), (32,)
+
+
+_MODELS = (
+    efficientnet,
+    mobilenet,
+    unet,
+    transformer_of_8,
+    text_encoder,
+    lstm,
+    vae,
+    two_towers,
+    drops,
+    mlp,
+)
+MODELS = {each.__name__: each for each in _MODELS}
 
 
 def measure(name, jit, way):

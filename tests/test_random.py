@@ -92,12 +92,27 @@ def test_draws_are_those_of_the_large_batch(name, way):
     )
 
 
-def test_several_rows_for_each_sample_in_batches_of_a_fixed_size():
-    def feed(model, x, y):  # arrays, of which the size is known
-        steps = getattr(model, "accum_steps", 1)
-        model.fit(x, y, batch_size=6 // steps, shuffle=False, verbose=0)
+def fit_arrays(model, x, y):
+    steps = getattr(model, "accum_steps", 1)
+    model.fit(x, y, batch_size=6 // steps, shuffle=False, verbose=0)
 
-    given = LAYERS["two rows for each sample"], 0, None, 9, 18, feed
+
+def fit_padded(model, x, y):
+    """The second size is unknown, as of sequences that are padded."""
+    size = 6 // getattr(model, "accum_steps", 1)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).map(
+        lambda x, y: (tf.py_function(lambda x: x, [x], x.dtype), y)
+    )
+    batches = batches.map(lambda x, y: (tf.ensure_shape(x, [None, 5]), y))
+    model.fit(batches.batch(size, drop_remainder=True), shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "feed"),
+    [("two rows for each sample", fit_arrays), ("dropout", fit_padded)],
+)
+def test_draws_in_batches_of_a_fixed_size(name, feed):
+    given = LAYERS[name], 0, None, 9, 18, feed
     plain = train(keras.Model, *given)
     check(train(AccumulatingModel, *given, accum_steps=2), plain)
 

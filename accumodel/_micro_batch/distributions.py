@@ -90,7 +90,8 @@ def _dropout(rows_of, inputs, rate):
     def sample(shape, dtype):
         return rows_of(tf.raw_ops.StatelessRandomUniformV2, dtype, dtype=dtype)
 
-    return tf.nn.experimental.general_dropout(inputs, rate, sample)
+    # Without a shape of noise it would take that of the inputs, for nothing.
+    return tf.nn.experimental.general_dropout(inputs, rate, sample, ())
 
 
 OFFSETS: dict[str, typing.Any] = {

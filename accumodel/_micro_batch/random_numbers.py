@@ -357,18 +357,24 @@ class Draws:
         self._open()
         shape = shape_of(name, arguments)
         sizes = known_sizes(shape)
-        axes = self._axes(name, arguments.get("seed"), sizes)
-        with hooks.replaced(self, "_has_rows", bool(axes)):
-            seed = private_names.draw_seed(arguments.pop("seed", None))
-        if not axes:
-            return original(**arguments, seed=seed)
-        if (
+        seed = arguments.pop("seed", None)
+        axes = self._axes(name, seed, sizes)
+        is_apart = (
             len(axes) > 1
             or self._plan.orders is not None
             or name not in OFFSETS
             # XLA may pair what is far apart, see `normal_in_xla`.
-            or (name == "normal" and axes[0] and is_compiled())
-        ):
+            or (name == "normal" and axes[:1] > [0] and is_compiled())
+        )
+        # A generator that there is need not draw for a number that stands in.
+        is_there = isinstance(seed, keras.random.SeedGenerator)
+        stands_in = axes and not is_apart and self._plan.numbers.stands_in
+        if not (stands_in and is_there):
+            with hooks.replaced(self, "_has_rows", bool(axes)):
+                seed = private_names.draw_seed(seed)
+        if not axes:
+            return original(**arguments, seed=seed)
+        if is_apart:
             return original(**arguments, seed=_apart(seed, self._rows[0]))
         rows_of = functools.partial(self._named, axes[0], sizes, shape, seed)
         arguments.pop("noise_shape", arguments.pop("shape", None))
@@ -383,6 +389,10 @@ class Draws:
         if key not in self._made:
             self._made[key] = make(*args)
         return self._made[key]
+
+    def _number(self, value, dtype=tf.int64):
+        """Returns a constant, which is made once in each graph."""
+        return self._once(tf.constant, value, dtype)
 
     def _read_rows(self):
         """Returns the numbers in `rows`, of which there are samples."""
@@ -419,9 +429,23 @@ class Draws:
                 self._plan.numbers.has_stood_in = True
                 # It is another one in each micro-batch.
                 begin, *_ = self._once(self._read_rows)
-                return tf.fill(shape, tf.cast(begin, drawn))
+                begin = self._once(tf.cast, begin, tf.as_dtype(drawn))
+                return tf.fill(self._shape(shape, sizes), begin)
             drawn_by = seed, operation, drawn, make
             return self._numbers(axis, sizes, shape, *drawn_by, **kwargs)
+
+    def _shape(self, shape, sizes):
+        """Returns a shape in a tensor; `sizes` is what is known of it."""
+        if None not in sizes:
+            return self._number((*sizes,))
+        if tf.is_tensor(shape):
+            return tf.cast(shape, tf.int64)
+        return tf.stack(
+            [
+                tf.cast(x, tf.int64) if size is None else self._number(size)
+                for x, size in zip(shape, sizes, strict=True)
+            ]
+        )
 
     def _numbers(
         self, axis, sizes, shape, seed, operation, drawn, make=None, **kwargs
@@ -440,35 +464,36 @@ class Draws:
         with _host():
             begin, samples, of_batch = self._once(self._read_rows)
             own, inner = sizes[axis], None if None in rest else math.prod(rest)
-            if None in sizes:
+            if own is None:
                 own = tf.cast(shape[axis], tf.int64)
-                shape = tf.cast(shape, tf.int64)
-            else:
-                shape = self._once(tf.constant, (*sizes,), tf.int64)
+            shape = self._shape(shape, sizes)
             if inner is None:
                 inner = tf.reduce_prod(shape[axis + 1 :])
             first, multiple = self._once(operator.mul, begin, inner), 1
-            apart = self._once(tf.constant, 0, tf.int64)
+            apart = self._number(0)
             if sizes[axis] is None or own != self._samples:
-                own = tf.cast(own, tf.int64)  # a size may be an int32
+                own = tf.cast(own, tf.int64)
                 multiple = tf.truncatediv(own, samples)
-                apart = begin * tf.minimum(tf.truncatemod(own, samples), 1)
+                rest = tf.truncatemod(own, samples)
+                apart = begin * tf.minimum(rest, self._number(1))
                 first *= multiple
             key, start = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-        kwargs |= {"key": key, "alg": _ALGORITHM}
+        kwargs |= {"key": key, "alg": self._number(_ALGORITHM, tf.int32)}
 
         def draw(first, own_shape=shape[axis:] if axis else shape):
             """Draws numbers of a shape, from the `first` on."""
             with _host():
-                counter = start + self._once(_counter, first, block, apart)
+                block_of = self._number(block)
+                counter = start + self._once(_counter, first, block_of, apart)
             if is_aligned:
                 return operation(shape=own_shape, counter=counter, **kwargs)
             with _host():
-                around = self._once(_around, own_shape, first, block)
+                numbers = map(self._number, (block, block - 1, (0,)))
+                around = self._once(_around, own_shape, first, *numbers)
             begin, count, size, shift = around
             drawn_rows = operation(shape=size, counter=counter, **kwargs)
             # XLA would compile a slice for each place where one begins.
-            drawn_rows = tf.roll(drawn_rows, shift, axis=0)
+            drawn_rows = tf.roll(drawn_rows, shift, self._number(0))
             return tf.reshape(tf.slice(drawn_rows, begin, count), own_shape)
 
         if axis == 0 and make is None:
@@ -526,11 +551,11 @@ def _counter(first, block, apart):
     return tf.bitcast(counter, tf.uint64)
 
 
-def _around(shape, first, block):
+def _around(shape, first, block, most, zero):
     """Returns where numbers begin, how many, of how many, and their shift."""
-    count = tf.reduce_prod(shape, keepdims=True)
-    shift = -tf.truncatemod(first, block)
-    return tf.zeros_like(count), count, count + (block - 1), shift
+    # `most` can be before the first in its block.
+    count = tf.reduce_prod(shape, zero, keepdims=True)
+    return zero, count, count + most, -tf.truncatemod(first, block)
 
 
 def _apart(seed, begin):
