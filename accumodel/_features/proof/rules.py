@@ -53,7 +53,6 @@ def rule(*tables, plain=None):
 def apply_rule(at, op, vals):
     """Returns the types of what an operation returns, or raises."""
     function, count = RULES[op.type]
-    require(all(v.dims is not None for v in vals), "a tensor of unknown rank")
     if count is not None:
         plain(*vals[:count])
         shared(*vals[count:])
@@ -141,14 +140,39 @@ def bitcast(at, op, v):
     return v.but()
 
 
+# -- what is read --------------------------------------------------------------
+
+
+@rule("ReadVariableOp VariableShape")
+def read(at, op, v):
+    is_read = op.type == "ReadVariableOp"
+    return Type("C", at.dims(op.outputs[0]), grad=is_read)
+
+
+@rule("Const")
+def fixed(at, op):
+    out, value, content = op.outputs[0], None, None
+    if out.shape.num_elements() < 16:
+        value = tf.get_static_value(out)
+    is_number = value is not None and value.dtype.kind in "fiu"
+    if is_number and value.ndim < 2 and value.dtype.kind == "i":
+        content = tuple((int(x), ()) for x in np.ravel(value))
+    zero = is_number and not value.any()
+    return Type("C", at.dims(out), content=content, zero=zero)
+
+
 # -- linear --------------------------------------------------------------------
 
 
-@rule(
-    "Identity StopGradient PreventGradient Snapshot CheckNumerics EnsureShape"
-)
-def kept(at, op, v):
-    return v
+KEPT = """
+Identity IdentityN StopGradient PreventGradient Snapshot CheckNumerics
+EnsureShape
+"""
+
+
+@rule(KEPT)
+def kept(at, op, *vals):
+    return [*vals]
 
 
 @rule("Neg Real Imag Conj")
@@ -164,12 +188,13 @@ def cast(at, op, v):
     as a truth.
     """
     of, to = op.inputs[0].dtype, op.outputs[0].dtype
-    is_number = to.is_floating or to.is_complex
-    is_number |= to.is_integer and to.size >= 4 and not of.is_floating
-    if not is_number:
-        plain(v)
-        return v.but()
-    return v
+    if of.is_bool or (to.is_floating and not of.is_complex):
+        return v
+    is_whole = to.is_integer and to.size >= 4 and not of.is_floating
+    if to.is_complex or (is_whole and not of.is_complex):
+        return v.renamed()
+    plain(v)
+    return v.but()
 
 
 @rule("Mul MulNoNan")
@@ -183,12 +208,18 @@ def multiplied(at, op, a, b):
         return sizes([product(*pair) for pair in pairs], shape_of(a, b))
     require("V" not in (a.base, b.base), "the number of samples")
     if "R" in (a.base, b.base):
-        a, b = (at.factor(v, x) for v, x in zip((a, b), op.inputs, strict=True))
+        a, b = a.factor(), b.factor()
     require(a.base != "S" or b.base != "S", "two sums over samples", True)
+    like = scaled(a, b) or scaled(b, a)
     if "S" in (a.base, b.base):
-        return Type("S", shape_of(a, b), power(a.m, b.m))
+        return Type("S", shape_of(a, b), power(a.m, b.m), like=like)
     zero = a.zero or b.zero
-    return broadcast([a, b]).but(m=power(a.m, b.m), zero=zero)
+    return broadcast([a, b]).but(m=power(a.m, b.m), zero=zero, like=like)
+
+
+def scaled(v, by):
+    """Returns what a product is like, if one is a shared factor."""
+    return v.alike if by.base == "C" and by.is_single else None
 
 
 def product(*held):
@@ -211,14 +242,14 @@ def divided(at, op, a, b):
     if not is_number(op.outputs[0].dtype):  # cut off
         plain(a, b)
     require("V" not in (a.base, b.base), "the number of samples")
-    b = at.factor(b, op.inputs[1])
+    b = b.factor()
     is_safe = op.type == "DivNoNan" or all(name == "n" for name, _ in b.m)
     require(is_safe, "what a sum divides that may be 0 in a micro-batch")
     m = power(a.m, b.m, -1)
     if a.base != "S":
-        return broadcast([a, b]).but(m=m, zero=a.zero)
+        return broadcast([a, b]).but(m=m, zero=a.zero, like=scaled(a, b))
     require(b.base == "C", "a sum over samples, and samples", bends=True)
-    return Type("S", shape_of(a, b), m)
+    return Type("S", shape_of(a, b), m, like=scaled(a, b))
 
 
 @rule("AddV2 Add Sub AddN")
@@ -274,7 +305,9 @@ def reduced(at, op, v, of_axes):
     require(is_linear, "all samples at once")
     # The sum of n equal rows is n times one.
     m = power(v.m, (("n", v.uniform - is_mean),))
-    return Type("C" if v.uniform else "S", dims, m)
+    one = Type("C" if v.uniform else "S", dims, m)
+    # Of all entries.
+    return one.but(like=f"{v.alike}:sum") if one.is_single else one
 
 
 def inside(v, last):

@@ -82,7 +82,7 @@ def reshaped(at, op, v, *to):
     require(k, _NEW_ORDER)
     # The rows of one may be unlike, if those of all are the same.
     uniform = v.uniform and (o, k) == (times(v.o), times(v.k))
-    return v.but(dims=new, axis=axis, o=o, k=k, uniform=uniform)
+    return v.but(dims=new, axis=axis, o=o, k=k, uniform=uniform, like=v.alike)
 
 
 def _new_sizes(op, v, *to):
@@ -115,7 +115,8 @@ def transposed(at, op, v, order):
     require(order is not None, "an order of axes that is not constant")
     order = [*map(int, order)]
     axis = order.index(v.axis) if v.base == "R" else 0
-    return v.but(dims=tuple(v.dims[i] for i in order), axis=axis)
+    dims = tuple(v.dims[i] for i in order)
+    return v.but(dims=dims, axis=axis, like=v.alike)
 
 
 # -- joined and split ----------------------------------------------------------
@@ -284,7 +285,7 @@ def gathered(at, op, v, places, *of_axis):
     shared(*of_axis)
     is_nd, rank = op.type == "GatherNd", len(v.dims)
     if op.type == "ResourceGather":
-        v = Type("C", v.dims)
+        v = Type("C", v.dims, grad=True)
     if v.base != "R" and places.base == "C":
         require(v.base in "CS", v.words)
         return at.shaped(v, out)
@@ -396,7 +397,7 @@ def list_item(at, op, v, *others):
     plain(v)
     require(v.axis > 0, "an item of what is shared")
     item = v.but(axis=v.axis - 1, dims=v.dims[1:])
-    return [item] if op.type == "TensorListGetItem" else [v, item]
+    return [item] if op.type == "TensorListGetItem" else [v.renamed(), item]
 
 
 @rule("TensorListSetItem TensorListPushBack")
