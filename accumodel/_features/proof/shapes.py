@@ -5,7 +5,6 @@ be chosen by its place. See `rules` for how a rule is written.
 """
 
 import functools
-import itertools
 
 import numpy as np
 import tensorflow as tf
@@ -47,15 +46,6 @@ def shape(at, op, *vals):
     (v,) = vals
     is_rank = op.type == "Rank"
     return sizes([(len(v.dims), ()) if is_rank else times(*v.dims)], ())
-
-
-@rule("BroadcastArgs")
-def broadcast_shapes(at, op, a, b):
-    held = [(v.content or (None,))[::-1] for v in (a, b)]
-    pairs = [*itertools.zip_longest(*held, fillvalue=ONE)]
-    is_known = all(None not in x and (ONE in x or x[0] == x[1]) for x in pairs)
-    require(is_known, "shapes that are not known to fit")
-    return vector([y if x == ONE else x for x, y in pairs][::-1])
 
 
 # -- the same numbers in another shape -----------------------------------------
@@ -110,7 +100,7 @@ def _new_sizes(op, v, *to):
 
 
 @rule("Transpose ConjugateTranspose")
-def transposed(at, op, v, order):
+def turned(at, op, v, order):
     order = constant(op.inputs[1], order)
     require(order is not None, "an order of axes that is not constant")
     order = [*map(int, order)]
@@ -130,9 +120,6 @@ def concatenated(at, op, *inputs):
     shared(of_axis)
     if all(v.content is not None for v in vals) and out.shape.rank == 1:
         return vector([size for v in vals for size in v.content])
-    if all(v.base != "R" for v in vals):  # each place is one of them
-        single = added([v.but(dims=(), zero=v.zero) for v in vals])
-        return at.shaped(single, out)
     plain(*vals)
     is_alike = all((v.base, v.axis) == ("R", one.axis) for v in vals)
     require(is_alike, "samples next to what they share, or in other axes")
@@ -315,6 +302,7 @@ def one_hot(at, op, v, *others):
 
 
 @rule("Pad PadV2 MirrorPad ReverseV2 Roll", plain=1)
+@rule("Cumsum Cumprod CumulativeLogsumexp", plain=1)
 def moved(at, op, v, *others):
     """Along other axes than that of the samples."""
     place = 2 if op.type == "Roll" else 1
@@ -323,7 +311,7 @@ def moved(at, op, v, *others):
     axes = np.flatnonzero(np.any(value, axis=1)) if "Pad" in op.type else value
     is_moved = v.axis in [int(i) % len(v.dims) for i in np.ravel(axes)]
     require(not is_moved, _BY_PLACE)
-    return at.shaped(v, op.outputs[0], uniform=False)
+    return at.shaped(v, op.outputs[0]) if "Pad" in op.type else v.but()
 
 
 # -- filled --------------------------------------------------------------------
@@ -363,11 +351,9 @@ def filled(at, op, *vals):
 
 @rule("ZerosLike OnesLike")
 def alike(at, op, v):
-    """The same for all, in the shape of what may be samples."""
-    require(v.base in "CSR", v.words)
-    if v.base == "R":
-        return v.but(m=(), uniform=True)
-    return Type("C", v.dims, zero=op.type == "ZerosLike")
+    """The same for all, in the shape of samples."""
+    require(v.base == "R", v.words)
+    return v.but(m=(), uniform=True)
 
 
 # -- lists of tensors, as if they were stacked ---------------------------------
@@ -379,16 +365,12 @@ def list_made(at, op, *vals):
     return Type("L", ())
 
 
-@rule("TensorListFromTensor TensorListStack TensorListResize")
+@rule("TensorListFromTensor TensorListStack")
 def list_of(at, op, v, *others):
     is_rows = v.base == "R" and v.axis > 0 and not v.m
     require(is_rows, "a list of the samples")
-    if op.type == "TensorListFromTensor":
-        return v
-    if op.type == "TensorListStack":
-        return at.shaped(v, op.outputs[0])
-    shared(*others)
-    return v.but(dims=(fresh("list"), *v.dims[1:]))
+    is_list = op.type == "TensorListFromTensor"
+    return v.but() if is_list else at.shaped(v, op.outputs[0])
 
 
 @rule("TensorListGetItem TensorListPopBack")
