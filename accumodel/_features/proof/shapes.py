@@ -84,7 +84,6 @@ def _new_sizes(op, v, *to):
     require(rank is not None, "a tensor of unknown rank")
     if op.type == "Squeeze":
         axes = [axis % len(v.dims) for axis in op.get_attr("squeeze_dims")]
-        axes = axes or [i for i, size in enumerate(v.dims) if size == ONE]
         left = tuple(d for i, d in enumerate(v.dims) if i not in axes)
         require(len(left) == rank, "a shape that is not known")
         return left
@@ -174,8 +173,7 @@ def split(at, op, *vals):
 # -- parts ---------------------------------------------------------------------
 
 
-_END = (2**31 - 1, ())  # beyond the last one
-_ALL = ((0, ()), _END, ONE, False)
+_BEGIN, _END = (0, ()), (2**31 - 1, ())  # beyond the last one
 
 
 @rule("StridedSlice Slice")
@@ -183,82 +181,58 @@ def sliced(at, op, v, *places):
     """All samples, of places that no sample and not their number decides."""
     is_known = all(x.is_shared or x.content for x in places)
     require(is_known, "places that depend on samples")
-    parts, axis = _parts(op, v, places)
+    count = op.inputs[1].shape[0]
+    require(count is not None, "places that are not known")
+    parts = [_part(op, places, i) for i in range(count)]
+    # As NumPy has it.
+    index = tuple(
+        next((x for name, x in _NAMES.items() if _has(op, name, i)), _ALL)
+        for i in range(count)
+    )
     if v.content is not None and v.dims:
-        *bounds, is_single = parts[0]
-        is_known = all(x and not x[1] for x in bounds) and bounds[2][0] > 0
-        require(is_known and len(parts) == 1, _NUMBER)
-        first, last, by = (x for x, _ in bounds)
-        if is_single:
+        is_known = count == 1 and all(x and not x[1] for x in parts[0])
+        require(is_known, _NUMBER)
+        first, last, by = (x for x, _ in parts[0])
+        if index[0] == 0:
             return sizes([v.content[first]], ())
         return vector(v.content[first:last:by])
     require(v.base != "V", _NUMBER)
-    for i, (first, last, by, is_single) in enumerate(parts):
-        if v.base == "R" and i == v.axis:
-            is_end = last in (_END, v.n, times(v.n)) and not is_single
-            require(is_end and (first, by) == (_ALL[0], ONE), _BY_PLACE)
+    rows = np.empty([1 + (i == v.axis) for i in range(len(v.dims))])
+    found = rows[index].shape
+    require(v.base != "R" or 2 in found, _BY_PLACE)
+    for i, (first, last, by) in enumerate(parts):
+        without = (*index[:i], 0, *index[i + 1 :])
+        is_part = v.base == "R" and index[i] == _ALL
+        if is_part and 2 not in rows[without].shape:
+            is_all = (first, by) == (_BEGIN, ONE) and last in (_END, v.n)
+            require(is_all, _BY_PLACE)
         else:
             is_free = not any(map(is_of_samples, (first, last, by)))
             require(is_free, _NUMBER)
+    axis = found.index(2) if v.base == "R" else 0
     return at.shaped(v, op.outputs[0], axis)
 
 
-def _parts(op, v, places):
-    """Returns the part of each axis, and the axis of samples of the result.
+_ALL = slice(None)
+_NAMES = {"ellipsis": ..., "new_axis": None, "shrink_axis": 0}
 
-    A part is its first place, the one after its last, the step between them,
-    and whether the axis is left out; `None` where a place is not known.
+
+def _has(op, name, i):
+    return op.type != "Slice" and op.get_attr(f"{name}_mask") >> i & 1
+
+
+def _part(op, places, i):
+    """Returns the first place of an axis, the one after its last, and the step.
+
+    Each is `None` if it is not known.
     """
-
-    def held(j, i):
-        known, content = (
-            constant(op.inputs[1 + j], places[j]),
-            places[j].content,
-        )
-        if known is not None:
-            return int(known[i]), ()
-        return content[i] if content else None
-
-    rank = len(v.dims)
-    if op.type == "Slice":
-        parts = []
-        for first, count in ((held(0, i), held(1, i)) for i in range(rank)):
-            is_number = first and count and not first[1] and not count[1]
-            last = (first[0] + count[0], ()) if is_number else count
-            parts.append(
-                (first, _END if count == (-1, ()) else last, ONE, False)
-            )
-        return parts, v.axis
-    names = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
-    masks = [op.get_attr(f"{name}_mask") for name in names]
-    count = op.inputs[1].shape[0]
-    require(count is not None, "places that are not known")
-    bits = [[bool(mask >> i & 1) for mask in masks] for i in range(count)]
-    # The places of each axis: the ellipsis stands for those that are missing.
-    of_axes: list = [i for i in range(count) if bits[i][2] or not bits[i][3]]
-    gaps = [j for j, i in enumerate(of_axes) if bits[i][2]]
-    missing: list = [None] * (rank - len(of_axes) + len(gaps))
-    begin = gaps[0] if gaps else len(of_axes)
-    of_axes[begin : begin + 1] = missing
-    parts = [
-        _ALL
-        if i is None
-        else (
-            _ALL[0] if bits[i][0] else held(0, i),
-            _END if bits[i][1] else held(1, i),
-            held(2, i),
-            bits[i][4],
-        )
-        for i in of_axes
-    ]
-    # NumPy says where an axis goes, of one that has two entries.
-    index = tuple(
-        ... if gap else None if new else 0 if single else slice(None)
-        for _, _, gap, new, single in bits
-    )
-    own = [1 + (v.base == "R" and i == v.axis) for i in range(rank)]
-    found = np.empty(own)[index].shape
-    return parts, found.index(2) if 2 in found else 0
+    first, last, *by = (x.content and x.content[i] for x in places)
+    if op.type != "Slice":
+        first = _BEGIN if _has(op, "begin", i) else first
+        return first, _END if _has(op, "end", i) else last, *by
+    if first and last and not first[1] and not last[1]:
+        last = (first[0] + last[0], ()) if last[0] >= 0 else _END
+    return first, last, ONE
 
 
 @rule("GatherV2 ResourceGather GatherNd")
