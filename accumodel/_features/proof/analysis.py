@@ -94,7 +94,7 @@ class Analysis:
             found = found if isinstance(found, list) else [found]
             found = found * (len(op.outputs) // len(found))
             for x, v in zip(op.outputs, found, strict=True):
-                _check(v, x.dtype)
+                _check(v, x)
         except UnprovedError as error:
             found = [self._refused(op, error)] * len(op.outputs)
         name, has_grad = self._name(op, vals), any(v.grad for v in vals)
@@ -249,12 +249,15 @@ class Analysis:
         )
 
 
-def _check(v, dtype):
+def _check(v, tensor):
     """Requires what is true of all types, whatever the rules say."""
+    dtype, rank = tensor.dtype, tensor.shape.rank
     places = [i for i, size in enumerate(v.dims) if is_of_samples(size)]
     is_right = places == ([v.axis] if v.base == "R" else [])
     is_right &= v.base != "V" or bool(v.content)
     require(is_right, "the number of samples, which is not followed,")
+    is_ranked = v.base == "T" or dtype == tf.variant or rank == len(v.dims)
+    require(is_ranked, "a tensor of unknown rank")
     is_whole = v.base != "S" or is_number(dtype) or dtype.size >= 4
     require(is_whole, "a sum of few bits")
 

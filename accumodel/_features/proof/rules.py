@@ -227,12 +227,10 @@ def divided(at, op, a, b):
 
 @rule("AddV2 Add Sub AddN")
 def plus(at, op, *vals):
-    held = [v.content[0] for v in vals if v.content and v.dims == ()]
-    numbers = [size[0] for size in held if size and not size[1]]
-    if len(numbers) == len(vals):
-        first, *others = numbers
+    known = [constant(x, v) for x, v in zip(op.inputs, vals, strict=True)]
+    if all(v.content and v.dims == () for v in vals) and None not in known:
         sign = -1 if op.type == "Sub" else 1
-        return sizes([(first + sign * sum(others), ())], ())
+        return sizes([(int(known[0] + sign * sum(known[1:])), ())], ())
     return added([*vals])
 
 

@@ -152,10 +152,8 @@ def split(at, op, *vals):
     v, count = vals[op.type == "Split"], len(op.outputs)
     shared(*(x for x in vals if x is not v))
     if v.content is not None:
-        is_single = len(v.content) == count and op.type != "SplitV"
-        require(is_single, _NUMBER)
-        make = vector if op.type == "Split" else lambda held: sizes(held, ())
-        return [make([size]) for size in v.content]
+        require(op.type == "Unpack", _NUMBER)
+        return [sizes([size], ()) for size in v.content]
     if v.base != "R":
         return [at.shaped(v, x) for x in op.outputs]
     is_unpack, place = op.type == "Unpack", 0 if op.type == "Split" else 2
@@ -242,19 +240,15 @@ def gathered(at, op, v, places, *of_axis):
     if v.content is not None and found is not None:
         held = [v.content[int(i)] for i in np.ravel(found)]
         return vector(held) if np.ndim(found) else sizes(held, ())
-    plain(places)
-    shared(*of_axis)
     is_nd, rank = op.type == "GatherNd", len(v.dims)
     if op.type == "ResourceGather":
-        v = Type("C", v.dims, grad=True)
-    if v.base != "R" and places.base == "C":
-        require(v.base in "CS", v.words)
+        v = Type("C", grad=True)
+    plain(v, places)
+    shared(*of_axis)
+    if v.base == places.base == "C":
         return at.shaped(v, out)
-    plain(v)
     batch = 0 if is_nd else op.get_attr("batch_dims")
-    axis = 0
-    if of_axis:
-        (axis,) = axes_of(op.inputs[2], of_axis[0], rank)
+    axis = axes_of(op.inputs[2], of_axis[0], rank)[0] if of_axis else 0
     if v.base == "C":
         is_entry = is_nd and places.axis == len(places.dims) - 1
         require(not batch and not is_entry, _BY_PLACE)
@@ -265,7 +259,7 @@ def gathered(at, op, v, places, *of_axis):
     else:
         require(v.axis == places.axis < batch, "samples that others choose")
         own, one = v.axis, same(v, places)
-    return at.shaped(one, out, own)
+    return at.shaped(one, out, own, grad=v.grad)
 
 
 @rule("OneHot", plain=1)

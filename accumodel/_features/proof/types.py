@@ -176,21 +176,17 @@ class Type:
         return names.get(self.base, "samples")
 
 
-def _need(is_right, v):
-    # Of a statistic, a rule that is not linear knows that it is bent.
-    require(is_right, v.words, bends=v.base == "S" or bool(v.m))
-
-
-def plain(*vals):
+def plain(*vals, of="CR"):
     """Requires what is no statistic: samples, and what they share."""
     for v in vals:
-        _need(v.base in "CR" and not v.m, v)
+        # Of a statistic, a rule that is not linear knows that it is bent.
+        is_right, bends = v.base in of and not v.m, v.base == "S" or bool(v.m)
+        require(is_right, v.words, bends)
 
 
 def shared(*vals):
     """Requires what samples share."""
-    for v in vals:
-        _need(v.is_shared, v)
+    plain(*vals, of="C")
 
 
 def agree(a, b):

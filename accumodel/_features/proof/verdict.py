@@ -163,8 +163,7 @@ def _is_assigned(handle):
         places = [i - first for i, x in enumerate(op.inputs) if x is handle]
         bodies = [private_names.body_of(op.graph, name) for name in names]
         inputs = [body.inputs[i] for body in bodies for i in places]
-        if any(map(_is_assigned, inputs)):
-            return True
-        if not (names or op.type.startswith(READS)):
+        is_read = names or op.type.startswith(READS)
+        if not is_read or any(map(_is_assigned, inputs)):
             return True
     return False
