@@ -124,14 +124,16 @@ def read(at, op, v):
 
 @rule("Const")
 def fixed(at, op):
-    out, value, content = op.outputs[0], None, None
-    if out.shape.num_elements() < 16:
-        value = tf.get_static_value(out)
-    is_number = value is not None and value.dtype.kind in "fiu"
-    if is_number and value.ndim < 2 and value.dtype.kind == "i":
-        content = tuple((int(x), ()) for x in np.ravel(value))
-    zero = is_number and not value.any()
-    return Type("C", at.dims(out), content=content, zero=zero)
+    out = op.outputs[0]
+    one = Type("C", at.dims(out))
+    if out.shape.num_elements() >= 16:
+        return one
+    value = np.asarray(tf.get_static_value(out))
+    if value.dtype.kind not in "fiu":
+        return one
+    is_size = value.ndim < 2 and value.dtype.kind == "i"
+    held = tuple((int(x), ()) for x in value.ravel()) if is_size else None
+    return one.but(content=held, zero=not value.any())
 
 
 # -- linear --------------------------------------------------------------------
