@@ -195,11 +195,11 @@ an overflow is hidden by process_gradients
     """,
     "test_proof.py": """
 a mean that its weight did not divide is proved
-    _judge: if is_mean => True
+    _judge: set is_mean => True
 batches of unlike lengths in one update are proved
     _types_of_data: if spans_batches => False
 what is assigned is the same in each micro-batch
-    _States._type: if _assigned => False
+    _outside: set moves => False
     """,
     "test_random.py test_random_in_steps.py": """
 each fed batch of a cycle draws the first rows

@@ -1,10 +1,12 @@
 """All losses and layers that Keras exports, next to the large batch.
 
 Each is exact, or a warning or an error of accumodel says that it is not, in
-each way to train. So what a new version of Keras adds is tested by itself.
+each way to train. So what a new version of Keras adds is tested by itself. And
+of real models, it is proved that they are.
 
 `python tests/test_all_of_keras.py [NAME ...]` prints in which ways each is
-exact, and last what is exact in none: docs/limits.md names these.
+exact, and what is exact in none: docs/limits.md names these. And last which
+real models are proved, and why the others are not.
 """
 
 import inspect
@@ -16,8 +18,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, fit
+from helpers import distance, fit, hub_backbone
 from keras import layers
+from proving import proof_of
 
 from accumodel import AccumulatingModel, InexactWarning
 
@@ -381,6 +384,43 @@ def test_layers(name):
     check_exact_or_told(ways_of_layer(name), LAYERS_TOLD)
 
 
+# Models for images of `keras.applications`, and for words of keras-hub.
+MODELS = [
+    "ConvNeXtTiny", "DenseNet121", "EfficientNetB0", "EfficientNetV2B0",
+    "InceptionV3", "MobileNetV2", "MobileNetV3Small", "NASNetMobile",
+    "ResNet50", "ResNet50V2", "VGG16", "Xception",
+    "Bert", "DebertaV3", "FNet", "GPT2", "OPT", "Roberta",
+]  # fmt: skip
+
+
+def proof_of_model(name):
+    """Proves a training of a model, of which normalizations are frozen."""
+    if hasattr(keras.applications, name):
+        make = getattr(keras.applications, name)
+        base = make(include_top=False, weights=None, input_shape=(75, 75, 3))
+        for layer in base.layers:
+            layer.trainable = not isinstance(layer, layers.BatchNormalization)
+        outputs = layers.GlobalAveragePooling2D()(base.output)
+        data = np.zeros((4, 75, 75, 3)), np.zeros((4, 3))
+    else:
+        base = hub_backbone(name, 9, 6, num_layers=1, dropout=0.1)
+        outputs = base.output
+        if isinstance(outputs, dict):
+            outputs = outputs["sequence_output"]
+        words = np.ones((4, 6), "int32")
+        data = dict.fromkeys(base.input, words), np.zeros((4, 6, 3))
+    model = AccumulatingModel(base.input, layers.Dense(3)(outputs))
+    model.compile("sgd", "mse", jit_compile=False, micro_batch_size=2)
+    return proof_of(model, data)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    keras.config.set_dtype_policy("float32")
+    keras.config.set_floatx("float32")
+    assert proof_of_model(name).kind == "exact"
+
+
 def print_ways(names):
     """Prints in which ways each is exact, and last what is in none."""
     in_none = []
@@ -398,6 +438,13 @@ def print_ways(names):
     print("Exact in no way:", ", ".join(in_none))
 
 
+def print_models():
+    keras.config.set_dtype_policy("float32")
+    keras.config.set_floatx("float32")
+    for name in MODELS:
+        print(f"{name:24} {' '.join(proof_of_model(name))}", flush=True)
+
+
 if __name__ == "__main__":
     print_ways(
         sys.argv[1:]
@@ -406,3 +453,4 @@ if __name__ == "__main__":
             *(each for each in LAYERS if each not in LAYERS_LEFT_OUT),
         ]
     )
+    print_models()

@@ -22,7 +22,7 @@ from accumodel._features.first_batch.check import (
 )
 from accumodel._features.first_batch.runs import Taken, same_draws
 from accumodel._features.first_batch.variables import NotMade
-from accumodel._features.proof import Proof
+from accumodel._features.proof import Proof, worst
 from accumodel._fit import rehearsal
 from accumodel._keras_and_tf import hooks, private_names, replicas
 from accumodel._keras_and_tf.checks import InexactWarning
@@ -284,8 +284,7 @@ class FirstBatch(Feature):
             else collector.proof
             for found, collector in self._rehearsed
         ]
-        unproved = [proof for proof in proofs if proof.kind != "exact"]
-        self._proof = (unproved or proofs)[0]
+        self._proof = worst(proofs)
 
     # -- the comparison --------------------------------------------------------
 

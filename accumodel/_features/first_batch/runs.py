@@ -15,7 +15,7 @@ from accumodel._features.first_batch.variables import (
     variables_of,
     watching,
 )
-from accumodel._features.proof import Proof, prove, prove_rows
+from accumodel._features.proof import Proof, prove, prove_rows, worst
 from accumodel._fit.rehearsal import Enough, Noting, leaves_of
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.micro_batches import (
@@ -112,8 +112,7 @@ class Taken(Noting):
             for loss in added_losses(self.plan.model)
             if not loss.shape.rank
         ]
-        unproved = [proof for proof in proofs if proof.kind != "exact"]
-        return (unproved or proofs)[0]
+        return worst(proofs)
 
     def _ask(self, prove, *tensors):
         plan = self.plan

@@ -5,6 +5,6 @@
 """
 
 from accumodel._features.proof.types import Proof
-from accumodel._features.proof.verdict import prove, prove_rows
+from accumodel._features.proof.verdict import prove, prove_rows, worst
 
-__all__ = ["Proof", "prove", "prove_rows"]
+__all__ = ["Proof", "prove", "prove_rows", "worst"]

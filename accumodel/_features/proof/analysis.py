@@ -5,18 +5,11 @@ import dataclasses
 import functools
 import itertools
 
-import numpy as np
 import tensorflow as tf
 
 from accumodel._features.proof import shapes  # noqa: F401, for its rules
-from accumodel._features.proof.rules import (
-    DIVISIONS,
-    RULES,
-    apply_rule,
-    is_number,
-)
+from accumodel._features.proof.rules import RULES, apply_rule, is_number, rule
 from accumodel._features.proof.types import (
-    ONE,
     N,
     Proof,
     Type,
@@ -24,12 +17,9 @@ from accumodel._features.proof.types import (
     added,
     is_of_samples,
     over,
-    power,
     put,
     require,
-    sizes,
     sizes_alike,
-    times,
 )
 from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import private_names
@@ -46,34 +36,25 @@ _DRAWS = {  # where a draw of rows ends, and which input is its shape
 
 CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
 
-# These give what each kernel gives, not each trace: Python decides.
-_PYTHON = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
+# These give what each kernel gives, not each trace: Python decides. And what
+# is fed, which nothing is known of.
+_ANEW = ("EagerPyFunc", "PyFunc", "PyFuncStateless", "Placeholder")
 
-
-@dataclasses.dataclass
-class Frame:
-    """A graph, or one call of a function, that is walked."""
-
-    number: int = 0
-    scope: str = ""  # of its names
-    types: dict = dataclasses.field(default_factory=dict)
-    keys: dict = dataclasses.field(default_factory=dict)
+_calls = itertools.count()
 
 
 class Analysis:
-    """The types of the tensors of a graph."""
+    """The types of the tensors of a graph, or of one call of a function."""
 
-    def __init__(self):
-        self._frame = Frame()
-        self._frames = itertools.count(1)
-        self._names: dict = {}  # of divisors
+    def __init__(self, names=None, scope=""):
+        self._names = {} if names is None else names  # of what is alike
+        self._scope = scope  # of the names of operations
+        self._number = next(_calls)
 
     def dims(self, tensor, axis=None, n=None):
         """Returns the sizes of a tensor, of which one may be of samples."""
-        if tensor.shape.rank is None:
-            require(axis is None, "a tensor of unknown rank")
-            return None
-        name = self._name(tensor)
+        require(tensor.shape.rank is not None, "a tensor of unknown rank")
+        name = self._place(tensor.name)
         own = tuple(
             (1, (f"{name}:{i}",)) if size is None else (size, ())
             for i, size in enumerate(tensor.shape)
@@ -88,56 +69,90 @@ class Analysis:
         dims = self.dims(tensor, axis, v.n)
         return v.but(dims=dims, axis=axis, **changed)
 
-    def _name(self, tensor):
-        return f"{self._frame.number}/{tensor.name}"
+    def _place(self, name):
+        return f"{self._number}/{name}"
 
     def types_of(self, tensors, known):
         """Returns the types of tensors of a graph, from those of some."""
-        self._frame.types = known
         needed, todo = set(), [x.op for x in tensors]
         while todo:
             op = todo.pop()
             if op not in needed:
                 needed.add(op)
                 todo += [x.op for x in op.inputs if x.ref() not in known]
-        graph = tensors[0].graph
-        for op in graph.get_operations():
+        for op in tensors[0].graph.get_operations():
             if op in needed and any(x.ref() not in known for x in op.outputs):
-                found = self._of_operation(op)
+                found = self._typed(op, [known[x.ref()] for x in op.inputs])
                 for x, v in zip(op.outputs, found, strict=True):
                     known.setdefault(x.ref(), v)
         return [known[x.ref()] for x in tensors]
 
-    def _of_operation(self, op):
-        vals = [self._frame.types[x.ref()] for x in op.inputs]
-        marked = self._marked(op, vals)
-        unproved = [v for v in vals if v.base == "T"]
-        weighs_nothing = op.type == "Mul" and any(v.zero for v in vals)
-        if weighs_nothing and op.outputs[0].shape.rank == 0:  # such as a loss
-            return [Type("C", (), zero=True)]
-        if unproved and marked is None:
-            return unproved[:1] * len(op.outputs)
+    def _typed(self, op, vals):
+        """Returns the types of what an operation returns."""
         try:
-            found = marked or self._by_rule(op, vals)
+            found = self._found(op, vals)
             found = found if isinstance(found, list) else [found]
             found = found * (len(op.outputs) // len(found))
             for x, v in zip(op.outputs, found, strict=True):
-                _check(v, x.dtype)
+                _check(v, x)
         except UnprovedError as error:
-            return [self._refused(op, error)] * len(op.outputs)
-        has = op.type in ("ReadVariableOp", "ResourceGather")
-        has |= any(v.grad for v in vals)
+            found = [self._refused(op, error)] * len(op.outputs)
+        name, has_grad = self._name(op, vals), any(v.grad for v in vals)
         return [
-            dataclasses.replace(v, grad=_keeps(x) and (has or v.grad))
-            for v, x in zip(found, op.outputs, strict=True)
+            dataclasses.replace(
+                v,
+                grad=_keeps_gradient(x) and (has_grad or v.grad),
+                name=v.name or f"{name}:{i}",
+            )
+            for i, (v, x) in enumerate(zip(found, op.outputs, strict=True))
         ]
 
+    def _name(self, op, vals):
+        """Returns what operations share that compute the same."""
+        names = [
+            v.name or self._place(x.name)
+            for v, x in zip(vals, op.inputs, strict=True)
+        ]
+        is_new = op.op_def.is_stateful or rows_axis(op.name) is not None
+        is_short = op.type == "Const" and op.outputs[0].shape.num_elements() < 9
+        if is_new or not (names or is_short):
+            return self._place(op.name)
+        attrs = sorted(
+            (name, value.SerializeToString())
+            for name, value in op.node_def.attr.items()
+            if not name.startswith("_") and name not in ("T", "Tidx")
+        )
+        key = str((op.type, names, attrs))
+        return self._names.setdefault(key, f"D{len(self._names)}")
+
     def _refused(self, op, error):
-        *scope, _ = (self._frame.scope + op.name).split("/")
+        *scope, _ = (self._scope + op.name).split("/")
         place = "/".join(scope) or "compute_loss"
-        kind = "bends" if error.bends else "unknown"
         reason = f"`{op.type}` of {error} in `{place}`"
-        return Type("T", why=Proof(kind, reason))
+        return Type("T", why=Proof(error.kind, reason))
+
+    def _found(self, op, vals):
+        """Returns the type of what an operation returns, or a list of these."""
+        marked = self._marked(op, vals)
+        if marked:
+            return marked
+        is_scalar = op.type == "Mul" and op.outputs[0].shape.rank == 0
+        if is_scalar and any(v.zero for v in vals):  # such as a loss
+            return Type("C", (), zero=True)
+        for v in vals:
+            if v.base == "T":
+                return v
+        has_own = "_gradient_op_type" in op.node_def.attr
+        require(not has_own, "a custom gradient")
+        is_shared = all(v.is_shared for v in vals)
+        if op.type in RULES:
+            with contextlib.suppress(*([UnprovedError] if is_shared else [])):
+                return apply_rule(self, op, vals)
+        is_new = op.op_def.is_stateful or op.type in _ANEW
+        require(not is_new, "what may be another one each time")
+        words = [v.words for v in vals if not v.is_shared]
+        require(is_shared, f"{words and words[0]}, which has no rule,")
+        return [Type("C", self.dims(x)) for x in op.outputs]
 
     def _marked(self, op, vals):
         """Returns the type of what accumodel has named, or `None`."""
@@ -152,74 +167,32 @@ class Analysis:
         places = [i for i, size in enumerate(held) if is_of_samples(size)]
         if places != [axis] or held[axis][1].count("n") > 1:
             return None
-        dims = self.dims(op.outputs[0], axis, held[axis])
-        pairs = zip(dims, held, strict=True)
-        dims = tuple(own if own[1] == () else x or own for own, x in pairs)
+        own = self.dims(op.outputs[0])
+        dims = tuple(x or y for x, y in zip(held, own, strict=True))
         return Type("R", dims, axis=axis, k=over(held[axis], N))
-
-    def _by_rule(self, op, vals):
-        if "_gradient_op_type" in op.node_def.attr:
-            raise UnprovedError("a custom gradient")
-        if op.type == "Const":
-            return self._constant(op.outputs[0])
-        if op.type == "IdentityN":
-            return vals
-        if op.type in ("ReadVariableOp", "VariableShape"):
-            return Type("C", self.dims(op.outputs[0]))
-        if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
-            return self._call(op, op.get_attr("f").name, vals)
-        if op.type in CONDITIONS:
-            return self._condition(op, vals)
-        if op.type in ("While", "StatelessWhile"):
-            return self._loop(op, vals)
-        is_shared = all(v.is_shared for v in vals)
-        if op.type in RULES:
-            with contextlib.suppress(*([UnprovedError] if is_shared else [])):
-                return apply_rule(self, op, vals)
-        is_alike = not op.op_def.is_stateful or op.type == "ResourceGather"
-        is_alike &= op.type not in (*_PYTHON, "Placeholder")
-        require(is_alike, "what may be another one each time")
-        if is_shared:
-            return [Type("C", self.dims(x)) for x in op.outputs]
-        words = [v.words for v in vals if not v.is_shared]
-        raise UnprovedError(f"{words[0]}, which has no rule,")
-
-    def _constant(self, tensor):
-        dims, value = self.dims(tensor), None
-        if tensor.shape.num_elements() < 16:
-            value = tf.get_static_value(tensor)
-        if value is None or value.dtype.kind not in "fiu":
-            return Type("C", dims)
-        if value.ndim < 2 and value.dtype.kind == "i":
-            held = sizes([(int(x), ()) for x in np.ravel(value)], dims)
-            return dataclasses.replace(held, zero=not value.any())
-        return Type("C", dims, zero=not value.any())
 
     # -- functions, conditions and loops ---------------------------------------
 
-    def _call(self, op, name, vals):
+    @rule("PartitionedCall StatefulPartitionedCall")
+    def called(self, op, *vals):
         """Returns the types of what a function returns."""
-        body = private_names.body_of(op.graph, name)
-        outside = self._frame
-        number = next(self._frames)
-        self._frame = Frame(number, f"{outside.scope}{op.name}/")
-        known = zip((x.ref() for x in body.inputs), vals, strict=True)
-        try:
-            return self.types_of(body.outputs, dict(known))
-        finally:
-            self._frame = outside
+        return self._call(op, op.get_attr("f"), vals)
 
-    def _condition(self, op, vals):
-        is_case = "Case" in op.type
-        names = ("branches",) if is_case else ("then_branch", "else_branch")
-        branches = [op.get_attr(name) for name in names]
-        branches = branches[0] if is_case else branches
-        decides, *vals = vals
+    def _call(self, op, function, vals):
+        body = private_names.body_of(op.graph, function.name)
+        inner = Analysis(self._names, f"{self._scope}{op.name}/")
+        known = zip((x.ref() for x in body.inputs), vals, strict=True)
+        with sizes_alike(inherited=True):  # it may not run
+            return inner.types_of(body.outputs, dict(known))
+
+    @rule(*CONDITIONS)
+    def chosen(self, op, decides, *vals):
+        """Returns the types of outputs that come from one of the branches."""
+        names = ["then_branch", "else_branch"]
+        names = ["branches"] if "Case" in op.type else names
         require(decides.is_shared, f"{decides.words}, as a condition", True)
-        results = []
-        for branch in branches:
-            with sizes_alike(inherited=True):  # of one that may not run
-                results.append(self._call(op, branch.name, vals))
+        branches = tf.nest.flatten([op.get_attr(name) for name in names])
+        results = [self._call(op, branch, vals) for branch in branches]
         join = functools.partial(self._joined_outputs, op)
         return functools.reduce(join, results)
 
@@ -233,160 +206,62 @@ class Analysis:
                 joined.append(self._refused(op, error))
         return joined
 
-    def _loop(self, op, vals):
+    @rule("While StatelessWhile")
+    def looped(self, op, *vals):
         """Returns the types that the values of a loop have in all its steps."""
+        before, now = None, [v.renamed() for v in vals]
         for _ in range(12):
-            with sizes_alike(inherited=True):  # there may be no step
-                after = self._call(op, op.get_attr("body").name, vals)
-            before, vals = vals, self._joined_outputs(op, vals, after)
-            if vals == before:
-                break
-        else:
-            raise UnprovedError("a loop that does not settle")
-        with sizes_alike(inherited=True):
-            (goes_on,) = self._call(op, op.get_attr("cond").name, vals)
+            if now != before:
+                after = self._call(op, op.get_attr("body"), now)
+                before, now = now, self._joined_outputs(op, now, after)
+        require(now == before, "a loop that does not settle")
+        (goes_on,) = self._call(op, op.get_attr("cond"), now)
         if goes_on.base == "T":
-            return [goes_on] * len(vals)
+            return goes_on
         require(goes_on.is_shared, f"{goes_on.words}, as a condition", True)
-        return vals
+        return now
 
     def joined(self, a, b, name):
         """Returns the type of what is one or the other, for all samples."""
         for one, other in ((a, b), (b, a)):
             if one.base == "T" or other.base == "L" or one == other:
-                return one
-        kept = {"grad": a.grad or b.grad, "zero": a.zero and b.zero}
-        held = a.content if a.content == b.content else None
-        dims = None
-        if None not in (a.dims, b.dims) and len(a.dims) == len(b.dims):
-            name = f"{self._frame.number}/{name}"
-            dims = tuple(
-                x if x == y else (1, (f"{name}:{i}",))
-                for i, (x, y) in enumerate(zip(a.dims, b.dims, strict=True))
+                return one.renamed()
+        require(len(a.dims) == len(b.dims), "tensors of unlike ranks")
+        dims = tuple(
+            x if x == y else (1, (f"{self._place(name)}:{i}",))
+            for i, (x, y) in enumerate(zip(a.dims, b.dims, strict=True))
+        )
+        one = a
+        if "R" in (a.base, b.base):
+            # No lengths are equal here since TensorFlow would raise.
+            is_like = (a.base, a.m, a.axis, a.o, a.k) == (
+                *(b.base, b.m, b.axis, b.o, b.k),
             )
-        if "R" not in (a.base, b.base):
+            require(is_like, "samples, or others in other axes")
+        else:
             one = added([v.but(dims=(), zero=v.zero) for v in (a, b)])
-            return one.but(dims=dims, content=held, **kept)
-        # No lengths are equal here since TensorFlow would raise.
-        is_like = a.base == b.base and dims is not None and a.m == b.m
-        is_like &= (a.axis, a.o, a.k) == (b.axis, b.o, b.k)
-        require(is_like, "samples, or others in other axes")
-        return a.but(dims=dims, uniform=a.uniform and b.uniform, **kept)
-
-    # -- divisors --------------------------------------------------------------
-
-    def factor(self, v, tensor):
-        """Returns the type of a sum over the samples that is a factor."""
-        if v.base != "S":
-            return v
-        require(_is_single(v), "several sums over samples")
-        require(not v.grad, f"{v.words} that is trained", bends=True)
-        name = self._divisor_name(tensor)
-        return Type("C", v.dims, power(v.m, ((name, 1),)))
-
-    def _divisor_name(self, tensor):
-        """Returns a name for what is the same but for a shared factor."""
-        while True:
-            types = [self._frame.types.get(x.ref()) for x in tensor.op.inputs]
-            bases = [v and v.base for v in types]
-            is_scaled = tensor.op.type == "Mul" and {*bases} == {"C", "S"}
-            is_scaled |= tensor.op.type in DIVISIONS.split() and bases == [
-                "S",
-                "C",
-            ]
-            if is_scaled and _is_single(types[bases.index("C")]):
-                tensor = tensor.op.inputs[bases.index("S")]
-            elif (inner := _same_sum(tensor)) is not None:
-                tensor = inner
-            else:
-                break
-        is_total = tensor.op.type in ("Sum", "Mean")
-        if is_total and _is_single(self._frame.types[tensor.ref()]):
-            tensor = tensor.op.inputs[0]  # of all entries, whatever their shape
-            while (inner := _same_sum(tensor)) is not None:
-                tensor = inner
-        return self._names_of((is_total, self._key(tensor)))
-
-    def _names_of(self, key):
-        return self._names.setdefault(key, f"D{len(self._names)}")
-
-    def _key(self, tensor):
-        """Returns what tensors share that are computed in the same way."""
-        keys, todo = self._frame.keys, [tensor]
-        while todo:
-            one = todo[-1]
-            missing = [x for x in one.op.inputs if x.ref() not in keys]
-            if one.ref() not in keys and missing:
-                todo += missing
-                continue
-            todo.pop()
-            if one.ref() not in keys:
-                inputs = [keys[x.ref()] for x in one.op.inputs]
-                keys[one.ref()] = self._key_of(one, inputs)
-        return keys[tensor.ref()]
-
-    def _key_of(self, one, inputs):
-        op, same = one.op, _same_numbers(one)
-        if same is not None:
-            return self._frame.keys[same.ref()]
-        if op.type == "Const" and (one.shape.num_elements() or 99) < 9:
-            return str(tf.get_static_value(one).tolist())
-        is_new = op.op_def.is_stateful or rows_axis(op.name) is not None
-        if is_new or not inputs:
-            return self._name(one)
-        attrs = {
-            name: value.SerializeToString()
-            for name, value in op.node_def.attr.items()
-            if not name.startswith("_") and name not in ("T", "Tidx")
-        }
-        key = op.type, one.value_index, *inputs, *sorted(attrs.items())
-        return self._names_of(key)
+        return one.but(
+            dims=dims,
+            uniform=a.uniform and b.uniform,
+            content=a.content if a.content == b.content else None,
+            zero=a.zero and b.zero,
+            grad=a.grad or b.grad,
+        )
 
 
-def _check(v, dtype):
+def _check(v, tensor):
     """Requires what is true of all types, whatever the rules say."""
-    places = [i for i, size in enumerate(v.dims or ()) if is_of_samples(size)]
+    dtype, rank = tensor.dtype, tensor.shape.rank
+    places = [i for i, size in enumerate(v.dims) if is_of_samples(size)]
     is_right = places == ([v.axis] if v.base == "R" else [])
     is_right &= v.base != "V" or bool(v.content)
     require(is_right, "the number of samples, which is not followed,")
+    is_ranked = v.base == "T" or dtype == tf.variant or rank == len(v.dims)
+    require(is_ranked, "a tensor of unknown rank")
     is_whole = v.base != "S" or is_number(dtype) or dtype.size >= 4
     require(is_whole, "a sum of few bits")
 
 
-def _is_single(v):
-    return v.dims is not None and times(*v.dims) == ONE
-
-
-def _same_numbers(tensor):
-    """Returns what has the same numbers, but for rounding, or `None`."""
-    op = tensor.op
-    if op.type == "Cast":
-        of, to = op.inputs[0].dtype, op.outputs[0].dtype
-        is_same = of.is_bool or (to.is_floating and not of.is_complex)
-        return op.inputs[0] if is_same else None
-    if op.type == "Mul":
-        ones = [i for i, x in enumerate(op.inputs) if _is_1(x)]
-        return op.inputs[1 - ones[0]] if ones else None
-    if op.type == "SelectV2" and NONZERO in op.name:
-        return op.inputs[2]
-    return op.inputs[0] if op.type in ("Identity", "StopGradient") else None
-
-
-def _same_sum(tensor):
-    """The same for what has the same sum of all entries."""
-    if tensor.op.type in ("Reshape", "ExpandDims", "Squeeze", "Transpose"):
-        return tensor.op.inputs[0]
-    return _same_numbers(tensor)
-
-
-def _is_1(tensor):
-    is_scalar = tensor.op.type == "Const" and tensor.shape.rank == 0
-    return is_scalar and tf.get_static_value(tensor) == 1
-
-
-def _keeps(tensor):
-    """Whether a gradient passes."""
-    dtype = tensor.dtype
-    if tensor.op.type == "StopGradient":
-        return False
-    return dtype.is_floating or dtype.is_complex or dtype == tf.variant
+def _keeps_gradient(tensor):
+    is_kept = is_number(tensor.dtype) or tensor.dtype == tf.variant
+    return is_kept and tensor.op.type != "StopGradient"

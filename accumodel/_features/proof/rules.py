@@ -33,6 +33,7 @@ from accumodel._features.proof.types import (
 RULES: dict = {}
 
 IN_ORDER = "several samples at once"
+_OTHERS = "a sum or mean over samples, and others"
 
 
 def rule(*tables, plain=None):
@@ -53,7 +54,6 @@ def rule(*tables, plain=None):
 def apply_rule(at, op, vals):
     """Returns the types of what an operation returns, or raises."""
     function, count = RULES[op.type]
-    require(all(v.dims is not None for v in vals), "a tensor of unknown rank")
     if count is not None:
         plain(*vals[:count])
         shared(*vals[count:])
@@ -80,14 +80,15 @@ def axes_of(tensor, v, rank):
 # An entry of the result is a function of the entries at its place, broadcast.
 # If one is a statistic, or counts the samples, nothing is known of the result.
 ELEMENTWISE = """
-Abs Acos Acosh Angle Asin Asinh AsString Atan Atan2 Atanh BesselI0e BesselI1e
+Abs Acos Acosh Angle AsString Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e
 BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil ClipByValue Complex ComplexAbs
-Cos Cosh Digamma Elu Equal Erf Erfc Erfinv Exp Expm1 Floor FloorMod
+Cos Cosh Digamma Elu Equal Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod
 GreaterEqual Igamma Igammac Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift
-Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum
-Mod Ndtri NextAfter NotEqual Pow Reciprocal Relu Relu6 RightShift Rint Round
-Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference
-Tan Tanh TruncateMod Xdivy Xlog1py Xlogy Zeta
+Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr
+LookupTableFindV2 Maximum Minimum Mod Ndtri NextAfter NotEqual Pow Reciprocal
+Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus
+Softsign Sqrt Square SquaredDifference Tan Tanh TruncateDiv TruncateMod Xdivy
+Xlog1py Xlogy Zeta
 StaticRegexFullMatch StaticRegexReplace StringJoin StringLength StringLower
 StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong
 StringToNumber StringUpper
@@ -102,16 +103,6 @@ def elementwise(at, op, *vals):
     return broadcast(vals)
 
 
-@rule("FloorDiv TruncateDiv")
-def divided_down(at, op, a, b):
-    """A number of things, by how many each sample has, is one of samples."""
-    held = over(*(v.content[0] if v.content else None for v in (a, b)))
-    if held and a.dims == b.dims == ():
-        return sizes([held], ())
-    plain(a, b)
-    return broadcast([a, b])
-
-
 @rule("Greater")
 def greater(at, op, a, b):
     """A micro-batch has samples: whether it has some is shared."""
@@ -122,33 +113,41 @@ def greater(at, op, a, b):
     return broadcast([a, b])
 
 
-@rule("LookupTableFindV2", plain=2)
-def looked_up(at, op, table, keys, default):
-    is_alike = op.outputs[0].shape.rank == op.inputs[1].shape.rank
-    require(is_alike, "a table of vectors")
-    return keys.but()
+# -- what is read --------------------------------------------------------------
 
 
-@rule("RGBToHSV HSVToRGB AdjustHue AdjustSaturation", plain=1)
-def of_pixels(at, op, v, *others):
-    """Mixes the last axis, of three colors."""
-    return inside(v, 1).but()
+@rule("ReadVariableOp VariableShape")
+def read(at, op, v):
+    is_read = op.type == "ReadVariableOp"
+    return Type("C", at.dims(op.outputs[0]), grad=is_read)
 
 
-@rule("Bitcast", plain=1)
-def bitcast(at, op, v):
-    require(op.inputs[0].dtype.size == op.outputs[0].dtype.size, "bits")
-    return v.but()
+@rule("Const")
+def fixed(at, op):
+    out = op.outputs[0]
+    one = Type("C", at.dims(out))
+    if out.shape.num_elements() >= 16:
+        return one
+    value = np.asarray(tf.get_static_value(out))
+    if value.dtype.kind not in "fiu":
+        return one
+    is_size = value.ndim < 2 and value.dtype.kind == "i"
+    held = tuple((int(x), ()) for x in value.ravel()) if is_size else None
+    return one.but(content=held, zero=not value.any())
 
 
 # -- linear --------------------------------------------------------------------
 
 
-@rule(
-    "Identity StopGradient PreventGradient Snapshot CheckNumerics EnsureShape"
-)
-def kept(at, op, v):
-    return v
+KEPT = """
+Identity IdentityN StopGradient PreventGradient Snapshot CheckNumerics
+EnsureShape
+"""
+
+
+@rule(KEPT)
+def kept(at, op, *vals):
+    return [*vals]
 
 
 @rule("Neg Real Imag Conj")
@@ -164,12 +163,13 @@ def cast(at, op, v):
     as a truth.
     """
     of, to = op.inputs[0].dtype, op.outputs[0].dtype
-    is_number = to.is_floating or to.is_complex
-    is_number |= to.is_integer and to.size >= 4 and not of.is_floating
-    if not is_number:
-        plain(v)
-        return v.but()
-    return v
+    if of.is_bool or (to.is_floating and not of.is_complex):
+        return v
+    is_whole = to.is_integer and to.size >= 4 and not of.is_floating
+    if to.is_complex or (is_whole and not of.is_complex):
+        return v.renamed()
+    plain(v)
+    return v.but()
 
 
 @rule("Mul MulNoNan")
@@ -183,12 +183,18 @@ def multiplied(at, op, a, b):
         return sizes([product(*pair) for pair in pairs], shape_of(a, b))
     require("V" not in (a.base, b.base), "the number of samples")
     if "R" in (a.base, b.base):
-        a, b = (at.factor(v, x) for v, x in zip((a, b), op.inputs, strict=True))
+        a, b = a.factor(), b.factor()
     require(a.base != "S" or b.base != "S", "two sums over samples", True)
+    like = scaled(a, b) or scaled(b, a)
     if "S" in (a.base, b.base):
-        return Type("S", shape_of(a, b), power(a.m, b.m))
+        return Type("S", shape_of(a, b), power(a.m, b.m), like=like)
     zero = a.zero or b.zero
-    return broadcast([a, b]).but(m=power(a.m, b.m), zero=zero)
+    return broadcast([a, b]).but(m=power(a.m, b.m), zero=zero, like=like)
+
+
+def scaled(v, by):
+    """Returns what a product is like, if one is a shared factor."""
+    return v.alike if by.base == "C" and by.is_single else None
 
 
 def product(*held):
@@ -211,32 +217,29 @@ def divided(at, op, a, b):
     if not is_number(op.outputs[0].dtype):  # cut off
         plain(a, b)
     require("V" not in (a.base, b.base), "the number of samples")
-    b = at.factor(b, op.inputs[1])
+    b = b.factor()
     is_safe = op.type == "DivNoNan" or all(name == "n" for name, _ in b.m)
     require(is_safe, "what a sum divides that may be 0 in a micro-batch")
     m = power(a.m, b.m, -1)
     if a.base != "S":
-        return broadcast([a, b]).but(m=m, zero=a.zero)
+        return broadcast([a, b]).but(m=m, zero=a.zero, like=scaled(a, b))
     require(b.base == "C", "a sum over samples, and samples", bends=True)
-    return Type("S", shape_of(a, b), m)
+    return Type("S", shape_of(a, b), m, like=scaled(a, b))
 
 
 @rule("AddV2 Add Sub AddN")
 def plus(at, op, *vals):
-    held = [v.content[0] for v in vals if v.content and v.dims == ()]
-    numbers = [size[0] for size in held if size and not size[1]]
-    if len(numbers) == len(vals):
-        first, *others = numbers
+    known = [constant(x, v) for x, v in zip(op.inputs, vals, strict=True)]
+    if all(v.content and v.dims == () for v in vals) and None not in known:
         sign = -1 if op.type == "Sub" else 1
-        return sizes([(first + sign * sum(others), ())], ())
+        return sizes([(int(known[0] + sign * sum(known[1:])), ())], ())
     return added([*vals])
 
 
 @rule("BiasAdd")
 def plus_bias(at, op, v, bias):
-    is_last = op.get_attr("data_format") == b"NHWC"
-    ones = (ONE,) * (0 if is_last else len(v.dims) - 2)
-    return added([v, bias.but(dims=bias.dims + ones)])
+    shared(bias)
+    return added([v, bias.but(dims=())])
 
 
 @rule("SelectV2 Select")
@@ -247,10 +250,8 @@ def selected(at, op, condition, a, b):
     # `Select` takes a vector for the first axis.
     is_like = op.type == "SelectV2" or condition.dims in ((), a.dims)
     require(is_like, "a condition of another shape")
-    if either.base != "S":
-        return broadcast([condition, a, b]).but(m=either.m)
-    require(condition.base == "C", "a sum, chosen by sample", bends=True)
-    return either.but(dims=shape_of(condition, a, b))
+    require(either.base != "S", "a sum, or another one", bends=True)
+    return broadcast([condition, a, b]).but(m=either.m)
 
 
 # -- along axes ----------------------------------------------------------------
@@ -274,61 +275,86 @@ def reduced(at, op, v, of_axes):
     require(is_linear, "all samples at once")
     # The sum of n equal rows is n times one.
     m = power(v.m, (("n", v.uniform - is_mean),))
-    return Type("C" if v.uniform else "S", dims, m)
+    one = Type("C" if v.uniform else "S", dims, m)
+    # Of all entries.
+    return one.but(like=f"{v.alike}:sum") if one.is_single else one
 
 
-def inside(v, last):
-    """Requires that the axis of samples is none of the last ones."""
-    is_before = v.base != "R" or v.axis < len(v.dims) - last
-    require(is_before, IN_ORDER)
-    return v
+# Each function looks at the last axes of its inputs, as many of each as stand
+# here; further inputs are what samples share. The axes before stay where they
+# are. Images and their like have one axis before.
+LAST = {
+    (1,): """
+    AdjustHue AdjustSaturation FFT HSVToRGB IFFT IRFFT LRN LogSoftmax RFFT
+    RGBToHSV Softmax TopK TopKV2
+    """,
+    (2,): """
+    Cholesky FFT2D IFFT2D IRFFT2D MatrixBandPart MatrixDeterminant MatrixInverse
+    Qr RFFT2D SelfAdjointEigV2 Svd
+    """,
+    (3,): """
+    AdjustContrastv2 AvgPool Conv2D DepthToSpace DepthwiseConv2dNative
+    Dilation2D ExtractImagePatches MaxPool MaxPoolV2 ResizeArea ResizeBicubic
+    ResizeBilinear ResizeNearestNeighbor ScaleAndTranslate SpaceToDepth
+    """,
+    (4,): "AvgPool3D Conv3D MaxPool3D",
+    (1, 0): "SparseSoftmaxCrossEntropyWithLogits",
+    (1, 1): "SoftmaxCrossEntropyWithLogits",
+    (2, 2): "MatrixSolve",
+}
 
 
-# Each function looks at the last axes, one, two or three of them, of one input;
-# the others are what samples share. The axes before stay where they are.
-LAST = """
-Softmax LogSoftmax FFT IFFT RFFT IRFFT LRN TopKV2 TopK MatrixDiagV3
+def along(counts, at, op, *vals):
+    rows = []
+    for v, count in zip(vals, counts, strict=False):
+        before = len(v.dims) - count
+        require(v.base != "R" or v.axis < before, IN_ORDER)
+        rows.append(v.but(dims=v.dims[:before]))
+    return [at.shaped(broadcast(rows), x) for x in op.outputs]
+
+
+for counts, names in LAST.items():
+    rule(names, plain=len(counts))(functools.partial(along, counts))
+
+
+@rule("ImageProjectiveTransformV2 ImageProjectiveTransformV3", plain=2)
+def projected(at, op, v, by, to, *others):
+    """Each image by its own row of numbers, or all by one."""
+    (one,) = along((3, 1), at, op, v, by)
+    sizes = to.content or one.dims[1:3]
+    return one.but(dims=(one.dims[0], *sizes, one.dims[3]))
+
+
+@rule("FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3", plain=1)
+def normalized(at, op, v, *others):
+    require(not op.get_attr("is_training"), "the moments of all samples")
+    one, *rest = along((3,), at, op, v)
+    unseen = Type("T", why=Proof("unknown", "the moments of a norm"))
+    return [one, *(unseen for _ in rest)]
+
+
+TRANSPOSED = """
+Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput
 """
-LAST_TWO = """
-FFT2D IFFT2D RFFT2D IRFFT2D MatrixBandPart MatrixInverse Cholesky
-MatrixDeterminant Qr Svd SelfAdjointEigV2 MatrixDiagPartV3
-"""
-LAST_THREE = "AdjustContrastv2"
 
 
-@rule(LAST, LAST_TWO, LAST_THREE, plain=1)
-def along(at, op, v, *others):
-    is_two = op.type in LAST_TWO.split()
-    # Several diagonals are the last two axes, of as many.
-    is_two |= op.outputs[0].shape.rank == len(v.dims) and "Diag" in op.type
-    inside(v, 3 if op.type == LAST_THREE else 2 if is_two else 1)
-    return [at.shaped(v, x) for x in op.outputs]
+@rule(TRANSPOSED)
+def transposed(at, op, to, filters, v):
+    plain(v)
+    shared(filters)
+    require(to.is_shared or to.base == "V", "sizes that depend on samples")
+    return along((len(v.dims) - 1,), at, op, v)
 
 
-@rule("MatrixSolve MatrixSetDiagV3", plain=2)
-def along_both(at, op, v, other, *others):
-    """The same for two inputs that have the same axes before."""
-    require(v.base == other.base == "R" and v.axis == other.axis, IN_ORDER)
-    one = same(inside(v, 2), other)
-    return at.shaped(one, op.outputs[0], uniform=False)
-
-
-@rule("Cumsum Cumprod CumulativeLogsumexp", plain=1)
-def cumulated(at, op, v, of_axis):
-    axes = axes_of(op.inputs[1], of_axis, len(v.dims))
-    require(v.axis not in axes, "the samples before each")
-    return v.but()
-
-
-@rule(
-    "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits", plain=2
-)
-def cross_entropy(at, op, logits, labels):
-    """Along the last axis of matrices; one number of each row."""
-    is_first = all(v.base == "C" or v.axis == 0 for v in (logits, labels))
-    require(is_first, IN_ORDER)
-    one = broadcast([v.but(dims=v.dims[:1]) for v in (logits, labels)])
-    return [one, at.shaped(one, op.outputs[1])]
+@rule("SpaceToBatchND BatchToSpaceND", plain=1)
+def by_blocks(at, op, v, block, *others):
+    """Blocks of images, as long batches one behind the other."""
+    size = constant(op.inputs[1], block)
+    require(v.base == "R" and v.axis == 0 and size is not None, IN_ORDER)
+    size = (int(np.prod(size)), ())
+    o = times(v.o, size) if op.type[0] == "S" else over(v.o, size)
+    require(o is not None, IN_ORDER)
+    return at.shaped(v.but(o=o), op.outputs[0], uniform=False)
 
 
 # -- contracted ----------------------------------------------------------------
@@ -367,14 +393,11 @@ def _contracted(at, op, vals, labels, result):
 
     It is linear in each. Over the axis of the samples it is a sum over them.
     """
-    bases, out = sorted(v.base for v in vals), op.outputs[0]
-    require("V" not in bases, "the number of samples")
-    is_one = "S" not in bases or bases in (["C", "S"], ["S"])
-    require(is_one, "a sum or mean over samples, and others", bends=True)
+    out = op.outputs[0]
+    bases = {v.base for v in vals}
+    is_of_rows = "R" in bases and bases <= {*"CR"}
+    require(is_of_rows, _OTHERS, bends=bases >= {*"RS"})
     m = functools.reduce(power, (v.m for v in vals))
-    if "R" not in bases:
-        base = "S" if "S" in bases else "C"
-        return at.shaped(Type(base, m=m), out)
     pairs = [*zip(vals, labels, strict=True)]
     label, *others = {x[v.axis] for v, x in pairs if v.base == "R"}
     require(not others, "samples next to others: two axes of them")
@@ -387,65 +410,3 @@ def _contracted(at, op, vals, labels, result):
         return at.shaped(Type("S", m=m), out)
     axis = result.index(label)
     return at.shaped(one.but(m=m, uniform=False), out, axis)
-
-
-# -- images: the first axis is that of the samples, all others are of one ------
-
-IMAGES = """
-Conv2D Conv3D DepthwiseConv2dNative MaxPool MaxPoolV2 AvgPool MaxPool3D
-AvgPool3D SpaceToDepth DepthToSpace ResizeBilinear ResizeNearestNeighbor
-ResizeBicubic ResizeArea Dilation2D ExtractImagePatches ScaleAndTranslate
-"""
-# These take sizes, filters, and then what is convolved.
-TRANSPOSED = """
-Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput
-"""
-NORMS = "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3"
-
-
-@rule(IMAGES, NORMS, plain=1)
-def of_images(at, op, v, *others):
-    require(v.base == "R" and v.axis == 0, IN_ORDER)
-    is_fixed = op.type not in NORMS.split() or not op.get_attr("is_training")
-    require(is_fixed, "the moments of all samples")
-    x, *rest = op.outputs
-    one = at.shaped(v, x, uniform=False)
-    held = [x.content for x in others if x.content and len(x.content) == 2]
-    if op.type.startswith(("Image", "Resize", "Scale")) and held:
-        one = one.but(dims=(v.n, *held[0], v.dims[3]))
-    unseen = Type("T", why=Proof("unknown", "the moments of a norm"))
-    return [one, *(unseen for _ in rest)]
-
-
-@rule("ImageProjectiveTransformV2 ImageProjectiveTransformV3", plain=2)
-def of_transformed(at, op, v, by, *others):
-    """Each image by its own row of numbers, or all by one."""
-    require(by.base == "C" or by.axis == 0, IN_ORDER)
-    one = v if by.base == "C" or v.base == "C" else same(v, by)
-    return of_images(at, op, one, *others)
-
-
-@rule(TRANSPOSED)
-def of_transposed(at, op, to, filters, v):
-    plain(v)
-    shared(filters)
-    require(to.is_shared or to.base == "V", "sizes that depend on samples")
-    return of_images(at, op, v)
-
-
-@rule("DenseBincount", plain=1)
-def counted(at, op, v, *others):
-    """Counts of each row of a matrix."""
-    require(len(v.dims) == 2, IN_ORDER)
-    return of_images(at, op, v)
-
-
-@rule("SpaceToBatchND BatchToSpaceND", plain=1)
-def by_blocks(at, op, v, block, *others):
-    """Blocks of images, as long batches one behind the other."""
-    size = constant(op.inputs[1], block)
-    require(v.base == "R" and v.axis == 0 and size is not None, IN_ORDER)
-    size = (int(np.prod(size)), ())
-    o = times(v.o, size) if op.type[0] == "S" else over(v.o, size)
-    require(o is not None, IN_ORDER)
-    return at.shaped(v.but(o=o), op.outputs[0], uniform=False)

@@ -5,7 +5,6 @@ be chosen by its place. See `rules` for how a rule is written.
 """
 
 import functools
-import itertools
 
 import numpy as np
 import tensorflow as tf
@@ -49,15 +48,6 @@ def shape(at, op, *vals):
     return sizes([(len(v.dims), ()) if is_rank else times(*v.dims)], ())
 
 
-@rule("BroadcastArgs")
-def broadcast_shapes(at, op, a, b):
-    held = [(v.content or (None,))[::-1] for v in (a, b)]
-    pairs = [*itertools.zip_longest(*held, fillvalue=ONE)]
-    is_known = all(None not in x and (ONE in x or x[0] == x[1]) for x in pairs)
-    require(is_known, "shapes that are not known to fit")
-    return vector([y if x == ONE else x for x, y in pairs][::-1])
-
-
 # -- the same numbers in another shape -----------------------------------------
 
 
@@ -82,7 +72,7 @@ def reshaped(at, op, v, *to):
     require(k, _NEW_ORDER)
     # The rows of one may be unlike, if those of all are the same.
     uniform = v.uniform and (o, k) == (times(v.o), times(v.k))
-    return v.but(dims=new, axis=axis, o=o, k=k, uniform=uniform)
+    return v.but(dims=new, axis=axis, o=o, k=k, uniform=uniform, like=v.alike)
 
 
 def _new_sizes(op, v, *to):
@@ -94,7 +84,6 @@ def _new_sizes(op, v, *to):
     require(rank is not None, "a tensor of unknown rank")
     if op.type == "Squeeze":
         axes = [axis % len(v.dims) for axis in op.get_attr("squeeze_dims")]
-        axes = axes or [i for i, size in enumerate(v.dims) if size == ONE]
         left = tuple(d for i, d in enumerate(v.dims) if i not in axes)
         require(len(left) == rank, "a shape that is not known")
         return left
@@ -110,12 +99,13 @@ def _new_sizes(op, v, *to):
 
 
 @rule("Transpose ConjugateTranspose")
-def transposed(at, op, v, order):
+def turned(at, op, v, order):
     order = constant(op.inputs[1], order)
     require(order is not None, "an order of axes that is not constant")
     order = [*map(int, order)]
     axis = order.index(v.axis) if v.base == "R" else 0
-    return v.but(dims=tuple(v.dims[i] for i in order), axis=axis)
+    dims = tuple(v.dims[i] for i in order)
+    return v.but(dims=dims, axis=axis, like=v.alike)
 
 
 # -- joined and split ----------------------------------------------------------
@@ -129,9 +119,6 @@ def concatenated(at, op, *inputs):
     shared(of_axis)
     if all(v.content is not None for v in vals) and out.shape.rank == 1:
         return vector([size for v in vals for size in v.content])
-    if all(v.base != "R" for v in vals):  # each place is one of them
-        single = added([v.but(dims=(), zero=v.zero) for v in vals])
-        return at.shaped(single, out)
     plain(*vals)
     is_alike = all((v.base, v.axis) == ("R", one.axis) for v in vals)
     require(is_alike, "samples next to what they share, or in other axes")
@@ -165,10 +152,8 @@ def split(at, op, *vals):
     v, count = vals[op.type == "Split"], len(op.outputs)
     shared(*(x for x in vals if x is not v))
     if v.content is not None:
-        is_single = len(v.content) == count and op.type != "SplitV"
-        require(is_single, _NUMBER)
-        make = vector if op.type == "Split" else lambda held: sizes(held, ())
-        return [make([size]) for size in v.content]
+        require(op.type == "Unpack", _NUMBER)
+        return [sizes([size], ()) for size in v.content]
     if v.base != "R":
         return [at.shaped(v, x) for x in op.outputs]
     is_unpack, place = op.type == "Unpack", 0 if op.type == "Split" else 2
@@ -186,8 +171,7 @@ def split(at, op, *vals):
 # -- parts ---------------------------------------------------------------------
 
 
-_END = (2**31 - 1, ())  # beyond the last one
-_ALL = ((0, ()), _END, ONE, False)
+_BEGIN, _END = (0, ()), (2**31 - 1, ())  # beyond the last one
 
 
 @rule("StridedSlice Slice")
@@ -195,82 +179,58 @@ def sliced(at, op, v, *places):
     """All samples, of places that no sample and not their number decides."""
     is_known = all(x.is_shared or x.content for x in places)
     require(is_known, "places that depend on samples")
-    parts, axis = _parts(op, v, places)
+    count = op.inputs[1].shape[0]
+    require(count is not None, "places that are not known")
+    parts = [_part(op, places, i) for i in range(count)]
+    # As NumPy has it.
+    index = tuple(
+        next((x for name, x in _NAMES.items() if _has(op, name, i)), _ALL)
+        for i in range(count)
+    )
     if v.content is not None and v.dims:
-        *bounds, is_single = parts[0]
-        is_known = all(x and not x[1] for x in bounds) and bounds[2][0] > 0
-        require(is_known and len(parts) == 1, _NUMBER)
-        first, last, by = (x for x, _ in bounds)
-        if is_single:
+        is_known = count == 1 and all(x and not x[1] for x in parts[0])
+        require(is_known, _NUMBER)
+        first, last, by = (x for x, _ in parts[0])
+        if index[0] == 0:
             return sizes([v.content[first]], ())
         return vector(v.content[first:last:by])
     require(v.base != "V", _NUMBER)
-    for i, (first, last, by, is_single) in enumerate(parts):
-        if v.base == "R" and i == v.axis:
-            is_end = last in (_END, v.n, times(v.n)) and not is_single
-            require(is_end and (first, by) == (_ALL[0], ONE), _BY_PLACE)
+    rows = np.empty([1 + (i == v.axis) for i in range(len(v.dims))])
+    found = rows[index].shape
+    require(v.base != "R" or 2 in found, _BY_PLACE)
+    for i, (first, last, by) in enumerate(parts):
+        without = (*index[:i], 0, *index[i + 1 :])
+        is_part = v.base == "R" and index[i] == _ALL
+        if is_part and 2 not in rows[without].shape:
+            is_all = (first, by) == (_BEGIN, ONE) and last in (_END, v.n)
+            require(is_all, _BY_PLACE)
         else:
             is_free = not any(map(is_of_samples, (first, last, by)))
             require(is_free, _NUMBER)
+    axis = found.index(2) if v.base == "R" else 0
     return at.shaped(v, op.outputs[0], axis)
 
 
-def _parts(op, v, places):
-    """Returns the part of each axis, and the axis of samples of the result.
+_ALL = slice(None)
+_NAMES = {"ellipsis": ..., "new_axis": None, "shrink_axis": 0}
 
-    A part is its first place, the one after its last, the step between them,
-    and whether the axis is left out; `None` where a place is not known.
+
+def _has(op, name, i):
+    return op.type != "Slice" and op.get_attr(f"{name}_mask") >> i & 1
+
+
+def _part(op, places, i):
+    """Returns the first place of an axis, the one after its last, and the step.
+
+    Each is `None` if it is not known.
     """
-
-    def held(j, i):
-        known, content = (
-            constant(op.inputs[1 + j], places[j]),
-            places[j].content,
-        )
-        if known is not None:
-            return int(known[i]), ()
-        return content[i] if content else None
-
-    rank = len(v.dims)
-    if op.type == "Slice":
-        parts = []
-        for first, count in ((held(0, i), held(1, i)) for i in range(rank)):
-            is_number = first and count and not first[1] and not count[1]
-            last = (first[0] + count[0], ()) if is_number else count
-            parts.append(
-                (first, _END if count == (-1, ()) else last, ONE, False)
-            )
-        return parts, v.axis
-    names = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
-    masks = [op.get_attr(f"{name}_mask") for name in names]
-    count = op.inputs[1].shape[0]
-    require(count is not None, "places that are not known")
-    bits = [[bool(mask >> i & 1) for mask in masks] for i in range(count)]
-    # The places of each axis: the ellipsis stands for those that are missing.
-    of_axes: list = [i for i in range(count) if bits[i][2] or not bits[i][3]]
-    gaps = [j for j, i in enumerate(of_axes) if bits[i][2]]
-    missing: list = [None] * (rank - len(of_axes) + len(gaps))
-    begin = gaps[0] if gaps else len(of_axes)
-    of_axes[begin : begin + 1] = missing
-    parts = [
-        _ALL
-        if i is None
-        else (
-            _ALL[0] if bits[i][0] else held(0, i),
-            _END if bits[i][1] else held(1, i),
-            held(2, i),
-            bits[i][4],
-        )
-        for i in of_axes
-    ]
-    # NumPy says where an axis goes, of one that has two entries.
-    index = tuple(
-        ... if gap else None if new else 0 if single else slice(None)
-        for _, _, gap, new, single in bits
-    )
-    own = [1 + (v.base == "R" and i == v.axis) for i in range(rank)]
-    found = np.empty(own)[index].shape
-    return parts, found.index(2) if 2 in found else 0
+    first, last, *by = (x.content and x.content[i] for x in places)
+    if op.type != "Slice":
+        first = _BEGIN if _has(op, "begin", i) else first
+        return first, _END if _has(op, "end", i) else last, *by
+    if first and last and not first[1] and not last[1]:
+        last = (first[0] + last[0], ()) if last[0] >= 0 else _END
+    return first, last, ONE
 
 
 @rule("GatherV2 ResourceGather GatherNd")
@@ -280,19 +240,15 @@ def gathered(at, op, v, places, *of_axis):
     if v.content is not None and found is not None:
         held = [v.content[int(i)] for i in np.ravel(found)]
         return vector(held) if np.ndim(found) else sizes(held, ())
-    plain(places)
-    shared(*of_axis)
     is_nd, rank = op.type == "GatherNd", len(v.dims)
     if op.type == "ResourceGather":
-        v = Type("C", v.dims)
-    if v.base != "R" and places.base == "C":
-        require(v.base in "CS", v.words)
+        v = Type("C", grad=True)
+    plain(v, places)
+    shared(*of_axis)
+    if v.base == places.base == "C":
         return at.shaped(v, out)
-    plain(v)
     batch = 0 if is_nd else op.get_attr("batch_dims")
-    axis = 0
-    if of_axis:
-        (axis,) = axes_of(op.inputs[2], of_axis[0], rank)
+    axis = axes_of(op.inputs[2], of_axis[0], rank)[0] if of_axis else 0
     if v.base == "C":
         is_entry = is_nd and places.axis == len(places.dims) - 1
         require(not batch and not is_entry, _BY_PLACE)
@@ -303,7 +259,7 @@ def gathered(at, op, v, places, *of_axis):
     else:
         require(v.axis == places.axis < batch, "samples that others choose")
         own, one = v.axis, same(v, places)
-    return at.shaped(one, out, own)
+    return at.shaped(one, out, own, grad=v.grad)
 
 
 @rule("OneHot", plain=1)
@@ -314,6 +270,7 @@ def one_hot(at, op, v, *others):
 
 
 @rule("Pad PadV2 MirrorPad ReverseV2 Roll", plain=1)
+@rule("Cumsum Cumprod CumulativeLogsumexp", plain=1)
 def moved(at, op, v, *others):
     """Along other axes than that of the samples."""
     place = 2 if op.type == "Roll" else 1
@@ -322,7 +279,7 @@ def moved(at, op, v, *others):
     axes = np.flatnonzero(np.any(value, axis=1)) if "Pad" in op.type else value
     is_moved = v.axis in [int(i) % len(v.dims) for i in np.ravel(axes)]
     require(not is_moved, _BY_PLACE)
-    return at.shaped(v, op.outputs[0], uniform=False)
+    return at.shaped(v, op.outputs[0]) if "Pad" in op.type else v.but()
 
 
 # -- filled --------------------------------------------------------------------
@@ -362,11 +319,9 @@ def filled(at, op, *vals):
 
 @rule("ZerosLike OnesLike")
 def alike(at, op, v):
-    """The same for all, in the shape of what may be samples."""
-    require(v.base in "CSR", v.words)
-    if v.base == "R":
-        return v.but(m=(), uniform=True)
-    return Type("C", v.dims, zero=op.type == "ZerosLike")
+    """The same for all, in the shape of samples."""
+    require(v.base == "R", v.words)
+    return v.but(m=(), uniform=True)
 
 
 # -- lists of tensors, as if they were stacked ---------------------------------
@@ -378,16 +333,12 @@ def list_made(at, op, *vals):
     return Type("L", ())
 
 
-@rule("TensorListFromTensor TensorListStack TensorListResize")
+@rule("TensorListFromTensor TensorListStack")
 def list_of(at, op, v, *others):
     is_rows = v.base == "R" and v.axis > 0 and not v.m
     require(is_rows, "a list of the samples")
-    if op.type == "TensorListFromTensor":
-        return v
-    if op.type == "TensorListStack":
-        return at.shaped(v, op.outputs[0])
-    shared(*others)
-    return v.but(dims=(fresh("list"), *v.dims[1:]))
+    is_list = op.type == "TensorListFromTensor"
+    return v.but() if is_list else at.shaped(v, op.outputs[0])
 
 
 @rule("TensorListGetItem TensorListPopBack")
@@ -396,7 +347,7 @@ def list_item(at, op, v, *others):
     plain(v)
     require(v.axis > 0, "an item of what is shared")
     item = v.but(axis=v.axis - 1, dims=v.dims[1:])
-    return [item] if op.type == "TensorListGetItem" else [v, item]
+    return [item] if op.type == "TensorListGetItem" else [v.renamed(), item]
 
 
 @rule("TensorListSetItem TensorListPushBack")

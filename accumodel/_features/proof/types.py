@@ -47,11 +47,11 @@ class Proof(typing.NamedTuple):
 
 
 class UnprovedError(Exception):
-    """What no rule says. `bends`: a statistic of the batch is not kept."""
+    """What no rule says; `kind` is that of the proof."""
 
     def __init__(self, what, bends=False):
         super().__init__(what)
-        self.bends = bends
+        self.kind = "bends" if bends else "unknown"
 
 
 def require(condition, what, bends=False):
@@ -115,7 +115,7 @@ def power(m, other, sign=1):
 @dataclasses.dataclass(frozen=True)
 class Type:
     base: str
-    dims: tuple | None = None  # sizes; `None` if not even their number is known
+    dims: tuple = ()  # sizes
     m: tuple = ()
     axis: int = 0  # of R
     o: Size = ONE
@@ -124,12 +124,35 @@ class Type:
     content: tuple | None = None  # the sizes that a scalar or vector holds
     zero: bool = False
     grad: bool = False  # depends on a variable by a path that has a gradient
+    # What is computed in the same way has one name. What has the same entries,
+    # but for their order and a shared factor, is like one.
+    name: str | None = dataclasses.field(default=None, compare=False)
+    like: str | None = dataclasses.field(default=None, compare=False)
     why: Proof | None = None  # of T
 
     def but(self, **changed):
         """Returns the type of what is computed of this one."""
         is_another = {"content": None, "zero": False}
-        return dataclasses.replace(self, **{**is_another, **changed})
+        return dataclasses.replace(self.renamed(), **{**is_another, **changed})
+
+    def renamed(self):
+        return dataclasses.replace(self, name=None, like=None)
+
+    def factor(self):
+        """Returns the type of a sum over the samples that is a factor."""
+        if self.base != "S":
+            return self
+        require(self.is_single, "several sums over samples")
+        require(not self.grad, f"{self.words} that is trained", bends=True)
+        return self.but(base="C", m=power(self.m, ((self.alike, 1),)))
+
+    @property
+    def alike(self):
+        return self.like or self.name
+
+    @property
+    def is_single(self):
+        return times(*self.dims) == ONE
 
     @property
     def n(self):
@@ -153,21 +176,17 @@ class Type:
         return names.get(self.base, "samples")
 
 
-def _need(is_right, v):
-    # Of a statistic, a rule that is not linear knows that it is bent.
-    require(is_right, v.words, bends=v.base == "S" or bool(v.m))
-
-
-def plain(*vals):
+def plain(*vals, of="CR"):
     """Requires what is no statistic: samples, and what they share."""
     for v in vals:
-        _need(v.base in "CR" and not v.m, v)
+        # Of a statistic, a rule that is not linear knows that it is bent.
+        is_right, bends = v.base in of and not v.m, v.base == "S" or bool(v.m)
+        require(is_right, v.words, bends)
 
 
 def shared(*vals):
     """Requires what samples share."""
-    for v in vals:
-        _need(v.is_shared, v)
+    plain(*vals, of="C")
 
 
 def agree(a, b):

@@ -10,8 +10,6 @@ and raise if sizes do not fit; weights of a mask are 0 where they sum up to 0;
 all arrays of a batch have as many rows; and rounding.
 """
 
-import functools
-
 import tensorflow as tf
 
 from accumodel._features.proof.analysis import CONDITIONS, Analysis
@@ -22,151 +20,139 @@ from accumodel._features.proof.types import (
     Type,
     UnprovedError,
     power,
+    require,
     sizes_alike,
 )
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._micro_batch.assignments import READS
 
-_ROWS = Proof("exact", "all outputs are rows of samples")
 
-
-def _told(function):
-    """Lets a function return what fails in it: a proof stops no training."""
-
-    @functools.wraps(function)
-    def run(*args, **kwargs):
-        try:
-            with sizes_alike():
-                return function(*args, **kwargs)
-        except Exception as error:
-            what = f"the proof failed: {type(error).__name__}: {error}"
-            return Proof("unknown", what)
-
-    return run
-
-
-@_told
-def prove(loss, weight, data, spans_batches, rows_variable=None, ignored=()):
+def prove(loss, weight, *where, **variables):
     """Returns whether a loss is proved to be a sum or a mean over samples.
 
     Takes symbolic tensors: the loss and the weight of a micro-batch, `None` if
-    the loss is a sum, and its data, whose first axis of unknown size is that of
-    the samples. `spans_batches` is whether an update may need several fed
-    batches. `rows_variable` is another one in each micro-batch, and the
-    `ignored` variables, such as those of metrics, may be assigned at any time.
+    the loss is a sum; for the other arguments see `_proved`.
     """
     tensors = [loss] if weight is None else [loss, weight]
-    states = _States(loss.graph, rows_variable, ignored)
-    analysis = Analysis()
-    known = {**states.types(), **_types_of_data(analysis, data, spans_batches)}
-    types = analysis.types_of(tensors, known)
-    unproved = [v.why for v in types if v.base == "T"]
-    if unproved:
-        return unproved[0]
-    if types[1:] and types[1].base == "S":
-        try:
-            types[1] = analysis.factor(types[1], weight)
-        except UnprovedError as error:
-            return Proof("unknown", f"its weight is {error}")
-    proof = _judge(*types)
-    return states.proof or proof if proof.kind == "exact" else proof
+    return _proved(_judge, tensors, *where, **variables)
 
 
-@_told
-def prove_rows(outputs, data, spans_batches, rows_variable=None, ignored=()):
+def prove_rows(outputs, *where, **variables):
     """Returns whether all outputs are proved to be rows of the samples."""
     outputs = tf.nest.flatten(outputs)
     if not outputs:  # a loss may read none
-        return _ROWS
-    states = _States(outputs[0].graph, rows_variable, ignored)
-    analysis = Analysis()
-    known = {**states.types(), **_types_of_data(analysis, data, spans_batches)}
-    for v in analysis.types_of(outputs, known):
-        if v.base == "T":
-            return v.why
-        if v.base != "R" or v.m or v.axis or v.o != ONE:
-            return Proof(
-                "unknown", f"an output is {v.words}, not a row of each"
+        return Proof("exact", _judge_rows())
+    return _proved(_judge_rows, outputs, *where, **variables)
+
+
+def worst(proofs):
+    """Returns the first proof that is not exact, else the first."""
+    return next((x for x in proofs if x.kind != "exact"), proofs[0])
+
+
+def _proved(
+    judge, tensors, data, spans_batches, rows_variable=None, ignored=()
+):
+    """Returns what `judge` says of the types of tensors.
+
+    The first axis of unknown size of `data` is that of the samples.
+    `spans_batches` is whether an update may need several fed batches.
+    `rows_variable` is another one in each micro-batch, and the `ignored`
+    variables, such as those of metrics, may be assigned at any time.
+    """
+    try:
+        with sizes_alike():
+            analysis = Analysis()
+            known, assigned = _outside(
+                analysis, tensors[0].graph, rows_variable, ignored
             )
-    return states.proof or _ROWS
+            known |= _types_of_data(analysis, data, spans_batches)
+            types = analysis.types_of(tensors, known)
+            unproved = [v.why for v in types if v.base == "T"]
+            if unproved:
+                return unproved[0]
+            what = judge(*types)
+            require(not assigned, f"the step assigns `{assigned}`")
+            return Proof("exact", what)
+    except UnprovedError as error:
+        return Proof(error.kind, str(error))
+    except Exception as error:  # a proof stops no training
+        what = f"the proof failed: {type(error).__name__}: {error}"
+        return Proof("unknown", what)
 
 
 def _judge(loss, weight=None):
-    """Returns whether the weight of a loss is what it was divided by."""
-    m = loss.m
+    """Returns what a loss is, if its weight is what it was divided by."""
     if loss.base == "R":  # its gradient is that of the sum
-        loss = Type("S", (), m)
+        loss = Type("S", (), loss.m)
+    is_sum = loss.base == "S"
     if weight is None:
-        if loss.base == "S" and not m:
-            return Proof("exact", "a sum over samples")
-        return Proof("bends", f"{loss.words}, taken for a sum over samples")
-    is_of_n = {name for name, _ in (*m, *weight.m)} <= {"n"}
-    kind = "bends" if is_of_n else "unknown"  # sums may be alike by chance
-    if weight.base != "C" or [p for _, p in weight.m] != [1]:
-        return Proof(kind, "its weight is no number of samples, and no sum")
-    is_mean = loss.base == "S" and not power(m, weight.m)
-    if is_mean or loss.is_shared:
-        return Proof("exact", "a mean over samples")
-    if loss.base == "S" and not m:
-        return Proof(kind, "a sum over samples, taken for a mean")
-    return Proof(kind, f"{loss.words}, which is not divided by its weight")
+        what = f"{loss.words}, taken for a sum over samples"
+        require(is_sum and not loss.m, what, bends=True)
+        return "a sum over samples"
+    is_trained = weight.base == "S" and weight.grad
+    weight = weight if is_trained else weight.factor()
+    # Sums may be alike by chance.
+    bends = {name for name, _ in (*loss.m, *weight.m)} <= {"n"}
+    is_divisor = weight.base == "C" and [p for _, p in weight.m] == [1]
+    require(is_divisor, "its weight is no number of samples, and no sum", bends)
+    what = "a sum over samples, taken for a mean"
+    require(loss.m or not is_sum, what, bends)
+    is_mean = is_sum and not power(loss.m, weight.m)
+    what = f"{loss.words}, which is not divided by its weight"
+    require(is_mean or loss.is_shared, what, bends)
+    return "a mean over samples"
+
+
+def _judge_rows(*outputs):
+    for v in outputs:
+        is_rows = v.base == "R" and not v.m and not v.axis and v.o == ONE
+        require(is_rows, f"an output is {v.words}, not a row of each")
+    return "all outputs are rows of samples"
 
 
 def _types_of_data(analysis, data, spans_batches):
     """Returns the types of the data of a micro-batch."""
     types = {}
-    for leaf in filter(tf.is_symbolic_tensor, tf.nest.flatten(data)):
-        sizes = [None] if leaf.shape.rank is None else [*leaf.shape]
-        has_samples = sizes[:1] == [None] and leaf.shape.rank is not None
-        if spans_batches and (not has_samples or None in sizes[1:]):
+    for x in filter(tf.is_symbolic_tensor, tf.nest.flatten(data)):
+        rank = x.shape.rank
+        has_samples = bool(rank) and x.shape[0] is None
+        is_alike = has_samples and None not in x.shape[1:]
+        if rank is None or (spans_batches and not is_alike):
             what = "batches of unlike lengths in one update"
-            v = Type("T", why=Proof("unknown", what))
+            types[x.ref()] = Type("T", why=Proof("unknown", what))
         elif has_samples:
-            v = Type("R", analysis.dims(leaf, 0, N))
+            types[x.ref()] = Type("R", analysis.dims(x, 0, N))
         else:
-            v = Type("C", analysis.dims(leaf))
-        types[leaf.ref()] = v
+            types[x.ref()] = Type("C", analysis.dims(x))
     return types
 
 
-class _States:
-    """What a graph takes from outside, and what it assigns."""
-
-    def __init__(self, graph, rows_variable, ignored):
-        variables = {
-            id(v.handle): v for v in private_names.used_variables(graph)
-        }
-        ignored = {id(tf_variable(v).handle) for v in ignored}
-        self._rows = rows_variable is not None and id(rows_variable.handle)
-        self._ignored = ignored
-        self._captures = graph.captures
-        self._names = {key: v.name for key, v in variables.items()}
-        seeds = {k for k, v in variables.items() if private_names.is_seed(v)}
-        self._assigned = {
-            id(outside)
-            for outside, inside in graph.captures
-            if inside.dtype == tf.resource and _is_assigned(inside)
-        } - seeds
-        others = self._assigned - ignored - {self._rows}
-        names = [self._names.get(key, "a table") for key in others]
-        what = f"the step assigns `{names[0]}`" if names else ""
-        self.proof = Proof("unknown", what) if names else None
-
-    def types(self):
-        """Returns the types of what the graph takes from outside."""
-        return {
-            x.ref(): self._type(outside, x) for outside, x in self._captures
-        }
-
-    def _type(self, outside, inside):
-        if id(outside) in {*self._assigned, *self._ignored, self._rows}:
-            name = self._names.get(id(outside), "a table")
+def _outside(analysis, graph, rows_variable, ignored):
+    """Returns types of what a graph takes from outside, and what it assigns."""
+    used = private_names.used_variables(graph)
+    names = {id(v.handle): v.name for v in used}
+    seeds = {id(v.handle) for v in used if private_names.is_seed(v)}
+    theirs = {id(tf_variable(v).handle) for v in ignored}
+    if rows_variable is not None:
+        theirs.add(id(rows_variable.handle))
+    types, assigned = {}, None
+    for outside, x in graph.captures:
+        key, is_symbolic = id(outside), tf.is_symbolic_tensor(outside)
+        name = names.get(key, "a table")
+        moves = x.dtype == tf.resource and key not in seeds and _is_assigned(x)
+        if moves and key not in theirs:
+            assigned = assigned or name
+        if moves or key in theirs:
             what = f"`{name}` is another one in each micro-batch"
-            return Type("T", why=Proof("unknown", what))
-        if inside.dtype != tf.resource and tf.is_symbolic_tensor(outside):
-            return Type("T", why=Proof("unknown", "a tensor of another graph"))
-        return Type("C", Analysis().dims(inside))
+            types[x.ref()] = Type("T", why=Proof("unknown", what))
+        elif x.dtype != tf.resource and is_symbolic:
+            what = "a tensor of another graph"
+            types[x.ref()] = Type("T", why=Proof("unknown", what))
+        else:
+            types[x.ref()] = Type("C", analysis.dims(x))
+    return types, assigned
 
 
 def _is_assigned(handle):
@@ -180,8 +166,7 @@ def _is_assigned(handle):
         places = [i - first for i, x in enumerate(op.inputs) if x is handle]
         bodies = [private_names.body_of(op.graph, name) for name in names]
         inputs = [body.inputs[i] for body in bodies for i in places]
-        if any(map(_is_assigned, inputs)):
-            return True
-        if not (names or op.type.startswith(READS)):
+        is_read = names or op.type.startswith(READS)
+        if not is_read or any(map(_is_assigned, inputs)):
             return True
     return False
