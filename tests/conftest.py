@@ -94,8 +94,8 @@ def proved_and_compared(monkeypatch):
         rehearse(self, batch)
         if not self._is_proved:
             return
-        proof, spec = self._proof, batch if self._spec is None else self._spec
-        self._trace(self._accumulation.plan(), spec, "it is compared, too")
+        proof, plan = self._proof, self._accumulation.plan()
+        self._trace(plan, self._spec, "it is compared, too")
         with contextlib.suppress(NotMade):
             look, text = replicas.outside(lambda: self._compare([batch]))
             assert not look.found, f"it is proved, {proof.reason}; but {text}"

@@ -232,10 +232,10 @@ def build(plan, data):
         return
 
     def call(*leaves):
-        x, *_ = keras.utils.unpack_x_y_sample_weight(_packed(data, leaves))
+        x, *_ = keras.utils.unpack_x_y_sample_weight(packed(data, leaves))
         private_names.call_model(model, x, training=True)
 
-    rehearse(model, call, *_specs(data), is_real=True)
+    rehearse(model, call, *specs_of(data), is_real=True)
     if not private_names.is_built(model):
         # A custom step may call the model with anything, or not at all.
         rehearse_step(plan, data, is_real=True)
@@ -273,7 +273,7 @@ def rehearse_step(
 
     def run(places, begin, end, i, size, *leaves):
         nonlocal collector
-        batch = _packed(data, leaves)
+        batch = packed(data, leaves)
         own = dataclasses.replace(plan, size=size)
         parts = FedBatch(own, _rows(own, batch, places, begin, end))
         collector = kind(own)
@@ -295,7 +295,7 @@ def rehearse_step(
     places = tf.TensorSpec([None], tf.int64)
     with hooks.all_of(of_weights):
         found = rehearse(
-            plan.model, run, places, *scalars, *_specs(data), is_real=is_real
+            plan.model, run, places, *scalars, *specs_of(data), is_real=is_real
         )
     if trains and not is_real:
         accumulation.is_rehearsed = True
@@ -370,7 +370,7 @@ def leaves_of(data):
     return [leaf for leaf in keras.tree.flatten(data) if not _is_missing(leaf)]
 
 
-def _packed(data, leaves):
+def packed(data, leaves):
     """Returns a batch of leaves as those of `data`."""
     rest = iter(leaves)
     return keras.tree.map_structure(
@@ -382,7 +382,7 @@ def _is_missing(leaf):
     return leaf is None or isinstance(leaf, tf.experimental.Optional)
 
 
-def _specs(data):
+def specs_of(data):
     """Returns the flat specs of a batch of any number of samples."""
     samples = first_leaf(data).shape[0]
 

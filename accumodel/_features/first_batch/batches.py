@@ -58,14 +58,14 @@ class FirstBatch(Feature):
         super().__init__(accumulation)
         self.result: str | None = None
         self._fed: list = []  # those of the first cycle, so far
-        self._spec: typing.Any = None  # of all batches, if it is known
+        self._spec: typing.Any = None  # of all batches so far
         self._rehearsed: list = []  # pairs of what is rehearsed, and collectors
         self._proof: typing.Any = None
         self._looks = self._agreed = 0
         self._most = 0  # the most samples in a fed batch
         self._compared = 0  # the samples of an update that was compared
         self._is_done = self._has_split = False
-        self._seen: set = set()  # see `_ranks_of`
+        self._seen: dict = {}  # specs of batches, by their numbers of axes
         # The spec of batches that need no look, and how they are split.
         self._known: tuple = (None, None)
         self._splits: tuple = ()  # what is known of how an update is split
@@ -125,6 +125,9 @@ class FirstBatch(Feature):
             )
 
     def around(self, function, trains):
+        if trains:  # another one may run other Python
+            self._seen, self._known = {}, (None, None)
+
         def run(batches):
             result = function(batches)
             self._say_what_is_held()
@@ -144,12 +147,11 @@ class FirstBatch(Feature):
         strategy = model.distribute_strategy
         one: typing.Any = spec
         if spec is None:
-            one = [*itertools.islice(batches, 1)]
-            batches = itertools.chain(one, batches)
-        if not self._must_look(_ranks_of(one, strategy)):
+            one = next(batches)
+            batches = itertools.chain([one], batches)
+        if not self._must_look(replicas.of_one_replica(one, strategy)):
             self._known = spec, self._how()
             return batches
-        self._spec = replicas.of_one_replica(spec, strategy)
         first = [*itertools.islice(batches, model.steps_per_execution)]
         if not first:
             return batches
@@ -167,15 +169,21 @@ class FirstBatch(Feature):
         dataset = tf.data.experimental.to_variant(dataset)
         return iter(tf.data.experimental.from_variant(dataset, spec))
 
-    def _must_look(self, ranks):
-        """Whether to look at batches, of arrays of these numbers of axes."""
+    def _must_look(self, data):
+        """Whether to look at batches like this one, or of these specs."""
         accumulation, splits = self._accumulation, self._how()
         size = accumulation.model.micro_batch_size
         # A proof is for all sizes.
         is_proved = self._is_proved and splits[:1] == self._splits[:1]
-        is_new = ranks not in self._seen  # such as with weights
+        now = rehearsal.specs_of(data)
+        ranks = tuple(tf.TensorShape(x.shape).rank for x in now)
+        seen = self._seen.get(ranks, [])
+        # As TensorFlow does, which traces other lengths once, for all of them.
+        specs = [*map(_common, seen or now, now)]
+        is_new = specs != seen if is_proved or not self._is_done else not seen
         if is_new or (splits != self._splits and not is_proved):
-            self._seen.add(ranks)
+            self._seen[ranks] = specs
+            self._spec = rehearsal.packed(data, specs)
             self._splits, self._is_done = splits, False
             self._looks = self._agreed = self._compared = 0
             self._fed, self._rehearsed, self._proof = [], [], None
@@ -234,8 +242,7 @@ class FirstBatch(Feature):
         """Traces the step, and proves it if it can be proved."""
         if self._rehearsed and self._rehearsed[0][0].fits(batch):
             return
-        plan = self._accumulation.plan()
-        spec = batch if self._spec is None else self._spec
+        plan, spec = self._accumulation.plan(), self._spec
         rehearsal.build(plan, spec)
         self._trace(plan, spec, _why_compared(plan, batch))
         found, _ = self._rehearsed[0]
@@ -392,12 +399,11 @@ class FirstBatch(Feature):
             raise NotYet("no sample has padding that `trim_padding` cuts off")
         # To the longest itself: nothing here is compiled by XLA.
         plan = dataclasses.replace(plan, is_compiled=False)
-        spec = data if self._spec is None else self._spec
         with same_draws():
             rehearse = functools.partial(
                 rehearsal.rehearse_step,
                 plan,
-                spec,
+                self._spec,
                 functools.partial(Taken, why=""),
                 draws=True,
             )
@@ -500,10 +506,9 @@ def _are_alike(batch):
     return len(lengths) == 1
 
 
-def _ranks_of(data, strategy):
-    """Returns how many axes each array of a batch, or of its specs, has."""
-    leaves = rehearsal.leaves_of(replicas.of_one_replica(data, strategy))
-    return tuple(tf.TensorShape(getattr(x, "shape", ())).rank for x in leaves)
+def _common(spec, other):
+    """Returns the spec of what both are specs of."""
+    return spec.most_specific_common_supertype([other]) or other
 
 
 def _bytes_of(batches):
