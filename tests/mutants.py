@@ -337,7 +337,7 @@ another input is cut whatever it holds
 masks do not say what is padding
     _find_trimming: set masks => []
 the check does not look at padding
-    FirstBatch._compare: if orders => False
+    check.compare: if orders => False
 XLA compiles each width
     Ordered.cut: if _is_compiled => False
 targets are cut off that are not ignored

@@ -54,16 +54,13 @@ class Rehearsed:
     updates: bool = False  # whether it called an optimizer
     # Of the normalizations that train: whether samples are in what they get.
     norms: list = dataclasses.field(default_factory=list)
-    specs: tuple = ()  # of what the function takes
 
-    def fits(self, data):
-        """Whether a step was rehearsed for batches like this one."""
-        leaves = leaves_of(data)
-        specs = self.specs[len(self.specs) - len(leaves) :]
-        return all(
-            tf.TensorShape(spec.shape).is_compatible_with(leaf.shape)
-            for spec, leaf in zip(specs, leaves, strict=True)
-        )
+    @property
+    def python(self):
+        """What it does in Python each time that it is traced, or nothing."""
+        if self.drawn:
+            return f"draws by `{self.drawn[0]}`"
+        return f"changes `{self.changed}` in Python" if self.changed else ""
 
     def result(self):
         """Returns the function, or raises the error."""
@@ -79,7 +76,7 @@ def rehearse(model, function, *specs, is_real=False):
     `is_real`, initial weights are drawn, and what the user's code keeps stays,
     unless it raises.
     """
-    found = Rehearsed(specs=specs)
+    found = Rehearsed()
 
     def run():
         scopes: list = [

@@ -34,11 +34,11 @@ from accumodel._features.first_batch.variables import (
     variables_of,
     watching,
 )
-from accumodel._fit.rehearsal import can_gather, rehearse
+from accumodel._fit.rehearsal import can_gather, rehearse, rehearse_step
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.rounding import rounding_of
 from accumodel._micro_batch.assignments import is_random, nodes_of
-from accumodel._micro_batch.micro_batches import count_samples
+from accumodel._micro_batch.micro_batches import count_samples, has_axis
 
 # How many bytes the check may take beside those of a micro-batch.
 MEMORY = 2**25
@@ -146,12 +146,12 @@ class Rows:
 class Comparison:
     """Compares a rehearsed step in parts with the same in one piece."""
 
-    def __init__(self, rehearsed, collector, rows, in_parts=None):
+    def __init__(self, pair, rows, in_parts=None):
         """`in_parts` is rehearsed without the padding that is cut off."""
-        self.rows, self.noted = rows, collector
-        self.trims = in_parts is not None
+        self.rows, self.trims = rows, in_parts is not None
         in_parts = in_parts and in_parts.result()
-        given = rehearsed.result(), collector.sources, rows.data, rows.places
+        found, collector = pair
+        given = found.result(), collector.sources, rows.data, rows.places
         self.runner = Runner(*given, in_parts)
 
     def look(self):
@@ -347,6 +347,96 @@ class Comparison:
         if function := rehearse(model, infer, model, x).function:
             graphs.append(function.graph)
         return used, graphs
+
+
+def compare(plan, looked, fed):
+    """Compares fed batches of one update; returns a `Look`, and a verdict."""
+    _check_model(plan.model, looked.rehearsed)
+    what = "batch" if len(fed) == 1 else "cycle"
+    try:
+        data = _joined(fed) if len(fed) > 1 else fed[0]
+    except (ValueError, tf.errors.InvalidArgumentError):
+        fed, what = fed[:1], "batch"  # others have other shapes
+        data = fed[0]
+    size = plan.options.micro_batch_size
+    is_sure = not isinstance(size, str)  # to be split
+    if not isinstance(size, int):
+        size = max(int(count_samples(batch)) for batch in fed)
+    rows = Rows(plan, data, size, is_sure, looked.is_even)
+    rows.check()
+    look: typing.Any = None
+    for pair in looked.rehearsed:
+        compared = Comparison(pair, rows)
+        now = compared.look()
+        look = now.after(look) if look else now
+        if look.found:
+            break
+    if not look.found and plan.orders is not None:
+        compared = _without_padding(plan, looked.data, rows)
+        look = compared.look().after(look)
+    if look.found:
+        return (
+            look,
+            f"differs: {messages.differs(look, compared, looked.noted)}",
+        )
+    found, _ = looked.rehearsed[0]
+    if plan.model.run_eagerly and found.python:
+        raise NotMade(
+            f"with `run_eagerly=True`, the step {found.python}, in each "
+            "micro-batch. Draw by `keras.random`, and count in `after_update`"
+        )
+    if look.is_zero:
+        raise NotYet("the gradients of the loss are zero")
+    proof = looked.noted.proof
+    exact = messages.exact(look, rows, what, proof.reason)
+    if proof.kind == "bends":
+        text = messages.bends(proof.reason, plan, exact)
+        return look, f"differs in some batches: {text}"
+    return look, exact
+
+
+def _check_model(model, rehearsed):
+    """Raises if there is nothing to compare with, or no way to do it."""
+    layers = private_names.flat_layers(model)
+    if any(getattr(x, "stateful", False) for x in layers):
+        raise Alone(
+            "a stateful layer keeps a state for each row of a fed batch, "
+            "so there is no larger batch to compare with"
+        )
+    if any(getattr(x, "quantization_mode", 0) == "float8" for x in layers):
+        raise NotMade("float8 rounds by more than is compared")
+    for found, _ in rehearsed:
+        found.result()  # or raises
+        if found.updates:
+            raise NotMade(
+                "the step calls an optimizer, which would move weights"
+            )
+
+
+def _without_padding(plan, data, rows):
+    """Compares rows with and without the padding that is cut off."""
+    if not plan.orders.order(plan, rows.data).has_padding():
+        raise NotYet("no sample has padding that `trim_padding` cuts off")
+    # To the longest itself: nothing here is compiled by XLA.
+    plan = dataclasses.replace(plan, is_compiled=False)
+    with runs.same_draws():
+        whole, parts = (
+            rehearse_step(plan, data, runs.Taken, draws=True, features=features)
+            for features in (None, plan.features)
+        )
+    return Comparison(whole, rows, parts[0])
+
+
+def _joined(batches):
+    """Returns the rows of several batches in one."""
+
+    def join(*leaves):
+        first = leaves[0]
+        if isinstance(first, tf.SparseTensor):
+            return tf.sparse.concat(0, leaves)
+        return tf.concat(leaves, 0) if has_axis(first) else first
+
+    return keras.tree.map_structure(join, *batches)
 
 
 def _of(kind, pairs):
