@@ -123,7 +123,7 @@ what is equal by chance is taken for exact
 the check looks at a special point
     _move: call _near => value
 the check looks at a few rows only
-    Comparison._windows: set most fits => rows.few
+    Comparison._look_at_parts: set most fits => rows.few
 weights of micro-batches are not compared
     Comparison._look_at_rows: set is_right => True
 a difference of gradients is taken for rounding

@@ -182,22 +182,20 @@ class Comparison:
     def _look_at_rows(self):
         """Looks at a few rows, and then at parts as those of the training."""
         rows = self.rows
-        look: typing.Any = None
-        fails: typing.Any = None
+        few: typing.Any = None
         # Parts of one size hide losses of the hardest half, or the like.
         end = rows.few - (rows.few == 6)
         try:
-            look = self._look(0, end, 3 if end > 4 else 1)
+            few = self._look(0, end, 3 if end > 4 else 1)
         except NotMade as error:  # of rows that do not follow each other
             fails = error
-        is_alike = look is not None and not look.found
-        for windows in self._windows() if rows.is_sure or is_alike else ():
+        look, is_alike = few, few is not None and not few.found
+        if rows.is_sure or is_alike:
             with contextlib.suppress(NotMade):
-                now = self._look_at(windows)
-                if not now.found:  # samples that are compared may be in groups
+                now = self._look_at_parts()
+                # Samples that are compared may be in groups, which are whole.
+                if is_alike or few is None or not now.found:
                     look = now._replace(by_chance=not is_alike)
-                    break
-                look = look if look and look.found else now
         if look is None:
             raise fails
         is_right = look.adds_up or rows.is_even or rows.plan.has_whole_loss
@@ -205,29 +203,21 @@ class Comparison:
             return look
         return look._replace(found=Found("weights of the micro-batches"))
 
-    def _windows(self):
-        """Yields lists of windows, in each of which groups may be whole."""
+    def _look_at_parts(self):
+        """Looks at micro-batches, or at halves of these if memory is short."""
         rows = self.rows
         fits = int(MEMORY // (2 * max(self.runner.activations, 1)))
         most = min(max(rows.size, fits), rows.samples)
-        sizes: tuple = (rows.size,)
-        if not rows.is_sure or most < 2 * rows.size:
-            most = min(most, rows.size)
-            half = -(-most // 2)
-            # They are so in halves, or else pairs; two are no parts of 2.
-            sizes = (half, 2) if most > 4 else (half,)
+        size = rows.size
+        if not rows.is_sure or most < 2 * size:
+            most = min(most, size)
+            size = max(most // 4 * 2, 1)  # in which pairs are whole, too
         elif most < rows.samples:
-            most = most // rows.size * rows.size
-        last = rows.begin + rows.samples - most
-        begins = range(rows.begin, last + 1, most)[:_GROUPS]
-        for size in sizes:
-            yield [(begin, begin + most, size) for begin in begins]
-
-    def _look_at(self, windows):
-        """Returns what is found in the first window, or seen in all."""
+            most = most // size * size
         look: typing.Any = None
-        for window in windows:
-            now = self._look(*window)
+        last = rows.begin + rows.samples - most
+        for begin in range(rows.begin, last + 1, most)[:_GROUPS]:
+            now = self._look(begin, begin + most, size)
             look = now.after(look) if look else now
             if look.found:
                 break
