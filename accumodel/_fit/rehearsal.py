@@ -144,7 +144,9 @@ class Noting(Collector):
         super().__init__(is_split=True)
         self.plan = plan
         self.terms: list = []  # what the function returns
-        self.error: Exception | None = None  # of a loss of the whole batch
+        # Of a loss of the whole batch, and its function.
+        self.error: Exception | None = None
+        self.loss: typing.Any = None
 
     def check(self, accumulator):
         pass  # it is outside of all strategies
@@ -318,7 +320,9 @@ def _run_step(plan, data, collector, trains):
         with tf.GradientTape() as tape:
             y_pred = private_names.call_model(model, x, training=True)
             try:
-                trace(lambda: _weigh(plan, x, y, y_pred, sample_weight))
+                collector.loss = trace(
+                    lambda: _weigh(plan, x, y, y_pred, sample_weight)
+                )
             except InexactWarning:  # see `rehearse`
                 raise
             except Exception as error:  # it may need the sizes of a whole batch
