@@ -41,7 +41,7 @@ from test_first_batch import (
 
 import accumodel
 from accumodel import AccumulatingModel, InexactWarning
-from accumodel._features.first_batch import runs
+from accumodel._features.first_batch import batches, runs
 
 # -- nothing is left behind ----------------------------------------------------
 
@@ -403,3 +403,18 @@ def test_it_says_why_there_is_none(text, caplog):
     assert sum("could not be compared" in text for text in texts) == 1
     (record,) = [x for x in caplog.records if x.name == "accumodel"]
     assert model.first_batch_check in record.message
+
+
+def test_what_is_proved_is_looked_at_once(monkeypatch):
+    """Though no batch is ever split."""
+    looks: list = []
+    look = batches.FirstBatch._look
+    monkeypatch.setattr(
+        batches.FirstBatch,
+        "_look",
+        lambda self, first: (looks.append(first), look(self, first)),
+    )
+    model = compiled(plain(), "sgd", "mse", micro_batch_size=8, accum_steps=2)
+    model.fit(*make_data(64), batch_size=4, verbose=0)
+    assert model.first_batch_check.startswith("exact for every batch")
+    assert len(looks) == 1
