@@ -188,9 +188,8 @@ class Runner:
     @property
     def activations(self):
         """Returns the bytes of a sample in all tensors of the step."""
-        longest = max(
-            [1, *(max([*x.shape[1:]] or [1]) for x in self._rows_given)]
-        )
+        given = [x for x in self._given[1] if getattr(x, "shape", ())]
+        longest = max([1, *(max([*x.shape[1:]] or [1]) for x in given)])
         return sum(
             np.prod([n or longest for n in tensor.shape[1:]])
             * tensor.dtype.size
@@ -201,10 +200,6 @@ class Runner:
             and tensor.shape.rank
             and tensor.shape[0] is None
         )
-
-    @property
-    def _rows_given(self):
-        return [x for x in self._given[1] if getattr(x, "shape", ())]
 
 
 def _join(terms):

@@ -91,15 +91,12 @@ def _move(variable, rng, stack):
         stack.callback(variable.assign, value)  # its buffer, not a copy
     else:
         return
-    variable.assign(_near(value, is_constant, rng))
+    variable.assign(_near(value, rng))
 
 
-def _near(value, is_constant, rng):
+def _near(value, rng):
     """Returns numbers near a value; what is close to zero becomes larger."""
-    sizes = tf.abs(tf.cast(value, tf.float32))
-    # A gate may be closed, or open, by its bias.
-    is_closed = is_constant and bool(tf.reduce_all(sizes > 4))
-    if tf.reduce_max(sizes) > _TINY and not is_closed:
+    if tf.reduce_max(tf.abs(tf.cast(value, tf.float32))) > _TINY:
         factors = rng.uniform(0.9, 1.1, value.shape[-1:])
         return value * tf.cast(factors, value.dtype)
     if len(value.shape) > 1:  # a kernel
