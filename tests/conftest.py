@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import gc
 import pathlib
 
@@ -12,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import accumodel
-from accumodel._features.first_batch import batches
+from accumodel._features.first_batch import batches, check, runs
 from accumodel._features.first_batch.variables import NotMade
 from accumodel._keras_and_tf import replicas
 
@@ -88,20 +89,26 @@ def fresh_keras():
 @pytest.fixture
 def proved_and_compared(monkeypatch):
     """Has what is proved compared, too: a difference is an error of one."""
-    rehearse = batches.FirstBatch._rehearse
+    prove = batches.FirstBatch._prove
 
     def compare(self, batch):
-        rehearse(self, batch)
-        if not self._is_proved:
+        was_done = self._now.is_done
+        prove(self, batch)
+        if was_done or not self._now.is_proved:
             return
-        proof, spec = self._proof, batch if self._spec is None else self._spec
-        self._trace(self._accumulation.plan(), spec, "it is compared, too")
+        plan, data = self._accumulation.plan(), self._now.data
+        rehearsed = batches.trace(plan, data, runs.Taken, draws=True)
+        looked = dataclasses.replace(
+            self._now, rehearsed=rehearsed, is_even=self._is_even
+        )
         with contextlib.suppress(NotMade):
-            look, text = replicas.outside(lambda: self._compare([batch]))
-            assert not look.found, f"it is proved, {proof.reason}; but {text}"
-        self._rehearsed, self._proof = [], proof
+            look, text = replicas.outside(
+                lambda: check.compare(plan, looked, [batch])
+            )
+            why = looked.noted.proof.reason
+            assert not look.found, f"it is proved, {why}; but {text}"
 
-    monkeypatch.setattr(batches.FirstBatch, "_rehearse", compare)
+    monkeypatch.setattr(batches.FirstBatch, "_prove", compare)
 
 
 @pytest.fixture(autouse=True)

@@ -123,7 +123,7 @@ what is equal by chance is taken for exact
 the check looks at a special point
     _move: call _near => value
 the check looks at a few rows only
-    Comparison._windows: set most fits => rows.few
+    Comparison._look_at_parts: set most fits => rows.few
 weights of micro-batches are not compared
     Comparison._look_at_rows: set is_right => True
 a difference of gradients is taken for rounding
@@ -337,7 +337,7 @@ another input is cut whatever it holds
 masks do not say what is padding
     _find_trimming: set masks => []
 the check does not look at padding
-    FirstBatch._compare: if orders => False
+    check.compare: if orders => False
 XLA compiles each width
     Ordered.cut: if _is_compiled => False
 targets are cut off that are not ignored

@@ -584,7 +584,7 @@ def test_an_error_of_the_check_does_not_end_the_training(monkeypatch):
     def fail(*_):
         raise KeyError("anything")
 
-    monkeypatch.setattr(batches.FirstBatch, "_trace", fail)
+    monkeypatch.setattr(batches, "trace", fail)
     with pytest.raises(KeyError):
         check(plain, SIZE, array, "mse")
     monkeypatch.setattr(batches, "RAISES", False)

@@ -42,7 +42,7 @@ from test_first_batch import (
 
 import accumodel
 from accumodel import AccumulatingModel, InexactWarning
-from accumodel._features.first_batch import runs
+from accumodel._features.first_batch import batches, runs
 
 # -- nothing is left behind ----------------------------------------------------
 
@@ -419,3 +419,18 @@ def test_an_overflow_of_the_first_batch_is_silent(kwargs):
         warnings.simplefilter("error")
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     assert model.first_batch_check.startswith("exact")
+
+
+def test_what_is_proved_is_looked_at_once(monkeypatch):
+    """Though no batch is ever split."""
+    looks: list = []
+    look = batches.FirstBatch._look
+    monkeypatch.setattr(
+        batches.FirstBatch,
+        "_look",
+        lambda self, first: (looks.append(first), look(self, first)),
+    )
+    model = compiled(plain(), "sgd", "mse", micro_batch_size=8, accum_steps=2)
+    model.fit(*make_data(64), batch_size=4, verbose=0)
+    assert model.first_batch_check.startswith("exact for every batch")
+    assert len(looks) == 1

@@ -23,7 +23,7 @@ from test_whole_training import (
     trained,
 )
 
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, InexactWarning
 from accumodel._features.first_batch import batches
 
 pytestmark = pytest.mark.verified
@@ -317,11 +317,74 @@ class Depth(layers.Layer):
         return shape
 
 
-def test_what_is_quoted_is_the_cause():
-    program = Program(with_layer(Depth), "mse")
-    model = trains_as_plain(program, **WAYS["eager"])
+def cut_by_python(cls):
+    class Model(cls):
+        def slice_data(self, data, begin, end):
+            return [leaf[int(float(begin)) : int(float(end))] for leaf in data]
+
+    return whole.dense(Model)
+
+
+@pytest.mark.parametrize(
+    "make", [with_layer(Depth), cut_by_python], ids=["a layer", "slices"]
+)
+def test_what_is_quoted_is_the_cause(make):
+    model = trains_as_plain(Program(make, "mse"), **WAYS["eager"])
     assert model.first_batch_check.startswith("not made: TypeError: ")
     assert "float() argument must be" in model.first_batch_check
+
+
+def test_a_warning_that_is_an_error_is_not_taken_for_the_users_own():
+    """The loss of the whole batch may fail, but not by this."""
+    model = whole.masks(AccumulatingModel)
+    model.compile("sgd", "mse", accum_steps=2, **WAYS["cache"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InexactWarning)
+        with pytest.raises(InexactWarning, match="different masks"):
+            model.fit(whole.WORDS, [whole.VALUES[:, :6]] * 2, verbose=0)
+
+
+# -- what was proved, and is traced again --------------------------------------
+
+
+class Decides(AccumulatingModel):
+    """Takes a root if it is told to, or of other than 3 steps."""
+
+    is_told = False
+
+    def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):
+        is_root = self.is_told or y.shape[1] != 3
+        return (ops.sqrt if is_root else ops.copy)(ops.mean((y - y_pred) ** 2))
+
+
+def by_a_new_function(model):
+    model.is_told = True
+    model.make_train_function(force=True)
+    model.fit(SEQUENCES, SEQUENCES, verbose=0)
+
+
+def by_longer_ones(model):
+    model.fit(*[np.repeat(SEQUENCES, 2, 1)] * 2, verbose=0)
+
+
+def by_a_longer_batch(model):
+    """After one of another rank, which is looked at by itself."""
+    data = SEQUENCES, SEQUENCES
+    model.train_on_batch(*data, sample_weight=np.ones(48))
+    model.train_on_batch(*[np.repeat(each, 2, 1) for each in data])
+
+
+@pytest.mark.parametrize(
+    "change", [by_a_new_function, by_longer_ones, by_a_longer_batch]
+)
+def test_a_step_that_is_traced_again_is_proved_again(change):
+    x = keras.Input((None, 6))
+    model = Decides(x, layers.Dense(6)(x))
+    model.compile("sgd", micro_batch_size=6)
+    model.fit(SEQUENCES, SEQUENCES, verbose=0)
+    assert model.first_batch_check.startswith("exact for every batch")
+    with pytest.warns(InexactWarning, match="`Sqrt` of a mean"):
+        change(model)
 
 
 # -- what has no large batch ---------------------------------------------------

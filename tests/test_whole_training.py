@@ -261,6 +261,10 @@ def stops(model, y, p):
     return ops.where(far < 0.3, mean(y, p), 0.0)
 
 
+def logged(model, y, p):
+    return mean(y, p) * (1 + model._loss_tracker.result())
+
+
 # -- what is exact -------------------------------------------------------------
 
 VALUES = rng.normal(size=(48, 8, 4)).astype("float32")
@@ -388,6 +392,7 @@ PROGRAMS = {
     "capacity": Program(with_loss(two_outputs, capacity)),
     "flooding": Program(with_loss(dense, flooding)),
     "stops": Program(with_loss(dense, stops)),
+    "reads its log": Program(with_loss(dense, logged), ways=WAYS),
     "capped": Program(
         with_layer(Capped),
         "mse",
@@ -458,7 +463,7 @@ DAILY = (
     *("half types split", "lengths fed", "drawn lengths fed", "carried split"),
     *("capacity split", "hinge split"),
     *("a mask that is returned split", "in inference split", "matched split"),
-    *("two weights cache", "synchronized weights sync"),
+    *("two weights cache", "synchronized weights sync", "reads its log cache"),
     *("adds rows to a mean cache", "circle cache"),
 )
 

@@ -54,16 +54,13 @@ class Rehearsed:
     updates: bool = False  # whether it called an optimizer
     # Of the normalizations that train: whether samples are in what they get.
     norms: list = dataclasses.field(default_factory=list)
-    specs: tuple = ()  # of what the function takes
 
-    def fits(self, data):
-        """Whether a step was rehearsed for batches like this one."""
-        leaves = leaves_of(data)
-        specs = self.specs[len(self.specs) - len(leaves) :]
-        return all(
-            tf.TensorShape(spec.shape).is_compatible_with(leaf.shape)
-            for spec, leaf in zip(specs, leaves, strict=True)
-        )
+    @property
+    def python(self):
+        """What it does in Python each time that it is traced, or nothing."""
+        if self.drawn:
+            return f"draws by `{self.drawn[0]}`"
+        return f"changes `{self.changed}` in Python" if self.changed else ""
 
     def result(self):
         """Returns the function, or raises the error."""
@@ -79,7 +76,7 @@ def rehearse(model, function, *specs, is_real=False):
     `is_real`, initial weights are drawn, and what the user's code keeps stays,
     unless it raises.
     """
-    found = Rehearsed(specs=specs)
+    found = Rehearsed()
 
     def run():
         scopes: list = [
@@ -159,7 +156,9 @@ class Noting(Collector):
         super().__init__(is_split=True)
         self.plan = plan
         self.terms: list = []  # what the function returns
-        self.error: Exception | None = None  # of a loss of the whole batch
+        # Of a loss of the whole batch, and its function.
+        self.error: Exception | None = None
+        self.loss: typing.Any = None
 
     def check(self, accumulator):
         pass  # it is outside of all strategies
@@ -247,10 +246,10 @@ def build(plan, data):
         return
 
     def call(*leaves):
-        x, *_ = keras.utils.unpack_x_y_sample_weight(_packed(data, leaves))
+        x, *_ = keras.utils.unpack_x_y_sample_weight(packed(data, leaves))
         private_names.call_model(model, x, training=True)
 
-    rehearse(model, call, *_specs(data), is_real=True)
+    rehearse(model, call, *specs_of(data), is_real=True)
     if not private_names.is_built(model):
         # A custom step may call the model with anything, or not at all.
         rehearse_step(plan, data, is_real=True)
@@ -288,7 +287,7 @@ def rehearse_step(
 
     def run(places, begin, end, i, size, *leaves):
         nonlocal collector
-        batch = _packed(data, leaves)
+        batch = packed(data, leaves)
         own = dataclasses.replace(plan, size=size)
         parts = FedBatch(own, _rows(own, batch, places, begin, end))
         collector = kind(own)
@@ -310,7 +309,7 @@ def rehearse_step(
     places = tf.TensorSpec([None], tf.int64)
     with hooks.all_of(of_weights):
         found = rehearse(
-            plan.model, run, places, *scalars, *_specs(data), is_real=is_real
+            plan.model, run, places, *scalars, *specs_of(data), is_real=is_real
         )
     if trains and not is_real:
         accumulation.is_rehearsed = True
@@ -338,8 +337,12 @@ def _run_step(plan, data, collector, trains):
             flat = tensors_in(y_pred)
             read = tensors_in([flat, [*map(private_names.logits_of, flat)]])
             try:
-                loss = trace(lambda: _weigh(plan, x, y, y_pred, sample_weight))
-                captured = {id(each) for each, _ in loss.graph.captures}
+                collector.loss = trace(
+                    lambda: _weigh(plan, x, y, y_pred, sample_weight)
+                )
+                captured = {
+                    id(each) for each, _ in collector.loss.graph.captures
+                }
                 read = [each for each in read if id(each) in captured]
             except InexactWarning:  # see `rehearse`
                 raise
@@ -387,7 +390,7 @@ def leaves_of(data):
     return [leaf for leaf in keras.tree.flatten(data) if not _is_missing(leaf)]
 
 
-def _packed(data, leaves):
+def packed(data, leaves):
     """Returns a batch of leaves as those of `data`."""
     rest = iter(leaves)
     return keras.tree.map_structure(
@@ -399,7 +402,7 @@ def _is_missing(leaf):
     return leaf is None or isinstance(leaf, tf.experimental.Optional)
 
 
-def _specs(data):
+def specs_of(data):
     """Returns the flat specs of a batch of any number of samples."""
     samples = first_leaf(data).shape[0]
 

@@ -73,8 +73,8 @@ class RandomNumbers:
     """Lets the micro-batches of a model draw what the large batch draws."""
 
     # In a trace that is not run, whether one number stands for all rows of a
-    # draw, which is named as the rows are; and whether one does.
-    stands_in = has_stood_in = False
+    # draw, which is named as the rows are.
+    stands_in = False
 
     def __init__(self, accumulation):
         self.accumulation = accumulation
@@ -426,7 +426,6 @@ class Draws:
         is_row = not (needs_all and self._plan.accumulation.spans_batches)
         with tf.name_scope(f"{_ROWS}{axis}" if is_row else "apart"):
             if self._plan.numbers.stands_in:
-                self._plan.numbers.has_stood_in = True
                 # It is another one in each micro-batch.
                 begin, *_ = self._once(self._read_rows)
                 begin = self._once(tf.cast, begin, tf.as_dtype(drawn))

@@ -12,19 +12,12 @@ import keras
 import tensorflow as tf
 
 from accumodel._features import rematerialization
-from accumodel._features.auto import is_out_of_memory
 from accumodel._features.first_batch import messages
-from accumodel._features.first_batch.check import (
-    Alone,
-    Comparison,
-    NotYet,
-    Rows,
-)
-from accumodel._features.first_batch.runs import Taken, same_draws
+from accumodel._features.first_batch.check import Alone, NotYet, compare
+from accumodel._features.first_batch.runs import Proving, Taken
 from accumodel._features.first_batch.variables import NotMade
-from accumodel._features.proof import Proof, worst
 from accumodel._fit import rehearsal
-from accumodel._keras_and_tf import hooks, private_names, replicas
+from accumodel._keras_and_tf import hooks, replicas
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._micro_batch.feature import Feature
@@ -51,80 +44,98 @@ _MOST, _BYTES = 64, 2**25
 _logger = logging.getLogger("accumodel")
 
 
+@dataclasses.dataclass
+class Looked:
+    """What is known of steps that are traced, and split, in one way."""
+
+    data: typing.Any  # a batch of specs, of all batches so far
+    how: typing.Any  # updates are split
+    is_even: bool = False  # whether all micro-batches are as large
+    rehearsed: list = dataclasses.field(default_factory=list)  # see `rehearse`
+    noted: typing.Any = None
+    norms: list = dataclasses.field(default_factory=list)  # see `Rehearsed`
+    fed: list = dataclasses.field(default_factory=list)  # so far in a cycle
+    most: int = 0  # samples in one of these
+    looks: int = 0  # in this `fit`
+    agreed: int = 0  # updates in which nothing differed
+    samples: int = 0  # of the update that was compared
+    is_done: bool = False
+
+    @property
+    def is_proved(self):
+        """Whether it is exact for every batch."""
+        return self.noted is not None and self.noted.proof.kind == "exact"
+
+    def is_of(self, specs, how):
+        """Whether steps for these specs are traced and split like these."""
+        is_same = specs == rehearsal.specs_of(self.data)
+        if self.is_proved:  # for all sizes
+            return is_same
+        was_compared = self.is_done or self.samples > 0
+        return how == self.how and (is_same or was_compared)
+
+    def begin_fit(self):
+        """Looks again, unless nothing can be told by another batch."""
+        self.fed, self.looks = [], 0
+        self.is_done &= not self.samples
+
+
 class FirstBatch(Feature):
     """Proves the first step after `compile`, or has first batches compared."""
 
     def __init__(self, accumulation):
         super().__init__(accumulation)
-        self.result: str | None = None
-        self._fed: list = []  # those of the first cycle, so far
-        self._spec: typing.Any = None  # of all batches, if it is known
-        self._rehearsed: list = []  # pairs of what is rehearsed, and collectors
-        self._proof: typing.Any = None
-        self._looks = self._agreed = 0
-        self._most = 0  # the most samples in a fed batch
-        self._compared = 0  # the samples of an update that was compared
-        self._is_done = self._has_split = False
-        self._seen: set = set()  # see `_ranks_of`
-        # The spec of batches that need no look, and how they are split.
-        self._known: tuple = (None, None)
-        self._splits: tuple = ()  # what is known of how an update is split
-        self._is_even = False  # whether all micro-batches are as large
+        self._verdict: str | None = None
         self._norms = ""  # what is told of normalizations
-        self._norms_of_samples: list = []  # see `Rehearsed`
         self._held = ""  # a warning that a step that fails would say better
+        self._has_split = self._is_even = False
+        self._seen: dict = {}  # what was looked at, by the data's axes
+        self._now = Looked(None, None)  # the present one of these
+        # The spec of batches that need no look, and how they are split.
+        self._known: tuple = ()
 
     @classmethod
     def is_on(cls, options):
         return options.verify
 
-    def begin_fit(self, arguments):
-        self._known = None, None
-        self._looks, self._fed = 0, []
-        self._has_split &= self._is_done
-        is_even = _is_even(self._accumulation, arguments)
-        self._is_done &= self._is_proved or (
-            (is_even or not self._is_even)
-            and not self._may_grow(self._accumulation.batch_size)
-        )
-        self._is_even = is_even
-
     @property
-    def _is_proved(self):
-        """Whether it is exact for every batch."""
-        return self._proof is not None and self._proof.kind == "exact"
+    def result(self):
+        """What is said of the training."""
+        verdict, warned = self._verdict, self._accumulation.loss_weights.warned
+        known = [*filter(None, [self._norms]), *warned]
+        if verdict is None or not known:
+            return verdict
+        is_same = warned and verdict.startswith("differs: ")
+        rest = "" if is_same else f" Beside that: {verdict}"
+        return f"differs: {' '.join(known)}{rest}"
 
-    def _may_grow(self, batch_size):
-        """Whether an update may have more samples than were compared."""
-        count = self._accumulation.strategy.num_replicas_in_sync
-        is_known = isinstance(batch_size, int)
-        return self._compared and not (
-            is_known and batch_size // count * self._steps() <= self._compared
-        )
+    def begin_fit(self, arguments):
+        self._known = ()
+        self._is_even = _is_even(self._accumulation, arguments)
+        for looked in self._seen.values():
+            looked.begin_fit()
 
     def end_cycle(self):
-        if len(self._fed) > 1 and not self._is_done:
-            self._check(self._fed)  # the data has ended before the cycle
-        self._fed = []
+        if len(self._now.fed) > 1 and not self._now.is_done:
+            self._check(self._now.fed)  # the data has ended before the cycle
+        self._now.fed = []
 
     def end_epoch(self, logs):
         self._say_what_is_held()
-        accumulation = self._accumulation
+        accumulation, looked = self._accumulation, self._now
         size = accumulation.model.current_micro_batch_size
         if isinstance(accumulation.model.micro_batch_size, str) and size:
-            self._warn_about_norms(self._most > size)
-        elif size and not self._has_split and self._looks:
+            self._warn_about_norms(looked.most > size)
+        elif self._must_split() and looked.looks:
             self._has_split = True  # it is said once
             asks = accumulation.options.trim_padding is not None
-            warnings.warn(
-                f"No batch of the first {self._looks} was larger than "
-                f"`micro_batch_size={size}`, so none was split. Batch a Dataset"
-                " in larger ones, or raise `batch_size` of `fit` (default 32)."
-                + (" Nor was `trim_padding` checked." if asks else ""),
-                stacklevel=2,
-            )
+            text = messages.not_split(looked.looks, size, asks)
+            warnings.warn(text, stacklevel=2)
 
     def around(self, function, trains):
+        if trains:  # another one may run other Python
+            self._seen, self._known = {}, ()
+
         def run(batches):
             result = function(batches)
             self._say_what_is_held()
@@ -135,21 +146,19 @@ class FirstBatch(Feature):
     def first_batches(self, batches, trains):
         """Takes the first batches, and returns the same batches."""
         spec = getattr(batches, "element_spec", None)
-        known, splits = self._known
+        step = spec, self._how()
         # In each step: what needed no look needs none again.
-        is_known = spec is not None and spec is known
-        if not trains or (is_known and splits == self._how()):
+        if not trains or (spec is not None and step == self._known):
             return batches
         model = self._accumulation.model
         strategy = model.distribute_strategy
         one: typing.Any = spec
         if spec is None:
-            one = [*itertools.islice(batches, 1)]
-            batches = itertools.chain(one, batches)
-        if not self._must_look(_ranks_of(one, strategy)):
-            self._known = spec, self._how()
+            one = next(batches)
+            batches = itertools.chain([one], batches)
+        if not self._must_look(replicas.of_one_replica(one, strategy)):
+            self._known = step
             return batches
-        self._spec = replicas.of_one_replica(spec, strategy)
         first = [*itertools.islice(batches, model.steps_per_execution)]
         if not first:
             return batches
@@ -167,33 +176,44 @@ class FirstBatch(Feature):
         dataset = tf.data.experimental.to_variant(dataset)
         return iter(tf.data.experimental.from_variant(dataset, spec))
 
-    def _must_look(self, ranks):
-        """Whether to look at batches, of arrays of these numbers of axes."""
-        accumulation, splits = self._accumulation, self._how()
-        size = accumulation.model.micro_batch_size
-        # A proof is for all sizes.
-        is_proved = self._is_proved and splits[:1] == self._splits[:1]
-        is_new = ranks not in self._seen  # such as with weights
-        if is_new or (splits != self._splits and not is_proved):
-            self._seen.add(ranks)
-            self._splits, self._is_done = splits, False
-            self._looks = self._agreed = self._compared = 0
-            self._fed, self._rehearsed, self._proof = [], [], None
-        is_told = self._has_split or not isinstance(size, int)
-        is_told &= not self._norms_of_samples or bool(self._norms)
-        if (self._is_done and is_told) or self._looks >= _LOOKS:
+    def _must_look(self, data):
+        """Whether to look at batches like this one, or of these specs."""
+        looked, model = self._looked_at(data), self._accumulation.model
+        is_told = not looked.norms or bool(self._norms)
+        if looked.is_done and is_told and not self._must_split():
+            return False
+        if looked.looks >= _LOOKS * self._steps():
             return False
         if not tf.executing_eagerly():
-            if not self._is_done:
+            if not looked.is_done:
                 self._end("not made: the model trains inside of a function")
             return False
-        return self._steps() > 1 or size is not None
+        return self._steps() > 1 or model.micro_batch_size is not None
+
+    def _looked_at(self, data):
+        """Returns what is known of batches like this one, or of these specs."""
+        specs, how = rehearsal.specs_of(data), self._how()
+        axes = tuple(tf.TensorShape(spec.shape).rank for spec in specs)
+        looked = self._seen.get(axes)
+        if looked is not None:
+            # As TensorFlow, which traces other lengths once, for all of them.
+            before = rehearsal.specs_of(looked.data)
+            specs = [*map(_common, before, specs)]
+        if looked is None or not looked.is_of(specs, how):
+            data = rehearsal.packed(data, specs)
+            looked = self._seen[axes] = Looked(data, how)
+        self._now = looked
+        return looked
+
+    def _must_split(self):
+        """Whether no batch was split so far, though one is to be."""
+        size = self._accumulation.model.micro_batch_size
+        is_alone = isinstance(size, int) and self._steps() == 1
+        return is_alone and not self._has_split
 
     def _how(self):
         """Returns how updates are split now."""
-        accumulation, model = self._accumulation, self._accumulation.model
-        spans = accumulation.spans_batches
-        return spans, model.micro_batch_size, model.accum_steps
+        return self._accumulation.model.micro_batch_size, self._steps()
 
     def _steps(self):
         """Returns how many fed batches may make one update."""
@@ -202,22 +222,22 @@ class FirstBatch(Feature):
 
     def _look(self, first):
         """Notes batches, and has them compared if they make an update."""
-        strategy = self._accumulation.strategy
+        looked, strategy = self._now, self._accumulation.strategy
         first = [replicas.of_one_replica(batch, strategy) for batch in first]
-        steps, size = self._steps(), self._accumulation.model.micro_batch_size
-        batches = [*self._fed, *map(as_tensors, first)][:steps]
-        self._most = max(int(count_samples(batch)) for batch in batches)
+        size, steps = self._how()
+        batches = [*looked.fed, *map(as_tensors, first)][:steps]
+        looked.fed = batches if steps > 1 else []
+        looked.looks += len(first)
+        looked.most = max(int(count_samples(batch)) for batch in batches)
         # Unless an update is larger than what was compared.
-        self._is_done |= 0 < self._most * steps <= self._compared
-        if not self._is_done:
-            with self._explained():
-                self._rehearse(batches[0])
-        is_split = isinstance(size, int) and self._most > size
+        is_compared = 0 < looked.most * steps <= looked.samples
+        looked.is_done |= is_compared and self._is_even >= looked.is_even
+        with self._explained():
+            self._prove(batches[0])
+        is_split = isinstance(size, int) and looked.most > size
         self._has_split |= is_split
         self._warn_about_norms(is_split or len(batches) > 1)
-        self._looks += steps == 1
-        self._fed = batches if steps > 1 else []
-        if self._is_done:
+        if looked.is_done:
             return
         is_cycle = len(batches) > 1 and (
             len(batches) >= min(steps, _MOST) or _bytes_of(batches) > _BYTES
@@ -226,224 +246,73 @@ class FirstBatch(Feature):
         if is_enough:
             self._check(batches)
         else:
-            self.result = "not made: no update was made in several parts so far"
+            what = "no update was made in several parts so far"
+            self._verdict = f"not made: {what}"
 
-    # -- the proof -------------------------------------------------------------
-
-    def _rehearse(self, batch):
-        """Traces the step, and proves it if it can be proved."""
-        if self._rehearsed and self._rehearsed[0][0].fits(batch):
+    def _prove(self, batch):
+        """Rehearses the step, unless it is done, and says what is proved."""
+        looked = self._now
+        if looked.is_done or looked.rehearsed:
             return
         plan = self._accumulation.plan()
-        spec = batch if self._spec is None else self._spec
-        rehearsal.build(plan, spec)
-        self._trace(plan, spec, _why_compared(plan, batch))
-        found, _ = self._rehearsed[0]
-        why = None
-        if found.drawn:
-            why = f"draws by `{found.drawn[0]}`"
-        elif found.changed:
-            why = f"`{found.changed}` changes in Python"
-        # Of a trace that fails there may be no collector, nor a better one.
-        may_run = not self._is_proved and all(
-            found.error is not None or collector.may_run
-            for found, collector in self._rehearsed
+        looked.rehearsed, looked.noted, looked.norms = rehearse(
+            plan, looked.data, batch
         )
-        if why and self._is_proved:  # a trace like no other
-            self._proof = Proof("unknown", why)
-        if not (self._is_proved or may_run):
-            proof = self._proof
-            self._trace(plan, spec, proof.reason)
-            self._proof = proof
-        self._norms_of_samples = found.norms
-        if found.error is not None:
-            self._norms_of_samples = [*map(bool, trained_norms(plan.model))]
         if plan.options.sync_batch_norm and self._steps() == 1:
-            self._norms_of_samples = []
-        if self._is_proved:
-            what = f"proved from the graph, {self._proof.reason}"
+            looked.norms = []
+        if looked.is_proved:
+            what = f"proved from the graph, {looked.noted.proof.reason}"
             self._end(f"exact for every batch: {what}")
-
-    def _trace(self, plan, spec, why):
-        """Rehearses the step; `why` it is compared, `None` if it is proved."""
-        plans = [plan]
-        if plan.whole_batch is not None and not plan.has_whole_loss:
-            # First what is in micro-batches, then the loss of fed batches.
-            plans.append(dataclasses.replace(plan, features=()))
-        kind = functools.partial(Taken, why=why)
-        # A custom gradient is not proved, and theirs are right.
-        plain = [hooks.plain_silu(), rematerialization.none()]
-        with hooks.all_of(plain if why is None else []):
-            self._rehearsed = [
-                rehearsal.rehearse_step(each, spec, kind, draws=why is not None)
-                for each in plans
-            ]
-        proofs = [
-            Proof("unknown", f"its trace raises {type(found.error).__name__}")
-            if found.error is not None
-            else collector.proof
-            for found, collector in self._rehearsed
-        ]
-        self._proof = worst(proofs)
-
-    # -- the comparison --------------------------------------------------------
 
     def _check(self, batches):
         """Compares batches of one update, and says what was found."""
-        self._fed = []
+        looked, plan = self._now, self._accumulation.plan()
+        looked.fed, looked.is_even = [], self._is_even
         with self._explained():
-            look, result = replicas.outside(lambda: self._compare(batches))
-            self._agreed += 1
-            is_enough = not look.by_chance or self._agreed >= _AGREE
-            if result.startswith("exact") and not is_enough:
-                self.result = result
+            look, verdict = replicas.outside(
+                lambda: compare(plan, looked, batches)
+            )
+            looked.agreed += 1
+            is_enough = not look.by_chance or looked.agreed >= _AGREE
+            if verdict.startswith("exact") and not is_enough:
+                self._verdict = verdict
                 return
-            self._compared = self._most * self._steps()
-            self._end(result)
+            looked.samples = looked.most * self._steps()
+            self._end(verdict)
 
     @contextlib.contextmanager
     def _explained(self):
         """Scope of what ends with an error that says why nothing is said."""
+        looked = self._now
         try:
             yield
         except InexactWarning:
             raise
         except NotYet as error:  # another batch may show it
-            self._looks += self._steps() > 1
-            result = f"not made: {error}"
-            if self._looks < _LOOKS:
-                self.result = f"{result} so far"
-            else:
-                self._end(result)
+            self._verdict = f"not made: {error} so far"
+            if looked.looks >= _LOOKS * self._steps():
+                self._end(f"not made: {error}")
         except NotMade as error:  # of one that is alone nothing is wrong
             self._end(f"not made: {error}", warns=not isinstance(error, Alone))
         except Exception as error:
             if RAISES:
                 raise
-            text = messages.last_line(error)
-            if self._accumulation.model.run_eagerly:
-                text += (
-                    ". The check traces the step, also with `run_eagerly=True`:"
-                    " put Python that needs values behind `if "
-                    "tf.executing_eagerly():`"
-                )
-            result = f"not made: {type(error).__name__}: {text}"
-            if is_out_of_memory(error):
-                result = "not made: memory ran out in the check"
-            self._end(result)
-
-    def _compare(self, fed):
-        """Returns the `Look` at fed batches of one update, and a verdict."""
-        plan = self._accumulation.plan()
-        layers = private_names.flat_layers(plan.model)
-        if any(getattr(x, "stateful", False) for x in layers):
-            raise Alone(
-                "a stateful layer keeps a state for each row of a fed batch, "
-                "so there is no larger batch to compare with"
-            )
-        if any(getattr(x, "quantization_mode", 0) == "float8" for x in layers):
-            raise NotMade("float8 rounds by more than is compared")
-        for found, _ in self._rehearsed:
-            found.result()  # or raises
-            if found.updates:
-                raise NotMade(
-                    "the step calls an optimizer, which would move weights"
-                )
-        what = "batch" if len(fed) == 1 else "cycle"
-        try:
-            data = _joined(fed) if len(fed) > 1 else fed[0]
-        except (ValueError, tf.errors.InvalidArgumentError):
-            fed, what = fed[:1], "batch"  # others have other shapes
-            data = fed[0]
-        size = plan.options.micro_batch_size
-        sure = not isinstance(size, str)  # to be split
-        most = max(int(count_samples(batch)) for batch in fed)
-        size = size if isinstance(size, int) else most
-        rows = Rows(plan, data, size, sure, self._is_even)
-        rows.check()
-        look: typing.Any = None
-        for found, collector in self._rehearsed:
-            compared = Comparison(found, collector, rows)
-            now = compared.look()
-            look = now.after(look) if look else now
-            if look.found:
-                break
-        if not look.found and plan.orders is not None:
-            compared, now = self._without_padding(compared, data)
-            look = now.after(look)
-        if look.found:
-            return look, f"differs: {messages.differs(look, compared)}"
-        self._check_python(found)
-        if look.is_zero:
-            raise NotYet("the gradients of the loss are zero")
-        exact = messages.exact(look, rows, what, self._proof.reason)
-        if self._proof.kind == "bends":
-            rest = exact.partition(". ")[0].replace("exact for", "In", 1)
-            text = messages.bends(self._proof.reason, plan, f"{rest}.")
-            return look, f"differs in some batches: {text}"
-        return look, exact
-
-    def _without_padding(self, compared, data):
-        """Compares rows with and without the padding that is cut off."""
-        plan = compared.rows.plan
-        ordered = plan.orders.order(plan, data)
-        if not ordered.has_padding():
-            raise NotYet("no sample has padding that `trim_padding` cuts off")
-        # To the longest itself: nothing here is compiled by XLA.
-        plan = dataclasses.replace(plan, is_compiled=False)
-        spec = data if self._spec is None else self._spec
-        with same_draws():
-            rehearse = functools.partial(
-                rehearsal.rehearse_step,
-                plan,
-                spec,
-                functools.partial(Taken, why=""),
-                draws=True,
-            )
-            whole, collector = rehearse()
-            parts, _ = rehearse(features=plan.features)
-        compared = Comparison(whole, collector, compared.rows, parts)
-        return compared, compared.look()
-
-    def _check_python(self, found):
-        """Raises if an eager step would do something else the next time."""
-        if not self._accumulation.model.run_eagerly:
-            return
-        if found.drawn:
-            raise NotMade(
-                f"with `run_eagerly=True`, the step draws by `{found.drawn[0]}`"
-                ": other numbers in each micro-batch than in the large batch. "
-                "Use `keras.random`"
-            )
-        if found.changed:
-            raise NotMade(
-                "with `run_eagerly=True`, the step changes "
-                f"`{found.changed}` in Python, in each micro-batch"
-            )
+            is_eager = self._accumulation.model.run_eagerly
+            self._end(f"not made: {messages.of_error(error, is_eager)}")
 
     # -- what is said ----------------------------------------------------------
 
-    def _end(self, result, warns=True):
+    def _end(self, verdict, warns=True):
         """Says what was found, once."""
-        self.result, self._is_done = result, True
-        self._rehearsed = []  # a graph takes memory
-        what, _, text = result.partition(": ")
-        told = [*self._accumulation.loss_weights.warned]
+        self._now.is_done, self._now.rehearsed = True, []  # they take memory
+        self._verdict = verdict
+        what, _, text = verdict.partition(": ")
         if what == "not made" and warns:
-            self._held = (
-                "The first batch could not be compared in micro-batches and in "
-                f"one piece: {text}. If the loss or a layer looks at several "
-                "samples at once, the weights will not be those of the large "
-                f"batch. {messages.OFF}"
-            )
-        elif what.startswith("differs") and not told:
-            warnings.warn(text, InexactWarning, stacklevel=2)
+            self._held = messages.not_made(text)
         # What was told of before the comparison differs, too.
-        if known := [*filter(None, [self._norms, *told])]:
-            rest = (
-                "" if told and what == "differs" else f" Beside that: {result}"
-            )
-            self.result = f"differs: {' '.join(known)}{rest}"
+        is_told = self._accumulation.loss_weights.warned
+        if what.startswith("differs") and not is_told:
+            warnings.warn(text, InexactWarning, stacklevel=2)
         _logger.info("The check on the first batch: %s", self.result)
 
     def _say_what_is_held(self):
@@ -454,30 +323,57 @@ class FirstBatch(Feature):
 
     def _warn_about_norms(self, is_split):
         """Warns of normalizations if a batch was split."""
-        accumulation = self._accumulation
-        if not is_split or self._norms or not self._norms_of_samples:
-            return
-        self._norms = (
-            "Batch normalization normalizes each micro-batch by itself, so the "
-            "weights are not those of the large batch. Compile with "
-            "`micro_batch_size` and `sync_batch_norm=True`, which is exact; or "
-            "use `GroupNormalization`, or freeze the layer. With 16 samples or "
-            "more in a micro-batch it usually trains well all the same; "
-            if any(self._norms_of_samples)
-            else "The moving averages of batch normalization move in each "
-            "micro-batch, so they are not those of the large batch, whose "
-            "weights are right: no sample is in what it normalizes; "
-        ) + (
-            "`compile(verify=False)` hides this warning. "
-            f"Received: model={accumulation.model}"
-        )
-        warnings.warn(self._norms, InexactWarning, stacklevel=2)
-        if self.result is not None and self._is_done:
-            self.result = f"differs: {self._norms} Beside that: {self.result}"
+        norms, model = self._now.norms, self._accumulation.model
+        if is_split and norms and not self._norms:
+            self._norms = messages.norms(any(norms), model)
+            warnings.warn(self._norms, InexactWarning, stacklevel=2)
+
+
+def rehearse(plan, data, batch):
+    """Traces the step, and proves it if it can be proved.
+
+    Returns what is traced, see `trace`, what is noted of it, as by `Proving`,
+    and the normalizations in it.
+    """
+    rehearsal.build(plan, data)
+    noted = Proving(plan, _why_compared(plan, batch))
+    if not noted.proof.reason:
+        # A custom gradient is not proved, and theirs are right.
+        with hooks.plain_silu(), rematerialization.none():
+            rehearsed = trace(plan, data, Proving)
+        proved = [_noted(plan, *pair) for pair in rehearsed]
+        # The first that is not proved, else the first.
+        noted = min(proved, key=lambda each: each.proof.kind == "exact")
+    if noted.proof.kind != "exact":
+        rehearsed = trace(plan, data, Taken, draws=True)
+    found, _ = rehearsed[0]
+    if found.error is not None:
+        return rehearsed, noted, [*map(bool, trained_norms(plan.model))]
+    return rehearsed, noted, found.norms
+
+
+def trace(plan, data, kind, **kwargs):
+    """Rehearses all parts of a step; returns pairs as `rehearse_step` does."""
+    plans = [plan]
+    if plan.whole_batch is not None and not plan.has_whole_loss:
+        # First what is in micro-batches, then the loss of fed batches.
+        plans.append(dataclasses.replace(plan, features=()))
+    return [
+        rehearsal.rehearse_step(each, data, kind, **kwargs) for each in plans
+    ]
+
+
+def _noted(plan, found, collector):
+    """Returns what a trace has noted, or why nothing is proved by it."""
+    if found.error is not None:
+        return Proving(plan, f"its trace raises {type(found.error).__name__}")
+    if collector.proof.kind == "exact" and found.python:
+        return Proving(plan, f"the step {found.python}")
+    return collector
 
 
 def _why_compared(plan, batch):
-    """Returns why a step cannot be proved, whatever its trace is."""
+    """Returns why a step cannot be proved, or nothing."""
     if plan.is_custom:
         return "a custom step"
     if plan.model.run_eagerly:
@@ -488,7 +384,7 @@ def _why_compared(plan, batch):
         return "padding that is cut off"
     if not _are_alike(batch):
         return "arrays of other numbers of samples"
-    return None
+    return ""
 
 
 def _are_alike(batch):
@@ -499,10 +395,9 @@ def _are_alike(batch):
     return len(lengths) == 1
 
 
-def _ranks_of(data, strategy):
-    """Returns how many axes each array of a batch, or of its specs, has."""
-    leaves = rehearsal.leaves_of(replicas.of_one_replica(data, strategy))
-    return tuple(tf.TensorShape(getattr(x, "shape", ())).rank for x in leaves)
+def _common(spec, other):
+    """Returns the spec of what both are specs of."""
+    return spec.most_specific_common_supertype([other]) or other
 
 
 def _bytes_of(batches):
@@ -523,17 +418,3 @@ def _is_even(accumulation, arguments):
     count = accumulation.strategy.num_replicas_in_sync
     parts = -(-batch // count // size) if isinstance(size, int) else 1
     return not batch % (count * parts) and not isinstance(size, str)
-
-
-def _joined(batches):
-    """Returns the rows of several batches in one."""
-
-    def join(*leaves):
-        first = leaves[0]
-        if isinstance(first, tf.SparseTensor):
-            return tf.sparse.concat(0, leaves)
-        if not hasattr(first, "shape") or not tf.TensorShape(first.shape).rank:
-            return first
-        return tf.concat(leaves, 0)
-
-    return keras.tree.map_structure(join, *batches)

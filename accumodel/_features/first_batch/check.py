@@ -34,11 +34,11 @@ from accumodel._features.first_batch.variables import (
     variables_of,
     watching,
 )
-from accumodel._fit.rehearsal import can_gather, rehearse
+from accumodel._fit.rehearsal import can_gather, rehearse, rehearse_step
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.rounding import rounding_of
 from accumodel._micro_batch.assignments import is_random, nodes_of
-from accumodel._micro_batch.micro_batches import count_samples
+from accumodel._micro_batch.micro_batches import count_samples, has_axis
 
 # How many bytes the check may take beside those of a micro-batch.
 MEMORY = 2**25
@@ -146,12 +146,12 @@ class Rows:
 class Comparison:
     """Compares a rehearsed step in parts with the same in one piece."""
 
-    def __init__(self, rehearsed, collector, rows, in_parts=None):
+    def __init__(self, pair, rows, in_parts=None):
         """`in_parts` is rehearsed without the padding that is cut off."""
-        self.rows, self.noted = rows, collector
-        self.trims = in_parts is not None
+        self.rows, self.trims = rows, in_parts is not None
         in_parts = in_parts and in_parts.result()
-        given = rehearsed.result(), collector.sources, rows.data, rows.places
+        found, collector = pair
+        given = found.result(), collector.sources, rows.data, rows.places
         self.runner = Runner(*given, in_parts)
 
     def look(self):
@@ -182,22 +182,20 @@ class Comparison:
     def _look_at_rows(self):
         """Looks at a few rows, and then at parts as those of the training."""
         rows = self.rows
-        look: typing.Any = None
-        fails: typing.Any = None
+        few: typing.Any = None
         # Parts of one size hide losses of the hardest half, or the like.
         end = rows.few - (rows.few == 6)
         try:
-            look = self._look(0, end, 3 if end > 4 else 1)
+            few = self._look(0, end, 3 if end > 4 else 1)
         except NotMade as error:  # of rows that do not follow each other
             fails = error
-        is_alike = look is not None and not look.found
-        for windows in self._windows() if rows.is_sure or is_alike else ():
+        look, is_alike = few, few is not None and not few.found
+        if rows.is_sure or is_alike:
             with contextlib.suppress(NotMade):
-                now = self._look_at(windows)
-                if not now.found:  # samples that are compared may be in groups
+                now = self._look_at_parts()
+                # Samples that are compared may be in groups, which are whole.
+                if is_alike or few is None or not now.found:
                     look = now._replace(by_chance=not is_alike)
-                    break
-                look = look if look and look.found else now
         if look is None:
             raise fails
         is_right = look.adds_up or rows.is_even or rows.plan.has_whole_loss
@@ -205,29 +203,21 @@ class Comparison:
             return look
         return look._replace(found=Found("weights of the micro-batches"))
 
-    def _windows(self):
-        """Yields lists of windows, in each of which groups may be whole."""
+    def _look_at_parts(self):
+        """Looks at micro-batches, or at halves of these if memory is short."""
         rows = self.rows
         fits = int(MEMORY // (2 * max(self.runner.activations, 1)))
         most = min(max(rows.size, fits), rows.samples)
-        sizes: tuple = (rows.size,)
-        if not rows.is_sure or most < 2 * rows.size:
-            most = min(most, rows.size)
-            half = -(-most // 2)
-            # They are so in halves, or else pairs; two are no parts of 2.
-            sizes = (half, 2) if most > 4 else (half,)
+        size = rows.size
+        if not rows.is_sure or most < 2 * size:
+            most = min(most, size)
+            size = max(most // 4 * 2, 1)  # in which pairs are whole, too
         elif most < rows.samples:
-            most = most // rows.size * rows.size
-        last = rows.begin + rows.samples - most
-        begins = range(rows.begin, last + 1, most)[:_GROUPS]
-        for size in sizes:
-            yield [(begin, begin + most, size) for begin in begins]
-
-    def _look_at(self, windows):
-        """Returns what is found in the first window, or seen in all."""
+            most = most // size * size
         look: typing.Any = None
-        for window in windows:
-            now = self._look(*window)
+        last = rows.begin + rows.samples - most
+        for begin in range(rows.begin, last + 1, most)[:_GROUPS]:
+            now = self._look(begin, begin + most, size)
             look = now.after(look) if look else now
             if look.found:
                 break
@@ -347,6 +337,96 @@ class Comparison:
         if function := rehearse(model, infer, model, x).function:
             graphs.append(function.graph)
         return used, graphs
+
+
+def compare(plan, looked, fed):
+    """Compares fed batches of one update; returns a `Look`, and a verdict."""
+    _check_model(plan.model, looked.rehearsed)
+    what = "batch" if len(fed) == 1 else "cycle"
+    try:
+        data = _joined(fed) if len(fed) > 1 else fed[0]
+    except (ValueError, tf.errors.InvalidArgumentError):
+        fed, what = fed[:1], "batch"  # others have other shapes
+        data = fed[0]
+    size = plan.options.micro_batch_size
+    is_sure = not isinstance(size, str)  # to be split
+    if not isinstance(size, int):
+        size = max(int(count_samples(batch)) for batch in fed)
+    rows = Rows(plan, data, size, is_sure, looked.is_even)
+    rows.check()
+    look: typing.Any = None
+    for pair in looked.rehearsed:
+        compared = Comparison(pair, rows)
+        now = compared.look()
+        look = now.after(look) if look else now
+        if look.found:
+            break
+    if not look.found and plan.orders is not None:
+        compared = _without_padding(plan, looked.data, rows)
+        look = compared.look().after(look)
+    if look.found:
+        return (
+            look,
+            f"differs: {messages.differs(look, compared, looked.noted)}",
+        )
+    found, _ = looked.rehearsed[0]
+    if plan.model.run_eagerly and found.python:
+        raise NotMade(
+            f"with `run_eagerly=True`, the step {found.python}, in each "
+            "micro-batch. Draw by `keras.random`, and count in `after_update`"
+        )
+    if look.is_zero:
+        raise NotYet("the gradients of the loss are zero")
+    proof = looked.noted.proof
+    exact = messages.exact(look, rows, what, proof.reason)
+    if proof.kind == "bends":
+        text = messages.bends(proof.reason, plan, exact)
+        return look, f"differs in some batches: {text}"
+    return look, exact
+
+
+def _check_model(model, rehearsed):
+    """Raises if there is nothing to compare with, or no way to do it."""
+    layers = private_names.flat_layers(model)
+    if any(getattr(x, "stateful", False) for x in layers):
+        raise Alone(
+            "a stateful layer keeps a state for each row of a fed batch, "
+            "so there is no larger batch to compare with"
+        )
+    if any(getattr(x, "quantization_mode", 0) == "float8" for x in layers):
+        raise NotMade("float8 rounds by more than is compared")
+    for found, _ in rehearsed:
+        found.result()  # or raises
+        if found.updates:
+            raise NotMade(
+                "the step calls an optimizer, which would move weights"
+            )
+
+
+def _without_padding(plan, data, rows):
+    """Compares rows with and without the padding that is cut off."""
+    if not plan.orders.order(plan, rows.data).has_padding():
+        raise NotYet("no sample has padding that `trim_padding` cuts off")
+    # To the longest itself: nothing here is compiled by XLA.
+    plan = dataclasses.replace(plan, is_compiled=False)
+    with runs.same_draws():
+        whole, parts = (
+            rehearse_step(plan, data, runs.Taken, draws=True, features=features)
+            for features in (None, plan.features)
+        )
+    return Comparison(whole, rows, parts[0])
+
+
+def _joined(batches):
+    """Returns the rows of several batches in one."""
+
+    def join(*leaves):
+        first = leaves[0]
+        if isinstance(first, tf.SparseTensor):
+            return tf.sparse.concat(0, leaves)
+        return tf.concat(leaves, 0) if has_axis(first) else first
+
+    return keras.tree.map_structure(join, *batches)
 
 
 def _of(kind, pairs):

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from accumodel._features.auto import is_out_of_memory
 from accumodel._features.first_batch import runs
 from accumodel._features.first_batch.variables import name_of
 
@@ -32,6 +33,54 @@ def last_line(error):
     return (named or lines or [type(error).__name__])[-1][:300].rstrip(".")
 
 
+def of_error(error, is_eager):
+    """Returns an error of the check itself as one line."""
+    if is_out_of_memory(error):
+        return "memory ran out in the check"
+    text = f"{type(error).__name__}: {last_line(error)}"
+    if is_eager:
+        text += (
+            ". The check traces the step, also with `run_eagerly=True`: put "
+            "Python that needs values behind `if tf.executing_eagerly():`"
+        )
+    return text
+
+
+def not_made(text):
+    """Returns that nothing was compared, and why."""
+    return (
+        "The first batch could not be compared in micro-batches and in one "
+        f"piece: {text}. If the loss or a layer looks at several samples at "
+        f"once, the weights will not be those of the large batch. {OFF}"
+    )
+
+
+def not_split(count, size, trims):
+    """Returns that batches are no larger than micro-batches."""
+    return (
+        f"No batch of the first {count} was larger than `micro_batch_size="
+        f"{size}`, so none was split. Batch a Dataset in larger ones, or raise "
+        "`batch_size` of `fit` (default 32)."
+    ) + (" Nor was `trim_padding` checked." if trims else "")
+
+
+def norms(are_in, model):
+    """Returns what normalizations do; whether samples are in what they get."""
+    what = (
+        "Batch normalization normalizes each micro-batch by itself, so the "
+        "weights are not those of the large batch. Compile with "
+        "`micro_batch_size` and `sync_batch_norm=True`, which is exact; or "
+        "use `GroupNormalization`, or freeze the layer. With 16 samples or "
+        "more in a micro-batch it usually trains well all the same"
+        if are_in
+        else "The moving averages of batch normalization move in each "
+        "micro-batch, so they are not those of the large batch, whose "
+        "weights are right: no sample is in what it normalizes"
+    )
+    off = "`compile(verify=False)` hides this warning."
+    return f"{what}; {off} Received: model={model}"
+
+
 def exact(look, rows, what, reason):
     """Returns how much was seen, and what was not, in words of the user."""
     count = look.end - look.begin
@@ -45,11 +94,11 @@ def exact(look, rows, what, reason):
     )
 
 
-def differs(look, compared):
+def differs(look, compared, noted):
     """Returns what differs, why, and what to do."""
     model = compared.rows.plan.model
     try:
-        text = _text(look, compared)
+        text = _text(look, compared, noted)
     except Exception:  # what was found does not depend on its cause
         text = (
             "The first batch shows that the weights will not be those of the "
@@ -61,16 +110,17 @@ def differs(look, compared):
     return f"{text} {OFF} Received: model={model}"
 
 
-def bends(reason, plan, rest):
+def bends(reason, plan, compared):
     """Returns what a proof says of a step that is inexact in some batches."""
+    rest = compared.partition(". ")[0].replace("exact for", "In", 1)
     return (
         "In some batches the weights will not be those of the large batch. The "
         f"step computes {reason}, which in a micro-batch is another one. "
-        f"{advice(plan)} {rest} {OFF} Received: model={plan.model}"
+        f"{advice(plan)} {rest}. {OFF} Received: model={plan.model}"
     )
 
 
-def _text(look, compared):
+def _text(look, compared, noted):
     found, model = look.found, compared.rows.plan.model
     if found.kind == "tf.random":
         return TF_RANDOM
@@ -106,12 +156,11 @@ def _text(look, compared):
         "The first batch shows that the weights will not be those of the "
         f"large batch. With {look.end - look.begin} samples in one piece and "
         f"in micro-batches of {look.size}, the {what} differ{by}. "
-        f"{_cause(look, compared)}"
+        f"{_cause(look, compared.rows.plan, noted)}"
     )
 
 
-def _cause(look, compared):
-    plan = compared.rows.plan
+def _cause(look, plan, noted):
     if plan.is_custom:
         if not look.adds_up:
             return _WEIGHT
@@ -124,13 +173,13 @@ def _cause(look, compared):
         )
     if not look.adds_up and "micro_batch_weight" in plan.overridden:
         return "`micro_batch_weight` must add up to that of all samples."
-    why = f"What is not proved: {compared.noted.proof.reason}. "
-    if compared.noted.is_of_rows and compared.noted.adds:
+    why = f"What is not proved: {noted.proof.reason}. "
+    if noted.is_of_rows and noted.adds:
         why += (
             "Of a loss of `add_loss`, add a mean over samples, or one loss per "
             "sample: `gradient_cache=True` does not help there. "
         )
-    if compared.noted.is_of_rows:
+    if noted.is_of_rows:
         return why + advice(plan)
     return (
         f"{why}A layer looks at several samples at once, or at their number, "

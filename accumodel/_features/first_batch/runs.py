@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from accumodel._features.first_batch.variables import (
     NotMade,
+    is_of,
     variables_of,
     watching,
 )
@@ -39,42 +40,27 @@ WEIGHTS = "weights"
 _VIEWS = ("ExpandDims", "Identity", "Reshape", "Squeeze")
 
 
-class Taken(Noting):
-    """Takes what a step computes: its proof, and else its gradients."""
+class Proving(Noting):
+    """Has proved what a step computes before its gradients."""
 
-    def __init__(self, plan, why=None):
-        """Takes why it is compared, or `None` if it may be proved."""
+    def __init__(self, plan, why=""):
         super().__init__(plan)
-        self.proof = Proof("unknown", why or "")
-        self._proves = why is None
-        self.may_run = True  # whether its function is that of the training
+        self.proof = Proof("unknown", why)
         self.is_of_rows = True  # whether the outputs may be rows
         self.adds = False  # whether layers add losses
-        self.sources: dict = {}  # what a term is of, by its key
-        self._graph = current_graph()
 
     def note(self, y_pred, loss, weight):
-        self._build_trackers(y_pred)
-        if self._proves:
-            self._settle(y_pred, lambda: self._ask(prove, loss, weight))
-            self._prove_rows(y_pred)
-            self._check_runs()
+        self._settle(y_pred, lambda: self._ask(prove, loss, weight))
+        self._prove_rows(y_pred)
+        raise Enough
 
     def note_outputs(self, y_pred, read):
-        self._build_trackers(y_pred)
-        if self._proves:
-            self._settle(y_pred, lambda: self._prove_outputs(read))
-            self._check_runs()
-        samples = tf.cast(count_samples(current_step().data), tf.float64)
-        of_layers = added_losses(self.plan.model)
-        rows = [x for x in [*floats_in(read), *of_layers] if x.shape.rank]
-        sums = [tf.reduce_sum(tf.cast(_mixed(x), tf.float64)) for x in rows]
-        means = [x for x in of_layers if not x.shape.rank]
-        total = sum(sums) / samples
-        return total + sum(tf.cast(x, tf.float64) for x in means), samples
+        self._settle(y_pred, lambda: self._prove_outputs(read))
+        raise Enough
 
     def _settle(self, y_pred, ask):
         """Takes what is proved, and ends the trace if it is exact."""
+        self._build_trackers(y_pred)
         plan, data = self.plan, current_step().data
         self.proof = ask()
         if self.proof.kind != "exact":
@@ -83,18 +69,7 @@ class Taken(Noting):
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
             plan.model.compute_metrics(x, y, y_pred, sample_weight)
             self.proof = ask()  # it may assign what the loss reads
-            self.may_run = False
         raise Enough
-
-    def _check_runs(self):
-        """Ends a trace that is not the one to run."""
-        model = self.plan.model
-        self.may_run = not (
-            self.plan.numbers.has_stood_in
-            or private_names.is_rematerialized(model)  # which saves memory
-        )
-        if not self.may_run:
-            raise Enough
 
     def _prove_rows(self, y_pred):
         losses = added_losses(self.plan.model)
@@ -106,6 +81,9 @@ class Taken(Noting):
 
     def _prove_outputs(self, read):
         """Proves what a loss of the whole batch gets of micro-batches."""
+        tracker = private_names.loss_trackers(self.plan.model)[0].total
+        if self.loss and any(is_of(tracker, v) for v in self.loss.variables):
+            return Proof("bends", "its loss from what is logged of it")
         samples = tf.convert_to_tensor(count_samples(current_step().data))
         proofs = [self._prove_rows(read)] + [
             self._ask(prove, loss, samples)
@@ -127,6 +105,28 @@ class Taken(Noting):
                 if not getattr(x, "trainable", False)
             ],
         )
+
+
+class Taken(Noting):
+    """Takes the gradients of a step."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.sources: dict = {}  # what a term is of, by its key
+        self._graph = current_graph()
+
+    def note(self, y_pred, loss, weight):
+        self._build_trackers(y_pred)
+
+    def note_outputs(self, y_pred, read):
+        self._build_trackers(y_pred)
+        samples = tf.cast(count_samples(current_step().data), tf.float64)
+        of_layers = added_losses(self.plan.model)
+        rows = [x for x in [*floats_in(read), *of_layers] if x.shape.rank]
+        sums = [tf.reduce_sum(tf.cast(_mixed(x), tf.float64)) for x in rows]
+        means = [x for x in of_layers if not x.shape.rank]
+        total = sum(sums) / samples
+        return total + sum(tf.cast(x, tf.float64) for x in means), samples
 
     def take(self, accumulator, gradients, weight, is_last=True):
         self.keep(accumulator.variables, gradients, weight)
@@ -187,9 +187,8 @@ class Runner:
     @property
     def activations(self):
         """Returns the bytes of a sample in all tensors of the step."""
-        longest = max(
-            [1, *(max([*x.shape[1:]] or [1]) for x in self._rows_given)]
-        )
+        given = [x for x in self._given[1] if getattr(x, "shape", ())]
+        longest = max([1, *(max([*x.shape[1:]] or [1]) for x in given)])
         return sum(
             np.prod([n or longest for n in tensor.shape[1:]])
             * tensor.dtype.size
@@ -200,10 +199,6 @@ class Runner:
             and tensor.shape.rank
             and tensor.shape[0] is None
         )
-
-    @property
-    def _rows_given(self):
-        return [x for x in self._given[1] if getattr(x, "shape", ())]
 
 
 def _join(terms):

@@ -48,7 +48,7 @@ def prove_rows(outputs, *where, **variables):
 
 def worst(proofs):
     """Returns the first proof that is not exact, else the first."""
-    return next((x for x in proofs if x.kind != "exact"), proofs[0])
+    return min(proofs, key=lambda proof: proof.kind == "exact")
 
 
 def _proved(
