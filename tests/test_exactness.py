@@ -77,7 +77,7 @@ def test_cycles_of_every_size(sizes):
         {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 2},
         {"loss_scale_factor": 1024.0},
     ],
-    ids=str,
+    ids=",".join,
 )
 def test_every_argument_that_all_optimizers_have(arguments):
     arguments = {"learning_rate": 0.01} | arguments

@@ -400,7 +400,6 @@ ACCUMULATES = "the optimizer without .* Received: gradient_accumulation_steps=4"
             ACCUMULATES,
         ),
     ],
-    ids=str,
 )
 def test_compile_refuses(kwargs, match):
     model = make_model()

@@ -204,19 +204,29 @@ class Comparison:
         return look._replace(found=Found("weights of the micro-batches"))
 
     def _look_at_parts(self):
-        """Looks at micro-batches, or at halves of these if memory is short."""
+        """Looks at micro-batches, or at parts of these if memory is short."""
         rows = self.rows
         fits = int(MEMORY // (2 * max(self.runner.activations, 1)))
-        most = min(max(rows.size, fits), rows.samples)
-        size = rows.size
-        if not rows.is_sure or most < 2 * size:
-            most = min(most, size)
-            size = max(most // 4 * 2, 1)  # in which pairs are whole, too
+        most, sizes = min(max(rows.size, fits), rows.samples), [rows.size]
+        if not rows.is_sure or most < 2 * rows.size:
+            most = min(most, rows.size)
+            # In halves groups of samples may be whole, or else in pairs.
+            sizes = [-(-most // 2), 2][: 2 if most > 4 else 1]
         elif most < rows.samples:
-            most = most // size * size
-        look: typing.Any = None
+            most = most // rows.size * rows.size
         last = rows.begin + rows.samples - most
-        for begin in range(rows.begin, last + 1, most)[:_GROUPS]:
+        begins = range(rows.begin, last + 1, most)[:_GROUPS]
+        look: typing.Any = None
+        for size in sizes:
+            look = self._look_in(begins, most, size)
+            if not look.found:
+                break
+        return look
+
+    def _look_in(self, begins, most, size):
+        """Returns what is found in the first window, or seen in all."""
+        look: typing.Any = None
+        for begin in begins:
             now = self._look(begin, begin + most, size)
             look = now.after(look) if look else now
             if look.found:
