@@ -128,7 +128,8 @@ def _text(look, compared, noted):
         return (
             "The step does not run with another number of samples than it got, "
             "so a size is fixed in it, and parts may be broadcast. Replace the "
-            "batch size in it by `tf.shape(x)[0]`, or `-1` in a `reshape`: "
+            "batch size in it by `tf.shape(x)[0]`, or `-1` in a `reshape`. If "
+            "rows belong together, such as pairs, make them one sample: "
             f"{last_line(found.what)}."
         )
     source = compared.runner.sources.get(found.what)
