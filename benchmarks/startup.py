@@ -1,8 +1,8 @@
 """`python -m benchmarks.startup`: what the first update costs.
 
 Each model makes one update from a batch of 4 samples, in two micro-batches,
-from `fit` to its end: traced, compiled by XLA if it is on, and run once. The
-models draw many random numbers. Plain Keras, its own accumulation and the ways
+from `fit` to its end: traced, compiled by XLA if it is on, and run once. All
+are small, as people train them. Plain Keras, its own accumulation and the ways
 run in turns, in new processes. The unit is CPU seconds, of which other load on
 the machine takes less than of wall time; these are lower quartiles over the
 rounds, and ratios are to plain Keras.

@@ -343,7 +343,7 @@ XLA compiles each width
 targets are cut off that are not ignored
     Ordered.__init__: set ends ignored => []
 rows of another order are drawn as if they were in order
-    Draws._draw: if orders => len(axes) > 1 or name not in OFFSETS
+    Draws._draw: set is_apart => len(axes) > 1 or name not in OFFSETS
     """,
     "test_where_features_meet.py": """
 layers train in a model that is not told to

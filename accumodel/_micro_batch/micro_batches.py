@@ -319,11 +319,18 @@ def first_leaf(data):
 
 def count_samples(data):
     """Returns the number of samples of a batch, or of `(x, y)` of it."""
-    leaf = first_leaf(data)
+    return _length(first_leaf(data))
+
+
+def _length(leaf):
+    """Returns how long the first axis of a leaf is."""
     known = leaf.shape[0]
-    if known is None:
-        return tf.shape(leaf, tf.int64)[0]
-    return tf.constant(known, tf.int64)
+    if known is not None:
+        return tf.constant(known, tf.int64)
+    sizes = tf.shape(leaf, tf.int64)
+    # To take one of them would make three constants of its place.
+    is_vector = tf.is_tensor(sizes) and sizes.shape[0] is not None
+    return (tf.unstack(sizes) if is_vector else sizes)[0]
 
 
 def _check_lengths(leaves, message):
@@ -338,10 +345,11 @@ def _check_lengths(leaves, message):
         raise ValueError(message + ", ".join(received))
     if None not in lengths:
         return []
-    lengths = tf.stack([tf.shape(leaf, tf.int64)[0] for _, leaf in leaves])
+    counts = [_length(leaf) for _, leaf in leaves]
+    lengths = tf.stack(counts)
     # The op itself: `tf.debugging.Assert` adds a slow condition.
     check = tf.raw_ops.Assert(
-        condition=tf.reduce_all(lengths == lengths[0]),
+        condition=tf.reduce_all(lengths == counts[0]),
         data=[f"{message}{', '.join(names)} of lengths", lengths],
         summarize=len(names),
     )

@@ -473,8 +473,9 @@ class Draws:
             if sizes[axis] is None or own != self._samples:
                 own = tf.cast(own, tf.int64)
                 multiple = tf.truncatediv(own, samples)
-                rest = tf.truncatemod(own, samples)
-                apart = begin * tf.minimum(rest, self._number(1))
+                apart = begin * tf.minimum(
+                    tf.truncatemod(own, samples), self._number(1)
+                )
                 first *= multiple
             key, start = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
         kwargs |= {"key": key, "alg": self._number(_ALGORITHM, tf.int32)}

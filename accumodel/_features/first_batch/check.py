@@ -207,7 +207,8 @@ class Comparison:
         """Looks at micro-batches, or at parts of these if memory is short."""
         rows = self.rows
         fits = int(MEMORY // (2 * max(self.runner.activations, 1)))
-        most, sizes = min(max(rows.size, fits), rows.samples), [rows.size]
+        most = min(max(rows.size, fits), rows.samples)
+        sizes = [rows.size]
         if not rows.is_sure or most < 2 * rows.size:
             most = min(most, rows.size)
             # In halves groups of samples may be whole, or else in pairs.
