@@ -367,6 +367,7 @@ def test_what_is_known_of_the_length_of_a_batch():
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.filterwarnings("ignore:`accum_steps` is 4")
 def test_regularizers_alone_do_not_count_a_run_without_data():
     """With sums, their gradients depend on nothing."""
 
