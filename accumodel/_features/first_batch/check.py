@@ -166,7 +166,8 @@ class Comparison:
         if any(map(is_random, nodes)):
             return Look(0, self.rows.few, 1, Found("tf.random"), is_zero=False)
         if self.trims:
-            return self._near(lambda: self._look(0, self.rows.few, 1))
+            end = min(_SAMPLES, self.rows.samples)  # one at a time, always
+            return self._near(lambda: self._look(0, end, 1))
         return self._near(self._look_at_rows)
 
     def _near(self, look):
