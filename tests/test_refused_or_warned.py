@@ -231,7 +231,7 @@ class Queue(keras.layers.Layer):
 
     def call(self, x):
         if self.operation in READS:
-            return x + READS[self.operation](self)
+            return tf.ensure_shape(x + READS[self.operation](self), x.shape)
         WRITES[self.operation](self)
         return x
 
