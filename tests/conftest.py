@@ -96,7 +96,7 @@ def proved_and_compared(monkeypatch):
         prove(self, batch)
         if was_done or not self._now.is_proved:
             return
-        plan, data = self._accumulation.plan(), self._now.data
+        plan, data = self.accumulation.plan(), self._now.data
         rehearsed = batches.trace(plan, data, runs.Taken, draws=True)
         looked = dataclasses.replace(
             self._now, rehearsed=rehearsed, is_even=self._is_even

@@ -134,7 +134,7 @@ class Auto(Feature):
 
     def around(self, function, trains):
         """Returns a function that runs each batch until memory suffices."""
-        is_traced, model = False, self._accumulation.model
+        is_traced, model = False, self.accumulation.model
 
         def run(batches):
             nonlocal is_traced
@@ -154,10 +154,10 @@ class Auto(Feature):
         return run
 
     def _run_one(self, function, trains, data):
-        accumulators = self._accumulation.accumulators
+        accumulators = self.accumulation.accumulators
         if trains:
             self._check_cycle(accumulators)
-        samples = max(count_of_each_replica(data, self._accumulation.strategy))
+        samples = max(count_of_each_replica(data, self.accumulation.strategy))
         self._before = []
         for variable in self._assigned.values():
             self._save(variable)
@@ -188,7 +188,7 @@ class Auto(Feature):
 
     def _save(self, variable):
         """Saves what a variable is before this batch."""
-        with replicas.scope_of(self._accumulation.strategy):
+        with replicas.scope_of(self.accumulation.strategy):
             copies = replicas.local_results(tf_variable(variable))
             self._before += [(copy, copy.read_value()) for copy in copies]
 
@@ -207,7 +207,7 @@ class Auto(Feature):
 
     def _assign_size(self, size):
         self._size = size
-        self._accumulation.assign_size(size)
+        self.accumulation.assign_size(size)
 
     def end_epoch(self, logs):
         """Adds the size that was found to the logs of an epoch."""
@@ -304,7 +304,7 @@ class Fastest(Auto):
         }
         sizes, best = [*quartiles], min(quartiles.values())
         half = -(-self.current_size() // 2)
-        most = _FED // 2 if self._accumulation.plan().is_compiled else _FED
+        most = _FED // 2 if self.accumulation.plan().is_compiled else _FED
         is_slower = best not in [*quartiles.values()][-2:]
         if self._fed < most and half < sizes[-1] and not is_slower:
             self._assign_size(half)

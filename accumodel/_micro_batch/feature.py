@@ -24,7 +24,7 @@ class Feature:
 
     def __init__(self, accumulation):
         """Takes the `Accumulation` of the model."""
-        self._accumulation = accumulation
+        self.accumulation = accumulation
 
     # -- `compile` -------------------------------------------------------------
 

@@ -101,7 +101,7 @@ class FirstBatch(Feature):
     @property
     def result(self):
         """What is said of the training."""
-        verdict, warned = self._verdict, self._accumulation.loss_weights.warned
+        verdict, warned = self._verdict, self.accumulation.loss_weights.warned
         known = [*filter(None, [self._norms]), *warned]
         if verdict is None or not known:
             return verdict
@@ -111,7 +111,7 @@ class FirstBatch(Feature):
 
     def begin_fit(self, arguments):
         self._known = ()
-        self._is_even = _is_even(self._accumulation, arguments)
+        self._is_even = _is_even(self.accumulation, arguments)
         for looked in self._seen.values():
             looked.begin_fit()
 
@@ -122,7 +122,7 @@ class FirstBatch(Feature):
 
     def end_epoch(self, logs):
         self._say_what_is_held()
-        accumulation, looked = self._accumulation, self._now
+        accumulation, looked = self.accumulation, self._now
         size = accumulation.model.current_micro_batch_size
         if isinstance(accumulation.model.micro_batch_size, str) and size:
             self._warn_about_norms(looked.most > size)
@@ -150,7 +150,7 @@ class FirstBatch(Feature):
         # In each step: what needed no look needs none again.
         if not trains or (spec is not None and step == self._known):
             return batches
-        model = self._accumulation.model
+        model = self.accumulation.model
         strategy = model.distribute_strategy
         one: typing.Any = spec
         if spec is None:
@@ -182,7 +182,7 @@ class FirstBatch(Feature):
 
     def _must_look(self, data):
         """Whether to look at batches like this one, or of these specs."""
-        looked, model = self._looked_at(data), self._accumulation.model
+        looked, model = self._looked_at(data), self.accumulation.model
         is_told = not looked.norms or bool(self._norms)
         if looked.is_done and is_told and not self._must_split():
             return False
@@ -211,22 +211,22 @@ class FirstBatch(Feature):
 
     def _must_split(self):
         """Whether no batch was split so far, though one is to be."""
-        size = self._accumulation.model.micro_batch_size
+        size = self.accumulation.model.micro_batch_size
         is_alone = isinstance(size, int) and self._steps() == 1
         return is_alone and not self._has_split
 
     def _how(self):
         """Returns how updates are split now."""
-        return self._accumulation.model.micro_batch_size, self._steps()
+        return self.accumulation.model.micro_batch_size, self._steps()
 
     def _steps(self):
         """Returns how many fed batches may make one update."""
-        steps = [x.accum_steps for x in self._accumulation.accumulators]
-        return max([self._accumulation.options.accum_steps, *steps])
+        steps = [x.accum_steps for x in self.accumulation.accumulators]
+        return max([self.accumulation.options.accum_steps, *steps])
 
     def _look(self, first):
         """Notes batches, and has them compared if they make an update."""
-        looked, strategy = self._now, self._accumulation.strategy
+        looked, strategy = self._now, self.accumulation.strategy
         first = [replicas.of_one_replica(batch, strategy) for batch in first]
         size, steps = self._how()
         batches = [*looked.fed, *map(as_tensors, first)][:steps]
@@ -258,7 +258,7 @@ class FirstBatch(Feature):
         looked = self._now
         if looked.is_done or looked.rehearsed:
             return
-        plan = self._accumulation.plan()
+        plan = self.accumulation.plan()
         looked.rehearsed, looked.noted, looked.norms = rehearse(
             plan, looked.data, batch
         )
@@ -270,7 +270,7 @@ class FirstBatch(Feature):
 
     def _check(self, batches):
         """Compares batches of one update, and says what was found."""
-        looked, plan = self._now, self._accumulation.plan()
+        looked, plan = self._now, self.accumulation.plan()
         looked.fed, looked.is_even = [], self._is_even
         with self._explained():
             look, verdict = replicas.outside(
@@ -301,7 +301,7 @@ class FirstBatch(Feature):
         except Exception as error:
             if RAISES:
                 raise
-            is_eager = self._accumulation.model.run_eagerly
+            is_eager = self.accumulation.model.run_eagerly
             self._end(f"not made: {messages.of_error(error, is_eager)}")
 
     # -- what is said ----------------------------------------------------------
@@ -314,7 +314,7 @@ class FirstBatch(Feature):
         if what == "not made" and warns:
             self._held = messages.not_made(text)
         # What was told of before the comparison differs, too.
-        is_told = self._accumulation.loss_weights.warned
+        is_told = self.accumulation.loss_weights.warned
         if what.startswith("differs") and not is_told:
             warnings.warn(text, InexactWarning, stacklevel=2)
         _logger.info("The check on the first batch: %s", self.result)
@@ -327,7 +327,7 @@ class FirstBatch(Feature):
 
     def _warn_about_norms(self, is_split):
         """Warns of normalizations if a batch was split."""
-        norms, model = self._now.norms, self._accumulation.model
+        norms, model = self._now.norms, self.accumulation.model
         if is_split and norms and not self._norms:
             self._norms = messages.norms(any(norms), model)
             warnings.warn(self._norms, InexactWarning, stacklevel=2)

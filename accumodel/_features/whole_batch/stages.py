@@ -72,12 +72,12 @@ class WholeBatch(Feature):
 
     def is_needed(self):
         """Whether there is something to wait for."""
-        model, options = self._accumulation.model, self._accumulation.options
+        model, options = self.accumulation.model, self.accumulation.options
         return options.gradient_cache or bool(trained_norms(model))
 
     def keeps_test_step(self):
         # With the cache, a custom one gets the batch whole, as the loss does.
-        return self._accumulation.options.gradient_cache
+        return self.accumulation.options.gradient_cache
 
     def train(self, plan, collector, data):
         """Trains on one fed batch, which the caller ends. Returns the logs."""
