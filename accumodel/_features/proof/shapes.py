@@ -14,6 +14,7 @@ from accumodel._features.proof.types import (
     ONE,
     UNLIKE,
     N,
+    Proof,
     Type,
     added,
     agree,
@@ -260,6 +261,32 @@ def gathered(at, op, v, places, *of_axis):
         require(v.axis == places.axis < batch, "samples that others choose")
         own, one = v.axis, same(v, places)
     return at.shaped(one, out, own, grad=v.grad)
+
+
+@rule("ReverseSequence", plain=2)
+def reversed_rows(at, op, v, lengths):
+    """The beginning of each sample, of a length of its own."""
+    is_own = v.base == lengths.base == "R" and v.axis == op.get_attr(
+        "batch_dim"
+    )
+    require(is_own, _BY_PLACE)
+    return same(v, lengths)
+
+
+@rule("CudnnRNNV3")
+def recurrent(at, op, v, state, cell, weights, lengths):
+    """A layer on a GPU: of a sample, its steps, states and length."""
+    plain(v, state, cell, lengths)
+    shared(weights)
+    axis = int(op.get_attr("time_major"))
+    rows = [(v, axis), (state, axis), (lengths, 0)]
+    rows += [(cell, axis)] if cell.dims else []  # which a GRU has not
+    is_own = all((x.base, x.axis) == ("R", place) for x, place in rows)
+    require(is_own and not op.get_attr("dropout"), _BY_PLACE)
+    one = functools.reduce(same, (x for x, _ in rows)).but(uniform=False)
+    unseen = Type("T", why=Proof("unknown", "what a layer keeps on a GPU"))
+    found = [at.shaped(one, x, axis) for x in op.outputs[: len(rows) - 1]]
+    return found + [unseen] * (len(op.outputs) - len(found))
 
 
 @rule("OneHot", plain=1)
