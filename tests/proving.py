@@ -5,6 +5,7 @@ import functools
 import tensorflow as tf
 
 from accumodel._features import rematerialization
+from accumodel._features.first_batch.runs import Proving
 from accumodel._features.first_batch.variables import watching
 from accumodel._features.proof import prove, prove_rows
 from accumodel._fit.rehearsal import Enough, Noting, build, rehearse_step
@@ -47,3 +48,15 @@ def proof_of(model, data, judge=prove):
 def rows_of(loss, weight, *args, **kwargs):
     """Proves that the loss is rows, as if it was the outputs of a model."""
     return prove_rows([loss], *args, **kwargs)
+
+
+def proof_of_step(model, data):
+    """Returns what is proved of the gradients of a custom step."""
+    plan = model._accumulation.plan()
+    typed = hooks.gradients(gradient=Proving.gradient)
+    with hooks.plain_silu(), rematerialization.none(), typed:
+        found, collector = rehearse_step(plan, data, Proving)
+    found.result()
+    collector.conclude()
+    assert "the proof failed" not in collector.proof.reason, collector.proof
+    return collector.proof

@@ -342,8 +342,9 @@ def own_draws(called):
     return _shared_draws(**dict.fromkeys((name for _, name in _SHARED), draw))
 
 
-# -- what prints, or has a custom gradient -------------------------------------
+# -- what prints, or computes gradients ---------------------------------------
 
+gradients = Hook("check", lambda: [(tf.GradientTape, "gradient")])
 _prints = Hook("check", lambda: [(tf, "print")])
 _silu = Hook("check", lambda: [(tf.nn, "silu")])
 

@@ -343,7 +343,10 @@ def rehearse(plan, data, batch):
     noted = Proving(plan, _why_compared(plan, batch))
     if not noted.proof.reason:
         # A custom gradient is not proved, and theirs are right.
-        with hooks.plain_silu(), rematerialization.none():
+        scopes = [hooks.plain_silu(), rematerialization.none()]
+        if plan.is_custom:
+            scopes.append(hooks.gradients(gradient=Proving.gradient))
+        with hooks.all_of(scopes):
             rehearsed = trace(plan, data, Proving)
         proved = [_noted(plan, *pair) for pair in rehearsed]
         # The first that is not proved, else the first.
@@ -371,6 +374,8 @@ def _noted(plan, found, collector):
     """Returns what a trace has noted, or why nothing is proved by it."""
     if found.error is not None:
         return Proving(plan, f"its trace raises {type(found.error).__name__}")
+    if plan.is_custom:
+        collector.conclude()
     if collector.proof.kind == "exact" and found.python:
         return Proving(plan, f"the step {found.python}")
     return collector
@@ -378,7 +383,7 @@ def _noted(plan, found, collector):
 
 def _why_compared(plan, batch):
     """Returns why a step cannot be proved, or nothing."""
-    if plan.is_custom:
+    if plan.is_custom and plan.whole_batch is not None:
         return "a custom step"
     if plan.model.run_eagerly:
         return "eager code, which may do something else each time"

@@ -165,13 +165,7 @@ def _cause(look, plan, noted):
     if plan.is_custom:
         if not look.adds_up:
             return _WEIGHT
-        return (
-            "The step compares samples, divides by a statistic of them, or "
-            "changes gradients, which is right in `process_gradients` only. "
-            f"Or its weight is wrong. {_WEIGHT} If the loss compares samples, "
-            "override `compute_loss` instead of `train_step`, and use "
-            "`micro_batch_size` with `gradient_cache=True`."
-        )
+        return advice(plan)
     if not look.adds_up and "micro_batch_weight" in plan.overridden:
         return "`micro_batch_weight` must add up to that of all samples."
     why = f"What is not proved: {noted.proof.reason}. "
@@ -194,6 +188,14 @@ def _cause(look, plan, noted):
 
 def advice(plan):
     """Returns what to do with a loss that looks at several samples."""
+    if plan.is_custom:
+        return (
+            "The step compares samples, divides by a statistic of them, or "
+            "changes gradients, which is right in `process_gradients` only. "
+            f"Or its weight is wrong. {_WEIGHT} If the loss compares samples, "
+            "override `compute_loss` instead of `train_step`, and use "
+            "`micro_batch_size` with `gradient_cache=True`."
+        )
     return (
         "If it compares samples, or uses a mean, a deviation or a largest "
         "value of them, compute that in the data, or all of it in "

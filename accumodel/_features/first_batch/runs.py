@@ -6,6 +6,9 @@ is as in the training. If the loss sees the whole batch, gradients by the
 weights are those of a sum of the outputs, each times another number.
 """
 
+import functools
+import typing
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -16,7 +19,13 @@ from accumodel._features.first_batch.variables import (
     variables_of,
     watching,
 )
-from accumodel._features.proof import Proof, prove, prove_rows, worst
+from accumodel._features.proof import (
+    Gradients,
+    Proof,
+    prove,
+    prove_rows,
+    worst,
+)
 from accumodel._fit.rehearsal import Enough, Noting, leaves_of
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.micro_batches import (
@@ -48,8 +57,42 @@ class Proving(Noting):
         self.proof = Proof("unknown", why)
         self.is_of_rows = True  # whether the outputs may be rows
         self.adds = False  # whether layers add losses
+        self._graph = current_graph()
+        # Of a custom step: its gradients, what it adds of them, and its data.
+        self._gradients = Gradients()
+        self._added: list = []
+        self._data: typing.Any = None
+
+    @staticmethod
+    def gradient(original, tape, target, sources, *args, **kwargs):
+        """Computes gradients by a tape, and types them for this step."""
+        compute = functools.partial(original, tape, *args, **kwargs)
+        self = current_step().collector
+        # Inside of functions, and of other sums, they are not followed.
+        is_sum = not args and "output_gradients" not in kwargs
+        if is_sum and current_graph() is self._graph:
+            gradients = self._gradients.compute
+            return self._ask(gradients, compute, target, sources)
+        return original(tape, target, sources, *args, **kwargs)
+
+    def take(self, accumulator, gradients, weight, is_last=True):
+        self.keep(accumulator.variables, gradients, weight)
+
+    def keep(self, variables, gradients, weight):
+        if current_graph() is not self._graph:
+            raise NotMade("the step accumulates in a condition or a function")
+        weight = None if weight is None else tf.identity(weight)
+        self._data = current_step().data
+        self._added.append((gradients, weight))
+
+    def conclude(self):
+        """Proves the gradients of a custom step, after its trace."""
+        self.proof = self._ask(self._gradients.prove, self._added)
 
     def note(self, y_pred, loss, weight):
+        if self.plan.is_custom:
+            super().note(y_pred, loss, weight)
+            return
         self._settle(y_pred, lambda: self._ask(prove, loss, weight))
         self._prove_rows(y_pred)
         raise Enough
@@ -96,7 +139,7 @@ class Proving(Noting):
         plan = self.plan
         return prove(
             *tensors,
-            current_step().data,
+            current_step().data if self._data is None else self._data,
             plan.accumulation.spans_batches,
             rows_variable=plan.numbers.rows,
             ignored=[

@@ -1,10 +1,16 @@
 """A proof that a training in micro-batches is exact, from its traced graph.
 
 `types` has what a tensor may be, `rules` and `shapes` what operations do to it,
-`analysis` walks the graph, and `verdict` judges the loss and its weight.
+`analysis` walks the graph, and `verdict` judges the loss and its weight, or the
+gradients of a custom step.
 """
 
 from accumodel._features.proof.types import Proof
-from accumodel._features.proof.verdict import prove, prove_rows, worst
+from accumodel._features.proof.verdict import (
+    Gradients,
+    prove,
+    prove_rows,
+    worst,
+)
 
-__all__ = ["Proof", "prove", "prove_rows", "worst"]
+__all__ = ["Gradients", "Proof", "prove", "prove_rows", "worst"]

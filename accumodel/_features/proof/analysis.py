@@ -40,7 +40,16 @@ CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
 # is fed, which nothing is known of.
 _ANEW = ("EagerPyFunc", "PyFunc", "PyFuncStateless", "Placeholder")
 
+_CHANGED = Type("T", why=Proof("unknown", "rows of a gradient are changed"))
+
 _calls = itertools.count()
+
+
+def key_of(x):
+    """Returns what a tensor is known by; one of rows only as it is."""
+    if isinstance(x, tf.IndexedSlices):
+        return x.values.ref(), x.indices.ref()
+    return x.ref()
 
 
 class Analysis:
@@ -74,18 +83,28 @@ class Analysis:
 
     def types_of(self, tensors, known):
         """Returns the types of tensors of a graph, from those of some."""
-        needed, todo = set(), [x.op for x in tensors]
+        needed, todo = set(), [x.op for x in tensors if key_of(x) not in known]
         while todo:
             op = todo.pop()
             if op not in needed:
                 needed.add(op)
                 todo += [x.op for x in op.inputs if x.ref() not in known]
-        for op in tensors[0].graph.get_operations():
-            if op in needed and any(x.ref() not in known for x in op.outputs):
+        # In the order in which they were made, but that the gradient of a loop
+        # adds inputs to it.
+        todo = [x for x in tensors[0].graph.get_operations() if x in needed]
+        todo.reverse()
+        while todo:
+            op = todo[-1]
+            missing = [x.op for x in op.inputs if x.ref() not in known]
+            todo += missing
+            if missing:
+                continue
+            todo.pop()
+            if any(x.ref() not in known for x in op.outputs):
                 found = self._typed(op, [known[x.ref()] for x in op.inputs])
                 for x, v in zip(op.outputs, found, strict=True):
                     known.setdefault(x.ref(), v)
-        return [known[x.ref()] for x in tensors]
+        return [known.get(key_of(x), _CHANGED) for x in tensors]
 
     def _typed(self, op, vals):
         """Returns the types of what an operation returns."""
@@ -127,7 +146,7 @@ class Analysis:
 
     def _refused(self, op, error):
         *scope, _ = (self._scope + op.name).split("/")
-        place = "/".join(scope) or "compute_loss"
+        place = "/".join(scope) or "the step"
         reason = f"`{op.type}` of {error} in `{place}`"
         return Type("T", why=Proof(error.kind, reason))
 

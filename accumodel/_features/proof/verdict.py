@@ -5,20 +5,27 @@ weight, divided by the sum of the weights. If the loss is S/D, and the weight is
 D, that is the gradient of the large batch: S and D are sums over the samples,
 and no D is trained. If the loss is S, no weight is used.
 
+The gradients of a custom step are typed by what they are gradients of: that of
+`m * S` by what samples share is `m` times a sum over the samples, and that of S
+by the rows of samples is such rows, whatever their graphs are.
+
 Assumed: a training traces the same Python; operations do what their names say,
 and raise if sizes do not fit; weights of a mask are 0 where they sum up to 0;
 all arrays of a batch have as many rows; and rounding.
 """
 
+import dataclasses
+
 import tensorflow as tf
 
-from accumodel._features.proof.analysis import CONDITIONS, Analysis
+from accumodel._features.proof.analysis import CONDITIONS, Analysis, key_of
 from accumodel._features.proof.types import (
     ONE,
     N,
     Proof,
     Type,
     UnprovedError,
+    added,
     power,
     require,
     sizes_alike,
@@ -51,24 +58,96 @@ def worst(proofs):
     return min(proofs, key=lambda proof: proof.kind == "exact")
 
 
+class Gradients:
+    """The types of the gradients of a custom step, and what they prove."""
+
+    def __init__(self):
+        self._analysis = Analysis()
+        self._types: dict = {}
+
+    def compute(self, function, target, sources, *where, **variables):
+        """Calls a function that returns gradients, and types them."""
+        targets, by = tf.nest.flatten([target]), tf.nest.flatten([sources])
+        watched = [x for x in by if tf.is_symbolic_tensor(x)]
+        known, found = dict(self._types), list[Type]()
+        variables["typed"] = self._analysis, known
+
+        def watch(*types):  # as a variable: it may not be in a divisor
+            for x, v in zip(watched, types, strict=True):
+                known[x.ref()] = dataclasses.replace(v, grad=True)
+
+        def judge(*types):
+            found.extend(_gradient(types, _source(x, known)) for x in by)
+
+        # Before it is called: the gradient of a loop changes the loop.
+        proof = worst(
+            _proved(*each, *where, **variables)
+            for each in ((watch, watched), (judge, targets))
+            if each[1]
+        )
+        if proof.kind != "exact":
+            found = [Type("T", why=proof)] * len(by)
+        gradients = function(target, sources)
+        for x, v in zip(tf.nest.flatten([gradients]), found, strict=True):
+            if x is not None:
+                self._types[key_of(x)] = v
+        return gradients
+
+    def prove(self, terms, *where, **variables):
+        """Returns whether all gradients are such sums or means."""
+        variables["typed"], proofs = (self._analysis, self._types), []
+        for gradients, weight in terms:
+            tensors = [x for x in (weight, *gradients) if x is not None]
+            judge = _judge_all if weight is not None else _judge_sums
+            proofs.append(_proved(judge, tensors, *where, **variables))
+        return worst(proofs or [Proof("unknown", "a custom step")])
+
+
+def _source(x, known):
+    """Returns the type of what a gradient is computed by."""
+    if tf.is_symbolic_tensor(x):
+        return known[x.ref()]
+    return Type("C", tuple((n, ()) for n in x.shape))
+
+
+def _gradient(targets, by):
+    """Returns the type of the gradient of a sum of targets by a source."""
+    # Entries are summed up, and so are rows of samples.
+    one = added(
+        [v.but(base="S" if v.base == "R" else v.base, dims=()) for v in targets]
+    )
+    if by.base == "C":
+        return one.but(dims=by.dims, grad=True)
+    is_of_rows = (by.base, by.m, one.base, one.m) == ("R", (), "S", ())
+    require(is_of_rows, f"a gradient of {one.words} by {by.words}")
+    return by.but(uniform=False, grad=True)
+
+
 def _proved(
-    judge, tensors, data, spans_batches, rows_variable=None, ignored=()
+    judge,
+    tensors,
+    data,
+    spans_batches,
+    rows_variable=None,
+    ignored=(),
+    typed=None,
 ):
     """Returns what `judge` says of the types of tensors.
 
     The first axis of unknown size of `data` is that of the samples.
     `spans_batches` is whether an update may need several fed batches.
     `rows_variable` is another one in each micro-batch, and the `ignored`
-    variables, such as those of metrics, may be assigned at any time.
+    variables, such as those of metrics, may be assigned at any time. `typed` is
+    an analysis, and what is known in it.
     """
     try:
         with sizes_alike():
-            analysis = Analysis()
+            analysis, more = typed or (Analysis(), {})
             known, assigned = _outside(
                 analysis, tensors[0].graph, rows_variable, ignored
             )
             known |= _types_of_data(analysis, data, spans_batches)
-            types = analysis.types_of(tensors, known)
+            types = analysis.types_of(tensors, known | more)
             unproved = [v.why for v in types if v.base == "T"]
             if unproved:
                 return unproved[0]
@@ -82,6 +161,17 @@ def _proved(
         return Proof("unknown", what)
 
 
+def _judge_all(weight, *gradients):
+    """Returns what gradients are, if their weight is what divides them."""
+    is_row = any(v.base == "R" for v in gradients)
+    require(not is_row, "a gradient that is samples")
+    return [*(_judge(v, weight) for v in gradients), "no gradient"].pop(0)
+
+
+def _judge_sums(*gradients):
+    return _judge_all(None, *gradients)
+
+
 def _judge(loss, weight=None):
     """Returns what a loss is, if its weight is what it was divided by."""
     if loss.base == "R":  # its gradient is that of the sum
@@ -93,8 +183,9 @@ def _judge(loss, weight=None):
         return "a sum over samples"
     is_trained = weight.base == "S" and weight.grad
     weight = weight if is_trained else weight.factor()
-    # Sums may be alike by chance.
-    bends = {name for name, _ in (*loss.m, *weight.m)} <= {"n"}
+    # Sums may be alike by chance, and micro-batches of one size.
+    names = {name for name, _ in (*loss.m, *weight.m)}
+    bends = bool(weight.m) and names <= {"n"}
     is_divisor = weight.base == "C" and [p for _, p in weight.m] == [1]
     require(is_divisor, "its weight is no number of samples, and no sum", bends)
     what = "a sum over samples, taken for a mean"

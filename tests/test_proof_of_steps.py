@@ -1,0 +1,265 @@
+"""What the proof says of the gradients of a custom step.
+
+Each row is a step of a model with inputs, targets and outputs of samples. Those
+that are proved are trained beside the large batch.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import distance, fit
+from keras import layers
+from proving import proof_of_step
+
+from accumodel import AccumulatingModel
+
+SAMPLES, WIDTH = 12, 3
+
+ratio = tf.math.divide_no_nan
+
+
+class Batch:
+    def __init__(self, model, data, tape):
+        self.model, self.tape = model, tape
+        self.x, self.y = map(tf.convert_to_tensor, data)
+        self.p = model(self.x, training=True)
+        self.variables = model.trainable_variables
+
+
+def samples(b):
+    return tf.shape(b.x)[0]
+
+
+def as_a_sum(b):
+    return None
+
+
+class Step:
+    """A loss, or its gradients, and what the step accumulates with them."""
+
+    def __init__(self, loss, weight=samples, words=False):
+        self.loss, self.weight, self.words = loss, weight, words
+
+
+def model_of(base, step):
+    """Returns a small compiled model with a custom step."""
+
+    class Model(base):
+        def train_step(self, data):
+            with tf.GradientTape(persistent=True) as tape:
+                b = Batch(self, data, tape)
+                found = step.loss(b)
+            if not isinstance(found, list):
+                found = tape.gradient(found, b.variables)
+            if base is AccumulatingModel:
+                self.accumulate_gradients(found, step.weight(b))
+            else:
+                self.optimizer.apply(found, b.variables)
+            return {"loss": tf.reduce_mean(b.p)}
+
+    keras.utils.set_random_seed(0)
+    if step.words:
+        inputs = keras.Input((4,), dtype="int32")
+        hidden = layers.LSTM(4)(layers.Embedding(9, 5, mask_zero=True)(inputs))
+    else:
+        inputs = keras.Input((WIDTH,))
+        hidden = layers.Dropout(0.2, seed=1)(layers.Dense(4, "tanh")(inputs))
+    model = Model(inputs, layers.Dense(WIDTH)(hidden))
+    ours = {"micro_batch_size": 5} if base is AccumulatingModel else {}
+    model.compile("sgd", jit_compile=False, **ours)
+    return model
+
+
+def data_of(step):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, SAMPLES, WIDTH)).astype("float32")
+    return (rng.integers(0, 9, (SAMPLES, 4)) if step.words else x), y
+
+
+def errors(b):
+    """One loss for each sample."""
+    return tf.reduce_mean(tf.square(b.p - b.y), axis=-1)
+
+
+def mean(b):
+    return tf.reduce_mean(errors(b))
+
+
+def mask(b):
+    return tf.cast(b.y > 0.5, "float32")
+
+
+def by_samples(b, target=lambda p: p):
+    """The gradient of outputs by the inputs: rows, one for each sample."""
+    with tf.GradientTape() as tape:
+        tape.watch(b.x)
+        value = target(b.model(b.x))
+    return tape.gradient(value, b.x)
+
+
+def penalty(b, target=lambda p: p):
+    norm = tf.reduce_sum(by_samples(b, target) ** 2, axis=-1)
+    return mean(b) + tf.reduce_mean((norm - 1) ** 2)
+
+
+def adversarial(b):
+    moved = tf.stop_gradient(b.x + 0.1 * tf.sign(by_samples(b)))
+    return tf.reduce_mean((b.model(moved) - b.y) ** 2)
+
+
+def second_order(b):
+    with tf.GradientTape() as tape:
+        tape.watch(b.x)
+        first = by_samples(b)
+    return mean(b) + tf.reduce_mean(tape.gradient(first, b.x) ** 2)
+
+
+def own_loop(b):
+    values = tf.while_loop(
+        lambda i, _: i < 2, lambda i, v: (i + 1, tf.tanh(v)), (0, b.p)
+    )[1]
+    return tf.reduce_mean(values**2)
+
+
+def two_losses(b):
+    by_both = [
+        b.tape.gradient(loss, b.variables)
+        for loss in (mean(b), tf.reduce_mean(abs(b.p)))
+    ]
+    return [x + 2 * y for x, y in zip(*by_both, strict=True)]
+
+
+def changed(function):
+    def gradients(b):
+        return [function(x) for x in b.tape.gradient(mean(b), b.variables)]
+
+    return gradients
+
+
+def masked(b):
+    return ratio(
+        tf.reduce_sum(mask(b) * (b.p - b.y) ** 2), tf.reduce_sum(mask(b))
+    )
+
+
+RIGHT = {
+    "a mean": Step(mean),
+    "one loss for each": Step(lambda b: 0.1 * errors(b), as_a_sum),
+    "a mean and what is shared": Step(
+        lambda b: (
+            [mean(b), tf.nn.l2_loss(b.variables[0])][0]
+            + tf.reduce_sum(b.variables[0] ** 2)
+        )
+    ),
+    "a mask": Step(masked, lambda b: tf.reduce_sum(mask(b))),
+    "words": Step(mean, words=True),
+    "a loop": Step(own_loop),
+    "two losses": Step(two_losses),
+    "scaled": Step(changed(lambda x: 3 * x)),
+    "a penalty of gradients": Step(penalty),
+    "adversarial": Step(adversarial),
+    "second order": Step(second_order),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_proved_is_exact(name):
+    step, models = RIGHT[name], []
+    data = data_of(step)
+    for base in (keras.Model, AccumulatingModel):
+        model = model_of(base, step)
+        before = model.get_weights()
+        if base is AccumulatingModel:
+            assert proof_of_step(model, data).kind == "exact"
+        fit(model, *data, batch_size=SAMPLES, epochs=2)
+        assert distance(model, before) > 1e-4
+        models.append(model)
+    assert distance(*models) < 1e-6
+
+
+def through_a_divisor(b):
+    """A divisor that equals another one, of which only one is watched."""
+    with tf.GradientTape() as tape:
+        tape.watch(b.x)
+        x = tf.identity(b.x)
+        value = tf.reduce_sum(b.model(x)) / tf.reduce_sum(tf.exp(x))
+        value *= tf.reduce_sum(tf.exp(tf.stop_gradient(b.x)))
+    return mean(b) + tf.reduce_mean(tape.gradient(value, b.x) ** 2)
+
+
+def weighed_by_all(b):
+    weights = errors(b) / tf.norm(errors(b))
+    return b.tape.gradient(errors(b), b.variables, output_gradients=weights)
+
+
+def first_rows(b):
+    """Of a gradient of rows, the first rows are those of the first samples."""
+    first, *others = b.tape.gradient(mean(b), b.variables)
+    return [tf.IndexedSlices(first.values[:2], first.indices[:2]), *others]
+
+
+def hardest(b):
+    count = tf.minimum(tf.shape(b.y)[0], 10)
+    return tf.reduce_mean(tf.math.top_k(errors(b), count).values)
+
+
+def all_pairs(b):
+    return tf.reduce_mean(tf.matmul(b.p, b.p, transpose_b=True))
+
+
+def clipped(x):
+    return tf.clip_by_value(x, -0.01, 0.01)
+
+
+def centered(p):
+    return (p - tf.reduce_mean(p, 0)) ** 2
+
+
+def inside(b):
+    """A function that computes gradients is not followed."""
+    return [*tf.function(changed(tf.identity))(b)]
+
+
+WRONG = {
+    "a mean as a sum": (Step(mean, as_a_sum), "bends"),
+    "no weight": (Step(mean, lambda b: 1.0), "unknown"),
+    "a mask by samples": (Step(masked), "unknown"),
+    "the root of a mean": (Step(lambda b: tf.sqrt(mean(b))), "bends"),
+    "two losses of unlike sums": (
+        Step(lambda b: mean(b) + tf.reduce_sum(b.p)),
+        "bends",
+    ),
+    "the hardest ten": (Step(hardest), "bends"),
+    "all pairs": (Step(all_pairs), "unknown"),
+    "clipped": (Step(changed(clipped)), "bends"),
+    "by the gradient of a mean": (
+        Step(lambda b: penalty(b, tf.reduce_mean)),
+        "unknown",
+    ),
+    "by the gradient of all": (Step(lambda b: penalty(b, centered)), "bends"),
+    "through a divisor": (Step(through_a_divisor), "bends"),
+    "divided by its norm": (
+        Step(changed(lambda x: x / tf.reduce_sum(x))),
+        "bends",
+    ),
+    "weighed by all": (Step(weighed_by_all), "bends"),
+    "in a function": (Step(inside), "unknown"),
+    "the first rows": (Step(first_rows, words=True), "unknown"),
+    "rows of samples": (
+        Step(
+            lambda b: [
+                tf.reshape(by_samples(b)[:, :1], [-1])[: x.shape[-1]] + 0 * x
+                for x in b.variables
+            ]
+        ),
+        "unknown",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_exact_is_not_proved(name):
+    step, kind = WRONG[name]
+    model = model_of(AccumulatingModel, step)
+    assert proof_of_step(model, data_of(step)).kind == kind
