@@ -55,6 +55,8 @@ def key_of(x):
 class Analysis:
     """The types of the tensors of a graph, or of one call of a function."""
 
+    place = "compute_loss"  # of what is in no layer
+
     def __init__(self, names=None, scope=""):
         self._names = {} if names is None else names  # of what is alike
         self._scope = scope  # of the names of operations
@@ -146,7 +148,7 @@ class Analysis:
 
     def _refused(self, op, error):
         *scope, _ = (self._scope + op.name).split("/")
-        place = "/".join(scope) or "the step"
+        place = "/".join(scope) or self.place
         reason = f"`{op.type}` of {error} in `{place}`"
         return Type("T", why=Proof(error.kind, reason))
 

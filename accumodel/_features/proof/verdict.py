@@ -15,6 +15,7 @@ all arrays of a batch have as many rows; and rounding.
 """
 
 import dataclasses
+import typing
 
 import tensorflow as tf
 
@@ -62,8 +63,8 @@ class Gradients:
     """The types of the gradients of a custom step, and what they prove."""
 
     def __init__(self):
-        self._analysis = Analysis()
-        self._types: dict = {}
+        self._analysis, self._types = Analysis(), dict[typing.Any, Type]()
+        self._analysis.place = "the step"
 
     def compute(self, function, target, sources, *where, **variables):
         """Calls a function that returns gradients, and types them."""
