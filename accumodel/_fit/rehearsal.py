@@ -219,11 +219,9 @@ def _is_needed(plan, trains, data):
     )
     if model.distribute_strategy.num_replicas_in_sync > 1:
         return trains and is_size_known  # Keras has made the variables
-    # The loop reports to the trackers of several outputs.
+    # A step that makes variables is traced twice.
     _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-    has_trackers = len(tf.nest.flatten(y)) < 2 or (
-        private_names.has_loss_trackers(model)
-    )
+    has_trackers = private_names.has_trackers(model, y)
     # No variables can be made where it is recorded what is assigned.
     records = any(feature.runs_again for feature in plan.features)
     needs_model = plan.whole_batch or plan.orders or _is_on_replica(model)
@@ -399,7 +397,8 @@ def packed(data, leaves):
 
 
 def _is_missing(leaf):
-    return leaf is None or isinstance(leaf, tf.experimental.Optional)
+    optional = tf.experimental.Optional, tf.OptionalSpec
+    return leaf is None or isinstance(leaf, optional)
 
 
 def specs_of(data):

@@ -112,9 +112,11 @@ def loss_trackers(model):
 
 
 @needed_for("losses")
-def has_loss_trackers(model):
-    """Whether `loss_trackers` knows those of the outputs, if there are any."""
-    return model._compile_loss is None or model._compile_loss.built
+def has_trackers(model, y):
+    """Whether the variables of losses and metrics are made, if any are."""
+    losses = [model._compile_loss] * (len(tf.nest.flatten(y)) > 1)
+    trackers = [model._compile_metrics, *losses]
+    return all(each is None or each.built for each in trackers)
 
 
 @needed_for("losses")

@@ -374,6 +374,8 @@ def _noted(plan, found, collector):
     """Returns what a trace has noted, or why nothing is proved by it."""
     if found.error is not None:
         return Proving(plan, f"its trace raises {type(found.error).__name__}")
+    if found.updates:
+        return Proving(plan, "the step calls an optimizer")
     if plan.is_custom:
         collector.conclude()
     if collector.proof.kind == "exact" and found.python:
