@@ -230,8 +230,9 @@ class Runner:
     @property
     def activations(self):
         """Returns the bytes of a sample in all tensors of the step."""
-        given = [x for x in self._given[1] if getattr(x, "shape", ())]
-        longest = max([1, *(max([*x.shape[1:]] or [1]) for x in given)])
+        longest = max(
+            [1, *(max([*x.shape[1:]] or [1]) for x in self._rows_given)]
+        )
         return sum(
             np.prod([n or longest for n in tensor.shape[1:]])
             * tensor.dtype.size
@@ -242,6 +243,10 @@ class Runner:
             and tensor.shape.rank
             and tensor.shape[0] is None
         )
+
+    @property
+    def _rows_given(self):
+        return [x for x in self._given[1] if getattr(x, "shape", ())]
 
 
 def _join(terms):

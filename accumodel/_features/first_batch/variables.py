@@ -58,8 +58,9 @@ def moved(variables, optimizer):
     At initial weights, averages that begin as copies do not move, and branches
     that begin at zero, or close to it, hide what is behind them; so does a
     factor that grows with the updates. Loss scales are 1, so that no sum
-    overflows. Nothing large is copied: a constant is put back by its first
-    entry, and what else is large is random, and so at no special point.
+    overflows. Nothing large is copied: a constant is put
+    back by its first entry, and a large copy by what it is one of. What else is
+    large is random, and so at no special point.
     """
     fixed = [
         (tf_variable(getattr(inner, name)), value)
@@ -67,17 +68,18 @@ def moved(variables, optimizer):
         for name, value in (("dynamic_scale", 1.0), ("iterations", 100))
         if getattr(inner, name, None) is not None
     ]
+    large: dict = {}
     with contextlib.ExitStack() as stack:
         for variable, value in fixed:
             stack.callback(variable.assign, variable.read_value())
             variable.assign(value)
         for i, variable in enumerate(variables):
             if variable.dtype.is_floating and variable.shape.num_elements():
-                _move(variable, np.random.default_rng(i), stack)
+                _move(variable, np.random.default_rng(i), stack, large)
         yield
 
 
-def _move(variable, rng, stack):
+def _move(variable, rng, stack, large):
     """Moves a variable, and lets a stack put it back."""
     value = variable.read_value()
     begin = tf.reshape(value, [-1])[:8].numpy()
@@ -90,13 +92,20 @@ def _move(variable, rng, stack):
     elif value.shape.num_elements() <= _SMALL:
         stack.callback(variable.assign, value)  # its buffer, not a copy
     else:
-        return
-    variable.assign(_near(value, rng))
+        key = value.dtype, *value.shape, begin.tobytes()
+        one = large.setdefault(key, variable)
+        if one is variable or not bool(tf.reduce_all(value == one)):
+            return
+        stack.callback(lambda: variable.assign(one.read_value()))
+    variable.assign(_near(value, is_constant, rng))
 
 
-def _near(value, rng):
+def _near(value, is_constant, rng):
     """Returns numbers near a value; what is close to zero becomes larger."""
-    if tf.reduce_max(tf.abs(tf.cast(value, tf.float32))) > _TINY:
+    sizes = tf.abs(tf.cast(value, tf.float32))
+    # A gate may be closed, or open, by its bias.
+    is_closed = is_constant and bool(tf.reduce_all(sizes > 4))
+    if tf.reduce_max(sizes) > _TINY and not is_closed:
         factors = rng.uniform(0.9, 1.1, value.shape[-1:])
         return value * tf.cast(factors, value.dtype)
     if len(value.shape) > 1:  # a kernel
