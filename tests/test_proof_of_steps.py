@@ -147,10 +147,7 @@ RIGHT = {
     "a mean": Step(mean),
     "one loss for each": Step(lambda b: 0.1 * errors(b), as_a_sum),
     "a mean and what is shared": Step(
-        lambda b: (
-            [mean(b), tf.nn.l2_loss(b.variables[0])][0]
-            + tf.reduce_sum(b.variables[0] ** 2)
-        )
+        lambda b: mean(b) + tf.reduce_sum(b.variables[0] ** 2)
     ),
     "a mask": Step(masked, lambda b: tf.reduce_sum(mask(b))),
     "words": Step(mean, words=True),
@@ -186,6 +183,15 @@ def through_a_divisor(b):
         value = tf.reduce_sum(b.model(x)) / tf.reduce_sum(tf.exp(x))
         value *= tf.reduce_sum(tf.exp(tf.stop_gradient(b.x)))
     return mean(b) + tf.reduce_mean(tape.gradient(value, b.x) ** 2)
+
+
+def by_a_share(b):
+    """The gradient of a mean, by what holds its divisor, is a sum."""
+    with tf.GradientTape() as tape:
+        share = tf.reduce_sum(b.variables[0]) / tf.cast(samples(b), "float32")
+        tape.watch(share)
+        value = tf.reduce_sum(errors(b)) * share
+    return mean(b) + tape.gradient(value, share)
 
 
 def weighed_by_all(b):
@@ -239,6 +245,7 @@ WRONG = {
     ),
     "by the gradient of all": (Step(lambda b: penalty(b, centered)), "bends"),
     "through a divisor": (Step(through_a_divisor), "bends"),
+    "by a share": (Step(by_a_share), "unknown"),
     "divided by its norm": (
         Step(changed(lambda x: x / tf.reduce_sum(x))),
         "bends",

@@ -49,7 +49,20 @@ WEIGHTS = "weights"
 _VIEWS = ("ExpandDims", "Identity", "Reshape", "Squeeze")
 
 
-class Proving(Noting):
+class _Accumulated(Noting):
+    """Takes what a step accumulates, if that is in the graph of the trace."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self._graph = current_graph()
+
+    def take(self, accumulator, gradients, weight, is_last=True):
+        if current_graph() is not self._graph:
+            raise NotMade("the step accumulates in a condition or a function")
+        self.keep(accumulator.variables, gradients, weight)
+
+
+class Proving(_Accumulated):
     """Has proved what a step computes before its gradients."""
 
     def __init__(self, plan, why=""):
@@ -57,7 +70,6 @@ class Proving(Noting):
         self.proof = Proof("unknown", why)
         self.is_of_rows = True  # whether the outputs may be rows
         self.adds = False  # whether layers add losses
-        self._graph = current_graph()
         # Of a custom step: its gradients, what it adds of them, and its data.
         self._gradients = Gradients()
         self._added: list = []
@@ -75,12 +87,7 @@ class Proving(Noting):
             return self._ask(gradients, compute, target, sources)
         return original(tape, target, sources, *args, **kwargs)
 
-    def take(self, accumulator, gradients, weight, is_last=True):
-        self.keep(accumulator.variables, gradients, weight)
-
     def keep(self, variables, gradients, weight):
-        if current_graph() is not self._graph:
-            raise NotMade("the step accumulates in a condition or a function")
         weight = None if weight is None else tf.identity(weight)
         self._data = current_step().data
         self._added.append((gradients, weight))
@@ -150,13 +157,12 @@ class Proving(Noting):
         )
 
 
-class Taken(Noting):
+class Taken(_Accumulated):
     """Takes the gradients of a step."""
 
     def __init__(self, plan):
         super().__init__(plan)
         self.sources: dict = {}  # what a term is of, by its key
-        self._graph = current_graph()
 
     def note(self, y_pred, loss, weight):
         self._build_trackers(y_pred)
@@ -171,12 +177,7 @@ class Taken(Noting):
         total = sum(sums) / samples
         return total + sum(tf.cast(x, tf.float64) for x in means), samples
 
-    def take(self, accumulator, gradients, weight, is_last=True):
-        self.keep(accumulator.variables, gradients, weight)
-
     def keep(self, variables, gradients, weight):
-        if current_graph() is not self._graph:
-            raise NotMade("the step accumulates in a condition or a function")
         k, term = len(self.terms), {}
         if weight is not None:
             term[WEIGHTS, 0] = tf.identity(weight)

@@ -117,7 +117,7 @@ def _gradient(targets, by):
     one = added(
         [v.but(base="S" if v.base == "R" else v.base, dims=()) for v in targets]
     )
-    if by.base == "C":
+    if by.is_shared:
         return one.but(dims=by.dims, grad=True)
     is_of_rows = (by.base, by.m, one.base, one.m) == ("R", (), "S", ())
     require(is_of_rows, f"a gradient of {one.words} by {by.words}")
