@@ -532,22 +532,16 @@ RIGHT = {
 }
 
 
-# Of the last, some runs beside many other tests end 8e-6 apart, and it is not
-# known why; alone they never do.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(x, marks=pytest.mark.weekly) if x == "shared rows" else x
-        for x in RIGHT
-    ],
-)
+@pytest.mark.parametrize("name", RIGHT)
 def test_what_is_proved_is_exact(name):
     program = RIGHT[name]
     x, y = data()
     models = []
     for base in (keras.Model, AccumulatingModel):
         is_ours = base is AccumulatingModel
-        kwargs = {"micro_batch_size": 5} if is_ours else {}
+        # In the graph of plain Keras, TensorFlow may read a weight when its
+        # update has begun: "shared rows" ended 8e-6 apart on a busy machine.
+        kwargs = {"micro_batch_size": 5} if is_ours else {"run_eagerly": True}
         model = model_of(base, program)
         before = model.get_weights()
         model.compile("sgd", jit_compile=False, **kwargs)
