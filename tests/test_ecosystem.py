@@ -17,6 +17,7 @@ from helpers import (
     make_model,
     train_both,
 )
+from test_models import Linear
 
 from accumodel import AccumulatingModel
 
@@ -93,15 +94,6 @@ def test_callbacks_do_what_they_do_in_large_batches(
     for key in ("val_loss", "val_accuracy"):
         values = ours.history[key], plain.history[key]
         np.testing.assert_allclose(*values, atol=1e-6)
-
-
-class Linear(keras.Model):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.head = keras.layers.Dense(2)
-
-    def call(self, inputs):
-        return self.head(inputs)
 
 
 def test_a_clone_of_a_subclass_accumulates():

@@ -184,7 +184,7 @@ def _derived_class(cls, theirs):
 
     def get_compile_config(self):
         config = theirs.get_compile_config(self)
-        if _STEPS in config:
+        if config and _STEPS in config:
             steps = _Steps(config[_STEPS])
             steps.rest = self._accumulation.options.changed()
             config = config | {_STEPS: steps}

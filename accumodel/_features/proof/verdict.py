@@ -99,7 +99,7 @@ class Gradients:
         variables["typed"], proofs = (self._analysis, self._types), []
         for gradients, weight in terms:
             tensors = [x for x in (weight, *gradients) if x is not None]
-            judge = _judge_all if weight is not None else _judge_sums
+            judge = _judge_weighed if weight is not None else _judge_sums
             proofs.append(_proved(judge, tensors, *where, **variables))
         return worst(proofs or [Proof("unknown", "a custom step")])
 
@@ -162,15 +162,16 @@ def _proved(
         return Proof("unknown", what)
 
 
-def _judge_all(weight, *gradients):
+def _judge_weighed(weight, *gradients):
     """Returns what gradients are, if their weight is what divides them."""
     is_row = any(v.base == "R" for v in gradients)
     require(not is_row, "a gradient that is samples")
-    return [*(_judge(v, weight) for v in gradients), "no gradient"].pop(0)
+    judged = [_judge(v, weight) for v in gradients]
+    return judged[0] if judged else "no gradient"
 
 
 def _judge_sums(*gradients):
-    return _judge_all(None, *gradients)
+    return _judge_weighed(None, *gradients)
 
 
 def _judge(loss, weight=None):
