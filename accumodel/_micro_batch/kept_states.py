@@ -30,6 +30,9 @@ from accumodel._micro_batch.micro_batches import (
     within,
 )
 
+# Among the ids of handles: what may be another in each micro-batch.
+_SAMPLES = "samples"
+
 
 class KeptStates:
     """The states of a model that its micro-batches assign alike."""
@@ -107,7 +110,7 @@ class _Assigned:
     def __init__(self, model):
         self._model = model
         # By the ids of variables: these, their values before, and the ids of
-        # the handles of all that they are computed of; `None` if of samples.
+        # the handles of all that they are computed of.
         self._notes: dict = {}
 
     def note(self, variable, value, step, graph, is_known):
@@ -116,26 +119,24 @@ class _Assigned:
             with within(graph), hooks.not_cast():
                 before = tf_variable(variable).read_value()
             self._notes[id(variable)] = variable, before, set()
-        _, before, known = self._notes[id(variable)]
         # Where sizes are numbers, one may be that of the samples.
         is_size_known = graph is None or first_leaf(step.data).shape[0]
-        sources: set | None = set()
+        sources = set()
         if step.is_conditional() or (is_size_known and not is_known):
-            sources = None
+            sources = {_SAMPLES}
         elif tf.is_symbolic_tensor(value):
             sources = _sources(value)
         with hooks.not_cast():
             weights = _handles(self._model.trainable_variables)
-        if step.calls and sources and not sources.isdisjoint(weights):
-            sources = None  # after the update, they would be others
-        is_unknown = sources is None or known is None
-        sources = None if is_unknown else known | sources
-        self._notes[id(variable)] = variable, before, sources
+        if step.calls and not sources.isdisjoint(weights):
+            sources = {_SAMPLES}  # after the update, they would be others
+        *_, all_sources = self._notes[id(variable)]
+        all_sources |= sources
 
     def alike(self):
         """Returns pairs of a variable that no sample changes, and its value."""
         weights, count = _handles(self._model.weights), None
-        alike = {k: v for k, v in self._notes.items() if v[2] is not None}
+        alike = self._notes
         while len(alike) != count:  # what is computed of others, is as they are
             count = len(alike)
             others = [v for k, (v, *_) in self._notes.items() if k not in alike]
@@ -149,21 +150,18 @@ def _handles(variables):
 
 
 def _sources(value):
-    """Returns the ids of the handles of variables that a tensor is made of.
-
-    It returns `None` if it is made of anything else, such as of samples.
-    """
+    """Returns the ids of the handles of variables that a tensor is made of."""
     outside = {inner.name: outer for outer, inner in value.graph.captures}
     names, found, todo = set(), set(), [value]
     while todo:  # the last first, which comes to samples soon
         tensor = todo.pop()
         outer = outside.get(tensor.name)
         if is_random(tensor.op.node_def) or tf.is_symbolic_tensor(outer):
-            return None
+            return {_SAMPLES}
         if outer is not None and outer.dtype == tf.resource:
             found.add(id(outer))
         elif outer is None and tensor.op.type == "Placeholder":
-            return None
+            return {_SAMPLES}
         if tensor.name not in names:
             names.add(tensor.name)
             todo += tensor.op.inputs
