@@ -188,32 +188,31 @@ def split_off(store):
 def read(accumulator, model):
     """Returns the pending cycle of an accumulator in a dict of arrays."""
     with accumulator.scope():
-        given = accumulator._given.numpy()
+        held = _held(accumulator, accumulator._given.numpy())
         return {
-            "pending_steps": np.int64(accumulator.pending_steps),
-            "totals": np.asarray(tf.identity(accumulator._totals)),
+            **{k: np.asarray(tf.identity(v)) for k, v in held.items()},
             "scales_loss": np.bool_(scales_loss(accumulator.optimizer)),
             "places": _places(accumulator, model),
-            "given": given,
-            **{
-                f"sum_{i}": np.asarray(tf.identity(total))
-                for i, total in enumerate(accumulator._sums)
-                if given[i]
-            },
         }
 
 
 def write(accumulator, cycle):
-    """Lets a cycle that `read` returned be the pending one."""
-    given = cycle["given"]
+    """Lets a cycle that `read` returned be the pending one, after none."""
     with accumulator.scope():
-        for i, total in enumerate(accumulator._sums):
-            value = cycle[f"sum_{i}"] if given[i] else tf.zeros_like(total)
-            total.assign(value)
-        accumulator._totals.assign(cycle["totals"])
-        accumulator._count.assign(cycle["pending_steps"])
-        accumulator._given.assign(given)
+        for name, variable in _held(accumulator, cycle["given"]).items():
+            variable.assign(cycle[name])
         accumulator._has_weights = True if cycle["totals"][1] > 0 else None
+
+
+def _held(accumulator, given):
+    """Returns the variables that hold a cycle, by the names of the arrays."""
+    pairs = enumerate(zip(accumulator._sums, given, strict=False))
+    return {
+        "pending_steps": accumulator._count,
+        "totals": accumulator._totals,
+        "given": accumulator._given,
+        **{f"sum_{i}": total for i, (total, is_given) in pairs if is_given},
+    }
 
 
 def _places(accumulator, model):
@@ -237,20 +236,9 @@ def _check(accumulator, model, cycle):
             "`LossScaleOptimizer` only if it was used then",
             f"scales_loss={cycle.get('scales_loss')}",
         )
-    pairs = zip(accumulator._sums, cycle.get("given", []), strict=False)
-    variables = {
-        "pending_steps": accumulator._count,
-        "totals": accumulator._totals,
-        "given": accumulator._given,
-        **{
-            f"sum_{i}": total
-            for i, (total, is_given) in enumerate(pairs)
-            if is_given
-        },
-    }
     wrong = [
         name
-        for name, variable in variables.items()
+        for name, variable in _held(accumulator, cycle.get("given", [])).items()
         if name not in cycle
         or cycle[name].shape != variable.shape
         or cycle[name].dtype != variable.dtype
