@@ -12,7 +12,6 @@ that were cut off: so it divides as it would have. That nothing else looks at
 padding is compared in the check on the first batch.
 """
 
-import contextlib
 import numbers
 import typing
 
@@ -22,10 +21,7 @@ import tensorflow as tf
 from accumodel._fit.rehearsal import output_shapes
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.micro_batches import (
-    as_tensors,
-    current_step,
-)
+from accumodel._micro_batch.micro_batches import as_tensors, current_step
 
 # Few widths, 16, 24, 32, 48 and so on, for XLA, which compiles each.
 _WIDTHS = (*(n * 2**i for i in range(3, 10) for n in (2, 3)), 2**31 - 1)
@@ -190,18 +186,14 @@ class _Padding:
         # What is padded, by ids, with the tensor, which keeps its id.
         self._padded: dict = {}
 
-    @contextlib.contextmanager
     def hooked(self):
-        """Scope in which Keras calls the methods below."""
-        reduce = self._reduce
-        losses = hooks.losses(
-            __call__=self._call, reduce_weighted_values=reduce
-        )
+        """Returns a scope in which Keras calls the methods below."""
+        call, reduce = self._call, self._reduce
+        losses = hooks.losses(__call__=call, reduce_weighted_values=reduce)
         metrics = hooks.metrics(
-            update_state=self._call, reduce_to_samplewise_values=reduce
+            update_state=call, reduce_to_samplewise_values=reduce
         )
-        with losses, metrics:
-            yield
+        return hooks.all_of([losses, metrics])
 
     def _call(self, original, owner, y_true, y_pred, sample_weight=None):
         """Calls a loss, or updates the metrics of an output."""
