@@ -46,7 +46,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             is no int from 0; if `by` is none of these; in `fit`, if samples are
             to be counted and the `batch_size` is not known, if updates or
             samples are with `steps_per_execution` above 1, or if a value is
-            more than 1 with a string as `micro_batch_size`.
+            more than 1 with `micro_batch_size="auto"`.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ import tensorflow as tf
 from accumodel._features import FEATURES, FirstBatch
 from accumodel._fit import train_function
 from accumodel._fit.accumulation import Accumulation
-from accumodel._keras_and_tf import checks, construction, hooks, replicas
-from accumodel._micro_batch import forward_backward, micro_batches, weights
+from accumodel._keras_and_tf import checks, construction, replicas
+from accumodel._micro_batch import forward_backward, micro_batches
 from accumodel._micro_batch.micro_batches import current_step, this_step
 from accumodel._update.accumulator import GradientAccumulator
 
@@ -160,9 +160,9 @@ class AccumulatingModel(keras.Model):
                 most samples that go through the model at once, on each replica:
                 a batch that `fit` or `evaluate` feeds is split into parts as
                 equal as can be. `"auto"` begins with whole batches, and halves
-                the size when memory runs out. `"fastest"` also times smaller
-                sizes. Both need `accum_steps=1`, and are experimental on GPUs.
-                Defaults to `None`: no batch is split.
+                the size when memory runs out; it needs `accum_steps=1`.
+                `"fastest"` also times smaller sizes. Both are experimental on
+                GPUs. Defaults to `None`: no batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
                 from all samples, by a second forward pass. Defaults to `False`.
             sync_batch_norm: Bool. As `gradient_cache`; and let each
@@ -181,10 +181,9 @@ class AccumulatingModel(keras.Model):
                 gradient out of the cycle; `skipped_steps` counts them. It takes
                 one more copy of the parameters. Defaults to `False`.
             verify: Bool. Before the first update, prove from the graph that
-                each batch gives what the large batch gives. What is not proved
-                is compared: the first batch, or cycle, in micro-batches and in
-                one piece. What differs is an `InexactWarning`. Defaults to
-                `True`.
+                each batch gives what the large batch gives, or compare the
+                first batch, or cycle, in micro-batches and in one piece. What
+                differs is an `InexactWarning`. Defaults to `True`.
             **kwargs: Those of another base class, whose defaults hold.
 
         Raises:
@@ -202,7 +201,7 @@ class AccumulatingModel(keras.Model):
 
         Raises:
             ValueError: If it is set to less than 1, before `compile`, or to
-                more than 1 with a string as `micro_batch_size`.
+                more than 1 with `micro_batch_size="auto"`.
         """
         return self._accumulation.options.accum_steps
 
@@ -222,7 +221,7 @@ class AccumulatingModel(keras.Model):
 
         Raises:
             ValueError: If it is set before `compile`, for layers that cannot be
-                right in micro-batches, or to a string with `accum_steps`.
+                right in micro-batches, or to `"auto"` with `accum_steps`.
         """
         return self._accumulation.options.micro_batch_size
 
@@ -239,11 +238,8 @@ class AccumulatingModel(keras.Model):
         With `"auto"` or `"fastest"` it is the size found so far, or what was
         fed to a replica if that is less; `None` before the first batch.
         """
-        sizes = (
-            feature.current_size()
-            for feature in self._accumulation.features
-            if feature.runs_again
-        )
+        features = self._accumulation.features
+        sizes = (x.current_size() for x in features if x.runs_again)
         return next(sizes, self.micro_batch_size)  # type: ignore[return-value]
 
     @property
@@ -270,9 +266,8 @@ class AccumulatingModel(keras.Model):
             Dict of scalars, the logs.
         """
         accumulation = self._accumulation
-        if not accumulation.accumulates and not accumulation.overrides(
-            "compute_gradients"
-        ):
+        is_custom = accumulation.overrides("compute_gradients")
+        if not (accumulation.accumulates or is_custom):
             return super().train_step(data)
         if current_step() is None:
             accumulation.check_loop("train_step")
@@ -284,14 +279,8 @@ class AccumulatingModel(keras.Model):
     def test_step(self, data: typing.Any) -> dict:
         if current_step() is None:  # the batch is not split
             return super().test_step(data)
-
-        def test(original, model, data):
-            if model is not self:
-                return original(model, data)
-            return forward_backward.test(self._accumulation.plan(), data)
-
         # It may be another base class's, which may call that of Keras.
-        with hooks.test_steps(test_step=test):
+        with forward_backward.test_steps(self._accumulation.plan()):
             return super().test_step(data)
 
     def compute_gradients(
@@ -322,22 +311,10 @@ class AccumulatingModel(keras.Model):
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
-        accumulation, step = self._accumulation, current_step()
         data = x, y, y_pred, sample_weight
-        given = super().compute_loss, *data, training
-        # Outside of a step nothing is weighed, but replicas scale the loss.
-        is_ours = step is not None or replicas.count_replicas() > 1
-        if not (accumulation.accumulates and is_ours):
-            return forward_backward.call_compute_loss(*given)
-        is_default = not accumulation.overrides("compute_loss")
-        with hooks.recorded_reductions(scales=is_default) as reductions:
-            loss = forward_backward.call_compute_loss(*given)
-        if step is not None:
-            step.reductions = reductions
-            weights.note_axes(step, reductions)
-        if is_default and replicas.count_replicas() > 1:
-            loss += weights.missing_sums(self, (x, y))
-        return loss
+        return forward_backward.compute_loss(
+            self._accumulation, super().compute_loss, *data, training
+        )
 
     def micro_batch_weight(
         self,
@@ -348,8 +325,7 @@ class AccumulatingModel(keras.Model):
     ) -> typing.Any:
         """Returns what the loss of the micro-batch was divided by.
 
-        Override it if the loss is averaged over something that Keras does not
-        know of.
+        Override it for a mean over something that Keras does not know of.
 
         Examples:
             >>> class Tagger(accumodel.AccumulatingModel):
@@ -454,10 +430,9 @@ class AccumulatingModel(keras.Model):
     def first_batch_check(self) -> str | None:
         """String or `None`. Whether the training is that of the large batch.
 
-        `None` before the first batch, then a string that begins with `"exact
-        for every batch"` if that is proved, with `"exact"` if the first batch
-        was compared, with `"differs"` or with `"not made"`, and says why; see
-        `verify` of `compile`.
+        `None` before the first batch. Then it says why, and begins with `"exact
+        for every batch"` if that is proved, `"exact"` if the first batch was
+        compared, `"differs"` or `"not made"`; see `verify` of `compile`.
         """
         features = self._accumulation.features
         found = (x.result for x in features if isinstance(x, FirstBatch))
@@ -552,21 +527,18 @@ class AccumulatingModel(keras.Model):
         evaluate.__signature__ = inspect.signature(keras.Model.evaluate)
 
     def make_train_function(self, force=False):
-        return train_function.make_function(
-            self, "train", super().make_train_function, force
-        )
+        make = super().make_train_function
+        return train_function.make_function(self, "train", make, force)
 
     def make_test_function(self, force=False):
-        return train_function.make_function(
-            self, "test", super().make_test_function, force
-        )
+        make = super().make_test_function
+        return train_function.make_function(self, "test", make, force)
 
     # Private: it builds a model before the first step. If Keras renames it, its
     # own error remains, if replicas get batches of unequal sizes.
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        strategy = self.distribute_strategy
-        if strategy.num_replicas_in_sync > 1 and iterator is not None:
-            data_batch = replicas.first_batch(iterator, strategy)
+        if iterator is not None and replicas.are_several(self):
+            data_batch = replicas.first_batch(iterator, self)
             iterator = None
         super()._maybe_symbolic_build(iterator, data_batch)
 
@@ -577,14 +549,10 @@ class AccumulatingModel(keras.Model):
 
         If it fails, no cycle is pending; the weights are as Keras left them.
         """
-        self._accumulation.accumulators.reset()  # a legacy file holds no cycle
         if skip_mismatch:  # another base class may not have it
             kwargs["skip_mismatch"] = True
-        try:
+        with self._accumulation.accumulators.forgotten():
             super().load_weights(filepath, **kwargs)
-        except BaseException:
-            self._accumulation.accumulators.reset()
-            raise
 
     def save_own_variables(self, store):
         super().save_own_variables(store)

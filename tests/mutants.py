@@ -181,7 +181,7 @@ each step of a custom loop ends a cycle
 weights of a subclass in another order
     track_alike: call add_to_store => None
 Keras's test step in micro-batches
-    test_step.test: if => True
+    test_steps.test: if model => True
     """,
     "test_process_gradients.py": """
 the hook sees the loss scale

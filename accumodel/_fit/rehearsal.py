@@ -217,7 +217,7 @@ def _is_needed(plan, trains, data):
     is_size_known = model.run_eagerly or (
         is_fed_batch and first_leaf(data).shape[0] is not None
     )
-    if model.distribute_strategy.num_replicas_in_sync > 1:
+    if replicas.are_several(model):
         return trains and is_size_known  # Keras has made the variables
     # A step that makes variables is traced twice.
     _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -239,8 +239,7 @@ def _is_on_replica(model):
 def build(plan, data):
     """Makes the variables of a model that is not built, for a batch of it."""
     model = plan.model
-    is_one = model.distribute_strategy.num_replicas_in_sync == 1
-    if not is_one or private_names.is_built(model):
+    if replicas.are_several(model) or private_names.is_built(model):
         return
 
     def call(*leaves):

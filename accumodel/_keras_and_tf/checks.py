@@ -9,7 +9,7 @@ import re
 import tensorflow as tf
 
 from accumodel._keras_and_tf import optimizers, private_names
-from accumodel._keras_and_tf.replicas import check_strategy
+from accumodel._keras_and_tf.replicas import are_several, check_strategy
 
 
 class InexactWarning(UserWarning):
@@ -133,7 +133,6 @@ def check_can_accumulate(model, options):
 
 def _cannot_split(model, options):
     """Yields why batches of a model cannot be split, and what was received."""
-    is_one = model.distribute_strategy.num_replicas_in_sync == 1
     for layer in private_names.flat_layers(model):
         if getattr(layer, "stateful", False):
             yield (
@@ -141,7 +140,7 @@ def _cannot_split(model, options):
                 "micro-batch to the next. Use `stateful=False`",
                 f"layer={layer}",
             )
-        if is_one:
+        if not are_several(model):
             continue
         is_synchronized = getattr(layer, "synchronized", False)
         if is_synchronized and not options.sync_batch_norm:

@@ -62,7 +62,12 @@ def can_compile(model):
     """Whether forward and backward can be an XLA cluster of their own."""
     # Layers with statistics, such as batch normalization, reduce them over the
     # replicas, which cannot be done in a function inside a replica's step.
-    return model.distribute_strategy.num_replicas_in_sync == 1
+    return not are_several(model)
+
+
+def are_several(model):
+    """Whether several replicas train a model together."""
+    return model.distribute_strategy.num_replicas_in_sync > 1
 
 
 def warn_about_xla(model):
@@ -224,9 +229,9 @@ def hide_empty(data):
     return keras.tree.map_structure(hide, data)
 
 
-def first_batch(iterator, strategy):
+def first_batch(iterator, model):
     """Returns a batch of one replica, by whose shapes Keras builds a model."""
     # Keras takes the mean of all replicas' batches, which fails where they
     # differ in size, and on several workers (see keras-team/keras#20585).
     for _, _, batches in iterator:
-        return of_one_replica(next(batches), strategy)
+        return of_one_replica(next(batches), model.distribute_strategy)

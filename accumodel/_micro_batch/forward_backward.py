@@ -6,9 +6,10 @@ import inspect
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.optimizers import build_optimizer, trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
+from accumodel._micro_batch import weights
 from accumodel._micro_batch.micro_batches import count_samples, current_step
 
 
@@ -17,6 +18,25 @@ def call_compute_loss(function, x, y, y_pred, sample_weight, training=True):
     takes_training = "training" in inspect.signature(function).parameters
     arguments = {"training": training} if takes_training else {}
     return function(x, y, y_pred, sample_weight, **arguments)
+
+
+def compute_loss(accumulation, by_super, x, y, y_pred, sample_weight, training):
+    """Computes a loss by another class; notes what it was divided by."""
+    step = current_step()
+    given = by_super, x, y, y_pred, sample_weight, training
+    # Outside of a step nothing is weighed, but replicas scale the loss.
+    is_ours = step is not None or count_replicas() > 1
+    if not (accumulation.accumulates and is_ours):
+        return call_compute_loss(*given)
+    is_default = not accumulation.overrides("compute_loss")
+    with hooks.recorded_reductions(scales=is_default) as reductions:
+        loss = call_compute_loss(*given)
+    if step is not None:
+        step.reductions = reductions
+        weights.note_axes(step, reductions)
+    if is_default and count_replicas() > 1:
+        loss += weights.missing_sums(accumulation.model, (x, y))
+    return loss
 
 
 def forward(model, training, x, y, sample_weight):
@@ -109,11 +129,17 @@ def _losses():
     return None if step is None or step.is_conditional() else step.losses
 
 
-def test(plan, data):
-    """Does what Keras's `test_step` does, with a micro-batch."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    if losses := _losses():
-        losses.begin()
-    y_pred, loss = forward(plan.model, False, x, y, sample_weight)
-    step = (plan, x, y, y_pred, sample_weight, loss)
-    return log(*step, weigh(*step))
+def test_steps(plan):
+    """Returns a scope in which Keras's `test_step` tests on a micro-batch."""
+
+    def test(original, model, data):
+        if model is not plan.model:
+            return original(model, data)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        if losses := _losses():
+            losses.begin()
+        y_pred, loss = forward(model, False, x, y, sample_weight)
+        step = (plan, x, y, y_pred, sample_weight, loss)
+        return log(*step, weigh(*step))
+
+    return hooks.test_steps(test_step=test)

@@ -50,8 +50,7 @@ class KeptStates:
 
     def of(self, plan):
         """Returns a scope of each micro-batch, by `parts` and its number."""
-        is_one = self._model.distribute_strategy.num_replicas_in_sync == 1
-        if plan.whole_batch is not None or not is_one:
+        if plan.whole_batch is not None or replicas.are_several(self._model):
             return lambda parts, i: contextlib.nullcontext()
         return lambda parts, i: self._put_back()
 

@@ -19,6 +19,7 @@ the weights, and for each accumulator of the model, arrays with these names:
 Sums and totals are those of one device, on any number of replicas.
 """
 
+import contextlib
 import warnings
 
 import numpy as np
@@ -115,6 +116,16 @@ class Cycles:
     def reset(self):
         for accumulator in self:
             accumulator.reset()
+
+    @contextlib.contextmanager
+    def forgotten(self):
+        """Scope of what loads a file: if that fails, no cycle is pending."""
+        self.reset()  # a legacy file holds none
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     def drop(self, name, otherwise=""):
         """Forgets what is pending before `name`, with a warning."""
