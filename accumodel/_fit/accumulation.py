@@ -182,9 +182,7 @@ class Accumulation:
             if cycles.OWN in pending:
                 self._use(self.options, spans_batches=True)
                 self.ready_accumulator()
-            self.accumulators.load(pending)
-            if self.numbers is not None:
-                self.numbers.load_cycle(pending.get(cycles.OWN, {}))
+            self.accumulators.load(self.numbers, pending)
         return store
 
     def overrides(self, name):

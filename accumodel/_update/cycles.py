@@ -166,7 +166,7 @@ class Cycles:
             for name, value in cycle.items():
                 store[f"{_PREFIX}{attribute}:{name}"] = value
 
-    def load(self, cycles):
+    def load(self, numbers, cycles):
         """Loads the pending cycles of a file; if it raises, none is pending."""
         self.reset()
         found = self.by_name()
@@ -180,6 +180,8 @@ class Cycles:
             _check(found[attribute], self.model, cycle)
         for attribute, cycle in cycles.items():
             write(found[attribute], cycle)
+        if numbers is not None:
+            numbers.load_cycle(cycles.get(OWN, {}))
         self.is_live = False
 
 
