@@ -1,12 +1,14 @@
 """Models as people build them: adopted with a line or two, and still exact."""
 
 import copy
+import functools
 import json
 import pickle
 import types
 import weakref
 
 import cases
+import helpers
 import keras
 import numpy as np
 import pytest
@@ -33,17 +35,7 @@ from accumodel import (
 SGD = keras.optimizers.SGD
 
 
-def fit(model, x, y, batch_size, **kwargs):
-    model.fit(
-        x,
-        y,
-        batch_size=batch_size,
-        epochs=3,
-        shuffle=False,
-        verbose=0,
-        **kwargs,
-    )
-    return model
+fit = functools.partial(helpers.fit, epochs=3)
 
 
 class Linear(keras.Model):
@@ -70,7 +62,7 @@ def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
     accumulating = compiled(
         AccumulatingModel.from_model(model), "sgd", "mse", accum_steps=4
     )
-    fit(accumulating, x, y, 8)
+    fit(accumulating, x, y, batch_size=8)
     assert int(accumulating.optimizer.iterations) == 12
     assert list(map(id, accumulating.weights)) == list(map(id, model.weights))
     np.testing.assert_array_equal(accumulating(x), model(x))
@@ -152,7 +144,7 @@ def test_from_model_keeps_the_class_and_its_files(make, points, tmp_path):
     np.testing.assert_array_equal(ours.decode(x[:, :3]), model.decode(x[:, :3]))
     ours.compile(keras.optimizers.Adam(), "mse", micro_batch_size=8)
     assert [each.name for each in ours.metrics] == ["loss"]
-    logs = [fit(each, x, y, 32).history.history for each in (plain, ours)]
+    logs = [fit(each, x, y, batch_size=32).history for each in (plain, ours)]
     assert list(logs[0]) == list(logs[1])
     assert distance(ours, plain) < 1e-6
     for written, read in ((ours, other), (plain, ours)):
@@ -295,15 +287,15 @@ def test_next_to_another_model_class_its_methods_are_kept(points):
     for _ in range(2):  # Keras changes the classes of the first
         reference, model = make_task(Task), make_task(AccumulatingTask)
         reference.compile()
-        fit(reference, *points, 32)
+        fit(reference, *points, batch_size=32)
         model.compile(accum_steps=4)
-        fit(model, *points, 8)
+        fit(model, *points, batch_size=8)
         assert int(model.optimizer.iterations) == 12
         assert distance(model, reference) < 1e-6
     assert AccumulatingModel.__bases__ == bases
     model = make_subclassed(AccumulatingModel)
     compiled(model, "sgd", "mse", accum_steps=4)
-    fit(model, points[0], np.ones((100, 3)), 8)
+    fit(model, points[0], np.ones((100, 3)), batch_size=8)
 
 
 @keras.saving.register_keras_serializable("test_models")
@@ -363,7 +355,7 @@ def test_a_train_step_behind_ours_is_not_passed_over_in_silence(points, front):
         model.compile("sgd", "mse")
     del kind.process_gradients
     model.compile("sgd", "mse")
-    fit(model, *points, 8)  # calls it
+    fit(model, *points, batch_size=8)  # calls it
     assert int(model.optimizer.iterations) == 3 * 13
     with pytest.raises(TypeError, match=match):
         model.accum_steps = 4
@@ -468,10 +460,10 @@ def test_in_the_place_of_keras_model(points, monkeypatch):
     plain = functional(keras.Model)
     monkeypatch.setattr(keras, "Model", AccumulatingModel)
     model = compiled(functional(keras.Model), "sgd", "mse", micro_batch_size=4)
-    fit(model, points[0][:, :3], points[1][:, :1], 32)
+    fit(model, points[0][:, :3], points[1][:, :1], batch_size=32)
     model = make_subclassed(keras.Model)
     compiled(model, "sgd", "mse", micro_batch_size=4)
-    fit(model, points[0], np.ones((100, 3)), 32)
+    fit(model, points[0], np.ones((100, 3)), batch_size=32)
     assert isinstance(AccumulatingModel.from_model(plain), AccumulatingModel)
 
 
@@ -482,7 +474,7 @@ def test_a_train_step_that_updates_by_itself_is_refused(options, points):
     made = type("Model", (TrainsItself, AccumulatingModel), {})
     model = compiled(made(), "sgd", "mse", **options)
     with pytest.raises(ValueError, match="Nothing was accumulated"):
-        fit(model, *points, 8)
+        fit(model, *points, batch_size=8)
     assert int(model.optimizer.iterations) == 0
 
 
