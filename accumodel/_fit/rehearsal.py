@@ -21,6 +21,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import hooks, private_names, replicas
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.python_state import PythonState, owners_of
+from accumodel._micro_batch import loop
 from accumodel._micro_batch.forward_backward import (
     call_compute_loss,
     forward,
@@ -288,7 +289,7 @@ def rehearse_step(
         own = dataclasses.replace(plan, size=size)
         parts = FedBatch(own, _rows(own, batch, places, begin, end))
         collector = kind(own)
-        scopes = own.around_parts(trains=False)  # no cycle begins
+        scopes = loop.around_parts(own, trains=False)  # no cycle begins
         with (
             contextlib.suppress(Enough),
             hooks.all_of(scope(parts, i) for scope in scopes),

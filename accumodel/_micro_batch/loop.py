@@ -13,6 +13,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import hooks
 from accumodel._micro_batch import micro_batches
 from accumodel._micro_batch.logs import LossLogs
+from accumodel._micro_batch.random_numbers import Draws
 
 
 def make_step(plan, function, collector=None, losses=None):
@@ -45,11 +46,19 @@ def make_step(plan, function, collector=None, losses=None):
     return call
 
 
+def around_parts(plan, trains):
+    """Returns scopes of micro-batches, each by a `FedBatch` and a number."""
+    scopes: list = [feature.around_part for feature in plan.features]
+    if plan.numbers is None:
+        return scopes
+    return [plan.accumulation.states.of(plan), Draws(plan, trains).of, *scopes]
+
+
 def run(plan, function, data, collector=None):
     """Calls a step with each micro-batch of a fed batch; returns the logs."""
     parts = micro_batches.FedBatch(plan, data)
     trains = collector is not None
-    scopes = plan.around_parts(trains)
+    scopes = around_parts(plan, trains)
     losses = LossLogs(plan, data, trains and plan.accumulation.spans_batches)
     combines = plan.is_split or losses.spans_batches
     step = make_step(plan, function, collector, losses if combines else None)

@@ -48,14 +48,6 @@ class Plan:
         names = {"train_step", "compute_gradients", "accumulate_gradients"}
         return not names.isdisjoint(self.overridden)
 
-    def around_parts(self, trains):
-        """Returns scopes of micro-batches, each of `parts` and a number."""
-        scopes: list = [feature.around_part for feature in self.features]
-        if self.numbers is not None:
-            scopes.insert(0, self.numbers.around_parts(self, trains))
-            scopes.insert(0, self.accumulation.states.of(self))
-        return scopes
-
     @property
     def whole_batch(self):
         """The feature that computes the loss once, from all outputs, if any."""

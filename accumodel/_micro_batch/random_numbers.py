@@ -90,10 +90,6 @@ class RandomNumbers:
         self.begins: dict = {}
         self._counts = False  # whether draws need the samples that were fed
 
-    def around_parts(self, plan, trains):
-        """Returns a scope of each micro-batch, by `parts` and its number."""
-        return Draws(plan, trains).of
-
     def begin_batch(self, samples):
         """Counts the samples of a fed batch of a training."""
         self._counts = True
