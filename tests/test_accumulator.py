@@ -88,11 +88,37 @@ def test_skip_nonfinite_leaves_a_micro_batch_out_and_counts_it(
     np.testing.assert_array_equal(variable, [-2.0, -2.0])
 
 
-def test_what_cannot_be_accumulated_for_is_refused():
-    with pytest.raises(TypeError, match="`jit_compile` must be a bool"):
-        accumulating(make_variables(), jit_compile="auto")
-    with pytest.raises(ValueError, match=r"must .* Received: variables=\[\]"):
-        accumulating([])
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("optimizer", "sgd"),
+        ("variables", []),
+        ("variables", keras.Variable(1.0)),
+        ("variables", [1.0]),
+        ("jit_compile", "auto"),
+        ("skip_nonfinite", "yes"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_accumulated_for_is_refused(argument, value):
+    given = {
+        "optimizer": keras.optimizers.SGD(1.0),
+        "variables": make_variables(),
+        argument: value,
+    }
+    what = rf"^`{argument}` must .* Received: {argument}="
+    with pytest.raises((TypeError, ValueError), match=what):
+        GradientAccumulator(**given)
+
+
+@pytest.mark.parametrize("weight", [np.ones(4), [1.0], "3", True], ids=str)
+def test_a_weight_is_one_number(weight):
+    variables = make_variables()
+    accumulator = accumulating(variables, 2)
+    accumulator.accumulate(filled(1.0, variables), 2)
+    with pytest.raises(ValueError, match=r"^`weight` must be one number"):
+        accumulator.accumulate(filled(1.0, variables), weight)
+    assert accumulator.pending_steps == 1  # nothing was forgotten
 
 
 def test_a_cycle_begins_without_what_the_last_one_left():

@@ -120,6 +120,16 @@ def test_an_unknown_reduction_is_refused(monkeypatch):
         fit(model)
 
 
+def test_a_weight_that_is_not_summed_is_refused():
+    class NotSummed(AccumulatingModel):
+        def micro_batch_weight(self, x, y, y_pred, sample_weight):
+            return tf.ones(tf.shape(x)[0])
+
+    model = compiled(cases.linear(NotSummed), "sgd", "mse", accum_steps=2)
+    with pytest.raises(ValueError, match=r"must be one number.*Sum weights"):
+        fit(model)
+
+
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_pairs_of_unknown_variables_are_refused(accum_steps):
     model = compiled(

@@ -427,7 +427,7 @@ def test_a_failure_in_a_step_forgets_the_pending_cycle(
     *_, note = error.value.__notes__
     # Two micro-batches of 5 are one batch of 8.
     pending = 2 if where == "data" or not kwargs else 1
-    assert f"cycle of {pending} batches is forgotten" in note
+    assert f"cycle of {pending} batch{'es' * (pending > 1)} is" in note
     assert model.pending_steps == int(model.optimizer.iterations) == 0
     assert distance(model, weights) == 0
 

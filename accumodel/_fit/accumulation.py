@@ -49,6 +49,12 @@ class Options:
     verify: bool = True
 
     def __post_init__(self):
+        checks.check_bools(
+            gradient_cache=self.gradient_cache,
+            sync_batch_norm=self.sync_batch_norm,
+            skip_nonfinite=self.skip_nonfinite,
+            verify=self.verify,
+        )
         # As Python's own ints, which a file can hold.
         size = checks.check_micro_batch_size(self.micro_batch_size)
         vars(self).update(

@@ -5,7 +5,9 @@ import difflib
 import inspect
 import numbers
 import re
+from collections.abc import Iterable
 
+import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import optimizers, private_names
@@ -201,6 +203,12 @@ def other_order(theirs):
 
 def check_optimizer(optimizer, skip_nonfinite):
     """Refuses what would accumulate twice, or hide overflows that it needs."""
+    if not isinstance(optimizer, keras.Optimizer):
+        raise TypeError(
+            "`optimizer` must be an optimizer, such as "
+            "`keras.optimizers.SGD(0.1)`. "
+            f"Received: optimizer={optimizer!r}"
+        )
     for each in optimizers.with_inner_optimizers(optimizer):
         steps = getattr(each, "gradient_accumulation_steps", None)
         if steps:
@@ -214,6 +222,45 @@ def check_optimizer(optimizer, skip_nonfinite):
             "Remove `skip_nonfinite=True`: a `LossScaleOptimizer` must see "
             "overflows, and skips those updates. "
             f"Received: skip_nonfinite={skip_nonfinite}"
+        )
+
+
+def check_bools(**arguments):
+    """Raises unless all arguments are bools."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            received = f"Received: {name}={value!r}"
+            raise TypeError(f"`{name}` must be a bool. {received}")
+
+
+def check_variables(variables):
+    """Returns variables as a list, or says what is wrong with them."""
+    kinds = keras.Variable, tf.Variable
+    is_list = isinstance(variables, Iterable) and not isinstance(
+        variables, kinds
+    )
+    listed = [*variables] if is_list else []
+    if not listed or not all(isinstance(each, kinds) for each in listed):
+        raise ValueError(
+            "`variables` must hold at least one variable to train, as the list "
+            "`model.trainable_variables` does. "
+            f"Received: variables={variables!r}"
+        )
+    return listed
+
+
+def check_weight(weight, name):
+    """Raises unless a weight is one number, or `None`."""
+    if weight is None:
+        return
+    weight = tf.convert_to_tensor(weight)
+    is_number = weight.dtype.is_floating or weight.dtype.is_integer
+    if not (is_number and weight.shape.is_compatible_with(())):
+        raise ValueError(
+            f"{name} must be one number, or `None` if the loss is a sum: what "
+            "the loss of the micro-batch was divided by. Sum weights or a mask "
+            "over the samples first. Received: a tensor of "
+            f"shape={weight.shape}, dtype={weight.dtype.name}"
         )
 
 

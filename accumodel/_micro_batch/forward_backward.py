@@ -6,7 +6,7 @@ import inspect
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks, private_names
+from accumodel._keras_and_tf import checks, hooks, private_names
 from accumodel._keras_and_tf.optimizers import build_optimizer, trained_norms
 from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import weights
@@ -74,6 +74,7 @@ def weigh(plan, x, y, y_pred, sample_weight, loss):
     """Returns the weight of a micro-batch, of which `loss` is the loss."""
     data = (x, y, y_pred, sample_weight)
     weight = plan.model.micro_batch_weight(*data)
+    checks.check_weight(weight, "What `micro_batch_weight` returns")
     methods = {"compute_loss", "micro_batch_weight"} & plan.overridden
     is_custom = methods == {"compute_loss"}
     # Keras sums one loss for each sample.

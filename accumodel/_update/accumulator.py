@@ -59,7 +59,7 @@ class GradientAccumulator(Engine):
         jit_compile: Bool. Compile the update by XLA. Defaults to `False`.
 
     Raises:
-        TypeError: If `accum_steps` is not an int, or `jit_compile` not a bool.
+        TypeError: If an argument has another type than those above.
         ValueError: If `accum_steps` is less than 1, if `variables` is empty, or
             if the optimizer or the strategy cannot be used, such as an
             optimizer with `gradient_accumulation_steps`.
@@ -81,15 +81,14 @@ class GradientAccumulator(Engine):
             1 if accum_steps is None else accum_steps
         )
         checks.check_optimizer(optimizer, skip_nonfinite)
-        if not isinstance(jit_compile, bool):
-            raise TypeError(
-                "`jit_compile` must be a bool. "
-                f"Received: jit_compile={jit_compile!r}"
-            )
+        checks.check_bools(
+            jit_compile=jit_compile, skip_nonfinite=skip_nonfinite
+        )
+        variables = checks.check_variables(variables)
         replicas.check_strategy(replicas.current_strategy())
         super().__init__(
             optimizer,
-            [*variables],
+            variables,
             steps,
             (process_gradients, after_update),
             skip_nonfinite,

@@ -159,7 +159,7 @@ class Engine(tf.Module):
         collector = step.collector if in_fit else Collector(is_split=False)
         if not (in_fit and self is step.plan.model._gradient_accumulator):
             collector.check(self)
-        gradients = self._check(step, gradients, weight is not None)
+        gradients = self._check(step, gradients, weight)
         if in_fit:  # which ends the fed batch, and knows of errors
             collector.take(self, gradients, weight)
             return
@@ -168,10 +168,11 @@ class Engine(tf.Module):
             collector.take(self, gradients, weight)
             collector.end([self])
 
-    def _check(self, step, gradients, has_weight):
+    def _check(self, step, gradients, weight):
         """Refuses wrong arguments of a call; returns its gradients in order."""
-        variables = self._untracked.variables
+        variables, has_weight = self._untracked.variables, weight is not None
         gradients, named = checks.check_gradients(gradients, variables)
+        checks.check_weight(weight, "`weight`")
         # What was traced does not look at it again, so it stays the same.
         if self._has_weights not in (None, has_weight):
             raise ValueError(
@@ -526,8 +527,9 @@ def step_failed(accumulators, error):
         )
     elif pending:
         error.add_note(
-            f"accumodel: The pending cycle of {pending} batches is "
-            "forgotten. No weight has moved since the last update."
+            f"accumodel: The pending cycle of {pending} batch"
+            f"{'es' * (pending > 1)} is forgotten. No weight has moved since "
+            "the last update."
         )
 
 

@@ -15,11 +15,6 @@ _CANCELLED = 1e-9
 
 def make_accumulators(variables):
     """Makes the sums of the gradients by some variables, or raises."""
-    if not variables:
-        raise ValueError(
-            "`variables` must hold at least one variable to train. "
-            f"Received: variables={variables}"
-        )
     overwritten = [each for each in variables if overwrites(each)]
     if overwritten and count_replicas() > 1:
         raise ValueError(
