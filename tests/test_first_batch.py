@@ -97,11 +97,11 @@ class Clipped(Linear):
 class SlowCopy(Linear):
     """Moves an average that begins as a copy of the weights, slowly."""
 
-    def build(self, shape):
-        self.dense.build(shape)
+    def __init__(self):
+        super().__init__()
+        self.dense.build((None, FEATURES))
         self.average = self.add_weight((FEATURES, OUTPUTS), trainable=False)
         self.average.assign(self.dense.kernel)
-        self.built = True
 
     def train_step(self, data):
         logs = super().train_step(data)
@@ -398,7 +398,33 @@ class Latents(Routes):
         return inputs + keras.random.normal(shape, seed=self.seed)[0]
 
 
+class Annealed(Linear):
+    """Has a term that a callback would switch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = self.add_weight((), "zeros", trainable=False)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss + self.factor * root(y, y_pred)
+
+
+class Gated(layers.Layer):
+    """Has a branch that its gate closes."""
+
+    def __init__(self):
+        super().__init__()
+        bias = keras.initializers.Constant(-9.0)
+        self.gate = layers.Dense(6, "relu", bias_initializer=bias)
+
+    def call(self, inputs):
+        return inputs + self.gate(inputs) * ops.roll(inputs, 1, axis=0)
+
+
 UNSEEN = {
+    "a term that is off": (Annealed, SIZE | EAGER, array, "mse", LOSS),
+    "a closed gate": (around(Gated), SIZE, array, "mse", "gated"),
     "a slow state": (around(Slowly), SIZE, array, "mse", STATE),
     "read after the update": (Centred, SIZE, array, "mse", STATE),
     "without a weight": (
