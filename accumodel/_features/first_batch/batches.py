@@ -273,12 +273,11 @@ class FirstBatch(Feature):
         looked, plan = self._now, self.accumulation.plan()
         looked.fed, looked.is_even = [], self._is_even
         with self._explained():
-            look, verdict = replicas.outside(
+            verdict, by_chance = replicas.outside(
                 lambda: compare(plan, looked, batches)
             )
             looked.agreed += 1
-            is_enough = not look.by_chance or looked.agreed >= _AGREE
-            if verdict.startswith("exact") and not is_enough:
+            if by_chance and looked.agreed < _AGREE:
                 self._verdict = verdict
                 return
             looked.samples = looked.most * self._steps()

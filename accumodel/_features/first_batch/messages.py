@@ -94,15 +94,15 @@ def exact(look, rows, what, reason):
     )
 
 
-def differs(look, compared, noted):
+def differs(found, compared, noted):
     """Returns what differs, why, and what to do."""
     model = compared.rows.plan.model
     try:
-        text = _text(look, compared, noted)
+        text = _text(found, compared, noted)
     except Exception:  # what was found does not depend on its cause
         text = (
             "The first batch shows that the weights will not be those of the "
-            f"large batch: the {look.found.kind} differ in micro-batches."
+            f"large batch: the {found.kind} differ in micro-batches."
         )
     if not compared.rows.is_sure:
         unsure = " would not be, if memory ran out and batches were split, "
@@ -120,8 +120,8 @@ def bends(reason, plan, compared):
     )
 
 
-def _text(look, compared, noted):
-    found, model = look.found, compared.rows.plan.model
+def _text(found, compared, noted):
+    look, model = found.look, compared.rows.plan.model
     if found.kind == "tf.random":
         return TF_RANDOM
     if found.kind == "fixed":
@@ -163,10 +163,10 @@ def _text(look, compared, noted):
 
 def _cause(look, plan, noted):
     if plan.is_custom:
-        if not look.adds_up:
+        if look.weights > 1e-3:
             return _WEIGHT
         return advice(plan)
-    if not look.adds_up and "micro_batch_weight" in plan.overridden:
+    if look.weights > 1e-3 and "micro_batch_weight" in plan.overridden:
         return "`micro_batch_weight` must add up to that of all samples."
     why = f"What is not proved: {noted.proof.reason}. "
     if noted.is_of_rows and noted.adds:
