@@ -72,15 +72,10 @@ class Look(typing.NamedTuple):
     is_zero: bool = False  # whether all gradients are
     weights: float = 0.0  # by how much those of the parts do not add up
 
-    def after(self, other):
-        """Returns this look, with what another one saw before."""
-        if other is None:
-            return self
-        return self._replace(
-            error=max(self.error, other.error),
-            is_zero=self.is_zero and other.is_zero,
-            weights=max(self.weights, other.weights),
-        )
+    @property
+    def adds_up(self):
+        """Whether the weights of the parts are those of the whole."""
+        return self.weights < 1e-3
 
 
 class Differs(Exception):  # noqa: N818
@@ -152,11 +147,11 @@ class Comparison:
         found, collector = pair
         given = found.result(), collector.sources, rows.data, rows.places
         self.runner = Runner(*given, in_parts)
-        self.seen: Look | None = None
+        self.looks: list[Look] = []
         self.by_chance = False  # whether it may agree so: samples are compared
 
     def look(self):
-        """Looks, and raises if something `Differs`."""
+        """Looks at some rows; raises if something `Differs`."""
         nodes = nodes_of(self.runner.function.graph.as_graph_def())
         if any(node.op in ("PyFunc", "EagerPyFunc") for node in nodes):
             raise NotMade(
@@ -169,21 +164,19 @@ class Comparison:
         # At a point near the weights, or else at these themselves.
         point = moved(self.runner.used, self.rows.plan.model.optimizer)
         for scope in (point, contextlib.nullcontext()):
-            self.seen = None
             with contextlib.suppress(FloatingPointError), scope:
-                self._look_at_padding() if self.trims else self._look_at_rows()
+                self._look_at_rows()
                 return
         raise NotYet("its gradients are not finite")
 
     # -- which rows ------------------------------------------------------------
 
-    def _look_at_padding(self):
-        """Looks at a few rows, one at a time, always."""
-        self._look(0, min(_SAMPLES, self.rows.samples), 1)
-
     def _look_at_rows(self):
         """Looks at a few rows, and then at parts as those of the training."""
         rows = self.rows
+        if self.trims:  # one at a time, always
+            self._look(0, min(_SAMPLES, rows.samples), 1)
+            return
         # Parts of one size hide losses of the hardest half, or the like.
         end = rows.few - (rows.few == 6)
         apart = _error_of(self._look, 0, end, 3 if end > 4 else 1)
@@ -196,11 +189,11 @@ class Comparison:
             raise apart
         # Samples that are compared may be in groups, which are whole.
         self.by_chance = apart is not None
-        look = self.seen
         is_even = rows.is_even or rows.plan.has_whole_loss
-        if look.weights > 1e-3 and not is_even:
-            kind = "weights of the micro-batches"
-            raise Differs(look, kind, look.weights)
+        for look in self.looks:
+            if not (look.adds_up or is_even):
+                kind = "weights of the micro-batches"
+                raise Differs(look, kind, look.weights)
 
     def _look_at_parts(self):
         """Looks at micro-batches, or at parts of these if memory is short."""
@@ -267,7 +260,7 @@ class Comparison:
         )
         self._check_states(look, pairs[runs.STATES])
         self._check_gradients(look, gradients, shares, run)
-        self.seen = look.after(self.seen)
+        self.looks.append(look)
 
     def _check_states(self, look, pairs):
         """Raises if a state differs that something is computed of."""
@@ -357,15 +350,15 @@ def compare(plan, looked, fed):
         size = max(int(count_samples(batch)) for batch in fed)
     rows = Rows(plan, data, size, is_sure, looked.is_even)
     rows.check()
-    look, by_chance = None, False
+    done: list[Comparison] = []
     try:
         for compared in _comparisons(plan, looked, rows):
             compared.look()
-            look = compared.seen.after(look)
-            by_chance |= compared.by_chance
-    except Differs as found:
-        text = messages.differs(found, compared, looked.noted)
+            done.append(compared)
+    except Differs as error:
+        text = messages.differs(error, compared, looked.noted)
         return f"differs: {text}", False
+    looks = [look for each in done for look in each.looks]
     found, _ = looked.rehearsed[0]
     if plan.model.run_eagerly and found.python:
         raise NotMade(
@@ -373,13 +366,13 @@ def compare(plan, looked, fed):
             "micro-batch. Draw by `keras.random`, and count in `after_update`"
         )
     proof = looked.noted.proof
-    exact = messages.exact(look, rows, what, proof.reason)
+    exact = messages.exact(looks, rows, what, proof.reason)
     if proof.kind == "bends":
         text = messages.bends(proof.reason, plan, exact)
         return f"differs in some batches: {text}", False
-    if look.is_zero:
+    if all(look.is_zero for look in looks):
         raise NotYet("the gradients of the loss are zero")
-    return exact, by_chance
+    return exact, any(each.by_chance for each in done)
 
 
 def _comparisons(plan, looked, rows):

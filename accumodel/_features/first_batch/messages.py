@@ -81,15 +81,16 @@ def norms(are_in, model):
     return f"{what}; {off} Received: model={model}"
 
 
-def exact(look, rows, what, reason):
+def exact(looks, rows, what, reason):
     """Returns how much was seen, and what was not, in words of the user."""
+    look, error = looks[-1], max(look.error for look in looks)
     count = look.end - look.begin
     who = f"{count} of {rows.samples} samples of the first {what}"
     if count == rows.samples:
         who = f"the first {what} of {count} samples"
     return (
         f"exact for {who}: the same in micro-batches of {look.size} as in one "
-        f"piece (largest difference: {look.error:.1g} of the largest "
+        f"piece (largest difference: {error:.1g} of the largest "
         f"gradient). Not proved ({reason}): other batches may differ."
     )
 
@@ -163,10 +164,10 @@ def _text(found, compared, noted):
 
 def _cause(look, plan, noted):
     if plan.is_custom:
-        if look.weights > 1e-3:
+        if not look.adds_up:
             return _WEIGHT
         return advice(plan)
-    if look.weights > 1e-3 and "micro_batch_weight" in plan.overridden:
+    if not look.adds_up and "micro_batch_weight" in plan.overridden:
         return "`micro_batch_weight` must add up to that of all samples."
     why = f"What is not proved: {noted.proof.reason}. "
     if noted.is_of_rows and noted.adds:
