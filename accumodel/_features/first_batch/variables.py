@@ -97,19 +97,28 @@ def _move(variable, rng, stack):
         variable.assign(tf.cast(new.astype("float32"), value.dtype))
     else:  # other bits in each column
         most = 2 ** (_MANTISSA[value.dtype.name] - 3)
-        bits = rng.integers(1, most, value.shape[-1:])
-        stack.callback(_flip, variable, bits)
-        _flip(variable, bits)
+        _flip(variable, rng.integers(1, most, value.shape[-1:]), stack)
 
 
-def _flip(variable, bits):
-    """Flips bits of floats in their place: twice, and nothing has changed."""
-    value = variable.read_value()
-    kind = _INTEGERS[value.dtype.size]
-    flipped = tf.bitwise.bitwise_xor(
-        tf.bitcast(value, kind), tf.cast(bits, kind)
-    )
-    variable.assign(tf.bitcast(flipped, value.dtype))
+def _flip(variable, bits, stack):
+    """Flips bits of floats in their place, and lets a stack flip them back.
+
+    The stack looks whether they are flipped: it may have been interrupted.
+    """
+    kind = _INTEGERS[variable.dtype.size]
+
+    def flip():
+        value = tf.bitcast(variable.read_value(), kind)
+        value = tf.bitwise.bitwise_xor(value, tf.cast(bits, kind))
+        variable.assign(tf.bitcast(value, variable.dtype))
+
+    def first():
+        value = tf.reshape(variable.read_value(), [-1])[0]
+        return int(tf.bitcast(value, kind))
+
+    before = first()
+    stack.callback(lambda: flip() if first() != before else None)
+    flip()
 
 
 @contextlib.contextmanager
@@ -119,18 +128,13 @@ def flipped(variables, dtype):
     What is computed then differs by rounding. `dtype` is that in which layers
     compute, which may have fewer bits.
     """
-    weights = [x for x in variables if x.dtype.is_floating and x.trainable]
-
-    def flip():
-        for variable in weights:
-            is_wide = variable.dtype == tf.float32
-            _flip(variable, 2 ** (23 - _MANTISSA[dtype]) if is_wide else 1)
-
-    flip()
-    try:
+    with contextlib.ExitStack() as stack:
+        for variable in variables:
+            if variable.dtype.is_floating and variable.trainable:
+                is_wide = variable.dtype == tf.float32
+                bit = 2 ** (23 - _MANTISSA[dtype]) if is_wide else 1
+                _flip(variable, bit, stack)
         yield
-    finally:
-        flip()
 
 
 def watching(model):
