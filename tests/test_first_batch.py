@@ -1,5 +1,6 @@
 """The first batch tells: what is not exact is one warning, the rest silent."""
 
+import itertools
 import warnings
 
 import cases
@@ -196,30 +197,33 @@ CACHE = {"gradient_cache": True}
 WAYS = {"size": SIZE, "steps": STEPS, "eager": SIZE | EAGER, "XLA": SIZE | XLA}
 
 
-def warned(make, loss, data=None, batch_size=8, **kwargs):
-    """Returns the warnings of a training."""
+def trained(make, loss, fed, **kwargs):
+    """Returns a trained model, and its warnings."""
     model = make()
     loss = loss() if isinstance(loss, type) else loss
-    x, y = data or make_data()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model.compile("sgd", loss, **kwargs)
-        model.fit(x, y, batch_size=batch_size, verbose=0)
+        model.fit(**fed, verbose=0)
     others = "No batch of the first"  # of sizes that leave a batch whole
-    return [
+    told = [
         each
         for each in found
         if each.category is not DeprecationWarning
         and others not in str(each.message)
     ]
+    return model, told
+
+
+def warned(make, loss, data=None, batch_size=8, **kwargs):
+    """Returns the warnings of a training."""
+    fed = array(*(data or make_data())) | {"batch_size": batch_size}
+    return trained(make, loss, fed, **kwargs)[1]
 
 
 def check(make, kwargs, feed, loss):
     """Returns what the check of a training says; a warning says the same."""
-    model = compiled(make(), "sgd", loss, **kwargs)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        model.fit(**feed(*make_data(20)), verbose=0)
+    model, found = trained(make, loss, feed(*make_data(20)), **kwargs)
     told = [each for each in found if each.category is InexactWarning]
     texts = [f"differs: {each.message}" for each in told]
     assert texts in ([], [model.first_batch_check])
@@ -237,11 +241,23 @@ def test_what_is_not_exact_is_told_of_once(name, way):
     assert text in str(warning.message) or way == "eager"
 
 
-@pytest.mark.parametrize("way", ["size", "eager"])
-@pytest.mark.parametrize("name", ["negatives", "a statistic", "a root"])
-def test_it_is_silent_of_what_the_cache_makes_right(name, way):
+MADE_RIGHT = [
+    *itertools.product(
+        ["negatives", "a statistic", "a root"],
+        [SIZE | CACHE, EAGER | SIZE | CACHE],
+    ),
+    *itertools.product(
+        ["negatives"], [{"micro_batch_size": 8}, {"skip_nonfinite": True}]
+    ),
+    ("a raw counter", SIZE | {"verify": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs"), MADE_RIGHT, ids=str)
+def test_it_is_silent_of_what_is_right_by_an_argument(name, kwargs):
+    """By the cache, in one piece, or if it is switched off."""
     make, loss, _ = INEXACT[name]
-    assert not warned(make, loss, **CACHE, **WAYS[way])
+    assert not warned(make, loss, **kwargs)
 
 
 def test_the_loss_of_a_cycle_is_compared_though_it_does_not_fit(monkeypatch):
@@ -555,19 +571,6 @@ def test_it_comes_again_for_weights_that_were_not_there():
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"micro_batch_size": 8}, {"skip_nonfinite": True}], ids=str
-)
-def test_what_is_in_one_piece_is_exact(kwargs):
-    assert not warned(Negatives, None, **kwargs)
-
-
-def test_it_can_be_switched_off():
-    make, loss, _ = INEXACT["a raw counter"]
-    assert not warned(make, loss, micro_batch_size=4, verify=False)
-    assert not warned(norm, "mse", micro_batch_size=4, verify=False)
-
-
-@pytest.mark.parametrize(
     ("kwargs", "is_told"),
     [
         ({"micro_batch_size": 9}, True),
@@ -575,6 +578,7 @@ def test_it_can_be_switched_off():
         ({"micro_batch_size": 16}, False),
         ({"micro_batch_size": "auto", "on_replicas": True}, False),
         ({"micro_batch_size": 9, "sync_batch_norm": True}, False),
+        ({"micro_batch_size": 4, "verify": False}, False),
     ],
     ids=str,
 )
