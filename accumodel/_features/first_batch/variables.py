@@ -86,10 +86,10 @@ def moved(variables, optimizer):
 def _move(variable, rng, stack):
     """Moves a variable in its place, and lets a stack put it back."""
     value = variable.read_value()
-    first = tf.reshape(value, [-1])[0]
+    first = tf.reshape(value, [-1])[0].numpy()  # which keeps no buffer
     is_special = not _TINY < abs(float(first)) <= _LARGE
     if is_special and bool(tf.reduce_all(value == first)):
-        stack.callback(lambda: variable.assign(tf.fill(value.shape, first)))
+        stack.callback(lambda: variable.assign(tf.fill(variable.shape, first)))
         fan = np.prod(value.shape[:-1])
         new = rng.uniform(0.05, 0.15, value.shape)
         if len(value.shape) > 1:  # a kernel
