@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, compiled, distance, mirrored
+from helpers import as_dataset, chain, compiled, distance, mirrored
 from keras import layers, ops
 
 from accumodel import AccumulatingModel, InexactWarning
@@ -447,6 +447,13 @@ UNSEEN = {
         Unweighted,
         SIZE,
         lambda x, y: {"x": x[:10], "y": y[:10], "batch_size": 10},
+        "mse",
+        "tf.shape(x)[0]",
+    ),
+    "without a weight, in even parts": (
+        Unweighted,
+        SIZE,
+        lambda x, y: {"x": as_dataset((x, y), (8, 8, 4))},
         "mse",
         "tf.shape(x)[0]",
     ),
