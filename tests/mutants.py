@@ -104,12 +104,14 @@ a short batch is timed
     Fastest._note: if _length => True
     """,
     "test_first_batch.py": """
+the check looks at a special point
+    moved: call _move => None
 the parts are compared with themselves
     Comparison._look: set whole => parts
 a state that only watches is told of
-    Comparison._states: call _matters => True
+    Comparison._check_states: call _matters => True
 groups that are whole in the training are told of
-    Comparison._look_at_rows: if now => False
+    Comparison._look_at_rows: if apart together => apart
     """,
     "test_first_batch_programs.py": """
 the check leaves behind what a step assigns
@@ -119,15 +121,13 @@ the first batch is lost
     """,
     "test_verdict.py": """
 what is equal by chance is taken for exact
-    FirstBatch._check: set is_enough => True
-the check looks at a special point
-    _move: call _near => value
+    FirstBatch._check: if by_chance => False
 the check looks at a few rows only
     Comparison._look_at_parts: set most fits => rows.few
 weights of micro-batches are not compared
-    Comparison._look_at_rows: set is_right => True
+    Comparison._look_at_rows: set is_even => True
 a difference of gradients is taken for rounding
-    Comparison._gradients: if by_rounding => False
+    Comparison._check_gradients: if is_more => False
 the axis of samples is guessed
     decide: if is_made => True
     """,
@@ -336,7 +336,7 @@ another input is cut whatever it holds
 masks do not say what is padding
     _find_trimming: set masks => []
 the check does not look at padding
-    check.compare: if orders => False
+    _comparisons: if orders => False
 XLA compiles each width
     Ordered.cut: if _is_compiled => False
 targets are cut off that are not ignored

@@ -1,5 +1,6 @@
 """The first batch tells: what is not exact is one warning, the rest silent."""
 
+import itertools
 import warnings
 
 import cases
@@ -7,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, compiled, distance, mirrored
+from helpers import as_dataset, chain, compiled, distance, mirrored
 from keras import layers, ops
 
 from accumodel import AccumulatingModel, InexactWarning
@@ -97,11 +98,11 @@ class Clipped(Linear):
 class SlowCopy(Linear):
     """Moves an average that begins as a copy of the weights, slowly."""
 
-    def build(self, shape):
-        self.dense.build(shape)
+    def __init__(self):
+        super().__init__()
+        self.dense.build((None, FEATURES))
         self.average = self.add_weight((FEATURES, OUTPUTS), trainable=False)
         self.average.assign(self.dense.kernel)
-        self.built = True
 
     def train_step(self, data):
         logs = super().train_step(data)
@@ -196,30 +197,33 @@ CACHE = {"gradient_cache": True}
 WAYS = {"size": SIZE, "steps": STEPS, "eager": SIZE | EAGER, "XLA": SIZE | XLA}
 
 
-def warned(make, loss, data=None, batch_size=8, **kwargs):
-    """Returns the warnings of a training."""
+def trained(make, loss, fed, **kwargs):
+    """Returns a trained model, and its warnings."""
     model = make()
     loss = loss() if isinstance(loss, type) else loss
-    x, y = data or make_data()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model.compile("sgd", loss, **kwargs)
-        model.fit(x, y, batch_size=batch_size, verbose=0)
+        model.fit(**fed, verbose=0)
     others = "No batch of the first"  # of sizes that leave a batch whole
-    return [
+    told = [
         each
         for each in found
         if each.category is not DeprecationWarning
         and others not in str(each.message)
     ]
+    return model, told
+
+
+def warned(make, loss, data=None, batch_size=8, **kwargs):
+    """Returns the warnings of a training."""
+    fed = array(*(data or make_data())) | {"batch_size": batch_size}
+    return trained(make, loss, fed, **kwargs)[1]
 
 
 def check(make, kwargs, feed, loss):
     """Returns what the check of a training says; a warning says the same."""
-    model = compiled(make(), "sgd", loss, **kwargs)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        model.fit(**feed(*make_data(20)), verbose=0)
+    model, found = trained(make, loss, feed(*make_data(20)), **kwargs)
     told = [each for each in found if each.category is InexactWarning]
     texts = [f"differs: {each.message}" for each in told]
     assert texts in ([], [model.first_batch_check])
@@ -237,11 +241,23 @@ def test_what_is_not_exact_is_told_of_once(name, way):
     assert text in str(warning.message) or way == "eager"
 
 
-@pytest.mark.parametrize("way", ["size", "eager"])
-@pytest.mark.parametrize("name", ["negatives", "a statistic", "a root"])
-def test_it_is_silent_of_what_the_cache_makes_right(name, way):
+MADE_RIGHT = [
+    *itertools.product(
+        ["negatives", "a statistic", "a root"],
+        [SIZE | CACHE, EAGER | SIZE | CACHE],
+    ),
+    *itertools.product(
+        ["negatives"], [{"micro_batch_size": 8}, {"skip_nonfinite": True}]
+    ),
+    ("a raw counter", SIZE | {"verify": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs"), MADE_RIGHT, ids=str)
+def test_it_is_silent_of_what_is_right_by_an_argument(name, kwargs):
+    """By the cache, in one piece, or if it is switched off."""
     make, loss, _ = INEXACT[name]
-    assert not warned(make, loss, **CACHE, **WAYS[way])
+    assert not warned(make, loss, **kwargs)
 
 
 def test_the_loss_of_a_cycle_is_compared_though_it_does_not_fit(monkeypatch):
@@ -398,13 +414,46 @@ class Latents(Routes):
         return inputs + keras.random.normal(shape, seed=self.seed)[0]
 
 
+class Annealed(Linear):
+    """Has a term that a callback would switch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = self.add_weight((), "zeros", trainable=False)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss + self.factor * root(y, y_pred)
+
+
+class Gated(layers.Layer):
+    """Has a branch that its gate closes."""
+
+    def __init__(self):
+        super().__init__()
+        bias = keras.initializers.Constant(-9.0)
+        self.gate = layers.Dense(6, "relu", bias_initializer=bias)
+
+    def call(self, inputs):
+        return inputs + self.gate(inputs) * ops.roll(inputs, 1, axis=0)
+
+
 UNSEEN = {
+    "a term that is off": (Annealed, SIZE | EAGER, array, "mse", LOSS),
+    "a closed gate": (around(Gated), SIZE, array, "mse", "gated"),
     "a slow state": (around(Slowly), SIZE, array, "mse", STATE),
     "read after the update": (Centred, SIZE, array, "mse", STATE),
     "without a weight": (
         Unweighted,
         SIZE,
         lambda x, y: {"x": x[:10], "y": y[:10], "batch_size": 10},
+        "mse",
+        "tf.shape(x)[0]",
+    ),
+    "without a weight, in even parts": (
+        Unweighted,
+        SIZE,
+        lambda x, y: {"x": as_dataset((x, y), (8, 8, 4))},
         "mse",
         "tf.shape(x)[0]",
     ),
@@ -529,19 +578,6 @@ def test_it_comes_again_for_weights_that_were_not_there():
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"micro_batch_size": 8}, {"skip_nonfinite": True}], ids=str
-)
-def test_what_is_in_one_piece_is_exact(kwargs):
-    assert not warned(Negatives, None, **kwargs)
-
-
-def test_it_can_be_switched_off():
-    make, loss, _ = INEXACT["a raw counter"]
-    assert not warned(make, loss, micro_batch_size=4, verify=False)
-    assert not warned(norm, "mse", micro_batch_size=4, verify=False)
-
-
-@pytest.mark.parametrize(
     ("kwargs", "is_told"),
     [
         ({"micro_batch_size": 9}, True),
@@ -549,6 +585,7 @@ def test_it_can_be_switched_off():
         ({"micro_batch_size": 16}, False),
         ({"micro_batch_size": "auto", "on_replicas": True}, False),
         ({"micro_batch_size": 9, "sync_batch_norm": True}, False),
+        ({"micro_batch_size": 4, "verify": False}, False),
     ],
     ids=str,
 )

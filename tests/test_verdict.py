@@ -15,6 +15,7 @@ from helpers import Adds, chain, distance, gradients_of
 from keras import layers, ops
 
 from accumodel import AccumulatingModel, InexactWarning
+from accumodel._features.first_batch import check
 
 rng = np.random.default_rng(0)
 X, Y = (rng.normal(size=(24, n)).astype("float32") for n in (6, 4))
@@ -575,3 +576,18 @@ def test_what_may_be_equal_by_chance_is_looked_at_again():
     data = X[:16], Y[:16] + 9 * hard
     with pytest.warns(InexactWarning, match="first batch shows"):
         model.fit(*data, batch_size=8, shuffle=False, verbose=0)
+
+
+@pytest.mark.verified
+def test_where_memory_is_short_groups_are_looked_for(monkeypatch):
+    """In halves and in pairs, and in more micro-batches than the first."""
+    monkeypatch.setattr(check, "MEMORY", 0)
+    of_pairs = custom(groups(2)), None, X, Y
+    model = train(AccumulatingModel, *of_pairs, **WAYS["eager"])
+    assert model.first_batch_check.startswith("exact for 6 of 24 samples")
+    # The first one has as many hard samples in each half.
+    hard = np.array([[1, 0, 1, 0, 1, 1, 0, 0], [1] * 4 + [0] * 4])
+    data = X[:16], Y[:16] + 9 * hard.reshape(16, 1)
+    kwargs = {"micro_batch_size": 8, "run_eagerly": True}
+    with pytest.warns(InexactWarning, match="first batch shows"):
+        train(AccumulatingModel, custom(hardest_half), None, *data, **kwargs)

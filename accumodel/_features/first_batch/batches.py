@@ -68,11 +68,8 @@ class Looked:
 
     def is_of(self, specs, how):
         """Whether steps for these specs are traced and split like these."""
-        is_same = specs == rehearsal.specs_of(self.data)
-        if self.is_proved:  # for all sizes
-            return is_same
-        was_compared = self.is_done or self.samples > 0
-        return how == self.how and (is_same or was_compared)
+        is_split_so = self.is_proved or how == self.how  # for all sizes
+        return is_split_so and specs == rehearsal.specs_of(self.data)
 
     def begin_fit(self):
         """Looks again, unless nothing can be told by another batch."""
@@ -91,7 +88,7 @@ class FirstBatch(Feature):
         self._has_split = self._is_even = False
         self._seen: dict = {}  # what was looked at, by the data's axes
         self._now = Looked(None, None)  # the present one of these
-        # The spec of batches that need no look, and how they are split.
+        # The shapes of batches that need no look, and how they are split.
         self._known: tuple = ()
 
     @classmethod
@@ -145,21 +142,19 @@ class FirstBatch(Feature):
 
     def first_batches(self, batches, trains):
         """Takes the first batches, and returns the same batches."""
-        spec = getattr(batches, "element_spec", None)
-        step = spec, self._how()
-        # In each step: what needed no look needs none again.
-        if not trains or (spec is not None and step == self._known):
+        if not trains:
             return batches
         model = self.accumulation.model
         strategy = model.distribute_strategy
-        one: typing.Any = spec
+        spec = one = getattr(batches, "element_spec", None)
         if spec is None:
             one = next(batches)
             batches = itertools.chain([one], batches)
-            shapes = [getattr(x, "shape", ()) for x in keras.tree.flatten(one)]
-            step = shapes, self._how()
-            if step == self._known:
-                return batches
+        shapes = [getattr(x, "shape", spec) for x in keras.tree.flatten(one)]
+        step = shapes, self._how()
+        # In each step: what needed no look needs none again.
+        if step == self._known:
+            return batches
         if not self._must_look(replicas.of_one_replica(one, strategy)):
             self._known = step
             return batches
@@ -273,12 +268,11 @@ class FirstBatch(Feature):
         looked, plan = self._now, self.accumulation.plan()
         looked.fed, looked.is_even = [], self._is_even
         with self._explained():
-            look, verdict = replicas.outside(
+            verdict, by_chance = replicas.outside(
                 lambda: compare(plan, looked, batches)
             )
             looked.agreed += 1
-            is_enough = not look.by_chance or looked.agreed >= _AGREE
-            if verdict.startswith("exact") and not is_enough:
+            if by_chance and looked.agreed < _AGREE:
                 self._verdict = verdict
                 return
             looked.samples = looked.most * self._steps()

@@ -62,34 +62,28 @@ class Alone(NotMade):
     """There is no larger batch with which to compare."""
 
 
-class Found(typing.NamedTuple):
-    """What differs: its kind, by how much, and a key, or an error."""
-
-    kind: str
-    share: float = 0.0
-    what: typing.Any = None
-
-
 class Look(typing.NamedTuple):
     """What was seen in some rows, and in which."""
 
     begin: int
     end: int
     size: int  # of the parts
-    found: Found | None = None
-    error: float = 0.0  # the largest difference, as a share
-    is_zero: bool = True  # whether all gradients are
-    adds_up: bool = True  # whether the weights of the parts do
-    by_chance: bool = False  # whether it may agree so: samples are compared
+    error: float = 0.0  # the largest difference of a gradient, as a share
+    is_zero: bool = False  # whether all gradients are
+    weights: float = 0.0  # by how much those of the parts do not add up
 
-    def after(self, other):
-        """Returns this look, with what another one saw before."""
-        return self._replace(
-            error=max(self.error, other.error),
-            is_zero=self.is_zero and other.is_zero,
-            adds_up=self.adds_up and other.adds_up,
-            by_chance=self.by_chance or other.by_chance,
-        )
+    @property
+    def adds_up(self):
+        """Whether the weights of the parts are those of the whole."""
+        return self.weights < 1e-3
+
+
+class Differs(Exception):  # noqa: N818
+    """Says what differs in a look: its kind, by how much, and of what."""
+
+    def __init__(self, look, kind, share=0.0, what=None):
+        super().__init__(kind)
+        self.look, self.kind, self.share, self.what = look, kind, share, what
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +147,11 @@ class Comparison:
         found, collector = pair
         given = found.result(), collector.sources, rows.data, rows.places
         self.runner = Runner(*given, in_parts)
+        self.looks: list[Look] = []
+        self.by_chance = False  # whether it may agree so: samples are compared
 
     def look(self):
-        """Returns the `Look` that found something, or saw the most."""
+        """Looks at some rows; raises if something `Differs`."""
         nodes = nodes_of(self.runner.function.graph.as_graph_def())
         if any(node.op in ("PyFunc", "EagerPyFunc") for node in nodes):
             raise NotMade(
@@ -164,18 +160,13 @@ class Comparison:
                 "if it may"
             )
         if any(map(is_random, nodes)):
-            return Look(0, self.rows.few, 1, Found("tf.random"), is_zero=False)
-        if self.trims:
-            end = min(_SAMPLES, self.rows.samples)  # one at a time, always
-            return self._near(lambda: self._look(0, end, 1))
-        return self._near(self._look_at_rows)
-
-    def _near(self, look):
-        """Looks at a point near the weights, or else at these themselves."""
+            raise Differs(None, "tf.random")
+        # At a point near the weights, or else at these themselves.
         point = moved(self.runner.used, self.rows.plan.model.optimizer)
         for scope in (point, contextlib.nullcontext()):
             with contextlib.suppress(FloatingPointError), scope:
-                return look()
+                self._look_at_rows()
+                return
         raise NotYet("its gradients are not finite")
 
     # -- which rows ------------------------------------------------------------
@@ -183,26 +174,26 @@ class Comparison:
     def _look_at_rows(self):
         """Looks at a few rows, and then at parts as those of the training."""
         rows = self.rows
-        few: typing.Any = None
+        if self.trims:  # one at a time, always
+            self._look(0, min(_SAMPLES, rows.samples), 1)
+            return
         # Parts of one size hide losses of the hardest half, or the like.
         end = rows.few - (rows.few == 6)
-        try:
-            few = self._look(0, end, 3 if end > 4 else 1)
-        except NotMade as error:  # of rows that do not follow each other
-            fails = error
-        look, is_alike = few, few is not None and not few.found
-        if rows.is_sure or is_alike:
-            with contextlib.suppress(NotMade):
-                now = self._look_at_parts()
-                # Samples that are compared may be in groups, which are whole.
-                if is_alike or few is None or not now.found:
-                    look = now._replace(by_chance=not is_alike)
-        if look is None:
-            raise fails
-        is_right = look.adds_up or rows.is_even or rows.plan.has_whole_loss
-        if look.found or is_right:
-            return look
-        return look._replace(found=Found("weights of the micro-batches"))
+        apart = _error_of(self._look, 0, end, 3 if end > 4 else 1)
+        if apart and not rows.is_sure:
+            raise apart
+        together = _error_of(self._look_at_parts)
+        if isinstance(together, Differs):
+            raise together
+        if apart and together:
+            raise apart
+        # Samples that are compared may be in groups, which are whole.
+        self.by_chance = apart is not None
+        is_even = rows.is_even or rows.plan.has_whole_loss
+        for look in self.looks:
+            if not (look.adds_up or is_even):
+                kind = "weights of the micro-batches"
+                raise Differs(look, kind, look.weights)
 
     def _look_at_parts(self):
         """Looks at micro-batches, or at parts of these if memory is short."""
@@ -218,93 +209,81 @@ class Comparison:
             most = most // rows.size * rows.size
         last = rows.begin + rows.samples - most
         begins = range(rows.begin, last + 1, most)[:_GROUPS]
-        look: typing.Any = None
         for size in sizes:
-            look = self._look_in(begins, most, size)
-            if not look.found:
-                break
-        return look
+            error = _error_of(self._look_in, begins, most, size)
+            if not error:
+                return
+        raise error
 
     def _look_in(self, begins, most, size):
-        """Returns what is found in the first window, or seen in all."""
-        look: typing.Any = None
+        """Looks in some windows of as many rows."""
         for begin in begins:
-            now = self._look(begin, begin + most, size)
-            look = now.after(look) if look else now
-            if look.found:
-                break
-        return look
+            self._look(begin, begin + most, size)
 
     # -- one look --------------------------------------------------------------
 
     def _look(self, begin, end, size):
-        """Returns what differs in parts of a size, as a `Look`."""
+        """Looks at rows in parts of a size."""
         if end - begin < 2:
             raise NotMade(
                 "a step is compared with two samples at once, and it gets one "
                 "at a time"
             )
+        run = functools.partial(self.runner.run, begin, end)
         try:
-            parts = self.runner.run(begin, end, size)
+            parts = run(size)
         except tf.errors.InvalidArgumentError as error:
             text = messages.last_line(error)
             text = f"the step fails for {size} samples: {text}"
             raise NotMade(text) from error
-        run = functools.partial(
-            self.runner.run,
-            begin,
-            end,
-            size if self.trims else end - begin,
-            True,
-        )
+        run = functools.partial(run, size if self.trims else end - begin, True)
         try:
             whole = run()
         except tf.errors.InvalidArgumentError as error:
-            fixed = Found("fixed", what=error)
-            return Look(begin, end, size, fixed, is_zero=False)
-        pairs = {k: (v, parts[k]) for k, v in whole.items() if k in parts}
-        gradients = self._gradients(pairs, run)
-        states = self._states(pairs)
-        return Look(
+            look = Look(begin, end, size)
+            raise Differs(look, "fixed", what=error) from error
+        pairs: dict = {runs.GRADIENTS: {}, runs.STATES: {}, runs.WEIGHTS: {}}
+        for key in whole.keys() & parts.keys():
+            pairs[key[0]][key] = whole[key], parts[key]
+        gradients = pairs[runs.GRADIENTS]
+        shares = {key: _share(*each) for key, each in gradients.items()}
+        look = Look(
             begin,
             end,
             size,
-            (states or gradients or [None])[0],
-            error=max(map(_share, _of(runs.GRADIENTS, pairs)), default=0.0),
-            is_zero=not any(
-                one.any() for _, one, _ in _of(runs.GRADIENTS, pairs)
-            ),
-            adds_up=all(
-                np.allclose(one, many, 1e-3, 1e-20)
-                for _, one, many in _of(runs.WEIGHTS, pairs)
+            error=max(shares.values(), default=0.0),
+            is_zero=not any(one.any() for one, _ in gradients.values()),
+            weights=max(
+                (_share(*each) for each in pairs[runs.WEIGHTS].values()),
+                default=0.0,
             ),
         )
+        self._check_states(look, pairs[runs.STATES])
+        self._check_gradients(look, gradients, shares, run)
+        self.looks.append(look)
 
-    def _gradients(self, pairs, run):
-        """Returns which gradients differ by more than rounding."""
-        found, moves = [], None
-        for key, one, many in _of(runs.GRADIENTS, pairs):
-            share = _share((key, one, many))
-            if share <= self._rounding:
-                continue
-            if moves is None:
-                with flipped(self.runner.used, self._dtype):
-                    moves = run()
-            by_rounding = np.abs(moves[key] - one).max(initial=0)
-            if np.abs(one - many).max() > _ROUNDINGS * by_rounding:
-                found.append(Found(runs.GRADIENTS, share, key))
-        return sorted(found, key=lambda each: -each.share)
-
-    def _states(self, pairs):
-        """Returns which states differ that something is computed of."""
+    def _check_states(self, look, pairs):
+        """Raises if a state differs that something is computed of."""
         rounding = np.clip(self._rounding / 5, 1e-2, 0.1)
-        return [
-            Found(runs.STATES, 1.0, key)
-            for key, one, many in _of(runs.STATES, pairs)
+        for key, (one, many) in pairs.items():
             # 1 is what the rounding of their values is less than.
-            if (np.abs(one - many) > 1 + rounding * np.abs(one).max()).any()
-            and self._matters(self.runner.sources[key])
-        ]
+            most = 1 + rounding * np.abs(one).max()
+            differs = (np.abs(one - many) > most).any()
+            if differs and self._matters(self.runner.sources[key]):
+                raise Differs(look, runs.STATES, 1.0, key)
+
+    def _check_gradients(self, look, pairs, shares, run):
+        """Raises if a gradient differs by more than rounding."""
+        if max(shares.values(), default=0.0) <= self._rounding:
+            return
+        with flipped(self.runner.used, self._dtype):
+            moves = run()
+        for key in sorted(shares, key=shares.get, reverse=True):
+            one, many = pairs[key]
+            by_rounding = np.abs(moves[key] - one).max(initial=0)
+            is_more = np.abs(one - many).max() > _ROUNDINGS * by_rounding
+            if is_more and shares[key] > self._rounding:
+                raise Differs(look, runs.GRADIENTS, shares[key], key)
 
     @functools.cached_property
     def _dtype(self):
@@ -332,9 +311,11 @@ class Comparison:
         if any(is_of(each, variable) for each in watching(model)):
             return False
         used, graphs = self._readers
-        is_used = any(variable is reader for reader in used)
-        is_used |= any(is_read(graph, variable) for graph in graphs)
-        return is_used or is_average(graphs[0], variable)
+        return (
+            any(variable is reader for reader in used)
+            or any(is_read(graph, variable) for graph in graphs)
+            or is_average(graphs[0], variable)
+        )
 
     @functools.cached_property
     def _readers(self):
@@ -352,7 +333,10 @@ class Comparison:
 
 
 def compare(plan, looked, fed):
-    """Compares fed batches of one update; returns a `Look`, and a verdict."""
+    """Compares fed batches of one update.
+
+    Returns a verdict, and whether what agrees may do so by chance.
+    """
     _check_model(plan.model, looked.rehearsed)
     what = "batch" if len(fed) == 1 else "cycle"
     try:
@@ -366,21 +350,15 @@ def compare(plan, looked, fed):
         size = max(int(count_samples(batch)) for batch in fed)
     rows = Rows(plan, data, size, is_sure, looked.is_even)
     rows.check()
-    look: typing.Any = None
-    for pair in looked.rehearsed:
-        compared = Comparison(pair, rows)
-        now = compared.look()
-        look = now.after(look) if look else now
-        if look.found:
-            break
-    if not look.found and plan.orders is not None:
-        compared = _without_padding(plan, looked.data, rows)
-        look = compared.look().after(look)
-    if look.found:
-        return (
-            look,
-            f"differs: {messages.differs(look, compared, looked.noted)}",
-        )
+    done: list[Comparison] = []
+    try:
+        for compared in _comparisons(plan, looked, rows):
+            compared.look()
+            done.append(compared)
+    except Differs as error:
+        text = messages.differs(error, compared, looked.noted)
+        return f"differs: {text}", False
+    looks = [look for each in done for look in each.looks]
     found, _ = looked.rehearsed[0]
     if plan.model.run_eagerly and found.python:
         raise NotMade(
@@ -388,13 +366,21 @@ def compare(plan, looked, fed):
             "micro-batch. Draw by `keras.random`, and count in `after_update`"
         )
     proof = looked.noted.proof
-    exact = messages.exact(look, rows, what, proof.reason)
+    exact = messages.exact(looks, rows, what, proof.reason)
     if proof.kind == "bends":
         text = messages.bends(proof.reason, plan, exact)
-        return look, f"differs in some batches: {text}"
-    if look.is_zero:
+        return f"differs in some batches: {text}", False
+    if all(look.is_zero for look in looks):
         raise NotYet("the gradients of the loss are zero")
-    return look, exact
+    return exact, any(each.by_chance for each in done)
+
+
+def _comparisons(plan, looked, rows):
+    """Yields the comparisons of an update, one after the other."""
+    for pair in looked.rehearsed:
+        yield Comparison(pair, rows)
+    if plan.orders is not None:
+        yield _without_padding(plan, looked.data, rows)
 
 
 def _check_model(model, rehearsed):
@@ -441,14 +427,16 @@ def _joined(batches):
     return keras.tree.map_structure(join, *batches)
 
 
-def _of(kind, pairs):
-    """Returns triples of a key and two arrays, of a kind."""
-    return [(key, *pair) for key, pair in pairs.items() if key[0] == kind]
+def _error_of(look, *args):
+    """Returns with which error a look ends, or nothing."""
+    try:
+        look(*args)
+    except (Differs, NotMade) as error:
+        return error
 
 
-def _share(triple):
+def _share(one, many):
     """Returns by how much two arrays differ, next to the largest entry."""
-    _, one, many = triple
     largest = np.abs(one).max(initial=0)
     difference = np.abs(one - many).max(initial=0)
     if not np.isfinite(largest):

@@ -81,28 +81,29 @@ def norms(are_in, model):
     return f"{what}; {off} Received: model={model}"
 
 
-def exact(look, rows, what, reason):
+def exact(looks, rows, what, reason):
     """Returns how much was seen, and what was not, in words of the user."""
+    look, error = looks[-1], max(look.error for look in looks)
     count = look.end - look.begin
     who = f"{count} of {rows.samples} samples of the first {what}"
     if count == rows.samples:
         who = f"the first {what} of {count} samples"
     return (
         f"exact for {who}: the same in micro-batches of {look.size} as in one "
-        f"piece (largest difference: {look.error:.1g} of the largest "
+        f"piece (largest difference: {error:.1g} of the largest "
         f"gradient). Not proved ({reason}): other batches may differ."
     )
 
 
-def differs(look, compared, noted):
+def differs(found, compared, noted):
     """Returns what differs, why, and what to do."""
     model = compared.rows.plan.model
     try:
-        text = _text(look, compared, noted)
+        text = _text(found, compared, noted)
     except Exception:  # what was found does not depend on its cause
         text = (
             "The first batch shows that the weights will not be those of the "
-            f"large batch: the {look.found.kind} differ in micro-batches."
+            f"large batch: the {found.kind} differ in micro-batches."
         )
     if not compared.rows.is_sure:
         unsure = " would not be, if memory ran out and batches were split, "
@@ -120,8 +121,8 @@ def bends(reason, plan, compared):
     )
 
 
-def _text(look, compared, noted):
-    found, model = look.found, compared.rows.plan.model
+def _text(found, compared, noted):
+    look, model = found.look, compared.rows.plan.model
     if found.kind == "tf.random":
         return TF_RANDOM
     if found.kind == "fixed":

@@ -18,12 +18,19 @@ from accumodel._keras_and_tf.optimizers import (
 from accumodel._keras_and_tf.python_state import owners_of
 from accumodel._micro_batch.assignments import READS
 
-# The most entries of a variable that is copied, unless it is a constant.
-_SMALL = 2**16
+# The size of constants that hide what they are multiplied with, such as the
+# scale of a branch, which begins at 1e-6 in some models, or that close a gate.
+_TINY, _LARGE = 0.02, 4
 
-# What is smaller hides what it is multiplied with, such as the scale of a
-# branch, which begins at 1e-6 in some models.
-_TINY = 0.02
+# The bits of a float behind its leading one, and integers of as many bytes.
+_MANTISSA = {
+    "float16": 10,
+    "TF32": 10,
+    "bfloat16": 7,
+    "float32": 23,
+    "float64": 52,
+}
+_INTEGERS = {2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
 
 
 class NotMade(Exception):  # noqa: N818
@@ -57,10 +64,8 @@ def moved(variables, optimizer):
 
     At initial weights, averages that begin as copies do not move, and branches
     that begin at zero, or close to it, hide what is behind them; so does a
-    factor that grows with the updates. Loss scales are 1, so that no sum
-    overflows. Nothing large is copied: a constant is put
-    back by its first entry, and a large copy by what it is one of. What else is
-    large is random, and so at no special point.
+    gate that a bias closes or opens, or a factor that grows with the updates.
+    Loss scales are 1, so that no sum overflows.
     """
     fixed = [
         (tf_variable(getattr(inner, name)), value)
@@ -68,57 +73,53 @@ def moved(variables, optimizer):
         for name, value in (("dynamic_scale", 1.0), ("iterations", 100))
         if getattr(inner, name, None) is not None
     ]
-    large: dict = {}
     with contextlib.ExitStack() as stack:
         for variable, value in fixed:
             stack.callback(variable.assign, variable.read_value())
             variable.assign(value)
         for i, variable in enumerate(variables):
             if variable.dtype.is_floating and variable.shape.num_elements():
-                _move(variable, np.random.default_rng(i), stack, large)
+                _move(variable, np.random.default_rng(i), stack)
         yield
 
 
-def _move(variable, rng, stack, large):
-    """Moves a variable, and lets a stack put it back."""
+def _move(variable, rng, stack):
+    """Moves a variable in its place, and lets a stack put it back."""
     value = variable.read_value()
-    begin = tf.reshape(value, [-1])[:8].numpy()
-    is_constant = bool((begin == begin[0]).all())
-    is_constant = is_constant and bool(tf.reduce_all(value == begin[0]))
-    if is_constant:
-        stack.callback(
-            lambda: variable.assign(tf.fill(variable.shape, begin[0]))
-        )
-    elif value.shape.num_elements() <= _SMALL:
-        stack.callback(variable.assign, value)  # its buffer, not a copy
-    else:
-        key = value.dtype, *value.shape, begin.tobytes()
-        one = large.setdefault(key, variable)
-        if one is variable or not bool(tf.reduce_all(value == one)):
-            return
-        stack.callback(lambda: variable.assign(one.read_value()))
-    variable.assign(_near(value, is_constant, rng))
-
-
-def _near(value, is_constant, rng):
-    """Returns numbers near a value; what is close to zero becomes larger."""
-    sizes = tf.abs(tf.cast(value, tf.float32))
-    # A gate may be closed, or open, by its bias.
-    is_closed = is_constant and bool(tf.reduce_all(sizes > 4))
-    if tf.reduce_max(sizes) > _TINY and not is_closed:
-        factors = rng.uniform(0.9, 1.1, value.shape[-1:])
-        return value * tf.cast(factors, value.dtype)
-    if len(value.shape) > 1:  # a kernel
-        scale = np.prod(value.shape[:-1]) ** -0.5
-        new = rng.normal(0, scale, value.shape).astype("float32")
-    else:
+    first = tf.reshape(value, [-1])[0].numpy()  # which keeps no buffer
+    is_special = not _TINY < abs(float(first)) <= _LARGE
+    if is_special and bool(tf.reduce_all(value == first)):
+        stack.callback(lambda: variable.assign(tf.fill(variable.shape, first)))
+        fan = np.prod(value.shape[:-1])
         new = rng.uniform(0.05, 0.15, value.shape)
-    return tf.cast(new, value.dtype)
+        if len(value.shape) > 1:  # a kernel
+            new = rng.normal(0, fan**-0.5, value.shape)
+        variable.assign(tf.cast(new.astype("float32"), value.dtype))
+    elif bool(tf.reduce_all(tf.math.is_finite(value))):
+        # Other bits in each column.
+        most = 2 ** (_MANTISSA[value.dtype.name] - 3)
+        _flip(variable, rng.integers(1, most, value.shape[-1:]), stack)
 
 
-# Of float32, the last bit of numbers that have less of them.
-_BITS = {"float16": 2**13, "TF32": 2**13, "bfloat16": 2**16}
-_INTEGERS = {2: tf.uint16, 4: tf.uint32, 8: tf.uint64}
+def _flip(variable, bits, stack):
+    """Flips bits of floats in their place, and lets a stack flip them back.
+
+    The stack looks whether they are flipped: it may have been interrupted.
+    """
+    kind = _INTEGERS[variable.dtype.size]
+
+    def flip():
+        value = tf.bitcast(variable.read_value(), kind)
+        value = tf.bitwise.bitwise_xor(value, tf.cast(bits, kind))
+        variable.assign(tf.bitcast(value, variable.dtype))
+
+    def first():
+        value = tf.reshape(variable.read_value(), [-1])[0]
+        return int(tf.bitcast(value, kind))
+
+    before = first()
+    stack.callback(lambda: flip() if first() != before else None)
+    flip()
 
 
 @contextlib.contextmanager
@@ -126,25 +127,15 @@ def flipped(variables, dtype):
     """Scope in which the last bit of each weight is another one.
 
     What is computed then differs by rounding. `dtype` is that in which layers
-    compute. Each is flipped in its place, and back: nothing is copied.
+    compute, which may have fewer bits.
     """
-
-    def flip():
+    with contextlib.ExitStack() as stack:
         for variable in variables:
             if variable.dtype.is_floating and variable.trainable:
-                value = variable.read_value()
-                kind = _INTEGERS[value.dtype.size]
-                is_wide = value.dtype == tf.float32
-                bit = _BITS.get(dtype, 1) if is_wide else 1
-                bits = tf.bitcast(value, kind)
-                bits = tf.bitwise.bitwise_xor(bits, tf.cast(bit, kind))
-                variable.assign(tf.bitcast(bits, value.dtype))
-
-    flip()
-    try:
+                is_wide = variable.dtype == tf.float32
+                bit = 2 ** (23 - _MANTISSA[dtype]) if is_wide else 1
+                _flip(variable, bit, stack)
         yield
-    finally:
-        flip()
 
 
 def watching(model):
