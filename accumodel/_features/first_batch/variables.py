@@ -95,9 +95,11 @@ def _move(variable, rng, stack):
         if len(value.shape) > 1:  # a kernel
             new = rng.normal(0, fan**-0.5, value.shape)
         variable.assign(tf.cast(new.astype("float32"), value.dtype))
-    elif bool(tf.reduce_all(tf.math.is_finite(value))):
+        return
+    mantissa = _MANTISSA.get(value.dtype.name)
+    if mantissa and bool(tf.reduce_all(tf.math.is_finite(value))):
         # Other bits in each column.
-        most = 2 ** (_MANTISSA[value.dtype.name] - 3)
+        most = 2 ** (mantissa - 3)
         _flip(variable, rng.integers(1, most, value.shape[-1:]), stack)
 
 
