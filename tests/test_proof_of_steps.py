@@ -25,6 +25,7 @@ class Batch:
         self.x, self.y = map(tf.convert_to_tensor, data)
         self.p = model(self.x, training=True)
         self.variables = model.trainable_variables
+        self.factor = model.factor
 
 
 def samples(b):
@@ -66,6 +67,7 @@ def model_of(base, step):
         inputs = keras.Input((WIDTH,))
         hidden = layers.Dropout(0.2, seed=1)(layers.Dense(4, "tanh")(inputs))
     model = Model(inputs, layers.Dense(WIDTH)(hidden))
+    model.factor = tf.constant(2.0)
     ours = {"micro_batch_size": 5} if base is AccumulatingModel else {}
     model.compile("sgd", jit_compile=False, **ours)
     return model
@@ -108,6 +110,25 @@ def adversarial(b):
     return tf.reduce_mean((b.model(moved) - b.y) ** 2)
 
 
+def in_two_steps(b):
+    moved = b.x
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            tape.watch(moved)
+            value = tf.reduce_sum((b.model(moved) - b.y) ** 2)
+        moved += 0.1 * tf.sign(tape.gradient(value, moved))
+    return tf.reduce_mean((b.model(tf.stop_gradient(moved)) - b.y) ** 2)
+
+
+def by_ragged_rows(b):
+    rows = tf.RaggedTensor.from_tensor(b.x)
+    with tf.GradientTape() as tape:
+        tape.watch(rows.flat_values)
+        value = tf.reduce_sum(rows**2)
+    gradient = tape.gradient(value, rows)
+    return mean(b) + tf.reduce_mean(gradient.flat_values)
+
+
 def second_order(b):
     with tf.GradientTape() as tape:
         tape.watch(b.x)
@@ -128,6 +149,10 @@ def two_losses(b):
         for loss in (mean(b), tf.reduce_mean(abs(b.p)))
     ]
     return [x + 2 * y for x, y in zip(*by_both, strict=True)]
+
+
+def condition(x):
+    return tf.cond(tf.constant(True), lambda: x, lambda: 2 * x)
 
 
 def changed(function):
@@ -155,8 +180,11 @@ RIGHT = {
     "two losses": Step(two_losses),
     "scaled": Step(changed(lambda x: 3 * x)),
     "a penalty of gradients": Step(penalty),
+    "in a condition": Step(changed(condition)),
     "adversarial": Step(adversarial),
+    "adversarial, in two steps": Step(in_two_steps),
     "second order": Step(second_order),
+    "ragged rows": Step(by_ragged_rows),
 }
 
 
@@ -192,6 +220,49 @@ def by_a_share(b):
         tape.watch(share)
         value = tf.reduce_sum(errors(b)) * share
     return mean(b) + tape.gradient(value, share)
+
+
+def by_zero(b):
+    """The gradient by a zero is none that is zero."""
+    with tf.GradientTape() as tape:
+        zero = tf.zeros(())
+        tape.watch(zero)
+        value = zero * mean(b)
+    return mean(b) + tape.gradient(value, zero) ** 2
+
+
+def by_equal_rows(b):
+    """Rows that are equal are not watched as one."""
+    with tf.GradientTape() as tape:
+        rows = tf.ones_like(b.x)
+        tape.watch(rows)
+        value = tf.reduce_mean(rows) * tf.reduce_sum(errors(b))
+    return mean(b) + tf.reduce_mean(tape.gradient(value, rows) ** 2)
+
+
+def with_factor(b):
+    return tf.reduce_sum(tf.exp(b.y * b.factor))
+
+
+def by_a_constant(b):
+    """One that is no tensor of the graph, and is in the divisor."""
+    b.tape.watch(b.factor)
+    value = ratio(tf.reduce_sum(errors(b)), with_factor(b))
+    more, *gradients = b.tape.gradient(value, [b.factor, *b.variables])
+    return [x + more for x in gradients]
+
+
+def again_by_others(b):
+    """The first gradient is by what is in no divisor, the second is not."""
+    with tf.GradientTape() as tape:
+        tape.watch(b.x)
+        divisor, hidden = tf.reduce_sum(tf.exp(b.x)), b.model(b.x)
+        with tf.GradientTape() as inner:
+            inner.watch(hidden)
+            value = tf.reduce_sum(tf.tanh(hidden) * divisor)
+            value = ratio(value, tf.stop_gradient(divisor))
+        first = inner.gradient(value, hidden)
+    return mean(b) + tf.reduce_mean(tape.gradient(first, b.x) ** 2)
 
 
 def weighed_by_all(b):
@@ -246,6 +317,10 @@ WRONG = {
     "by the gradient of all": (Step(lambda b: penalty(b, centered)), "bends"),
     "through a divisor": (Step(through_a_divisor), "bends"),
     "by a share": (Step(by_a_share), "unknown"),
+    "by a zero": (Step(by_zero), "bends"),
+    "by equal rows": (Step(by_equal_rows), "bends"),
+    "by a constant": (Step(by_a_constant, with_factor), "unknown"),
+    "again by others": (Step(again_by_others), "bends"),
     "divided by its norm": (
         Step(changed(lambda x: x / tf.reduce_sum(x))),
         "bends",

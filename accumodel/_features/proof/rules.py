@@ -82,10 +82,10 @@ def axes_of(tensor, v, rank):
 ELEMENTWISE = """
 Abs Acos Acosh Angle AsString Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e
 BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil ClipByValue Complex ComplexAbs
-Cos Cosh Digamma Elu Equal Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod
+Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod
 GreaterEqual Igamma Igammac Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift
 Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr
-LookupTableFindV2 Maximum Minimum Mod Ndtri NextAfter NotEqual Pow Reciprocal
+LookupTableFindV2 Maximum Minimum Mod Ndtri NextAfter Pow Reciprocal
 Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus
 Softsign Sqrt Square SquaredDifference Tan Tanh TruncateDiv TruncateMod Xdivy
 Xlog1py Xlogy Zeta
@@ -100,6 +100,14 @@ FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars
 
 @rule(ELEMENTWISE, plain=99)
 def elementwise(at, op, *vals):
+    return broadcast(vals)
+
+
+@rule("Equal NotEqual", plain=2)
+def compared(at, op, *vals):
+    """Of unlike lengths this raises nothing: none are known to be alike."""
+    lengths = {times(v.n) for v in vals if v.base == "R"}
+    require(len(lengths) < 2, "axes of samples of unlike lengths")
     return broadcast(vals)
 
 
@@ -239,7 +247,9 @@ def plus(at, op, *vals):
 @rule("BiasAdd")
 def plus_bias(at, op, v, bias):
     shared(bias)
-    return added([v, bias.but(dims=())])
+    is_second = op.get_attr("data_format") == b"NCHW"
+    after = [ONE] * (len(v.dims) - 2) * is_second
+    return added([v, bias.but(dims=(*bias.dims, *after))])
 
 
 @rule("SelectV2 Select")

@@ -190,8 +190,9 @@ def sliced(at, op, v, *places):
     )
     if v.content is not None and v.dims:
         is_known = count == 1 and all(x and not x[1] for x in parts[0])
-        require(is_known, _NUMBER)
+        require(is_known and index[0] in (_ALL, 0), _NUMBER)
         first, last, by = (x for x, _ in parts[0])
+        require(by > 0, _NUMBER)
         if index[0] == 0:
             return sizes([v.content[first]], ())
         return vector(v.content[first:last:by])
