@@ -323,6 +323,9 @@ UNKNOWN = {
         / count(b.p)
     ),
     "shifted": lambda b: mean(b.p * tf.roll(b.p, 1, axis=0)),
+    "reversed": lambda b: mean(
+        tf.reverse_sequence(b.p, [2] * TIME, seq_axis=0, batch_axis=1) * b.y
+    ),
     "cumulated": lambda b: mean(tf.square(tf.cumsum(b.p, axis=0))),
     "all pairs": lambda b: mean(tf.matmul(b.p[:, 0], b.p[:, 0], False, True)),
     "softmax over samples": lambda b: mean(tf.nn.softmax(errors(b))),
