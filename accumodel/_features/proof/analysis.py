@@ -20,6 +20,7 @@ from accumodel._features.proof.types import (
     put,
     require,
     sizes_alike,
+    unknown,
 )
 from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import private_names
@@ -40,7 +41,7 @@ CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
 # is fed, which nothing is known of.
 _ANEW = ("EagerPyFunc", "PyFunc", "PyFuncStateless", "Placeholder")
 
-_CHANGED = Type("T", why=Proof("unknown", "rows of a gradient are changed"))
+_CHANGED = unknown("rows of a gradient are changed")
 
 _calls = itertools.count()
 

@@ -14,7 +14,6 @@ import tensorflow as tf
 from accumodel._features.proof.types import (
     ONE,
     UNLIKE,
-    Proof,
     Type,
     added,
     broadcast,
@@ -24,10 +23,10 @@ from accumodel._features.proof.types import (
     power,
     require,
     same,
-    shape_of,
     shared,
     sizes,
     times,
+    unknown,
 )
 
 RULES: dict = {}
@@ -188,16 +187,13 @@ def multiplied(at, op, a, b):
         pairs = zip(
             (a.content * long)[:long], (b.content * long)[:long], strict=True
         )
-        return sizes([product(*pair) for pair in pairs], shape_of(a, b))
+        return sizes([product(*pair) for pair in pairs], broadcast([a, b]).dims)
     require("V" not in (a.base, b.base), "the number of samples")
     if "R" in (a.base, b.base):
         a, b = a.factor(), b.factor()
     require(a.base != "S" or b.base != "S", "two sums over samples", True)
-    like = scaled(a, b) or scaled(b, a)
-    if "S" in (a.base, b.base):
-        return Type("S", shape_of(a, b), power(a.m, b.m), like=like)
-    zero = a.zero or b.zero
-    return broadcast([a, b]).but(m=power(a.m, b.m), zero=zero, like=like)
+    one, like = broadcast([a, b]), scaled(a, b) or scaled(b, a)
+    return one.but(m=power(a.m, b.m), zero=a.zero or b.zero, like=like)
 
 
 def scaled(v, by):
@@ -228,11 +224,10 @@ def divided(at, op, a, b):
     b = b.factor()
     is_safe = op.type == "DivNoNan" or all(name == "n" for name, _ in b.m)
     require(is_safe, "what a sum divides that may be 0 in a micro-batch")
+    is_right = a.base != "S" or b.base == "C"
+    require(is_right, "a sum over samples, and samples", bends=True)
     m = power(a.m, b.m, -1)
-    if a.base != "S":
-        return broadcast([a, b]).but(m=m, zero=a.zero, like=scaled(a, b))
-    require(b.base == "C", "a sum over samples, and samples", bends=True)
-    return Type("S", shape_of(a, b), m, like=scaled(a, b))
+    return broadcast([a, b]).but(m=m, zero=a.zero, like=scaled(a, b))
 
 
 @rule("AddV2 Add Sub AddN")
@@ -339,8 +334,7 @@ def projected(at, op, v, by, to, *others):
 def normalized(at, op, v, *others):
     require(not op.get_attr("is_training"), "the moments of all samples")
     one, *rest = along((3,), at, op, v)
-    unseen = Type("T", why=Proof("unknown", "the moments of a norm"))
-    return [one, *(unseen for _ in rest)]
+    return [one, *(unknown("the moments of a norm") for _ in rest)]
 
 
 TRANSPOSED = """

@@ -14,7 +14,6 @@ from accumodel._features.proof.types import (
     ONE,
     UNLIKE,
     N,
-    Proof,
     Type,
     added,
     agree,
@@ -27,6 +26,7 @@ from accumodel._features.proof.types import (
     shared,
     sizes,
     times,
+    unknown,
 )
 
 _BY_PLACE = "samples by their place in the batch"
@@ -285,9 +285,9 @@ def recurrent(at, op, v, state, cell, weights, lengths):
     is_own = all((x.base, x.axis) == ("R", place) for x, place in rows)
     require(is_own and not op.get_attr("dropout"), _BY_PLACE)
     one = functools.reduce(same, (x for x, _ in rows)).but(uniform=False)
-    unseen = Type("T", why=Proof("unknown", "what a layer keeps on a GPU"))
     found = [at.shaped(one, x, axis) for x in op.outputs[: len(rows) - 1]]
-    return found + [unseen] * (len(op.outputs) - len(found))
+    unseen = op.outputs[len(found) :]
+    return found + [unknown("what a layer keeps on a GPU") for _ in unseen]
 
 
 @rule("OneHot", plain=1)

@@ -27,6 +27,7 @@ from accumodel._features.proof.types import (
     power,
     require,
     sizes_alike,
+    unknown,
 )
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
@@ -223,8 +224,7 @@ def _types_of_data(analysis, data, spans_batches):
         has_samples = bool(rank) and x.shape[0] is None
         is_alike = has_samples and None not in x.shape[1:]
         if rank is None or (spans_batches and not is_alike):
-            what = "batches of unlike lengths in one update"
-            types[x.ref()] = Type("T", why=Proof("unknown", what))
+            types[x.ref()] = unknown("batches of unlike lengths in one update")
         elif has_samples:
             types[x.ref()] = Type("R", analysis.dims(x, 0, N))
         else:
@@ -249,10 +249,9 @@ def _outside(analysis, graph, rows_variable, ignored):
             assigned = assigned or name
         if moves or key in theirs:
             what = f"`{name}` is another one in each micro-batch"
-            types[x.ref()] = Type("T", why=Proof("unknown", what))
+            types[x.ref()] = unknown(what)
         elif x.dtype != tf.resource and is_symbolic:
-            what = "a tensor of another graph"
-            types[x.ref()] = Type("T", why=Proof("unknown", what))
+            types[x.ref()] = unknown("a tensor of another graph")
         else:
             types[x.ref()] = Type("C", analysis.dims(x))
     return types, assigned
