@@ -369,13 +369,12 @@ def list_of(at, op, v, *others):
     return v.but() if is_list else at.shaped(v, op.outputs[0])
 
 
-@rule("TensorListGetItem TensorListPopBack")
+@rule("TensorListGetItem")
 def list_item(at, op, v, *others):
     shared(*(x for x in others if x.base != "V"))
     plain(v)
     require(v.axis > 0, "an item of what is shared")
-    item = v.but(axis=v.axis - 1, dims=v.dims[1:])
-    return [item] if op.type == "TensorListGetItem" else [v.renamed(), item]
+    return v.but(axis=v.axis - 1, dims=v.dims[1:])
 
 
 @rule("TensorListSetItem TensorListPushBack")
