@@ -356,20 +356,20 @@ class Mutant(typing.NamedTuple):
     first: str
 
 
-def read(table):
+def read(first, table):
     """Yields the faults of a table."""
-    first = ""
-    for entry in re.findall(r"^\S.*\n(?: +\S.*\n)*", table, re.M):
+    for entry in re.findall(r"^\S.*\n(?: +\S.*\n)+", table, re.M):
         name, fault = entry.split("\n", 1)
-        if not fault:
-            first = name.removeprefix("#")
-            continue
         anchor, new = " ".join(fault.split()).split(" => ")
         where, kind, *names = anchor.replace(":", "").split()
         yield Mutant(name, where, kind, names, new, first)
 
 
-MUTANTS = [*read(FAULTS)]
+MUTANTS = [
+    fault
+    for section in FAULTS.split("# ")[1:]
+    for fault in read(*section.split("\n", 1))
+]
 
 
 @functools.cache

@@ -4,6 +4,7 @@ Each row is a loss of the outputs `p` of a model, with its data. Those that are
 proved are trained beside the large batch.
 """
 
+import collections
 import functools
 
 import keras
@@ -59,11 +60,8 @@ SCOPES = {
 }
 
 
-class Program:
-    """A loss, and its weight if it is not the number of samples."""
-
-    def __init__(self, loss, weight=None):
-        self.loss, self.weight = loss, weight
+# A loss, and its weight if it is not the number of samples.
+Program = collections.namedtuple("Program", "loss weight", defaults=[None])
 
 
 class Batch:

@@ -4,6 +4,7 @@ Each row is a step of a model with inputs, targets and outputs of samples. Those
 that are proved are trained beside the large batch.
 """
 
+import collections
 import functools
 
 import keras
@@ -37,11 +38,10 @@ def as_a_sum(b):
     return None
 
 
-class Step:
-    """A loss, or its gradients, and what the step accumulates with them."""
-
-    def __init__(self, loss, weight=samples, words=False):
-        self.loss, self.weight, self.words = loss, weight, words
+# A loss, or its gradients, and what the step accumulates with them.
+Step = collections.namedtuple(
+    "Step", "loss weight words", defaults=[samples, False]
+)
 
 
 def model_of(step, base=AccumulatingModel, **kwargs):

@@ -117,8 +117,8 @@ def _source(x, marked):
     """Returns the type of what a gradient is computed by."""
     if tf.is_symbolic_tensor(x):
         return marked[x.ref()]
-    # A constant may be in a divisor.
-    require(hasattr(x, "handle"), "a gradient by what is no variable")
+    # It may be in a divisor.
+    require(not isinstance(x, tf.Tensor), "a gradient by a constant")
     return Type("C", tuple((n, ()) for n in x.shape))
 
 
