@@ -20,8 +20,8 @@ it the only one. In it, there must be one place of this `kind`:
     return     what is returned
 
 in which all further `names` occur. It is replaced by the expression `new`, in
-which `{}` is what was there. The keys of `FAULTS` are the test files that are
-run before all others, for speed.
+which `{}` is what was there. After a `#` stand the test files that are run
+before all others, for speed.
 """
 
 import argparse
@@ -39,21 +39,19 @@ ROOT = pathlib.Path(__file__).parent.parent
 # It looks for the place of each fault, so it would notice them all.
 IGNORED = ["--ignore=tests/test_mutants.py"]
 
-FAULTS = {
-    "test_accumulator.py": """
+FAULTS = """
+# test_accumulator.py
 a step uses the accumulator of another model
     Collector.check: if holder => False
 an error leaves half-added sums in a custom loop
     _forget_if_broken: set is_broken => tf.constant(False)
-    """,
-    "test_after_update.py": """
+# test_after_update.py
 what follows an update comes before it
     _reduce_and_apply: call on_each_replica =>
         (self._after_update and self._after_update(), {})[1]
 an update that is left out is followed
     _reduce_and_apply: set is_update => True
-    """,
-    "test_auto.py": """
+# test_auto.py
 a part that fails leaves what it wrote
     Auto._run_one: call assign => None
 a broken part is repeated
@@ -64,12 +62,10 @@ a cycle that memory cannot bring back goes on
     Auto._check_cycle: call drop => None
 an accumulator of several batches goes with auto
     Auto._check_cycle: call _check_steps => None
-    """,
-    "test_callbacks.py": """
+# test_callbacks.py
 a resumed fit does not follow its schedule
     _find_steps: if key => key == self._count
-    """,
-    "test_cycles.py": """
+# test_cycles.py
 no wait for the gradients of a nested function
     _waits: call map => values
 float8 averaged
@@ -80,8 +76,7 @@ weights that cancel divide
     sums: set _CANCELLED => -1.0
 pairs are taken apart
     checks: call _match => ([each for each, _ in gradients], named)
-    """,
-    "test_distribution.py": """
+# test_distribution.py
 each replica judges by itself what is finite
     Engine._accepts: call sum_over_replicas => [bad]
 train_on_batch gives each replica the whole batch
@@ -90,20 +85,17 @@ sums are all on one device
     make_accumulators: call colocate_vars_with => tf.name_scope("x")
 replicas that normalize together have weights of their own
     forward_backward.differentiate: if count_replicas => False
-    """,
-    "test_exactness.py": """
+# test_exactness.py
 what a loss combines is not looked at
     _divisors: set own reduction => self._divisor(reduction)
 sums of an earlier cycle count
     Engine._update: call _clear => None
-    """,
-    "test_fastest.py": """
+# test_fastest.py
 a search takes the largest of the sizes that are nearly the fastest
     _end_size: call min k => max(sizes)
 a short batch is timed
     Fastest._note: if _length => True
-    """,
-    "test_first_batch.py": """
+# test_first_batch.py
 the check looks at a special point
     moved: call _move => None
 the parts are compared with themselves
@@ -112,14 +104,12 @@ a state that only watches is told of
     Comparison._check_states: call _matters => True
 groups that are whole in the training are told of
     Comparison._look_at_rows: if apart together => apart
-    """,
-    "test_first_batch_programs.py": """
+# test_first_batch_programs.py
 the check leaves behind what a step assigns
     Runner.run: call assign => None
 the first batch is lost
     first_batches: set first => [*itertools.islice(batches, 2 * count)][1:]
-    """,
-    "test_verdict.py": """
+# test_verdict.py
 what is equal by chance is taken for exact
     FirstBatch._check: if by_chance => False
 the check looks at a few rows only
@@ -130,18 +120,15 @@ a difference of gradients is taken for rounding
     Comparison._check_gradients: if is_more => False
 the axis of samples is guessed
     decide: if is_made => True
-    """,
-    "test_gradient_cache.py": """
+# test_gradient_cache.py
 what the loss wrote is lost
     rolled_back: call _assign after => None
 what is assigned is forgotten with the trace
     _forward_of: set states => States({})
-    """,
-    "test_keras_names.py test_distribution.py": """
+# test_keras_names.py test_distribution.py
 reduced by accumodel and by the optimizer
     _reduce_and_apply: call without_own_reduction => without_own_reduction([])
-    """,
-    "test_losses.py": """
+# test_losses.py
 a `__call__` of Keras's own losses is not looked into
     _find_losses: for modules => ()
 one loss per sample is divided
@@ -158,14 +145,12 @@ what weighs nothing may spoil a cycle
     Engine._add_all: set is_used not_equal => tf.equal(0, 0)
 what weighs nothing is left out as not finite
     Engine._accepts: set accepted is_finite => is_finite
-    """,
-    "test_logs.py": """
+# test_logs.py
 each batch of a cycle is logged by itself
     LossLogs._add: if spans_batches => False
 trackers that were reset get back what was pending
     LossLogs._add: set is_reset => tf.constant(False)
-    """,
-    "test_model.py": """
+# test_model.py
 no end of the cycle before validation
     on_test_begin: call _end_cycle => None
 the remainder is applied although it is to be dropped
@@ -176,14 +161,12 @@ an overflow is added inside of XLA
     Engine.add: call where new => new
 each step of a custom loop ends a cycle
     _count_batch.count: set is_full => True
-    """,
-    "test_models.py": """
+# test_models.py
 weights of a subclass in another order
     track_alike: call add_to_store => None
 Keras's test step in micro-batches
     test_steps.test: if model => True
-    """,
-    "test_process_gradients.py": """
+# test_process_gradients.py
 the hook sees the loss scale
     process: set given => gradients
 what the hook returns is not looked at
@@ -192,16 +175,36 @@ an update moves weights before all of the hook is done
     process: call tuple => result
 an overflow is hidden by process_gradients
     process: set is_finite => True
-    """,
-    "test_proof.py": """
+# test_proof.py
 a mean that its weight did not divide is proved
     _judge: set is_mean => True
 batches of unlike lengths in one update are proved
     _types_of_data: if spans_batches => False
 what is assigned is the same in each micro-batch
     _outside: set moves => False
-    """,
-    "test_random.py test_random_in_steps.py": """
+what is given has one name
+    Analysis._typed: set vals => vals
+sizes are read from the last one on
+    sliced: call require by => None
+sequences are reversed along the samples
+    reversed_rows: set is_own => True
+# test_proof_of_steps.py
+what a tape watches may be in a divisor
+    Gradients._typed: call but => v
+a second gradient is by what divides the first
+    Gradients._known_by: if issuperset => True
+a gradient by samples is a sum over them
+    _gradient: if is_shared => True
+a gradient of samples is accumulated
+    _judge_weighed: set is_row => False
+a constant that a tape watches may be in a divisor
+    _source: call require => None
+rows of a gradient may be changed
+    proof.analysis: set _CHANGED => Type("C")
+# test_proof_on_gpus.py
+what a GPU drops is the same in each micro-batch
+    recurrent: call get_attr dropout => 0.0
+# test_random.py test_random_in_steps.py
 each fed batch of a cycle draws the first rows
     Draws._open: set begin fed => 0
 each fed batch of a cycle draws by other seeds
@@ -236,8 +239,7 @@ a noise shape holds the samples of the micro-batch
     shape_of: set is_full => False
 slices are drawn twice
     _Passes._trace: call check_repeats sliced => None
-    """,
-    "test_refused_or_warned.py": """
+# test_refused_or_warned.py
 no wait before the count
     Engine._count_batch: call control_dependencies waits =>
         tf.control_dependencies([])
@@ -247,16 +249,14 @@ targets may differ in length
     samples: if => False
 what takes a resource is harmless
     check_assignments: call _takes_resource => False
-    """,
-    "test_rehearsal.py": """
+# test_rehearsal.py
 a rehearsal updates weights
     rehearse.run: call updates => hooks.silenced()
 functions in the model keep the rehearsal
     rehearse.run: call traced_anew => hooks.silenced()
 a rehearsal draws from the seeds of the model
     rehearse.run: call own_draws => hooks.silenced()
-    """,
-    "test_rematerialization.py": """
+# test_rematerialization.py
 what is rematerialized reads what it assigned before
     _differentiate: set get_current_value => lambda variable: None
 the second pass draws other rows
@@ -267,8 +267,7 @@ layers do not train when they run again
     _differentiate: call _as_called => tf.name_scope("x")
 the second pass runs early
     late: set waiting => tf.identity(tensor)
-    """,
-    "test_slices.py": """
+# test_slices.py
 parts of the whole size, and a rest
     bounds: return count n i => (i * -(-n // count), tf.minimum((i + 1) * -(-n
         // count), n))
@@ -287,16 +286,14 @@ evaluate does not cut
     _is_ours: return keeps_step => False
 a step of the instance is forgotten
     hooks.replaced: call update => None
-    """,
-    "test_state.py": """
+# test_state.py
 a file forgets the weights of its sums
     cycles.write: call assign => name == "totals" or {}
 a file may lack a sum
     cycles._check: call get given => ()
 weights that are set keep the cycle
     drop: call reset => None
-    """,
-    "test_sync_batch_norm.py": """
+# test_sync_batch_norm.py
 what a normalization assigns is read again in the second pass
     _Passes.forward: call record => None
 a gradient flows through the moving averages
@@ -321,12 +318,10 @@ gradients of loops are not those of XLA
     _entered: call Enter => context.Exit()
 a normalization that trains in evaluate is not seen
     ModelGraph._trace: call trained_norms => ({} if self._is_training else [])
-    """,
-    "test_traces.py": """
+# test_traces.py
 a function in a step that was traced before counts nothing
     Collector.end: if => False
-    """,
-    "test_trim_padding.py test_trim_padding_told.py": """
+# test_trim_padding.py test_trim_padding_told.py
 samples stay in the order in which they are fed
     Ordered.__init__: set order => tf.range(tf.size(lengths))
 weights are cut off
@@ -343,12 +338,10 @@ targets are cut off that are not ignored
     Ordered.__init__: set ends ignored => []
 rows of another order are drawn as if they were in order
     Draws._draw: set is_apart => len(axes) > 1 or name not in OFFSETS
-    """,
-    "test_where_features_meet.py": """
+# test_where_features_meet.py
 layers train in a model that is not told to
     call_model: if => True
-    """,
-}
+"""
 
 
 class Mutant(typing.NamedTuple):
@@ -371,7 +364,11 @@ def read(first, table):
         yield Mutant(name, where, kind, names, new, first)
 
 
-MUTANTS = [fault for item in FAULTS.items() for fault in read(*item)]
+MUTANTS = [
+    fault
+    for section in FAULTS.split("# ")[1:]
+    for fault in read(*section.split("\n", 1))
+]
 
 
 @functools.cache

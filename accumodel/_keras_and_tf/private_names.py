@@ -218,6 +218,8 @@ def used_variables(graph):
 @needed_for("proof")
 def body_of(graph, name):
     """Returns the graph of a function that a graph calls."""
+    while graph._get_function(name) is None:  # it is known around this graph
+        graph = graph.outer_graph
     return graph._get_function(name).graph
 
 

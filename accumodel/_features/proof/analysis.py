@@ -20,6 +20,7 @@ from accumodel._features.proof.types import (
     put,
     require,
     sizes_alike,
+    unknown,
 )
 from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import private_names
@@ -40,7 +41,7 @@ CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
 # is fed, which nothing is known of.
 _ANEW = ("EagerPyFunc", "PyFunc", "PyFuncStateless", "Placeholder")
 
-_CHANGED = Type("T", why=Proof("unknown", "rows of a gradient are changed"))
+_CHANGED = unknown("rows of a gradient are changed")
 
 _calls = itertools.count()
 
@@ -108,8 +109,21 @@ class Analysis:
                     known.setdefault(x.ref(), v)
         return [known.get(key_of(x), _CHANGED) for x in tensors]
 
+    def proved(self, tensors, known):
+        """Returns their types, or raises what is not known of one."""
+        types = self.types_of(tensors, known)
+        for v in types:
+            if v.base == "T":
+                raise UnprovedError(v.why.reason, v.why.kind == "bends")
+        return types
+
     def _typed(self, op, vals):
         """Returns the types of what an operation returns."""
+        # What is given has no name yet.
+        vals = [
+            v if v.name else dataclasses.replace(v, name=self._place(x.name))
+            for v, x in zip(vals, op.inputs, strict=True)
+        ]
         try:
             found = self._found(op, vals)
             found = found if isinstance(found, list) else [found]
@@ -130,10 +144,7 @@ class Analysis:
 
     def _name(self, op, vals):
         """Returns what operations share that compute the same."""
-        names = [
-            v.name or self._place(x.name)
-            for v, x in zip(vals, op.inputs, strict=True)
-        ]
+        names = [v.name for v in vals]
         is_new = op.op_def.is_stateful or rows_axis(op.name) is not None
         is_short = op.type == "Const" and op.outputs[0].shape.num_elements() < 9
         if is_new or not (names or is_short):

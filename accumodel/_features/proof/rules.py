@@ -14,7 +14,6 @@ import tensorflow as tf
 from accumodel._features.proof.types import (
     ONE,
     UNLIKE,
-    Proof,
     Type,
     added,
     broadcast,
@@ -24,7 +23,6 @@ from accumodel._features.proof.types import (
     power,
     require,
     same,
-    shape_of,
     shared,
     sizes,
     times,
@@ -82,10 +80,10 @@ def axes_of(tensor, v, rank):
 ELEMENTWISE = """
 Abs Acos Acosh Angle AsString Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e
 BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil ClipByValue Complex ComplexAbs
-Cos Cosh Digamma Elu Equal Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod
+Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod
 GreaterEqual Igamma Igammac Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift
 Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr
-LookupTableFindV2 Maximum Minimum Mod Ndtri NextAfter NotEqual Pow Reciprocal
+LookupTableFindV2 Maximum Minimum Mod Ndtri NextAfter Pow Reciprocal
 Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus
 Softsign Sqrt Square SquaredDifference Tan Tanh TruncateDiv TruncateMod Xdivy
 Xlog1py Xlogy Zeta
@@ -103,6 +101,14 @@ def elementwise(at, op, *vals):
     return broadcast(vals)
 
 
+@rule("Equal NotEqual", plain=2)
+def compared(at, op, *vals):
+    """Of unlike lengths this raises nothing: none are known to be alike."""
+    lengths = {times(v.n) for v in vals if v.base == "R"}
+    require(len(lengths) < 2, "axes of samples of unlike lengths")
+    return broadcast(vals)
+
+
 @rule("Greater")
 def greater(at, op, a, b):
     """A micro-batch has samples: whether it has some is shared."""
@@ -116,10 +122,9 @@ def greater(at, op, a, b):
 # -- what is read --------------------------------------------------------------
 
 
-@rule("ReadVariableOp VariableShape")
+@rule("ReadVariableOp")
 def read(at, op, v):
-    is_read = op.type == "ReadVariableOp"
-    return Type("C", at.dims(op.outputs[0]), grad=is_read)
+    return Type("C", at.dims(op.outputs[0]), grad=True)
 
 
 @rule("Const")
@@ -180,16 +185,13 @@ def multiplied(at, op, a, b):
         pairs = zip(
             (a.content * long)[:long], (b.content * long)[:long], strict=True
         )
-        return sizes([product(*pair) for pair in pairs], shape_of(a, b))
+        return sizes([product(*pair) for pair in pairs], broadcast([a, b]).dims)
     require("V" not in (a.base, b.base), "the number of samples")
     if "R" in (a.base, b.base):
         a, b = a.factor(), b.factor()
     require(a.base != "S" or b.base != "S", "two sums over samples", True)
-    like = scaled(a, b) or scaled(b, a)
-    if "S" in (a.base, b.base):
-        return Type("S", shape_of(a, b), power(a.m, b.m), like=like)
-    zero = a.zero or b.zero
-    return broadcast([a, b]).but(m=power(a.m, b.m), zero=zero, like=like)
+    one, like = broadcast([a, b]), scaled(a, b) or scaled(b, a)
+    return one.but(m=power(a.m, b.m), zero=a.zero or b.zero, like=like)
 
 
 def scaled(v, by):
@@ -208,23 +210,17 @@ def is_number(dtype):
     return dtype.is_floating or dtype.is_complex
 
 
-DIVISIONS = "RealDiv Div DivNoNan"
-
-
-@rule(DIVISIONS)
+@rule("RealDiv DivNoNan")
 def divided(at, op, a, b):
     """By what samples share, or by a sum over the samples that is a factor."""
-    if not is_number(op.outputs[0].dtype):  # cut off
-        plain(a, b)
     require("V" not in (a.base, b.base), "the number of samples")
     b = b.factor()
     is_safe = op.type == "DivNoNan" or all(name == "n" for name, _ in b.m)
     require(is_safe, "what a sum divides that may be 0 in a micro-batch")
+    is_right = a.base != "S" or b.base == "C"
+    require(is_right, "a sum over samples, and samples", bends=True)
     m = power(a.m, b.m, -1)
-    if a.base != "S":
-        return broadcast([a, b]).but(m=m, zero=a.zero, like=scaled(a, b))
-    require(b.base == "C", "a sum over samples, and samples", bends=True)
-    return Type("S", shape_of(a, b), m, like=scaled(a, b))
+    return broadcast([a, b]).but(m=m, zero=a.zero, like=scaled(a, b))
 
 
 @rule("AddV2 Add Sub AddN")
@@ -239,7 +235,9 @@ def plus(at, op, *vals):
 @rule("BiasAdd")
 def plus_bias(at, op, v, bias):
     shared(bias)
-    return added([v, bias.but(dims=())])
+    is_second = op.get_attr("data_format") == b"NCHW"
+    after = [ONE] * (len(v.dims) - 2) * is_second
+    return added([v, bias.but(dims=(*bias.dims, *after))])
 
 
 @rule("SelectV2 Select")
@@ -323,14 +321,6 @@ def projected(at, op, v, by, to, *others):
     (one,) = along((3, 1), at, op, v, by)
     sizes = to.content or one.dims[1:3]
     return one.but(dims=(one.dims[0], *sizes, one.dims[3]))
-
-
-@rule("FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3", plain=1)
-def normalized(at, op, v, *others):
-    require(not op.get_attr("is_training"), "the moments of all samples")
-    one, *rest = along((3,), at, op, v)
-    unseen = Type("T", why=Proof("unknown", "the moments of a norm"))
-    return [one, *(unseen for _ in rest)]
 
 
 TRANSPOSED = """

@@ -14,7 +14,6 @@ from accumodel._features.proof.types import (
     ONE,
     UNLIKE,
     N,
-    Proof,
     Type,
     added,
     agree,
@@ -27,6 +26,7 @@ from accumodel._features.proof.types import (
     shared,
     sizes,
     times,
+    unknown,
 )
 
 _BY_PLACE = "samples by their place in the batch"
@@ -190,8 +190,9 @@ def sliced(at, op, v, *places):
     )
     if v.content is not None and v.dims:
         is_known = count == 1 and all(x and not x[1] for x in parts[0])
-        require(is_known, _NUMBER)
+        require(is_known and index[0] in (_ALL, 0), _NUMBER)
         first, last, by = (x for x, _ in parts[0])
+        require(by > 0, _NUMBER)
         if index[0] == 0:
             return sizes([v.content[first]], ())
         return vector(v.content[first:last:by])
@@ -284,9 +285,9 @@ def recurrent(at, op, v, state, cell, weights, lengths):
     is_own = all((x.base, x.axis) == ("R", place) for x, place in rows)
     require(is_own and not op.get_attr("dropout"), _BY_PLACE)
     one = functools.reduce(same, (x for x, _ in rows)).but(uniform=False)
-    unseen = Type("T", why=Proof("unknown", "what a layer keeps on a GPU"))
     found = [at.shaped(one, x, axis) for x in op.outputs[: len(rows) - 1]]
-    return found + [unseen] * (len(op.outputs) - len(found))
+    unseen = op.outputs[len(found) :]
+    return found + [unknown("what a layer keeps on a GPU") for _ in unseen]
 
 
 @rule("OneHot", plain=1)
@@ -368,13 +369,12 @@ def list_of(at, op, v, *others):
     return v.but() if is_list else at.shaped(v, op.outputs[0])
 
 
-@rule("TensorListGetItem TensorListPopBack")
+@rule("TensorListGetItem")
 def list_item(at, op, v, *others):
     shared(*(x for x in others if x.base != "V"))
     plain(v)
     require(v.axis > 0, "an item of what is shared")
-    item = v.but(axis=v.axis - 1, dims=v.dims[1:])
-    return [item] if op.type == "TensorListGetItem" else [v.renamed(), item]
+    return v.but(axis=v.axis - 1, dims=v.dims[1:])
 
 
 @rule("TensorListSetItem TensorListPushBack")

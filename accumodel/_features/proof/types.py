@@ -176,6 +176,11 @@ class Type:
         return names.get(self.base, "samples")
 
 
+def unknown(what):
+    """Returns the type of what is not known."""
+    return Type("T", why=Proof("unknown", what))
+
+
 def plain(*vals, of="CR"):
     """Requires what is no statistic: samples, and what they share."""
     for v in vals:
@@ -223,13 +228,16 @@ def _broadcast_size(sizes):
 
 
 def broadcast(vals):
-    """Returns what C and R give entry by entry, as if there was no `m`."""
+    """Returns what is computed entry by entry, as if there was no `m`.
+
+    Of sums and rows, there are not both.
+    """
     rows = [v for v in vals if v.base == "R"]
     rank = max(len(v.dims) for v in vals)
     padded = [(ONE,) * (rank - len(v.dims)) + v.dims for v in vals]
     dims = tuple(map(_broadcast_size, zip(*padded, strict=True)))
     if not rows:
-        return Type("C", dims)
+        return Type("S" if "S" in {v.base for v in vals} else "C", dims)
     places = {v.axis + rank - len(v.dims) for v in rows}
     require(len(places) == 1, "samples next to others: two axes of them")
     (axis,), one = places, functools.reduce(same, rows)
@@ -264,12 +272,7 @@ def added(vals):
         is_sum = v.base == "S" or (len(one) == 1 and one[0][1] == 1)
         # Such as the 1e-7 that is often added to a divisor: that bends nothing.
         require(is_sum, "a sum over samples, and what samples share")
-    return Type("S", shape_of(*vals, *zeros), m)
-
-
-def shape_of(*vals):
-    """Returns the sizes of what is computed entry by entry."""
-    return broadcast([v.but(base="C") for v in vals]).dims
+    return broadcast([*vals, *zeros]).but(m=m)
 
 
 def sizes(held, dims):

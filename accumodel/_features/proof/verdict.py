@@ -14,9 +14,6 @@ and raise if sizes do not fit; weights of a mask are 0 where they sum up to 0;
 all arrays of a batch have as many rows; and rounding.
 """
 
-import dataclasses
-import typing
-
 import tensorflow as tf
 
 from accumodel._features.proof.analysis import CONDITIONS, Analysis, key_of
@@ -30,6 +27,7 @@ from accumodel._features.proof.types import (
     power,
     require,
     sizes_alike,
+    unknown,
 )
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
@@ -40,10 +38,10 @@ def prove(loss, weight, *where, **variables):
     """Returns whether a loss is proved to be a sum or a mean over samples.
 
     Takes symbolic tensors: the loss and the weight of a micro-batch, `None` if
-    the loss is a sum; for the other arguments see `_proved`.
+    the loss is a sum; for the other arguments see `_known`.
     """
     tensors = [loss] if weight is None else [loss, weight]
-    return _proved(_judge, tensors, *where, **variables)
+    return _tried(_judged, _judge, tensors, *where, **variables)
 
 
 def prove_rows(outputs, *where, **variables):
@@ -51,7 +49,7 @@ def prove_rows(outputs, *where, **variables):
     outputs = tf.nest.flatten(outputs)
     if not outputs:  # a loss may read none
         return Proof("exact", _judge_rows())
-    return _proved(_judge_rows, outputs, *where, **variables)
+    return _tried(_judged, _judge_rows, outputs, *where, **variables)
 
 
 def worst(proofs):
@@ -63,51 +61,64 @@ class Gradients:
     """The types of the gradients of a custom step, and what they prove."""
 
     def __init__(self):
-        self._analysis, self._types = Analysis(), dict[typing.Any, Type]()
+        self._analysis = Analysis()
         self._analysis.place = "the step"
+        # The types of gradients, and the tensors that were watched: by others,
+        # a gradient of a gradient may be one by what divides it.
+        self._types: dict = {}
 
     def compute(self, function, target, sources, *where, **variables):
         """Calls a function that returns gradients, and types them."""
         targets, by = tf.nest.flatten([target]), tf.nest.flatten([sources])
-        watched = [x for x in by if tf.is_symbolic_tensor(x)]
-        known, found = dict(self._types), list[Type]()
-        variables["typed"] = self._analysis, known
-
-        def watch(*types):  # as a variable: it may not be in a divisor
-            for x, v in zip(watched, types, strict=True):
-                known[x.ref()] = dataclasses.replace(v, grad=True)
-
-        def judge(*types):
-            found.extend(_gradient(types, _source(x, known)) for x in by)
-
         # Before it is called: the gradient of a loop changes the loop.
-        proof = worst(
-            _proved(*each, *where, **variables)
-            for each in ((watch, watched), (judge, targets))
-            if each[1]
-        )
-        if proof.kind != "exact":
-            found = [Type("T", why=proof)] * len(by)
-        gradients = function(target, sources)
+        found = _tried(self._typed, targets, by, *where, **variables)
+        if isinstance(found, Proof):
+            found = [Type("T", why=found)] * len(by)
+        gradients, watched = function(target, sources), {*_refs(by)}
         for x, v in zip(tf.nest.flatten([gradients]), found, strict=True):
-            if x is not None:
-                self._types[key_of(x)] = v
+            if isinstance(x, tf.Tensor | tf.IndexedSlices):
+                self._types[key_of(x)] = v, watched
         return gradients
+
+    def _typed(self, targets, by, *where, **variables):
+        """Returns the types of the gradients of a sum of targets."""
+        watched, graph = _refs(by), targets[0].graph
+        known, _ = _known(self._analysis, graph, *where, **variables)
+        marked = {}
+        for ref in watched:  # as a variable: it may not be in a divisor
+            before = known | self._known_by([])
+            (v,) = self._analysis.proved([ref.deref()], before)
+            marked[ref] = v.but(uniform=False, grad=True)
+        known |= self._known_by(watched) | marked
+        types = self._analysis.proved(targets, known)
+        return [_gradient(types, _source(x, marked)) for x in by]
+
+    def _known_by(self, watched):
+        """Returns the types that hold if tensors are watched."""
+        pairs = self._types.items()
+        return {key: v for key, (v, of) in pairs if of.issuperset(watched)}
 
     def prove(self, terms, *where, **variables):
         """Returns whether all gradients are such sums or means."""
-        variables["typed"], proofs = (self._analysis, self._types), []
+        variables["typed"], proofs = (self._analysis, self._known_by([])), []
         for gradients, weight in terms:
             tensors = [x for x in (weight, *gradients) if x is not None]
             judge = _judge_weighed if weight is not None else _judge_sums
-            proofs.append(_proved(judge, tensors, *where, **variables))
+            proofs.append(_tried(_judged, judge, tensors, *where, **variables))
         return worst(proofs or [Proof("unknown", "a custom step")])
 
 
-def _source(x, known):
+def _refs(sources):
+    """Returns the keys of what is watched: of sources that are no variables."""
+    return [x.ref() for x in sources if tf.is_symbolic_tensor(x)]
+
+
+def _source(x, marked):
     """Returns the type of what a gradient is computed by."""
     if tf.is_symbolic_tensor(x):
-        return known[x.ref()]
+        return marked[x.ref()]
+    # It may be in a divisor.
+    require(not isinstance(x, tf.Tensor), "a gradient by a constant")
     return Type("C", tuple((n, ()) for n in x.shape))
 
 
@@ -121,45 +132,31 @@ def _gradient(targets, by):
         return one.but(dims=by.dims, grad=True)
     is_of_rows = (by.base, by.m, one.base, one.m) == ("R", (), "S", ())
     require(is_of_rows, f"a gradient of {one.words} by {by.words}")
-    return by.but(uniform=False, grad=True)
+    return by.but()
 
 
-def _proved(
-    judge,
-    tensors,
-    data,
-    spans_batches,
-    rows_variable=None,
-    ignored=(),
-    typed=None,
-):
-    """Returns what `judge` says of the types of tensors.
-
-    The first axis of unknown size of `data` is that of the samples.
-    `spans_batches` is whether an update may need several fed batches.
-    `rows_variable` is another one in each micro-batch, and the `ignored`
-    variables, such as those of metrics, may be assigned at any time. `typed` is
-    an analysis, and what is known in it.
-    """
+def _tried(function, *args, **kwargs):
+    """Returns what a function returns, or the proof that says why not."""
     try:
         with sizes_alike():
-            analysis, more = typed or (Analysis(), {})
-            known, assigned = _outside(
-                analysis, tensors[0].graph, rows_variable, ignored
-            )
-            known |= _types_of_data(analysis, data, spans_batches)
-            types = analysis.types_of(tensors, known | more)
-            unproved = [v.why for v in types if v.base == "T"]
-            if unproved:
-                return unproved[0]
-            what = judge(*types)
-            require(not assigned, f"the step assigns `{assigned}`")
-            return Proof("exact", what)
+            return function(*args, **kwargs)
     except UnprovedError as error:
         return Proof(error.kind, str(error))
     except Exception as error:  # a proof stops no training
         what = f"the proof failed: {type(error).__name__}: {error}"
         return Proof("unknown", what)
+
+
+def _judged(judge, tensors, *where, typed=None, **variables):
+    """Returns the proof by what `judge` says of the types of tensors.
+
+    `typed` is an analysis, and what is known in it.
+    """
+    analysis, more = typed or (Analysis(), {})
+    known, assigned = _known(analysis, tensors[0].graph, *where, **variables)
+    what = judge(*analysis.proved(tensors, known | more))
+    require(not assigned, f"the step assigns `{assigned}`")
+    return Proof("exact", what)
 
 
 def _judge_weighed(weight, *gradients):
@@ -205,6 +202,20 @@ def _judge_rows(*outputs):
     return "all outputs are rows of samples"
 
 
+def _known(
+    analysis, graph, data, spans_batches, rows_variable=None, ignored=()
+):
+    """Returns the types of what a graph is given, and what it assigns.
+
+    The first axis of unknown size of `data` is that of the samples.
+    `spans_batches` is whether an update may need several fed batches.
+    `rows_variable` is another one in each micro-batch, and the `ignored`
+    variables, such as those of metrics, may be assigned at any time.
+    """
+    types, assigned = _outside(analysis, graph, rows_variable, ignored)
+    return types | _types_of_data(analysis, data, spans_batches), assigned
+
+
 def _types_of_data(analysis, data, spans_batches):
     """Returns the types of the data of a micro-batch."""
     types = {}
@@ -213,8 +224,7 @@ def _types_of_data(analysis, data, spans_batches):
         has_samples = bool(rank) and x.shape[0] is None
         is_alike = has_samples and None not in x.shape[1:]
         if rank is None or (spans_batches and not is_alike):
-            what = "batches of unlike lengths in one update"
-            types[x.ref()] = Type("T", why=Proof("unknown", what))
+            types[x.ref()] = unknown("batches of unlike lengths in one update")
         elif has_samples:
             types[x.ref()] = Type("R", analysis.dims(x, 0, N))
         else:
@@ -239,10 +249,9 @@ def _outside(analysis, graph, rows_variable, ignored):
             assigned = assigned or name
         if moves or key in theirs:
             what = f"`{name}` is another one in each micro-batch"
-            types[x.ref()] = Type("T", why=Proof("unknown", what))
+            types[x.ref()] = unknown(what)
         elif x.dtype != tf.resource and is_symbolic:
-            what = "a tensor of another graph"
-            types[x.ref()] = Type("T", why=Proof("unknown", what))
+            types[x.ref()] = unknown("a tensor of another graph")
         else:
             types[x.ref()] = Type("C", analysis.dims(x))
     return types, assigned
