@@ -112,9 +112,12 @@ def compared(at, op, *vals):
 @rule("Greater")
 def greater(at, op, a, b):
     """A micro-batch has samples: whether it has some is shared."""
-    is_zero = b.dims == () and constant(op.inputs[1], b) == 0
-    if is_zero and a.dims == () and a.content:
+    is_count = bool(a.dims == b.dims == () and a.content)
+    than = constant(op.inputs[1], b) if is_count else None
+    if than == 0:
         return Type("C", ())
+    # As `tf.vectorized_map` looks at it, which computes the same.
+    require(than != 1, "whether there is more than one sample")
     plain(a, b)
     return broadcast([a, b])
 

@@ -357,7 +357,8 @@ def alike(at, op, v):
 
 @rule("TensorListReserve EmptyTensorList")
 def list_made(at, op, *vals):
-    shared(*vals[1:])
+    is_shared = all(v.base == "C" and not v.m for v in vals[1:])
+    require(is_shared, "a list with an item for each sample")
     return Type("L", ())
 
 

@@ -262,8 +262,8 @@ def added(vals):
         what = "terms with the number of samples in unlike ways"
         require(len(powers) == 1, what, is_of_n)
         return broadcast([*vals, *zeros]).but(m=vals[0].m)
-    what = "samples, and a sum or mean over samples"
-    require("R" not in bases, what, bends=True)
+    # Linear, and right if samples weigh the same; not proved.
+    require("R" not in bases, "samples, and a sum or mean over samples")
     sums = {v.m for v in vals if v.base == "S"}
     require(len(sums) == 1, "means over unlike numbers of things", is_of_n)
     (m,) = sums
