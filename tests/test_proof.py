@@ -204,6 +204,16 @@ BENT = {
     "the hardest ten": lambda b: mean(
         tf.math.top_k(errors(b), tf.minimum(tf.shape(b.y)[0], 10)).values
     ),
+    "a hinge of centered losses": lambda b: tf.nn.relu(
+        errors(b) + (errors(b) - mean(errors(b)))
+    ),
+    "one loss for each, and a mean, times weights": lambda b: mean(
+        b.y[:, 0, 0] * (errors(b) + mean(errors(b)))
+    ),
+    "one loss for each, and a sum": lambda b: errors(b) + total(errors(b)),
+    "one loss for each, and a mean over a mask": lambda b: (
+        errors(b) + ratio(total(masks(b)), total(b.y))
+    ),
     "centered": lambda b: mean(tf.square(b.p - tf.reduce_mean(b.p, 0))),
     "a threshold of a mean": lambda b: tf.cond(
         mean(errors(b)) > 9.0,
@@ -229,6 +239,20 @@ UNKNOWN = {
             total(errors(b)), total(tf.cast(tf.cast(b.y, bool), "float32"))
         ),
         lambda b: total(b.y),
+    ),
+    # These are right, but for the last: nobody is warned of them.
+    "a map": lambda b: tf.map_fn(tf.reduce_mean, errors(b)),
+    "a vectorized map": lambda b: tf.vectorized_map(tf.reduce_mean, errors(b)),
+    "one loss for each, maybe with a mean": lambda b: tf.nn.relu(
+        tf.cond(
+            b.kernel[0, 0] > 9.0,
+            lambda: errors(b),
+            lambda: errors(b) - mean(errors(b)),
+        )
+    ),
+    "whether there is one sample": lambda b: (
+        tf.cond(tf.shape(b.p)[0] > 1, lambda: 1.0, lambda: 2.0)
+        * mean(errors(b))
     ),
     # Keys of divisors.
     "sums of two arrays": Program(
@@ -369,6 +393,11 @@ RIGHT = {
     "a mean": lambda b: mean(errors(b)),
     "a sum": Program(lambda b: total(errors(b)), lambda b: None),
     "one loss for each": errors,
+    "one loss for each, and means": lambda b: (
+        mean(tf.abs(b.p))
+        + (errors(b) + mean(tf.square(b.p))) * 3
+        - total(b.kernel)
+    ),
     "with what is shared": lambda b: 3 * mean(errors(b)) + total(b.kernel**2),
     "a mask": weighed(
         lambda b: total(masks(b)),

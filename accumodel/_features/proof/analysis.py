@@ -10,6 +10,7 @@ import tensorflow as tf
 from accumodel._features.proof import shapes  # noqa: F401, for its rules
 from accumodel._features.proof.rules import RULES, apply_rule, is_number, rule
 from accumodel._features.proof.types import (
+    MIXED,
     N,
     Proof,
     Type,
@@ -42,6 +43,9 @@ CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
 _ANEW = ("EagerPyFunc", "PyFunc", "PyFuncStateless", "Placeholder")
 
 _CHANGED = unknown("rows of a gradient are changed")
+
+# What is known of samples with a mean over them added.
+_OF_MIXED = {"AddV2", "Cast", "Identity", "Mean", "Shape", "Size", "Sub", "Sum"}
 
 _calls = itertools.count()
 
@@ -174,6 +178,8 @@ class Analysis:
         for v in vals:
             if v.base == "T":
                 return v
+        if any(v.mixed for v in vals):
+            require(_keeps_mixed(op, vals), MIXED, bends=True)
         has_own = "_gradient_op_type" in op.node_def.attr
         require(not has_own, "a custom gradient")
         is_shared = all(v.is_shared for v in vals)
@@ -266,8 +272,8 @@ class Analysis:
         one = a
         if "R" in (a.base, b.base):
             # No lengths are equal here since TensorFlow would raise.
-            is_like = (a.base, a.m, a.axis, a.o, a.k) == (
-                *(b.base, b.m, b.axis, b.o, b.k),
+            is_like = (a.base, a.m, a.axis, a.o, a.k, a.mixed) == (
+                *(b.base, b.m, b.axis, b.o, b.k, b.mixed),
             )
             require(is_like, "samples, or others in other axes")
         else:
@@ -292,6 +298,14 @@ def _check(v, tensor):
     require(is_ranked, "a tensor of unknown rank")
     is_whole = v.base != "S" or is_number(dtype) or dtype.size >= 4
     require(is_whole, "a sum of few bits")
+
+
+def _keeps_mixed(op, vals):
+    """Whether samples and a mean over them are added, scaled, or summed up."""
+    first, *others = vals
+    if op.type in ("Mul", "RealDiv", "DivNoNan"):
+        return first.mixed and all(v.is_shared for v in others)
+    return op.type in _OF_MIXED
 
 
 def _keeps_gradient(tensor):

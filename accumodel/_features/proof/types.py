@@ -31,6 +31,7 @@ Size: typing.TypeAlias = tuple[int, tuple[str, ...]]
 ONE: Size = (1, ())
 N: Size = (1, ("n",))
 
+MIXED = "samples, and a sum or mean over samples"
 UNLIKE = "an axis of samples next to one of another length"
 
 # Names of sizes that TensorFlow requires to be equal, in the present analysis.
@@ -121,6 +122,7 @@ class Type:
     o: Size = ONE
     k: Size = ONE
     uniform: bool = False  # all rows are the same: only their number is n's
+    mixed: bool = False  # R plus S/n, of which a sum over the rows is S
     content: tuple | None = None  # the sizes that a scalar or vector holds
     zero: bool = False
     grad: bool = False  # depends on a variable by a path that has a gradient
@@ -261,10 +263,16 @@ def added(vals):
     if "S" not in bases:
         what = "terms with the number of samples in unlike ways"
         require(len(powers) == 1, what, is_of_n)
-        return broadcast([*vals, *zeros]).but(m=vals[0].m)
-    # Linear, and right if samples weigh the same; not proved.
-    require("R" not in bases, "samples, and a sum or mean over samples")
+        is_mixed = any(v.mixed for v in vals)
+        return broadcast([*vals, *zeros]).but(m=vals[0].m, mixed=is_mixed)
     sums = {v.m for v in vals if v.base == "S"}
+    if "R" in bases:
+        means = [v for v in vals if v.base == "S"]
+        is_right = {v.m for v in vals if v.base == "R"} == {()}
+        is_right &= sums == {(("n", -1),)} and not any(v.dims for v in means)
+        require(is_right, MIXED, bends=True)
+        rows = broadcast([v for v in [*vals, *zeros] if v.base != "S"])
+        return rows.but(mixed=True, uniform=False)
     require(len(sums) == 1, "means over unlike numbers of things", is_of_n)
     (m,) = sums
     for v in vals:

@@ -197,7 +197,8 @@ def _judge(loss, weight=None):
 
 def _judge_rows(*outputs):
     for v in outputs:
-        is_rows = v.base == "R" and not v.m and not v.axis and v.o == ONE
+        is_rows = v.base == "R" and not (v.m or v.axis or v.mixed)
+        is_rows &= v.o == ONE
         require(is_rows, f"an output is {v.words}, not a row of each")
     return "all outputs are rows of samples"
 
