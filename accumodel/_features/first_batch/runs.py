@@ -67,7 +67,7 @@ class Taken(Noting):
         self.keep(accumulator.variables, gradients, weight)
 
     def keep(self, variables, gradients, weight):
-        weight = None if weight is None else tf.identity(weight)
+        weight = None if weight is None else tf.convert_to_tensor(weight)
         self._added.append((variables, gradients, weight))
 
     def note(self, y_pred, loss, weight):
@@ -229,7 +229,7 @@ class Runner:
         try:
             for i in range(-(-(end - begin) // size)):
                 rows = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
-                terms = function(places, *rows, *leaves)
+                terms = _call(function, [places, *rows, *leaves])
                 parts.append(tf.nest.map_structure(_array, terms))
             for i, variable in enumerate(self._states):
                 change = _change(variable, before[id(variable)])
@@ -262,6 +262,23 @@ class Runner:
     @property
     def _rows_given(self):
         return [x for x in self._given[1] if getattr(x, "shape", ())]
+
+
+def _call(function, args):
+    """Calls a function of which the graph is not optimized before."""
+    # That takes longer than it saves in a few runs. On a GPU it is not tried.
+    if tf.config.list_logical_devices("GPU"):
+        return function(*args)
+    config = tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    flat = tf.raw_ops.StatefulPartitionedCall(
+        args=[*tf.nest.flatten(args, True), *function.captured_inputs],
+        Tout=[x.dtype for x in function.outputs],
+        f=function,
+        config_proto=config.SerializeToString(),
+    )
+    outputs = function.structured_outputs
+    return tf.nest.pack_sequence_as(outputs, flat or [], True)
 
 
 def _join(terms):
@@ -333,7 +350,7 @@ def _sketch(gradient):
         values = tf.reshape(gradient, [-1, gradient.shape[-1]])
         rows = tf.range(tf.shape(values)[0])
     else:
-        return tf.identity(gradient)
+        return gradient
     values = tf.cast(values, tf.float32)
     return tf.tensordot(_factors(rows, values), values, 1)
 
