@@ -130,8 +130,7 @@ class Proving(Taken):
     def note(self, y_pred, loss, weight):
         super().note(y_pred, loss, weight)
         if not self.plan.is_custom:
-            self._settle(y_pred, lambda: self._ask(prove, loss, weight))
-            self._prove_rows(y_pred)
+            self._settle(y_pred, lambda: self._prove_loss(y_pred, loss, weight))
             self._go_on()
 
     def note_outputs(self, y_pred, read):
@@ -166,6 +165,12 @@ class Proving(Taken):
                 plan.model.compute_metrics(x, y, y_pred, sample_weight)
                 self.noted.proof = ask()  # it may assign what the loss reads
             raise Enough
+
+    def _prove_loss(self, y_pred, loss, weight):
+        proof = self._ask(prove, loss, weight)
+        if proof.kind != "exact":
+            self._prove_rows(y_pred)
+        return proof
 
     def _prove_rows(self, y_pred):
         losses = added_losses(self.plan.model)
