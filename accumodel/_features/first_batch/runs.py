@@ -234,7 +234,7 @@ class Runner:
         try:
             for i in range(-(-(end - begin) // size)):
                 rows = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
-                terms = _call(function, [places, *rows, *leaves])
+                terms = function(places, *rows, *leaves)
                 parts.append(tf.nest.map_structure(_array, terms))
             for i, variable in enumerate(self._states):
                 change = _change(variable, before[id(variable)])
@@ -267,23 +267,6 @@ class Runner:
     @property
     def _rows_given(self):
         return [x for x in self._given[1] if getattr(x, "shape", ())]
-
-
-def _call(function, args):
-    """Calls a function of which the graph is not optimized before."""
-    # That takes longer than it saves in a few runs. On a GPU it is not tried.
-    if tf.config.list_logical_devices("GPU"):
-        return function(*args)
-    config = tf.compat.v1.ConfigProto()
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
-    flat = tf.raw_ops.StatefulPartitionedCall(
-        args=[*tf.nest.flatten(args, True), *function.captured_inputs],
-        Tout=[x.dtype for x in function.outputs],
-        f=function,
-        config_proto=config.SerializeToString(),
-    )
-    outputs = function.structured_outputs
-    return tf.nest.pack_sequence_as(outputs, flat or [], True)
 
 
 def _join(terms):
