@@ -246,7 +246,8 @@ class Engine(tf.Module):
         counted: typing.Any = 1.0
         if self._skip_nonfinite:
             accepted = self._accepts(gradients, weight, is_split)
-            scale, new = (tf.where(accepted, x, 0.0) for x in (scale, new))
+            scale = tf.where(accepted, scale, 0.0)
+            new = tf.where(accepted, new, 0.0)
             counted = tf.cast(accepted, tf.float64)
         with recorded(), tf.control_dependencies([scale]):
             begun = tf.identity(self._phase.assign(1.0))
