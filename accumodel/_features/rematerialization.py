@@ -32,6 +32,9 @@ _local = threading.local()  # `is_open`: whether one is rematerialized
 
 def call(function, by_keras, *args, **kwargs):
     """Calls a function of which Keras made `by_keras`."""
+    if (calls := left_out()) is not None:
+        calls.append(function)
+        return function(*args, **kwargs)
     is_inside = getattr(_local, "is_open", False)
     is_ours = current_step() or hasattr(hooks.outer_layer(), "_accumulation")
     if not (is_inside or is_ours):
@@ -44,8 +47,13 @@ def call(function, by_keras, *args, **kwargs):
 
 
 def none():
-    """Returns a scope in which nothing is rematerialized."""
-    return hooks.replaced(_local, "is_open", True)
+    """Returns a scope in which nothing is rematerialized, see `left_out`."""
+    return hooks.replaced(_local, "left_out", [])
+
+
+def left_out():
+    """Returns what was not rematerialized in the scope of `none`, if any."""
+    return getattr(_local, "left_out", None)
 
 
 class _Call:

@@ -185,6 +185,9 @@ class Noting(Collector):
         self._build_trackers(y_pred)
         raise Enough
 
+    def finish(self):
+        """Makes the `terms`, at the end of the step."""
+
     def _build_trackers(self, y_pred):
         _, y, _ = keras.utils.unpack_x_y_sample_weight(current_step().data)
         private_names.build_trackers(self.plan.model, y, y_pred)
@@ -297,6 +300,7 @@ def rehearse_step(
             rows = parts.data_of(i)
             with one_step(own, rows, collector, None, own.is_compiled):
                 _run_step(own, rows, collector, trains)
+                collector.finish()
         return collector.terms
 
     of_weights = [

@@ -110,14 +110,13 @@ def weigh_replicas(plan, loss, weight):
 def log(plan, x, y, y_pred, sample_weight, loss, weight):
     """Updates the trackers and the metrics, and returns the logs."""
     model, replicas = plan.model, count_replicas()
-    samples = count_samples((x, y))
     of_batch = loss
     if replicas > 1:  # as Keras divides it by them
         scaled = loss * tf.cast(replicas, loss.dtype)
-        of_batch = tf.where(samples > 0, scaled, 0)
+        of_batch = tf.where(count_samples((x, y)) > 0, scaled, 0)
     # Averaged as the losses of the micro-batches make up the whole.
     tracker, *_ = private_names.loss_trackers(model)
-    own = samples if weight is None else weight
+    own = count_samples((x, y)) if weight is None else weight
     tracker.update_state(of_batch, sample_weight=own)
     if losses := _losses():
         losses.report(loss, weight, (x, y))

@@ -63,7 +63,8 @@ class LossLogs:
         cycle = self._plan.accumulation.ready_logged()
         count = new.shape[0]
         # Eager code may have made trackers since `begin`.
-        before = self._before + [tf.zeros(2, tf.float64)] * (count - 1)
+        missing = range(count - len(self._before))
+        before = self._before + [tf.zeros(2, tf.float64) for _ in missing]
         before = tf.stack(before[:count])
         is_new = self.begins_batch
         if self.spans_batches:

@@ -41,6 +41,7 @@ from accumodel._micro_batch.assignments import States, recorded
 from accumodel._micro_batch.distributions import (
     OFFSETS,
     is_compiled,
+    is_within,
     known_sizes,
     shape_of,
 )
@@ -73,8 +74,8 @@ class RandomNumbers:
     """Lets the micro-batches of a model draw what the large batch draws."""
 
     # In a trace that is not run, whether one number stands for all rows of a
-    # draw, which is named as the rows are.
-    stands_in = False
+    # draw, which is named as the rows are; and whether one did.
+    stands_in = has_stood_in = False
 
     def __init__(self, accumulation):
         self.accumulation = accumulation
@@ -364,7 +365,9 @@ class Draws:
         )
         # A generator that there is need not draw for a number that stands in.
         is_there = isinstance(seed, keras.random.SeedGenerator)
-        stands_in = axes and not is_apart and self._plan.numbers.stands_in
+        numbers = self._plan.numbers
+        stands_in = bool(axes) and not is_apart and numbers.stands_in
+        numbers.has_stood_in |= stands_in
         if not (stands_in and is_there):
             with hooks.replaced(self, "_has_rows", bool(axes)):
                 seed = private_names.draw_seed(seed)
@@ -374,6 +377,11 @@ class Draws:
             return original(**arguments, seed=_apart(seed, self._rows[0]))
         rows_of = functools.partial(self._named, axes[0], sizes, shape, seed)
         arguments.pop("noise_shape", arguments.pop("shape", None))
+        if stands_in and name == "dropout" and axes == [0]:
+            inputs = tf.convert_to_tensor(arguments["inputs"])
+            if is_within(sizes, inputs):  # its rows stand for what is kept
+                with tf.name_scope(f"{_ROWS}0"):
+                    return tf.identity(inputs)
         return OFFSETS[name](rows_of, **arguments)
 
     def _once(self, make, *args):

@@ -128,7 +128,10 @@ class LossWeights:
     def _chosen(self, divisors, samples):
         """Returns a divisor, or the samples if it is in proportion to them."""
         value = next(iter(divisors.values()), None)
-        return samples if value is None else _nonzero(value, samples)
+        if value is None:
+            return samples
+        # Of no samples there are no elements, and the loss is 0.
+        return value if _SAMPLES in divisors else _nonzero(value, samples)
 
     def _of_model(self, reductions):
         """Returns the divisors of the compiled losses, see `_divisors`."""

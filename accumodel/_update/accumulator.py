@@ -165,6 +165,9 @@ class GradientAccumulator(Engine):
         """
         present = self._present or (True,) * len(self.variables)
         if tf.executing_eagerly():
+            # To call operations for the first time takes as long as a step.
+            if not (self.pending_steps or self.phase()):
+                return
             present = tuple(self._given.numpy().tolist())
 
         def end():

@@ -240,31 +240,28 @@ class Engine(tf.Module):
         with tf.control_dependencies(self._waits(gradients, weight)):
             weight = tf.identity(weight if divides else 1.0)
         weight = tf.cast(weight, tf.float64)
-        accepted = (
-            self._accepts(gradients, weight, is_split)
-            if self._skip_nonfinite
-            else tf.identity(True)
-        )
         # Keras divides the loss of each replica by their number, unless it is
         # a sum. The sums are those of one device.
         scale = weight * (self._replicas if divides else 1)
-        scale = tf.where(accepted, scale, 0.0)
+        new = [weight, tf.abs(weight)] if divides and is_last else [0.0, 0.0]
+        counted: typing.Any = 1.0
+        if self._skip_nonfinite:
+            accepted = self._accepts(gradients, weight, is_split)
+            scale = tf.where(accepted, scale, 0.0)
+            new = tf.where(accepted, new, 0.0)
+            counted = tf.cast(accepted, tf.float64)
         with recorded(), tf.control_dependencies([scale]):
             begun = tf.identity(self._phase.assign(1.0))
         with recorded(), tf.control_dependencies([begun]):
             self._add_all(gradients, scale, begun)
-            new = tf.stack([weight, tf.abs(weight)])
-            new *= float(divides and is_last)
-            self._totals.assign_add(tf.where(accepted, new, 0.0))
+            self._totals.assign_add(new)
             # TensorFlow keeps what uses one variable in order, so this is last.
             phase = self._phase.assign(1.0)
         if is_last:
             with recorded(), tf.control_dependencies([phase]):
-                accepted = tf.cast(accepted, tf.float64)
                 # What all replicas accept adds 1 / replicas on each of them.
                 size = 1 / (1 if is_split else self._replicas)
-                sizes = [accepted * size, (1 - accepted) * size]
-                self._counts.assign_add(sizes)
+                self._counts.assign_add([counted * size, (1 - counted) * size])
 
     def _accepts(self, gradients, weight, is_split):
         """Returns whether a micro-batch counts, see `skip_nonfinite`."""
@@ -347,7 +344,7 @@ class Engine(tf.Module):
         totals = tf.cast(self._totals, widest)
         totals, *values = replicas.sum_over_replicas([totals, *values])
         # Not a division of each sum: XLA would store all quotients at once.
-        factor = 1 / sums.make_divisor(totals[0], totals[1])
+        factor = 1 / sums.make_divisor(*tf.unstack(totals))
         gradients: typing.Any = (
             sums.multiply(total, factor, variable)
             for total, variable in zip(values, self.variables, strict=True)

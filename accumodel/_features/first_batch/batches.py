@@ -14,8 +14,9 @@ import tensorflow as tf
 from accumodel._features import rematerialization
 from accumodel._features.first_batch import messages
 from accumodel._features.first_batch.check import Alone, NotYet, compare
-from accumodel._features.first_batch.runs import Proving, Taken
+from accumodel._features.first_batch.runs import Noted, Proving, Taken
 from accumodel._features.first_batch.variables import NotMade
+from accumodel._features.proof import Proof
 from accumodel._fit import rehearsal
 from accumodel._keras_and_tf import hooks, replicas
 from accumodel._keras_and_tf.checks import InexactWarning
@@ -64,7 +65,7 @@ class Looked:
     @property
     def is_proved(self):
         """Whether it is exact for every batch."""
-        return self.noted is not None and self.noted.proof.kind == "exact"
+        return self.noted is not None and self.noted.is_exact
 
     def is_of(self, specs, how):
         """Whether steps for these specs are traced and split like these."""
@@ -330,22 +331,27 @@ class FirstBatch(Feature):
 def rehearse(plan, data, batch):
     """Traces the step, and proves it if it can be proved.
 
-    Returns what is traced, see `trace`, what is noted of it, as by `Proving`,
-    and the normalizations in it.
+    Returns what is traced, see `trace`, what is `Noted` of it, and the
+    normalizations in it.
     """
     rehearsal.build(plan, data)
-    noted = Proving(plan, _why_compared(plan, batch))
-    if not noted.proof.reason:
+    why, rehearsed = _why_compared(plan, batch), []
+    noted, can_run = Noted(Proof("unknown", why)), False
+    if not why:
         # A custom gradient is not proved, and theirs are right.
         scopes = [hooks.plain_silu(), rematerialization.none()]
         if plan.is_custom:
             scopes.append(hooks.gradients(gradient=Proving.gradient))
         with hooks.all_of(scopes):
             rehearsed = trace(plan, data, Proving)
-        proved = [_noted(plan, *pair) for pair in rehearsed]
         # The first that is not proved, else the first.
-        noted = min(proved, key=lambda each: each.proof.kind == "exact")
-    if noted.proof.kind != "exact":
+        proved = [_noted(*pair) for pair in rehearsed]
+        noted = min(proved, key=lambda each: each.is_exact)
+        can_run = all(
+            found.error is None and bool(collector.terms)
+            for found, collector in rehearsed
+        )
+    if not (noted.is_exact or can_run):
         rehearsed = trace(plan, data, Taken, draws=True)
     found, _ = rehearsed[0]
     if found.error is not None:
@@ -364,17 +370,17 @@ def trace(plan, data, kind, **kwargs):
     ]
 
 
-def _noted(plan, found, collector):
+def _noted(found, collector):
     """Returns what a trace has noted, or why nothing is proved by it."""
     if found.error is not None:
-        return Proving(plan, f"its trace raises {type(found.error).__name__}")
-    if found.updates:
-        return Proving(plan, "the step calls an optimizer")
-    if plan.is_custom:
-        collector.conclude()
-    if collector.proof.kind == "exact" and found.python:
-        return Proving(plan, f"the step {found.python}")
-    return collector
+        why = f"its trace raises {type(found.error).__name__}"
+    elif found.updates:
+        why = "the step calls an optimizer"
+    elif collector.noted.is_exact and found.python:
+        why = f"the step {found.python}"
+    else:
+        return collector.noted
+    return Noted(Proof("unknown", why))
 
 
 def _why_compared(plan, batch):

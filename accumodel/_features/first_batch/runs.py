@@ -6,8 +6,9 @@ is as in the training. If the loss sees the whole batch, gradients by the
 weights are those of a sum of the outputs, each times another number.
 """
 
+import contextlib
+import dataclasses
 import functools
-import typing
 
 import keras
 import numpy as np
@@ -26,6 +27,7 @@ from accumodel._features.proof import (
     prove_rows,
     worst,
 )
+from accumodel._features.rematerialization import left_out
 from accumodel._fit.rehearsal import Enough, Noting, leaves_of
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.micro_batches import (
@@ -49,31 +51,69 @@ WEIGHTS = "weights"
 _VIEWS = ("ExpandDims", "Identity", "Reshape", "Squeeze")
 
 
-class _Accumulated(Noting):
+class Taken(Noting):
     """Takes what a step accumulates, if that is in the graph of the trace."""
 
     def __init__(self, plan):
         super().__init__(plan)
+        self.sources: dict = {}  # what a term is of, by its key
         self._graph = current_graph()
+        # The variables of each call, the gradients and their weight.
+        self._added: list = []
 
     def take(self, accumulator, gradients, weight, is_last=True):
         if current_graph() is not self._graph:
             raise NotMade("the step accumulates in a condition or a function")
         self.keep(accumulator.variables, gradients, weight)
 
+    def keep(self, variables, gradients, weight):
+        weight = None if weight is None else tf.convert_to_tensor(weight)
+        self._added.append((variables, gradients, weight))
 
-class Proving(_Accumulated):
-    """Has proved what a step computes before its gradients."""
+    def note(self, y_pred, loss, weight):
+        self._build_trackers(y_pred)
 
-    def __init__(self, plan, why=""):
+    def note_outputs(self, y_pred, read):
+        self._build_trackers(y_pred)
+        samples = tf.cast(count_samples(current_step().data), tf.float64)
+        of_layers = added_losses(self.plan.model)
+        rows = [x for x in [*floats_in(read), *of_layers] if x.shape.rank]
+        sums = [tf.reduce_sum(tf.cast(_mixed(x), tf.float64)) for x in rows]
+        means = [x for x in of_layers if not x.shape.rank]
+        total = sum(sums) / samples
+        return total + sum(tf.cast(x, tf.float64) for x in means), samples
+
+    def finish(self):
+        for k, (variables, gradients, weight) in enumerate(self._added):
+            term = {} if weight is None else {(WEIGHTS, 0): weight}
+            pairs = zip(variables, gradients, strict=True)
+            for i, (variable, gradient) in enumerate(pairs):
+                if gradient is not None:
+                    self.sources[GRADIENTS, k, i] = variable
+                    term[GRADIENTS, i] = _sketch(gradient)
+            self.terms.append(term)
+
+
+@dataclasses.dataclass
+class Noted:
+    """What is known of a step from its graph."""
+
+    proof: Proof
+    is_of_rows: bool = True  # whether the outputs may be rows
+    adds: bool = False  # whether layers add losses
+
+    @property
+    def is_exact(self):
+        return self.proof.kind == "exact"
+
+
+class Proving(Taken):
+    """Has proved what a step computes, and takes what is not proved."""
+
+    def __init__(self, plan):
         super().__init__(plan)
-        self.proof = Proof("unknown", why)
-        self.is_of_rows = True  # whether the outputs may be rows
-        self.adds = False  # whether layers add losses
-        # Of a custom step: its gradients, what it adds of them, and its data.
-        self._gradients = Gradients()
-        self._added: list = []
-        self._data: typing.Any = None
+        self.noted = Noted(Proof("unknown", ""))
+        self._gradients = Gradients()  # of a custom step
 
     @staticmethod
     def gradient(original, tape, target, sources, *args, **kwargs):
@@ -87,46 +127,57 @@ class Proving(_Accumulated):
             return self._ask(gradients, compute, target, sources)
         return original(tape, target, sources, *args, **kwargs)
 
-    def keep(self, variables, gradients, weight):
-        weight = None if weight is None else tf.identity(weight)
-        self._data = current_step().data
-        self._added.append((gradients, weight))
-
-    def conclude(self):
-        """Proves the gradients of a custom step, after its trace."""
-        self.proof = self._ask(self._gradients.prove, self._added)
-
     def note(self, y_pred, loss, weight):
-        if self.plan.is_custom:
-            super().note(y_pred, loss, weight)
-            return
-        self._settle(y_pred, lambda: self._ask(prove, loss, weight))
-        self._prove_rows(y_pred)
-        raise Enough
+        super().note(y_pred, loss, weight)
+        if not self.plan.is_custom:
+            self._settle(y_pred, lambda: self._prove_loss(y_pred, loss, weight))
+            self._go_on()
 
     def note_outputs(self, y_pred, read):
+        self._build_trackers(y_pred)
         self._settle(y_pred, lambda: self._prove_outputs(read))
-        raise Enough
+        self._go_on()
+        return super().note_outputs(y_pred, read)
+
+    def finish(self):
+        if self.plan.is_custom:
+            added = [
+                (gradients, weight) for _, gradients, weight in self._added
+            ]
+            self.noted.proof = self._ask(self._gradients.prove, added)
+        with contextlib.suppress(Enough):
+            self._go_on()
+            super().finish()
+
+    def _go_on(self):
+        """Ends a trace that is not to run."""
+        stands_in = self.plan.numbers.has_stood_in or left_out()
+        if self.noted.is_exact or stands_in:
+            raise Enough
 
     def _settle(self, y_pred, ask):
         """Takes what is proved, and ends the trace if it is exact."""
-        self._build_trackers(y_pred)
         plan, data = self.plan, current_step().data
-        self.proof = ask()
-        if self.proof.kind != "exact":
-            return
-        if "compute_metrics" in plan.overridden:
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            plan.model.compute_metrics(x, y, y_pred, sample_weight)
-            self.proof = ask()  # it may assign what the loss reads
-        raise Enough
+        self.noted.proof = ask()
+        if self.noted.is_exact:
+            if "compute_metrics" in plan.overridden:
+                x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+                plan.model.compute_metrics(x, y, y_pred, sample_weight)
+                self.noted.proof = ask()  # it may assign what the loss reads
+            raise Enough
+
+    def _prove_loss(self, y_pred, loss, weight):
+        proof = self._ask(prove, loss, weight)
+        if proof.kind != "exact":
+            self._prove_rows(y_pred)
+        return proof
 
     def _prove_rows(self, y_pred):
         losses = added_losses(self.plan.model)
-        self.adds = bool(losses)
+        self.noted.adds = bool(losses)
         losses = [x for x in losses if x.shape.rank]
         proof = self._ask(prove_rows, [y_pred, losses])
-        self.is_of_rows = proof.kind == "exact"
+        self.noted.is_of_rows = proof.kind == "exact"
         return proof
 
     def _prove_outputs(self, read):
@@ -146,7 +197,7 @@ class Proving(_Accumulated):
         plan = self.plan
         return prove(
             *tensors,
-            current_step().data if self._data is None else self._data,
+            current_step().data,
             plan.accumulation.spans_batches,
             rows_variable=plan.numbers.rows,
             ignored=[
@@ -155,38 +206,6 @@ class Proving(_Accumulated):
                 if not getattr(x, "trainable", False)
             ],
         )
-
-
-class Taken(_Accumulated):
-    """Takes the gradients of a step."""
-
-    def __init__(self, plan):
-        super().__init__(plan)
-        self.sources: dict = {}  # what a term is of, by its key
-
-    def note(self, y_pred, loss, weight):
-        self._build_trackers(y_pred)
-
-    def note_outputs(self, y_pred, read):
-        self._build_trackers(y_pred)
-        samples = tf.cast(count_samples(current_step().data), tf.float64)
-        of_layers = added_losses(self.plan.model)
-        rows = [x for x in [*floats_in(read), *of_layers] if x.shape.rank]
-        sums = [tf.reduce_sum(tf.cast(_mixed(x), tf.float64)) for x in rows]
-        means = [x for x in of_layers if not x.shape.rank]
-        total = sum(sums) / samples
-        return total + sum(tf.cast(x, tf.float64) for x in means), samples
-
-    def keep(self, variables, gradients, weight):
-        k, term = len(self.terms), {}
-        if weight is not None:
-            term[WEIGHTS, 0] = tf.identity(weight)
-        pairs = zip(variables, gradients, strict=True)
-        for i, (variable, gradient) in enumerate(pairs):
-            if gradient is not None:
-                self.sources[GRADIENTS, k, i] = variable
-                term[GRADIENTS, i] = _sketch(gradient)
-        self.terms.append(term)
 
 
 class Runner:
@@ -319,7 +338,7 @@ def _sketch(gradient):
         values = tf.reshape(gradient, [-1, gradient.shape[-1]])
         rows = tf.range(tf.shape(values)[0])
     else:
-        return tf.identity(gradient)
+        return gradient
     values = tf.cast(values, tf.float32)
     return tf.tensordot(_factors(rows, values), values, 1)
 

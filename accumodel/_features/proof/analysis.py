@@ -11,6 +11,7 @@ from accumodel._features.proof import shapes  # noqa: F401, for its rules
 from accumodel._features.proof.rules import RULES, apply_rule, is_number, rule
 from accumodel._features.proof.types import (
     MIXED,
+    ONE,
     N,
     Proof,
     Type,
@@ -199,6 +200,11 @@ class Analysis:
         if MOMENTS in op.name:
             return Type("C", self.dims(op.outputs[0]))
         axis = rows_axis(op.name)
+        if axis is not None and op.type == "Identity":  # some are dropped
+            (v,) = vals
+            is_right = (v.base, v.axis, v.o, v.mixed) == ("R", axis, ONE, False)
+            require(v.base == "T" or is_right, f"{v.words}, of which rows")
+            return v.but(uniform=False)
         if axis is None or op.type not in _DRAWS:
             return None
         held = vals[_DRAWS[op.type]].content or ()
