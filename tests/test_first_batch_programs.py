@@ -426,7 +426,19 @@ def test_an_overflow_of_the_first_batch_is_silent(kwargs):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    assert model.first_batch_check.startswith("exact")
+    said = model.first_batch_check
+    assert said.startswith("exact")
+    assert "a loss scale skips" in said
+
+
+def test_each_of_several_replicas_has_a_loss_of_the_whole_batch():
+    with mirrored(2).scope():
+        cached = CACHE | {"micro_batch_size": 2}
+        model = compiled(around(layers.Identity)(), "sgd", "mse", **cached)
+    model.fit(*make_data(40), batch_size=8, verbose=0)
+    said = model.first_batch_check
+    assert said.startswith("exact for every batch: proved from the graph, ")
+    assert "Each replica has the loss of its own samples" in said
 
 
 def test_what_is_proved_is_looked_at_once(monkeypatch):

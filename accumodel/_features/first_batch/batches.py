@@ -261,8 +261,7 @@ class FirstBatch(Feature):
         if plan.options.sync_batch_norm and self._steps() == 1:
             looked.norms = []
         if looked.is_proved:
-            what = f"proved from the graph, {looked.noted.proof.reason}"
-            self._end(f"exact for every batch: {what}")
+            self._end(messages.proved(plan, looked.noted.proof.reason))
 
     def _check(self, batches):
         """Compares batches of one update, and says what was found."""

@@ -192,8 +192,7 @@ class Comparison:
         is_even = rows.is_even or rows.plan.has_whole_loss
         for look in self.looks:
             if not (look.adds_up or is_even):
-                kind = "weights of the micro-batches"
-                raise Differs(look, kind, look.weights)
+                raise Differs(look, runs.WEIGHTS, look.weights)
 
     def _look_at_parts(self):
         """Looks at micro-batches, or at parts of these if memory is short."""
@@ -251,7 +250,10 @@ class Comparison:
             begin,
             end,
             size,
-            error=max(shares.values(), default=0.0),
+            # What is more than that, and no error, is nothing but rounding.
+            error=max(
+                (x for x in shares.values() if x <= self._rounding), default=0.0
+            ),
             is_zero=not any(one.any() for one, _ in gradients.values()),
             weights=max(
                 (_share(*each) for each in pairs[runs.WEIGHTS].values()),
@@ -357,7 +359,8 @@ def compare(plan, looked, fed):
             done.append(compared)
     except Differs as error:
         text = messages.differs(error, compared, looked.noted)
-        return f"differs: {text}", False
+        some = " in some batches" if error.kind == runs.WEIGHTS else ""
+        return f"differs{some}: {text}", False
     looks = [look for each in done for look in each.looks]
     found, _ = looked.rehearsed[0]
     if plan.model.run_eagerly and found.python:

@@ -5,6 +5,8 @@ import numpy as np
 from accumodel._features.auto import is_out_of_memory
 from accumodel._features.first_batch import runs
 from accumodel._features.first_batch.variables import name_of
+from accumodel._keras_and_tf.optimizers import scales_loss
+from accumodel._keras_and_tf.replicas import are_several
 
 TF_RANDOM = (
     "The model draws random numbers by `tf.random`: other ones in each "
@@ -81,6 +83,23 @@ def norms(are_in, model):
     return f"{what}; {off} Received: model={model}"
 
 
+def proved(plan, reason):
+    """Returns what is proved."""
+    text = f"exact for every batch: proved from the graph, {reason}"
+    return ". ".join([text, *_apart(plan)])
+
+
+def _apart(plan):
+    """Yields what a user may take for a part of what is exact."""
+    if plan.has_whole_loss and are_several(plan.model):
+        yield (
+            "Each replica has the loss of its own samples, unless "
+            "`compute_loss` gathers those of all"
+        )
+    if scales_loss(plan.model.optimizer):
+        yield "Updates that a loss scale skips may be others"
+
+
 def exact(looks, rows, what, reason):
     """Returns how much was seen, and what was not, in words of the user."""
     look, error = looks[-1], max(look.error for look in looks)
@@ -88,11 +107,12 @@ def exact(looks, rows, what, reason):
     who = f"{count} of {rows.samples} samples of the first {what}"
     if count == rows.samples:
         who = f"the first {what} of {count} samples"
-    return (
+    text = (
         f"exact for {who}: the same in micro-batches of {look.size} as in one "
         f"piece (largest difference: {error:.1g} of the largest "
-        f"gradient). Not proved ({reason}): other batches may differ."
+        f"gradient). Not proved ({reason}): other batches may differ"
     )
+    return f"{'. '.join([text, *_apart(rows.plan)])}."
 
 
 def differs(found, compared, noted):
@@ -133,6 +153,15 @@ def _text(found, compared, noted):
             "rows belong together, such as pairs, make them one sample: "
             f"{last_line(found.what)}."
         )
+    cause = _cause(look, compared.rows.plan, noted)
+    if found.kind == runs.WEIGHTS:
+        return (
+            "What the micro-batches weigh does not add up to what all their "
+            f"samples weigh: {look.end - look.begin} samples in micro-batches "
+            f"of {look.size} differ by {found.share:.2g} times that. If a "
+            "micro-batch is short, the weights of the model will not be those "
+            f"of the large batch. {cause}"
+        )
     source = compared.runner.sources.get(found.what)
     name = "" if source is None else name_of(source, model)
     if found.kind == runs.STATES:
@@ -158,7 +187,7 @@ def _text(found, compared, noted):
         "The first batch shows that the weights will not be those of the "
         f"large batch. With {look.end - look.begin} samples in one piece and "
         f"in micro-batches of {look.size}, the {what} differ{by}. "
-        f"{_cause(look, compared.rows.plan, noted)}"
+        f"{cause}"
     )
 
 

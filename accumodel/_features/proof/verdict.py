@@ -236,11 +236,12 @@ def _types_of_data(analysis, data, spans_batches):
 def _outside(analysis, graph, rows_variable, ignored):
     """Returns types of what a graph takes from outside, and what it assigns."""
     used = private_names.used_variables(graph)
-    names = {id(v.handle): v.name for v in used}
+    names = {id(v.handle): v.name.split(":")[0] for v in used}
     seeds = {id(v.handle) for v in used if private_names.is_seed(v)}
     theirs = {id(tf_variable(v).handle) for v in ignored}
     if rows_variable is not None:
         theirs.add(id(rows_variable.handle))
+        names[id(rows_variable.handle)] = "the place of a draw in the batch"
     types, assigned = {}, None
     for outside, x in graph.captures:
         key, is_symbolic = id(outside), tf.is_symbolic_tensor(outside)
