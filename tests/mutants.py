@@ -107,6 +107,8 @@ groups that are whole in the training are told of
 # test_first_batch_programs.py
 the check leaves behind what a step assigns
     Runner.run: call assign => None
+functions in the model keep the rehearsal
+    rehearse.run: call traced_anew => hooks.silenced()
 the first batch is lost
     first_batches: set first => [*itertools.islice(batches, 2 * count)][1:]
 # test_verdict.py
@@ -252,8 +254,6 @@ what takes a resource is harmless
 # test_rehearsal.py
 a rehearsal updates weights
     rehearse.run: call updates => hooks.silenced()
-functions in the model keep the rehearsal
-    rehearse.run: call traced_anew => hooks.silenced()
 a rehearsal draws from the seeds of the model
     rehearse.run: call own_draws => hooks.silenced()
 # test_rematerialization.py

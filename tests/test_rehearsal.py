@@ -1,5 +1,6 @@
 """What is traced before the first step may fail, and leaves nothing behind."""
 
+import random
 import warnings
 
 import keras
@@ -25,6 +26,7 @@ from test_whole_training import (
 
 from accumodel import AccumulatingModel, InexactWarning
 from accumodel._features.first_batch import batches
+from accumodel._fit.rehearsal import rehearse
 
 pytestmark = pytest.mark.verified
 
@@ -432,3 +434,15 @@ def test_what_cannot_be_compared_is_no_warning(program):
     model, told = trained(program, AccumulatingModel, **WAYS["fed"])
     assert model.first_batch_check.startswith("not made: ")
     assert not told
+
+
+def test_what_it_draws_in_python_is_drawn_again():
+    drawn: list = []
+
+    def draw():
+        drawn.append((random.random(), np.random.normal()))
+
+    keras.utils.set_random_seed(0)
+    rehearse(whole.dense(AccumulatingModel), draw)
+    draw()
+    assert drawn[0] == drawn[1]

@@ -533,12 +533,8 @@ TO_PROVE = test_proof.BENT | test_proof.UNKNOWN | test_proof.RIGHT
 @pytest.mark.parametrize("way", ["split", "fed", "eager"])
 @pytest.mark.parametrize("name", [k for k in TO_PROVE if k not in FIXED])
 def test_what_a_proof_could_get_wrong(name, way):
-    program = TO_PROVE[name]
-    if isinstance(program, tuple):
-        program = program[0]
-
     def make(cls):
-        return test_proof.model_of(cls, program)
+        return test_proof.model_of(TO_PROVE[name], cls)
 
     data = (rng.normal(size=(24, 4, 3)).astype("float32") for _ in range(2))
     check(Program(make, None, feed(*data, batch=12)), in_all=True, **WAYS[way])
