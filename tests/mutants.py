@@ -98,6 +98,8 @@ a short batch is timed
 # test_first_batch.py
 the check looks at a special point
     moved: call _move => None
+weights of micro-batches are not compared
+    Comparison._look_at_rows: set is_even => True
 the parts are compared with themselves
     Comparison._look: set whole => parts
 a state that only watches is told of
@@ -116,8 +118,6 @@ what is equal by chance is taken for exact
     FirstBatch._check: if by_chance => False
 the check looks at a few rows only
     Comparison._look_at_parts: set most fits => rows.few
-weights of micro-batches are not compared
-    Comparison._look_at_rows: set is_even => True
 a difference of gradients is taken for rounding
     Comparison._check_gradients: if is_more => False
 the axis of samples is guessed

@@ -394,9 +394,7 @@ RIGHT = {
     "a sum": Program(lambda b: total(errors(b)), lambda b: None),
     "one loss for each": errors,
     "one loss for each, and means": lambda b: (
-        mean(tf.abs(b.p))
-        + (errors(b) + mean(tf.square(b.p))) * 3
-        - total(b.kernel)
+        mean(b.p) + (errors(b) + mean(tf.abs(b.p))) / 9 - mean(b.kernel)
     ),
     "with what is shared": lambda b: 3 * mean(errors(b)) + total(b.kernel**2),
     "a mask": weighed(

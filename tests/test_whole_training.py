@@ -523,7 +523,7 @@ def test_what_is_said_is_true_to_the_end(name, way):
 FIXED = (
     *("next to one of fixed length", "labels of fixed length"),
     *("lengths of two branches", "lengths of a branch that does not run"),
-    "decided on the host",
+    *("decided on the host", "a bias for each", "lengths that are compared"),
 )
 TO_PROVE = test_proof.BENT | test_proof.UNKNOWN | test_proof.RIGHT
 
