@@ -100,6 +100,8 @@ the check looks at a special point
     moved: call _move => None
 weights of micro-batches are not compared
     Comparison._look_at_rows: set is_even => True
+what is assigned is the same in each micro-batch
+    _outside: set moves => False
 the parts are compared with themselves
     Comparison._look: set whole => parts
 a state that only watches is told of
@@ -182,8 +184,6 @@ a mean that its weight did not divide is proved
     _judge: set is_mean => True
 batches of unlike lengths in one update are proved
     _types_of_data: if spans_batches => False
-what is assigned is the same in each micro-batch
-    _outside: set moves => False
 what is given has one name
     Analysis._typed: set vals => vals
 sizes are read from the last one on
