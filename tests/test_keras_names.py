@@ -35,6 +35,24 @@ def make_one_layer(model_class=keras.Model):
     return chain(model_class, (3,), keras.layers.Dense(2))
 
 
+def test_a_loss_reduces_in_one_function_that_is_given_all_it_needs():
+    before = MODULE.reduce_weighted_values
+    y_pred = tf.ones((2, 5, 3))
+    mask = tf.constant([[True] * 5, [False] * 5])
+    y_pred._keras_mask = mask
+    weights = tf.constant([[1.0], [2.0]])
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    with hooks.recorded_reductions(scales=True) as reductions:
+        value = loss(tf.zeros((2, 5, 3)), y_pred, weights)
+    (noted,) = reductions
+    assert noted.values.shape == (2, 5)
+    assert noted.mask is mask
+    assert noted.sample_weight is weights
+    assert noted.reduction == "mean_with_sample_weight"
+    assert float(value) == 1.0
+    assert MODULE.reduce_weighted_values is before
+
+
 def test_a_mask_is_kept_with_the_output():
     masked = keras.layers.Masking()(tf.constant([[[0.0], [1.0]]]))
     assert private_names.mask_of(masked).numpy().tolist() == [[False, True]]
@@ -122,6 +140,19 @@ def test_keras_tracks_a_model_in_an_order_that_can_be_given():
     assert made.supports_masking
     # All of these are there, though a functional model need not have them.
     assert vars(keras.Sequential()).keys() >= private_names._STATE
+
+
+def test_the_test_step_of_keras_can_be_replaced():
+    model, other = make_one_layer(), make_one_layer()
+    other.compile("sgd", "mse")
+    data = np.ones((4, 3)), np.ones((4, 2))
+
+    def test_step(original, called, data):
+        return "replaced" if called is model else original(called, data)
+
+    with hooks.test_steps(test_step=test_step):
+        assert model.test_step(data) == "replaced"
+        assert "loss" in other.test_step(data)
 
 
 def test_a_loop_can_be_left_out_of_the_graph_around_it():
@@ -217,6 +248,30 @@ def test_nothing_of_keras_is_replaced_until_a_model_accumulates():
         assert {*steps} == {is_kerass}
         seen.clear()
     assert MODULE.reduce_weighted_values is before
+
+
+def test_keras_rematerializes_by_a_function_of_the_backend(monkeypatch):
+    backend = private_names.module_of(keras.remat).backend
+    module = getattr(backend, "ops", None) or backend.core
+    monkeypatch.setattr(module, "remat", lambda function: by_keras)
+    called = []
+
+    def call(function, by_keras, *args):
+        called.append((function, by_keras))
+        return function(*args)
+
+    def by_keras():
+        pass
+
+    hooks.replace_rematerialized(call)
+    with keras.RematScope(mode="full"):
+        dense = keras.layers.Dense(1)
+    dense(keras.Input((1,)))  # only shapes are inferred
+    dense(tf.ones((1, 1)))
+    keras.remat(tf.identity)(tf.ones(()))
+    (of_dense, _), *others = called
+    assert private_names.layer_of(of_dense) is dense
+    assert others == [(tf.identity, by_keras)]
 
 
 @pytest.mark.parametrize("mode", ["full", "list_of_layers"])
