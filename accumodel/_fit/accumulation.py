@@ -49,13 +49,12 @@ class Options:
     verify: bool = True
 
     def __post_init__(self):
-        checks.check_bools(
-            gradient_cache=self.gradient_cache,
-            sync_batch_norm=self.sync_batch_norm,
-            skip_nonfinite=self.skip_nonfinite,
-            verify=self.verify,
+        # As Python's own bools and ints, which a file can hold.
+        vars(self).update(
+            (field.name, checks.check_bool(field.name, vars(self)[field.name]))
+            for field in dataclasses.fields(self)
+            if isinstance(field.default, bool)
         )
-        # As Python's own ints, which a file can hold.
         size = checks.check_micro_batch_size(self.micro_batch_size)
         vars(self).update(
             accum_steps=checks.check_accum_steps(self.accum_steps),

@@ -225,12 +225,11 @@ def check_optimizer(optimizer, skip_nonfinite):
         )
 
 
-def check_bools(**arguments):
-    """Raises unless all arguments are bools."""
-    for name, value in arguments.items():
-        if not isinstance(value, bool):
-            received = f"Received: {name}={value!r}"
-            raise TypeError(f"`{name}` must be a bool. {received}")
+def check_bool(name, value):
+    """Returns `value` as a bool, or says what is wrong with it."""
+    if value not in (True, False, None):
+        raise TypeError(f"`{name}` must be a bool. Received: {name}={value!r}")
+    return bool(value)
 
 
 def check_variables(variables):

@@ -81,9 +81,12 @@ class GradientAccumulator(Engine):
             1 if accum_steps is None else accum_steps
         )
         checks.check_optimizer(optimizer, skip_nonfinite)
-        checks.check_bools(
-            jit_compile=jit_compile, skip_nonfinite=skip_nonfinite
-        )
+        skip_nonfinite = checks.check_bool("skip_nonfinite", skip_nonfinite)
+        if not isinstance(jit_compile, bool):
+            raise TypeError(
+                "`jit_compile` must be a bool. "
+                f"Received: jit_compile={jit_compile!r}"
+            )
         variables = checks.check_variables(variables)
         replicas.check_strategy(replicas.current_strategy())
         super().__init__(
