@@ -394,7 +394,7 @@ RIGHT = {
     "a sum": Program(lambda b: total(errors(b)), lambda b: None),
     "one loss for each": errors,
     "one loss for each, and means": lambda b: (
-        mean(b.p) + (errors(b) + mean(tf.abs(b.p))) / 9 - mean(b.kernel)
+        mean(b.p) + 0.3 * (errors(b) + mean(tf.abs(b.p))) / 3 - mean(b.kernel)
     ),
     "with what is shared": lambda b: 3 * mean(errors(b)) + total(b.kernel**2),
     "a mask": weighed(

@@ -308,9 +308,10 @@ def _check(v, tensor):
 
 def _keeps_mixed(op, vals):
     """Whether samples and a mean over them are added, scaled, or summed up."""
-    first, *others = vals
     if op.type in ("Mul", "RealDiv", "DivNoNan"):
-        return first.mixed and all(v.is_shared for v in others)
+        others = [v for v in vals if not v.mixed]
+        is_scaled = len(others) == 1 and others[0].is_shared
+        return is_scaled and (op.type == "Mul" or vals[0].mixed)
     return op.type in _OF_MIXED
 
 

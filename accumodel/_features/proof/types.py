@@ -265,9 +265,9 @@ def added(vals):
         require(len(powers) == 1, what, is_of_n)
         is_mixed = any(v.mixed for v in vals)
         return broadcast([*vals, *zeros]).but(m=vals[0].m, mixed=is_mixed)
-    sums = {v.m for v in vals if v.base == "S"}
+    means = [v for v in vals if v.base == "S"]
+    sums = {v.m for v in means}
     if "R" in bases:
-        means = [v for v in vals if v.base == "S"]
         is_right = {v.m for v in vals if v.base == "R"} == {()}
         is_right &= sums == {(("n", -1),)} and not any(v.dims for v in means)
         require(is_right, MIXED, bends=True)
