@@ -337,11 +337,9 @@ def rehearse(plan, data, batch):
     why, rehearsed = _why_compared(plan, batch), []
     noted, can_run = Noted(Proof("unknown", why)), False
     if not why:
+        typed = hooks.gradients(gradient=Proving.gradient)
         # A custom gradient is not proved, and theirs are right.
-        scopes = [hooks.plain_silu(), rematerialization.none()]
-        if plan.is_custom:
-            scopes.append(hooks.gradients(gradient=Proving.gradient))
-        with hooks.all_of(scopes):
+        with hooks.plain_silu(), rematerialization.none(), typed:
             rehearsed = trace(plan, data, Proving)
         # The first that is not proved, else the first.
         proved = [_noted(*pair) for pair in rehearsed]

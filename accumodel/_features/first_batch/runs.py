@@ -6,7 +6,6 @@ is as in the training. If the loss sees the whole batch, gradients by the
 weights are those of a sum of the outputs, each times another number.
 """
 
-import contextlib
 import dataclasses
 import functools
 
@@ -117,26 +116,23 @@ class Proving(Taken):
 
     @staticmethod
     def gradient(original, tape, target, sources, *args, **kwargs):
-        """Computes gradients by a tape, and types them for this step."""
-        compute = functools.partial(original, tape, *args, **kwargs)
+        """Computes gradients by a tape, and types those of a custom step."""
         self = current_step().collector
         # Inside of functions, and of other sums, they are not followed.
         is_sum = not args and "output_gradients" not in kwargs
-        if is_sum and current_graph() is self._graph:
-            gradients = self._gradients.compute
-            return self._ask(gradients, compute, target, sources)
+        if self.plan.is_custom and is_sum and current_graph() is self._graph:
+            compute = functools.partial(original, tape, **kwargs)
+            return self._ask(self._gradients.compute, compute, target, sources)
         return original(tape, target, sources, *args, **kwargs)
 
     def note(self, y_pred, loss, weight):
         super().note(y_pred, loss, weight)
         if not self.plan.is_custom:
             self._settle(y_pred, lambda: self._prove_loss(y_pred, loss, weight))
-            self._go_on()
 
     def note_outputs(self, y_pred, read):
         self._build_trackers(y_pred)
         self._settle(y_pred, lambda: self._prove_outputs(read))
-        self._go_on()
         return super().note_outputs(y_pred, read)
 
     def finish(self):
@@ -145,25 +141,25 @@ class Proving(Taken):
                 (gradients, weight) for _, gradients, weight in self._added
             ]
             self.noted.proof = self._ask(self._gradients.prove, added)
-        with contextlib.suppress(Enough):
-            self._go_on()
+        if self._is_to_run:
             super().finish()
 
-    def _go_on(self):
-        """Ends a trace that is not to run."""
+    @property
+    def _is_to_run(self):
+        """Whether what is traced is compared: only if it is not proved."""
         stands_in = self.plan.numbers.has_stood_in or left_out()
-        if self.noted.is_exact or stands_in:
-            raise Enough
+        return not (self.noted.is_exact or stands_in)
 
     def _settle(self, y_pred, ask):
-        """Takes what is proved, and ends the trace if it is exact."""
+        """Takes what is proved, and ends a trace that is not to run."""
         plan, data = self.plan, current_step().data
         self.noted.proof = ask()
-        if self.noted.is_exact:
-            if "compute_metrics" in plan.overridden:
-                x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-                plan.model.compute_metrics(x, y, y_pred, sample_weight)
-                self.noted.proof = ask()  # it may assign what the loss reads
+        goes_on = self._is_to_run
+        if self.noted.is_exact and "compute_metrics" in plan.overridden:
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            plan.model.compute_metrics(x, y, y_pred, sample_weight)
+            self.noted.proof = ask()  # it may assign what the loss reads
+        if not goes_on:
             raise Enough
 
     def _prove_loss(self, y_pred, loss, weight):
@@ -215,10 +211,7 @@ class Runner:
         self.function = function
         self._in_parts = in_parts or self.function
         self._given = tf.constant(places, tf.int64), leaves_of(data)
-        self.used, self._assigned = variables_of(
-            [self.function, self._in_parts]
-        )
-        _, self._states = variables_of([self._in_parts])
+        self.used, self._states = variables_of([self.function, self._in_parts])
         of_states = {(STATES, 0, i): v for i, v in enumerate(self._states)}
         self.sources = sources | of_states
 
@@ -229,19 +222,18 @@ class Runner:
         """
         function = self.function if is_whole else self._in_parts
         places, leaves = self._given
-        before = {id(v): np.array(v.numpy()) for v in self._assigned}
+        before = [np.array(v.numpy()) for v in self._states]
         parts, arrays = [], {}
         try:
             for i in range(-(-(end - begin) // size)):
                 rows = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
                 terms = function(places, *rows, *leaves)
                 parts.append(tf.nest.map_structure(_array, terms))
-            for i, variable in enumerate(self._states):
-                change = _change(variable, before[id(variable)])
-                arrays[STATES, 0, i] = change
+            for i, each in enumerate(zip(self._states, before, strict=True)):
+                arrays[STATES, 0, i] = _change(*each)
         finally:
-            for variable in self._assigned:
-                variable.assign(before[id(variable)])
+            for variable, value in zip(self._states, before, strict=True):
+                variable.assign(value)
         for k, terms in enumerate(zip(*parts, strict=True)):
             for (kind, i), value in _join(terms).items():
                 arrays[kind, k, i] = value
@@ -250,9 +242,9 @@ class Runner:
     @property
     def activations(self):
         """Returns the bytes of a sample in all tensors of the step."""
-        longest = max(
-            [1, *(max([*x.shape[1:]] or [1]) for x in self._rows_given)]
-        )
+        _, leaves = self._given
+        rows = [x for x in leaves if getattr(x, "shape", ())]
+        longest = max([1, *(n for x in rows for n in x.shape[1:])])
         return sum(
             np.prod([n or longest for n in tensor.shape[1:]])
             * tensor.dtype.size
@@ -263,10 +255,6 @@ class Runner:
             and tensor.shape.rank
             and tensor.shape[0] is None
         )
-
-    @property
-    def _rows_given(self):
-        return [x for x in self._given[1] if getattr(x, "shape", ())]
 
 
 def _join(terms):
