@@ -94,7 +94,7 @@ def proved_and_compared(monkeypatch):
     def compare(self, batch):
         was_done = self._now.is_done
         prove(self, batch)
-        if was_done or not self._now.is_proved:
+        if was_done or not self._now.noted.is_exact:
             return
         plan, data = self.accumulation.plan(), self._now.data
         rehearsed = batches.trace(plan, data, runs.Taken, draws=True)

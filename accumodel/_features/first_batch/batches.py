@@ -53,7 +53,7 @@ class Looked:
     how: typing.Any  # updates are split
     is_even: bool = False  # whether all micro-batches are as large
     rehearsed: list = dataclasses.field(default_factory=list)  # see `rehearse`
-    noted: typing.Any = None
+    noted: Noted = dataclasses.field(default_factory=Noted)
     norms: list = dataclasses.field(default_factory=list)  # see `Rehearsed`
     fed: list = dataclasses.field(default_factory=list)  # so far in a cycle
     most: int = 0  # samples in one of these
@@ -62,14 +62,9 @@ class Looked:
     samples: int = 0  # of the update that was compared
     is_done: bool = False
 
-    @property
-    def is_proved(self):
-        """Whether it is exact for every batch."""
-        return self.noted is not None and self.noted.is_exact
-
     def is_of(self, specs, how):
         """Whether steps for these specs are traced and split like these."""
-        is_split_so = self.is_proved or how == self.how  # for all sizes
+        is_split_so = self.noted.is_exact or how == self.how  # for all sizes
         return is_split_so and specs == rehearsal.specs_of(self.data)
 
     def begin_fit(self):
@@ -89,7 +84,7 @@ class FirstBatch(Feature):
         self._has_split = self._is_even = False
         self._seen: dict = {}  # what was looked at, by the data's axes
         self._now = Looked(None, None)  # the present one of these
-        # The shapes of batches that need no look, and how they are split.
+        # The specs of batches that need no look, and how they are split.
         self._known: tuple = ()
 
     @classmethod
@@ -151,7 +146,9 @@ class FirstBatch(Feature):
         if spec is None:
             one = next(batches)
             batches = itertools.chain([one], batches)
-        shapes = [getattr(x, "shape", spec) for x in keras.tree.flatten(one)]
+        shapes = spec or [
+            getattr(x, "shape", None) for x in keras.tree.flatten(one)
+        ]
         step = shapes, self._how()
         # In each step: what needed no look needs none again.
         if step == self._known:
@@ -163,9 +160,7 @@ class FirstBatch(Feature):
         if not first:
             return batches
         self._look(first)
-        if spec is None:
-            return itertools.chain(first, batches)
-        if strategy.num_replicas_in_sync > 1:
+        if spec is None or strategy.num_replicas_in_sync > 1:
             return iter(first)
         # An iterator of the same type, for which no step is traced again.
         # Tracing anything, as `from_generator` does, costs more than a step.
@@ -179,10 +174,9 @@ class FirstBatch(Feature):
     def _must_look(self, data):
         """Whether to look at batches like this one, or of these specs."""
         looked, model = self._looked_at(data), self.accumulation.model
-        is_told = not looked.norms or bool(self._norms)
-        if looked.is_done and is_told and not self._must_split():
-            return False
-        if looked.looks >= _LOOKS * self._steps():
+        is_told = bool(self._norms) or not looked.norms
+        is_known = looked.is_done and is_told and not self._must_split()
+        if is_known or looked.looks >= _LOOKS * self._steps():
             return False
         if not tf.executing_eagerly():
             if not looked.is_done:
@@ -246,8 +240,9 @@ class FirstBatch(Feature):
         if is_enough:
             self._check(batches)
         else:
-            what = "no update was made in several parts so far"
-            self._verdict = f"not made: {what}"
+            self._verdict = (
+                "not made: no update was made in several parts so far"
+            )
 
     def _prove(self, batch):
         """Rehearses the step, unless it is done, and says what is proved."""
@@ -260,7 +255,7 @@ class FirstBatch(Feature):
         )
         if plan.options.sync_batch_norm and self._steps() == 1:
             looked.norms = []
-        if looked.is_proved:
+        if looked.noted.is_exact:
             self._end(messages.proved(plan, looked.noted.proof.reason))
 
     def _check(self, batches):
@@ -281,19 +276,16 @@ class FirstBatch(Feature):
     @contextlib.contextmanager
     def _explained(self):
         """Scope of what ends with an error that says why nothing is said."""
-        looked = self._now
         try:
             yield
-        except InexactWarning:
-            raise
         except NotYet as error:  # another batch may show it
             self._verdict = f"not made: {error} so far"
-            if looked.looks >= _LOOKS * self._steps():
+            if self._now.looks >= _LOOKS * self._steps():
                 self._end(f"not made: {error}")
         except NotMade as error:  # of one that is alone nothing is wrong
             self._end(f"not made: {error}", warns=not isinstance(error, Alone))
         except Exception as error:
-            if RAISES:
+            if RAISES or isinstance(error, InexactWarning):
                 raise
             is_eager = self.accumulation.model.run_eagerly
             self._end(f"not made: {messages.of_error(error, is_eager)}")
@@ -335,7 +327,7 @@ def rehearse(plan, data, batch):
     """
     rehearsal.build(plan, data)
     why, rehearsed = _why_compared(plan, batch), []
-    noted, can_run = Noted(Proof("unknown", why)), False
+    noted = Noted(Proof("unknown", why))
     if not why:
         typed = hooks.gradients(gradient=Proving.gradient)
         # A custom gradient is not proved, and theirs are right.
@@ -344,16 +336,17 @@ def rehearse(plan, data, batch):
         # The first that is not proved, else the first.
         proved = [_noted(*pair) for pair in rehearsed]
         noted = min(proved, key=lambda each: each.is_exact)
-        can_run = all(
-            found.error is None and bool(collector.terms)
-            for found, collector in rehearsed
-        )
+    can_run = not why and all(
+        found.error is None and collector.terms
+        for found, collector in rehearsed
+    )
     if not (noted.is_exact or can_run):
         rehearsed = trace(plan, data, Taken, draws=True)
     found, _ = rehearsed[0]
+    norms = found.norms
     if found.error is not None:
-        return rehearsed, noted, [*map(bool, trained_norms(plan.model))]
-    return rehearsed, noted, found.norms
+        norms = [*map(bool, trained_norms(plan.model))]
+    return rehearsed, noted, norms
 
 
 def trace(plan, data, kind, **kwargs):
@@ -382,25 +375,17 @@ def _noted(found, collector):
 
 def _why_compared(plan, batch):
     """Returns why a step cannot be proved, or nothing."""
-    if plan.is_custom and plan.whole_batch is not None:
-        return "a custom step"
-    if plan.model.run_eagerly:
-        return "eager code, which may do something else each time"
-    if "slice_data" in plan.overridden:
-        return "a custom `slice_data`"
-    if plan.orders is not None:
-        return "padding that is cut off"
-    if not _are_alike(batch):
-        return "arrays of other numbers of samples"
-    return ""
-
-
-def _are_alike(batch):
-    """Whether all arrays have an axis of as many samples, or none."""
-    lengths = {
-        leaf.shape[0] for leaf in keras.tree.flatten(batch) if has_axis(leaf)
+    leaves = filter(has_axis, keras.tree.flatten(batch))
+    lengths = {leaf.shape[0] for leaf in leaves}
+    eager = "eager code, which may do something else each time"
+    whys = {
+        "a custom step": plan.is_custom and plan.whole_batch is not None,
+        eager: plan.model.run_eagerly,
+        "a custom `slice_data`": "slice_data" in plan.overridden,
+        "padding that is cut off": plan.orders is not None,
+        "arrays of other numbers of samples": len(lengths) != 1,
     }
-    return len(lengths) == 1
+    return next((why for why, holds in whys.items() if holds), "")
 
 
 def _common(spec, other):
@@ -418,11 +403,12 @@ def _bytes_of(batches):
 def _is_even(accumulation, arguments):
     """Whether all micro-batches of a `fit` are known to be of one size."""
     batch, size = accumulation.batch_size, accumulation.model.micro_batch_size
-    if batch is None or arguments.get("validation_split"):
+    is_free = isinstance(size, str) or arguments.get("validation_split")
+    if batch is None or is_free:
         return False
+    parts = accumulation.strategy.num_replicas_in_sync
+    if size is not None:
+        parts *= -(-batch // parts // size)
     leaves = keras.tree.flatten(arguments.get("x"))
-    if any(leaf.shape[0] % batch for leaf in leaves if hasattr(leaf, "shape")):
-        return False
-    count = accumulation.strategy.num_replicas_in_sync
-    parts = -(-batch // count // size) if isinstance(size, int) else 1
-    return not batch % (count * parts) and not isinstance(size, str)
+    lengths = [leaf.shape[0] for leaf in leaves if hasattr(leaf, "shape")]
+    return not (batch % parts or any(length % batch for length in lengths))

@@ -46,6 +46,8 @@ GRADIENTS = "gradients"
 STATES = "states"
 WEIGHTS = "weights"
 
+_UNKNOWN = Proof("unknown", "")
+
 # Operations that show a tensor as another one.
 _VIEWS = ("ExpandDims", "Identity", "Reshape", "Squeeze")
 
@@ -97,7 +99,7 @@ class Taken(Noting):
 class Noted:
     """What is known of a step from its graph."""
 
-    proof: Proof
+    proof: Proof = _UNKNOWN
     is_of_rows: bool = True  # whether the outputs may be rows
     adds: bool = False  # whether layers add losses
 
@@ -111,7 +113,7 @@ class Proving(Taken):
 
     def __init__(self, plan):
         super().__init__(plan)
-        self.noted = Noted(Proof("unknown", ""))
+        self.noted = Noted()
         self._gradients = Gradients()  # of a custom step
 
     @staticmethod
