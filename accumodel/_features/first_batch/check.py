@@ -91,10 +91,14 @@ class Rows:
     """The samples of an update of one replica, and how they are split."""
 
     plan: typing.Any
+    looked: typing.Any  # what is known of the step
     data: typing.Any
     size: int  # the most samples of a micro-batch
-    is_sure: bool  # whether they are split for sure
-    is_even: bool  # whether all micro-batches are known to be as large
+
+    @property
+    def is_sure(self):
+        """Whether they are split for sure, not only if memory runs out."""
+        return not isinstance(self.plan.options.micro_batch_size, str)
 
     @functools.cached_property
     def samples(self):
@@ -143,10 +147,9 @@ class Comparison:
     def __init__(self, pair, rows, in_parts=None):
         """`in_parts` is rehearsed without the padding that is cut off."""
         self.rows, self.trims = rows, in_parts is not None
-        in_parts = in_parts and in_parts.result()
         found, collector = pair
         given = found.result(), collector.sources, rows.data, rows.places
-        self.runner = Runner(*given, in_parts)
+        self.runner = Runner(*given, in_parts and in_parts.result())
         self.looks: list[Look] = []
         self.by_chance = False  # whether it may agree so: samples are compared
 
@@ -189,7 +192,7 @@ class Comparison:
             raise apart
         # Samples that are compared may be in groups, which are whole.
         self.by_chance = apart is not None
-        is_even = rows.is_even or rows.plan.has_whole_loss
+        is_even = rows.looked.is_even or rows.plan.has_whole_loss
         for look in self.looks:
             if not (look.adds_up or is_even):
                 raise Differs(look, runs.WEIGHTS, look.weights)
@@ -239,28 +242,27 @@ class Comparison:
         try:
             whole = run()
         except tf.errors.InvalidArgumentError as error:
-            look = Look(begin, end, size)
-            raise Differs(look, "fixed", what=error) from error
-        pairs: dict = {runs.GRADIENTS: {}, runs.STATES: {}, runs.WEIGHTS: {}}
-        for key in whole.keys() & parts.keys():
-            pairs[key[0]][key] = whole[key], parts[key]
-        gradients = pairs[runs.GRADIENTS]
+            raise Differs(None, "fixed", what=error) from error
+
+        def pairs(kind):
+            keys = [key for key in whole if key[0] == kind and key in parts]
+            return {key: (whole[key], parts[key]) for key in keys}
+
+        gradients = pairs(runs.GRADIENTS)
         shares = {key: _share(*each) for key, each in gradients.items()}
+        weights = [_share(*each) for each in pairs(runs.WEIGHTS).values()]
         look = Look(
             begin,
             end,
             size,
             # What is more than that, and no error, is nothing but rounding.
             error=max(
-                (x for x in shares.values() if x <= self._rounding), default=0.0
+                [0.0, *(x for x in shares.values() if x <= self._rounding)]
             ),
             is_zero=not any(one.any() for one, _ in gradients.values()),
-            weights=max(
-                (_share(*each) for each in pairs[runs.WEIGHTS].values()),
-                default=0.0,
-            ),
+            weights=max([0.0, *weights]),
         )
-        self._check_states(look, pairs[runs.STATES])
+        self._check_states(look, pairs(runs.STATES))
         self._check_gradients(look, gradients, shares, run)
         self.looks.append(look)
 
@@ -340,50 +342,47 @@ def compare(plan, looked, fed):
     Returns a verdict, and whether what agrees may do so by chance.
     """
     _check_model(plan.model, looked.rehearsed)
-    what = "batch" if len(fed) == 1 else "cycle"
     try:
-        data = _joined(fed) if len(fed) > 1 else fed[0]
+        data = _joined(fed)
     except (ValueError, tf.errors.InvalidArgumentError):
-        fed, what = fed[:1], "batch"  # others have other shapes
+        fed = fed[:1]  # others have other shapes
         data = fed[0]
     size = plan.options.micro_batch_size
-    is_sure = not isinstance(size, str)  # to be split
     if not isinstance(size, int):
         size = max(int(count_samples(batch)) for batch in fed)
-    rows = Rows(plan, data, size, is_sure, looked.is_even)
+    rows = Rows(plan, looked, data, size)
     rows.check()
-    done: list[Comparison] = []
+    looks, by_chance = [], False
     try:
-        for compared in _comparisons(plan, looked, rows):
+        for compared in _comparisons(rows):
             compared.look()
-            done.append(compared)
+            looks += compared.looks
+            by_chance |= compared.by_chance
     except Differs as error:
-        text = messages.differs(error, compared, looked.noted)
         some = " in some batches" if error.kind == runs.WEIGHTS else ""
-        return f"differs{some}: {text}", False
-    looks = [look for each in done for look in each.looks]
+        return f"differs{some}: {messages.differs(error, compared)}", False
     found, _ = looked.rehearsed[0]
     if plan.model.run_eagerly and found.python:
         raise NotMade(
             f"with `run_eagerly=True`, the step {found.python}, in each "
             "micro-batch. Draw by `keras.random`, and count in `after_update`"
         )
+    seen = messages.seen(looks, rows, "batch" if len(fed) == 1 else "cycle")
     proof = looked.noted.proof
-    exact = messages.exact(looks, rows, what, proof.reason)
     if proof.kind == "bends":
-        text = messages.bends(proof.reason, plan, exact)
+        text = messages.bends(seen, plan, proof.reason)
         return f"differs in some batches: {text}", False
     if all(look.is_zero for look in looks):
         raise NotYet("the gradients of the loss are zero")
-    return exact, any(each.by_chance for each in done)
+    return messages.exact(seen, plan, proof.reason), by_chance
 
 
-def _comparisons(plan, looked, rows):
+def _comparisons(rows):
     """Yields the comparisons of an update, one after the other."""
-    for pair in looked.rehearsed:
+    for pair in rows.looked.rehearsed:
         yield Comparison(pair, rows)
-    if plan.orders is not None:
-        yield _without_padding(plan, looked.data, rows)
+    if rows.plan.orders is not None:
+        yield _without_padding(rows)
 
 
 def _check_model(model, rehearsed):
@@ -404,8 +403,9 @@ def _check_model(model, rehearsed):
             )
 
 
-def _without_padding(plan, data, rows):
+def _without_padding(rows):
     """Compares rows with and without the padding that is cut off."""
+    plan, data = rows.plan, rows.looked.data
     if not plan.orders.order(plan, rows.data).has_padding():
         raise NotYet("no sample has padding that `trim_padding` cuts off")
     # To the longest itself: nothing here is compiled by XLA.

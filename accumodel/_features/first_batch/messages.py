@@ -100,26 +100,30 @@ def _apart(plan):
         yield "Updates that a loss scale skips may be others"
 
 
-def exact(looks, rows, what, reason):
-    """Returns how much was seen, and what was not, in words of the user."""
+def seen(looks, rows, what):
+    """Returns how much was seen to be exact, in words of the user."""
     look, error = looks[-1], max(look.error for look in looks)
     count = look.end - look.begin
     who = f"{count} of {rows.samples} samples of the first {what}"
     if count == rows.samples:
         who = f"the first {what} of {count} samples"
-    text = (
-        f"exact for {who}: the same in micro-batches of {look.size} as in one "
-        f"piece (largest difference: {error:.1g} of the largest "
-        f"gradient). Not proved ({reason}): other batches may differ"
+    return (
+        f"{who}: the same in micro-batches of {look.size} as in one piece "
+        f"(largest difference: {error:.1g} of the largest gradient)"
     )
-    return f"{'. '.join([text, *_apart(rows.plan)])}."
 
 
-def differs(found, compared, noted):
+def exact(seen, plan, reason):
+    """Returns what was seen, and that no more is known."""
+    text = f"exact for {seen}. Not proved ({reason}): other batches may differ"
+    return f"{'. '.join([text, *_apart(plan)])}."
+
+
+def differs(found, compared):
     """Returns what differs, why, and what to do."""
     model = compared.rows.plan.model
     try:
-        text = _text(found, compared, noted)
+        text = _text(found, compared)
     except Exception:  # what was found does not depend on its cause
         text = (
             "The first batch shows that the weights will not be those of the "
@@ -131,18 +135,17 @@ def differs(found, compared, noted):
     return f"{text} {OFF} Received: model={model}"
 
 
-def bends(reason, plan, compared):
+def bends(seen, plan, reason):
     """Returns what a proof says of a step that is inexact in some batches."""
-    rest = compared.partition(". ")[0].replace("exact for", "In", 1)
     return (
         "In some batches the weights will not be those of the large batch. The "
         f"step computes {reason}, which in a micro-batch is another one. "
-        f"{advice(plan)} {rest}. {OFF} Received: model={plan.model}"
+        f"{advice(plan)} In {seen}. {OFF} Received: model={plan.model}"
     )
 
 
-def _text(found, compared, noted):
-    look, model = found.look, compared.rows.plan.model
+def _text(found, compared):
+    look, rows = found.look, compared.rows
     if found.kind == "tf.random":
         return TF_RANDOM
     if found.kind == "fixed":
@@ -153,17 +156,15 @@ def _text(found, compared, noted):
             "rows belong together, such as pairs, make them one sample: "
             f"{last_line(found.what)}."
         )
-    cause = _cause(look, compared.rows.plan, noted)
     if found.kind == runs.WEIGHTS:
         return (
             "What the micro-batches weigh does not add up to what all their "
             f"samples weigh: {look.end - look.begin} samples in micro-batches "
             f"of {look.size} differ by {found.share:.2g} times that. If a "
             "micro-batch is short, the weights of the model will not be those "
-            f"of the large batch. {cause}"
+            f"of the large batch. {_cause(look, rows)}"
         )
-    source = compared.runner.sources.get(found.what)
-    name = "" if source is None else name_of(source, model)
+    name = name_of(compared.runner.sources[found.what], rows.plan.model)
     if found.kind == runs.STATES:
         return (
             f"The variable '{name}' changes in the step of each micro-batch, "
@@ -171,7 +172,7 @@ def _text(found, compared, noted):
             "not be that of the large batch. Change it in `after_update`, once "
             "for each update, or call the layer with `training=False`."
         )
-    what = f"{found.kind} by the variable '{name}'" if name else found.kind
+    what = f"{found.kind} by the variable '{name}'"
     by = f" by {found.share:.2g} times the largest"
     by = by if np.isfinite(found.share) else ": in one piece they are zero"
     if compared.trims:
@@ -187,15 +188,14 @@ def _text(found, compared, noted):
         "The first batch shows that the weights will not be those of the "
         f"large batch. With {look.end - look.begin} samples in one piece and "
         f"in micro-batches of {look.size}, the {what} differ{by}. "
-        f"{cause}"
+        f"{_cause(look, rows)}"
     )
 
 
-def _cause(look, plan, noted):
+def _cause(look, rows):
+    plan, noted = rows.plan, rows.looked.noted
     if plan.is_custom:
-        if not look.adds_up:
-            return _WEIGHT
-        return advice(plan)
+        return advice(plan) if look.adds_up else _WEIGHT
     if not look.adds_up and "micro_batch_weight" in plan.overridden:
         return "`micro_batch_weight` must add up to that of all samples."
     why = f"What is not proved: {noted.proof.reason}. "
