@@ -211,8 +211,8 @@ class FirstBatch(Feature):
 
     def _steps(self):
         """Returns how many fed batches may make one update."""
-        steps = [x.accum_steps for x in self.accumulation.accumulators]
-        return max([self.accumulation.options.accum_steps, *steps])
+        owners = self.accumulation.options, *self.accumulation.accumulators
+        return max(owner.accum_steps for owner in owners)
 
     def _look(self, first):
         """Notes batches, and has them compared if they make an update."""

@@ -123,10 +123,10 @@ class Rows:
 
     def check(self):
         """Raises if no part of the batch can be taken."""
-        begin, end = tf.constant(0, tf.int64), tf.constant(1, tf.int64)
-        model, slice_data = self.plan.model, self.plan.model.slice_data
+        slice_data = self.plan.model.slice_data
+        given = self.data, *tf.constant([0, 1], tf.int64)
         try:
-            slice_data(self.data, begin, end)
+            slice_data(*given)
         except ValueError as error:
             if self.plan.is_split:
                 text = f"the batch cannot be split: {error}"
@@ -136,7 +136,7 @@ class Rows:
                 "part of one cannot be taken"
             ) from error
         if "slice_data" in self.plan.overridden:
-            sliced = rehearse(model, slice_data, self.data, begin, end)
+            sliced = rehearse(self.plan.model, slice_data, *given)
             if variables_of([sliced.result()])[1]:
                 raise NotMade("`slice_data` draws or counts, and would again")
 
@@ -147,9 +147,7 @@ class Comparison:
     def __init__(self, pair, rows, in_parts=None):
         """`in_parts` is rehearsed without the padding that is cut off."""
         self.rows, self.trims = rows, in_parts is not None
-        found, collector = pair
-        given = found.result(), collector.sources, rows.data, rows.places
-        self.runner = Runner(*given, in_parts and in_parts.result())
+        self.runner = Runner(pair, rows, in_parts and in_parts.result())
         self.looks: list[Look] = []
         self.by_chance = False  # whether it may agree so: samples are compared
 
@@ -206,7 +204,7 @@ class Comparison:
         if not rows.is_sure or most < 2 * rows.size:
             most = min(most, rows.size)
             # In halves groups of samples may be whole, or else in pairs.
-            sizes = [-(-most // 2), 2][: 2 if most > 4 else 1]
+            sizes = [-(-most // 2), 2] if most > 4 else [-(-most // 2)]
         elif most < rows.samples:
             most = most // rows.size * rows.size
         last = rows.begin + rows.samples - most
@@ -302,17 +300,17 @@ class Comparison:
     def _rounding(self):
         """The share of a gradient that is always taken for rounding."""
         # What rounds by more is seen where bits are flipped.
-        is_tf32 = self._dtype == "TF32"
-        share = (3 if is_tf32 else 100) * rounding_of([self._dtype])
-        return min(share, 3e-2)
+        times = 3 if self._dtype == "TF32" else 100
+        return min(times * rounding_of([self._dtype]), 3e-2)
 
     def _matters(self, variable):
         """Whether anything is computed of a state, or it only watches."""
-        model = self.rows.plan.model
-        # What differs by design, or is known by its own warning.
-        if private_names.is_seed(variable):  # what it draws tells
-            return False
-        if any(is_of(each, variable) for each in watching(model)):
+        watches = watching(self.rows.plan.model)
+        # What differs by design, or is known by its own warning. Of a seed,
+        # what it draws tells.
+        if private_names.is_seed(variable) or any(
+            is_of(each, variable) for each in watches
+        ):
             return False
         used, graphs = self._readers
         return (
@@ -324,16 +322,14 @@ class Comparison:
     @functools.cached_property
     def _readers(self):
         """What `after_update` uses, and graphs of the step and of inference."""
-        plan, used, graphs = self.rows.plan, [], [self.runner.function.graph]
-        model = plan.model
-        if plan.accumulation.overrides("after_update"):
-            used = rehearse(model, model.after_update).result().variables
+        model = self.rows.plan.model
+        used = rehearse(model, model.after_update).result().variables
         x, *_ = keras.utils.unpack_x_y_sample_weight(self.rows.data)
-        # A custom step may call the model with anything, or not at all.
         infer = functools.partial(private_names.call_model, training=False)
-        if function := rehearse(model, infer, model, x).function:
-            graphs.append(function.graph)
-        return used, graphs
+        inference = rehearse(model, infer, model, x).function
+        # A custom step may call the model with anything, or not at all.
+        functions = filter(None, [self.runner.function, inference])
+        return used, [function.graph for function in functions]
 
 
 def compare(plan, looked, fed):
@@ -422,10 +418,9 @@ def _joined(batches):
     """Returns the rows of several batches in one."""
 
     def join(*leaves):
-        first = leaves[0]
-        if isinstance(first, tf.SparseTensor):
+        if isinstance(leaves[0], tf.SparseTensor):
             return tf.sparse.concat(0, leaves)
-        return tf.concat(leaves, 0) if has_axis(first) else first
+        return tf.concat(leaves, 0) if has_axis(leaves[0]) else leaves[0]
 
     return keras.tree.map_structure(join, *batches)
 

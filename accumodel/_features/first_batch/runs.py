@@ -209,13 +209,16 @@ class Proving(Taken):
 class Runner:
     """Runs a rehearsed step on rows of a batch."""
 
-    def __init__(self, function, sources, data, places, in_parts=None):
-        self.function = function
+    def __init__(self, pair, rows, in_parts=None):
+        """Takes what was rehearsed; `in_parts` may be another function."""
+        found, collector = pair
+        self.function = found.result()
         self._in_parts = in_parts or self.function
-        self._given = tf.constant(places, tf.int64), leaves_of(data)
+        self._places = tf.constant(rows.places, tf.int64)
+        self._leaves = leaves_of(rows.data)
         self.used, self._states = variables_of([self.function, self._in_parts])
         of_states = {(STATES, 0, i): v for i, v in enumerate(self._states)}
-        self.sources = sources | of_states
+        self.sources = collector.sources | of_states
 
     def run(self, begin, end, size, is_whole=False):
         """Returns what rows give in parts of a size: arrays by their keys.
@@ -223,13 +226,12 @@ class Runner:
         A key is a kind, the number of a term, and a place in it.
         """
         function = self.function if is_whole else self._in_parts
-        places, leaves = self._given
         before = [np.array(v.numpy()) for v in self._states]
         parts, arrays = [], {}
         try:
             for i in range(-(-(end - begin) // size)):
                 rows = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
-                terms = function(places, *rows, *leaves)
+                terms = function(self._places, *rows, *self._leaves)
                 parts.append(tf.nest.map_structure(_array, terms))
             for i, each in enumerate(zip(self._states, before, strict=True)):
                 arrays[STATES, 0, i] = _change(*each)
@@ -244,8 +246,7 @@ class Runner:
     @property
     def activations(self):
         """Returns the bytes of a sample in all tensors of the step."""
-        _, leaves = self._given
-        rows = [x for x in leaves if getattr(x, "shape", ())]
+        rows = [x for x in self._leaves if getattr(x, "shape", ())]
         longest = max([1, *(n for x in rows for n in x.shape[1:])])
         return sum(
             np.prod([n or longest for n in tensor.shape[1:]])

@@ -90,17 +90,17 @@ def _move(variable, rng, stack):
     is_special = not _TINY < abs(float(first)) <= _LARGE
     if is_special and bool(tf.reduce_all(value == first)):
         stack.callback(lambda: variable.assign(tf.fill(variable.shape, first)))
-        fan = np.prod(value.shape[:-1])
         new = rng.uniform(0.05, 0.15, value.shape)
         if len(value.shape) > 1:  # a kernel
+            fan = np.prod(value.shape[:-1])
             new = rng.normal(0, fan**-0.5, value.shape)
         variable.assign(tf.cast(new.astype("float32"), value.dtype))
         return
     mantissa = _MANTISSA.get(value.dtype.name)
     if mantissa and bool(tf.reduce_all(tf.math.is_finite(value))):
         # Other bits in each column.
-        most = 2 ** (mantissa - 3)
-        _flip(variable, rng.integers(1, most, value.shape[-1:]), stack)
+        bits = rng.integers(1, 2 ** (mantissa - 3), value.shape[-1:])
+        _flip(variable, bits, stack)
 
 
 def _flip(variable, bits, stack):
