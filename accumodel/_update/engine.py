@@ -31,8 +31,7 @@ import typing
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import checks, optimizers, replicas
-from accumodel._keras_and_tf.hooks import without_own_reduction
+from accumodel._keras_and_tf import checks, hooks, optimizers, replicas
 from accumodel._micro_batch.assignments import recorded
 from accumodel._micro_batch.micro_batches import (
     current_graph,
@@ -66,12 +65,12 @@ class Engine(tf.Module):
     _follows_model = False  # whether its `accum_steps` are those of a model
 
     def __init__(
-        self, optimizer, variables, accum_steps, hooks, skip_nonfinite, jit
+        self, optimizer, variables, accum_steps, methods, skip_nonfinite, jit
     ):
         super().__init__(name="gradient_accumulator")
         strategy = replicas.current_strategy()
         self.optimizer = optimizer
-        self._process_gradients, self._after_update = hooks
+        self._process_gradients, self._after_update = methods
         self._skip_nonfinite = skip_nonfinite
         self._jit_compile = jit
         # Whether `accumulate` was traced: the update is then compiled as well.
@@ -118,8 +117,9 @@ class Engine(tf.Module):
         return super()._trackable_children(save_type, **kwargs)
 
     def _end_cycle(self):
-        self._clear(self._totals, self._count, self._counts, self._phase)
-        self._given.assign(tf.zeros_like(self._given))
+        self._clear(
+            self._totals, self._count, self._given, self._counts, self._phase
+        )
 
     def _clear(self, *variables):
         kinds = [(each.dtype, *each.shape) for each in variables]
@@ -140,9 +140,10 @@ class Engine(tf.Module):
 
     def fits(self, model):
         """Whether it trains what `compile` and `trainable` of a model say."""
-        own = [*map(id, self._untracked.variables)]
-        trained = [*map(id, model.trainable_variables)]
-        return own == trained and self.optimizer is model.optimizer
+        own, trained = self._untracked.variables, model.trainable_variables
+        return self.optimizer is model.optimizer and (
+            [*map(id, own)] == [*map(id, trained)]
+        )
 
     def follow(self, accum_steps, numbers):
         """Follows the model that holds it, of which `numbers` is part."""
@@ -362,8 +363,9 @@ class Engine(tf.Module):
             named = self._untracked.named
             triples = zip(gradients, self.variables, named, strict=True)
             # Keras warns of those without a gradient.
-            pairs = ((g, v) for g, v, n in triples if n or g is not None)
-            self.optimizer.apply_gradients(pairs)
+            self.optimizer.apply_gradients(
+                (g, v) for g, v, n in triples if n or g is not None
+            )
 
         call_if(keep, apply)
         # What reads a variable waits for what assigns to it.
@@ -450,7 +452,7 @@ class Engine(tf.Module):
             self._clear(*self._sums)
 
     def _reduce_and_apply(self, present):
-        with without_own_reduction(
+        with hooks.without_own_reduction(
             optimizers.with_inner_optimizers(self.optimizer)
         ):
             updates = replicas.on_each_replica(self._apply_gradients, present)
