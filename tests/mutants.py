@@ -85,7 +85,7 @@ train_on_batch gives each replica the whole batch
 sums are all on one device
     make_accumulators: call colocate_vars_with => tf.name_scope("x")
 replicas that normalize together have weights of their own
-    forward_backward.differentiate: if count_replicas => False
+    weigh_replicas: if overridden => True
 # test_exactness.py
 what a loss combines is not looked at
     _divisors: set own reduction => self._divisor(reduction)

@@ -20,8 +20,7 @@ import contextlib
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks, replicas
-from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf import hooks, optimizers, replicas
 from accumodel._micro_batch.assignments import is_random, recorded
 from accumodel._micro_batch.micro_batches import (
     current_graph,
@@ -63,8 +62,9 @@ class KeptStates:
             step = current_step()
             is_own = id(variable) in weights
             if step is not None and step.collector is not None and is_own:
-                is_known = id(variable) in self._kept
-                assigned.note(variable, value, step, graph, is_known)
+                assigned.note(
+                    variable, value, step, graph, id(variable) in self._kept
+                )
             return original(variable, value)
 
         try:
@@ -80,7 +80,7 @@ class KeptStates:
 
     def _keep(self, variable):
         def make():
-            state = tf_variable(variable)
+            state = optimizers.tf_variable(variable)
             zeros = tf.zeros(state.shape, state.dtype)
             new, is_new = (
                 tf.Variable(each, trainable=False) for each in (zeros, False)
@@ -116,7 +116,7 @@ class _Assigned:
         """Notes what is about to be assigned in the `graph` of a step."""
         if id(variable) not in self._notes:
             with within(graph), hooks.not_cast():
-                before = tf_variable(variable).read_value()
+                before = optimizers.tf_variable(variable).read_value()
             self._notes[id(variable)] = variable, before, set()
         # Where sizes are numbers, one may be that of the samples.
         is_size_known = graph is None or first_leaf(step.data).shape[0]
@@ -145,7 +145,9 @@ class _Assigned:
 
 
 def _handles(variables):
-    return {id(tf_variable(variable).handle) for variable in variables}
+    return {
+        id(optimizers.tf_variable(variable).handle) for variable in variables
+    }
 
 
 def _sources(value):

@@ -2,11 +2,9 @@
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import replicas
-from accumodel._keras_and_tf.private_names import loss_trackers
+from accumodel._keras_and_tf import private_names, replicas
 from accumodel._micro_batch import micro_batches
 from accumodel._micro_batch.assignments import recorded
-from accumodel._micro_batch.micro_batches import current_step
 
 
 class LossLogs:
@@ -32,16 +30,20 @@ class LossLogs:
 
     def begin(self):
         """Empties the trackers, which then hold one micro-batch."""
-        trackers, data = loss_trackers(self._plan.model), current_step().data
+        trackers = private_names.loss_trackers(self._plan.model)
+        data = micro_batches.current_step().data
         # Without data, nothing may be changed: see `Engine._waits`.
         with tf.control_dependencies(micro_batches.tensors_in(data)):
-            self._before = [*map(_total_and_count, trackers)]
+            self._before = [
+                tf.stack([tf.cast(x, tf.float64) for x in (t.total, t.count)])
+                for t in trackers
+            ]
         for tracker in trackers:
             tracker.reset_state()
 
     def report(self, loss, weight, data):
         """Adds losses and weights, `None` for a sum, and sets the trackers."""
-        trackers = loss_trackers(self._plan.model)
+        trackers = private_names.loss_trackers(self._plan.model)
         if loss.shape.rank:  # without a reduction, and logged as a mean
             weight = tf.size(loss)
         weights, outputs = [weight], len(trackers) - 1
@@ -63,9 +65,8 @@ class LossLogs:
         cycle = self._plan.accumulation.ready_logged()
         count = new.shape[0]
         # Eager code may have made trackers since `begin`.
-        missing = range(count - len(self._before))
-        before = self._before + [tf.zeros(2, tf.float64) for _ in missing]
-        before = tf.stack(before[:count])
+        missing = [tf.zeros(2, tf.float64)] * (count - len(self._before))
+        before = tf.stack((self._before + missing)[:count])
         is_new = self.begins_batch
         if self.spans_batches:
             is_reset = before[:, 1:] <= cycle[:, 1:2]
@@ -90,9 +91,3 @@ class LossLogs:
                 size = tf.where(weight == 0, samples, weight)
             tracker.total.assign(total + loss * size)
             tracker.count.assign(count + size)
-
-
-def _total_and_count(tracker):
-    """Returns the total and the count of a loss tracker in a tensor."""
-    values = tracker.total, tracker.count
-    return tf.stack([tf.cast(value, tf.float64) for value in values])

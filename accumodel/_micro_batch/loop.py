@@ -79,8 +79,11 @@ def run(plan, function, data, collector=None):
         logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, logs)
         # An optional needs a component, and a step may return no logs.
-        flat = [i, *tf.nest.flatten(logs)]
-        return (tf.raw_ops.OptionalFromValue(components=flat),)
+        return (
+            tf.raw_ops.OptionalFromValue(
+                components=[i, *tf.nest.flatten(logs)]
+            ),
+        )
 
     # What is in the logs is known when the body is traced, and not before.
     logs = None if tf.executing_eagerly() else tf.raw_ops.OptionalNone()

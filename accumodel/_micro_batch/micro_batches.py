@@ -45,8 +45,9 @@ class Plan:
     @property
     def is_custom(self):
         """Whether gradients may be others than those of the loss."""
-        names = {"train_step", "compute_gradients", "accumulate_gradients"}
-        return not names.isdisjoint(self.overridden)
+        return not self.overridden.isdisjoint(
+            ("train_step", "compute_gradients", "accumulate_gradients")
+        )
 
     @property
     def whole_batch(self):
@@ -84,8 +85,11 @@ def trace(function, *args, **kwargs):
 
 def tensors_in(nested):
     """Returns the flat tensors, without what is `None`, or a Python number."""
-    flat = tf.nest.flatten(nested, expand_composites=True)
-    return [*filter(tf.is_tensor, flat)]
+    return [
+        each
+        for each in tf.nest.flatten(nested, expand_composites=True)
+        if tf.is_tensor(each)
+    ]
 
 
 def map_present(function, nested):
@@ -328,12 +332,13 @@ def _length(leaf):
 def _check_lengths(leaves, message):
     """Raises if lengths differ; returns checks of those known only later."""
     names = [_name(path) for path, _ in leaves]
-    shapes = [tf.TensorShape(leaf.shape)[:1] for _, leaf in leaves]
-    lengths = [shape[0] if shape.rank == 1 else None for shape in shapes]
+    lengths = [tf.TensorShape(leaf.shape)[0] for _, leaf in leaves]
     known = {*lengths} - {None}
     if len(known) > 1:
-        pairs = zip(names, lengths, strict=True)
-        received = [f"{name} of length {length}" for name, length in pairs]
+        received = [
+            f"{name} of length {length}"
+            for name, length in zip(names, lengths, strict=True)
+        ]
         raise ValueError(message + ", ".join(received))
     if None not in lengths:
         return []

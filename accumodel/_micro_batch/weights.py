@@ -24,9 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.checks import InexactWarning
-from accumodel._keras_and_tf.replicas import count_replicas
+from accumodel._keras_and_tf import checks, private_names, replicas
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     current_step,
@@ -149,7 +147,7 @@ class LossWeights:
                 f"{len(reductions)} reductions of {len(losses) - len(own)} "
                 f"losses in Keras {keras.__version__}"
             )
-        if unseen > 0 and count_replicas() > 1:
+        if unseen > 0 and replicas.count_replicas() > 1:
             raise ValueError(
                 "accumodel cannot see whether a loss that overrides `__call__` "
                 "divides by the number of replicas. Override `call` instead, "
@@ -238,7 +236,7 @@ class LossWeights:
         plan = current_step().plan
         if not plan.has_whole_loss and message not in self.warned:
             self.warned.add(message)
-            warnings.warn(message, InexactWarning, stacklevel=2)
+            warnings.warn(message, checks.InexactWarning, stacklevel=2)
 
 
 def _are_one(weights):
@@ -315,8 +313,8 @@ def summed_losses(model, data):
 
 def missing_sums(model, data):
     """Returns what is missing of sums that Keras divides by the replicas."""
-    sums = map(tf.reduce_sum, summed_losses(model, data))
-    return sum(sums) * (1 - 1 / count_replicas())
+    total = sum(map(tf.reduce_sum, summed_losses(model, data)))
+    return total * (1 - 1 / replicas.count_replicas())
 
 
 def _nonzero(value, samples):
