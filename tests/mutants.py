@@ -135,7 +135,7 @@ reduced by accumodel and by the optimizer
     _reduce_and_apply: call without_own_reduction => without_own_reduction([])
 # test_losses.py
 a `__call__` of Keras's own losses is not looked into
-    _find_losses: for modules => ()
+    _find_losses: for map => ()
 one loss per sample is divided
     weigh: if => weight is None
 one number is a sum under a reduction that sums

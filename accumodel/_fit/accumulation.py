@@ -16,8 +16,7 @@ from accumodel._micro_batch.micro_batches import Plan, current_step, on_host
 from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._micro_batch.sample_axes import SampleAxes
 from accumodel._micro_batch.weights import LossWeights
-from accumodel._update import cycles
-from accumodel._update.engine import fitted
+from accumodel._update import cycles, engine
 
 _REMAINDERS = ("apply", "carry", "drop")
 
@@ -50,15 +49,17 @@ class Options:
 
     def __post_init__(self):
         # As Python's own bools and ints, which a file can hold.
-        vars(self).update(
-            (field.name, checks.check_bool(field.name, vars(self)[field.name]))
-            for field in dataclasses.fields(self)
-            if isinstance(field.default, bool)
-        )
-        size = checks.check_micro_batch_size(self.micro_batch_size)
-        vars(self).update(
+        given = vars(self)
+        given.update(
+            {
+                field.name: checks.check_bool(field.name, given[field.name])
+                for field in dataclasses.fields(self)
+                if isinstance(field.default, bool)
+            },
+            micro_batch_size=checks.check_micro_batch_size(
+                self.micro_batch_size
+            ),
             accum_steps=checks.check_accum_steps(self.accum_steps),
-            micro_batch_size=size,
         )
         if self.remainder not in _REMAINDERS:
             raise ValueError(
@@ -150,13 +151,15 @@ class Accumulation:
         self.batch_size = arguments["batch_size"]
         for feature in self.features:
             feature.begin_fit(arguments)
-        token = fitted.set(self.accumulators)
+        token = engine.fitted.set(self.accumulators)
         try:
-            weights = self.loss_weights.with_arrays("train", arguments)
-            with self._averages_of_updates(), weights:
+            with (
+                self._averages_of_updates(),
+                self.loss_weights.with_arrays("train", arguments),
+            ):
                 return super_fit(*args, **kwargs)
         finally:
-            fitted.reset(token)
+            engine.fitted.reset(token)
 
     def evaluate(self, super_evaluate, args, kwargs):
         """Evaluates the model by Keras or another base class."""
@@ -251,11 +254,11 @@ class Accumulation:
         self.options = options
         self.spans_batches |= spans_batches or options.accum_steps > 1
         was_accumulating = self.accumulates
-        self.accumulates |= self.spans_batches or size is not None
+        has_parts = self.spans_batches or size is not None
+        self.accumulates |= has_parts
         if isinstance(size, int):  # else a feature assigns it
             self.assign_size(size)
-        has_rows = self.spans_batches or size is not None
-        if self.numbers is None and has_rows:
+        if self.numbers is None and has_parts:
             self.numbers = RandomNumbers(self)
         made = {type(each): each for each in self.features}
         self.features = tuple(
@@ -280,8 +283,7 @@ class Accumulation:
 
     def assign_size(self, value):
         if self.size is None:
-            scope = replicas.scope_of(self.strategy)
-            with tf.init_scope(), scope, on_host():
+            with tf.init_scope(), replicas.scope_of(self.strategy), on_host():
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
         self.size.assign(value)
 

@@ -18,8 +18,7 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks, private_names, replicas
-from accumodel._keras_and_tf.checks import InexactWarning
+from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._keras_and_tf.python_state import PythonState, owners_of
 from accumodel._micro_batch import loop
 from accumodel._micro_batch.forward_backward import (
@@ -95,7 +94,7 @@ def rehearse(model, function, *specs, is_real=False):
                 stack.enter_context(hooks.own_draws(found.drawn))
             try:
                 found.function = trace(function, *specs)
-            except InexactWarning:  # which is told of once
+            except checks.InexactWarning:  # which is told of once
                 raise
             except Exception as error:
                 found.error = error
@@ -202,8 +201,7 @@ def before_first(plan, trains, batches):
     if data is None:
         data = next(batches)
         batches = itertools.chain([data], batches)
-    strategy = plan.model.distribute_strategy
-    data = as_tensors(replicas.of_one_replica(data, strategy))
+    data = as_tensors(replicas.of_one_replica(data, accumulation.strategy))
     if trains:
         build(plan, data)
     is_done = trains and accumulation.is_rehearsed
@@ -346,7 +344,7 @@ def _run_step(plan, data, collector, trains):
                     id(each) for each, _ in collector.loss.graph.captures
                 }
                 read = [each for each in read if id(each) in captured]
-            except InexactWarning:  # see `rehearse`
+            except checks.InexactWarning:  # see `rehearse`
                 raise
             except Exception as error:  # it may need the sizes of a whole batch
                 collector.error = error
@@ -365,8 +363,8 @@ def _weigh(plan, x, y, y_pred, sample_weight):
 def rehearse_again():
     """Notes what this step needs, of other shapes or by other Python."""
     step = current_step()
-    given = step.plan.accumulation.new_plan(), step.data
-    replicas.in_new_thread(rehearse_step, *given)
+    plan = step.plan.accumulation.new_plan()
+    replicas.in_new_thread(rehearse_step, plan, step.data)
 
 
 def _rows(plan, batch, places, begin, end):
@@ -382,9 +380,9 @@ def _rows(plan, batch, places, begin, end):
 
 def can_gather(plan, batch):
     """Whether any rows of a batch can be taken, or only by `slice_data`."""
-    leaves = keras.tree.flatten(batch)
-    is_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in leaves)
-    return "slice_data" not in plan.overridden and not is_sparse
+    return "slice_data" not in plan.overridden and not any(
+        isinstance(leaf, tf.SparseTensor) for leaf in keras.tree.flatten(batch)
+    )
 
 
 def leaves_of(data):

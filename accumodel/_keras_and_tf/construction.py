@@ -13,8 +13,7 @@ import warnings
 
 import keras
 
-from accumodel._keras_and_tf import checks
-from accumodel._keras_and_tf.hooks import replaced
+from accumodel._keras_and_tf import checks, hooks
 from accumodel._keras_and_tf.private_names import KerasModel, track_alike
 
 # What `keras.Model(inputs, outputs)` makes has no public name. The names keep
@@ -217,7 +216,7 @@ def _derived_class(cls, theirs):
 def _reduce(model, cls, theirs):
     """Tells `pickle` and `copy` how to make a model of `_derived_class`."""
     config = functools.partial(cls.get_compile_config, model)
-    with replaced(model, "get_compile_config", config):
+    with hooks.replaced(model, "get_compile_config", config):
         derived = _derived_class(cls, theirs)
         _, arguments = super(derived, model).__reduce__()
     return _restore, (cls, theirs, *arguments)

@@ -150,9 +150,10 @@ def _find_losses():
         for _, each in inspect.getmembers(keras.losses, inspect.isclass)
         if "__call__" in vars(each)
     ]
-    modules = [module_of(base) for base in classes]
     reducing = {module_of(keras.Loss)} | {
-        each for each in modules if hasattr(each, "reduce_weighted_values")
+        each
+        for each in map(module_of, classes)
+        if hasattr(each, "reduce_weighted_values")
     }
     return [
         *((each, "reduce_weighted_values") for each in reducing),
@@ -401,8 +402,7 @@ def outside_of_scopes():
     """Returns a scope in which no `keras.StatelessScope` sees what is read."""
     # If Keras keeps the scope elsewhere, a rematerialized layer in a cycle of
     # several batches draws other numbers in its second pass.
-    tracker = GLOBAL_STATE.GLOBAL_STATE_TRACKER
-    return replaced(tracker, "stateless_scope", None)
+    return replaced(GLOBAL_STATE.GLOBAL_STATE_TRACKER, "stateless_scope", None)
 
 
 @needed_for("states")

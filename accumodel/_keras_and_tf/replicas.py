@@ -112,8 +112,8 @@ def on_each_replica(fn, *args):
     """Calls `fn` on each replica with its values: undoes `across_replicas`."""
     if not tf.distribute.has_strategy():
         return fn(*args)
-    strategy = tf.distribute.get_strategy()
-    return strategy.extended.call_for_each_replica(fn, args=args)
+    extended = tf.distribute.get_strategy().extended
+    return extended.call_for_each_replica(fn, args=args)
 
 
 def local_results(value):
