@@ -29,8 +29,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import replicas
-from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf import optimizers, replicas
 from accumodel._micro_batch.assignments import Recorder, check_assignments
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.micro_batches import (
@@ -189,7 +188,7 @@ class Auto(Feature):
     def _save(self, variable):
         """Saves what a variable is before this batch."""
         with replicas.scope_of(self.accumulation.strategy):
-            copies = replicas.local_results(tf_variable(variable))
+            copies = replicas.local_results(optimizers.tf_variable(variable))
             self._before += [(copy, copy.read_value()) for copy in copies]
 
     def _halve(self, samples, error):

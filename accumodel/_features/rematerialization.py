@@ -166,11 +166,8 @@ class _Call:
 
 def _after(gradients):
     """Returns a function that returns a tensor when gradients are there."""
-    flat = [
-        tf.reshape(tf.convert_to_tensor(gradient), [-1])
-        for gradient in gradients
-    ]
-    first = [tf.cast(tf.math.real(each[:1]), tf.float32) for each in flat]
+    flat = [tf.reshape(tf.convert_to_tensor(x), [-1]) for x in gradients]
+    first = [tf.cast(tf.math.real(x[:1]), tf.float32) for x in flat]
     # It is true, which no compiler knows.
     is_there = tf.logical_not(tf.tanh(tf.reduce_sum(tf.concat(first, 0))) > 2)
 

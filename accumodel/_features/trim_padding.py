@@ -136,8 +136,7 @@ class Ordered:
         # Of 1, more than a sequence is as wide; of no samples, it is negative.
         width = tf.maximum(tf.reduce_max(self._lengths[begin:end]), 2)
         if self._is_compiled:
-            place = tf.searchsorted(_WIDTHS, [width])[0]
-            width = tf.gather(_WIDTHS, place)
+            width = tf.gather(_WIDTHS, tf.searchsorted(_WIDTHS, [width])[0])
         cut = iter(self._cut)
 
         def cut_leaf(leaf):
@@ -189,11 +188,14 @@ class _Padding:
     def hooked(self):
         """Returns a scope in which Keras calls the methods below."""
         call, reduce = self._call, self._reduce
-        losses = hooks.losses(__call__=call, reduce_weighted_values=reduce)
-        metrics = hooks.metrics(
-            update_state=call, reduce_to_samplewise_values=reduce
+        return hooks.all_of(
+            [
+                hooks.losses(__call__=call, reduce_weighted_values=reduce),
+                hooks.metrics(
+                    update_state=call, reduce_to_samplewise_values=reduce
+                ),
+            ]
         )
-        return hooks.all_of([losses, metrics])
 
     def _call(self, original, owner, y_true, y_pred, sample_weight=None):
         """Calls a loss, or updates the metrics of an output."""
