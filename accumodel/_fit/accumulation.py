@@ -223,7 +223,9 @@ class Accumulation:
             model=model,
             options=self.options,
             overridden=frozenset(filter(self.overrides, _OVERRIDABLE)),
-            is_compiled=model.jit_compile and replicas.can_compile(model),
+            # Layers with statistics, such as batch normalization, reduce them
+            # over the replicas, which a function in a step cannot do.
+            is_compiled=model.jit_compile and not replicas.are_several(model),
             size=self.size,
             assigned=self.assigned,
             numbers=self.numbers,

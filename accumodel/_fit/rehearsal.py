@@ -130,10 +130,9 @@ def _build(found, original, optimizer, gradients, variables=None):
 def _infer(found, original, layer, inputs, mask):
     """Returns moving statistics, which do not depend on the samples."""
     found.norms.append(None in inputs.shape)
-    moving = layer.moving_mean, layer.moving_variance
     return tuple(
         tf.identity(tf.cast(statistics, inputs.dtype), name=MOMENTS)
-        for statistics in moving
+        for statistics in (layer.moving_mean, layer.moving_variance)
     )
 
 

@@ -96,9 +96,8 @@ def _prepare_to_accumulate(accumulation):
 
 def _say_that_it_was_split(accumulation, error):
     """Adds a note to an error of TensorFlow in a batch that was split."""
-    others = tf.errors.OutOfRangeError | tf.errors.ResourceExhaustedError
     if accumulation.options.micro_batch_size is None or isinstance(
-        error, others
+        error, tf.errors.OutOfRangeError | tf.errors.ResourceExhaustedError
     ):
         return
     # A mirrored one is no number.

@@ -369,8 +369,8 @@ def replace_rematerialized(call):
     # For good: a layer may wrap its functions when it is made. If Keras renames
     # it, TensorFlow's own way fails in `fit`.
     backend: typing.Any = getattr(module_of(keras.remat), "backend", None)
-    core = getattr(backend, "core", None)  # in `ops` from Keras 3.16 on
-    module: typing.Any = getattr(backend, "ops", core)
+    # In `ops` from Keras 3.16 on.
+    module: typing.Any = getattr(backend, "ops", getattr(backend, "core", None))
     original: typing.Any = getattr(module, "remat", None)
 
     def remat(function):

@@ -58,21 +58,14 @@ def check_strategy(strategy, steps_per_execution=1):
             )
 
 
-def can_compile(model):
-    """Whether forward and backward can be an XLA cluster of their own."""
-    # Layers with statistics, such as batch normalization, reduce them over the
-    # replicas, which cannot be done in a function inside a replica's step.
-    return not are_several(model)
-
-
 def are_several(model):
     """Whether several replicas train a model together."""
     return model.distribute_strategy.num_replicas_in_sync > 1
 
 
 def warn_about_xla(model):
-    """Warns if a `jit_compile=True` has no effect, see `can_compile`."""
-    if model.jit_compile and not can_compile(model):
+    """Warns if a `jit_compile=True` has no effect, see `new_plan`."""
+    if model.jit_compile and are_several(model):
         warnings.warn(
             "`jit_compile=True` has no effect on several replicas: XLA would "
             "have to compile their reductions, too. Received: "

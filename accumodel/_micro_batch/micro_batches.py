@@ -344,20 +344,20 @@ def _check_lengths(leaves, message):
         return []
     counts = [_length(leaf) for _, leaf in leaves]
     lengths = tf.stack(counts)
-    # The op itself: `tf.debugging.Assert` adds a slow condition.
-    check = tf.raw_ops.Assert(
-        condition=tf.reduce_all(lengths == counts[0]),
-        data=[f"{message}{', '.join(names)} of lengths", lengths],
-        summarize=len(names),
-    )
-    return [check]
+    return [
+        # The op itself: `tf.debugging.Assert` adds a slow condition.
+        tf.raw_ops.Assert(
+            condition=tf.reduce_all(lengths == counts[0]),
+            data=[f"{message}{', '.join(names)} of lengths", lengths],
+            summarize=len(names),
+        )
+    ]
 
 
 def _name(path):
     """Returns what a user calls a leaf of the data, as in `x['image']`."""
     first, *rest = path or (0,)
-    names = {0: "x", 1: "y", 2: "sample_weight"}
-    name = names.get(first, f"[{first!r}]")
+    name = {0: "x", 1: "y", 2: "sample_weight"}.get(first, f"[{first!r}]")
     return name + "".join(f"[{key!r}]" for key in rest)
 
 

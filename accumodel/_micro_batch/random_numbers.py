@@ -293,8 +293,8 @@ class Draws:
         """Reads a seed before the fed batch draws from it."""
         begins = self._begins and self._is_begun
         if begins and id(state) not in self._seeds.before:
-            unseen = hooks.outside_of_scopes()  # such as by a `Recorder`
-            with unseen, self._seeds.outside(), recorded():
+            # Unseen by scopes, such as a `Recorder`.
+            with hooks.outside_of_scopes(), self._seeds.outside(), recorded():
                 if self._cycle is None:
                     self._cycle = self._plan.numbers.cycle()
                 self._plan.numbers.begin_seed(state, self._cycle)

@@ -27,8 +27,7 @@ def make_accumulators(variables):
         if dtype in (tf.float16, tf.bfloat16):
             dtype = tf.float32
         # On its variable's device, as the slots of an optimizer.
-        extended = tf.distribute.get_strategy().extended
-        with extended.colocate_vars_with(variable):
+        with tf.distribute.get_strategy().extended.colocate_vars_with(variable):
             made.append(replicas.make_sum(variable.shape, dtype, "accumulator"))
     return made
 

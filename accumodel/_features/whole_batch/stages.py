@@ -145,8 +145,10 @@ class _Passes:
             )
             assignments.check_repeats(sliced.graph.as_graph_def(), why)
         draws = Draws(plan, is_training)
-        step = one_step(plan, x, is_compiled=plan.is_compiled)
-        with step, draws.replaced():
+        with (
+            one_step(plan, x, is_compiled=plan.is_compiled),
+            draws.replaced(),
+        ):
             graph = ModelGraph(plan, x, is_training)
         draws.check(graph.graph)
         Draws(plan, is_training).begin(self.parts)
