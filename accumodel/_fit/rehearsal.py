@@ -88,10 +88,10 @@ def rehearse(model, function, *specs, is_real=False):
             # of one that fails would never get any.
             hooks.variables(__init__=functools.partial(_at_once, model)),
         ]
-        with hooks.all_of(scopes), contextlib.ExitStack() as stack:
+        if not is_real:
+            scopes.append(hooks.own_draws(found.drawn))
+        with hooks.all_of(scopes):
             python = PythonState(owners_of(model))
-            if not is_real:
-                stack.enter_context(hooks.own_draws(found.drawn))
             try:
                 found.function = trace(function, *specs)
             except checks.InexactWarning:  # which is told of once

@@ -146,8 +146,9 @@ def _keep_attributes(model, made, but):
 
 def _derive(cls, model):
     """Returns a model of a class of both, without calling its constructor."""
-    derived = _derived_class(cls, type(model))  # type: ignore[arg-type]
-    made = KerasModel.__new__(derived)
+    made = KerasModel.__new__(
+        _derived_class(cls, type(model))  # type: ignore[arg-type]
+    )
     if isinstance(model, KerasFunctional):
         KerasFunctional.__init__(
             made, model.input, model.output, name=model.name

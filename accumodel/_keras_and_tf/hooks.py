@@ -422,13 +422,12 @@ def keep_call():
     dtype = getattr(tracker, "autocast_scope", None)
     call = copy.copy(getattr(tracker, "current_call_ctx", None))
 
-    @contextlib.contextmanager
-    def scope():
-        cast = replaced(tracker, "autocast_scope", dtype)
-        with cast, replaced(tracker, "current_call_ctx", call):
-            yield
-
-    return scope
+    return lambda: all_of(
+        [
+            replaced(tracker, "autocast_scope", dtype),
+            replaced(tracker, "current_call_ctx", call),
+        ]
+    )
 
 
 # -- several replicas ----------------------------------------------------------
@@ -450,11 +449,12 @@ def without_own_reduction(optimizers):
         is_called = True
         return pairs
 
-    with contextlib.ExitStack() as stack:
-        with needed_for("replicas"):
-            for optimizer in optimizers:
-                own = functools.partial(take, getattr(optimizer, name))
-                stack.enter_context(replaced(optimizer, name, own))
+    with needed_for("replicas"):
+        scopes = [
+            replaced(x, name, functools.partial(take, getattr(x, name)))
+            for x in optimizers
+        ]
+    with all_of(scopes):
         yield
     if not is_called:
         raise RuntimeError(

@@ -17,14 +17,13 @@ as one number, are taken for means over the samples. If they are not, the check
 on the first batch tells.
 """
 
-import contextlib
 import warnings
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import checks, private_names, replicas
+from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     current_step,
@@ -57,21 +56,16 @@ class LossWeights:
         self._share = False
         self._shared: dict = {}
 
-    @contextlib.contextmanager
     def with_arrays(self, name, arguments):
-        """Scope in which a function of the model gets these arguments."""
+        """Returns a scope in which a function gets these arguments."""
         # The arrays of a batch do not tell: Keras gives each output a copy.
-        before = self._share
         weights = keras.tree.flatten(arguments.get("sample_weight"))
         outputs = keras.tree.flatten(arguments.get("y"))
-        self._share = len(outputs) > 1 and _are_one(weights)
-        if self._shared.setdefault(name, self._share) != self._share:
-            self._shared[name] = self._share
+        share = len(outputs) > 1 and _are_one(weights)
+        if self._shared.setdefault(name, share) != share:
+            self._shared[name] = share
             setattr(self._model, f"{name}_function", None)  # of the other
-        try:
-            yield
-        finally:
-            self._share = before
+        return hooks.replaced(self, "_share", share)
 
     def weight(self, plan, data):
         """Returns the weight of the last micro-batch, `None` if it is a sum."""

@@ -91,8 +91,8 @@ class Cycles:
     def check_holds(self, accumulator, in_step):
         """Raises if the model does not know an accumulator of its step."""
         own = {*map(id, self.model.trainable_weights)}
-        trains_own = not own.isdisjoint(map(id, accumulator.variables))
-        if (in_step or trains_own) and accumulator not in [*self]:
+        is_ours = in_step or not own.isdisjoint(map(id, accumulator.variables))
+        if is_ours and accumulator not in [*self]:
             raise ValueError(
                 "A `train_step` uses a `GradientAccumulator` that the model "
                 "does not hold: it would not end its cycle with the epoch. "

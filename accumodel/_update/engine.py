@@ -206,10 +206,10 @@ class Engine(tf.Module):
         try:
             yield
         except BaseException as error:
-            on_replica = tf.distribute.has_strategy() and (
-                not tf.distribute.in_cross_replica_context()
-            )
-            if tf.executing_eagerly() and not on_replica:
+            if tf.executing_eagerly() and (
+                not tf.distribute.has_strategy()
+                or tf.distribute.in_cross_replica_context()
+            ):
                 step_failed([self], error)
             raise
 
