@@ -227,14 +227,14 @@ class _Padding:
 
     def _pad(self, values):
         """Returns values with zeros at the positions that were cut off."""
-        if not self._pads or len(getattr(values, "shape", ())) < 2:
-            return values
-        if values.shape[1] == 1:  # the same at all positions
+        shape = getattr(values, "shape", ())
+        # Of 1, it is the same at all positions.
+        if not self._pads or len(shape) < 2 or shape[1] == 1:
             return values
         # The same tensor again: losses are told apart by masks and weights.
         if id(values) not in self._padded:
             missing = self._ordered.width - tf.shape(values)[1]
-            rest = [[0, 0]] * (len(values.shape) - 2)
+            rest = [[0, 0]] * (len(shape) - 2)
             padded = tf.pad(values, [[0, 0], [0, missing], *rest])
             self._padded[id(values)] = padded, values
         return self._padded[id(values)][0]

@@ -57,15 +57,15 @@ def add(totals, gradients, scale, variables):
                 indices=gradient.indices,
                 updates=minus[total.dtype] * values,
             )
-            continue
-        gradient = tf.cast(gradient, total.dtype)
-        if overwrites(variable):  # what is a value and no gradient
-            total.assign(tf.maximum(total, gradient))
+        elif overwrites(variable):  # what is a value and no gradient
+            total.assign(tf.maximum(total, tf.cast(gradient, total.dtype)))
         else:
             # `total -= minus * gradient`: the one public op that multiplies
             # and adds in place, with no product to store.
             tf.raw_ops.ResourceApplyGradientDescent(
-                var=total.handle, alpha=minus[total.dtype], delta=gradient
+                var=total.handle,
+                alpha=minus[total.dtype],
+                delta=tf.cast(gradient, total.dtype),
             )
 
 
