@@ -294,9 +294,13 @@ class Accumulation:
         rows = len(private_names.loss_trackers(self.model))
         # Keras makes trackers of the outputs in the first step.
         if self.logged is None or self.logged.shape[0] != rows:
-            with replicas.scope_of(self.strategy):
-                self.logged = replicas.make_sum((rows, 5), tf.float64, "cycle")
+            self.logged = self.make_sum((rows, 5), tf.float64, "cycle")
         return self.logged
+
+    def make_sum(self, shape, dtype, name):
+        """Makes a variable in which each replica of the model has its sum."""
+        with replicas.scope_of(self.strategy):
+            return replicas.make_sum(shape, dtype, name)
 
     def count_pending(self):
         """Returns how many batches of this cycle were fed before this one."""

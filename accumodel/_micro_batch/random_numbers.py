@@ -83,12 +83,12 @@ class RandomNumbers:
 
     def __init__(self, accumulation):
         self.accumulation = accumulation
-        with tf.init_scope(), replicas.scope_of(accumulation.strategy):
+        with tf.init_scope():
             # XLA reads it on the device.
-            self.rows = replicas.make_sum((3,), tf.int64, "rows")
+            self.rows = accumulation.make_sum((3,), tf.int64, "rows")
             # The samples of this cycle before the last fed batch, and in that;
             # and the number of the cycle.
-            self.fed = replicas.make_sum((3,), tf.int64, "fed")
+            self.fed = accumulation.make_sum((3,), tf.int64, "fed")
         # By the ids of seeds that were drawn from in a training, a variable:
         # the number of the last cycle that did, from 1; and the state of the
         # seed when that began.
@@ -112,12 +112,10 @@ class RandomNumbers:
         begin.assign(tf.stack([cycle, *tf.unstack(tf.cast(now, tf.int64))]))
 
     def _begin_of(self, state):
-        def make():
-            with replicas.scope_of(self.accumulation.strategy):
-                return replicas.make_sum((3,), tf.int64, "begin")
-
         if id(state) not in self.begins:
-            self.begins[id(state)] = replicas.in_new_thread(make)
+            self.begins[id(state)] = replicas.in_new_thread(
+                self.accumulation.make_sum, (3,), tf.int64, "begin"
+            )
         return self.begins[id(state)]
 
     def cycle(self):

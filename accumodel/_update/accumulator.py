@@ -82,7 +82,11 @@ class GradientAccumulator(Engine):
         )
         checks.check_optimizer(optimizer, skip_nonfinite)
         skip_nonfinite = checks.check_bool("skip_nonfinite", skip_nonfinite)
-        jit_compile = checks.check_bool("jit_compile", jit_compile)
+        if not isinstance(jit_compile, bool):
+            raise TypeError(
+                "`jit_compile` must be a bool. "
+                f"Received: jit_compile={jit_compile!r}"
+            )
         variables = checks.check_variables(variables)
         replicas.check_strategy(replicas.current_strategy())
         super().__init__(
