@@ -227,7 +227,7 @@ class _Padding:
 
     def _pad(self, values):
         """Returns values with zeros at the positions that were cut off."""
-        shape = getattr(values, "shape", ())
+        shape: typing.Any = getattr(values, "shape", ())
         # Of 1, it is the same at all positions.
         if not self._pads or len(shape) < 2 or shape[1] == 1:
             return values

@@ -7,15 +7,16 @@ import typing
 
 import tensorflow as tf
 
-from accumodel._fit import rehearsal
-from accumodel._fit.end_of_cycle import named_arguments, with_end_of_cycle
+from accumodel._fit import end_of_cycle, rehearsal
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
+from accumodel._micro_batch import (
+    kept_states,
+    micro_batches,
+    random_numbers,
+    sample_axes,
+    weights,
+)
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.kept_states import KeptStates
-from accumodel._micro_batch.micro_batches import Plan, current_step, on_host
-from accumodel._micro_batch.random_numbers import RandomNumbers
-from accumodel._micro_batch.sample_axes import SampleAxes
-from accumodel._micro_batch.weights import LossWeights
 from accumodel._update import cycles, engine
 
 _REMAINDERS = ("apply", "carry", "drop")
@@ -101,10 +102,10 @@ class Accumulation:
         # True once an update may need several batches; stays true.
         self.spans_batches = False
         self.features: tuple[Feature, ...] = ()  # those that are on
-        self.loss_weights = LossWeights(self.model)  # which warns anew
+        self.loss_weights = weights.LossWeights(self.model)  # which warns anew
         self.logged: typing.Any = None  # see `LossLogs`
-        self.states = KeptStates(self.model)
-        self.sample_axes = SampleAxes(rehearsal.rehearse_again)
+        self.states = kept_states.KeptStates(self.model)
+        self.sample_axes = sample_axes.SampleAxes(rehearsal.rehearse_again)
         self.is_rehearsed = False  # whether its step was
 
     @property
@@ -147,7 +148,7 @@ class Accumulation:
 
     def fit(self, super_fit, args, kwargs):
         """Trains the model by Keras or another base class."""
-        arguments, args, kwargs = with_end_of_cycle(args, kwargs)
+        arguments, args, kwargs = end_of_cycle.with_end_of_cycle(args, kwargs)
         self.batch_size = arguments["batch_size"]
         for feature in self.features:
             feature.begin_fit(arguments)
@@ -163,7 +164,7 @@ class Accumulation:
 
     def evaluate(self, super_evaluate, args, kwargs):
         """Evaluates the model by Keras or another base class."""
-        arguments = named_arguments("evaluate", args, kwargs)
+        arguments = end_of_cycle.named_arguments("evaluate", args, kwargs)
         with self.loss_weights.with_arrays("test", arguments):
             return super_evaluate(*args, **kwargs)
 
@@ -210,7 +211,7 @@ class Accumulation:
 
     def plan(self):
         """Returns the `Plan` of the step that is traced, or of a new one."""
-        model, step = self.model, current_step()
+        model, step = self.model, micro_batches.current_step()
         if step is not None and step.plan.model is model:
             return step.plan
         return self.new_plan()
@@ -218,7 +219,7 @@ class Accumulation:
     def new_plan(self):
         """Returns the `Plan` of a step that is not traced yet."""
         model = self.model
-        return Plan(
+        return micro_batches.Plan(
             accumulation=self,
             model=model,
             options=self.options,
@@ -261,7 +262,7 @@ class Accumulation:
         if isinstance(size, int):  # else a feature assigns it
             self.assign_size(size)
         if self.numbers is None and has_parts:
-            self.numbers = RandomNumbers(self)
+            self.numbers = random_numbers.RandomNumbers(self)
         made = {type(each): each for each in self.features}
         self.features = tuple(
             made.get(kind) or kind(self)
@@ -285,7 +286,11 @@ class Accumulation:
 
     def assign_size(self, value):
         if self.size is None:
-            with tf.init_scope(), replicas.scope_of(self.strategy), on_host():
+            with (
+                tf.init_scope(),
+                replicas.scope_of(self.strategy),
+                micro_batches.on_host(),
+            ):
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
         self.size.assign(value)
 

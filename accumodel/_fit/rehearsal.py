@@ -18,14 +18,14 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import checks, hooks, private_names, replicas
-from accumodel._keras_and_tf.python_state import PythonState, owners_of
-from accumodel._micro_batch import loop
-from accumodel._micro_batch.forward_backward import (
-    call_compute_loss,
-    forward,
-    weigh,
+from accumodel._keras_and_tf import (
+    checks,
+    hooks,
+    private_names,
+    python_state,
+    replicas,
 )
+from accumodel._micro_batch import forward_backward, loop, random_numbers
 from accumodel._micro_batch.micro_batches import (
     FedBatch,
     as_tensors,
@@ -36,7 +36,6 @@ from accumodel._micro_batch.micro_batches import (
     tensors_in,
     trace,
 )
-from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._update.engine import Collector
 
 # In the names of what is taken instead of moments of the samples.
@@ -91,7 +90,7 @@ def rehearse(model, function, *specs, is_real=False):
         if not is_real:
             scopes.append(hooks.own_draws(found.drawn))
         with hooks.all_of(scopes):
-            python = PythonState(owners_of(model))
+            python = python_state.PythonState(python_state.owners_of(model))
             try:
                 found.function = trace(function, *specs)
             except checks.InexactWarning:  # which is told of once
@@ -325,7 +324,7 @@ def _run_step(plan, data, collector, trains):
         if "test_step" in plan.overridden:
             model.test_step(data)
             return
-        y_pred, _ = forward(model, False, x, y, sample_weight)
+        y_pred, _ = forward_backward.forward(model, False, x, y, sample_weight)
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
     elif plan.whole_batch is None:
         step = model.train_step
@@ -355,8 +354,8 @@ def _run_step(plan, data, collector, trains):
 def _weigh(plan, x, y, y_pred, sample_weight):
     """Computes a loss and its weight, which note what they decide."""
     data = x, y, y_pred, sample_weight
-    loss = call_compute_loss(plan.model.compute_loss, *data)
-    weigh(plan, *data, loss=loss)
+    loss = forward_backward.call_compute_loss(plan.model.compute_loss, *data)
+    forward_backward.weigh(plan, *data, loss=loss)
 
 
 def rehearse_again():
@@ -422,7 +421,7 @@ def specs_of(data):
     return [*map(spec, leaves_of(data))]
 
 
-class _OwnNumbers(RandomNumbers):
+class _OwnNumbers(random_numbers.RandomNumbers):
     """Has a variable outside of all strategies."""
 
     def __init__(self, stands_in):

@@ -19,10 +19,9 @@ from accumodel._micro_batch.micro_batches import count_samples, current_step
 
 def call_compute_loss(function, x, y, y_pred, sample_weight, training=True):
     """Calls a `compute_loss` with what its signature takes, as Keras does."""
-    data = x, y, y_pred, sample_weight
-    if "training" in inspect.signature(function).parameters:
-        return function(*data, training=training)
-    return function(*data)
+    takes_training = "training" in inspect.signature(function).parameters
+    arguments = {"training": training} if takes_training else {}
+    return function(x, y, y_pred, sample_weight, **arguments)
 
 
 def compute_loss(accumulation, by_super, x, y, y_pred, sample_weight, training):

@@ -193,9 +193,11 @@ class FedBatch:
         self._may_differ = "slice_data" in plan.overridden
         self.ordered = None
         with on_host():
-            self.count = 1
-            if self.is_split:
-                self.count = tf.maximum(-(-self.samples // plan.size), 1)
+            self.count = (
+                tf.maximum(-(-self.samples // plan.size), 1)
+                if self.is_split
+                else 1
+            )
             if plan.orders is not None:
                 self.ordered = plan.orders.order(plan, data)
                 self.data = self.ordered.data

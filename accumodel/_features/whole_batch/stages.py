@@ -35,18 +35,18 @@ from accumodel._keras_and_tf.optimizers import trained_norms
 from accumodel._micro_batch import (
     assignments,
     forward_backward,
+    logs,
     loop,
     micro_batches,
+    random_numbers,
 )
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.logs import LossLogs
 from accumodel._micro_batch.micro_batches import (
     map_present,
     one_step,
     tensors_in,
     trace,
 )
-from accumodel._micro_batch.random_numbers import Draws
 
 
 class WholeBatch(Feature):
@@ -82,7 +82,7 @@ class WholeBatch(Feature):
         data = micro_batches.as_tensors(data)
         passes = _Passes(plan, data, is_training=True)
         ends = passes.forward()
-        losses = LossLogs(plan, data, plan.accumulation.spans_batches)
+        losses = logs.LossLogs(plan, data, plan.accumulation.spans_batches)
         step = functools.partial(one_step, plan, data, collector, losses)
         with step():
             own, cache, weight, log = passes.differentiate(*ends)
@@ -144,14 +144,14 @@ class _Passes:
                 "random numbers in the model or in the data set)"
             )
             assignments.check_repeats(sliced.graph.as_graph_def(), why)
-        draws = Draws(plan, is_training)
+        draws = random_numbers.Draws(plan, is_training)
         with (
             one_step(plan, x, is_compiled=plan.is_compiled),
             draws.replaced(),
         ):
             graph = ModelGraph(plan, x, is_training)
         draws.check(graph.graph)
-        Draws(plan, is_training).begin(self.parts)
+        random_numbers.Draws(plan, is_training).begin(self.parts)
         _check_outputs(plan, graph)
         if is_training:
             why = f"With {_option(plan)}, the model is called twice"
@@ -175,7 +175,9 @@ class _Passes:
         """Runs a piece in a step for each micro-batch; returns arrays."""
         draws: typing.Any = None
         if piece.assigned or piece.reads(self._plan.numbers.rows):
-            draws = Draws(self._plan, self._is_training, piece.assigned)
+            draws = random_numbers.Draws(
+                self._plan, self._is_training, piece.assigned
+            )
         # Gradients of variables are in the sums already.
         makes = {k: v for k, v in piece.makes.items() if k != "own"}
         count = self.parts.count
