@@ -526,12 +526,14 @@ class AccumulatingModel(keras.Model):
         evaluate.__signature__ = inspect.signature(keras.Model.evaluate)
 
     def make_train_function(self, force=False):
-        make = super().make_train_function
-        return train_function.make_function(self, "train", make, force)
+        return train_function.make_function(
+            self, "train", super().make_train_function, force
+        )
 
     def make_test_function(self, force=False):
-        make = super().make_test_function
-        return train_function.make_function(self, "test", make, force)
+        return train_function.make_function(
+            self, "test", super().make_test_function, force
+        )
 
     # Private: it builds a model before the first step. If Keras renames it, its
     # own error remains, if replicas get batches of unequal sizes.

@@ -221,8 +221,10 @@ class Auto(Feature):
         assign to in place, and again later, which ends the process. It does not
         assign in place to what is used afterwards.
         """
-        variables = function.get_concrete_function(data).variables
-        kept = [variable.read_value() for variable in variables]
+        kept = [
+            variable.read_value()
+            for variable in function.get_concrete_function(data).variables
+        ]
         result, done = function(data)
         tf.raw_ops.Assert(condition=done, data=[done, *kept])
         return result

@@ -361,8 +361,9 @@ def _weigh(plan, x, y, y_pred, sample_weight):
 def rehearse_again():
     """Notes what this step needs, of other shapes or by other Python."""
     step = current_step()
-    plan = step.plan.accumulation.new_plan()
-    replicas.in_new_thread(rehearse_step, plan, step.data)
+    replicas.in_new_thread(
+        rehearse_step, step.plan.accumulation.new_plan(), step.data
+    )
 
 
 def _rows(plan, batch, places, begin, end):

@@ -484,9 +484,11 @@ def with_local_logs(function):
     # metrics' variables, which sum over all workers.
 
     def take_local(original, values, strategy, reduction):
-        local = strategy.experimental_local_results
         return keras.tree.map_structure(
-            lambda value: tf.reduce_mean(local(value), axis=0), values
+            lambda value: tf.reduce_mean(
+                strategy.experimental_local_results(value), axis=0
+            ),
+            values,
         )
 
     @functools.wraps(function)

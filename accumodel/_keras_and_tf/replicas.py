@@ -216,8 +216,9 @@ def hide_empty(data):
     def hide(leaf):
         if not isinstance(leaf, tf.Tensor) or leaf.shape[:1] != [0]:
             return leaf
-        shape = [None, *leaf.shape[1:]]
-        return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=shape)
+        return tf.raw_ops.PlaceholderWithDefault(
+            input=leaf, shape=[None, *leaf.shape[1:]]
+        )
 
     return keras.tree.map_structure(hide, data)
 

@@ -46,8 +46,9 @@ def compute_loss(accumulation, by_super, x, y, y_pred, sample_weight, training):
 def forward(model, training, x, y, sample_weight):
     """Returns the outputs of a model, and its loss."""
     y_pred = private_names.call_model(model, x, training=training)
-    data = x, y, y_pred, sample_weight
-    return y_pred, call_compute_loss(model.compute_loss, *data, training)
+    return y_pred, call_compute_loss(
+        model.compute_loss, x, y, y_pred, sample_weight, training
+    )
 
 
 def differentiate(plan, data, compute, sources=()):

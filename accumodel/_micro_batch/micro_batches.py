@@ -227,8 +227,9 @@ class FedBatch:
     def fraction(self, i):
         """Returns how much of the samples are in the i-th."""
         begin, end = self.bounds(i)
-        size = tf.cast(end - begin, tf.float64)
-        return tf.math.divide_no_nan(size, tf.cast(self.samples, tf.float64))
+        return tf.math.divide_no_nan(
+            tf.cast(end - begin, tf.float64), tf.cast(self.samples, tf.float64)
+        )
 
     def data_of(self, i):
         begin, end = self.bounds(i)

@@ -386,8 +386,10 @@ class Piece:
 
     def run(self, values):
         """Returns the flat tensors that it makes, in what is traced now."""
-        names = [each.name for each in self.feeds]
-        values = self._graph.captured | dict(zip(names, values, strict=True))
+        values = self._graph.captured | {
+            each.name: value
+            for each, value in zip(self.feeds, values, strict=True)
+        }
         made = [each.name for each in self._flat if each.name not in values]
         capture = tf.compat.v1.get_default_graph().capture
         tensors = tf.graph_util.import_graph_def(

@@ -448,8 +448,11 @@ def _other_axis(plan):
 
 def _option(plan):
     """Returns the argument of `compile` that the whole batch is joined for."""
-    cache = plan.options.gradient_cache
-    return f"`{'gradient_cache' if cache else 'sync_batch_norm'}=True`"
+    return (
+        "`gradient_cache=True`"
+        if plan.options.gradient_cache
+        else "`sync_batch_norm=True`"
+    )
 
 
 def _check_no_pairs(plan, graph, x):
