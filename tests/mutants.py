@@ -44,7 +44,7 @@ FAULTS = """
 a step uses the accumulator of another model
     Collector.check: if holder => False
 an error leaves half-added sums in a custom loop
-    _forget_if_broken: set is_broken => tf.constant(False)
+    _forget_if_broken: call not_equal => tf.constant(False)
 # test_after_update.py
 what follows an update comes before it
     _reduce_and_apply: call on_each_replica =>

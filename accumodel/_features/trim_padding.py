@@ -79,9 +79,9 @@ class Trimmer(Feature):
         """Refuses a value that means nothing."""
         value, kinds = options.trim_padding, numbers.Integral | str | None
         if isinstance(value, bool) or not isinstance(value, kinds):
-            kind = type(value).__name__
             raise TypeError(
-                f"{_MEANING}trim_padding={value!r} (of type {kind})"
+                f"{_MEANING}trim_padding={value!r} "
+                f"(of type {type(value).__name__})"
             )
 
     def around_part(self, parts, i):
@@ -114,8 +114,10 @@ class Ordered:
         ]
         # No weight is cut off, and no target that counts.
         ends += [_ends(leaf, 0) for leaf, is_cut in weights if is_cut]
-        losses = keras.tree.flatten(plan.model.loss)
-        ignored = {getattr(loss, "ignore_class", None) for loss in losses}
+        ignored = {
+            getattr(loss, "ignore_class", None)
+            for loss in keras.tree.flatten(plan.model.loss)
+        }
         for leaf, is_cut in targets:
             ends += [_ends(leaf, each) for each in ignored - {None} if is_cut]
         lengths = tf.reduce_max(ends, 0)

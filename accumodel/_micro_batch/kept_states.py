@@ -49,16 +49,15 @@ class KeptStates:
 
     @contextlib.contextmanager
     def _put_back(self):
-        graph, assigned = micro_batches.current_graph(), _Assigned(self._model)
+        assigned = _Assigned(self._model)
         weights = {*map(id, self._model.weights)}
 
         def assign(original, variable, value):
             step = micro_batches.current_step()
             is_own = id(variable) in weights
             if step is not None and step.collector is not None and is_own:
-                assigned.note(
-                    variable, value, step, graph, id(variable) in self._kept
-                )
+                is_known = id(variable) in self._kept
+                assigned.note(variable, value, step, is_known)
             return original(variable, value)
 
         try:
@@ -101,20 +100,20 @@ class _Assigned:
     """What one micro-batch assigns of the weights of a model."""
 
     def __init__(self, model):
-        self._model = model
+        self._model, self._graph = model, micro_batches.current_graph()
         # By the ids of variables: these, their values before, and the ids of
         # the handles of all that they are computed of.
         self._notes: dict = {}
 
-    def note(self, variable, value, step, graph, is_known):
-        """Notes what is about to be assigned in the `graph` of a step."""
+    def note(self, variable, value, step, is_known):
+        """Notes what is about to be assigned in a step."""
         if id(variable) not in self._notes:
-            with micro_batches.within(graph), hooks.not_cast():
+            with micro_batches.within(self._graph), hooks.not_cast():
                 before = optimizers.tf_variable(variable).read_value()
             self._notes[id(variable)] = variable, before, set()
         # Where sizes are numbers, one may be that of the samples.
         is_size_known = (
-            graph is None or micro_batches.first_leaf(step.data).shape[0]
+            self._graph is None or micro_batches.first_leaf(step.data).shape[0]
         )
         sources = set()
         if step.is_conditional() or (is_size_known and not is_known):

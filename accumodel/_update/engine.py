@@ -224,8 +224,7 @@ class Engine(tf.Module):
 
     def _forget_if_broken(self):
         # A step of a custom loop failed. Its replicas have phases of one sign.
-        is_broken = tf.not_equal(self._phase, 0)
-        tf.cond(is_broken, self.reset, lambda: None)
+        tf.cond(tf.not_equal(self._phase, 0), self.reset, lambda: None)
 
     # -- on each replica: a micro-batch, and the end of a fed batch ------------
 
@@ -439,13 +438,13 @@ class Engine(tf.Module):
     def _update(self, present):
         """Updates the variables that got a gradient in this cycle."""
         self._phase.assign(-1.0, read_value=False)
-        phases = replicas.local_results(self._phase)
         update = functools.partial(self._reduce_and_apply, present)
         is_compiled = self._jit_compile and not self._untracked.strategy
         if is_compiled and not tf.executing_eagerly():
             update = tf.function(update, jit_compile=True, autograph=False)
         if self._untracked.numbers is not None:
             self._untracked.numbers.accumulation.states.end_cycle()
+        phases = replicas.local_results(self._phase)
         with tf.control_dependencies([phase.read_value() for phase in phases]):
             update()
             # Not in an XLA cluster, which would make zeros beside the sums.

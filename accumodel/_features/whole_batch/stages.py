@@ -88,8 +88,11 @@ class WholeBatch(Feature):
             own, cache, weight, log = passes.differentiate(*ends)
             add: typing.Any = plan.model.accumulate_gradients
             if own and (cache or tensors_in(own)):  # else that says what lacks
-                sums = plan.accumulation.ready_accumulator()
-                add = functools.partial(collector.take, sums, weight=weight)
+                add = functools.partial(
+                    collector.take,
+                    plan.accumulation.ready_accumulator(),
+                    weight=weight,
+                )
         if cache:
             passes.backward(cache, collector, add)
         with step():
@@ -117,8 +120,9 @@ class _Passes:
         self._plan, self.parts = plan, micro_batches.FedBatch(plan, data)
         self._is_training = is_training
         # What a training assigns between its passes: averages, and in the loss.
-        between = plan.assigned["between passes"] if is_training else {}
-        self._states = assignments.States(between)
+        self._states = assignments.States(
+            plan.assigned["between passes"] if is_training else {}
+        )
         self._graph = self._trace()
         # Functions of the number of a micro-batch, by names of tensors.
         self._values: dict = {}
