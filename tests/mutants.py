@@ -71,8 +71,7 @@ no wait for the gradients of a nested function
 float8 averaged
     sums.add: if overwrites => False
 gradients of an earlier cycle count
-    Engine._end_cycle: call _clear =>
-        self._clear(self._totals, self._count, self._counts, self._phase)
+    Engine._end_cycle: call assign => None
 weights that cancel divide
     sums: set _CANCELLED => -1.0
 pairs are taken apart
