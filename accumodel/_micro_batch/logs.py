@@ -64,8 +64,9 @@ class LossLogs:
         cycle = self._plan.accumulation.ready_logged()
         count = new.shape[0]
         # Eager code may have made trackers since `begin`.
-        missing = [tf.zeros(2, tf.float64)] * (count - len(self._before))
-        before = tf.stack((self._before + missing)[:count])
+        missing = range(count - len(self._before))
+        before = self._before + [tf.zeros(2, tf.float64) for _ in missing]
+        before = tf.stack(before[:count])
         is_new = self.begins_batch
         if self.spans_batches:
             is_reset = before[:, 1:] <= cycle[:, 1:2]
