@@ -143,8 +143,9 @@ def reverse(*batch):
 
 def distance(weights, others):
     """Returns the largest difference of any weight."""
-    pairs = zip(weights, others, strict=True)
-    return float(max(np.abs(a - b).max() for a, b in pairs))
+    return float(
+        max(np.abs(a - b).max() for a, b in zip(weights, others, strict=True))
+    )
 
 
 # -- rows ----------------------------------------------------------------------

@@ -14,7 +14,6 @@ from accumodel._fit import train_function
 from accumodel._fit.accumulation import Accumulation
 from accumodel._keras_and_tf import checks, construction, replicas
 from accumodel._micro_batch import forward_backward, micro_batches
-from accumodel._micro_batch.micro_batches import current_step, this_step
 from accumodel._update.accumulator import GradientAccumulator
 
 _Method = typing.TypeVar("_Method", bound=Callable)
@@ -269,15 +268,15 @@ class AccumulatingModel(keras.Model):
         is_custom = accumulation.overrides("compute_gradients")
         if not (accumulation.accumulates or is_custom):
             return super().train_step(data)
-        if current_step() is None:
+        if micro_batches.current_step() is None:
             accumulation.check_loop("train_step")
-        with this_step(accumulation.plan(), data):
+        with micro_batches.this_step(accumulation.plan(), data):
             gradients, weight, logs = self.compute_gradients(data)
             self.accumulate_gradients(gradients, weight)
         return logs
 
     def test_step(self, data: typing.Any) -> dict:
-        if current_step() is None:  # the batch is not split
+        if micro_batches.current_step() is None:  # the batch is not split
             return super().test_step(data)
         # It may be another base class's, which may call that of Keras.
         with forward_backward.test_steps(self._accumulation.plan()):
@@ -302,7 +301,7 @@ class AccumulatingModel(keras.Model):
         """
         plan = self._accumulation.plan()
         forward = functools.partial(forward_backward.forward, self, True)
-        with this_step(plan, data):
+        with micro_batches.this_step(plan, data):
             (gradients, _), weight, log = forward_backward.differentiate(
                 plan, data, forward
             )
@@ -471,7 +470,7 @@ class AccumulatingModel(keras.Model):
                 these or the optimizer have changed since `compile`, or if it
                 is called twice in one `train_step`.
         """
-        if current_step() is None:
+        if micro_batches.current_step() is None:
             self._accumulation.check_loop("accumulate_gradients")
         if not self.trainable_variables:
             warnings.warn(
@@ -527,12 +526,14 @@ class AccumulatingModel(keras.Model):
         evaluate.__signature__ = inspect.signature(keras.Model.evaluate)
 
     def make_train_function(self, force=False):
-        make = super().make_train_function
-        return train_function.make_function(self, "train", make, force)
+        return train_function.make_function(
+            self, "train", super().make_train_function, force
+        )
 
     def make_test_function(self, force=False):
-        make = super().make_test_function
-        return train_function.make_function(self, "test", make, force)
+        return train_function.make_function(
+            self, "test", super().make_test_function, force
+        )
 
     # Private: it builds a model before the first step. If Keras renames it, its
     # own error remains, if replicas get batches of unequal sizes.

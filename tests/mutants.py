@@ -44,7 +44,7 @@ FAULTS = """
 a step uses the accumulator of another model
     Collector.check: if holder => False
 an error leaves half-added sums in a custom loop
-    _forget_if_broken: set is_broken => tf.constant(False)
+    _forget_if_broken: call not_equal => tf.constant(False)
 # test_after_update.py
 what follows an update comes before it
     _reduce_and_apply: call on_each_replica =>
@@ -84,7 +84,7 @@ train_on_batch gives each replica the whole batch
 sums are all on one device
     make_accumulators: call colocate_vars_with => tf.name_scope("x")
 replicas that normalize together have weights of their own
-    forward_backward.differentiate: if count_replicas => False
+    weigh_replicas: if overridden => True
 # test_exactness.py
 what a loss combines is not looked at
     _divisors: set own reduction => self._divisor(reduction)
@@ -134,7 +134,7 @@ reduced by accumodel and by the optimizer
     _reduce_and_apply: call without_own_reduction => without_own_reduction([])
 # test_losses.py
 a `__call__` of Keras's own losses is not looked into
-    _find_losses: for modules => ()
+    _find_losses: for map => ()
 one loss per sample is divided
     weigh: if => weight is None
 one number is a sum under a reduction that sums

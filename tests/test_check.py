@@ -37,7 +37,7 @@ def own_statistics(monkeypatch):
 
 def other_rows(monkeypatch):
     """Each micro-batch draws by itself."""
-    monkeypatch.setattr(random_numbers, "_OFFSETS", {})
+    monkeypatch.setattr(random_numbers, "OFFSETS", {})
 
 
 # What is broken, what is trained, and the rows that fail.

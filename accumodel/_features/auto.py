@@ -29,15 +29,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import replicas
-from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._micro_batch.assignments import Recorder, check_assignments
+from accumodel._keras_and_tf import optimizers, replicas
+from accumodel._micro_batch import assignments, micro_batches
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.micro_batches import (
-    ALL,
-    count_of_each_replica,
-    trace,
-)
 
 _WHILE_UPDATING = (
     "Out of memory while the optimizer made an update, so some weights may be "
@@ -98,7 +92,7 @@ class Auto(Feature):
         self._assigned = accumulation.assigned["auto"]
         # What they were before this batch, as pairs `(copy, value)`.
         self._before: list = []
-        self._assign_size(ALL)
+        self._assign_size(micro_batches.ALL)
 
     @classmethod
     def is_on(cls, options):
@@ -142,7 +136,7 @@ class Auto(Feature):
             if not (is_traced or spec is None or model.run_eagerly):
                 # For what is known of the shapes of all batches, as Keras does,
                 # which gives the function the iterator.
-                trace(lambda data: function(iter([data])), spec)
+                micro_batches.trace(lambda data: function(iter([data])), spec)
                 is_traced = True
             logs = None
             for data in itertools.islice(batches, model.steps_per_execution):
@@ -157,7 +151,11 @@ class Auto(Feature):
         accumulators = self.accumulation.accumulators
         if trains:
             self._check_cycle(accumulators)
-        samples = max(count_of_each_replica(data, self.accumulation.strategy))
+        samples = max(
+            micro_batches.count_of_each_replica(
+                data, self.accumulation.strategy
+            )
+        )
         self._before = []
         for variable in self._assigned.values():
             self._save(variable)
@@ -189,7 +187,7 @@ class Auto(Feature):
     def _save(self, variable):
         """Saves what a variable is before this batch."""
         with replicas.scope_of(self.accumulation.strategy):
-            copies = replicas.local_results(tf_variable(variable))
+            copies = replicas.local_results(optimizers.tf_variable(variable))
             self._before += [(copy, copy.read_value()) for copy in copies]
 
     def _halve(self, samples, error):
@@ -223,8 +221,10 @@ class Auto(Feature):
         assign to in place, and again later, which ends the process. It does not
         assign in place to what is used afterwards.
         """
-        variables = function.get_concrete_function(data).variables
-        kept = [variable.read_value() for variable in variables]
+        kept = [
+            variable.read_value()
+            for variable in function.get_concrete_function(data).variables
+        ]
         result, done = function(data)
         tf.raw_ops.Assert(condition=done, data=[done, *kept])
         return result
@@ -232,11 +232,11 @@ class Auto(Feature):
     def check_graph(self, graph):
         """Raises if a step assigns what cannot be put back."""
         why = f'With `micro_batch_size="{self.NAME}"`, a batch may be run again'
-        check_assignments(graph.as_graph_def(), why)
+        assignments.check_assignments(graph.as_graph_def(), why)
 
     def around_batch(self):
         """Returns a scope in which a step assigns what can be put back."""
-        return Recorder(self._record)
+        return assignments.Recorder(self._record)
 
     def _record(self, variable):
         if id(variable) not in self._assigned:

@@ -25,6 +25,7 @@ from accumodel._micro_batch.micro_batches import (
     current_graph,
     current_step,
     floats_in,
+    map_present,
 )
 
 _local = threading.local()  # `is_open`: whether one is rematerialized
@@ -91,7 +92,9 @@ class _Call:
         for source, output in zip(floats_in(returned), outputs, strict=False):
             private_names.set_mask(output, private_names.mask_of(source))
             new[id(source)] = output
-        outputs, losses = _map(lambda each: new.get(id(each), each), returned)
+        outputs, losses = map_present(
+            lambda each: new.get(id(each), each), returned
+        )
         layer: typing.Any = private_names.layer_of(self._function)
         if losses and layer is None:
             self._refuse("a loss that is added")
@@ -106,7 +109,7 @@ class _Call:
             self._refuse("a call in a loop or a condition")
         gradients = gradients[: len(gradients) - len(self._needed())]
         late = _after(gradients)
-        inputs = _map(late, self._inputs)
+        inputs = map_present(late, self._inputs)
         sources = floats_in(inputs)
         assigned: collections.Counter = collections.Counter()
 
@@ -166,11 +169,8 @@ class _Call:
 
 def _after(gradients):
     """Returns a function that returns a tensor when gradients are there."""
-    flat = [
-        tf.reshape(tf.convert_to_tensor(gradient), [-1])
-        for gradient in gradients
-    ]
-    first = [tf.cast(tf.math.real(each[:1]), tf.float32) for each in flat]
+    flat = [tf.reshape(tf.convert_to_tensor(x), [-1]) for x in gradients]
+    first = [tf.cast(tf.math.real(x[:1]), tf.float32) for x in flat]
     # It is true, which no compiler knows.
     is_there = tf.logical_not(tf.tanh(tf.reduce_sum(tf.concat(first, 0))) > 2)
 
@@ -182,7 +182,3 @@ def _after(gradients):
         return waiting
 
     return late
-
-
-def _map(function, structure):
-    return tf.nest.map_structure(function, structure, expand_composites=True)

@@ -79,9 +79,9 @@ class Trimmer(Feature):
         """Refuses a value that means nothing."""
         value, kinds = options.trim_padding, numbers.Integral | str | None
         if isinstance(value, bool) or not isinstance(value, kinds):
-            kind = type(value).__name__
             raise TypeError(
-                f"{_MEANING}trim_padding={value!r} (of type {kind})"
+                f"{_MEANING}trim_padding={value!r} "
+                f"(of type {type(value).__name__})"
             )
 
     def around_part(self, parts, i):
@@ -114,8 +114,10 @@ class Ordered:
         ]
         # No weight is cut off, and no target that counts.
         ends += [_ends(leaf, 0) for leaf, is_cut in weights if is_cut]
-        losses = keras.tree.flatten(plan.model.loss)
-        ignored = {getattr(loss, "ignore_class", None) for loss in losses}
+        ignored = {
+            getattr(loss, "ignore_class", None)
+            for loss in keras.tree.flatten(plan.model.loss)
+        }
         for leaf, is_cut in targets:
             ends += [_ends(leaf, each) for each in ignored - {None} if is_cut]
         lengths = tf.reduce_max(ends, 0)
@@ -136,8 +138,7 @@ class Ordered:
         # Of 1, more than a sequence is as wide; of no samples, it is negative.
         width = tf.maximum(tf.reduce_max(self._lengths[begin:end]), 2)
         if self._is_compiled:
-            place = tf.searchsorted(_WIDTHS, [width])[0]
-            width = tf.gather(_WIDTHS, place)
+            width = tf.gather(_WIDTHS, tf.searchsorted(_WIDTHS, [width])[0])
         cut = iter(self._cut)
 
         def cut_leaf(leaf):
@@ -189,11 +190,14 @@ class _Padding:
     def hooked(self):
         """Returns a scope in which Keras calls the methods below."""
         call, reduce = self._call, self._reduce
-        losses = hooks.losses(__call__=call, reduce_weighted_values=reduce)
-        metrics = hooks.metrics(
-            update_state=call, reduce_to_samplewise_values=reduce
+        return hooks.all_of(
+            [
+                hooks.losses(__call__=call, reduce_weighted_values=reduce),
+                hooks.metrics(
+                    update_state=call, reduce_to_samplewise_values=reduce
+                ),
+            ]
         )
-        return hooks.all_of([losses, metrics])
 
     def _call(self, original, owner, y_true, y_pred, sample_weight=None):
         """Calls a loss, or updates the metrics of an output."""
@@ -225,14 +229,14 @@ class _Padding:
 
     def _pad(self, values):
         """Returns values with zeros at the positions that were cut off."""
-        if not self._pads or len(getattr(values, "shape", ())) < 2:
-            return values
-        if values.shape[1] == 1:  # the same at all positions
+        shape: typing.Any = getattr(values, "shape", ())
+        # Of 1, it is the same at all positions.
+        if not self._pads or len(shape) < 2 or shape[1] == 1:
             return values
         # The same tensor again: losses are told apart by masks and weights.
         if id(values) not in self._padded:
             missing = self._ordered.width - tf.shape(values)[1]
-            rest = [[0, 0]] * (len(values.shape) - 2)
+            rest = [[0, 0]] * (len(shape) - 2)
             padded = tf.pad(values, [[0, 0], [0, missing], *rest])
             self._padded[id(values)] = padded, values
         return self._padded[id(values)][0]

@@ -7,17 +7,17 @@ import typing
 
 import tensorflow as tf
 
-from accumodel._fit import rehearsal
-from accumodel._fit.end_of_cycle import named_arguments, with_end_of_cycle
+from accumodel._fit import end_of_cycle, rehearsal
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
+from accumodel._micro_batch import (
+    kept_states,
+    micro_batches,
+    random_numbers,
+    sample_axes,
+    weights,
+)
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.kept_states import KeptStates
-from accumodel._micro_batch.micro_batches import Plan, current_step, on_host
-from accumodel._micro_batch.random_numbers import RandomNumbers
-from accumodel._micro_batch.sample_axes import SampleAxes
-from accumodel._micro_batch.weights import LossWeights
-from accumodel._update import cycles
-from accumodel._update.engine import fitted
+from accumodel._update import cycles, engine
 
 _REMAINDERS = ("apply", "carry", "drop")
 
@@ -50,15 +50,17 @@ class Options:
 
     def __post_init__(self):
         # As Python's own bools and ints, which a file can hold.
-        vars(self).update(
-            (field.name, checks.check_bool(field.name, vars(self)[field.name]))
-            for field in dataclasses.fields(self)
-            if isinstance(field.default, bool)
-        )
-        size = checks.check_micro_batch_size(self.micro_batch_size)
-        vars(self).update(
+        given = vars(self)
+        given.update(
+            {
+                field.name: checks.check_bool(field.name, given[field.name])
+                for field in dataclasses.fields(self)
+                if isinstance(field.default, bool)
+            },
+            micro_batch_size=checks.check_micro_batch_size(
+                self.micro_batch_size
+            ),
             accum_steps=checks.check_accum_steps(self.accum_steps),
-            micro_batch_size=size,
         )
         if self.remainder not in _REMAINDERS:
             raise ValueError(
@@ -100,10 +102,10 @@ class Accumulation:
         # True once an update may need several batches; stays true.
         self.spans_batches = False
         self.features: tuple[Feature, ...] = ()  # those that are on
-        self.loss_weights = LossWeights(self.model)  # which warns anew
+        self.loss_weights = weights.LossWeights(self.model)  # which warns anew
         self.logged: typing.Any = None  # see `LossLogs`
-        self.states = KeptStates(self.model)
-        self.sample_axes = SampleAxes(rehearsal.rehearse_again)
+        self.states = kept_states.KeptStates(self.model)
+        self.sample_axes = sample_axes.SampleAxes(rehearsal.rehearse_again)
         self.is_rehearsed = False  # whether its step was
 
     @property
@@ -146,21 +148,23 @@ class Accumulation:
 
     def fit(self, super_fit, args, kwargs):
         """Trains the model by Keras or another base class."""
-        arguments, args, kwargs = with_end_of_cycle(args, kwargs)
+        arguments, args, kwargs = end_of_cycle.with_end_of_cycle(args, kwargs)
         self.batch_size = arguments["batch_size"]
         for feature in self.features:
             feature.begin_fit(arguments)
-        token = fitted.set(self.accumulators)
+        token = engine.fitted.set(self.accumulators)
         try:
-            weights = self.loss_weights.with_arrays("train", arguments)
-            with self._averages_of_updates(), weights:
+            with (
+                self._averages_of_updates(),
+                self.loss_weights.with_arrays("train", arguments),
+            ):
                 return super_fit(*args, **kwargs)
         finally:
-            fitted.reset(token)
+            engine.fitted.reset(token)
 
     def evaluate(self, super_evaluate, args, kwargs):
         """Evaluates the model by Keras or another base class."""
-        arguments = named_arguments("evaluate", args, kwargs)
+        arguments = end_of_cycle.named_arguments("evaluate", args, kwargs)
         with self.loss_weights.with_arrays("test", arguments):
             return super_evaluate(*args, **kwargs)
 
@@ -207,7 +211,7 @@ class Accumulation:
 
     def plan(self):
         """Returns the `Plan` of the step that is traced, or of a new one."""
-        model, step = self.model, current_step()
+        model, step = self.model, micro_batches.current_step()
         if step is not None and step.plan.model is model:
             return step.plan
         return self.new_plan()
@@ -215,12 +219,14 @@ class Accumulation:
     def new_plan(self):
         """Returns the `Plan` of a step that is not traced yet."""
         model = self.model
-        return Plan(
+        return micro_batches.Plan(
             accumulation=self,
             model=model,
             options=self.options,
             overridden=frozenset(filter(self.overrides, _OVERRIDABLE)),
-            is_compiled=model.jit_compile and replicas.can_compile(model),
+            # Layers with statistics, such as batch normalization, reduce them
+            # over the replicas, which a function in a step cannot do.
+            is_compiled=model.jit_compile and not replicas.are_several(model),
             size=self.size,
             assigned=self.assigned,
             numbers=self.numbers,
@@ -251,12 +257,12 @@ class Accumulation:
         self.options = options
         self.spans_batches |= spans_batches or options.accum_steps > 1
         was_accumulating = self.accumulates
-        self.accumulates |= self.spans_batches or size is not None
+        has_parts = self.spans_batches or size is not None
+        self.accumulates |= has_parts
         if isinstance(size, int):  # else a feature assigns it
             self.assign_size(size)
-        has_rows = self.spans_batches or size is not None
-        if self.numbers is None and has_rows:
-            self.numbers = RandomNumbers(self)
+        if self.numbers is None and has_parts:
+            self.numbers = random_numbers.RandomNumbers(self)
         made = {type(each): each for each in self.features}
         self.features = tuple(
             made.get(kind) or kind(self)
@@ -280,8 +286,11 @@ class Accumulation:
 
     def assign_size(self, value):
         if self.size is None:
-            scope = replicas.scope_of(self.strategy)
-            with tf.init_scope(), scope, on_host():
+            with (
+                tf.init_scope(),
+                replicas.scope_of(self.strategy),
+                micro_batches.on_host(),
+            ):
                 self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
         self.size.assign(value)
 
@@ -290,9 +299,13 @@ class Accumulation:
         rows = len(private_names.loss_trackers(self.model))
         # Keras makes trackers of the outputs in the first step.
         if self.logged is None or self.logged.shape[0] != rows:
-            with replicas.scope_of(self.strategy):
-                self.logged = replicas.make_sum((rows, 5), tf.float64, "cycle")
+            self.logged = self.make_sum((rows, 5), tf.float64, "cycle")
         return self.logged
+
+    def make_sum(self, shape, dtype, name):
+        """Makes a variable in which each replica of the model has its sum."""
+        with replicas.scope_of(self.strategy):
+            return replicas.make_sum(shape, dtype, name)
 
     def count_pending(self):
         """Returns how many batches of this cycle were fed before this one."""

@@ -17,8 +17,9 @@ class EndOfCycle(keras.callbacks.Callback):
             accumulation.options.remainder != "carry"
             and accumulation.accumulators.is_live
         ):
-            otherwise = ', or `compile` with `remainder="carry"`'
-            accumulation.accumulators.drop("fit", otherwise)
+            accumulation.accumulators.drop(
+                "fit", ', or `compile` with `remainder="carry"`'
+            )
 
     def on_train_batch_end(self, batch, logs=None):
         self._batches = batch + 1
@@ -90,11 +91,13 @@ def with_end_of_cycle(args, kwargs):
         # Of arrays only, by default Keras's.
         batch_size = arguments.get("batch_size") or 32
     # Those that add to the logs come before those that write them.
-    callbacks = sorted(
-        keras.tree.flatten(callbacks or []),
-        key=lambda callback: not hasattr(callback, "_adds_to_logs"),
-    )
-    callbacks = [EndOfCycle(), *callbacks]
+    callbacks = [
+        EndOfCycle(),
+        *sorted(
+            keras.tree.flatten(callbacks or []),
+            key=lambda callback: not hasattr(callback, "_adds_to_logs"),
+        ),
+    ]
     place = _parameters("fit").index("callbacks")
     if len(args) > place:
         args = (*args[:place], callbacks, *args[place + 1 :])

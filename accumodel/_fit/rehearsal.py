@@ -18,15 +18,14 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks, private_names, replicas
-from accumodel._keras_and_tf.checks import InexactWarning
-from accumodel._keras_and_tf.python_state import PythonState, owners_of
-from accumodel._micro_batch import loop
-from accumodel._micro_batch.forward_backward import (
-    call_compute_loss,
-    forward,
-    weigh,
+from accumodel._keras_and_tf import (
+    checks,
+    hooks,
+    private_names,
+    python_state,
+    replicas,
 )
+from accumodel._micro_batch import forward_backward, loop, random_numbers
 from accumodel._micro_batch.micro_batches import (
     FedBatch,
     as_tensors,
@@ -37,7 +36,6 @@ from accumodel._micro_batch.micro_batches import (
     tensors_in,
     trace,
 )
-from accumodel._micro_batch.random_numbers import RandomNumbers
 from accumodel._update.engine import Collector
 
 # In the names of what is taken instead of moments of the samples.
@@ -89,13 +87,13 @@ def rehearse(model, function, *specs, is_real=False):
             # of one that fails would never get any.
             hooks.variables(__init__=functools.partial(_at_once, model)),
         ]
-        with hooks.all_of(scopes), contextlib.ExitStack() as stack:
-            python = PythonState(owners_of(model))
-            if not is_real:
-                stack.enter_context(hooks.own_draws(found.drawn))
+        if not is_real:
+            scopes.append(hooks.own_draws(found.drawn))
+        with hooks.all_of(scopes):
+            python = python_state.PythonState(python_state.owners_of(model))
             try:
                 found.function = trace(function, *specs)
-            except InexactWarning:  # which is told of once
+            except checks.InexactWarning:  # which is told of once
                 raise
             except Exception as error:
                 found.error = error
@@ -131,10 +129,9 @@ def _build(found, original, optimizer, gradients, variables=None):
 def _infer(found, original, layer, inputs, mask):
     """Returns moving statistics, which do not depend on the samples."""
     found.norms.append(None in inputs.shape)
-    moving = layer.moving_mean, layer.moving_variance
     return tuple(
         tf.identity(tf.cast(statistics, inputs.dtype), name=MOMENTS)
-        for statistics in moving
+        for statistics in (layer.moving_mean, layer.moving_variance)
     )
 
 
@@ -202,8 +199,7 @@ def before_first(plan, trains, batches):
     if data is None:
         data = next(batches)
         batches = itertools.chain([data], batches)
-    strategy = plan.model.distribute_strategy
-    data = as_tensors(replicas.of_one_replica(data, strategy))
+    data = as_tensors(replicas.of_one_replica(data, accumulation.strategy))
     if trains:
         build(plan, data)
     is_done = trains and accumulation.is_rehearsed
@@ -328,7 +324,7 @@ def _run_step(plan, data, collector, trains):
         if "test_step" in plan.overridden:
             model.test_step(data)
             return
-        y_pred, _ = forward(model, False, x, y, sample_weight)
+        y_pred, _ = forward_backward.forward(model, False, x, y, sample_weight)
         model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
     elif plan.whole_batch is None:
         step = model.train_step
@@ -346,7 +342,7 @@ def _run_step(plan, data, collector, trains):
                     id(each) for each, _ in collector.loss.graph.captures
                 }
                 read = [each for each in read if id(each) in captured]
-            except InexactWarning:  # see `rehearse`
+            except checks.InexactWarning:  # see `rehearse`
                 raise
             except Exception as error:  # it may need the sizes of a whole batch
                 collector.error = error
@@ -358,15 +354,16 @@ def _run_step(plan, data, collector, trains):
 def _weigh(plan, x, y, y_pred, sample_weight):
     """Computes a loss and its weight, which note what they decide."""
     data = x, y, y_pred, sample_weight
-    loss = call_compute_loss(plan.model.compute_loss, *data)
-    weigh(plan, *data, loss=loss)
+    loss = forward_backward.call_compute_loss(plan.model.compute_loss, *data)
+    forward_backward.weigh(plan, *data, loss=loss)
 
 
 def rehearse_again():
     """Notes what this step needs, of other shapes or by other Python."""
     step = current_step()
-    given = step.plan.accumulation.new_plan(), step.data
-    replicas.in_new_thread(rehearse_step, *given)
+    replicas.in_new_thread(
+        rehearse_step, step.plan.accumulation.new_plan(), step.data
+    )
 
 
 def _rows(plan, batch, places, begin, end):
@@ -382,9 +379,9 @@ def _rows(plan, batch, places, begin, end):
 
 def can_gather(plan, batch):
     """Whether any rows of a batch can be taken, or only by `slice_data`."""
-    leaves = keras.tree.flatten(batch)
-    is_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in leaves)
-    return "slice_data" not in plan.overridden and not is_sparse
+    return "slice_data" not in plan.overridden and not any(
+        isinstance(leaf, tf.SparseTensor) for leaf in keras.tree.flatten(batch)
+    )
 
 
 def leaves_of(data):
@@ -425,7 +422,7 @@ def specs_of(data):
     return [*map(spec, leaves_of(data))]
 
 
-class _OwnNumbers(RandomNumbers):
+class _OwnNumbers(random_numbers.RandomNumbers):
     """Has a variable outside of all strategies."""
 
     def __init__(self, stands_in):

@@ -24,12 +24,15 @@ import warnings
 import tensorflow as tf
 
 from accumodel._fit import rehearsal
-from accumodel._keras_and_tf import checks, hooks, private_names, replicas
-from accumodel._keras_and_tf.optimizers import build_optimizer
-from accumodel._micro_batch import loop
-from accumodel._micro_batch.micro_batches import ALL
-from accumodel._update.cycles import HOOKS
-from accumodel._update.engine import Collector, step_failed
+from accumodel._keras_and_tf import (
+    checks,
+    hooks,
+    optimizers,
+    private_names,
+    replicas,
+)
+from accumodel._micro_batch import loop, micro_batches
+from accumodel._update import cycles, engine
 
 _TRACED_BEFORE = (
     "In a `tf.function` that was traced before `compile` gradients would be "
@@ -85,7 +88,7 @@ def _prepare_to_accumulate(accumulation):
     is_split = model.micro_batch_size is not None
     is_first = is_split and not [*accumulation.accumulators]
     if model.built and (is_first or not accumulation.overrides("train_step")):
-        build_optimizer(model)
+        optimizers.build_optimizer(model)
         accumulation.accumulators.build(
             accumulation.options, accumulation.numbers
         )
@@ -93,14 +96,13 @@ def _prepare_to_accumulate(accumulation):
 
 def _say_that_it_was_split(accumulation, error):
     """Adds a note to an error of TensorFlow in a batch that was split."""
-    others = tf.errors.OutOfRangeError | tf.errors.ResourceExhaustedError
     if accumulation.options.micro_batch_size is None or isinstance(
-        error, others
+        error, tf.errors.OutOfRangeError | tf.errors.ResourceExhaustedError
     ):
         return
     # A mirrored one is no number.
     size = int(tf.convert_to_tensor(accumulation.size))
-    is_split = size < min(ALL, accumulation.batch_size or ALL)
+    is_split = size < (accumulation.batch_size or micro_batches.ALL)
     of_values = r"valid range|is not in \[|Tensor had|micro_batch_size|PyFunc"
     if is_split and not re.search(of_values, str(error)):
         error.add_note(
@@ -118,7 +120,7 @@ def _train(model, train_step, data):
     accumulation = model._accumulation
     plan = accumulation.plan()
     data = replicas.hide_empty(data)
-    collector = Collector(plan.is_split)
+    collector = engine.Collector(plan.is_split)
     logs = _run(plan, train_step, data, collector)
     own = None if accumulation.spans_batches else model._gradient_accumulator
     is_added = collector.end(accumulation.accumulators, own)
@@ -133,7 +135,7 @@ def _train(model, train_step, data):
             f"give each a `GradientAccumulator`. {_TRACED_BEFORE} "
             f"Received: the `train_step` of {type(model).__name__}"
         )
-    unused = [name for name in HOOKS if accumulation.overrides(name)]
+    unused = [name for name in cycles.HOOKS if accumulation.overrides(name)]
     if unused and is_added and model._gradient_accumulator is None:
         warnings.warn(
             f"`{unused[0]}` was not called: the `train_step` of "
@@ -183,7 +185,7 @@ def _prepared(accumulation, function, trains):
             return function(batches)
         except BaseException as error:
             if trains:
-                step_failed([*accumulation.accumulators], error)
+                engine.step_failed([*accumulation.accumulators], error)
             if "variables which have been deleted" in str(error):
                 error.add_note(f"accumodel: {_TRACED_BEFORE}")
             if isinstance(error, tf.errors.OpError):

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import optimizers, private_names
-from accumodel._keras_and_tf.replicas import are_several, check_strategy
+from accumodel._keras_and_tf import optimizers, private_names, replicas
 
 
 class InexactWarning(UserWarning):
@@ -33,16 +32,23 @@ CALLS_OURS = (
 
 def check_accum_steps(value):
     """Returns `value` as an int, or says what is wrong with it."""
-    what = "a positive integer, the number of batches that make one update"
-    return _check_positive("accum_steps", value, what)
+    return _check_positive(
+        "accum_steps",
+        value,
+        "a positive integer, the number of batches that make one update",
+    )
 
 
 def check_micro_batch_size(value):
     """Returns `value`, an int as an `int`, or says what is wrong with it."""
     if isinstance(value, str | None) and value in (None, "auto", "fastest"):
         return value
-    what = 'a positive integer, the most samples at once, `"auto"`, `"fastest"`'
-    return _check_positive("micro_batch_size", value, f"{what} or `None`")
+    return _check_positive(
+        "micro_batch_size",
+        value,
+        'a positive integer, the most samples at once, `"auto"`, `"fastest"` '
+        "or `None`",
+    )
 
 
 def _check_positive(name, value, meaning):
@@ -110,10 +116,8 @@ def check_conflicts(kind, model, options):
 
 def overrides(model, name):
     """Whether a model or its class has a method of the user's."""
-    if name in vars(model):
-        return True
-    mro = (each for each in type(model).__mro__ if not is_ours(each))
-    return any(name in vars(each) for each in mro)
+    classes = [each for each in type(model).__mro__ if not is_ours(each)]
+    return any(name in vars(each) for each in [model, *classes])
 
 
 def is_ours(each):
@@ -123,7 +127,9 @@ def is_ours(each):
 
 def check_can_accumulate(model, options):
     """Refuses models and strategies that would be wrong."""
-    check_strategy(model.distribute_strategy, model.steps_per_execution)
+    replicas.check_strategy(
+        model.distribute_strategy, model.steps_per_execution
+    )
     _check_train_step(type(model))
     if options.micro_batch_size is not None:
         for why, received in _cannot_split(model, options):
@@ -142,7 +148,7 @@ def _cannot_split(model, options):
                 "micro-batch to the next. Use `stateful=False`",
                 f"layer={layer}",
             )
-        if not are_several(model):
+        if not replicas.are_several(model):
             continue
         is_synchronized = getattr(layer, "synchronized", False)
         if is_synchronized and not options.sync_batch_norm:

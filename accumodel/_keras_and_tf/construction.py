@@ -13,8 +13,7 @@ import warnings
 
 import keras
 
-from accumodel._keras_and_tf import checks
-from accumodel._keras_and_tf.hooks import replaced
+from accumodel._keras_and_tf import checks, hooks
 from accumodel._keras_and_tf.private_names import KerasModel, track_alike
 
 # What `keras.Model(inputs, outputs)` makes has no public name. The names keep
@@ -147,8 +146,9 @@ def _keep_attributes(model, made, but):
 
 def _derive(cls, model):
     """Returns a model of a class of both, without calling its constructor."""
-    derived = _derived_class(cls, type(model))  # type: ignore[arg-type]
-    made = KerasModel.__new__(derived)
+    made = KerasModel.__new__(
+        _derived_class(cls, type(model))  # type: ignore[arg-type]
+    )
     if isinstance(model, KerasFunctional):
         KerasFunctional.__init__(
             made, model.input, model.output, name=model.name
@@ -217,7 +217,7 @@ def _derived_class(cls, theirs):
 def _reduce(model, cls, theirs):
     """Tells `pickle` and `copy` how to make a model of `_derived_class`."""
     config = functools.partial(cls.get_compile_config, model)
-    with replaced(model, "get_compile_config", config):
+    with hooks.replaced(model, "get_compile_config", config):
         derived = _derived_class(cls, theirs)
         _, arguments = super(derived, model).__reduce__()
     return _restore, (cls, theirs, *arguments)

@@ -150,9 +150,10 @@ def _find_losses():
         for _, each in inspect.getmembers(keras.losses, inspect.isclass)
         if "__call__" in vars(each)
     ]
-    modules = [module_of(base) for base in classes]
     reducing = {module_of(keras.Loss)} | {
-        each for each in modules if hasattr(each, "reduce_weighted_values")
+        each
+        for each in map(module_of, classes)
+        if hasattr(each, "reduce_weighted_values")
     }
     return [
         *((each, "reduce_weighted_values") for each in reducing),
@@ -368,8 +369,8 @@ def replace_rematerialized(call):
     # For good: a layer may wrap its functions when it is made. If Keras renames
     # it, TensorFlow's own way fails in `fit`.
     backend: typing.Any = getattr(module_of(keras.remat), "backend", None)
-    core = getattr(backend, "core", None)  # in `ops` from Keras 3.16 on
-    module: typing.Any = getattr(backend, "ops", core)
+    # In `ops` from Keras 3.16 on.
+    module: typing.Any = getattr(backend, "ops", getattr(backend, "core", None))
     original: typing.Any = getattr(module, "remat", None)
 
     def remat(function):
@@ -401,8 +402,7 @@ def outside_of_scopes():
     """Returns a scope in which no `keras.StatelessScope` sees what is read."""
     # If Keras keeps the scope elsewhere, a rematerialized layer in a cycle of
     # several batches draws other numbers in its second pass.
-    tracker = GLOBAL_STATE.GLOBAL_STATE_TRACKER
-    return replaced(tracker, "stateless_scope", None)
+    return replaced(GLOBAL_STATE.GLOBAL_STATE_TRACKER, "stateless_scope", None)
 
 
 @needed_for("states")
@@ -422,13 +422,12 @@ def keep_call():
     dtype = getattr(tracker, "autocast_scope", None)
     call = copy.copy(getattr(tracker, "current_call_ctx", None))
 
-    @contextlib.contextmanager
-    def scope():
-        cast = replaced(tracker, "autocast_scope", dtype)
-        with cast, replaced(tracker, "current_call_ctx", call):
-            yield
-
-    return scope
+    return lambda: all_of(
+        [
+            replaced(tracker, "autocast_scope", dtype),
+            replaced(tracker, "current_call_ctx", call),
+        ]
+    )
 
 
 # -- several replicas ----------------------------------------------------------
@@ -450,11 +449,12 @@ def without_own_reduction(optimizers):
         is_called = True
         return pairs
 
-    with contextlib.ExitStack() as stack:
-        with needed_for("replicas"):
-            for optimizer in optimizers:
-                own = functools.partial(take, getattr(optimizer, name))
-                stack.enter_context(replaced(optimizer, name, own))
+    with needed_for("replicas"):
+        scopes = [
+            replaced(x, name, functools.partial(take, getattr(x, name)))
+            for x in optimizers
+        ]
+    with all_of(scopes):
         yield
     if not is_called:
         raise RuntimeError(
@@ -484,9 +484,11 @@ def with_local_logs(function):
     # metrics' variables, which sum over all workers.
 
     def take_local(original, values, strategy, reduction):
-        local = strategy.experimental_local_results
         return keras.tree.map_structure(
-            lambda value: tf.reduce_mean(local(value), axis=0), values
+            lambda value: tf.reduce_mean(
+                strategy.experimental_local_results(value), axis=0
+            ),
+            values,
         )
 
     @functools.wraps(function)

@@ -3,8 +3,7 @@
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf.private_names import flat_layers
-from accumodel._keras_and_tf.replicas import scope_of
+from accumodel._keras_and_tf import private_names, replicas
 
 
 def build_optimizer(model):
@@ -12,7 +11,7 @@ def build_optimizer(model):
     # Before it scales the loss, and outside of the trace: inside one, some
     # optimizers lose the initial values of their slots.
     if not model.optimizer.built and model.trainable_variables:
-        with tf.init_scope(), scope_of(model.distribute_strategy):
+        with tf.init_scope(), replicas.scope_of(model.distribute_strategy):
             model.optimizer.build(model.trainable_variables)
 
 
@@ -38,6 +37,9 @@ def tf_variable(variable):
 
 def trained_norms(model):
     """Returns the normalizations in a model that training updates."""
-    norm = keras.layers.BatchNormalization
-    norms = [layer for layer in flat_layers(model) if isinstance(layer, norm)]
-    return [each for each in norms if each.trainable]
+    return [
+        layer
+        for layer in private_names.flat_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.trainable
+    ]

@@ -95,11 +95,9 @@ def sum_of_weights(sample_weight, mask, dtype):
 @needed_for("losses")
 def compiled_losses(model):
     """Returns each `keras.Loss` with its weight; known after the first call."""
-    if model._compile_loss is None:
-        return []
-    losses = model._compile_loss._flat_losses or []
+    losses = model._compile_loss and model._compile_loss._flat_losses
     # Callbacks put plain tuples in the place of named ones.
-    return [(loss, weight) for _, loss, weight, *_ in losses]
+    return [(loss, weight) for _, loss, weight, *_ in losses or []]
 
 
 @needed_for("losses")

@@ -10,8 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.checks import is_ours
+from accumodel._keras_and_tf import checks, private_names
 
 # The most bytes of an array that are copied.
 _LARGE = 2**24
@@ -36,10 +35,13 @@ class PythonState:
     def __init__(self, owners):
         self._names = private_names.own_attributes()
         self._names |= {"_accumulation", "_gradient_accumulator"}
-        owners = [owner for owner in owners if not is_ours(type(owner))]
+        owners = [owner for owner in owners if not checks.is_ours(type(owner))]
         self._stack = contextlib.ExitStack()
         self._values: list = []  # with the names of owners
-        todo: list = [(x, _name_of(x), _package(x)) for x in owners]
+        todo: list = [  # a loss may have no name
+            (x, getattr(x, "name", type(x).__name__), _package(x))
+            for x in owners
+        ]
         seen: set = set()
         for value, name, package in todo:  # which grows
             if id(value) not in seen:
@@ -129,10 +131,6 @@ def _put_back(owner, before, names):
         if not isinstance(vars(owner)[name], keras.Layer | keras.Variable):
             del vars(owner)[name]
     vars(owner).update(before)
-
-
-def _name_of(owner):
-    return getattr(owner, "name", type(owner).__name__)  # a loss may have none
 
 
 def _package(value):

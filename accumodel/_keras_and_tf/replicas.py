@@ -58,21 +58,14 @@ def check_strategy(strategy, steps_per_execution=1):
             )
 
 
-def can_compile(model):
-    """Whether forward and backward can be an XLA cluster of their own."""
-    # Layers with statistics, such as batch normalization, reduce them over the
-    # replicas, which cannot be done in a function inside a replica's step.
-    return not are_several(model)
-
-
 def are_several(model):
     """Whether several replicas train a model together."""
     return model.distribute_strategy.num_replicas_in_sync > 1
 
 
 def warn_about_xla(model):
-    """Warns if a `jit_compile=True` has no effect, see `can_compile`."""
-    if model.jit_compile and not can_compile(model):
+    """Warns if a `jit_compile=True` has no effect, see `new_plan`."""
+    if model.jit_compile and are_several(model):
         warnings.warn(
             "`jit_compile=True` has no effect on several replicas: XLA would "
             "have to compile their reductions, too. Received: "
@@ -112,8 +105,8 @@ def on_each_replica(fn, *args):
     """Calls `fn` on each replica with its values: undoes `across_replicas`."""
     if not tf.distribute.has_strategy():
         return fn(*args)
-    strategy = tf.distribute.get_strategy()
-    return strategy.extended.call_for_each_replica(fn, args=args)
+    extended = tf.distribute.get_strategy().extended
+    return extended.call_for_each_replica(fn, args=args)
 
 
 def local_results(value):
@@ -223,8 +216,9 @@ def hide_empty(data):
     def hide(leaf):
         if not isinstance(leaf, tf.Tensor) or leaf.shape[:1] != [0]:
             return leaf
-        shape = [None, *leaf.shape[1:]]
-        return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=shape)
+        return tf.raw_ops.PlaceholderWithDefault(
+            input=leaf, shape=[None, *leaf.shape[1:]]
+        )
 
     return keras.tree.map_structure(hide, data)
 

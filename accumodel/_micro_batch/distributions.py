@@ -88,9 +88,12 @@ def _normal(rows_of, mean=0.0, stddev=1.0, dtype=None):
 
 def _randint(rows_of, minval, maxval, dtype="int32"):
     drawn = tf.int32 if tf.as_dtype(dtype) == tf.int32 else tf.int64
-    operation = tf.raw_ops.StatelessRandomUniformIntV2
-    minval, maxval = tf.cast(minval, drawn), tf.cast(maxval, drawn)
-    values = rows_of(operation, drawn, minval=minval, maxval=maxval)
+    values = rows_of(
+        tf.raw_ops.StatelessRandomUniformIntV2,
+        drawn,
+        minval=tf.cast(minval, drawn),
+        maxval=tf.cast(maxval, drawn),
+    )
     return tf.cast(values, dtype)
 
 

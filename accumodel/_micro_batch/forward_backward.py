@@ -6,9 +6,13 @@ import inspect
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import checks, hooks, private_names
-from accumodel._keras_and_tf.optimizers import build_optimizer, trained_norms
-from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
+from accumodel._keras_and_tf import (
+    checks,
+    hooks,
+    optimizers,
+    private_names,
+    replicas,
+)
 from accumodel._micro_batch import weights
 from accumodel._micro_batch.micro_batches import count_samples, current_step
 
@@ -25,7 +29,7 @@ def compute_loss(accumulation, by_super, x, y, y_pred, sample_weight, training):
     step = current_step()
     given = by_super, x, y, y_pred, sample_weight, training
     # Outside of a step nothing is weighed, but replicas scale the loss.
-    is_ours = step is not None or count_replicas() > 1
+    is_ours = step is not None or replicas.count_replicas() > 1
     if not (accumulation.accumulates and is_ours):
         return call_compute_loss(*given)
     is_default = not accumulation.overrides("compute_loss")
@@ -34,7 +38,7 @@ def compute_loss(accumulation, by_super, x, y, y_pred, sample_weight, training):
     if step is not None:
         step.reductions = reductions
         weights.note_axes(step, reductions)
-    if is_default and count_replicas() > 1:
+    if is_default and replicas.count_replicas() > 1:
         loss += weights.missing_sums(accumulation.model, (x, y))
     return loss
 
@@ -42,8 +46,9 @@ def compute_loss(accumulation, by_super, x, y, y_pred, sample_weight, training):
 def forward(model, training, x, y, sample_weight):
     """Returns the outputs of a model, and its loss."""
     y_pred = private_names.call_model(model, x, training=training)
-    data = x, y, y_pred, sample_weight
-    return y_pred, call_compute_loss(model.compute_loss, *data, training)
+    return y_pred, call_compute_loss(
+        model.compute_loss, x, y, y_pred, sample_weight, training
+    )
 
 
 def differentiate(plan, data, compute, sources=()):
@@ -61,10 +66,8 @@ def differentiate(plan, data, compute, sources=()):
         own_weight = weigh(*step)
         if (now := current_step()) is not None and now.collector is not None:
             now.collector.note(y_pred, loss, own_weight)
-        shared_loss, weight = loss, own_weight
-        if count_replicas() > 1:
-            shared_loss, weight = weigh_replicas(plan, loss, own_weight)
-        build_optimizer(model)
+        shared_loss, weight = weigh_replicas(plan, loss, own_weight)
+        optimizers.build_optimizer(model)
         scaled_loss = model.optimizer.scale_loss(shared_loss)
     gradients = tape.gradient(scaled_loss, [model.trainable_variables, sources])
     return gradients, weight, functools.partial(log, *step, weight=own_weight)
@@ -72,8 +75,7 @@ def differentiate(plan, data, compute, sources=()):
 
 def weigh(plan, x, y, y_pred, sample_weight, loss):
     """Returns the weight of a micro-batch, of which `loss` is the loss."""
-    data = (x, y, y_pred, sample_weight)
-    weight = plan.model.micro_batch_weight(*data)
+    weight = plan.model.micro_batch_weight(x, y, y_pred, sample_weight)
     checks.check_weight(weight, "What `micro_batch_weight` returns")
     methods = {"compute_loss", "micro_batch_weight"} & plan.overridden
     is_custom = methods == {"compute_loss"}
@@ -92,27 +94,30 @@ def weigh_replicas(plan, loss, weight):
     # another weight would multiply them. So the weight, divided by that of all,
     # goes into the loss. Returns it, and a weight that all replicas share; both
     # are as before for sums, and a `compute_loss`, which may be that of all.
-    replicas = count_replicas()
+    count = replicas.count_replicas()
     if (
-        weight is None
+        count == 1
+        or weight is None
         or "compute_loss" in plan.overridden
-        or not any(norm.synchronized for norm in trained_norms(plan.model))
+        or not any(
+            norm.synchronized for norm in optimizers.trained_norms(plan.model)
+        )
     ):
         return loss, weight
     own = tf.cast(weight, tf.float64)
-    (total,) = sum_over_replicas([own])
-    factor = tf.cast(replicas * tf.math.divide_no_nan(own, total), loss.dtype)
+    (total,) = replicas.sum_over_replicas([own])
+    factor = tf.cast(count * tf.math.divide_no_nan(own, total), loss.dtype)
     # A mean over nothing is not a number.
     loss = tf.where(tf.equal(own, 0), tf.zeros_like(loss), loss) * factor
-    return loss, total / replicas
+    return loss, total / count
 
 
 def log(plan, x, y, y_pred, sample_weight, loss, weight):
     """Updates the trackers and the metrics, and returns the logs."""
-    model, replicas = plan.model, count_replicas()
+    model, count = plan.model, replicas.count_replicas()
     of_batch = loss
-    if replicas > 1:  # as Keras divides it by them
-        scaled = loss * tf.cast(replicas, loss.dtype)
+    if count > 1:  # as Keras divides it by them
+        scaled = loss * tf.cast(count, loss.dtype)
         of_batch = tf.where(count_samples((x, y)) > 0, scaled, 0)
     # Averaged as the losses of the micro-batches make up the whole.
     tracker, *_ = private_names.loss_trackers(model)

@@ -20,15 +20,8 @@ import contextlib
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks, replicas
-from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._micro_batch.assignments import is_random, recorded
-from accumodel._micro_batch.micro_batches import (
-    current_graph,
-    current_step,
-    first_leaf,
-    within,
-)
+from accumodel._keras_and_tf import hooks, optimizers, replicas
+from accumodel._micro_batch import assignments, micro_batches
 
 # Among the ids of handles: what may be another in each micro-batch.
 _SAMPLES = "samples"
@@ -56,15 +49,15 @@ class KeptStates:
 
     @contextlib.contextmanager
     def _put_back(self):
-        graph, assigned = current_graph(), _Assigned(self._model)
+        assigned = _Assigned(self._model)
         weights = {*map(id, self._model.weights)}
 
         def assign(original, variable, value):
-            step = current_step()
+            step = micro_batches.current_step()
             is_own = id(variable) in weights
             if step is not None and step.collector is not None and is_own:
                 is_known = id(variable) in self._kept
-                assigned.note(variable, value, step, graph, is_known)
+                assigned.note(variable, value, step, is_known)
             return original(variable, value)
 
         try:
@@ -73,14 +66,14 @@ class KeptStates:
         finally:  # a rehearsal may end before its step
             alike = [(self._keep(v), before) for v, before in assigned.alike()]
         for (state, new, is_new), before in alike:
-            with recorded():
+            with assignments.recorded():
                 new.assign(state.read_value())
                 is_new.assign(True)
                 state.assign(before)
 
     def _keep(self, variable):
         def make():
-            state = tf_variable(variable)
+            state = optimizers.tf_variable(variable)
             zeros = tf.zeros(state.shape, state.dtype)
             new, is_new = (
                 tf.Variable(each, trainable=False) for each in (zeros, False)
@@ -107,19 +100,21 @@ class _Assigned:
     """What one micro-batch assigns of the weights of a model."""
 
     def __init__(self, model):
-        self._model = model
+        self._model, self._graph = model, micro_batches.current_graph()
         # By the ids of variables: these, their values before, and the ids of
         # the handles of all that they are computed of.
         self._notes: dict = {}
 
-    def note(self, variable, value, step, graph, is_known):
-        """Notes what is about to be assigned in the `graph` of a step."""
+    def note(self, variable, value, step, is_known):
+        """Notes what is about to be assigned in a step."""
         if id(variable) not in self._notes:
-            with within(graph), hooks.not_cast():
-                before = tf_variable(variable).read_value()
+            with micro_batches.within(self._graph), hooks.not_cast():
+                before = optimizers.tf_variable(variable).read_value()
             self._notes[id(variable)] = variable, before, set()
         # Where sizes are numbers, one may be that of the samples.
-        is_size_known = graph is None or first_leaf(step.data).shape[0]
+        is_size_known = (
+            self._graph is None or micro_batches.first_leaf(step.data).shape[0]
+        )
         sources = set()
         if step.is_conditional() or (is_size_known and not is_known):
             sources = {_SAMPLES}
@@ -129,8 +124,7 @@ class _Assigned:
             weights = _handles(self._model.trainable_variables)
         if step.calls and not sources.isdisjoint(weights):
             sources = {_SAMPLES}  # after the update, they would be others
-        *_, all_sources = self._notes[id(variable)]
-        all_sources |= sources
+        self._notes[id(variable)][-1].update(sources)
 
     def alike(self):
         """Returns pairs of a variable that no sample changes, and its value."""
@@ -145,7 +139,9 @@ class _Assigned:
 
 
 def _handles(variables):
-    return {id(tf_variable(variable).handle) for variable in variables}
+    return {
+        id(optimizers.tf_variable(variable).handle) for variable in variables
+    }
 
 
 def _sources(value):
@@ -155,7 +151,9 @@ def _sources(value):
     while todo:  # the last first, which comes to samples soon
         tensor = todo.pop()
         outer = outside.get(tensor.name)
-        if is_random(tensor.op.node_def) or tf.is_symbolic_tensor(outer):
+        if assignments.is_random(tensor.op.node_def) or tf.is_symbolic_tensor(
+            outer
+        ):
             return {_SAMPLES}
         if outer is not None and outer.dtype == tf.resource:
             found.add(id(outer))

@@ -2,11 +2,8 @@
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import replicas
-from accumodel._keras_and_tf.private_names import loss_trackers
-from accumodel._micro_batch import micro_batches
-from accumodel._micro_batch.assignments import recorded
-from accumodel._micro_batch.micro_batches import current_step
+from accumodel._keras_and_tf import private_names, replicas
+from accumodel._micro_batch import assignments, micro_batches
 
 
 class LossLogs:
@@ -32,16 +29,20 @@ class LossLogs:
 
     def begin(self):
         """Empties the trackers, which then hold one micro-batch."""
-        trackers, data = loss_trackers(self._plan.model), current_step().data
+        trackers = private_names.loss_trackers(self._plan.model)
+        data = micro_batches.current_step().data
         # Without data, nothing may be changed: see `Engine._waits`.
         with tf.control_dependencies(micro_batches.tensors_in(data)):
-            self._before = [*map(_total_and_count, trackers)]
+            self._before = [
+                tf.stack([tf.cast(x, tf.float64) for x in (t.total, t.count)])
+                for t in trackers
+            ]
         for tracker in trackers:
             tracker.reset_state()
 
     def report(self, loss, weight, data):
         """Adds losses and weights, `None` for a sum, and sets the trackers."""
-        trackers = loss_trackers(self._plan.model)
+        trackers = private_names.loss_trackers(self._plan.model)
         if loss.shape.rank:  # without a reduction, and logged as a mean
             weight = tf.size(loss)
         weights, outputs = [weight], len(trackers) - 1
@@ -55,7 +56,7 @@ class LossLogs:
             count = tf.cast(0 if weight is None else weight, tf.float64)
             loss = loss if weight is None else loss * count
             new.append([0.0, 0.0, loss, count, samples])
-        with recorded():
+        with assignments.recorded():
             self._set(trackers, tf.unstack(self._add(tf.stack(new))))
 
     def _add(self, new):
@@ -90,9 +91,3 @@ class LossLogs:
                 size = tf.where(weight == 0, samples, weight)
             tracker.total.assign(total + loss * size)
             tracker.count.assign(count + size)
-
-
-def _total_and_count(tracker):
-    """Returns the total and the count of a loss tracker in a tensor."""
-    values = tracker.total, tracker.count
-    return tf.stack([tf.cast(value, tf.float64) for value in values])

@@ -11,9 +11,8 @@ part of the fed batch. The loop is not compiled by XLA, only what is in it.
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks
-from accumodel._micro_batch import micro_batches
+from accumodel._micro_batch import micro_batches, random_numbers
 from accumodel._micro_batch.logs import LossLogs
-from accumodel._micro_batch.random_numbers import Draws
 
 
 def make_step(plan, function, collector=None, losses=None):
@@ -51,7 +50,11 @@ def around_parts(plan, trains):
     scopes: list = [feature.around_part for feature in plan.features]
     if plan.numbers is None:
         return scopes
-    return [plan.accumulation.states.of(plan), Draws(plan, trains).of, *scopes]
+    return [
+        plan.accumulation.states.of(plan),
+        random_numbers.Draws(plan, trains).of,
+        *scopes,
+    ]
 
 
 def run(plan, function, data, collector=None):
@@ -79,8 +82,11 @@ def run(plan, function, data, collector=None):
         logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, logs)
         # An optional needs a component, and a step may return no logs.
-        flat = [i, *tf.nest.flatten(logs)]
-        return (tf.raw_ops.OptionalFromValue(components=flat),)
+        return (
+            tf.raw_ops.OptionalFromValue(
+                components=[i, *tf.nest.flatten(logs)]
+            ),
+        )
 
     # What is in the logs is known when the body is traced, and not before.
     logs = None if tf.executing_eagerly() else tf.raw_ops.OptionalNone()

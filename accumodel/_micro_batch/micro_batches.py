@@ -45,8 +45,9 @@ class Plan:
     @property
     def is_custom(self):
         """Whether gradients may be others than those of the loss."""
-        names = {"train_step", "compute_gradients", "accumulate_gradients"}
-        return not names.isdisjoint(self.overridden)
+        return not self.overridden.isdisjoint(
+            ("train_step", "compute_gradients", "accumulate_gradients")
+        )
 
     @property
     def whole_batch(self):
@@ -84,8 +85,11 @@ def trace(function, *args, **kwargs):
 
 def tensors_in(nested):
     """Returns the flat tensors, without what is `None`, or a Python number."""
-    flat = tf.nest.flatten(nested, expand_composites=True)
-    return [*filter(tf.is_tensor, flat)]
+    return [
+        each
+        for each in tf.nest.flatten(nested, expand_composites=True)
+        if tf.is_tensor(each)
+    ]
 
 
 def map_present(function, nested):
@@ -189,9 +193,11 @@ class FedBatch:
         self._may_differ = "slice_data" in plan.overridden
         self.ordered = None
         with on_host():
-            self.count = 1
-            if self.is_split:
-                self.count = tf.maximum(-(-self.samples // plan.size), 1)
+            self.count = (
+                tf.maximum(-(-self.samples // plan.size), 1)
+                if self.is_split
+                else 1
+            )
             if plan.orders is not None:
                 self.ordered = plan.orders.order(plan, data)
                 self.data = self.ordered.data
@@ -221,8 +227,9 @@ class FedBatch:
     def fraction(self, i):
         """Returns how much of the samples are in the i-th."""
         begin, end = self.bounds(i)
-        size = tf.cast(end - begin, tf.float64)
-        return tf.math.divide_no_nan(size, tf.cast(self.samples, tf.float64))
+        return tf.math.divide_no_nan(
+            tf.cast(end - begin, tf.float64), tf.cast(self.samples, tf.float64)
+        )
 
     def data_of(self, i):
         begin, end = self.bounds(i)
@@ -328,31 +335,32 @@ def _length(leaf):
 def _check_lengths(leaves, message):
     """Raises if lengths differ; returns checks of those known only later."""
     names = [_name(path) for path, _ in leaves]
-    shapes = [tf.TensorShape(leaf.shape)[:1] for _, leaf in leaves]
-    lengths = [shape[0] if shape.rank == 1 else None for shape in shapes]
+    lengths = [tf.TensorShape(leaf.shape)[0] for _, leaf in leaves]
     known = {*lengths} - {None}
     if len(known) > 1:
-        pairs = zip(names, lengths, strict=True)
-        received = [f"{name} of length {length}" for name, length in pairs]
+        received = [
+            f"{name} of length {length}"
+            for name, length in zip(names, lengths, strict=True)
+        ]
         raise ValueError(message + ", ".join(received))
     if None not in lengths:
         return []
     counts = [_length(leaf) for _, leaf in leaves]
     lengths = tf.stack(counts)
-    # The op itself: `tf.debugging.Assert` adds a slow condition.
-    check = tf.raw_ops.Assert(
-        condition=tf.reduce_all(lengths == counts[0]),
-        data=[f"{message}{', '.join(names)} of lengths", lengths],
-        summarize=len(names),
-    )
-    return [check]
+    return [
+        # The op itself: `tf.debugging.Assert` adds a slow condition.
+        tf.raw_ops.Assert(
+            condition=tf.reduce_all(lengths == counts[0]),
+            data=[f"{message}{', '.join(names)} of lengths", lengths],
+            summarize=len(names),
+        )
+    ]
 
 
 def _name(path):
     """Returns what a user calls a leaf of the data, as in `x['image']`."""
     first, *rest = path or (0,)
-    names = {0: "x", 1: "y", 2: "sample_weight"}
-    name = names.get(first, f"[{first!r}]")
+    name = {0: "x", 1: "y", 2: "sample_weight"}.get(first, f"[{first!r}]")
     return name + "".join(f"[{key!r}]" for key in rest)
 
 

@@ -35,8 +35,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks, private_names, replicas
-from accumodel._keras_and_tf.optimizers import tf_variable
+from accumodel._keras_and_tf import (
+    hooks,
+    optimizers,
+    private_names,
+    replicas,
+)
 from accumodel._micro_batch.assignments import States, recorded
 from accumodel._micro_batch.distributions import (
     OFFSETS,
@@ -79,12 +83,12 @@ class RandomNumbers:
 
     def __init__(self, accumulation):
         self.accumulation = accumulation
-        with tf.init_scope(), replicas.scope_of(accumulation.strategy):
+        with tf.init_scope():
             # XLA reads it on the device.
-            self.rows = replicas.make_sum((3,), tf.int64, "rows")
+            self.rows = accumulation.make_sum((3,), tf.int64, "rows")
             # The samples of this cycle before the last fed batch, and in that;
             # and the number of the cycle.
-            self.fed = replicas.make_sum((3,), tf.int64, "fed")
+            self.fed = accumulation.make_sum((3,), tf.int64, "fed")
         # By the ids of seeds that were drawn from in a training, a variable:
         # the number of the last cycle that did, from 1; and the state of the
         # seed when that began.
@@ -108,12 +112,10 @@ class RandomNumbers:
         begin.assign(tf.stack([cycle, *tf.unstack(tf.cast(now, tf.int64))]))
 
     def _begin_of(self, state):
-        def make():
-            with replicas.scope_of(self.accumulation.strategy):
-                return replicas.make_sum((3,), tf.int64, "begin")
-
         if id(state) not in self.begins:
-            self.begins[id(state)] = replicas.in_new_thread(make)
+            self.begins[id(state)] = replicas.in_new_thread(
+                self.accumulation.make_sum, (3,), tf.int64, "begin"
+            )
         return self.begins[id(state)]
 
     def cycle(self):
@@ -211,9 +213,12 @@ class Draws:
         self._plan, self._rows = plan, plan.numbers.rows
         self._spans = trains and plan.accumulation.spans_batches
         self._seeds = States(plan.assigned["seeds"])
-        known = self._seeds.variables.items()
-        self._known = [v for k, v in known if assigned is None or k in assigned]
         self._is_known = assigned is not None
+        self._known = [
+            state
+            for key, state in self._seeds.variables.items()
+            if assigned is None or key in assigned
+        ]
         # Whether a training begins with these draws, and has begun.
         self._begins, self._is_begun = trains and not self._is_known, False
         # The micro-batch: its `FedBatch` and number; its samples, if known; and
@@ -286,8 +291,8 @@ class Draws:
         """Reads a seed before the fed batch draws from it."""
         begins = self._begins and self._is_begun
         if begins and id(state) not in self._seeds.before:
-            unseen = hooks.outside_of_scopes()  # such as by a `Recorder`
-            with unseen, self._seeds.outside(), recorded():
+            # Unseen by scopes, such as a `Recorder`.
+            with hooks.outside_of_scopes(), self._seeds.outside(), recorded():
                 if self._cycle is None:
                     self._cycle = self._plan.numbers.cycle()
                 self._plan.numbers.begin_seed(state, self._cycle)
@@ -304,15 +309,19 @@ class Draws:
 
     def check(self, graph):
         """Raises if a graph draws numbers that are not drawn so."""
-        seeds = [self._seeds.variables[key] for key in self._seeds.before]
-        known = {id(copy) for seed in seeds for copy in _copies(seed)}
+        known = {
+            id(copy)
+            for key in self._seeds.before
+            for copy in _copies(self._seeds.variables[key])
+        }
         used = private_names.used_variables(graph)
         for seed in filter(private_names.is_seed, used):
             if id(seed) not in known:
                 owners = [
                     layer.name
                     for layer in private_names.flat_layers(self._plan.model)
-                    if id(seed) in map(id, map(tf_variable, layer.variables))
+                    if id(seed)
+                    in map(id, map(optimizers.tf_variable, layer.variables))
                 ]
                 raise ValueError(
                     "In micro-batches, a `tf.function` that was traced "
@@ -434,8 +443,9 @@ class Draws:
                 begin, *_ = self._once(self._read_rows)
                 begin = self._once(tf.cast, begin, tf.as_dtype(drawn))
                 return tf.fill(self._shape(shape, sizes), begin)
-            drawn_by = seed, operation, drawn, make
-            return self._numbers(axis, sizes, shape, *drawn_by, **kwargs)
+            return self._numbers(
+                axis, sizes, shape, seed, operation, drawn, make, **kwargs
+            )
 
     def _shape(self, shape, sizes):
         """Returns a shape in a tensor; `sizes` is what is known of it."""
@@ -462,11 +472,10 @@ class Draws:
         # value of the counter. Not `//`, which XLA compiles to much more.
         block = 4 if tf.as_dtype(drawn).size <= 4 else 2
         rest = sizes[axis + 1 :]
-        is_known = make is None and None not in rest
-        is_aligned = is_known and math.prod(rest) % block == 0
+        own, inner = sizes[axis], None if None in rest else math.prod(rest)
+        is_aligned = make is None and inner is not None and inner % block == 0
         with _host():
             begin, samples, of_batch = self._once(self._read_rows)
-            own, inner = sizes[axis], None if None in rest else math.prod(rest)
             if own is None:
                 own = tf.cast(shape[axis], tf.int64)
             shape = self._shape(shape, sizes)
@@ -487,14 +496,16 @@ class Draws:
         def draw(first, own_shape=shape[axis:] if axis else shape):
             """Draws numbers of a shape, from the `first` on."""
             with _host():
-                block_of = self._number(block)
-                counter = start + self._once(_counter, first, block_of, apart)
+                counter = start + self._once(
+                    _counter, first, self._number(block), apart
+                )
             if is_aligned:
                 return operation(shape=own_shape, counter=counter, **kwargs)
             with _host():
                 numbers = map(self._number, (block, block - 1, (0,)))
-                around = self._once(_around, own_shape, first, *numbers)
-            begin, count, size, shift = around
+                begin, count, size, shift = self._once(
+                    _around, own_shape, first, *numbers
+                )
             drawn_rows = operation(shape=size, counter=counter, **kwargs)
             # XLA would compile a slice for each place where one begins.
             drawn_rows = tf.roll(drawn_rows, shift, self._number(0))
@@ -506,8 +517,8 @@ class Draws:
         if make is not None:
             whole = tf.concat([[all_rows], shape[1:]], 0)
             return make(draw, whole, first, shape)
-        begins = tf.range(math.prod(sizes[:axis]), dtype=tf.int64) * all_rows
-        begins = first + begins * inner
+        places = tf.range(math.prod(sizes[:axis]), dtype=tf.int64)
+        begins = first + places * all_rows * inner
         drawn_rows = tf.map_fn(draw, begins, fn_output_signature=drawn)
         return tf.reshape(drawn_rows, shape)
 
@@ -544,15 +555,16 @@ def replaced_draws(draw, **others):
 
 def _copies(seed):
     """Returns the variables of a seed, one for each replica."""
-    variable = tf_variable(seed)
+    variable = optimizers.tf_variable(seed)
     with replicas.scope_of(getattr(variable, "distribute_strategy", None)):
         return replicas.local_results(variable)
 
 
 def _counter(first, block, apart):
     """Returns what to add to a counter, to begin with the `first` number."""
-    counter = tf.stack([tf.truncatediv(first, block), apart])
-    return tf.bitcast(counter, tf.uint64)
+    return tf.bitcast(
+        tf.stack([tf.truncatediv(first, block), apart]), tf.uint64
+    )
 
 
 def _around(shape, first, block, most, zero):

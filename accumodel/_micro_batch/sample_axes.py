@@ -68,14 +68,16 @@ class SampleAxes:
             note.is_conditional for note in notes.values()
         )
         for test in (_is_same, _is_like):
-            fits = {k: x for k, x in notes.items() if test(x.sizes, sizes)}
+            fits = {
+                key: note.decision
+                for key, note in notes.items()
+                if test(note.sizes, sizes)
+            }
             if place in fits and is_in_order:
-                return [fits[place].decision]
+                return [fits[place]]
             if fits:
-                decisions = [note.decision for note in fits.values()]
-                return [
-                    x for i, x in enumerate(decisions) if x not in decisions[:i]
-                ]
+                found = [*fits.values()]
+                return [x for i, x in enumerate(found) if x not in found[:i]]
         return []
 
 

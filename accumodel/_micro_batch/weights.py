@@ -17,16 +17,13 @@ as one number, are taken for means over the samples. If they are not, the check
 on the first batch tells.
 """
 
-import contextlib
 import warnings
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.checks import InexactWarning
-from accumodel._keras_and_tf.replicas import count_replicas
+from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     current_step,
@@ -59,21 +56,16 @@ class LossWeights:
         self._share = False
         self._shared: dict = {}
 
-    @contextlib.contextmanager
     def with_arrays(self, name, arguments):
-        """Scope in which a function of the model gets these arguments."""
+        """Returns a scope in which a function gets these arguments."""
         # The arrays of a batch do not tell: Keras gives each output a copy.
-        before = self._share
         weights = keras.tree.flatten(arguments.get("sample_weight"))
         outputs = keras.tree.flatten(arguments.get("y"))
-        self._share = len(outputs) > 1 and _are_one(weights)
-        if self._shared.setdefault(name, self._share) != self._share:
-            self._shared[name] = self._share
+        share = len(outputs) > 1 and _are_one(weights)
+        if self._shared.setdefault(name, share) != share:
+            self._shared[name] = share
             setattr(self._model, f"{name}_function", None)  # of the other
-        try:
-            yield
-        finally:
-            self._share = before
+        return hooks.replaced(self, "_share", share)
 
     def weight(self, plan, data):
         """Returns the weight of the last micro-batch, `None` if it is a sum."""
@@ -149,7 +141,7 @@ class LossWeights:
                 f"{len(reductions)} reductions of {len(losses) - len(own)} "
                 f"losses in Keras {keras.__version__}"
             )
-        if unseen > 0 and count_replicas() > 1:
+        if unseen > 0 and replicas.count_replicas() > 1:
             raise ValueError(
                 "accumodel cannot see whether a loss that overrides `__call__` "
                 "divides by the number of replicas. Override `call` instead, "
@@ -238,7 +230,7 @@ class LossWeights:
         plan = current_step().plan
         if not plan.has_whole_loss and message not in self.warned:
             self.warned.add(message)
-            warnings.warn(message, InexactWarning, stacklevel=2)
+            warnings.warn(message, checks.InexactWarning, stacklevel=2)
 
 
 def _are_one(weights):
@@ -315,8 +307,8 @@ def summed_losses(model, data):
 
 def missing_sums(model, data):
     """Returns what is missing of sums that Keras divides by the replicas."""
-    sums = map(tf.reduce_sum, summed_losses(model, data))
-    return sum(sums) * (1 - 1 / count_replicas())
+    total = sum(map(tf.reduce_sum, summed_losses(model, data)))
+    return total * (1 - 1 / replicas.count_replicas())
 
 
 def _nonzero(value, samples):

@@ -25,9 +25,7 @@ import warnings
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf.checks import overrides
-from accumodel._keras_and_tf.optimizers import scales_loss
-from accumodel._keras_and_tf.replicas import scope_of
+from accumodel._keras_and_tf import checks, optimizers, replicas
 from accumodel._update.accumulator import GradientAccumulator
 from accumodel._update.engine import step_failed
 
@@ -75,8 +73,10 @@ class Cycles:
         variables = model.trainable_variables
         if model._gradient_accumulator is not None or not variables:
             return
-        hooks = {x: getattr(model, x) for x in HOOKS if overrides(model, x)}
-        with scope_of(model.distribute_strategy):
+        hooks = {
+            x: getattr(model, x) for x in HOOKS if checks.overrides(model, x)
+        }
+        with replicas.scope_of(model.distribute_strategy):
             accumulator = GradientAccumulator(
                 model.optimizer,
                 variables,
@@ -91,8 +91,8 @@ class Cycles:
     def check_holds(self, accumulator, in_step):
         """Raises if the model does not know an accumulator of its step."""
         own = {*map(id, self.model.trainable_weights)}
-        trains_own = not own.isdisjoint(map(id, accumulator.variables))
-        if (in_step or trains_own) and accumulator not in [*self]:
+        is_ours = in_step or not own.isdisjoint(map(id, accumulator.variables))
+        if is_ours and accumulator not in [*self]:
             raise ValueError(
                 "A `train_step` uses a `GradientAccumulator` that the model "
                 "does not hold: it would not end its cycle with the epoch. "
@@ -204,7 +204,9 @@ def read(accumulator, model):
         held = _held(accumulator, accumulator._given.numpy())
         return {
             **{k: np.asarray(tf.identity(v)) for k, v in held.items()},
-            "scales_loss": np.bool_(scales_loss(accumulator.optimizer)),
+            "scales_loss": np.bool_(
+                optimizers.scales_loss(accumulator.optimizer)
+            ),
             "places": _places(accumulator, model),
         }
 
@@ -243,7 +245,9 @@ def _check(accumulator, model, cycle):
             "layers that were frozen when it was saved, and compile",
             f"weights {places}, but the model's are {own}",
         )
-    if cycle.get("scales_loss") != scales_loss(accumulator.optimizer):
+    if cycle.get("scales_loss") != optimizers.scales_loss(
+        accumulator.optimizer
+    ):
         _refuse(
             "has sums that were scaled differently. Use a "
             "`LossScaleOptimizer` only if it was used then",

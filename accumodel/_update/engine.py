@@ -31,8 +31,7 @@ import typing
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import checks, optimizers, replicas
-from accumodel._keras_and_tf.hooks import without_own_reduction
+from accumodel._keras_and_tf import checks, hooks, optimizers, replicas
 from accumodel._micro_batch.assignments import recorded
 from accumodel._micro_batch.micro_batches import (
     current_graph,
@@ -66,12 +65,12 @@ class Engine(tf.Module):
     _follows_model = False  # whether its `accum_steps` are those of a model
 
     def __init__(
-        self, optimizer, variables, accum_steps, hooks, skip_nonfinite, jit
+        self, optimizer, variables, accum_steps, methods, skip_nonfinite, jit
     ):
         super().__init__(name="gradient_accumulator")
         strategy = replicas.current_strategy()
         self.optimizer = optimizer
-        self._process_gradients, self._after_update = hooks
+        self._process_gradients, self._after_update = methods
         self._skip_nonfinite = skip_nonfinite
         self._jit_compile = jit
         # Whether `accumulate` was traced: the update is then compiled as well.
@@ -140,9 +139,10 @@ class Engine(tf.Module):
 
     def fits(self, model):
         """Whether it trains what `compile` and `trainable` of a model say."""
-        own = [*map(id, self._untracked.variables)]
-        trained = [*map(id, model.trainable_variables)]
-        return own == trained and self.optimizer is model.optimizer
+        own, trained = self._untracked.variables, model.trainable_variables
+        return self.optimizer is model.optimizer and (
+            [*map(id, own)] == [*map(id, trained)]
+        )
 
     def follow(self, accum_steps, numbers):
         """Follows the model that holds it, of which `numbers` is part."""
@@ -205,10 +205,10 @@ class Engine(tf.Module):
         try:
             yield
         except BaseException as error:
-            on_replica = tf.distribute.has_strategy() and (
-                not tf.distribute.in_cross_replica_context()
-            )
-            if tf.executing_eagerly() and not on_replica:
+            if tf.executing_eagerly() and (
+                not tf.distribute.has_strategy()
+                or tf.distribute.in_cross_replica_context()
+            ):
                 step_failed([self], error)
             raise
 
@@ -223,8 +223,7 @@ class Engine(tf.Module):
 
     def _forget_if_broken(self):
         # A step of a custom loop failed. Its replicas have phases of one sign.
-        is_broken = tf.not_equal(self._phase, 0)
-        tf.cond(is_broken, self.reset, lambda: None)
+        tf.cond(tf.not_equal(self._phase, 0), self.reset, lambda: None)
 
     # -- on each replica: a micro-batch, and the end of a fed batch ------------
 
@@ -362,8 +361,9 @@ class Engine(tf.Module):
             named = self._untracked.named
             triples = zip(gradients, self.variables, named, strict=True)
             # Keras warns of those without a gradient.
-            pairs = ((g, v) for g, v, n in triples if n or g is not None)
-            self.optimizer.apply_gradients(pairs)
+            self.optimizer.apply_gradients(
+                (g, v) for g, v, n in triples if n or g is not None
+            )
 
         call_if(keep, apply)
         # What reads a variable waits for what assigns to it.
@@ -437,20 +437,20 @@ class Engine(tf.Module):
     def _update(self, present):
         """Updates the variables that got a gradient in this cycle."""
         self._phase.assign(-1.0, read_value=False)
-        phases = replicas.local_results(self._phase)
         update = functools.partial(self._reduce_and_apply, present)
         is_compiled = self._jit_compile and not self._untracked.strategy
         if is_compiled and not tf.executing_eagerly():
             update = tf.function(update, jit_compile=True, autograph=False)
         if self._untracked.numbers is not None:
             self._untracked.numbers.accumulation.states.end_cycle()
+        phases = replicas.local_results(self._phase)
         with tf.control_dependencies([phase.read_value() for phase in phases]):
             update()
             # Not in an XLA cluster, which would make zeros beside the sums.
             self._clear(*self._sums)
 
     def _reduce_and_apply(self, present):
-        with without_own_reduction(
+        with hooks.without_own_reduction(
             optimizers.with_inner_optimizers(self.optimizer)
         ):
             updates = replicas.on_each_replica(self._apply_gradients, present)

@@ -4,9 +4,7 @@ import math
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import optimizers
-from accumodel._keras_and_tf.checks import check_shapes
-from accumodel._keras_and_tf.replicas import count_replicas, make_sum
+from accumodel._keras_and_tf import checks, optimizers, replicas
 from accumodel._micro_batch.micro_batches import map_present
 
 # Weights that cancel leave a total that is rounding, next to their sizes.
@@ -16,7 +14,7 @@ _CANCELLED = 1e-9
 def make_accumulators(variables):
     """Makes the sums of the gradients by some variables, or raises."""
     overwritten = [each for each in variables if overwrites(each)]
-    if overwritten and count_replicas() > 1:
+    if overwritten and replicas.count_replicas() > 1:
         raise ValueError(
             "The scales of float8 cannot be accumulated on several replicas. "
             f"Use one device or another precision. Received: {overwritten[0]}"
@@ -29,9 +27,8 @@ def make_accumulators(variables):
         if dtype in (tf.float16, tf.bfloat16):
             dtype = tf.float32
         # On its variable's device, as the slots of an optimizer.
-        extended = tf.distribute.get_strategy().extended
-        with extended.colocate_vars_with(variable):
-            made.append(make_sum(variable.shape, dtype, "accumulator"))
+        with tf.distribute.get_strategy().extended.colocate_vars_with(variable):
+            made.append(replicas.make_sum(variable.shape, dtype, "accumulator"))
     return made
 
 
@@ -48,8 +45,9 @@ def add(totals, gradients, scale, variables):
     """Adds gradients, times a scale, each as soon as it is made."""
     dtypes = {each.dtype for each in totals}
     minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
-    columns = totals, gradients, variables
-    for total, gradient, variable in zip(*columns, strict=True):
+    for total, gradient, variable in zip(
+        totals, gradients, variables, strict=True
+    ):
         if gradient is None:
             continue
         if isinstance(gradient, tf.IndexedSlices):
@@ -59,15 +57,15 @@ def add(totals, gradients, scale, variables):
                 indices=gradient.indices,
                 updates=minus[total.dtype] * values,
             )
-            continue
-        gradient = tf.cast(gradient, total.dtype)
-        if overwrites(variable):  # what is a value and no gradient
-            total.assign(tf.maximum(total, gradient))
+        elif overwrites(variable):  # what is a value and no gradient
+            total.assign(tf.maximum(total, tf.cast(gradient, total.dtype)))
         else:
             # `total -= minus * gradient`: the one public op that multiplies
             # and adds in place, with no product to store.
             tf.raw_ops.ResourceApplyGradientDescent(
-                var=total.handle, alpha=minus[total.dtype], delta=gradient
+                var=total.handle,
+                alpha=minus[total.dtype],
+                delta=tf.cast(gradient, total.dtype),
             )
 
 
@@ -129,7 +127,7 @@ def process(function, gradients, variables, optimizer):
             f"for each of the {len(variables)} trainable variables, or a tuple "
             f"of such a list and a bool. Received: {returned}"
         )
-    check_shapes(
+    checks.check_shapes(
         processed, variables, "`process_gradients` must return gradients of"
     )
     if keep is not True and tf.distribute.has_strategy():
@@ -139,8 +137,9 @@ def process(function, gradients, variables, optimizer):
             f"list. Received: {tf.distribute.get_strategy()}"
         )
     # A `LossScaleOptimizer` must see overflows.
-    scales = optimizers.scales_loss(optimizer)
-    is_finite = all_finite(given, 1.0) if scales else True
+    is_finite = (
+        all_finite(given, 1.0) if optimizers.scales_loss(optimizer) else True
+    )
 
     def scaled(gradient, new, variable):
         if overwrites(variable):

@@ -26,10 +26,8 @@ import typing
 import tensorflow as tf
 
 from accumodel._features.whole_batch.sync_batch_norm import Norms
-from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.optimizers import tf_variable, trained_norms
-from accumodel._micro_batch import weights
-from accumodel._micro_batch.assignments import READS, Recorder
+from accumodel._keras_and_tf import optimizers, private_names
+from accumodel._micro_batch import assignments, weights
 from accumodel._micro_batch.micro_batches import map_present, tensors_in
 
 
@@ -62,13 +60,16 @@ class ModelGraph:
         self.definition = self.graph.as_graph_def()
         if self.definition.library.function and not tf.executing_eagerly():
             # Else TensorFlow may forget functions that a piece calls.
-            graph = tf.compat.v1.get_default_graph()
-            graph.add_to_collection("accumodel", function)
+            tf.compat.v1.get_default_graph().add_to_collection(
+                "accumodel", function
+            )
 
     def _trace(self, x):
         # Here, since they note which graph is traced.
         splits = self._plan.options.sync_batch_norm
-        self._norms = Norms(trained_norms(self.model) if splits else [])
+        self._norms = Norms(
+            optimizers.trained_norms(self.model) if splits else []
+        )
         self.norms, self.averages = self._norms.calls, self._norms.variables
         self._context: typing.Any = private_names.control_flow_context()
         self.inputs = tensors_in(x)
@@ -101,7 +102,7 @@ class ModelGraph:
 
     def _handle(self, variable):
         """Returns the placeholder of a variable, or `None`."""
-        return self._handles.get(id(tf_variable(variable).handle))
+        return self._handles.get(id(optimizers.tf_variable(variable).handle))
 
     # -- the forward pass ------------------------------------------------------
 
@@ -150,7 +151,7 @@ class ModelGraph:
             is_pinned = op.name in inputs
             if op.op_def.is_stateful:
                 handle = op.inputs[0].name if op.inputs else None
-                is_read = op.type.startswith(READS)
+                is_read = op.type.startswith(assignments.READS)
                 is_pinned = not is_read or op.name in of_assigned
                 if is_read:
                     stage = max(stage, stages.get(handle, 0))
@@ -252,8 +253,9 @@ class ModelGraph:
             self._of_samples.add(placeholder.op.name)
             self.positions[placeholder.op.name] = self._last + 1
         for norm in self.norms:
-            stage = self._made_at(norm.moments)
-            self.positions[norm.given.op.name] = 2 * self._last + 1 - stage
+            self.positions[norm.given.op.name] = (
+                2 * self._last + 1 - self._made_at(norm.moments)
+            )
         for op in self.graph.get_operations():
             if op.name not in self.positions:
                 self._find_position(op)
@@ -367,8 +369,9 @@ class Piece:
         return map_present(lambda _: next(made), self.makes)
 
     def _definition(self):
-        library = self._graph.definition.library
-        definition = tf.compat.v1.GraphDef(library=library)
+        definition = tf.compat.v1.GraphDef(
+            library=self._graph.definition.library
+        )
         definition.versions.producer = tf.version.GRAPH_DEF_VERSION
         known = {f"^{name}" for name in self._operations}
         for op in self._operations.values():
@@ -383,8 +386,10 @@ class Piece:
 
     def run(self, values):
         """Returns the flat tensors that it makes, in what is traced now."""
-        names = [each.name for each in self.feeds]
-        values = self._graph.captured | dict(zip(names, values, strict=True))
+        values = self._graph.captured | {
+            each.name: value
+            for each, value in zip(self.feeds, values, strict=True)
+        }
         made = [each.name for each in self._flat if each.name not in values]
         capture = tf.compat.v1.get_default_graph().capture
         tensors = tf.graph_util.import_graph_def(
@@ -400,7 +405,7 @@ class Piece:
         return [values[each.name] for each in self._flat]
 
 
-class _Scope(Recorder):
+class _Scope(assignments.Recorder):
     """Also keeps what normalizations assign, for it is known only once."""
 
     def __init__(self, graph):

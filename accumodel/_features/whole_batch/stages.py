@@ -30,25 +30,23 @@ import tensorflow as tf
 from accumodel._features.whole_batch import sync_batch_norm
 from accumodel._features.whole_batch.graph import ModelGraph
 from accumodel._fit.rehearsal import output_shapes
-from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf import private_names, replicas
 from accumodel._keras_and_tf.optimizers import trained_norms
-from accumodel._keras_and_tf.replicas import count_replicas, sum_over_replicas
 from accumodel._micro_batch import (
     assignments,
     forward_backward,
+    logs,
     loop,
     micro_batches,
+    random_numbers,
 )
-from accumodel._micro_batch.assignments import States
 from accumodel._micro_batch.feature import Feature
-from accumodel._micro_batch.logs import LossLogs
 from accumodel._micro_batch.micro_batches import (
     map_present,
     one_step,
     tensors_in,
     trace,
 )
-from accumodel._micro_batch.random_numbers import Draws
 
 
 class WholeBatch(Feature):
@@ -84,14 +82,17 @@ class WholeBatch(Feature):
         data = micro_batches.as_tensors(data)
         passes = _Passes(plan, data, is_training=True)
         ends = passes.forward()
-        losses = LossLogs(plan, data, plan.accumulation.spans_batches)
+        losses = logs.LossLogs(plan, data, plan.accumulation.spans_batches)
         step = functools.partial(one_step, plan, data, collector, losses)
         with step():
             own, cache, weight, log = passes.differentiate(*ends)
             add: typing.Any = plan.model.accumulate_gradients
             if own and (cache or tensors_in(own)):  # else that says what lacks
-                sums = plan.accumulation.ready_accumulator()
-                add = functools.partial(collector.take, sums, weight=weight)
+                add = functools.partial(
+                    collector.take,
+                    plan.accumulation.ready_accumulator(),
+                    weight=weight,
+                )
         if cache:
             passes.backward(cache, collector, add)
         with step():
@@ -119,8 +120,9 @@ class _Passes:
         self._plan, self.parts = plan, micro_batches.FedBatch(plan, data)
         self._is_training = is_training
         # What a training assigns between its passes: averages, and in the loss.
-        between = plan.assigned["between passes"] if is_training else {}
-        self._states = States(between)
+        self._states = assignments.States(
+            plan.assigned["between passes"] if is_training else {}
+        )
         self._graph = self._trace()
         # Functions of the number of a micro-batch, by names of tensors.
         self._values: dict = {}
@@ -146,12 +148,14 @@ class _Passes:
                 "random numbers in the model or in the data set)"
             )
             assignments.check_repeats(sliced.graph.as_graph_def(), why)
-        draws = Draws(plan, is_training)
-        step = one_step(plan, x, is_compiled=plan.is_compiled)
-        with step, draws.replaced():
+        draws = random_numbers.Draws(plan, is_training)
+        with (
+            one_step(plan, x, is_compiled=plan.is_compiled),
+            draws.replaced(),
+        ):
             graph = ModelGraph(plan, x, is_training)
         draws.check(graph.graph)
-        Draws(plan, is_training).begin(self.parts)
+        random_numbers.Draws(plan, is_training).begin(self.parts)
         _check_outputs(plan, graph)
         if is_training:
             why = f"With {_option(plan)}, the model is called twice"
@@ -171,11 +175,13 @@ class _Passes:
         rest = piece.feeds[len(values) :]
         return values + [self._values[each.name](i) for each in rest]
 
-    def _collect(self, piece, run_piece):
-        """Runs a piece for each micro-batch; returns arrays that it makes."""
+    def _collect(self, piece, step):
+        """Runs a piece in a step for each micro-batch; returns arrays."""
         draws: typing.Any = None
         if piece.assigned or piece.reads(self._plan.numbers.rows):
-            draws = Draws(self._plan, self._is_training, piece.assigned)
+            draws = random_numbers.Draws(
+                self._plan, self._is_training, piece.assigned
+            )
         # Gradients of variables are in the sums already.
         makes = {k: v for k, v in piece.makes.items() if k != "own"}
         count = self.parts.count
@@ -193,7 +199,7 @@ class _Passes:
 
         def body(i, arrays):
             with draws.of(self.parts, i) if draws else contextlib.nullcontext():
-                tensors = tensors_in(run_piece(i))
+                tensors = tensors_in(step(self._values_of(piece, i)))
             with micro_batches.on_host():
                 written = [
                     array.write(tf.cast(i, tf.int32), tensor)
@@ -236,14 +242,11 @@ class _Passes:
         return outputs, [*zip(graph.owners, losses, strict=True)]
 
     def _forward_of(self, piece):
-        states = States(piece.assigned)
+        states = assignments.States(piece.assigned)
         # Nothing may change in a run without data, see `loop`.
         with tf.control_dependencies([self.parts.samples]):
             states.save()
-        step = loop.make_step(self._plan, piece)
-        collected = self._collect(
-            piece, lambda i: step(self._values_of(piece, i))
-        )
+        collected = self._collect(piece, loop.make_step(self._plan, piece))
         moments = [array.stack() for array in collected["moments"]]
         with tf.GradientTape() as tape:
             tape.watch(moments)
@@ -261,9 +264,9 @@ class _Passes:
         Gradients by the variables that the loss itself uses, in a list, and by
         the flat outputs, their logits and added losses, in a dict.
         """
-        logits = map(private_names.logits_of, tf.nest.flatten(outputs))
+        logits = [*map(private_names.logits_of, tf.nest.flatten(outputs))]
         losses = [loss for _, loss in layer_losses]
-        ends = tf.nest.flatten([outputs, [*logits], losses])
+        ends = tf.nest.flatten([outputs, logits, losses])
         watched = {
             i: each
             for i, each in enumerate(ends)
@@ -279,12 +282,16 @@ class _Passes:
             for i, gradient in zip(watched, by_ends, strict=True)
             if gradient is not None
         }
-        if count_replicas() > 1 and "compute_loss" in self._plan.overridden:
+        if (
+            replicas.count_replicas() > 1
+            and "compute_loss" in self._plan.overridden
+        ):
             own = map_present(self._without_nan, own)
             if weight is not None:
                 # So that gradients of replicas add up: it may be that of all.
-                (total,) = sum_over_replicas([weight])
-                weight = tf.cast(total, tf.float64) / count_replicas()
+                (total,) = replicas.sum_over_replicas([weight])
+                count = replicas.count_replicas()
+                weight = tf.cast(total, tf.float64) / count
         if not self._plan.accumulation.spans_batches:
             log = functools.partial(log, weight=self.parts.samples)
         return own, cache, weight, log
@@ -358,10 +365,7 @@ class _Passes:
 
         step = loop.make_step(self._plan, replay, collector)
         with states.rolled_back():
-            collected = self._collect(
-                piece, lambda i: step(self._values_of(piece, i))
-            )
-        return collected["by_statistics"]
+            return self._collect(piece, step)["by_statistics"]
 
     def _cut(self, gradient, i):
         """Returns the i-th micro-batch's part of a gradient by an output."""
@@ -448,8 +452,11 @@ def _other_axis(plan):
 
 def _option(plan):
     """Returns the argument of `compile` that the whole batch is joined for."""
-    cache = plan.options.gradient_cache
-    return f"`{'gradient_cache' if cache else 'sync_batch_norm'}=True`"
+    return (
+        "`gradient_cache=True`"
+        if plan.options.gradient_cache
+        else "`sync_batch_norm=True`"
+    )
 
 
 def _check_no_pairs(plan, graph, x):

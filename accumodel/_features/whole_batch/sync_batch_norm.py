@@ -14,9 +14,7 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks
-from accumodel._keras_and_tf.checks import overrides
-from accumodel._keras_and_tf.replicas import sum_over_replicas
+from accumodel._keras_and_tf import checks, hooks, replicas
 from accumodel._micro_batch.micro_batches import current_graph
 
 
@@ -79,12 +77,17 @@ class Norms:
 
     def check(self, graph, is_training):
         """Raises unless each that trains uses the statistics of the batch."""
-        new = graph.new.items()
-        own = {key for key, value in new if not graph.is_of_batch(value)}
+        own = {
+            key
+            for key, value in graph.new.items()
+            if not graph.is_of_batch(value)
+        }
         called = {id(norm.layer) for norm in self.calls}
         for layer in self._layers:
             variables = layer.non_trainable_variables
-            is_custom = overrides(layer, "call") or overrides(layer, "_moments")
+            is_custom = any(
+                checks.overrides(layer, name) for name in ("call", "_moments")
+            )
             is_own = is_training and is_custom and id(layer) not in called
             if is_own or not own.isdisjoint(map(id, variables)):
                 _refuse(layer, "which computes statistics of its own")
@@ -130,7 +133,7 @@ def join(norm, moments):
     def total(weights, values):
         values = tf.einsum("ic,ic->c", weights, values)
         if is_shared:
-            (values,) = sum_over_replicas([values])
+            (values,) = replicas.sum_over_replicas([values])
         return values
 
     ones = tf.ones_like(counts)
