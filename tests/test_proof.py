@@ -210,6 +210,16 @@ BENT = {
     "one loss for each, and a mean, times weights": lambda b: mean(
         b.y[:, 0, 0] * (errors(b) + mean(errors(b)))
     ),
+    "one loss for each, and a mean, scaled, in a hinge": lambda b: tf.nn.relu(
+        -0.5 * (errors(b) - mean(errors(b)))
+    ),
+    "one loss for each, and a mean, as integers": lambda b: mean(
+        b.kernel[0, 0]
+        * tf.cast(tf.cast(errors(b) + mean(errors(b)), "int32"), "float32")
+    ),
+    "one loss for each, or a mean": lambda b: mean(
+        tf.where(b.y[:, 0, 0] > 0.5, errors(b), mean(errors(b)))
+    ),
     "one loss for each, and a sum": lambda b: errors(b) + total(errors(b)),
     "one loss for each, and a mean over a mask": lambda b: (
         errors(b) + ratio(total(masks(b)), total(b.y))
@@ -395,6 +405,10 @@ RIGHT = {
     "one loss for each": errors,
     "one loss for each, and means": lambda b: (
         mean(b.p) + 0.3 * (errors(b) + mean(tf.abs(b.p))) / 3 - mean(b.kernel)
+    ),
+    "one loss for each, and a mean, over a mask": weighed(
+        lambda b: total(masks(b)),
+        lambda b: total(-(errors(b) - 2 * mean(errors(b)))[:, None]),
     ),
     "with what is shared": lambda b: 3 * mean(errors(b)) + total(b.kernel**2),
     "a mask": weighed(
