@@ -164,7 +164,9 @@ class Analysis:
             for name, value in op.node_def.attr.items()
             if not name.startswith("_") and name not in ("T", "Tidx")
         )
-        key = str((op.type, names, attrs))
+        # Integers are cut off, and bytes begin anew.
+        kinds = [x.dtype.is_floating or x.dtype for x in op.inputs]
+        key = str((op.type, names, attrs, kinds))
         return self._names.setdefault(key, f"D{len(self._names)}")
 
     def _refused(self, op, error):
