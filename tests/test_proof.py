@@ -173,6 +173,11 @@ def affine(factor):
     return lambda b: total(b.y**2) / count(b.y) * factor + 1.0
 
 
+def mean_of_tenths(b, dtype):
+    values = tf.cast(tf.cast(10 * b.y, "int32"), dtype)
+    return total(tf.cast(tf.reduce_mean(values, axis=1), "float32"))
+
+
 # What is not exact: a function is a loss. Here, a statistic is said to bend.
 BENT = {
     # Those of a first version.
@@ -209,6 +214,16 @@ BENT = {
     ),
     "one loss for each, and a mean, times weights": lambda b: mean(
         b.y[:, 0, 0] * (errors(b) + mean(errors(b)))
+    ),
+    "one loss for each, and a mean, scaled, in a hinge": lambda b: tf.nn.relu(
+        -0.5 * (errors(b) - mean(errors(b)))
+    ),
+    "one loss for each, and a mean, as integers": lambda b: mean(
+        b.kernel[0, 0]
+        * tf.cast(tf.cast(errors(b) + mean(errors(b)), "int32"), "float32")
+    ),
+    "one loss for each, or a mean": lambda b: mean(
+        tf.where(b.y[:, 0, 0] > 0.5, errors(b), mean(errors(b)))
     ),
     "one loss for each, and a sum": lambda b: errors(b) + total(errors(b)),
     "one loss for each, and a mean over a mask": lambda b: (
@@ -264,6 +279,10 @@ UNKNOWN = {
         )()
         for name, scope in SCOPES.items()
     },
+    "sums of a mean of integers": Program(
+        lambda b: ratio(total(errors(b)), mean_of_tenths(b, "int32")),
+        lambda b: mean_of_tenths(b, "float32"),
+    ),
     "affine sums by two factors": Program(
         lambda b: ratio(total(errors(b)), count(b.y) * affine(1)(b)),
         lambda b: count(b.y) * affine(2)(b),
@@ -395,6 +414,10 @@ RIGHT = {
     "one loss for each": errors,
     "one loss for each, and means": lambda b: (
         mean(b.p) + 0.3 * (errors(b) + mean(tf.abs(b.p))) / 3 - mean(b.kernel)
+    ),
+    "one loss for each, and a mean, over a mask": weighed(
+        lambda b: total(masks(b)),
+        lambda b: total(-(errors(b) - 2 * mean(errors(b)))[:, None]),
     ),
     "with what is shared": lambda b: 3 * mean(errors(b)) + total(b.kernel**2),
     "a mask": weighed(

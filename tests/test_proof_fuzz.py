@@ -171,6 +171,8 @@ RIGHT_LOSSES = [
     (lambda h, b: total(own(h)) / samples(b), samples),
     (lambda h, b: total(h**2), NO_WEIGHT),
     (lambda h, b: own(h), NO_WEIGHT),
+    (lambda h, b: total(-0.5 * (own(h) + mean(h))[:, None]), NO_WEIGHT),
+    (lambda h, b: mean((own(h) + mean(h)) / 3 - own(b.x)), samples),
     (
         lambda h, b: ratio(total(own(h) * mask(b)), total(mask(b))),
         lambda b: total(mask(b)),
@@ -220,6 +222,8 @@ WRONG_LOSSES = [
         lambda b: (2 * mean(b.x**2) + 1) * samples(b),
     ),
     (lambda h, b: mean(h**2) * samples(b) * samples(b), samples),
+    (lambda h, b: tf.nn.relu((mean(own(h)) - own(h)) / 2), NO_WEIGHT),
+    (lambda h, b: mean(tf.where(mask(b) > 0, own(h), mean(h))), samples),
 ]
 
 Batch = collections.namedtuple("Batch", "x kernel")

@@ -46,7 +46,10 @@ _ANEW = ("EagerPyFunc", "PyFunc", "PyFuncStateless", "Placeholder")
 _CHANGED = unknown("rows of a gradient are changed")
 
 # What is known of samples with a mean over them added.
-_OF_MIXED = {"AddV2", "Cast", "Identity", "Mean", "Shape", "Size", "Sub", "Sum"}
+_OF_MIXED = {
+    *("AddV2", "Cast", "ExpandDims", "Identity", "Mean", "Neg", "Reshape"),
+    *("Shape", "Size", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Sum"),
+}
 
 _calls = itertools.count()
 
@@ -138,10 +141,12 @@ class Analysis:
         except UnprovedError as error:
             found = [self._refused(op, error)] * len(op.outputs)
         name, has_grad = self._name(op, vals), any(v.grad for v in vals)
+        is_mixed = any(v.mixed for v in vals)
         return [
             dataclasses.replace(
                 v,
                 grad=_keeps_gradient(x) and (has_grad or v.grad),
+                mixed=v.base == "R" and (is_mixed or v.mixed),
                 name=v.name or f"{name}:{i}",
             )
             for i, (v, x) in enumerate(zip(found, op.outputs, strict=True))
@@ -159,7 +164,9 @@ class Analysis:
             for name, value in op.node_def.attr.items()
             if not name.startswith("_") and name not in ("T", "Tidx")
         )
-        key = str((op.type, names, attrs))
+        # Integers are cut off, and bytes begin anew.
+        kinds = [x.dtype.is_floating or x.dtype for x in op.inputs]
+        key = str((op.type, names, attrs, kinds))
         return self._names.setdefault(key, f"D{len(self._names)}")
 
     def _refused(self, op, error):
@@ -310,7 +317,7 @@ def _keeps_mixed(op, vals):
     """Whether samples and a mean over them are added, scaled, or summed up."""
     if op.type in ("Mul", "RealDiv", "DivNoNan"):
         others = [v for v in vals if not v.mixed]
-        is_scaled = len(others) == 1 and others[0].is_shared
+        is_scaled = [v.base for v in others] in (["C"], ["S"])
         return is_scaled and (op.type == "Mul" or vals[0].mixed)
     return op.type in _OF_MIXED
 

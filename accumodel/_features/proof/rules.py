@@ -251,7 +251,8 @@ def selected(at, op, condition, a, b):
     # `Select` takes a vector for the first axis.
     is_like = op.type == "SelectV2" or condition.dims in ((), a.dims)
     require(is_like, "a condition of another shape")
-    require(either.base != "S", "a sum, or another one", bends=True)
+    is_plain = either.base != "S" and not either.mixed
+    require(is_plain, "a sum, or another one", bends=True)
     return broadcast([condition, a, b]).but(m=either.m)
 
 

@@ -169,6 +169,8 @@ class Type:
     def words(self):
         if self.base == "S":
             return f"a {'mean' if self.m else 'sum'} over samples"
+        if self.mixed:
+            return MIXED
         if self.m and self.base == "C":
             is_number = {name for name, _ in self.m} == {"n"}
             return "the number of samples" if is_number else "a sum of weights"
@@ -187,8 +189,8 @@ def plain(*vals, of="CR"):
     """Requires what is no statistic: samples, and what they share."""
     for v in vals:
         # Of a statistic, a rule that is not linear knows that it is bent.
-        is_right, bends = v.base in of and not v.m, v.base == "S" or bool(v.m)
-        require(is_right, v.words, bends)
+        bends = v.base == "S" or bool(v.m) or v.mixed
+        require(v.base in of and not bends, v.words, bends)
 
 
 def shared(*vals):
@@ -263,8 +265,7 @@ def added(vals):
     if "S" not in bases:
         what = "terms with the number of samples in unlike ways"
         require(len(powers) == 1, what, is_of_n)
-        is_mixed = any(v.mixed for v in vals)
-        return broadcast([*vals, *zeros]).but(m=vals[0].m, mixed=is_mixed)
+        return broadcast([*vals, *zeros]).but(m=vals[0].m)
     means = [v for v in vals if v.base == "S"]
     sums = {v.m for v in means}
     if "R" in bases:
