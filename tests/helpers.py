@@ -290,6 +290,12 @@ def compiled(
     return model
 
 
+def saved_and_loaded(model, path, **kwargs):
+    """Saves a whole model; returns what the file holds."""
+    model.save(path)
+    return keras.models.load_model(path, **kwargs)
+
+
 def fit(model, *data, **kwargs):
     """Fits in silence and in order."""
     return model.fit(*data, shuffle=False, verbose=0, **kwargs)

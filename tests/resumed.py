@@ -21,12 +21,14 @@ def make_data():
     return rng.random((100, 20), "float32"), rng.integers(3, size=100)
 
 
-def make_model(model_class=accumodel.AccumulatingModel, **kwargs):
+def make_model(
+    model_class=accumodel.AccumulatingModel, optimizer="adam", **kwargs
+):
     keras.utils.set_random_seed(0)
     model = make_functional(model_class)
     if model_class is accumodel.AccumulatingModel:
         kwargs.setdefault("accum_steps", ACCUM_STEPS)
-    model.compile("adam", "sparse_categorical_crossentropy", **kwargs)
+    model.compile(optimizer, "sparse_categorical_crossentropy", **kwargs)
     model.optimizer.build(model.trainable_variables)
     return model
 
@@ -63,8 +65,7 @@ def go_on(folder, steps):
 
 
 def finish(model, begin, path):
-    for _ in train(model, begin, 2 * 13):
-        pass
+    run(model, begin, 2 * 13)
     np.savez(path, *model.get_weights())
 
 
