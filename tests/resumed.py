@@ -59,8 +59,7 @@ def go_on(folder, steps):
         model = keras.models.load_model(folder / f"{step}-whole.keras")
         finish(model, int(step), folder / f"{step}-loaded.npz")
         model = make_model()
-        checkpoint = tf.train.Checkpoint(model=model)
-        checkpoint.read(folder / f"{step}-checkpoint")
+        tf.train.Checkpoint(model=model).read(folder / f"{step}-checkpoint")
         finish(model, int(step), folder / f"{step}-checkpoint.npz")
 
 

@@ -321,8 +321,9 @@ def test_keras_does_not_warn_of_variables_that_no_pair_names(accum_steps):
             if self.names_all:
                 variables = self.trainable_variables
                 gradients += [None, None]
-            pairs = zip(gradients, variables, strict=True)
-            self.accumulate_gradients(pairs, tf.shape(data)[0])
+            self.accumulate_gradients(
+                zip(gradients, variables, strict=True), tf.shape(data)[0]
+            )
             return {"mine": loss}
 
     for names_all in (False, True):

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, fit, hub_backbone
+from helpers import distance, fit, hub_backbone, set_precision
 from keras import layers
 from proving import proof_of
 
@@ -49,8 +49,7 @@ def exported(module, base):
 
 @pytest.fixture(autouse=True)
 def in_float64():
-    keras.config.set_dtype_policy("float64")
-    keras.config.set_floatx("float64")
+    set_precision("float64")
 
 
 def fitted(model_class, make, data, batch_size=BATCH_SIZE, **kwargs):
@@ -364,8 +363,7 @@ def ways_of_layer(name):
 
     tolerance = 1e-10
     if name in IN_FLOAT32:
-        keras.config.set_dtype_policy("float32")
-        keras.config.set_floatx("float32")
+        set_precision("float32")
         x, tolerance = x.astype("float32"), 1e-5
     # Python chooses what some of these do, when they are traced.
     run_eagerly = not is_of_images(name)
@@ -416,8 +414,7 @@ def proof_of_model(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
-    keras.config.set_dtype_policy("float32")
-    keras.config.set_floatx("float32")
+    set_precision("float32")
     assert proof_of_model(name).kind == "exact"
 
 
@@ -425,8 +422,7 @@ def print_ways(names):
     """Prints in which ways each is exact, and last what is in none."""
     in_none = []
     for name in names:
-        keras.config.set_dtype_policy("float64")
-        keras.config.set_floatx("float64")
+        set_precision("float64")
         is_loss = name in LOSSES
         found = ways_of_loss(name, True) if is_loss else ways_of_layer(name)
         in_none += (
@@ -439,8 +435,7 @@ def print_ways(names):
 
 
 def print_models():
-    keras.config.set_dtype_policy("float32")
-    keras.config.set_floatx("float32")
+    set_precision("float32")
     for name in MODELS:
         print(f"{name:24} {' '.join(proof_of_model(name))}", flush=True)
 

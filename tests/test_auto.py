@@ -72,8 +72,8 @@ class Limit(keras.layers.Layer):
         return through_python(self._allocate, inputs, self.backward)
 
 
-def plain(model_class, limit=None):
-    layers = keras.layers.Dense(5, activation="tanh"), softmax()
+def plain(model_class, limit=None, *more):
+    layers = keras.layers.Dense(5, activation="tanh"), *more, softmax()
     return chain(model_class, (FEATURES,), *[limit] * bool(limit), *layers)
 
 
@@ -110,8 +110,8 @@ def test_the_batch_is_run_again(cache):
 @pytest.mark.verified
 @pytest.mark.filterwarnings("ignore:.*from now on", "ignore:The first batch")
 def test_batch_normalization_is_told_of_once_batches_are_split(samples):
-    parts = Limit(), keras.layers.BatchNormalization(), softmax()
-    model = compiled(chain(AccumulatingModel, (FEATURES,), *parts), **AUTO)
+    norm = keras.layers.BatchNormalization()
+    model = compiled(plain(AccumulatingModel, Limit(), norm), **AUTO)
     dataset = tf.data.Dataset.from_tensor_slices(samples).batch(24)
     with pytest.warns(accumodel.InexactWarning, match="Batch normalization"):
         model.fit(dataset, shuffle=False, verbose=0)
@@ -425,8 +425,9 @@ def test_all_is_as_if_the_size_had_been_known(samples, name, kwargs):
 
 
 def schedule(samples):
-    callbacks = [accumodel.AccumStepsScheduler({0: 3})]
-    fit(automatic(), *samples, callbacks=callbacks)
+    fit(
+        automatic(), *samples, callbacks=[accumodel.AccumStepsScheduler({0: 3})]
+    )
 
 
 def accumulate(samples):
@@ -515,6 +516,5 @@ for a, b in zip(*found, strict=True):
 def test_replicas_with_the_reduction_that_users_get():
     """In a process of its own: its collectives collide with other tests'."""
     folder = str(pathlib.Path(__file__).parent)
-    program = DEFAULT_REDUCTION.format(folder=folder)
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", DEFAULT_REDUCTION.format(folder=folder)]
     subprocess.run(command, check=True, timeout=300)

@@ -69,18 +69,27 @@ def test_a_fault_fails_in_its_rows(name, monkeypatch, capsys):
     assert "Please report all of this text" in output
 
 
+def run_python(*arguments, **kwargs):
+    """Runs a process that finds modules in the folder `cwd` first."""
+    root = pathlib.Path(accumodel.__file__).parents[1]
+    paths = os.pathsep.join(map(str, (kwargs["cwd"], root)))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "-1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        **kwargs,
+    )
+
+
 @pytest.mark.parametrize(
     ("argument", "status"), [("--help", 0), ("--chek", 2), ("", 2)]
 )
 def test_arguments_are_read_before_tensorflow_is(argument, status, tmp_path):
     # That must not be imported, and is not here.
     (tmp_path / "keras.py").write_text("raise ImportError")
-    command = [sys.executable, "-m", "accumodel", *argument.split()]
-    paths = [tmp_path, pathlib.Path(accumodel.__file__).parents[1]]
-    path = os.pathsep.join(map(str, paths))
-    how = {"capture_output": True, "text": True}
-    env = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, env=env, **how)
+    done = run_python("-m", "accumodel", *argument.split(), cwd=tmp_path)
     assert done.returncode == status
     assert "--check" in done.stdout + done.stderr
 
@@ -91,11 +100,8 @@ def test_the_arguments_of_another_program_are_its_own(tmp_path):
     longer = "import sys; sys.argv = sys.argv + 9 * ['x']; import accumodel"
     (tmp_path / "package" / "__init__.py").write_text(longer)
     (tmp_path / "package" / "train.py").write_text("print('trains')")
-    command = [sys.executable, "-m", "package.train", "-m", "accumodel"]
-    path = [tmp_path, pathlib.Path(accumodel.__file__).parents[1]]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
-    done = subprocess.run(command, env=env, capture_output=True, check=True)
-    assert done.stdout.strip() == b"trains"
+    done = run_python("-m", "package.train", "-m", "accumodel", cwd=tmp_path)
+    assert done.stdout.strip() == "trains", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -127,13 +133,12 @@ def test_a_way_that_raises_fails(monkeypatch):
         raise ValueError("broken")
 
     monkeypatch.setattr(accumodel.AccumulatingModel, "compile", refuse)
-    rows = list(_check.compare(CACHE))
-    assert [row.passed for row in rows] == [False]
-    assert rows[0].text == "ValueError: broken"
+    (row,) = _check.compare(CACHE)
+    assert (row.passed, row.text) == (False, "ValueError: broken")
     monkeypatch.setattr(keras.Model, "compile", refuse)
-    rows = list(_check.compare(CACHE))
-    assert [row.passed for row in rows] == [None]
-    assert rows[0].text.startswith("cannot run: plain Keras ends with")
+    (row,) = _check.compare(CACHE)
+    assert row.passed is None
+    assert row.text.startswith("cannot run: plain Keras ends with")
 
 
 def test_a_report_in_which_nothing_was_measured_fails(monkeypatch, capsys):
@@ -171,22 +176,7 @@ def test_the_whole_check_needs_no_extra(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nsys.modules |= dict.fromkeys({blocked})\n"
     )
-    root = str(pathlib.Path(accumodel.__file__).parents[1])
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "-1",
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), root]),
-    }
-    command = [sys.executable, "-m", "accumodel", "--check"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        timeout=900,
-        check=False,
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-    )
+    done = run_python("-m", "accumodel", "--check", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[21/21]" in done.stdout
     assert "21 of 21 rows hold." in done.stdout

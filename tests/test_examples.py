@@ -148,10 +148,9 @@ def population(samples):
 
 def linear(base=noise_scale.NoiseScaleModel, rate=0.0, **kwargs):
     layer = layers.Dense(1, kernel_initializer="zeros", use_bias=False)
-    model = compiled(
+    return compiled(
         chain(base, (5,), layer), keras.optimizers.SGD(rate), "mse", **kwargs
     )
-    return model
 
 
 def by_hand(gradients, sizes):
@@ -382,13 +381,17 @@ def test_a_causal_model_of_keras_hub_trains_with_its_head_in_chunks():
     reference = compiled(make_task(), keras.optimizers.SGD(0.5), of_logits())
     expected = reference.fit(x, **how).history
     task = make_task()
-    model = chunked_head.ChunkedHeadModel(
-        task.backbone.input,
-        task.backbone.output,
-        head=task.backbone.token_embedding,
-        chunk=5,
+    model = compiled(
+        chunked_head.ChunkedHeadModel(
+            task.backbone.input,
+            task.backbone.output,
+            head=task.backbone.token_embedding,
+            chunk=5,
+        ),
+        keras.optimizers.SGD(0.5),
+        loss=None,
+        micro_batch_size=5,
     )
-    model.compile(keras.optimizers.SGD(0.5), micro_batch_size=5)
     logs = model.fit(x, **how).history
     assert distance(task, reference) < 1e-6
     np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)

@@ -291,11 +291,10 @@ def test_a_layer_knows_the_mode_of_its_scope(mode):
 
 def test_the_attributes_of_keras_are_told_from_those_of_users():
     class Own(keras.layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.mine = 1
+        mine = 0
 
         def call(self, inputs):
+            self.mine = 1
             return inputs
 
     private_names.own_attributes.cache_clear()

@@ -57,10 +57,13 @@ def two_seeds():
 
 
 def with_two_seeds():
-    model = chain(AccumulatingModel, (5,), *two_seeds(), dense(2))
-    sgd = keras.optimizers.SGD(0.1, 0.9)
-    model.compile(sgd, "mse", accum_steps=STEPS, remainder="carry")
-    return model
+    return compiled(
+        chain(AccumulatingModel, (5,), *two_seeds(), dense(2)),
+        keras.optimizers.SGD(0.1, 0.9),
+        "mse",
+        accum_steps=STEPS,
+        remainder="carry",
+    )
 
 
 class WithTwoOptimizers(AccumulatingModel):

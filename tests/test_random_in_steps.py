@@ -24,6 +24,7 @@ from helpers import (
     gradients_of,
     mirrored,
     names,
+    set_precision,
     slow,
     train_each,
     weekly,
@@ -98,8 +99,7 @@ def test_initial_weights_are_no_draws_of_a_step(seed):
 
     x, y = data()
     pairs = tf.data.Dataset.from_tensor_slices((x[:12], y[:12, 0, :2]))
-    ways = {"accum_steps": 3}, {"micro_batch_size": 2}
-    plain, *ours = train_each(run, *ways)
+    plain, *ours = train_each(run, {"accum_steps": 3}, {"micro_batch_size": 2})
     for model in ours:
         check(model, plain)
 
@@ -165,8 +165,7 @@ def test_other_precisions(policy, tolerance):
         noise = layers.GaussianNoise(0.1)
         return keras.Sequential([layers.Dropout(0.4), noise])
 
-    keras.config.set_dtype_policy(policy)
-    keras.config.set_floatx("float64" if policy == "float64" else "float32")
+    set_precision(policy)
     plain = train(keras.Model, noises)
     ours = train(AccumulatingModel, noises, micro_batch_size=2)
     other = train(keras.Model, noises, 1)
@@ -378,8 +377,7 @@ def test_after_an_error_no_rows_are_left():
     )
     with pytest.raises(MemoryError):
         model.fit(*data(), batch_size=9, verbose=0)
-    rows = model._accumulation.numbers.rows
-    assert not np.any(rows)
+    assert not np.any(model._accumulation.numbers.rows)
 
 
 def halve(shape, seed):

@@ -252,8 +252,7 @@ def test_fit_goes_on_with_a_cycle_from_a_file_and_with_no_other(
 
 
 def test_a_saved_model_of_tensorflow_can_be_made_in_mid_cycle(tmp_path):
-    model = in_mid_cycle()
-    tf.saved_model.save(model, tmp_path)
+    tf.saved_model.save(in_mid_cycle(), tmp_path)
     saved = tf.train.list_variables(tmp_path / "variables" / "variables")
     # A copy of the weights is not saved.
     assert saved

@@ -40,12 +40,9 @@ def linear(made):
     return chain(made, (4,), keras.layers.Dense(1))
 
 
-def squared(errors):
-    return tf.reduce_mean(errors**2)
-
-
 def add(model, x, y):
-    return {"mean": custom_step(model, x, lambda: squared(model(x) - y))}
+    loss = custom_step(model, x, lambda: tf.reduce_mean((model(x) - y) ** 2))
+    return {"mean": loss}
 
 
 @pytest.mark.table
@@ -55,8 +52,8 @@ def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
     made, run_eagerly
 ):
     def fit(made, **kwargs):
-        model = linear(made)
-        model.compile(keras.optimizers.SGD(0.1), **kwargs)
+        sgd = keras.optimizers.SGD(0.1)
+        model = compiled(linear(made), sgd, loss=None, **kwargs)
         for _ in range(2):
             model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
             model.make_train_function(force=True)
@@ -129,12 +126,9 @@ def test_a_function_with_a_signature_is_called_with_numbers():
         assert factor.dtype == tf.float32
         return x * factor
 
-    class Scale(keras.layers.Layer):
-        def call(self, x):
-            return scale(x, 2)
-
+    layers = keras.layers.Lambda(lambda x: scale(x, 2)), keras.layers.Dense(2)
     model = compiled(
-        chain(AccumulatingModel, (4,), Scale(), keras.layers.Dense(2)),
+        chain(AccumulatingModel, (4,), *layers),
         "sgd",
         "mse",
         micro_batch_size="auto",

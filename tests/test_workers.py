@@ -28,8 +28,9 @@ def train_workers(count, folder, *arguments):
 @pytest.fixture(scope="module")
 def expected():
     """What one device makes of the large batch."""
-    model = worker.make_and_compile(keras.Model)
-    return worker.fit_and_report(model, worker.EFFECTIVE_BATCH)
+    return worker.fit_and_report(
+        worker.make_and_compile(keras.Model), worker.EFFECTIVE_BATCH
+    )
 
 
 def check_reports(folder, count, expected):
