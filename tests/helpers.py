@@ -158,6 +158,18 @@ def through_python(function, x, backward=False):
     return identity(x)
 
 
+def failing_layer(backward=False):
+    """Raises in the third step, in its forward or in its backward pass."""
+    calls = itertools.count(1)
+
+    def fail(values):
+        if next(calls) == 3:
+            raise RuntimeError("in a layer")
+        return values
+
+    return keras.layers.Lambda(lambda x: through_python(fail, x, backward))
+
+
 class Adds(keras.layers.Layer):
     """Adds a loss, by a function of its inputs."""
 

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, fit, hub_backbone, set_precision
+from helpers import compiled, distance, fit, hub_backbone, set_precision
 from keras import layers
 from proving import proof_of
 
@@ -56,9 +56,11 @@ def fitted(model_class, make, data, batch_size=BATCH_SIZE, **kwargs):
     """Returns a model after four updates, and its first weights."""
     keras.utils.set_random_seed(0)
     inputs, outputs, loss = make()
-    model = model_class(inputs, outputs)
+    sgd = keras.optimizers.SGD(0.01)
+    model = compiled(
+        model_class(inputs, outputs), sgd, loss, jit_compile=False, **kwargs
+    )
     before = model.get_weights()
-    model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=False, **kwargs)
     x, y, sample_weight = data
     fit(model, x, y, batch_size, epochs=2, sample_weight=sample_weight)
     return model, before
@@ -407,8 +409,13 @@ def proof_of_model(name):
             outputs = outputs["sequence_output"]
         words = np.ones((4, 6), "int32")
         data = dict.fromkeys(base.input, words), np.zeros((4, 6, 3))
-    model = AccumulatingModel(base.input, layers.Dense(3)(outputs))
-    model.compile("sgd", "mse", jit_compile=False, micro_batch_size=2)
+    model = compiled(
+        AccumulatingModel(base.input, layers.Dense(3)(outputs)),
+        "sgd",
+        "mse",
+        jit_compile=False,
+        micro_batch_size=2,
+    )
     return proof_of(model, data)
 
 

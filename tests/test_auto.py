@@ -81,6 +81,13 @@ def automatic(limit=None, **kwargs):
     return compiled(plain(AccumulatingModel, limit), **AUTO | kwargs)
 
 
+def check_fit(model, reference):
+    loss, expected = (x.history.history["loss"] for x in (model, reference))
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert distance(model, reference) < 1e-6
+    assert updates(model) == updates(reference)
+
+
 @pytest.fixture
 def samples():
     return classes(72, np.random.default_rng(0))
@@ -98,13 +105,10 @@ def test_the_batch_is_run_again(cache):
     with pytest.warns(UserWarning, match="from now on") as caught:
         fit(model, x, y, batch_size=24)
     assert len(caught) == 2
-    loss, expected = (x.history.history["loss"] for x in (model, reference))
-    assert loss == pytest.approx(expected, rel=1e-6)
+    check_fit(model, reference)
     if not cache:
         # Three batches; the third again, twice; the fourth.
         assert limit.sizes == [24] * 3 + [12] * 2 + [6] * 4 + [6] * 4
-    assert distance(model, reference) < 1e-6
-    assert updates(model) == updates(reference)
 
 
 @pytest.mark.verified
@@ -158,8 +162,7 @@ def test_one_of_two_replicas_runs_out(samples, cache):
     with pytest.warns(UserWarning, match="is 6 from now on") as caught:
         fit(model, x, y, batch_size=24)
     assert len(caught) == 1
-    loss, expected = (x.history.history["loss"] for x in (model, reference))
-    assert loss == pytest.approx(expected, rel=1e-6)
+    check_fit(model, reference)
     for size in (24, "auto"):
         model.micro_batch_size = size
     with pytest.warns(UserWarning, match="is 6 from now on"):
@@ -167,8 +170,7 @@ def test_one_of_two_replicas_runs_out(samples, cache):
     loss_of_keras = reference.evaluate(x, y, batch_size=24, verbose=0)
     assert loss == pytest.approx(loss_of_keras, rel=1e-6)
     model.test_on_batch(x, y)
-    assert distance(model, reference) < 1e-6
-    assert updates(model) == updates(reference)
+    check_fit(model, reference)
     assert model.current_micro_batch_size == 6
     assert 0 not in limit.sizes
 
@@ -191,8 +193,7 @@ def test_the_pending_cycle_of_a_file_is_dropped(samples, tmp_path):
     with pytest.warns(UserWarning, match="pending_steps=1"):
         fit(model, x, y, batch_size=24)
     fit(reference, x, y, batch_size=24)
-    assert distance(model, reference) < 1e-6
-    assert updates(model) == updates(reference)
+    check_fit(model, reference)
 
 
 @pytest.mark.parametrize("cache", [False, True])

@@ -23,6 +23,7 @@ from helpers import (
     mirrored,
     names,
     normal,
+    train,
     train_case,
     updates,
     weekly,
@@ -531,13 +532,14 @@ def test_sums_are_on_the_devices_of_their_variables():
         layer = keras.layers.Dense(4)
         layer.build((None, cases.FEATURES))
     parts = layer, keras.layers.Dense(1)
-    model = compiled(
+    model = train(
         chain(AccumulatingModel, (cases.FEATURES,), *parts),
-        "adam",
-        "mse",
+        (cases.features(), np.ones((24, 1))),
+        4,
+        epochs=1,
+        loss="mse",
         accum_steps=2,
     )
-    model.fit(cases.features(), np.ones((24, 1)), batch_size=4, verbose=0)
     devices = [each.device for each in model._gradient_accumulator._sums]
     assert devices == [each.value.device for each in model.trainable_variables]
     assert {each[-5:] for each in devices} == {"CPU:0", "CPU:1"}

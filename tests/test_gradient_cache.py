@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    as_dataset,
     chain,
     check_big,
     check_exact,
@@ -21,6 +22,7 @@ from helpers import (
     compiled,
     datasets,
     distance,
+    follow,
     mirrored,
     names,
     normal,
@@ -237,9 +239,6 @@ class WholeBatchLoss:
         return self.head(self.hidden(inputs, training=training))
 
     def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        return self.loss_of(x, y, y_pred, training)
-
-    def loss_of(self, x, y, y_pred, training):
         return supervised_contrastive(y, y_pred)
 
 
@@ -251,7 +250,7 @@ class LossThatCallsAgain(WholeBatchLoss):
         drop = keras.layers.Dropout(0.5, seed=1)
         return keras.Sequential([keras.layers.Dense(8, "tanh"), norm, drop])
 
-    def loss_of(self, x, y, y_pred, training):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         again = self(x + 0.1, training=training)
         return supervised_contrastive(y, (y_pred + again) / 2)
 
@@ -266,12 +265,10 @@ class MomentumEncoder(WholeBatchLoss):
     def call(self, inputs, training=False):
         return super().call(inputs) + self.head(self.teacher(inputs))
 
-    def loss_of(self, x, y, y_pred, training):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         if training:
-            pairs = zip(self.teacher.weights, self.hidden.weights, strict=True)
-            for ours, theirs in pairs:
-                ours.assign(0.9 * ours + 0.1 * theirs)
-        return super().loss_of(x, y, y_pred, training)
+            follow(self.teacher.weights, self.hidden.weights, 0.1)
+        return supervised_contrastive(y, y_pred)
 
 
 class HeadInTheLoss(WholeBatchLoss):
@@ -281,7 +278,7 @@ class HeadInTheLoss(WholeBatchLoss):
         super().__init__()
         self.last = keras.layers.Dense(2)
 
-    def loss_of(self, x, y, y_pred, training):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         return supervised_contrastive(y, self.last(y_pred))
 
 
@@ -363,23 +360,18 @@ def test_what_is_known_of_the_length_of_a_batch():
 @pytest.mark.filterwarnings("ignore:`accum_steps` is 4")
 def test_regularizers_alone_do_not_count_a_run_without_data():
     """With sums, their gradients depend on nothing."""
-
-    def batches():
-        x, y = cases.classes(60, np.random.default_rng(0))
-        for i in range(0, 60, 24):
-            yield x[i : i + 24], y[i : i + 24]
-
-    shape = (None, cases.FEATURES)
-    signature = tf.TensorSpec(shape), tf.TensorSpec((None,), tf.int64)
-    model = compiled(
+    arrays = cases.classes(60, np.random.default_rng(0))
+    unknown_length = as_dataset(arrays, [24, 24, 12]).filter(lambda *_: True)
+    model = train(
         cases.dense(AccumulatingModel, kernel_regularizer="l2"),
+        [unknown_length],
+        None,
         "sgd",
-        cases.sparse_crossentropy("sum")(),
+        1,
+        loss=cases.sparse_crossentropy("sum")(),
         accum_steps=4,
         **CACHE,
     )
-    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
-    model.fit(data, shuffle=False, verbose=0)
     assert updates(model) == 1
 
 

@@ -56,14 +56,12 @@ def points():
 @pytest.mark.table
 @pytest.mark.parametrize("built", [True, False])
 def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
-    x, y = points
+    x, _ = points
     model = Reordered()
     if built:
         model(x)
-    accumulating = compiled(
-        AccumulatingModel.from_model(model), "sgd", "mse", accum_steps=4
-    )
-    fit(accumulating, x, y, batch_size=8)
+    ours = AccumulatingModel.from_model(model)
+    accumulating = train(ours, points, 8, "sgd", loss="mse", accum_steps=4)
     assert int(accumulating.optimizer.iterations) == 12
     assert list(map(id, accumulating.weights)) == list(map(id, model.weights))
     np.testing.assert_array_equal(accumulating(x), model(x))
@@ -293,10 +291,8 @@ def test_next_to_another_model_class_its_methods_are_kept(points):
         assert int(model.optimizer.iterations) == 12
         assert distance(model, reference) < 1e-6
     assert AccumulatingModel.__bases__ == bases
-    model = compiled(
-        make_subclassed(AccumulatingModel), "sgd", "mse", accum_steps=4
-    )
-    fit(model, points[0], np.ones((100, 3)), batch_size=8)
+    data, kwargs = (points[0], np.ones((100, 3))), {"accum_steps": 4}
+    train(make_subclassed(AccumulatingModel), data, 8, loss="mse", **kwargs)
 
 
 @keras.saving.register_keras_serializable("test_models")
@@ -453,12 +449,10 @@ def test_in_the_place_of_keras_model(points, monkeypatch):
     """To reach a library that calls `keras.Model`."""
     plain = functional(keras.Model)
     monkeypatch.setattr(keras, "Model", AccumulatingModel)
-    model = compiled(functional(keras.Model), "sgd", "mse", micro_batch_size=4)
-    fit(model, points[0][:, :3], points[1][:, :1], batch_size=32)
-    model = compiled(
-        make_subclassed(keras.Model), "sgd", "mse", micro_batch_size=4
-    )
-    fit(model, points[0], np.ones((100, 3)), batch_size=32)
+    x, y = points[0], np.ones((100, 3))
+    kwargs = {"loss": "mse", "micro_batch_size": 4}
+    train(functional(keras.Model), (x[:, :3], y[:, :1]), **kwargs)
+    train(make_subclassed(keras.Model), (x, y), **kwargs)
     assert isinstance(AccumulatingModel.from_model(plain), AccumulatingModel)
 
 

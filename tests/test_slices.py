@@ -525,12 +525,8 @@ def test_a_subclass_may_use_any_private_name(samples):
                 setattr(self, f"_{name}", "mine")
             self._meter = keras.metrics.Mean()
 
-    model = compiled(
-        chain(Mine, (cases.FEATURES,), softmax()),
-        micro_batch_size=8,
-        accum_steps=2,
-    )
-    model.fit(*samples, batch_size=32, verbose=0)
+    model = chain(Mine, (cases.FEATURES,), softmax())
+    train(model, samples, epochs=1, micro_batch_size=8, accum_steps=2)
     assert (model._search, model._remainder) == ("mine", "mine")
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import pickle
 import subprocess
 import sys
@@ -18,12 +17,13 @@ from helpers import (
     chain,
     compiled,
     distance,
+    failing_layer,
     make_functional,
     make_model,
     make_sequential,
+    refused,
     saved_and_loaded,
     softmax,
-    through_python,
     weekly,
 )
 from keras import optimizers
@@ -341,18 +341,6 @@ def test_weights_that_are_put_back_forget_the_cycle():
     assert distance(model, fresh) == 0
 
 
-def failing_layer(backward):
-    """Raises in the third step, in its forward or in its backward pass."""
-    calls = itertools.count(1)
-
-    def fail(values):
-        if next(calls) == 3:
-            raise RuntimeError("in a layer")
-        return values
-
-    return keras.layers.Lambda(lambda x: through_python(fail, x, backward))
-
-
 def test_a_backup_in_mid_cycle_brings_its_cycle_back(tmp_path):
     x, y = resumed.make_data()
     arguments = {"batch_size": 8, "shuffle": False, "verbose": 0}
@@ -407,15 +395,13 @@ def test_a_failure_in_a_step_forgets_the_pending_cycle(
                 raise RuntimeError("in the data")
             yield x[8 * i : 8 * i + 8], y[8 * i : 8 * i + 8]
 
-    weights = model.get_weights()
-    with pytest.raises(Exception, match=r"in the data|in a layer") as error:
+    with refused(model, r"in the data|in a layer", Exception) as error:
         model.fit(batches(), shuffle=False, verbose=0)
     *_, note = error.value.__notes__
     # Two micro-batches of 5 are one batch of 8.
     pending = 2 if where == "data" or not kwargs else 1
     assert f"cycle of {pending} batch{'es' * (pending > 1)} is" in note
-    assert model.pending_steps == int(model.optimizer.iterations) == 0
-    assert distance(model, weights) == 0
+    assert int(model.optimizer.iterations) == 0
 
 
 def edit(change):

@@ -109,11 +109,9 @@ def test_the_remainders_update_is_traced_once_and_not_run_op_by_op():
             calls["eager" if tf.executing_eagerly() else "traced"] += 1
             return super().apply(*args, **kwargs)
 
-    model = compiled(
-        cases.linear(AccumulatingModel), Counting(0.1), "mse", accum_steps=4
-    )
-    x, y = cases.features(20), np.ones((20, cases.CLASSES))
-    model.fit(x, y, batch_size=4, epochs=3, verbose=0)  # 5 micro-batches
+    model = cases.linear(AccumulatingModel)
+    data = cases.features(20), np.ones((20, cases.CLASSES))  # 5 micro-batches
+    train(model, data, 4, Counting(0.1), loss="mse", accum_steps=4)
     assert (int(model.optimizer.iterations), calls) == (6, {"traced": 1})
 
 
@@ -127,10 +125,6 @@ def test_a_function_with_a_signature_is_called_with_numbers():
         return x * factor
 
     layers = keras.layers.Lambda(lambda x: scale(x, 2)), keras.layers.Dense(2)
-    model = compiled(
-        chain(AccumulatingModel, (4,), *layers),
-        "sgd",
-        "mse",
-        micro_batch_size="auto",
-    )
-    model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0)
+    model = chain(AccumulatingModel, (4,), *layers)
+    data = np.ones((4, 4)), np.ones((4, 2))
+    train(model, data, epochs=1, loss="mse", micro_batch_size="auto")
