@@ -330,18 +330,14 @@ class TwoAccumulators(AccumulatingModel):
         super().__init__()
         self.parts = [keras.layers.Dense(5, activation="tanh"), softmax()]
         self.limit = limit or Limit()
-        self.steps = [1, accum_steps]
-
-    def build(self, shape):
-        self.accumulators = []
-        for part, steps in zip(self.parts, self.steps, strict=True):
-            part.build(shape)
-            shape = part.compute_output_shape(shape)
-            self.accumulators.append(
-                GradientAccumulator(
-                    keras.optimizers.SGD(0.5), part.trainable_variables, steps
-                )
+        for part, size in zip(self.parts, (FEATURES, 5), strict=True):
+            part.build((None, size))
+        self.accumulators = [
+            GradientAccumulator(
+                keras.optimizers.SGD(0.5), part.trainable_variables, steps
             )
+            for part, steps in zip(self.parts, (1, accum_steps), strict=True)
+        ]
 
     def call(self, inputs):
         first, second = self.parts
@@ -433,7 +429,6 @@ def schedule(samples):
 
 def accumulate(samples):
     model = compiled(TwoAccumulators(3), "sgd", **AUTO)
-    model.build((None, FEATURES))
     before = model.get_weights()
     try:
         model.fit(*samples, verbose=0)

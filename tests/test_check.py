@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import accumodel
-from accumodel import _check
+from accumodel import GradientAccumulator, _check
 from accumodel._features.whole_batch import stages
 from accumodel._micro_batch import random_numbers
 from accumodel._micro_batch.weights import LossWeights
@@ -19,45 +19,37 @@ from accumodel._micro_batch.weights import LossWeights
 OWN, CACHE, NORMALIZED, DROPOUT, _ = _check.PROBLEMS
 
 
-def mean_of_means(monkeypatch):
-    """Each micro-batch weighs the same."""
-    monkeypatch.setattr(LossWeights, "weight", lambda *_: tf.ones(()))
-
-
-def dropped_cycle(monkeypatch):
-    """The short last cycle is forgotten."""
-    made = accumodel.GradientAccumulator
-    monkeypatch.setattr(made, "apply", made.reset)
-
-
-def own_statistics(monkeypatch):
-    """Micro-batches normalize by themselves."""
-    monkeypatch.setattr(stages, "trained_norms", lambda model: [])
-
-
-def other_rows(monkeypatch):
-    """Each micro-batch draws by itself."""
-    monkeypatch.setattr(random_numbers, "_OFFSETS", {})
-
-
-# What is broken, what is trained, and the rows that fail.
+# The arguments of `setattr` that break it, what is trained, and the rows that
+# fail.
 FAULTS = {
+    # Each micro-batch weighs the same.
     "a mean of means": (
-        mean_of_means,
+        (LossWeights, "weight", lambda *_: tf.ones(())),
         OWN,
         ["accum_steps", "micro_batch_size"],
     ),
-    "a dropped cycle": (dropped_cycle, OWN, ["accum_steps"]),
-    "other rows": (other_rows, DROPOUT, ["dropout"]),
-    "own statistics": (own_statistics, NORMALIZED, ["sync_batch_norm"]),
+    # The short last cycle is forgotten.
+    "a dropped cycle": (
+        (GradientAccumulator, "apply", GradientAccumulator.reset),
+        OWN,
+        ["accum_steps"],
+    ),
+    # Each micro-batch draws by itself.
+    "other rows": ((random_numbers, "_OFFSETS", {}), DROPOUT, ["dropout"]),
+    # Micro-batches normalize by themselves.
+    "own statistics": (
+        (stages, "trained_norms", lambda model: []),
+        NORMALIZED,
+        ["sync_batch_norm"],
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_a_fault_fails_in_its_rows(name, monkeypatch, capsys):
-    plant, problem, expected = FAULTS[name]
-    plant(monkeypatch)
+    fault, problem, expected = FAULTS[name]
+    monkeypatch.setattr(*fault)
     rows = [*_check.compare(problem)]
     monkeypatch.setattr(_check, "find_rows", lambda: (len(rows), iter(rows)))
     assert _check.main() == 1

@@ -205,8 +205,7 @@ def test_rows_that_are_repeated_are_added_first():
         "mse",
         micro_batch_size=1,
     )
-    callbacks = [noise_scale.NoiseScale()]
-    model.fit(ids, y, batch_size=4, callbacks=callbacks, verbose=0)
+    fit(model, ids, y, batch_size=4, callbacks=[noise_scale.NoiseScale()])
     counts = np.stack([(ids == i).sum(1) for i in range(3)], 1)
     expected = by_hand(-2 * counts * y, [1] * 4)
     np.testing.assert_allclose(averages(model), expected, rtol=1e-5)
@@ -263,9 +262,8 @@ def test_it_changes_no_weight_and_gives_advice(capsys):
 def test_pure_noise_has_no_noise_scale():
     x, y = population(240)
     y = np.random.default_rng(3).normal(size=y.shape)  # not of x
-    callbacks = [noise_scale.NoiseScale()]
-    model = linear(micro_batch_size=6)
-    logs = model.fit(x, y, batch_size=24, callbacks=callbacks, verbose=0)
+    how = {"batch_size": 24, "callbacks": [noise_scale.NoiseScale()]}
+    logs = fit(linear(micro_batch_size=6), x, y, **how)
     assert np.isnan(logs.history["noise_scale_low"][0])
 
 

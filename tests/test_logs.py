@@ -31,12 +31,6 @@ def ignored(samples, rng):
     return x, np.where(np.arange(samples) % 7 < 3 + (y > 1), -1, y)
 
 
-def sums():
-    loss = keras.losses.MeanSquaredError("sum")
-    return {"kind": cases.sparse_crossentropy("sum")(), "size": loss}
-
-
-TAGS = {"make": cases.masked_without_lstm}
 LOSSES = {
     "ignored classes": cases.Case(
         data=ignored,
@@ -51,7 +45,13 @@ LOSSES = {
     "several outputs": cases.Case(
         **cases.HEADS, loss=lambda: cases.BOTH_LOSSES
     ),
-    "sums of several outputs": cases.Case(**cases.HEADS, loss=sums),
+    "sums of several outputs": cases.Case(
+        **cases.HEADS,
+        loss=lambda: {
+            "kind": cases.sparse_crossentropy("sum")(),
+            "size": keras.losses.MeanSquaredError("sum"),
+        },
+    ),
     "add_loss": cases.Case(
         make=cases.with_summed_add_loss,
         data=cases.only_inputs,

@@ -372,14 +372,6 @@ def test_after_an_error_no_rows_are_left():
     assert not np.any(model._accumulation.numbers.rows)
 
 
-def halve(shape, seed):
-    return keras.random.uniform((shape[0] // 2, 5), seed=seed)
-
-
-def by_hand(shape, seed):
-    return tf.random.stateless_normal(shape, tf.cast(seed.next(), tf.int32))
-
-
 def in_a_loop(shape, seed):
     def draw(_):
         return keras.random.uniform((shape[1],), seed=seed)
@@ -391,12 +383,20 @@ NOT_KNOWN = {
     "in a loop": (in_a_loop, {}),
     "truncated normal": (keras.random.truncated_normal, {}),
     "gamma": (lambda *args, **kw: keras.random.gamma(*args, 2.0, **kw), {}),
-    "by hand": (by_hand, {}),
+    "by hand": (
+        lambda shape, seed: tf.random.stateless_normal(
+            shape, tf.cast(seed.next(), tf.int32)
+        ),
+        {},
+    ),
     "an int as seed": (
         lambda shape, seed: keras.random.truncated_normal(shape, seed=7),
         {},
     ),
-    "half as many as samples": (halve, {}),
+    "half as many as samples": (
+        lambda shape, seed: keras.random.uniform((shape[0] // 2, 5), seed=seed),
+        {},
+    ),
     "eager": (keras.random.truncated_normal, {"run_eagerly": True}),
     "two axes": (
         lambda shape, seed: keras.random.uniform(
