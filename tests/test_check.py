@@ -35,7 +35,7 @@ FAULTS = {
         ["accum_steps"],
     ),
     # Each micro-batch draws by itself.
-    "other rows": ((random_numbers, "_OFFSETS", {}), DROPOUT, ["dropout"]),
+    "other rows": ((random_numbers, "OFFSETS", {}), DROPOUT, ["dropout"]),
     # Micro-batches normalize by themselves.
     "own statistics": (
         (stages, "trained_norms", lambda model: []),
