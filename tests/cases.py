@@ -505,9 +505,9 @@ class Players(AccumulatingModel):
         return {}
 
 
-def two_dense(base):
+def two_dense(base, *more):
     layers = (keras.layers.Dense(FEATURES) for _ in range(2))
-    return chain(base, (FEATURES,), *layers)
+    return chain(base, (FEATURES,), *layers, *more)
 
 
 class PassesPairs(AccumulatingModel):
@@ -523,6 +523,7 @@ class PassesPairs(AccumulatingModel):
                 lambda: tf.reduce_mean((self(x, training=True) - y) ** 2),
                 variables,
             )
-            pairs = zip(gradients, variables, strict=True)
-            self.accumulate_gradients(pairs, tf.shape(x)[0])
+            self.accumulate_gradients(
+                zip(gradients, variables, strict=True), tf.shape(x)[0]
+            )
         return {"batch_loss": loss}

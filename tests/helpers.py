@@ -158,6 +158,18 @@ def through_python(function, x, backward=False):
     return identity(x)
 
 
+def failing_layer(backward=False):
+    """Raises in the third step, in its forward or in its backward pass."""
+    calls = itertools.count(1)
+
+    def fail(values):
+        if next(calls) == 3:
+            raise RuntimeError("in a layer")
+        return values
+
+    return keras.layers.Lambda(lambda x: through_python(fail, x, backward))
+
+
 class Adds(keras.layers.Layer):
     """Adds a loss, by a function of its inputs."""
 
@@ -257,9 +269,9 @@ def make_sequential(model_class):
             keras.layers.Dense(3, activation="softmax"),
         ]
     )
-    if model_class is keras.Model:
-        return model
-    return model_class.from_model(model)
+    return (
+        model if model_class is keras.Model else model_class.from_model(model)
+    )
 
 
 def make_model(model_class=AccumulatingModel, make=make_functional):
@@ -288,6 +300,12 @@ def compiled(
 ):
     model.compile(optimizer, loss=loss, **kwargs)
     return model
+
+
+def saved_and_loaded(model, path, **kwargs):
+    """Saves a whole model; returns what the file holds."""
+    model.save(path)
+    return keras.models.load_model(path, **kwargs)
 
 
 def fit(model, *data, **kwargs):
@@ -382,13 +400,17 @@ def train_both(make, data, compile_args=dict, big=32, steps=4):
     return train_each(train, {"accum_steps": steps})
 
 
+def set_precision(policy):
+    """Sets that of layers, and that of losses."""
+    keras.config.set_dtype_policy(policy)
+    keras.config.set_floatx("float64" if policy == "float64" else "float32")
+
+
 def train_case(case, model_class, dataset, strategy=None, **kwargs):
     """Makes and trains the model of a case; returns it and its logs."""
     scope = strategy.scope() if strategy else contextlib.nullcontext()
     keras.utils.set_random_seed(0)
-    keras.config.set_dtype_policy(case.policy)
-    own = "float64" if case.policy == "float64" else "float32"
-    keras.config.set_floatx(own)  # that of the losses
+    set_precision(case.policy)
     with scope:
         model = case.make(model_class)
         model.compile(case.optimizer(), case.loss(), **case.compile, **kwargs)
@@ -403,8 +425,7 @@ def train_case(case, model_class, dataset, strategy=None, **kwargs):
     how = {**case.fit, "callbacks": [*case.fit.get("callbacks", []), log]}
     history = fit(model, dataset, epochs=case.epochs, **how)
     # After an error, the fixture `fresh_keras` does so.
-    keras.config.set_dtype_policy("float32")
-    keras.config.set_floatx("float32")
+    set_precision("float32")
     return model, {"epochs": history.history, "batches": batches}
 
 

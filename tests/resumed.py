@@ -21,12 +21,14 @@ def make_data():
     return rng.random((100, 20), "float32"), rng.integers(3, size=100)
 
 
-def make_model(model_class=accumodel.AccumulatingModel, **kwargs):
+def make_model(
+    model_class=accumodel.AccumulatingModel, optimizer="adam", **kwargs
+):
     keras.utils.set_random_seed(0)
     model = make_functional(model_class)
     if model_class is accumodel.AccumulatingModel:
         kwargs.setdefault("accum_steps", ACCUM_STEPS)
-    model.compile("adam", "sparse_categorical_crossentropy", **kwargs)
+    model.compile(optimizer, "sparse_categorical_crossentropy", **kwargs)
     model.optimizer.build(model.trainable_variables)
     return model
 
@@ -57,14 +59,12 @@ def go_on(folder, steps):
         model = keras.models.load_model(folder / f"{step}-whole.keras")
         finish(model, int(step), folder / f"{step}-loaded.npz")
         model = make_model()
-        checkpoint = tf.train.Checkpoint(model=model)
-        checkpoint.read(folder / f"{step}-checkpoint")
+        tf.train.Checkpoint(model=model).read(folder / f"{step}-checkpoint")
         finish(model, int(step), folder / f"{step}-checkpoint.npz")
 
 
 def finish(model, begin, path):
-    for _ in train(model, begin, 2 * 13):
-        pass
+    run(model, begin, 2 * 13)
     np.savez(path, *model.get_weights())
 
 

@@ -38,8 +38,7 @@ def test_the_nth_micro_batch_applies_the_weighted_mean(
     variables = make_variables()
     accumulator = accumulating(variables, 3, jit_compile=jit_compile)
     accumulate = accumulator.accumulate
-    if in_function:
-        accumulate = tf.function(accumulate)
+    accumulate = tf.function(accumulate) if in_function else accumulate
     pending = []
     for value, weight in ((1.0, 1), (2.0, 2), (6.0, 3)):
         accumulate(filled(value, variables), tf.constant(weight))
@@ -174,8 +173,7 @@ def test_an_error_in_a_custom_loop_begins_a_new_cycle(ends, replicas):
     strategy = mirrored(2) if replicas == 2 else tf.distribute.get_strategy()
     with strategy.scope():
         variables = [keras.Variable([0.0]), keras.Variable([0.0])]
-        optimizer = keras.optimizers.SGD(1.0)
-        accumulator = GradientAccumulator(optimizer, variables, accum_steps=2)
+        accumulator = accumulating(variables, accum_steps=2)
     fails = []
 
     def fail(value):
@@ -279,8 +277,8 @@ class Holds(AccumulatingModel):
 
     def make(self, number):
         args = [] if number is None else [number]
-        accumulator = GradientAccumulator(
-            keras.optimizers.SGD(0.1), self.net.trainable_variables, *args
+        accumulator = accumulating(
+            self.net.trainable_variables, *args, rate=0.1
         )
         self.held = self.hold(accumulator)
         HELD[self.net.name] = accumulator
@@ -321,8 +319,9 @@ def test_keras_does_not_warn_of_variables_that_no_pair_names(accum_steps):
             if self.names_all:
                 variables = self.trainable_variables
                 gradients += [None, None]
-            pairs = zip(gradients, variables, strict=True)
-            self.accumulate_gradients(pairs, tf.shape(data)[0])
+            self.accumulate_gradients(
+                zip(gradients, variables, strict=True), tf.shape(data)[0]
+            )
             return {"mine": loss}
 
     for names_all in (False, True):

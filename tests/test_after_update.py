@@ -141,8 +141,7 @@ def test_it_is_called_once_for_all_replicas(way):
     batch_size, kwargs = WAYS[way]
     reference = train(keras.Model, "target")
     args = AccumulatingModel, "target", batch_size, mirrored(2)
-    model = train(*args, **kwargs)
-    assert distance(model, reference) < 1e-6
+    assert distance(train(*args, **kwargs), reference) < 1e-6
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])

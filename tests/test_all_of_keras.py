@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import distance, fit, hub_backbone
+from helpers import compiled, distance, fit, hub_backbone, set_precision
 from keras import layers
 from proving import proof_of
 
@@ -49,17 +49,18 @@ def exported(module, base):
 
 @pytest.fixture(autouse=True)
 def in_float64():
-    keras.config.set_dtype_policy("float64")
-    keras.config.set_floatx("float64")
+    set_precision("float64")
 
 
 def fitted(model_class, make, data, batch_size=BATCH_SIZE, **kwargs):
     """Returns a model after four updates, and its first weights."""
     keras.utils.set_random_seed(0)
     inputs, outputs, loss = make()
-    model = model_class(inputs, outputs)
+    sgd = keras.optimizers.SGD(0.01)
+    model = compiled(
+        model_class(inputs, outputs), sgd, loss, jit_compile=False, **kwargs
+    )
     before = model.get_weights()
-    model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=False, **kwargs)
     x, y, sample_weight = data
     fit(model, x, y, batch_size, epochs=2, sample_weight=sample_weight)
     return model, before
@@ -364,8 +365,7 @@ def ways_of_layer(name):
 
     tolerance = 1e-10
     if name in IN_FLOAT32:
-        keras.config.set_dtype_policy("float32")
-        keras.config.set_floatx("float32")
+        set_precision("float32")
         x, tolerance = x.astype("float32"), 1e-5
     # Python chooses what some of these do, when they are traced.
     run_eagerly = not is_of_images(name)
@@ -409,15 +409,19 @@ def proof_of_model(name):
             outputs = outputs["sequence_output"]
         words = np.ones((4, 6), "int32")
         data = dict.fromkeys(base.input, words), np.zeros((4, 6, 3))
-    model = AccumulatingModel(base.input, layers.Dense(3)(outputs))
-    model.compile("sgd", "mse", jit_compile=False, micro_batch_size=2)
+    model = compiled(
+        AccumulatingModel(base.input, layers.Dense(3)(outputs)),
+        "sgd",
+        "mse",
+        jit_compile=False,
+        micro_batch_size=2,
+    )
     return proof_of(model, data)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
-    keras.config.set_dtype_policy("float32")
-    keras.config.set_floatx("float32")
+    set_precision("float32")
     assert proof_of_model(name).kind == "exact"
 
 
@@ -425,8 +429,7 @@ def print_ways(names):
     """Prints in which ways each is exact, and last what is in none."""
     in_none = []
     for name in names:
-        keras.config.set_dtype_policy("float64")
-        keras.config.set_floatx("float64")
+        set_precision("float64")
         is_loss = name in LOSSES
         found = ways_of_loss(name, True) if is_loss else ways_of_layer(name)
         in_none += (
@@ -439,8 +442,7 @@ def print_ways(names):
 
 
 def print_models():
-    keras.config.set_dtype_policy("float32")
-    keras.config.set_floatx("float32")
+    set_precision("float32")
     for name in MODELS:
         print(f"{name:24} {' '.join(proof_of_model(name))}", flush=True)
 

@@ -72,13 +72,20 @@ class Limit(keras.layers.Layer):
         return through_python(self._allocate, inputs, self.backward)
 
 
-def plain(model_class, limit=None):
-    layers = keras.layers.Dense(5, activation="tanh"), softmax()
+def plain(model_class, limit=None, *more):
+    layers = keras.layers.Dense(5, activation="tanh"), *more, softmax()
     return chain(model_class, (FEATURES,), *[limit] * bool(limit), *layers)
 
 
 def automatic(limit=None, **kwargs):
     return compiled(plain(AccumulatingModel, limit), **AUTO | kwargs)
+
+
+def check_fit(model, reference):
+    loss, expected = (x.history.history["loss"] for x in (model, reference))
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert distance(model, reference) < 1e-6
+    assert updates(model) == updates(reference)
 
 
 @pytest.fixture
@@ -98,20 +105,17 @@ def test_the_batch_is_run_again(cache):
     with pytest.warns(UserWarning, match="from now on") as caught:
         fit(model, x, y, batch_size=24)
     assert len(caught) == 2
-    loss, expected = (x.history.history["loss"] for x in (model, reference))
-    assert loss == pytest.approx(expected, rel=1e-6)
+    check_fit(model, reference)
     if not cache:
         # Three batches; the third again, twice; the fourth.
         assert limit.sizes == [24] * 3 + [12] * 2 + [6] * 4 + [6] * 4
-    assert distance(model, reference) < 1e-6
-    assert updates(model) == updates(reference)
 
 
 @pytest.mark.verified
 @pytest.mark.filterwarnings("ignore:.*from now on", "ignore:The first batch")
 def test_batch_normalization_is_told_of_once_batches_are_split(samples):
-    parts = Limit(), keras.layers.BatchNormalization(), softmax()
-    model = compiled(chain(AccumulatingModel, (FEATURES,), *parts), **AUTO)
+    norm = keras.layers.BatchNormalization()
+    model = compiled(plain(AccumulatingModel, Limit(), norm), **AUTO)
     dataset = tf.data.Dataset.from_tensor_slices(samples).batch(24)
     with pytest.warns(accumodel.InexactWarning, match="Batch normalization"):
         model.fit(dataset, shuffle=False, verbose=0)
@@ -158,8 +162,7 @@ def test_one_of_two_replicas_runs_out(samples, cache):
     with pytest.warns(UserWarning, match="is 6 from now on") as caught:
         fit(model, x, y, batch_size=24)
     assert len(caught) == 1
-    loss, expected = (x.history.history["loss"] for x in (model, reference))
-    assert loss == pytest.approx(expected, rel=1e-6)
+    check_fit(model, reference)
     for size in (24, "auto"):
         model.micro_batch_size = size
     with pytest.warns(UserWarning, match="is 6 from now on"):
@@ -167,8 +170,7 @@ def test_one_of_two_replicas_runs_out(samples, cache):
     loss_of_keras = reference.evaluate(x, y, batch_size=24, verbose=0)
     assert loss == pytest.approx(loss_of_keras, rel=1e-6)
     model.test_on_batch(x, y)
-    assert distance(model, reference) < 1e-6
-    assert updates(model) == updates(reference)
+    check_fit(model, reference)
     assert model.current_micro_batch_size == 6
     assert 0 not in limit.sizes
 
@@ -191,8 +193,7 @@ def test_the_pending_cycle_of_a_file_is_dropped(samples, tmp_path):
     with pytest.warns(UserWarning, match="pending_steps=1"):
         fit(model, x, y, batch_size=24)
     fit(reference, x, y, batch_size=24)
-    assert distance(model, reference) < 1e-6
-    assert updates(model) == updates(reference)
+    check_fit(model, reference)
 
 
 @pytest.mark.parametrize("cache", [False, True])
@@ -329,18 +330,14 @@ class TwoAccumulators(AccumulatingModel):
         super().__init__()
         self.parts = [keras.layers.Dense(5, activation="tanh"), softmax()]
         self.limit = limit or Limit()
-        self.steps = [1, accum_steps]
-
-    def build(self, shape):
-        self.accumulators = []
-        for part, steps in zip(self.parts, self.steps, strict=True):
-            part.build(shape)
-            shape = part.compute_output_shape(shape)
-            self.accumulators.append(
-                GradientAccumulator(
-                    keras.optimizers.SGD(0.5), part.trainable_variables, steps
-                )
+        for part, size in zip(self.parts, (FEATURES, 5), strict=True):
+            part.build((None, size))
+        self.accumulators = [
+            GradientAccumulator(
+                keras.optimizers.SGD(0.5), part.trainable_variables, steps
             )
+            for part, steps in zip(self.parts, (1, accum_steps), strict=True)
+        ]
 
     def call(self, inputs):
         first, second = self.parts
@@ -425,13 +422,13 @@ def test_all_is_as_if_the_size_had_been_known(samples, name, kwargs):
 
 
 def schedule(samples):
-    callbacks = [accumodel.AccumStepsScheduler({0: 3})]
-    fit(automatic(), *samples, callbacks=callbacks)
+    fit(
+        automatic(), *samples, callbacks=[accumodel.AccumStepsScheduler({0: 3})]
+    )
 
 
 def accumulate(samples):
     model = compiled(TwoAccumulators(3), "sgd", **AUTO)
-    model.build((None, FEATURES))
     before = model.get_weights()
     try:
         model.fit(*samples, verbose=0)
@@ -515,6 +512,5 @@ for a, b in zip(*found, strict=True):
 def test_replicas_with_the_reduction_that_users_get():
     """In a process of its own: its collectives collide with other tests'."""
     folder = str(pathlib.Path(__file__).parent)
-    program = DEFAULT_REDUCTION.format(folder=folder)
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", DEFAULT_REDUCTION.format(folder=folder)]
     subprocess.run(command, check=True, timeout=300)

@@ -34,8 +34,7 @@ def test_the_schedule_sets_the_steps_of_each_epoch(data):
         seen.append((epoch, accum_steps))
         return 2**epoch
 
-    reference = make_model(keras.Model)
-    train(reference, data, batch_size=8, epochs=1)
+    reference = train(make_model(keras.Model), data, batch_size=8, epochs=1)
     for batch_size in (16, 32):
         reference.fit(*data, batch_size=batch_size, shuffle=False, verbose=0)
     model = compiled(make_model(), "adam")

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import accumodel
-from accumodel import _check
+from accumodel import GradientAccumulator, _check
 from accumodel._features.whole_batch import stages
 from accumodel._micro_batch import random_numbers
 from accumodel._micro_batch.weights import LossWeights
@@ -19,45 +19,37 @@ from accumodel._micro_batch.weights import LossWeights
 OWN, CACHE, NORMALIZED, DROPOUT, _ = _check.PROBLEMS
 
 
-def mean_of_means(monkeypatch):
-    """Each micro-batch weighs the same."""
-    monkeypatch.setattr(LossWeights, "weight", lambda *_: tf.ones(()))
-
-
-def dropped_cycle(monkeypatch):
-    """The short last cycle is forgotten."""
-    made = accumodel.GradientAccumulator
-    monkeypatch.setattr(made, "apply", made.reset)
-
-
-def own_statistics(monkeypatch):
-    """Micro-batches normalize by themselves."""
-    monkeypatch.setattr(stages, "trained_norms", lambda model: [])
-
-
-def other_rows(monkeypatch):
-    """Each micro-batch draws by itself."""
-    monkeypatch.setattr(random_numbers, "OFFSETS", {})
-
-
-# What is broken, what is trained, and the rows that fail.
+# The arguments of `setattr` that break it, what is trained, and the rows that
+# fail.
 FAULTS = {
+    # Each micro-batch weighs the same.
     "a mean of means": (
-        mean_of_means,
+        (LossWeights, "weight", lambda *_: tf.ones(())),
         OWN,
         ["accum_steps", "micro_batch_size"],
     ),
-    "a dropped cycle": (dropped_cycle, OWN, ["accum_steps"]),
-    "other rows": (other_rows, DROPOUT, ["dropout"]),
-    "own statistics": (own_statistics, NORMALIZED, ["sync_batch_norm"]),
+    # The short last cycle is forgotten.
+    "a dropped cycle": (
+        (GradientAccumulator, "apply", GradientAccumulator.reset),
+        OWN,
+        ["accum_steps"],
+    ),
+    # Each micro-batch draws by itself.
+    "other rows": ((random_numbers, "OFFSETS", {}), DROPOUT, ["dropout"]),
+    # Micro-batches normalize by themselves.
+    "own statistics": (
+        (stages, "trained_norms", lambda model: []),
+        NORMALIZED,
+        ["sync_batch_norm"],
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_a_fault_fails_in_its_rows(name, monkeypatch, capsys):
-    plant, problem, expected = FAULTS[name]
-    plant(monkeypatch)
+    fault, problem, expected = FAULTS[name]
+    monkeypatch.setattr(*fault)
     rows = [*_check.compare(problem)]
     monkeypatch.setattr(_check, "find_rows", lambda: (len(rows), iter(rows)))
     assert _check.main() == 1
@@ -69,18 +61,27 @@ def test_a_fault_fails_in_its_rows(name, monkeypatch, capsys):
     assert "Please report all of this text" in output
 
 
+def run_python(*arguments, **kwargs):
+    """Runs a process that finds modules in the folder `cwd` first."""
+    root = pathlib.Path(accumodel.__file__).parents[1]
+    paths = os.pathsep.join(map(str, (kwargs["cwd"], root)))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "-1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        **kwargs,
+    )
+
+
 @pytest.mark.parametrize(
     ("argument", "status"), [("--help", 0), ("--chek", 2), ("", 2)]
 )
 def test_arguments_are_read_before_tensorflow_is(argument, status, tmp_path):
     # That must not be imported, and is not here.
     (tmp_path / "keras.py").write_text("raise ImportError")
-    command = [sys.executable, "-m", "accumodel", *argument.split()]
-    paths = [tmp_path, pathlib.Path(accumodel.__file__).parents[1]]
-    path = os.pathsep.join(map(str, paths))
-    how = {"capture_output": True, "text": True}
-    env = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, env=env, **how)
+    done = run_python("-m", "accumodel", *argument.split(), cwd=tmp_path)
     assert done.returncode == status
     assert "--check" in done.stdout + done.stderr
 
@@ -91,11 +92,8 @@ def test_the_arguments_of_another_program_are_its_own(tmp_path):
     longer = "import sys; sys.argv = sys.argv + 9 * ['x']; import accumodel"
     (tmp_path / "package" / "__init__.py").write_text(longer)
     (tmp_path / "package" / "train.py").write_text("print('trains')")
-    command = [sys.executable, "-m", "package.train", "-m", "accumodel"]
-    path = [tmp_path, pathlib.Path(accumodel.__file__).parents[1]]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
-    done = subprocess.run(command, env=env, capture_output=True, check=True)
-    assert done.stdout.strip() == b"trains"
+    done = run_python("-m", "package.train", "-m", "accumodel", cwd=tmp_path)
+    assert done.stdout.strip() == "trains", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -127,13 +125,12 @@ def test_a_way_that_raises_fails(monkeypatch):
         raise ValueError("broken")
 
     monkeypatch.setattr(accumodel.AccumulatingModel, "compile", refuse)
-    rows = list(_check.compare(CACHE))
-    assert [row.passed for row in rows] == [False]
-    assert rows[0].text == "ValueError: broken"
+    (row,) = _check.compare(CACHE)
+    assert (row.passed, row.text) == (False, "ValueError: broken")
     monkeypatch.setattr(keras.Model, "compile", refuse)
-    rows = list(_check.compare(CACHE))
-    assert [row.passed for row in rows] == [None]
-    assert rows[0].text.startswith("cannot run: plain Keras ends with")
+    (row,) = _check.compare(CACHE)
+    assert row.passed is None
+    assert row.text.startswith("cannot run: plain Keras ends with")
 
 
 def test_a_report_in_which_nothing_was_measured_fails(monkeypatch, capsys):
@@ -171,22 +168,7 @@ def test_the_whole_check_needs_no_extra(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nsys.modules |= dict.fromkeys({blocked})\n"
     )
-    root = str(pathlib.Path(accumodel.__file__).parents[1])
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "-1",
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), root]),
-    }
-    command = [sys.executable, "-m", "accumodel", "--check"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        timeout=900,
-        check=False,
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-    )
+    done = run_python("-m", "accumodel", "--check", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[21/21]" in done.stdout
     assert "21 of 21 rows hold." in done.stdout

@@ -17,6 +17,7 @@ from helpers import (
     normal,
     refused,
     sgd,
+    train,
     train_both,
 )
 from keras import optimizers
@@ -32,8 +33,6 @@ class HeadByKey:
         self.a, self.b = keras.layers.Dense(1), keras.layers.Dense(1)
         # Whose seed is first drawn from when a function exists.
         self.drop = keras.layers.Dropout(0.5, seed=1)
-
-    def build(self, shape):
         self.a.build((None, cases.FEATURES))
         self.b.build((None, cases.FEATURES))
         self.unused = self.add_weight(shape=(2,), initializer="ones")
@@ -46,9 +45,7 @@ class HeadByKey:
 
 
 def head_by_key(base):
-    model = type("Model", (HeadByKey, base), {})()
-    model.build(None)
-    return model
+    return type("Model", (HeadByKey, base), {})()
 
 
 @pytest.mark.table
@@ -104,8 +101,7 @@ def test_a_cycle_that_mixes_sets_of_variables_is_refused_and_forgotten(traced):
     variables = [keras.Variable([1.0]) for _ in range(3)]
     accumulator = GradientAccumulator(optimizers.SGD(0.1), variables, 2)
     accumulate = accumulator.accumulate
-    if traced:
-        accumulate = tf.function(accumulate)
+    accumulate = tf.function(accumulate) if traced else accumulate
 
     def train(*places):
         accumulate([tf.ones(1) if i in places else None for i in range(3)])
@@ -173,8 +169,8 @@ def test_compute_gradients_may_be_called_twice_under_a_mask():
     data = cases.tokens(16, np.random.default_rng(0))
 
     def make(base):
-        made = TwoPasses if base is AccumulatingModel else base
-        return cases.masked_without_lstm(made)
+        is_plain = base is keras.Model
+        return cases.masked_without_lstm(base if is_plain else TwoPasses)
 
     loss = sgd("sparse_categorical_crossentropy")
     assert distance(*train_both(make, data, loss, big=8, steps=2)) < 1e-6
@@ -218,10 +214,14 @@ def test_branches_of_a_condition_may_each_accumulate(recwarn):
                 tf.reduce_sum(x) > 0, lambda: step((x, y)), lambda: step((x, y))
             )
 
-    model = cases.two_dense(Branches)
-    model.compile("sgd", accum_steps=2)
-    model.fit(
-        cases.features(), np.ones((24, cases.FEATURES)), batch_size=4, verbose=0
+    model = train(
+        cases.two_dense(Branches),
+        (cases.features(), np.ones((24, cases.FEATURES))),
+        4,
+        "sgd",
+        1,
+        loss=None,
+        accum_steps=2,
     )
     assert int(model.optimizer.iterations) == 3
 
@@ -265,11 +265,9 @@ def test_a_fit_that_stops_in_mid_cycle_ends_it_as_an_epoch_does(
     x, y = cases.features(), np.ones((24, cases.CLASSES))
     reference, model = map(cases.linear, (keras.Model, AccumulatingModel))
     model.set_weights(reference.get_weights())
-    reference.compile(optimizers.Adam(), "mse")
-    reference.fit(x[:kept], y[:kept], batch_size=8, shuffle=False, verbose=0)
+    train(reference, (x[:kept], y[:kept]), 8, epochs=1, loss="mse")
     model.compile(optimizers.Adam(), "mse", accum_steps=2, remainder=remainder)
-    how = {"batch_size": 4, "shuffle": False, "verbose": 0}
-    model.fit(x, y, callbacks=[callback], **how)
+    fit(model, x, y, batch_size=4, callbacks=[callback])
     assert model.pending_steps == (remainder == "carry")
     assert distance(model, reference) < 1e-6
 

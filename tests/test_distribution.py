@@ -16,12 +16,14 @@ from helpers import (
     datasets,
     distance,
     fit,
+    gradients_of,
     make_model,
     make_subclassed,
     messages_of,
     mirrored,
     names,
     normal,
+    train,
     train_case,
     updates,
     weekly,
@@ -33,6 +35,10 @@ from accumodel import (
     AccumulatingModel,
     GradientAccumulator,
 )
+
+
+def dense(model_class=AccumulatingModel, optimizer="sgd", **kwargs):
+    return compiled(make_model(model_class, cases.dense), optimizer, **kwargs)
 
 
 class CountingReduction(tf.distribute.ReductionToOneDevice):
@@ -127,8 +133,8 @@ def test_masked_sequences_under_other_strategies(make_strategy):
     check_case(case, make_strategy(), ["cut"])
 
 
-def check_replicas(case, micro):
-    args = case, AccumulatingModel, micro
+def check_replicas(case):
+    args = case, AccumulatingModel, datasets(case)[1]
     reference, _ = train_case(*args, accum_steps=4)
     model, _ = train_case(*args, mirrored(2), accum_steps=4)
     assert distance(model, reference) < 1e-6
@@ -142,7 +148,7 @@ def test_a_custom_compute_loss_is_divided_by_the_replicas_as_in_keras():
         return x, y
 
     case = cases.Case(make=cases.with_own_weight, data=data, sizes=[[8] * 4])
-    check_replicas(case, datasets(case)[1])
+    check_replicas(case)
 
 
 class DividesItself(AccumulatingModel):
@@ -155,12 +161,13 @@ class DividesItself(AccumulatingModel):
 
 @pytest.mark.weekly
 def test_a_loss_that_a_custom_compute_loss_calls_is_left_as_it_is():
-    def make(model_class):
-        return chain(DividesItself, (None, 2), keras.layers.Dense(1))
-
-    _, micro = datasets(cases.Case(data=cases.points, sizes=cases.WHOLE))
-    case = cases.Case(make=make, loss=lambda: None)
-    check_replicas(case, micro)
+    case = cases.Case(
+        make=lambda _: chain(DividesItself, (None, 2), keras.layers.Dense(1)),
+        data=cases.points,
+        loss=lambda: None,
+        sizes=cases.WHOLE,
+    )
+    check_replicas(case)
 
 
 def with_a_bad_sample(samples, rng):
@@ -236,22 +243,16 @@ def test_an_overflow_on_one_replica_skips_the_update_on_all():
 
 
 def values_of_replicas(model, variable):
-    strategy = model.distribute_strategy
-    values = strategy.experimental_local_results(variable.value)
-    return [value.numpy() for value in values]
+    local_results = model.distribute_strategy.experimental_local_results
+    return [value.numpy() for value in local_results(variable.value)]
 
 
 def test_the_remainder_of_train_on_batch_is_applied_on_all_replicas():
     x, y = cases.classes(20, np.random.default_rng(0))
-    reference = compiled(make_model(keras.Model, cases.dense), "sgd")
+    reference = dense(keras.Model)
     reference.train_on_batch(x, y)
     with mirrored(2).scope():
-        model = compiled(
-            make_model(AccumulatingModel, cases.dense),
-            "sgd",
-            "sparse_categorical_crossentropy",
-            accum_steps=4,
-        )
+        model = dense(accum_steps=4)
     for begin, end in ((0, 8), (8, 16), (16, 20)):
         model.train_on_batch(x[begin:end], y[begin:end])
     assert model.pending_steps == 3
@@ -281,9 +282,12 @@ def test_a_batch_with_fewer_samples_than_replicas(kwargs):
 
     def run(base, **kwargs):
         layer = keras.layers.Dense(cases.CLASSES, kernel_regularizer="l2")
-        model = chain(base, (cases.FEATURES,), layer)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("sgd", loss, **kwargs)
+        model = compiled(
+            chain(base, (cases.FEATURES,), layer),
+            "sgd",
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            **kwargs,
+        )
         model.train_on_batch(x, y)
         if kwargs:
             model.apply_accumulated_gradients()
@@ -299,10 +303,9 @@ def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
 
     def make(replicas):
         with mirrored(replicas).scope():
-            model = make_model(AccumulatingModel, cases.dense)
-            return compiled(model, "sgd", accum_steps=3)
+            return dense(accum_steps=3)
 
-    reference = compiled(make_model(keras.Model, cases.dense), "sgd")
+    reference = dense(keras.Model)
     reference.train_on_batch(x, y)
     model = make(writer)
     for part in (slice(0, 8), slice(8, 16)):
@@ -319,12 +322,7 @@ def test_a_cycle_goes_on_with_other_replicas(writer, reader, tmp_path):
 def test_a_cycle_makes_one_reduction_and_at_its_end():
     reduction = CountingReduction()
     with mirrored(2, reduction).scope():
-        model = compiled(
-            make_model(AccumulatingModel, cases.dense),
-            "adam",
-            "sparse_categorical_crossentropy",
-            accum_steps=4,
-        )
+        model = dense(optimizer="adam", accum_steps=4)
     executed = []
 
     def note(batch, logs):
@@ -369,8 +367,7 @@ def test_a_strategy_that_was_not_tested_is_warned_of(monkeypatch):
 def test_xla_is_left_aside_on_several_replicas():
     case = cases.Case(compile={"jit_compile": True})
     messages = messages_of(lambda: check_case(case, mirrored(2), ["fed"]))
-    told = "`jit_compile=True` has no effect"
-    assert sum(told in each for each in messages) == 1
+    assert sum("jit_compile=True` has no effect" in x for x in messages) == 1
 
 
 def squared_error(variable, x):
@@ -390,9 +387,9 @@ def test_an_accumulator_by_itself_under_strategy_run():
 
         @tf.function
         def step(x):
-            with tf.GradientTape() as tape:
-                loss = squared_error(variable.value, x)
-            gradients = tape.gradient(loss, [variable.value])
+            _, gradients = gradients_of(
+                lambda: squared_error(variable.value, x), [variable.value]
+            )
             accumulator.accumulate(gradients, weight=tf.size(x))
 
         batches = tf.data.Dataset.from_tensor_slices(values).batch(4)
@@ -474,21 +471,16 @@ def test_a_replica_that_leaves_all_out_adds_nothing_of_the_cycle_before():
     bad = np.copy(x)
     bad[16:] = np.nan  # all that the second replica gets
 
-    def make(base):
+    def make(base, **kwargs):
         keras.utils.set_random_seed(0)
-        return chain(base, (4,), keras.layers.Dense(1))
+        model = chain(base, (4,), keras.layers.Dense(1))
+        return compiled(model, optimizers.SGD(0.1), "mse", **kwargs)
 
-    plain = compiled(make(keras.Model), optimizers.SGD(0.1), "mse")
+    plain = make(keras.Model)
     plain.train_on_batch(x, y)
     plain.train_on_batch(x[:16], y[:16])
     with mirrored(2).scope():
-        model = compiled(
-            make(AccumulatingModel),
-            optimizers.SGD(0.1),
-            "mse",
-            micro_batch_size=4,
-            skip_nonfinite=True,
-        )
+        model = make(AccumulatingModel, micro_batch_size=4, skip_nonfinite=True)
     model.train_on_batch(x, y)
     model.train_on_batch(bad, y)
     assert distance(model, plain) < 1e-6
@@ -525,10 +517,10 @@ def test_replicas_that_normalize_together_weigh_as_one_device(kwargs, what):
 
     def run(base, **kwargs):
         norm = keras.layers.BatchNormalization(synchronized=True)
-        first, last = keras.layers.Dense(5, "tanh"), keras.layers.Dense(2)
-        model = chain(base, (4,), first, norm, last)
+        parts = keras.layers.Dense(5, "tanh"), norm, keras.layers.Dense(2)
         loss = keras.losses.MeanSquaredError("mean_with_sample_weight")
-        model.compile(optimizers.SGD(0.1), loss, **kwargs)
+        model = chain(base, (4,), *parts)
+        compiled(model, optimizers.SGD(0.1), loss, **kwargs)
         fit(model, x, y, sample_weight=weights, batch_size=8, epochs=2)
         return model
 
@@ -540,13 +532,14 @@ def test_sums_are_on_the_devices_of_their_variables():
         layer = keras.layers.Dense(4)
         layer.build((None, cases.FEATURES))
     parts = layer, keras.layers.Dense(1)
-    model = compiled(
+    model = train(
         chain(AccumulatingModel, (cases.FEATURES,), *parts),
-        "adam",
-        "mse",
+        (cases.features(), np.ones((24, 1))),
+        4,
+        epochs=1,
+        loss="mse",
         accum_steps=2,
     )
-    model.fit(cases.features(), np.ones((24, 1)), batch_size=4, verbose=0)
     devices = [each.device for each in model._gradient_accumulator._sums]
     assert devices == [each.value.device for each in model.trainable_variables]
     assert {each[-5:] for each in devices} == {"CPU:0", "CPU:1"}

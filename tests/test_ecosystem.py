@@ -15,6 +15,7 @@ from helpers import (
     fit,
     make_functional,
     make_model,
+    train,
     train_both,
 )
 from test_models import Linear
@@ -98,8 +99,13 @@ def test_callbacks_do_what_they_do_in_large_batches(
 
 def test_a_clone_of_a_subclass_accumulates():
     """Files leave the arguments out; a clone that is cloned has them."""
-    model = AccumulatingModel.from_model(Linear())
-    model.compile("sgd", "mse", micro_batch_size=8, steps_per_execution=2)
+    model = compiled(
+        AccumulatingModel.from_model(Linear()),
+        "sgd",
+        "mse",
+        micro_batch_size=8,
+        steps_per_execution=2,
+    )
     for _ in range(2):
         model = keras.models.clone_model(model)
     assert isinstance(model, Linear)
@@ -148,10 +154,8 @@ def run_snippet(package, data):
     x, y = data
     model = compiled(make_model(), "adam", micro_batch_size=8)
     exec(compile(snippet, package, "exec"), {"model": model, "x": x, "y": y})
-    plain = make_model(keras.Model)
     adam = keras.optimizers.Adam(name="adam")  # not "adam_1"
-    plain.compile(adam, "sparse_categorical_crossentropy")
-    plain.fit(x, y, batch_size=256, epochs=10, verbose=0)
+    plain = train(make_model(keras.Model), data, 256, adam, epochs=10)
     assert distance(model, plain) < 1e-6
     return model
 

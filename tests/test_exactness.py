@@ -81,8 +81,9 @@ def test_cycles_of_every_size(sizes):
 )
 def test_every_argument_that_all_optimizers_have(arguments):
     arguments = {"learning_rate": 0.01} | arguments
-    case = cases.Case(optimizer=lambda: optimizers.Adam(**arguments))
-    check_case(case, ways=["fed"])
+    check_case(
+        cases.Case(optimizer=lambda: optimizers.Adam(**arguments)), ways=["fed"]
+    )
 
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")

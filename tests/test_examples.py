@@ -148,10 +148,9 @@ def population(samples):
 
 def linear(base=noise_scale.NoiseScaleModel, rate=0.0, **kwargs):
     layer = layers.Dense(1, kernel_initializer="zeros", use_bias=False)
-    model = compiled(
+    return compiled(
         chain(base, (5,), layer), keras.optimizers.SGD(rate), "mse", **kwargs
     )
-    return model
 
 
 def by_hand(gradients, sizes):
@@ -206,8 +205,7 @@ def test_rows_that_are_repeated_are_added_first():
         "mse",
         micro_batch_size=1,
     )
-    callbacks = [noise_scale.NoiseScale()]
-    model.fit(ids, y, batch_size=4, callbacks=callbacks, verbose=0)
+    fit(model, ids, y, batch_size=4, callbacks=[noise_scale.NoiseScale()])
     counts = np.stack([(ids == i).sum(1) for i in range(3)], 1)
     expected = by_hand(-2 * counts * y, [1] * 4)
     np.testing.assert_allclose(averages(model), expected, rtol=1e-5)
@@ -264,9 +262,8 @@ def test_it_changes_no_weight_and_gives_advice(capsys):
 def test_pure_noise_has_no_noise_scale():
     x, y = population(240)
     y = np.random.default_rng(3).normal(size=y.shape)  # not of x
-    callbacks = [noise_scale.NoiseScale()]
-    model = linear(micro_batch_size=6)
-    logs = model.fit(x, y, batch_size=24, callbacks=callbacks, verbose=0)
+    how = {"batch_size": 24, "callbacks": [noise_scale.NoiseScale()]}
+    logs = fit(linear(micro_batch_size=6), x, y, **how)
     assert np.isnan(logs.history["noise_scale_low"][0])
 
 
@@ -382,13 +379,17 @@ def test_a_causal_model_of_keras_hub_trains_with_its_head_in_chunks():
     reference = compiled(make_task(), keras.optimizers.SGD(0.5), of_logits())
     expected = reference.fit(x, **how).history
     task = make_task()
-    model = chunked_head.ChunkedHeadModel(
-        task.backbone.input,
-        task.backbone.output,
-        head=task.backbone.token_embedding,
-        chunk=5,
+    model = compiled(
+        chunked_head.ChunkedHeadModel(
+            task.backbone.input,
+            task.backbone.output,
+            head=task.backbone.token_embedding,
+            chunk=5,
+        ),
+        keras.optimizers.SGD(0.5),
+        loss=None,
+        micro_batch_size=5,
     )
-    model.compile(keras.optimizers.SGD(0.5), micro_batch_size=5)
     logs = model.fit(x, **how).history
     assert distance(task, reference) < 1e-6
     np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)

@@ -10,14 +10,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import FEATURES, classes, ids
+from cases import classes, ids
 from helpers import (
     as_dataset,
     chain,
     compiled,
     distance,
     mirrored,
-    softmax,
+    saved_and_loaded,
     updates,
 )
 from test_auto import LARGE, Limit, plain
@@ -98,10 +98,12 @@ def test_the_smallest_of_the_nearly_fastest(clock, seconds, found, fed, capsys):
 
 @pytest.mark.slow
 def test_xla_compiles_three_sizes(clock):
-    model = compiled(
-        plain(AccumulatingModel), jit_compile=True, verify=False, **FASTEST
+    train(
+        compiled(
+            plain(AccumulatingModel), jit_compile=True, verify=False, **FASTEST
+        ),
+        dense(512),
     )
-    train(model, dense(512))
     assert clock.sizes == SEARCH[:12] + [8] * (128 - 12)
 
 
@@ -136,8 +138,7 @@ def test_evaluation_does_not_search(clock):
 def test_a_short_last_batch_is_not_timed_nor_a_change(clock):
     """It would look faster than all others."""
     clock.free = 10
-    model = compiled(plain(AccumulatingModel), **FASTEST)
-    train(model, dense(6 * 32 + 10))
+    train(compiled(plain(AccumulatingModel), **FASTEST), dense(6 * 32 + 10))
     assert set(clock.sizes[25:]) == {8}
 
 
@@ -169,8 +170,7 @@ def test_it_is_set_and_saved(tmp_path):
         assert model.micro_batch_size == value
         assert model.current_micro_batch_size == found
     model.micro_batch_size = "fastest"
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    loaded = saved_and_loaded(model, tmp_path / "model.keras")
     assert loaded.micro_batch_size == "fastest"
     assert loaded.current_micro_batch_size is None
 
@@ -188,16 +188,13 @@ def masked(model_class, limit=None):
     return chain(model_class, ids(), words, *last)
 
 
-def dropout(model_class, limit=None):
-    layers = keras.layers.Dense(5, "tanh"), keras.layers.Dropout(0.4, seed=1)
-    given = [limit] * bool(limit)
-    return chain(model_class, (FEATURES,), *given, *layers, softmax())
+def dropout(model_class, limit=None, *more):
+    drop = keras.layers.Dropout(0.4, seed=1)
+    return plain(model_class, limit, *more, drop)
 
 
 def normalized(model_class, limit=None):
-    layers = keras.layers.Dense(5), keras.layers.BatchNormalization()
-    drop = keras.layers.Dropout(0.4, seed=1)
-    return chain(model_class, (FEATURES,), *layers, drop, softmax())
+    return dropout(model_class, limit, keras.layers.BatchNormalization())
 
 
 # A model, and what is not as usual.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    as_dataset,
     chain,
     check_big,
     check_exact,
@@ -21,6 +22,7 @@ from helpers import (
     compiled,
     datasets,
     distance,
+    follow,
     mirrored,
     names,
     normal,
@@ -67,10 +69,9 @@ class InBatchSoftmax:
         self.query = tower(kernel_regularizer="l2")
         self.key = tower()
         self.log_scale = self.add_weight((), "zeros", name="log_scale")
-
-    def build(self, shapes):
-        self.query.build(shapes["a"])
-        self.key.build(shapes["b"])
+        for each in (self.query, self.key):
+            each.build((None, cases.FEATURES))
+        self.built = True
 
     def call(self, inputs):
         return {"a": self.query(inputs["a"]), "b": self.key(inputs["b"])}
@@ -85,7 +86,7 @@ def made(base):
     """Returns what makes a model of this base class and Keras's, or ours."""
 
     def make(model_class):
-        return built(type(base.__name__, (base, model_class), {})())
+        return type(base.__name__, (base, model_class), {})()
 
     return make
 
@@ -97,15 +98,9 @@ def behind(base):
         theirs = type(base.__name__, (base, keras.Model), {})
         if model_class is not keras.Model:
             theirs = type(base.__name__, (model_class, theirs), {})
-        return built(theirs())
+        return theirs()
 
     return make
-
-
-def built(model):
-    model.build({"a": (None, cases.FEATURES), "b": (None, cases.FEATURES)})
-    model.built = True
-    return model
 
 
 def supervised_contrastive(y_true, y_pred):
@@ -244,9 +239,6 @@ class WholeBatchLoss:
         return self.head(self.hidden(inputs, training=training))
 
     def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        return self.loss_of(x, y, y_pred, training)
-
-    def loss_of(self, x, y, y_pred, training):
         return supervised_contrastive(y, y_pred)
 
 
@@ -258,7 +250,7 @@ class LossThatCallsAgain(WholeBatchLoss):
         drop = keras.layers.Dropout(0.5, seed=1)
         return keras.Sequential([keras.layers.Dense(8, "tanh"), norm, drop])
 
-    def loss_of(self, x, y, y_pred, training):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         again = self(x + 0.1, training=training)
         return supervised_contrastive(y, (y_pred + again) / 2)
 
@@ -273,12 +265,10 @@ class MomentumEncoder(WholeBatchLoss):
     def call(self, inputs, training=False):
         return super().call(inputs) + self.head(self.teacher(inputs))
 
-    def loss_of(self, x, y, y_pred, training):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         if training:
-            pairs = zip(self.teacher.weights, self.hidden.weights, strict=True)
-            for ours, theirs in pairs:
-                ours.assign(0.9 * ours + 0.1 * theirs)
-        return super().loss_of(x, y, y_pred, training)
+            follow(self.teacher.weights, self.hidden.weights, 0.1)
+        return supervised_contrastive(y, y_pred)
 
 
 class HeadInTheLoss(WholeBatchLoss):
@@ -288,7 +278,7 @@ class HeadInTheLoss(WholeBatchLoss):
         super().__init__()
         self.last = keras.layers.Dense(2)
 
-    def loss_of(self, x, y, y_pred, training):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         return supervised_contrastive(y, self.last(y_pred))
 
 
@@ -370,19 +360,18 @@ def test_what_is_known_of_the_length_of_a_batch():
 @pytest.mark.filterwarnings("ignore:`accum_steps` is 4")
 def test_regularizers_alone_do_not_count_a_run_without_data():
     """With sums, their gradients depend on nothing."""
-
-    def batches():
-        x, y = cases.classes(60, np.random.default_rng(0))
-        for i in range(0, 60, 24):
-            yield x[i : i + 24], y[i : i + 24]
-
-    shape = (None, cases.FEATURES)
-    signature = tf.TensorSpec(shape), tf.TensorSpec((None,), tf.int64)
-    model = cases.dense(AccumulatingModel, kernel_regularizer="l2")
-    loss = cases.sparse_crossentropy("sum")()
-    model.compile("sgd", loss, accum_steps=4, **CACHE)
-    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
-    model.fit(data, shuffle=False, verbose=0)
+    arrays = cases.classes(60, np.random.default_rng(0))
+    unknown_length = as_dataset(arrays, [24, 24, 12]).filter(lambda *_: True)
+    model = train(
+        cases.dense(AccumulatingModel, kernel_regularizer="l2"),
+        [unknown_length],
+        None,
+        "sgd",
+        1,
+        loss=cases.sparse_crossentropy("sum")(),
+        accum_steps=4,
+        **CACHE,
+    )
     assert updates(model) == 1
 
 
@@ -426,9 +415,7 @@ class Gathered(InBatchSoftmax):
 
 def replicated(make):
     # Keras clips before it adds the gradients of replicas up.
-    def sgd():
-        return keras.optimizers.SGD(0.3)
-
+    sgd = cases.OPTIMIZERS["SGD"]
     return dataclasses.replace(IN_BATCH, make=make, optimizer=sgd)
 
 
@@ -477,6 +464,11 @@ def longer(model, x):
     return model.dense(ops.reshape(x, (-1, cases.FEATURES // 2)))
 
 
+def similarities(model, x):
+    hidden = model.dense(x)
+    return ops.matmul(hidden, ops.transpose(hidden))
+
+
 def counts(model, x):
     model.count.assign_add(1.0)
     return model.dense(x)
@@ -506,6 +498,8 @@ def counts(model, x):
             {},
         ),
         (counts, "operation AssignAddVariableOp", {"jit_compile": True}),
+        # It would compute only the similarities in each micro-batch.
+        (similarities, "similarities in `compute_loss`", {}),
     ],
 )
 def test_models_that_cannot_be(outputs_of, message, arguments):
@@ -513,20 +507,6 @@ def test_models_that_cannot_be(outputs_of, message, arguments):
     model.dense.build((None, cases.FEATURES))
     model.compile("sgd", lambda *_: 0.0, **CACHE_OF_4, **arguments)
     with refused(model, message):
-        model.train_on_batch(*eight())
-
-
-def similarities(model, x):
-    hidden = model.dense(x)
-    return ops.matmul(hidden, ops.transpose(hidden))
-
-
-def test_a_model_that_compares_samples_is_refused():
-    """It would compute only the similarities in each micro-batch."""
-    model = compiled(
-        OneLayer(similarities), "sgd", lambda y, p: ops.mean(p**2), **CACHE_OF_4
-    )
-    with pytest.raises(ValueError, match="similarities in `compute_loss`"):
         model.train_on_batch(*eight())
 
 

@@ -250,8 +250,7 @@ def test_tensorboard_draws_the_same(data, tmp_path):
         )
         return [(step, value.tag) for step, value in read_summaries(folder)]
 
-    ours = check_both(run)
-    assert (0, "keras") in ours  # the model as a graph
+    assert (0, "keras") in check_both(run)  # the model as a graph
 
 
 def test_names_and_clones_are_the_same():

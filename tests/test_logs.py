@@ -4,11 +4,20 @@ The weights stay as they are, so that plain Keras may be fed any batches: also
 those of a cycle that an epoch or a restart cuts in two.
 """
 
+import contextlib
+
 import cases
 import keras
 import numpy as np
 import pytest
-from helpers import as_dataset, check_logs, comparable, fit, mirrored
+from helpers import (
+    as_dataset,
+    check_logs,
+    comparable,
+    compiled,
+    fit,
+    mirrored,
+)
 
 from accumodel import AccumulatingModel
 
@@ -22,12 +31,6 @@ def ignored(samples, rng):
     return x, np.where(np.arange(samples) % 7 < 3 + (y > 1), -1, y)
 
 
-def sums():
-    loss = keras.losses.MeanSquaredError("sum")
-    return {"kind": cases.sparse_crossentropy("sum")(), "size": loss}
-
-
-TAGS = {"make": cases.masked_without_lstm}
 LOSSES = {
     "ignored classes": cases.Case(
         data=ignored,
@@ -42,7 +45,13 @@ LOSSES = {
     "several outputs": cases.Case(
         **cases.HEADS, loss=lambda: cases.BOTH_LOSSES
     ),
-    "sums of several outputs": cases.Case(**cases.HEADS, loss=sums),
+    "sums of several outputs": cases.Case(
+        **cases.HEADS,
+        loss=lambda: {
+            "kind": cases.sparse_crossentropy("sum")(),
+            "size": keras.losses.MeanSquaredError("sum"),
+        },
+    ),
     "add_loss": cases.Case(
         make=cases.with_summed_add_loss,
         data=cases.only_inputs,
@@ -65,11 +74,10 @@ WAYS = {
 }
 
 
-def compiled(case, base, **kwargs):
+def make(case, base, **kwargs):
     keras.utils.set_random_seed(0)
-    model = case.make(base)
-    model.compile(keras.optimizers.SGD(0.0), case.loss(), **kwargs)
-    return model
+    sgd = keras.optimizers.SGD(0.0)
+    return compiled(case.make(base), sgd, case.loss(), **kwargs)
 
 
 @pytest.mark.table
@@ -80,21 +88,18 @@ def test_the_logged_loss_is_that_of_the_large_batch(loss, way, tmp_path):
     kwargs = {"accum_steps": 16 // size} | kwargs
     rest = [SAMPLES % size] * bool(SAMPLES % size)
     arrays = case.data(SAMPLES, np.random.default_rng(0))
-    plain = compiled(case, keras.Model)
+    plain = make(case, keras.Model)
     expected = [
         fit(plain, as_dataset(arrays, sizes)).history for sizes in epochs
     ]
     data = as_dataset(arrays, [size] * (SAMPLES // size) + rest)
-    if way == "replicas":
-        with mirrored(2).scope():
-            model = compiled(case, AccumulatingModel, **kwargs)
-    else:
-        model = compiled(case, AccumulatingModel, **kwargs)
+    with mirrored(2).scope() if way == "replicas" else contextlib.nullcontext():
+        model = make(case, AccumulatingModel, **kwargs)
     if way == "resumed":
         for x, *y in data.take(2):
             model.train_on_batch(x, *y)
         model.save(tmp_path / "model.keras")
-        model = compiled(case, AccumulatingModel, **kwargs)
+        model = make(case, AccumulatingModel, **kwargs)
         model.load_weights(tmp_path / "model.keras")
         assert model.pending_steps == 2
     logs = fit(model, data, epochs=len(epochs)).history
@@ -125,7 +130,7 @@ def test_custom_metrics_see_the_loss_of_the_batch(size, kwargs, jit_compile):
     # Keras makes the variables of metrics in a first trace of the step.
     expected, logs = (
         fit(
-            compiled(
+            make(
                 case,
                 Perplexity,
                 metrics=["accuracy"],

@@ -21,6 +21,7 @@ from helpers import (
     fit,
     normal,
     sgd,
+    train,
     train_both,
     train_each,
     two_heads,
@@ -172,9 +173,8 @@ def test_any_signature_of_compute_loss_is_called_as_keras_does(made, kwargs):
 
     def base(inputs, outputs):
         model = made(inputs, outputs)
-        if isinstance(model, AccumulatingModel):
-            return model
-        return AccumulatingModel.from_model(model)
+        is_ours = isinstance(model, AccumulatingModel)
+        return model if is_ours else AccumulatingModel.from_model(model)
 
     plain = linear(Detector, "mse")
     assert distance(linear(base, "mse", **kwargs), plain) < 1e-6
@@ -324,9 +324,8 @@ def test_a_micro_batch_that_weighs_nothing_may_be_not_a_number(place, kwargs):
 
     def run(_, **kwargs):
         model = chain(KnownOnly, (3,), keras.layers.Dense(1))
-        model.compile(keras.optimizers.SGD(0.1), **kwargs)
-        model.train_on_batch(x, y)
-        return model
+        sgd = keras.optimizers.SGD(0.1)
+        return train(model, (x, y), SAMPLES, sgd, 1, loss=None, **kwargs)
 
     check_exact(run, {"micro_batch_size": 4, **kwargs})
 
@@ -448,9 +447,15 @@ def test_one_loss_object_serves_models_in_several_threads():
     loss = keras.losses.MeanSquaredError()
     x, y = cases.features(16), np.zeros((16, 1))
     how = {"run_eagerly": True, "accum_steps": 2}
-    models = [cases.linear(AccumulatingModel, units=1) for _ in range(3)]
-    for model in models:
-        model.compile(keras.optimizers.SGD(0.1), loss, **how)
+    models = [
+        compiled(
+            cases.linear(AccumulatingModel, units=1),
+            keras.optimizers.SGD(0.1),
+            loss,
+            **how,
+        )
+        for _ in range(3)
+    ]
     with futures.ThreadPoolExecutor(3) as pool:
         fit_one = functools.partial(fit, x=x, y=y, batch_size=1, epochs=3)
         assert len([*pool.map(fit_one, models)]) == 3  # or raises
@@ -458,21 +463,15 @@ def test_one_loss_object_serves_models_in_several_threads():
         assert distance(model, models[0]) < 1e-6
 
 
-class Monitors(keras.layers.Layer):
+def monitor(x):
     """Calls a loss in the forward pass, which is no compiled loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.loss = keras.losses.MeanSquaredError(reduction="sum")
-
-    def call(self, inputs):
-        self.loss(keras.ops.zeros_like(inputs), inputs)
-        return inputs
+    SQUARES(keras.ops.zeros_like(x), x)
+    return x
 
 
 def test_a_loss_that_a_layer_calls_is_not_a_compiled_one():
     def make(model_class):
-        layers = keras.layers.Dense(2), Monitors()
+        layers = keras.layers.Dense(2), keras.layers.Lambda(monitor)
         return chain(model_class, (cases.FEATURES,), *layers)
 
     data = cases.features(), cases.features()[:, :2]

@@ -23,6 +23,7 @@ from helpers import (
     make_sequential,
     messages_of,
     refused,
+    saved_and_loaded,
     softmax,
     train,
     weekly,
@@ -32,8 +33,11 @@ import accumodel
 from accumodel import AccumulatingModel
 from accumodel._fit.accumulation import Options
 
-FEATURES = {"gradient_cache": True, "sync_batch_norm": True}
-FEATURES["micro_batch_size"] = 3
+FEATURES = {
+    "gradient_cache": True,
+    "sync_batch_norm": True,
+    "micro_batch_size": 3,
+}
 HOW_KERAS_RUNS = {
     "graph": {},
     "eager": {"run_eagerly": True},
@@ -208,10 +212,10 @@ class Registered(AccumulatingModel):
 def test_a_keras_file_comes_back_compiled_as_it_was(
     make, kwargs, data, tmp_path
 ):
-    model = make_model(make=make)
-    train(model, data, batch_size=8, accum_steps=4, **kwargs)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
+    model = train(
+        make_model(make=make), data, batch_size=8, accum_steps=4, **kwargs
+    )
+    loaded = saved_and_loaded(model, tmp_path / "model.keras")
     assert isinstance(loaded, AccumulatingModel)
     assert loaded.accum_steps == 4
     assert kwargs.items() <= loaded.get_compile_config().items()
@@ -229,9 +233,8 @@ class OwnCompile(AccumulatingModel):
 
 def test_a_custom_compile_is_warned_of_at_loading_as_by_keras(tmp_path):
     model = compiled(make_model(OwnCompile), "sgd", "mse", accum_steps=2)
-    model.save(tmp_path / "model.keras")
     with pytest.warns(UserWarning, match="`compile\\(\\)` was not called"):
-        loaded = keras.models.load_model(tmp_path / "model.keras")
+        loaded = saved_and_loaded(model, tmp_path / "model.keras")
     assert loaded.accum_steps == 1  # not compiled: the default
 
 
@@ -252,16 +255,14 @@ class Watch(keras.callbacks.Callback):
 
 
 def test_averages_of_no_update_replace_no_weights(data):
-    model = make_model()
     optimizer = keras.optimizers.SGD(use_ema=True)
-    loss = "sparse_categorical_crossentropy"
-    model.compile(optimizer, loss, accum_steps=14, remainder="carry")
+    model = compiled(make_model(), optimizer, accum_steps=14, remainder="carry")
     before = model.get_weights()
-    model.fit(*data, batch_size=8, shuffle=False, verbose=0)  # 13 batches
+    fit(model, *data, batch_size=8)  # 13 batches
     assert distance(model, before) == 0
     x, y = data
     model.fit(x[:8], y[:8], verbose=0)
-    reference = compiled(make_model(keras.Model), "sgd", loss)
+    reference = compiled(make_model(keras.Model), "sgd")
     reference.train_on_batch(*map(np.concatenate, [(x, x[:8]), (y, y[:8])]))
     assert distance(model, reference) < 1e-6
 
@@ -299,8 +300,7 @@ def test_a_callback_list_of_the_user_is_taken(data):
     callbacks = keras.callbacks.CallbackList(
         [watch], add_history=True, model=model, epochs=1, steps=13
     )
-    other = compiled(make_model(), "sgd", accum_steps=4)
-    for each in (model, other):
+    for each in (model, compiled(make_model(), "sgd", accum_steps=4)):
         callbacks.set_model(each)
         each.fit(*data, batch_size=8, callbacks=callbacks, verbose=0)
         assert (each.pending_steps, int(each.optimizer.iterations)) == (0, 4)
@@ -400,10 +400,9 @@ def test_custom_compute_gradients_is_called_for_each_micro_batch(
             logs["size"] = tf.shape(data[0])[0]
             return [2 * gradient for gradient in gradients], weight, logs
 
-    reference = make_model(keras.Model)
-    train(reference, data, 32, keras.optimizers.SGD(0.2))
-    model = make_model(Doubled)
-    train(model, data, batch_size, keras.optimizers.SGD(0.1), **kwargs)
+    sgd = keras.optimizers.SGD
+    reference = train(make_model(keras.Model), data, 32, sgd(0.2))
+    model = train(make_model(Doubled), data, batch_size, sgd(0.1), **kwargs)
     assert distance(model, reference) < 1e-6
     assert model.history.history["size"] == [4] * 3  # of the last one
 
@@ -425,17 +424,10 @@ def test_a_nonfinite_micro_batch_is_as_if_it_had_not_been_fed(
     x = x.copy()
     x[16] = bad  # spoils the third micro-batch
     kept = np.r_[0:16, 24:100]
-    reference = make_model()
-    train(reference, (x[kept], y[kept]), 8, accum_steps=accum_steps)
-    model = make_model()
-    train(
-        model,
-        (x, y),
-        8,
-        accum_steps=accum_steps,
-        skip_nonfinite=True,
-        **HOW_KERAS_RUNS[how],
-    )
+    steps = {"accum_steps": accum_steps}
+    reference = train(make_model(), (x[kept], y[kept]), 8, **steps)
+    ours = steps | {"skip_nonfinite": True} | HOW_KERAS_RUNS[how]
+    model = train(make_model(), (x, y), 8, **ours)
     assert model.skipped_steps == 3
     assert distance(model, reference) < 1e-6
 
@@ -563,9 +555,10 @@ def test_more_steps_than_batches_are_warned_of_once(
     ],
 )
 def test_a_compile_that_fails_leaves_the_model_uncompiled(arguments):
-    model = cases.linear(AccumulatingModel)
+    model = compiled(
+        cases.linear(AccumulatingModel), "sgd", "mse", accum_steps=2
+    )
     x, y = cases.features(), np.ones((24, cases.CLASSES))
-    model.compile("sgd", "mse", accum_steps=2)
     model.train_on_batch(x, y)
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0))
     with pytest.raises((TypeError, ValueError), match="Received"):

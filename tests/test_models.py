@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    UpdatesItself,
     chain,
     check_exact,
     check_logs,
     compiled,
     distance,
-    gradients_of,
     make_subclassed,
     normal,
+    saved_and_loaded,
     train,
     train_each,
     weekly,
@@ -55,19 +56,16 @@ def points():
 @pytest.mark.table
 @pytest.mark.parametrize("built", [True, False])
 def test_from_model_takes_a_subclass_as_it_is(built, points, tmp_path):
-    x, y = points
+    x, _ = points
     model = Reordered()
     if built:
         model(x)
-    accumulating = compiled(
-        AccumulatingModel.from_model(model), "sgd", "mse", accum_steps=4
-    )
-    fit(accumulating, x, y, batch_size=8)
+    ours = AccumulatingModel.from_model(model)
+    accumulating = train(ours, points, 8, "sgd", loss="mse", accum_steps=4)
     assert int(accumulating.optimizer.iterations) == 12
     assert list(map(id, accumulating.weights)) == list(map(id, model.weights))
     np.testing.assert_array_equal(accumulating(x), model(x))
-    accumulating.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
+    loaded = saved_and_loaded(accumulating, tmp_path / "model.keras")
     assert type(loaded) is Reordered
     np.testing.assert_array_equal(loaded(x), model(x))
     for copied in (
@@ -293,9 +291,8 @@ def test_next_to_another_model_class_its_methods_are_kept(points):
         assert int(model.optimizer.iterations) == 12
         assert distance(model, reference) < 1e-6
     assert AccumulatingModel.__bases__ == bases
-    model = make_subclassed(AccumulatingModel)
-    compiled(model, "sgd", "mse", accum_steps=4)
-    fit(model, points[0], np.ones((100, 3)), batch_size=8)
+    data, kwargs = (points[0], np.ones((100, 3))), {"accum_steps": 4}
+    train(make_subclassed(AccumulatingModel), data, 8, loss="mse", **kwargs)
 
 
 @keras.saving.register_keras_serializable("test_models")
@@ -320,21 +317,14 @@ def test_the_compile_config_of_another_class_is_kept(points, tmp_path):
     model = AccumulatingOtherwise()
     model.compile(0.5, accum_steps=4)
     model.fit(*points, batch_size=8, verbose=0)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
+    loaded = saved_and_loaded(model, tmp_path / "model.keras")
     assert (loaded.rate, loaded.accum_steps) == (0.5, 4)
 
 
 class TrainsItself(Linear):
-    """Its `train_step` calls the optimizer for each batch."""
+    """Its step, of another class, calls the optimizer for each batch."""
 
-    def train_step(self, data):
-        x, y = data
-        loss, gradients = gradients_of(
-            lambda: tf.reduce_mean((self(x) - y) ** 2), self.trainable_variables
-        )
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"batch_loss": loss}
+    train_step = UpdatesItself.train_step
 
 
 class Mixin:
@@ -346,7 +336,7 @@ class Mixin:
 def test_a_train_step_behind_ours_is_not_passed_over_in_silence(points, front):
     kind = type("Model", (*front, AccumulatingModel, TrainsItself), {})
     model = kind()
-    match = r"TrainsItself.train_step` would not be called.* Override"
+    match = r"UpdatesItself.train_step` would not be called.* Override"
     with pytest.raises(TypeError, match=match):
         model.compile("sgd", "mse", accum_steps=4)
     assert not model.compiled
@@ -459,11 +449,10 @@ def test_in_the_place_of_keras_model(points, monkeypatch):
     """To reach a library that calls `keras.Model`."""
     plain = functional(keras.Model)
     monkeypatch.setattr(keras, "Model", AccumulatingModel)
-    model = compiled(functional(keras.Model), "sgd", "mse", micro_batch_size=4)
-    fit(model, points[0][:, :3], points[1][:, :1], batch_size=32)
-    model = make_subclassed(keras.Model)
-    compiled(model, "sgd", "mse", micro_batch_size=4)
-    fit(model, points[0], np.ones((100, 3)), batch_size=32)
+    x, y = points[0], np.ones((100, 3))
+    kwargs = {"loss": "mse", "micro_batch_size": 4}
+    train(functional(keras.Model), (x[:, :3], y[:, :1]), **kwargs)
+    train(make_subclassed(keras.Model), (x, y), **kwargs)
     assert isinstance(AccumulatingModel.from_model(plain), AccumulatingModel)
 
 

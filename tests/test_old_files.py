@@ -56,13 +56,6 @@ def two_seeds():
     )
 
 
-def with_two_seeds():
-    model = chain(AccumulatingModel, (5,), *two_seeds(), dense(2))
-    sgd = keras.optimizers.SGD(0.1, 0.9)
-    model.compile(sgd, "mse", accum_steps=STEPS, remainder="carry")
-    return model
-
-
 class WithTwoOptimizers(AccumulatingModel):
     """One of them has a variable that never gets a gradient."""
 
@@ -91,7 +84,13 @@ class WithTwoOptimizers(AccumulatingModel):
 # weights with which it must end.
 CASES = {
     "two_seeds": (
-        with_two_seeds,
+        lambda: compiled(
+            chain(AccumulatingModel, (5,), *two_seeds(), dense(2)),
+            keras.optimizers.SGD(0.1, 0.9),
+            "mse",
+            accum_steps=STEPS,
+            remainder="carry",
+        ),
         5,
         lambda: weights_of_keras(two_seeds(), 0.1, 0.9),
     ),

@@ -6,7 +6,7 @@ Once a week: `pip install keras-rs keras-tcn medicai` and the extra `test`.
 import keras
 import numpy as np
 import pytest
-from helpers import distance, hub_backbone, import_hub
+from helpers import distance, hub_backbone, import_hub, set_precision
 
 from accumodel import AccumulatingModel, InexactWarning
 
@@ -227,8 +227,7 @@ def test_keras_tcn_with_batch_normalization():
         return keras.Model(inputs, keras.layers.Dense(3)(x))
 
     x, y = np.random.default_rng(0).normal(size=(10, 20, 3)), np.ones((10, 3))
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
+    set_precision("float64")
     compare(
         make,
         (x, y),

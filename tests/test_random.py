@@ -254,8 +254,7 @@ def test_a_file_of_a_pending_cycle_goes_on_drawing(
     done = sum(FED[:cut])
     in_batches(FED[cut:])(loaded, x[done:], y[done:])
     loaded.apply_accumulated_gradients()
-    plain = train(keras.Model, LAYERS["dropout"], feed=in_batches(LARGE))
-    check(loaded, plain)
+    check(loaded, train(keras.Model, LAYERS["dropout"], feed=in_batches(LARGE)))
 
 
 def test_a_file_of_a_cycles_end_holds_no_random_numbers(tmp_path):

@@ -97,8 +97,10 @@ def test_parts_are_as_equal_as_they_can_be(samples, run_eagerly):
 @pytest.mark.unverified
 def test_one_trace_for_every_size(samples):
     counter = CountTraces()
-    model = chain(AccumulatingModel, (cases.FEATURES,), softmax(), counter)
-    compiled(model, micro_batch_size=8)
+    model = compiled(
+        chain(AccumulatingModel, (cases.FEATURES,), softmax(), counter),
+        micro_batch_size=8,
+    )
     traces = counter.traces
 
     class Resize(keras.callbacks.Callback):
@@ -446,8 +448,13 @@ def test_a_state_that_replicas_reduce_is_refused_when_it_is_there():
             model.compile("sgd", "mse", micro_batch_size=1)
 
         made = type("Model", (AccumulatingModel, keras.Sequential), {})
-        model = made([Mean(), keras.layers.Dense(1)])  # built in `fit`
-        compiled(model, "sgd", "mse", micro_batch_size=1)
+        # Built in `fit`.
+        model = compiled(
+            made([Mean(), keras.layers.Dense(1)]),
+            "sgd",
+            "mse",
+            micro_batch_size=1,
+        )
         with pytest.raises(ValueError, match='aggregation="mean"'):
             model.fit(np.ones((8, 6)), np.ones((8, 1)), verbose=0)
 
@@ -519,8 +526,7 @@ def test_a_subclass_may_use_any_private_name(samples):
             self._meter = keras.metrics.Mean()
 
     model = chain(Mine, (cases.FEATURES,), softmax())
-    compiled(model, micro_batch_size=8, accum_steps=2)
-    model.fit(*samples, batch_size=32, verbose=0)
+    train(model, samples, epochs=1, micro_batch_size=8, accum_steps=2)
     assert (model._search, model._remainder) == ("mine", "mine")
 
 

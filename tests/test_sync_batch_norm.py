@@ -25,6 +25,7 @@ from helpers import (
     refused,
     slow,
     softmax,
+    train,
     train_big,
     weekly,
 )
@@ -48,8 +49,8 @@ def in_a_row(model_class, *layers):
 def two_norms(model_class, **kwargs):
     first = Norm(momentum=0.7, epsilon=0.01, **kwargs)
     dense = layers.Dense(8, "tanh"), layers.Dense(6, "gelu")
-    last = Norm(scale=False)
-    return in_a_row(model_class, dense[0], first, dense[1], last)
+    parts = dense[0], first, dense[1], Norm(scale=False)
+    return in_a_row(model_class, *parts)
 
 
 def residual(model_class):
@@ -286,15 +287,19 @@ def test_other_ways_to_run(name, kwargs):
     check_big(in_float64(CASES[name]), **SYNC | kwargs)
 
 
-class Always(layers.Layer):
-    """Normalizes by the batch, in `evaluate` too."""
+class In(layers.Layer):
+    """Normalizes by the batch, in what it enters, and in `evaluate` too."""
 
-    def __init__(self):
+    def __init__(self, enter=lambda call, x: call()):
         super().__init__()
-        self.norm = Norm()
+        self.norm = Norm(name="hidden_norm")
+        self.enter = enter
+
+    def build(self, shape):
+        self.norm.build(shape)
 
     def call(self, x):
-        return self.norm(x, training=True)
+        return self.enter(lambda: self.norm(x, training=True), x)
 
 
 class Custom(Norm):
@@ -306,7 +311,7 @@ class Custom(Norm):
 
 @pytest.mark.table
 @pytest.mark.parametrize("kwargs", [{}, weekly({"run_eagerly": True})], ids=str)
-@pytest.mark.parametrize("layer", [Always, Custom])
+@pytest.mark.parametrize("layer", [In, Custom])
 def test_evaluate_normalizes_as_the_layer_says(layer, kwargs):
     case = in_float64(
         cases.Case(make=lambda cls: in_a_row(cls, layers.Dense(5), layer()))
@@ -318,10 +323,9 @@ def test_evaluate_normalizes_as_the_layer_says(layer, kwargs):
 @pytest.mark.weekly
 @pytest.mark.filterwarnings("ignore:Even though the `tf.config")
 def test_functions_that_run_eagerly():
-    case = in_float64(CASES["a chain"])
     tf.config.run_functions_eagerly(True)
     try:
-        check_big(case, **SYNC)
+        check_big(in_float64(CASES["a chain"]), **SYNC)
     finally:
         tf.config.run_functions_eagerly(False)
 
@@ -431,33 +435,12 @@ class OwnAverages(Norm):
         return super().call(inputs, training=training, mask=mask)
 
 
-class In(layers.Layer):
-    """Calls a normalization in one of TensorFlow's functions."""
-
-    def __init__(self, enter):
-        super().__init__()
-        self.norm = Norm(name="hidden_norm")
-        self.enter = enter
-
-    def build(self, shape):
-        self.norm.build(shape)
-
-    def call(self, x):
-        return self.enter(lambda: self.norm(x, training=True), x)
-
-
 class InFunction(In):
     """It is not traced again."""
 
-    def __init__(self):
-        super().__init__(None)
-        norm = self.norm
-        self.enter = tf.function(
-            lambda _, x: norm(x, training=True), autograph=False
-        )
-
+    @tf.function(autograph=False)
     def call(self, x):
-        return self.enter(None, x)
+        return super().call(x)
 
 
 def in_condition(call, x):
@@ -513,17 +496,11 @@ def test_ctrl_c_between_two_stages_forgets_the_pending_cycle(monkeypatch):
         return run(*args)
 
     monkeypatch.setattr(stages._Passes, "_backward_of", interrupted)
-    model, x = two_norms(AccumulatingModel), np.ones((16, cases.FEATURES))
-    model.compile(
-        "sgd",
-        "mse",
-        run_eagerly=True,
-        verify=False,
-        micro_batch_size=4,
-        accum_steps=2,
-        sync_batch_norm=True,
-    )
+    model = two_norms(AccumulatingModel)
+    data = np.ones((16, cases.FEATURES)), np.ones((16, cases.CLASSES))
+    how = {"run_eagerly": True, "verify": False, "accum_steps": 2}
+    how |= SYNC | {"micro_batch_size": 4}
     with pytest.raises(KeyboardInterrupt):
-        model.fit(x, np.ones((16, cases.CLASSES)), batch_size=8, verbose=0)
+        train(model, data, 8, "sgd", 1, loss="mse", **how)
     assert next(calls) == 6
     assert model._accumulation.accumulators.pending_steps == 0

@@ -40,12 +40,9 @@ def linear(made):
     return chain(made, (4,), keras.layers.Dense(1))
 
 
-def squared(errors):
-    return tf.reduce_mean(errors**2)
-
-
 def add(model, x, y):
-    return {"mean": custom_step(model, x, lambda: squared(model(x) - y))}
+    loss = custom_step(model, x, lambda: tf.reduce_mean((model(x) - y) ** 2))
+    return {"mean": loss}
 
 
 @pytest.mark.table
@@ -55,8 +52,8 @@ def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
     made, run_eagerly
 ):
     def fit(made, **kwargs):
-        model = linear(made)
-        model.compile(keras.optimizers.SGD(0.1), **kwargs)
+        sgd = keras.optimizers.SGD(0.1)
+        model = compiled(linear(made), sgd, loss=None, **kwargs)
         for _ in range(2):
             model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
             model.make_train_function(force=True)
@@ -112,11 +109,9 @@ def test_the_remainders_update_is_traced_once_and_not_run_op_by_op():
             calls["eager" if tf.executing_eagerly() else "traced"] += 1
             return super().apply(*args, **kwargs)
 
-    model = compiled(
-        cases.linear(AccumulatingModel), Counting(0.1), "mse", accum_steps=4
-    )
-    x, y = cases.features(20), np.ones((20, cases.CLASSES))
-    model.fit(x, y, batch_size=4, epochs=3, verbose=0)  # 5 micro-batches
+    model = cases.linear(AccumulatingModel)
+    data = cases.features(20), np.ones((20, cases.CLASSES))  # 5 micro-batches
+    train(model, data, 4, Counting(0.1), loss="mse", accum_steps=4)
     assert (int(model.optimizer.iterations), calls) == (6, {"traced": 1})
 
 
@@ -129,14 +124,7 @@ def test_a_function_with_a_signature_is_called_with_numbers():
         assert factor.dtype == tf.float32
         return x * factor
 
-    class Scale(keras.layers.Layer):
-        def call(self, x):
-            return scale(x, 2)
-
-    model = compiled(
-        chain(AccumulatingModel, (4,), Scale(), keras.layers.Dense(2)),
-        "sgd",
-        "mse",
-        micro_batch_size="auto",
-    )
-    model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0)
+    layers = keras.layers.Lambda(lambda x: scale(x, 2)), keras.layers.Dense(2)
+    model = chain(AccumulatingModel, (4,), *layers)
+    data = np.ones((4, 4)), np.ones((4, 2))
+    train(model, data, epochs=1, loss="mse", micro_batch_size="auto")

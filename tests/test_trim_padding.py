@@ -211,8 +211,7 @@ def test_widths_that_differ_from_batch_to_batch():
 
 def two_towers(model_class):
     inputs = {"ids": ids(), "other": keras.Input((None,), name="other")}
-    towers = [mean_of(embedded(each)) for each in inputs.values()]
-    x = layers.concatenate(towers)
+    x = layers.concatenate([mean_of(embedded(x)) for x in inputs.values()])
     return model_class(inputs, layers.Dense(2)(x))
 
 
@@ -238,10 +237,9 @@ last_word = of(
 )
 
 
-@of
-def normalized_samples(inputs):
-    x = layers.BatchNormalization()(mean_of(embedded(inputs)))
-    return layers.Dense(2)(x)
+normalized_samples = of(
+    lambda x: layers.Dense(2)(layers.BatchNormalization()(mean_of(embedded(x))))
+)
 
 
 def ignoring(padding):

@@ -107,16 +107,20 @@ def test_padding_on_the_left_is_not_cut():
     assert widths_of(counting, x, trim_padding=0) == {LENGTH: 4}
 
 
-@of
-def a_mean_of_all(inputs):
-    head = layers.Dense(2, kernel_initializer="zeros")
-    return head(mean_of(plain_embedded(inputs)))
+a_mean_of_all = of(
+    lambda x: layers.Dense(2, kernel_initializer="zeros")(
+        mean_of(plain_embedded(x))
+    )
+)
 
 
-@of
-def convolution(inputs):
-    x = layers.Conv1D(4, 3, padding="same")(plain_embedded(inputs))
-    return layers.Dense(2)(layers.GlobalMaxPooling1D()(x))
+convolution = of(
+    lambda x: layers.Dense(2)(
+        layers.GlobalMaxPooling1D()(
+            layers.Conv1D(4, 3, padding="same")(plain_embedded(x))
+        )
+    )
+)
 
 
 half_as_wide = of(lambda x: layers.MaxPooling1D(2)(plain_embedded(x)))
@@ -227,14 +231,12 @@ REFUSED = {
 def test_refused(name):
     make, arguments, message = REFUSED[name]
     arguments = {"loss": cross_entropy(), **TRIM, **arguments}
-    names = ("x", "y", "sample_weight")
-    given = {name: arguments.pop(name, None) for name in names}
-    x = words() if given["x"] is None else given["x"]
-    y = of_samples() if given["y"] is None else given["y"]
+    x, y = arguments.pop("x", words()), arguments.pop("y", of_samples())
+    weights = arguments.pop("sample_weight", None)
     model = make(AccumulatingModel)
     with refused(model, message, (ValueError, TypeError)):
         model.compile("sgd", **arguments)
-        model.fit(x, y, SAMPLES, sample_weight=given["sample_weight"])
+        model.fit(x, y, SAMPLES, sample_weight=weights)
 
 
 # Models that look at padding.
@@ -259,12 +261,8 @@ def test_what_looks_at_padding_is_told_of(name, micro_batch_size):
     if len(model.inputs) > 1:
         x = {"ids": x, "other": words_on(), "a_mask": used()}
     key = "a_mask" if len(model.inputs) > 1 else 0
-    model.compile(
-        "sgd",
-        cross_entropy(),
-        trim_padding=key,
-        micro_batch_size=micro_batch_size,
-    )
+    how = {"trim_padding": key, "micro_batch_size": micro_batch_size}
+    compiled(model, "sgd", cross_entropy(), **how)
     with pytest.warns(InexactWarning, match="`trim_padding` changes"):
         model.fit(x, of_samples(), SAMPLES, verbose=0)
     assert model.first_batch_check.startswith("differs")
@@ -288,8 +286,7 @@ def backbone(kind):
 
 def bert_inputs():
     zeros = np.zeros((SAMPLES, LENGTH), int)
-    mask = used()
-    return {"token_ids": words(), "segment_ids": zeros, "padding_mask": mask}
+    return {"token_ids": words(), "segment_ids": zeros, "padding_mask": used()}
 
 
 def masked_words(keras_hub):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import worker
-from helpers import compiled, distance, fit, weekly
+from helpers import distance, train, weekly
 
 from accumodel import AccumulatingModel
 from benchmarks.workers import free_ports, run_tasks, run_workers, tf_configs
@@ -28,8 +28,9 @@ def train_workers(count, folder, *arguments):
 @pytest.fixture(scope="module")
 def expected():
     """What one device makes of the large batch."""
-    model = worker.make_and_compile(keras.Model)
-    return worker.fit_and_report(model, worker.EFFECTIVE_BATCH)
+    return worker.fit_and_report(
+        worker.make_and_compile(keras.Model), worker.EFFECTIVE_BATCH
+    )
 
 
 def check_reports(folder, count, expected):
@@ -111,9 +112,9 @@ def slurm_job():
 def check_saved(path):
     """What a program of `examples` saved is what the large batch gives."""
     adam = keras.optimizers.AdamW(0.01, global_clipnorm=1.0)
-    plain = compiled(training.make_model(), adam)
     size = training.GLOBAL_BATCH * training.ACCUM_STEPS
-    fit(plain, *training.make_data(), batch_size=size, epochs=training.EPOCHS)
+    how = training.make_data(), size, adam, training.EPOCHS
+    plain = train(training.make_model(), *how)
     assert distance(keras.models.load_model(path), plain) < 1e-6
 
 

@@ -15,11 +15,11 @@ import sys
 import keras
 import numpy as np
 import tensorflow as tf
+from helpers import compiled, make_functional
 
 import accumodel
 
 FEATURES = 6
-CLASSES = 3
 EFFECTIVE_BATCH = 32
 EPOCHS = 3
 
@@ -28,22 +28,17 @@ def make_data():
     """101 samples: the last cycle is short, and its end is one sample."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(101, FEATURES)).astype("float32")
-    return x, rng.integers(CLASSES, size=101)
+    return x, rng.integers(3, size=101)
 
 
 def make_and_compile(model_class, **kwargs):
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((FEATURES,))
-    x = keras.layers.Dense(8, activation="tanh")(inputs)
-    outputs = keras.layers.Dense(CLASSES, activation="softmax")(x)
-    model = model_class(inputs, outputs)
-    model.compile(
+    return compiled(
+        make_functional(model_class, FEATURES, units=8),
         keras.optimizers.AdamW(0.01, global_clipnorm=0.1),
-        "sparse_categorical_crossentropy",
         metrics=["accuracy"],
         **kwargs,
     )
-    return model
 
 
 def fit_and_report(model, batch_size, callbacks=()):
@@ -72,7 +67,6 @@ class Dies(keras.callbacks.Callback):
     def __init__(self, epoch):
         super().__init__()
         self._of_death = epoch
-        self._epoch = None
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
@@ -80,17 +74,6 @@ class Dies(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if self._epoch == self._of_death and batch == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-class SavesAlone(keras.callbacks.Callback):
-    """The chief saves at the end of an epoch; no other worker takes part."""
-
-    def __init__(self, path):
-        super().__init__()
-        self._path = path
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.model.save_weights(self._path)
 
 
 def reductions_of_a_batch(model):
@@ -123,17 +106,20 @@ def main(folder, accum_steps, epoch_of_death=None):
     with strategy.scope():
         model = make_and_compile(base, accum_steps=accum_steps)
     callbacks = [keras.callbacks.BackupAndRestore(folder / f"backup{rank}")]
-    if rank == 0:
-        callbacks.append(SavesAlone(folder / "chief.weights.h5"))
+    if rank == 0:  # no other worker takes part
+        path = folder / "chief.weights.h5"
+        callbacks.append(
+            keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda epoch, logs: model.save_weights(path)
+            )
+        )
     elif epoch_of_death is not None:
         callbacks.append(Dies(int(epoch_of_death)))
     report = fit_and_report(model, EFFECTIVE_BATCH // accum_steps, callbacks)
     # In mid-cycle all workers save, each in a file of its own.
-    x, y = make_data()
-    model.train_on_batch(x[rank::workers], y[rank::workers])
+    model.train_on_batch(*(each[rank::workers] for each in make_data()))
     model.save_weights(folder / f"mid{rank}.weights.h5")
-    loss = "sparse_categorical_crossentropy"
-    model.compile("sgd", loss, accum_steps=2, remainder="carry")
+    compiled(model, "sgd", accum_steps=2, remainder="carry")
     report["reductions"] = reductions_of_a_batch(model)
     (folder / f"report{rank}.json").write_text(json.dumps(report))
 
