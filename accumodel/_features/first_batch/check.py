@@ -424,7 +424,7 @@ def _joined(batches):
     def join(*leaves):
         first = leaves[0]
         if isinstance(first, tf.SparseTensor):
-            return tf.sparse.concat(0, leaves)
+            return tf.sparse.concat(0, [*leaves])  # a tuple fails
         return tf.concat(leaves, 0) if has_axis(first) else first
 
     return keras.tree.map_structure(join, *batches)
