@@ -354,6 +354,18 @@ def test_padding_that_is_cut_off_is_silent(run_eagerly):
     assert model.first_batch_check.startswith("exact")
 
 
+@pytest.mark.parametrize("way", [SIZE, STEPS], ids=str)
+def test_sparse_inputs_are_silent(way):
+    inputs = keras.Input((FEATURES,), sparse=True)
+    model = chain(AccumulatingModel, inputs, layers.Dense(OUTPUTS))
+    x, y = make_data()
+    samples = tf.sparse.from_dense(x * (x > 0)), y
+    model.compile("sgd", "mse", **way)
+    fed = tf.data.Dataset.from_tensor_slices(samples).batch(8)
+    model.fit(fed, shuffle=False, verbose=0)
+    assert model.first_batch_check.startswith("exact")
+
+
 @pytest.mark.parametrize(
     "policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"]
 )

@@ -419,7 +419,7 @@ def _joined(batches):
 
     def join(*leaves):
         if isinstance(leaves[0], tf.SparseTensor):
-            return tf.sparse.concat(0, leaves)
+            return tf.sparse.concat(0, [*leaves])  # a tuple fails
         return tf.concat(leaves, 0) if has_axis(leaves[0]) else leaves[0]
 
     return keras.tree.map_structure(join, *batches)
