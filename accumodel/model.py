@@ -3,7 +3,6 @@
 import functools
 import inspect
 import typing
-import warnings
 from collections.abc import Callable, Iterable
 
 import keras
@@ -473,9 +472,7 @@ class AccumulatingModel(keras.Model):
         if micro_batches.current_step() is None:
             self._accumulation.check_loop("accumulate_gradients")
         if not self.trainable_variables:
-            warnings.warn(
-                "The model does not have any trainable weights.", stacklevel=2
-            )
+            self._accumulation.warn_untrained()
         elif self._accumulation.accumulates:
             self._accumulation.ready_accumulator().receive(gradients, weight)
         else:

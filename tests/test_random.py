@@ -188,9 +188,16 @@ def forget_some(model, x, y):
     in_batches(FED)(model, x, y)
 
 
+def train_nothing(model, x, y):
+    """Each batch that is fed is by itself."""
+    model.trainable = False
+    in_batches(FED)(model, x, y)
+
+
 SITUATIONS = {
     "dropped": (drop_the_last, without_the_last, STEPS | {"remainder": "drop"}),
     "forgotten": (forget_some, LARGE, {"accum_steps": 3}),
+    "nothing is trained": (train_nothing, train_nothing, {"accum_steps": 3}),
     "unknown length": (of_unknown_length, LARGE, {"accum_steps": 3}),
     "evaluated": (in_batches(FED, between=evaluate), LARGE, {"accum_steps": 3}),
     "parts": (
@@ -213,6 +220,7 @@ SITUATIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable")
 @pytest.mark.table
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_cycles_of_several_batches_draw_on(name, monkeypatch):

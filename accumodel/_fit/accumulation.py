@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import typing
+import warnings
 
 import tensorflow as tf
 
@@ -306,6 +307,16 @@ class Accumulation:
         """Makes a variable in which each replica of the model has its sum."""
         with replicas.scope_of(self.strategy):
             return replicas.make_sum(shape, dtype, name)
+
+    def warn_untrained(self):
+        """Warns that the model trains nothing, as Keras does."""
+        text = "The model does not have any trainable weights."
+        if self.spans_batches:
+            text += (
+                " No update ends a cycle, so each batch that is fed is one by "
+                "itself, with random numbers of its own."
+            )
+        warnings.warn(text, stacklevel=3)
 
     def count_pending(self):
         """Returns how many batches of this cycle were fed before this one."""

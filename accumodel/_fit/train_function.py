@@ -127,7 +127,10 @@ def _train(model, train_step, data):
     has_to_add = (
         plan.is_split or accumulation.spans_batches or accumulation.is_asked_to
     )
-    if has_to_add and model.trainable_variables and not is_added:
+    if not model.trainable_variables:
+        if accumulation.numbers is not None:  # no update ends the cycle
+            replicas.across_replicas(accumulation.numbers.end_cycle, ())
+    elif has_to_add and not is_added:
         raise ValueError(
             "Nothing was accumulated: a `train_step` must call "
             "`self.accumulate_gradients(gradients, weight)` instead of "
