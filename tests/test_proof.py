@@ -117,6 +117,11 @@ def weighed(divisor, loss=None):
     return Program(of, divisor)
 
 
+def sum_of_bytes(b, factor):
+    held = tf.cast(5 * tf.abs(b.y), "uint8")
+    return total(tf.cast(held * factor, "float32"))
+
+
 def known_length(b):
     """A length that is not known, and the same for all."""
     return tf.shape(tf.boolean_mask([1.0, 2.0], [True, True]))[0]
@@ -282,6 +287,10 @@ UNKNOWN = {
     "sums of a mean of integers": Program(
         lambda b: ratio(total(errors(b)), mean_of_tenths(b, "int32")),
         lambda b: mean_of_tenths(b, "float32"),
+    ),
+    "sums of bytes that begin anew": Program(
+        lambda b: ratio(total(errors(b)), sum_of_bytes(b, 200)),
+        lambda b: sum_of_bytes(b, 1),
     ),
     "affine sums by two factors": Program(
         lambda b: ratio(total(errors(b)), count(b.y) * affine(1)(b)),

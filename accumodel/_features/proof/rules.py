@@ -193,8 +193,11 @@ def multiplied(at, op, a, b):
     if "R" in (a.base, b.base):
         a, b = a.factor(), b.factor()
     require(a.base != "S" or b.base != "S", "two sums over samples", True)
-    one, like = broadcast([a, b]), scaled(a, b) or scaled(b, a)
-    return one.but(m=power(a.m, b.m), zero=a.zero or b.zero, like=like)
+    like = scaled(a, b) or scaled(b, a)
+    if not is_number(op.outputs[0].dtype):
+        like = None  # a byte begins anew
+    one, m = broadcast([a, b]), power(a.m, b.m)
+    return one.but(m=m, zero=a.zero or b.zero, like=like)
 
 
 def scaled(v, by):
