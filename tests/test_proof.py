@@ -117,9 +117,49 @@ def weighed(divisor, loss=None):
     return Program(of, divisor)
 
 
-def sum_of_bytes(b, factor):
+def over(b, rows, divisor=None):
+    """A mean of errors, by rows: where the divisor is 0, nothing counts."""
+    shape = [-1] + [1] * (len(rows.shape) - 1)
+    divisor = total(rows) if divisor is None else divisor
+    return ratio(total(tf.reshape(errors(b), shape) * rows), divisor)
+
+
+def times_bytes(b, factor):
     held = tf.cast(5 * tf.abs(b.y), "uint8")
-    return total(tf.cast(held * factor, "float32"))
+    return tf.cast(held * factor, "float32")
+
+
+def in_bytes(b):
+    return tf.cast(b.y * 40, "uint8")
+
+
+def in_few_bits(b, dtype):
+    """Whether numbers are equal to one, of which others are rounded to it."""
+    numbers = tf.cast(tf.cast(256 + 10 * b.y, "int32"), dtype)
+    return tf.cast(tf.equal(tf.cast(numbers, "float32"), 256), "float32")
+
+
+def by_complex(b):
+    """The real part is not what the real part of a divisor divides."""
+    weights = tf.complex(b.y, b.x)
+    values = tf.cast(errors(b)[:, None, None], "complex64") * weights
+    return tf.math.real(tf.reduce_sum(ratio(values, tf.reduce_sum(weights))))
+
+
+def of_complex(b):
+    """The weight of that: the divisor, of which a real part is taken."""
+    weights = tf.complex(b.y, b.x)
+    rows = tf.reduce_sum(weights) * tf.ones_like(weights)
+    return tf.math.real(tf.reduce_mean(rows))
+
+
+def as_high_as_long(b):
+    """Images of which the height is the number of samples."""
+    n = tf.shape(b.p)[0]
+    images = tf.reshape(b.p[:, 0, 0], [-1, 1, 1, 1])
+    filters, to = tf.ones((1, 1, 1, 1)), tf.stack([n, n, 1, 1])
+    out = tf.nn.conv2d_transpose(images, filters, to, [SAMPLES, SAMPLES])
+    return mean(tf.reduce_mean(out**2, [1, 2, 3]))
 
 
 def known_length(b):
@@ -178,9 +218,9 @@ def affine(factor):
     return lambda b: total(b.y**2) / count(b.y) * factor + 1.0
 
 
-def mean_of_tenths(b, dtype):
+def means_of_tenths(b, dtype):
     values = tf.cast(tf.cast(10 * b.y, "int32"), dtype)
-    return total(tf.cast(tf.reduce_mean(values, axis=1), "float32"))
+    return tf.cast(tf.reduce_mean(values, axis=1), "float32")
 
 
 # What is not exact: a function is a loss. Here, a statistic is said to bend.
@@ -232,7 +272,7 @@ BENT = {
     ),
     "one loss for each, and a sum": lambda b: errors(b) + total(errors(b)),
     "one loss for each, and a mean over a mask": lambda b: (
-        errors(b) + ratio(total(masks(b)), total(b.y))
+        errors(b) + ratio(total(masks(b) * b.y), total(b.y))
     ),
     "centered": lambda b: mean(tf.square(b.p - tf.reduce_mean(b.p, 0))),
     "a threshold of a mean": lambda b: tf.cond(
@@ -247,7 +287,7 @@ BENT = {
 UNKNOWN = {
     # Those of a first version.
     "M3": Program(
-        lambda b: ratio(total(errors(b)), total(tf.cast(drawn(b), "float32"))),
+        lambda b: over(b, tf.cast(drawn(b), "float32")),
         lambda b: total(tf.cast(drawn(b), "float32")),
     ),
     "M4: zeros": lambda b: (
@@ -255,9 +295,7 @@ UNKNOWN = {
     ),
     "M5": m5,
     "M6": Program(
-        lambda b: ratio(
-            total(errors(b)), total(tf.cast(tf.cast(b.y, bool), "float32"))
-        ),
+        lambda b: over(b, tf.cast(tf.cast(b.y, bool), "float32")),
         lambda b: total(b.y),
     ),
     # These are right, but for the last: nobody is warned of them.
@@ -275,23 +313,27 @@ UNKNOWN = {
         * mean(errors(b))
     ),
     # Keys of divisors.
-    "sums of two arrays": Program(
-        lambda b: ratio(total(errors(b)), total(b.x)), lambda b: total(b.y)
-    ),
+    "sums of two arrays": Program(lambda b: over(b, b.x), lambda b: total(b.y)),
     **{
         f"sums of two arrays: {name}": lambda b, scope=scope: scope(
-            lambda: mean(ratio(b.p, total(b.x)) * total(b.y))
+            lambda: mean(ratio(b.p * b.x, total(b.x)) * total(b.y))
         )()
         for name, scope in SCOPES.items()
     },
     "sums of a mean of integers": Program(
-        lambda b: ratio(total(errors(b)), mean_of_tenths(b, "int32")),
-        lambda b: mean_of_tenths(b, "float32"),
+        lambda b: over(b, means_of_tenths(b, "int32")),
+        lambda b: total(means_of_tenths(b, "float32")),
     ),
     "sums of bytes that begin anew": Program(
-        lambda b: ratio(total(errors(b)), sum_of_bytes(b, 200)),
-        lambda b: sum_of_bytes(b, 1),
+        lambda b: over(b, times_bytes(b, 200)),
+        lambda b: total(times_bytes(b, 1)),
     ),
+    "sums of what is rounded": Program(
+        lambda b: over(b, in_few_bits(b, "bfloat16")),
+        lambda b: total(in_few_bits(b, "float32")),
+    ),
+    "the real part by a complex sum": Program(by_complex, of_complex),
+    "images as high as the batch is long": as_high_as_long,
     "affine sums by two factors": Program(
         lambda b: ratio(total(errors(b)), count(b.y) * affine(1)(b)),
         lambda b: count(b.y) * affine(2)(b),
@@ -299,15 +341,23 @@ UNKNOWN = {
     "sums of columns by two vectors": Program(
         lambda b: ratio(
             total(errors(b)),
-            total(tf.reduce_sum(b.y, [0, 1]) * [1.0, 2, 3]),
+            total(tf.reduce_sum(b.y, [0, 1]) * [1.0, 2, 3]) + count(b.y),
         ),
-        lambda b: total(tf.reduce_sum(b.y, [0, 1]) * [3.0, 2, 1]),
+        lambda b: total(tf.reduce_sum(b.y, [0, 1]) * [3.0, 2, 1]) + count(b.y),
     ),
     "a sum of wide ones": Program(
         lambda b: ratio(
             total(errors(b)), mean(b.y[:, 0, :1] * tf.ones((1, 5))) * 5 + 1
         ),
         lambda b: count(b.y) * (total(b.y[:, 0, :1]) / count(b.y) + 1),
+    ),
+    "a mask of nothing that is summed up": weighed(lambda b: total(masks(b))),
+    "a mask of nothing, divided by itself": lambda b: mean(
+        errors(b) * ratio(total(masks(b)), total(masks(b)))
+    ),
+    "a mask of one loss, or of others": weighed(
+        lambda b: total(masks(b)),
+        lambda b: total(tf.where(b.y > 0.5, tf.square(b.p - b.y), b.p)),
     ),
     "a mask that may be empty": Program(
         lambda b: total(masks(b) * (b.p - b.y) ** 2) / total(masks(b)),
@@ -332,11 +382,12 @@ UNKNOWN = {
         * tf.cast(tf.reduce_mean(tf.cast(10 * b.y, "int32")), "float32")
     ),
     "a sum in a byte": Program(
-        lambda b: ratio(
-            total(errors(b)),
-            tf.cast(total(tf.cast(b.y * 40, "uint8")), "float32"),
+        lambda b: over(
+            b,
+            tf.cast(in_bytes(b), "float32"),
+            tf.cast(total(in_bytes(b)), "float32"),
         ),
-        lambda b: tf.cast(total(tf.cast(b.y * 40, "uint8")), "float32"),
+        lambda b: tf.cast(total(in_bytes(b)), "float32"),
     ),
     "sizes from the last on": lambda b: (
         mean(errors(b)) * tf.cast(tf.reduce_sum(tf.shape(b.p)[::-1]), "float32")
@@ -425,7 +476,7 @@ RIGHT = {
         mean(b.p) + 0.3 * (errors(b) + mean(tf.abs(b.p))) / 3 - mean(b.kernel)
     ),
     "one loss for each, and a mean, over a mask": weighed(
-        lambda b: total(masks(b)),
+        lambda b: total(masks(b)) + count(b.y),
         lambda b: total(-(errors(b) - 2 * mean(errors(b)))[:, None]),
     ),
     "with what is shared": lambda b: 3 * mean(errors(b)) + total(b.kernel**2),
@@ -438,7 +489,12 @@ RIGHT = {
         lambda b: total(tf.cast(b.y > 0.5, "float32")),
     ),
     "a stopped divisor": weighed(
-        lambda b: total(tf.stop_gradient(tf.sigmoid(errors(b))))
+        lambda b: total(tf.stop_gradient(tf.sigmoid(errors(b)))),
+        lambda b: total(tf.stop_gradient(tf.sigmoid(errors(b))) * errors(b)),
+    ),
+    "what is chosen": weighed(
+        lambda b: total(masks(b)),
+        lambda b: total(tf.where(b.y > 0.5, -2 * tf.square(b.p - b.y), 0.0)),
     ),
     "an affine divisor": weighed(lambda b: count(b.y) * affine(2)(b)),
     "time steps of unknown length": lambda b: mean(

@@ -229,7 +229,7 @@ def again_by_others(b):
     """The first gradient is by what is in no divisor, the second is not."""
 
     def first(x):
-        divisor = tf.reduce_sum(tf.exp(x))
+        divisor = tf.reduce_sum(tf.exp(x)) + tf.cast(samples(b), "float32")
 
         def value(hidden):
             total = tf.reduce_sum(tf.tanh(hidden) * divisor)

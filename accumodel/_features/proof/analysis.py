@@ -8,7 +8,14 @@ import itertools
 import tensorflow as tf
 
 from accumodel._features.proof import shapes  # noqa: F401, for its rules
-from accumodel._features.proof.rules import RULES, apply_rule, is_number, rule
+from accumodel._features.proof.rules import (
+    KEPT,
+    MAY_BE_0,
+    RULES,
+    apply_rule,
+    is_number,
+    rule,
+)
 from accumodel._features.proof.types import (
     MIXED,
     ONE,
@@ -188,6 +195,8 @@ class Analysis:
                 return v
         if any(v.mixed for v in vals):
             require(_keeps_mixed(op, vals), MIXED, bends=True)
+        is_factor = op.type in ("Mul", "Cast", "SelectV2", *KEPT.split())
+        require(is_factor or not any(v.owes for v in vals), MAY_BE_0)
         has_own = "_gradient_op_type" in op.node_def.attr
         require(not has_own, "a custom gradient")
         is_shared = all(v.is_shared for v in vals)

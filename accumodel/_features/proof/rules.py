@@ -30,7 +30,9 @@ from accumodel._features.proof.types import (
 
 RULES: dict = {}
 
+AFFINE = "affine"  # of a sum and what is not 0, which is not 0
 IN_ORDER = "several samples at once"
+MAY_BE_0 = "what a sum divides that may be 0 in a micro-batch"
 _OTHERS = "a sum or mean over samples, and others"
 
 
@@ -160,7 +162,9 @@ def kept(at, op, *vals):
 
 @rule("Neg Real Imag Conj")
 def linear(at, op, v):
-    return v.but(zero=v.zero)
+    is_whole = op.type == "Neg" or all(name == "n" for name, _ in v.m)
+    require(is_whole, "a part of what a complex sum divides")
+    return v.but(zero=v.zero, within=v.within)
 
 
 @rule("Cast")
@@ -168,16 +172,16 @@ def cast(at, op, v):
     """A number is the same in another dtype, but for rounding.
 
     But not if it is cut off: no float as an integer, nothing in a byte, and not
-    as a truth.
+    as a truth. In fewer bits, unlike numbers may become equal, or 0.
     """
     of, to = op.inputs[0].dtype, op.outputs[0].dtype
     if of.is_bool or (to.is_floating and not of.is_complex):
-        return v
+        return v if to.size >= of.size else v.renamed()
     is_whole = to.is_integer and to.size >= 4 and not of.is_floating
     if to.is_complex or (is_whole and not of.is_complex):
         return v.renamed()
     plain(v)
-    return v.but()
+    return v.but(within=v.vanishes)
 
 
 @rule("Mul MulNoNan")
@@ -190,6 +194,7 @@ def multiplied(at, op, a, b):
         )
         return sizes([product(*pair) for pair in pairs], broadcast([a, b]).dims)
     require("V" not in (a.base, b.base), "the number of samples")
+    within = a.vanishes + b.vanishes
     if "R" in (a.base, b.base):
         a, b = a.factor(), b.factor()
     require(a.base != "S" or b.base != "S", "two sums over samples", True)
@@ -197,7 +202,10 @@ def multiplied(at, op, a, b):
     if not is_number(op.outputs[0].dtype):
         like = None  # a byte begins anew
     one, m = broadcast([a, b]), power(a.m, b.m)
-    return one.but(m=m, zero=a.zero or b.zero, like=like)
+    owes = {*a.owes, *b.owes}.difference(within)
+    require(not owes or one.base == "C", MAY_BE_0)
+    found = {"zero": a.zero or b.zero, "within": within, "owes": (*owes,)}
+    return one.but(m=m, like=like, **found)
 
 
 def scaled(v, by):
@@ -221,12 +229,16 @@ def divided(at, op, a, b):
     """By what samples share, or by a sum over the samples that is a factor."""
     require("V" not in (a.base, b.base), "the number of samples")
     b = b.factor()
-    is_safe = op.type == "DivNoNan" or all(name == "n" for name, _ in b.m)
-    require(is_safe, "what a sum divides that may be 0 in a micro-batch")
+    zeros = {name for name, _ in b.m if not name.endswith(AFFINE)} - {"n"}
+    # Where it is 0, so is what it divides, or what that is a factor of.
+    owes = (*zeros.difference(a.vanishes),)
+    is_safe = not zeros or op.type == "DivNoNan"
+    require(is_safe and (not owes or a.base == "C"), MAY_BE_0)
     is_right = a.base != "S" or b.base == "C"
     require(is_right, "a sum over samples, and samples", bends=True)
     m = power(a.m, b.m, -1)
-    return broadcast([a, b]).but(m=m, zero=a.zero, like=scaled(a, b))
+    found = {"zero": a.zero, "within": a.vanishes, "owes": owes}
+    return broadcast([a, b]).but(m=m, like=scaled(a, b), **found)
 
 
 @rule("AddV2 Add Sub AddN")
@@ -235,7 +247,11 @@ def plus(at, op, *vals):
     if all(v.content and v.dims == () for v in vals) and None not in known:
         sign = -1 if op.type == "Sub" else 1
         return sizes([(int(known[0] + sign * sum(known[1:])), ())], ())
-    return added([*vals])
+    one = added([*vals])
+    if op.type == "Sub" or {v.base for v in vals if not v.zero} != {*"CS"}:
+        return one
+    names = "+".join(v.name for v in vals)
+    return one.but(like=f"{names}:{AFFINE}" if one.is_single else None)
 
 
 @rule("BiasAdd")
@@ -256,7 +272,9 @@ def selected(at, op, condition, a, b):
     require(is_like, "a condition of another shape")
     is_plain = either.base != "S" and not either.mixed
     require(is_plain, "a sum, or another one", bends=True)
-    return broadcast([condition, a, b]).but(m=either.m)
+    within = condition.vanishes + a.vanishes if b.zero else ()
+    require({*a.owes, *b.owes} <= {*within}, MAY_BE_0)
+    return broadcast([condition, a, b]).but(m=either.m, within=within)
 
 
 # -- along axes ----------------------------------------------------------------
@@ -276,13 +294,15 @@ def reduced(at, op, v, of_axes):
     kept = [i for i in range(len(v.dims)) if keeps or i not in axes]
     dims = tuple(ONE if i in axes else v.dims[i] for i in kept)
     if v.base != "R" or v.axis not in axes:
-        return v.but(dims=dims, axis=kept.index(v.axis) if v.base == "R" else 0)
+        axis = kept.index(v.axis) if v.base == "R" else 0
+        return v.but(dims=dims, axis=axis, within=v.within)
     require(is_linear, "all samples at once")
     # The sum of n equal rows is n times one.
     m = power(v.m, (("n", v.uniform - is_mean),))
     one = Type("C" if v.uniform else "S", dims, m)
     # Of all entries.
-    return one.but(like=f"{v.alike}:sum") if one.is_single else one
+    like = f"{v.alike}:sum" if one.is_single else None
+    return one.but(like=like, within=v.within)
 
 
 # Each function looks at the last axes of its inputs, as many of each as stand
@@ -339,7 +359,9 @@ Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput
 def transposed(at, op, to, filters, v):
     plain(v)
     shared(filters)
-    require(to.is_shared or to.base == "V", "sizes that depend on samples")
+    is_known = to.is_shared or to.base == "V"
+    is_known &= not any(map(is_of_samples, (to.content or ())[1:]))
+    require(is_known, "sizes that depend on samples")
     return along((len(v.dims) - 1,), at, op, v)
 
 

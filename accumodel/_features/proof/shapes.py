@@ -73,7 +73,8 @@ def reshaped(at, op, v, *to):
     require(k, _NEW_ORDER)
     # The rows of one may be unlike, if those of all are the same.
     uniform = v.uniform and (o, k) == (times(v.o), times(v.k))
-    return v.but(dims=new, axis=axis, o=o, k=k, uniform=uniform, like=v.alike)
+    found = {"uniform": uniform, "like": v.alike, "within": v.within}
+    return v.but(dims=new, axis=axis, o=o, k=k, **found)
 
 
 def _new_sizes(op, v, *to):
@@ -106,7 +107,8 @@ def turned(at, op, v, order):
     order = [*map(int, order)]
     axis = order.index(v.axis) if v.base == "R" else 0
     dims = tuple(v.dims[i] for i in order)
-    return v.but(dims=dims, axis=axis, like=v.alike)
+    like = v.alike if op.type == "Transpose" else None
+    return v.but(dims=dims, axis=axis, like=like)
 
 
 # -- joined and split ----------------------------------------------------------

@@ -130,6 +130,9 @@ class Type:
     # but for their order and a shared factor, is like one.
     name: str | None = dataclasses.field(default=None, compare=False)
     like: str | None = dataclasses.field(default=None, compare=False)
+    # The names of sums with which it vanishes: it is a product with their rows.
+    within: tuple = dataclasses.field(default=(), compare=False)
+    owes: tuple = ()  # sums that divide it, with which it does not vanish
     why: Proof | None = None  # of T
 
     def but(self, **changed):
@@ -138,7 +141,7 @@ class Type:
         return dataclasses.replace(self.renamed(), **{**is_another, **changed})
 
     def renamed(self):
-        return dataclasses.replace(self, name=None, like=None)
+        return dataclasses.replace(self, name=None, like=None, within=())
 
     def factor(self):
         """Returns the type of a sum over the samples that is a factor."""
@@ -146,11 +149,20 @@ class Type:
             return self
         require(self.is_single, "several sums over samples")
         require(not self.grad, f"{self.words} that is trained", bends=True)
+        # One is 1, but in a micro-batch without weights.
+        is_one = self.alike in dict(self.m)
+        require(not is_one, "a sum of weights, divided by itself")
         return self.but(base="C", m=power(self.m, ((self.alike, 1),)))
 
     @property
     def alike(self):
         return self.like or self.name
+
+    @property
+    def vanishes(self):
+        """The names of the sums with which this vanishes."""
+        own = [f"{self.alike}:sum"] if self.base == "R" else []
+        return (*self.within, *own)
 
     @property
     def is_single(self):

@@ -10,8 +10,9 @@ The gradients of a custom step are typed by what they are gradients of: that of
 by the rows of samples is such rows, whatever their graphs are.
 
 Assumed: a training traces the same Python; operations do what their names say,
-and raise if sizes do not fit; weights of a mask are 0 where they sum up to 0;
-all arrays of a batch have as many rows; and rounding.
+and raise if sizes do not fit; weights of a mask are 0 where they sum up to 0,
+and what samples share, added to them, does not cancel that sum; all arrays of a
+batch have as many rows; and rounding.
 """
 
 import tensorflow as tf
