@@ -4,12 +4,24 @@ import collections
 import random
 import threading
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Batches, as_dataset, chain, compiled, distance, mirrored
+from helpers import (
+    Batches,
+    as_dataset,
+    chain,
+    compiled,
+    distance,
+    fit,
+    gradients_of,
+    in_python,
+    mirrored,
+    softmax,
+)
 from keras import layers, ops
 from test_first_batch import (
     AUTO,
@@ -57,24 +69,35 @@ class CountsInPython(layers.Layer):
         return inputs * (1 + 0.1 * self.calls)
 
 
-class CallsPython(layers.Layer):
-    def call(self, inputs):
-        outputs = tf.numpy_function(np.tanh, [inputs], tf.float32)
-        return tf.reshape(outputs, tf.shape(inputs))
+def calls_python():
+    return layers.Lambda(lambda x: in_python(np.tanh, x))
 
 
 def moving():
     """With seeds, statistics and a state that is not exact."""
-    inner = layers.Dense(6, "tanh"), layers.Dropout(0.3)
-    counts = CountsRaw(), Counts(), CountsInPython()
-    inner += layers.BatchNormalization(), *counts, layers.Dense(OUTPUTS)
-    return chain(AccumulatingModel, (FEATURES,), *inner)
+    return chain(
+        AccumulatingModel,
+        (FEATURES,),
+        layers.Dense(6, "tanh"),
+        layers.Dropout(0.3),
+        layers.BatchNormalization(),
+        CountsRaw(),
+        Counts(),
+        CountsInPython(),
+        layers.Dense(OUTPUTS),
+    )
 
 
 def outside_and_python():
-    inner = layers.Dense(6), CallsPython(), CountsOutside(), Draws()
-    head = layers.Dense(OUTPUTS)
-    return chain(AccumulatingModel, (FEATURES,), *inner, head)
+    return chain(
+        AccumulatingModel,
+        (FEATURES,),
+        layers.Dense(6),
+        calls_python(),
+        CountsOutside(),
+        Draws(),
+        layers.Dense(OUTPUTS),
+    )
 
 
 def decorated():
@@ -183,18 +206,15 @@ def train(make, kwargs, feed, verify):
     model = make()
     with warnings.catch_warnings(), model.distribute_strategy.scope():
         warnings.simplefilter("ignore")
-        optimizer = keras.optimizers.Adam(0.01)
-        model.compile(
-            optimizer, "mse", metrics=["mae"], verify=verify, **kwargs
-        )
+        adam = keras.optimizers.Adam(0.01)
+        model.compile(adam, "mse", metrics=["mae"], verify=verify, **kwargs)
         history = model.fit(**feed(*make_data(20)), epochs=1, verbose=0)
     raw = [each.calls for each in model.layers if isinstance(each, CountsRaw)]
-    values = [*model.variables, *optimizer.variables, *raw, outside]
-    numbers = [random.random(), np.random.random()]
+    values = [*model.variables, *adam.variables, *raw, outside]
     return (
         [np.array(tf.convert_to_tensor(each)) for each in values],
         history.history,
-        numbers,
+        [random.random(), np.random.random()],
     )
 
 
@@ -220,8 +240,7 @@ def test_an_interrupted_check_leaves_nothing_behind(where, name, monkeypatch):
             raise KeyboardInterrupt
         return original(*args)
 
-    model = moving()
-    model.compile("sgd", "mse", micro_batch_size=3)
+    model = compiled(moving(), "sgd", "mse", micro_batch_size=3)
     before = [*map(np.array, model.variables)]
     calls, threads = model.layers[-2].calls, threading.active_count()
     monkeypatch.setattr(where, name, interrupt)
@@ -282,9 +301,10 @@ class OwnAccumulator(Linear):
 
     def train_step(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self.dense(x))
-        gradients = tape.gradient(loss, self.dense.trainable_variables)
+        loss, gradients = gradients_of(
+            lambda: self.compute_loss(x, y, self.dense(x)),
+            self.dense.trainable_variables,
+        )
         self.own.accumulate(gradients, tf.shape(x)[0])
         return {"loss": loss}
 
@@ -308,13 +328,11 @@ class Looks(layers.Layer):
 
 
 def small_first(x, y):
-    batches = as_dataset((x, y), (3, 8, 5))
-    return {"x": batches}
+    return {"x": as_dataset((x, y), (3, 8, 5))}
 
 
 def classifier():
-    softmax = layers.Dense(OUTPUTS, activation="softmax")
-    return chain(AccumulatingModel, (FEATURES,), softmax)
+    return chain(AccumulatingModel, (FEATURES,), softmax(OUTPUTS))
 
 
 def classes(x, y):
@@ -392,7 +410,7 @@ class Still(Linear):
 
 NOT_MADE = {
     "an optimizer": (UpdatesItself, STEPS, "mse"),
-    "py_function": (around(CallsPython), SIZE, "mse"),
+    "py_function": (around(calls_python), SIZE, "mse"),
     "counts_in_python": (around(CountsInPython), SIZE | EAGER, "mse"),
     "gradients of the loss are zero": (Still, STEPS | EAGER, "mse"),
 }
@@ -423,9 +441,7 @@ def test_an_overflow_of_the_first_batch_is_silent(kwargs):
     x, y = make_data(40)
     x[0] = 6e4
     model = compiled(around(Notes)(), "sgd", "mse", **kwargs)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    fit(model, x, y, batch_size=8)
     said = model.first_batch_check
     assert said.startswith("exact")
     assert "a loss scale skips" in said
@@ -441,16 +457,13 @@ def test_each_of_several_replicas_has_a_loss_of_the_whole_batch():
     assert "Each replica has the loss of its own samples" in said
 
 
-def test_what_is_proved_is_looked_at_once(monkeypatch):
+def test_what_is_proved_is_looked_at_once():
     """Though no batch is ever split."""
-    looks: list = []
-    look = batches.FirstBatch._look
-    monkeypatch.setattr(
-        batches.FirstBatch,
-        "_look",
-        lambda self, first: (looks.append(first), look(self, first)),
-    )
     model = compiled(plain(), "sgd", "mse", micro_batch_size=8, accum_steps=2)
-    model.fit(*make_data(64), batch_size=4, verbose=0)
+    look = batches.FirstBatch._look
+    with mock.patch.object(
+        batches.FirstBatch, "_look", autospec=True, side_effect=look
+    ) as looks:
+        model.fit(*make_data(64), batch_size=4, verbose=0)
     assert model.first_batch_check.startswith("exact for every batch")
-    assert len(looks) == 1
+    assert looks.call_count == 1

@@ -11,7 +11,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Adds, chain, distance, gradients_of
+from helpers import (
+    Adds,
+    Seeded,
+    chain,
+    compiled,
+    distance,
+    fit,
+    gradients_of,
+    weekly,
+)
 from keras import layers, ops
 
 from accumodel import AccumulatingModel, InexactWarning
@@ -96,13 +105,12 @@ def custom(loss_of, call=forward):
     return subclass(call, None, train_step)
 
 
-class Scaled(layers.Layer):
+class Scaled(Seeded):
     """A branch with a scale, as LayerScale."""
 
     def __init__(self, branch, scale):
         super().__init__()
         self.branch, self.scale = branch, scale
-        self.seed = keras.random.SeedGenerator(3)
 
     def build(self, shape):
         scale = keras.initializers.Constant(self.scale)
@@ -181,8 +189,13 @@ def endpoint(cls):
 
 
 def swapped(cls):
-    last = layers.Lambda(lambda x: ops.transpose(x, (1, 0, 2)))
-    return chain(cls, (5, 6), layers.Dense(4), layers.Permute((2, 1)), last)
+    return chain(
+        cls,
+        (5, 6),
+        layers.Dense(4),
+        layers.Permute((2, 1)),
+        layers.Lambda(lambda x: ops.transpose(x, (1, 0, 2))),
+    )
 
 
 def softmax_of_steps(cls):
@@ -254,10 +267,6 @@ def contrast(logits):
             labels, logits, from_logits=True
         )
     )
-
-
-def per_class(y, p):
-    return ops.mean((y - p) ** 2, 0)
 
 
 def time_major(y, p):
@@ -352,7 +361,7 @@ class PerClass(keras.losses.Loss):
         super().__init__(reduction="sum")
 
     def call(self, y, p):
-        return per_class(y, p)
+        return ops.mean((y - p) ** 2, 0)
 
 
 def prints(x):
@@ -491,10 +500,10 @@ for seed in range(8):
         "of twelve": numbers.integers(12, size=24),
     }.items():
         features = numbers.normal(size=(24, 6)).astype("float32")
-        row = dense, triplets, features, classes
-        PROGRAMS[f"triplets {name}, {seed}"] = row
-    row = custom(hardest_half), None, features, Y
-    PROGRAMS[f"step of the hardest half, {seed}"] = row
+        program = f"triplets {name}, {seed}"
+        PROGRAMS[program] = dense, triplets, features, classes
+    program = f"step of the hardest half, {seed}"
+    PROGRAMS[program] = custom(hardest_half), None, features, Y
 
 WAYS = {
     "split": {"micro_batch_size": 6},
@@ -517,26 +526,29 @@ FALSE_ALARM = "weighs nothing", "cache"
 def train(cls, make, loss, x, y, **kwargs):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
-    model = make(cls)
-    is_large = loss is PROGRAMS["price"][1]
-    model.compile(ADAM(0.01) if is_large else SGD(0.1), loss, **kwargs)
+    optimizer = ADAM(0.01) if make is price else SGD(0.1)
+    model = compiled(make(cls), optimizer, loss, **kwargs)
     steps = kwargs.get("accum_steps", 1)
-    model.fit(x, y, epochs=2, batch_size=24 // steps, shuffle=False, verbose=0)
+    fit(model, x, y, epochs=2, batch_size=24 // steps)
     return model
+
+
+# Those that are tested daily in all ways, and those that are in none.
+OFTEN = (
+    *("connections", "per class", "adds a root", "counts later"),
+    *("reads a metric", "step of the hardest half, 0"),
+)
+RARE = "triplets of tw", "step of the hardest"
 
 
 def table():
     """Each program in one way; all ways, and other seeds, are for the week."""
-    for name, way in itertools.product(PROGRAMS, WAYS):
-        if way == "by two" and name != "custom step":
-            continue
-        is_rare = name.startswith(("triplets of tw", "step of the hardest"))
-        is_often = way == "split" and not is_rare
-        is_often |= name in ("connections", "per class")
-        is_often |= name in ("adds a root", "counts later", "reads a metric")
-        is_often |= name == "step of the hardest half, 0" or way == "by two"
-        marks = [] if is_often else [pytest.mark.weekly]
-        yield pytest.param(name, way, marks=marks)
+    *ways, by_two = WAYS
+    for name, way in itertools.product(PROGRAMS, ways):
+        is_split = way == "split" and not name.startswith(RARE)
+        is_often = is_split or name in OFTEN
+        yield (name, way) if is_often else weekly(name, way)
+    yield "custom step", by_two
 
 
 @pytest.mark.verified
@@ -563,8 +575,8 @@ def test_what_is_said_is_true(name, way):
     is_right = distance(model, plain.get_weights()) < 2e-6
     is_right &= (name, way) != FALSE_ALARM
     assert said.startswith("exact" if is_right else "differs"), said
-    kinds = {InexactWarning} if not is_right else set()
-    assert {warning.category for warning in told} == kinds
+    kinds = {warning.category for warning in told}
+    assert kinds == (set() if is_right else {InexactWarning})
 
 
 @pytest.mark.verified
@@ -573,9 +585,8 @@ def test_what_may_be_equal_by_chance_is_looked_at_again():
     hard = np.repeat([1, 0, 1, 0, 1, 1, 0, 0], 2).reshape(16, 1)
     model = custom(hardest_half)(AccumulatingModel)
     model.compile(SGD(0.1), micro_batch_size=4, run_eagerly=True)  # unproved
-    data = X[:16], Y[:16] + 9 * hard
     with pytest.warns(InexactWarning, match="first batch shows"):
-        model.fit(*data, batch_size=8, shuffle=False, verbose=0)
+        fit(model, X[:16], Y[:16] + 9 * hard, batch_size=8)
 
 
 @pytest.mark.verified
