@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import test_whole_training as whole
-from helpers import distance, gradients_of
+from helpers import (
+    Seeded,
+    chain,
+    compiled,
+    distance,
+    gradients_of,
+    messages_of,
+)
 from keras import layers, ops
 from test_verdict import SGD, with_layer
 from test_whole_training import (
@@ -21,6 +28,7 @@ from test_whole_training import (
     adds_rows,
     feed,
     heads,
+    heads_on,
     trained,
 )
 
@@ -41,7 +49,6 @@ WAYS = WAYS | {
     "fed, eager": {"accum_steps": 4, "run_eagerly": True},
     "cache, eager": WAYS["cache"] | {"run_eagerly": True},
 }
-EACH = [Y, Y]
 
 
 def fixed(model, steps):
@@ -137,17 +144,11 @@ def by_size(y, p):
     return ops.sum((y - p) ** 2, -1) / (y.shape[0] * 0.0 + 4)
 
 
-def adding(cls):
-    x = keras.Input((6,))
-    hidden = adds_rows()(layers.Dense(6, "tanh")(x))
-    return cls(x, [layers.Dense(4)(hidden), layers.Dense(4)(hidden)])
-
-
 OUTPUTS = {
     "a sum and a mean": (heads, SUM, ["cache"]),
     "Python": (heads, python, ["eager", "fed, eager", "cache, eager"]),
     "a size": (heads, by_size, ["fed", "cache"]),
-    "vectors": (adding, "mse", ["cache"]),
+    "vectors": (heads_on(adds_rows), "mse", ["cache"]),
 }
 
 
@@ -190,20 +191,15 @@ def in_turn(model, steps):
             model.train_on_batch(x[part], Y[part])
 
 
-class Noise(layers.Layer):
+class Noise(Seeded):
     """Is switched on in Python."""
 
-    def __init__(self):
-        super().__init__()
-        self.is_on, self.seed = False, keras.random.SeedGenerator(3)
+    is_on = False
 
     def call(self, x):
         if not self.is_on:
             return x
         return x + keras.random.normal(ops.shape(x), seed=self.seed)
-
-    def compute_output_shape(self, shape):
-        return shape
 
 
 def switched(model, steps):
@@ -294,29 +290,22 @@ ERRORS = {
 @pytest.mark.parametrize("text", ERRORS)
 def test_an_error_of_the_users_own_is_told_once(text, way):
     make, loss = ERRORS[text]
-    model = make(AccumulatingModel)
-    model.compile("sgd", loss, **WAYS[way])
-    y = EACH if make is heads else Y
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)
+    model = compiled(make(AccumulatingModel), "sgd", loss, **WAYS[way])
+    y = [Y, Y] if make is heads else Y
+
+    def fail():
         with pytest.raises(Exception, match=text):
             model.fit(X, y, batch_size=24, verbose=0)
-    assert not [each for each in told if each.category is UserWarning]
+
+    assert not messages_of(fail)
 
 
-class Depth(layers.Layer):
+class Depth(Seeded):
     """Is as deep as a drawn number says."""
-
-    def __init__(self):
-        super().__init__()
-        self.seed = keras.random.SeedGenerator(3)
 
     def call(self, x):
         is_deep = float(keras.random.uniform((), seed=self.seed)) < 0.5
         return ops.tanh(x) if is_deep else x
-
-    def compute_output_shape(self, shape):
-        return shape
 
 
 def cut_by_python(cls):
@@ -380,8 +369,7 @@ def by_a_longer_batch(model):
     "change", [by_a_new_function, by_longer_ones, by_a_longer_batch]
 )
 def test_a_step_that_is_traced_again_is_proved_again(change):
-    x = keras.Input((None, 6))
-    model = Decides(x, layers.Dense(6)(x))
+    model = chain(Decides, (None, 6), layers.Dense(6))
     model.compile("sgd", micro_batch_size=6)
     model.fit(SEQUENCES, SEQUENCES, verbose=0)
     assert model.first_batch_check.startswith("exact for every batch")
@@ -394,8 +382,7 @@ def test_a_step_that_is_traced_again_is_proved_again(change):
 
 def stateful(cls):
     inputs = keras.Input(batch_shape=(6, 3, 6))
-    outputs = layers.LSTM(4, stateful=True)(inputs)
-    return cls(inputs, layers.Dense(4)(outputs))
+    return chain(cls, inputs, layers.LSTM(4, stateful=True), layers.Dense(4))
 
 
 class Joined(layers.Layer):
