@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import test_proof
-import test_verdict
 from helpers import (
     Adds,
     Seeded,
@@ -29,7 +28,15 @@ from helpers import (
     weekly,
 )
 from keras import layers, ops
-from test_verdict import ADAM, SGD, hardest, with_layer
+from test_verdict import (
+    ADAM,
+    SGD,
+    around,
+    hardest,
+    moments,
+    root,
+    with_layer,
+)
 
 from accumodel import AccumulatingModel, InexactWarning
 from accumodel._features.first_batch import runs
@@ -220,11 +227,14 @@ def padded(model, steps):
 
 def text(*inner, mask=False):
     def make(cls):
-        words = layers.Embedding(10, 4, mask_zero=mask)
-        inputs = keras.Input((None,), dtype="int64")
-        made = [layer(seed=3, rate=0.5) for layer in inner]
-        pool = layers.GlobalAveragePooling1D()
-        return chain(cls, inputs, words, *made, pool, layers.Dense(4))
+        return chain(
+            cls,
+            keras.Input((None,), dtype="int64"),
+            layers.Embedding(10, 4, mask_zero=mask),
+            *(layer(seed=3, rate=0.5) for layer in inner),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(4),
+        )
 
     return make
 
@@ -237,7 +247,7 @@ class Carry(layers.Layer):
 
     def call(self, x):
         carried = ops.sigmoid(self.gate)
-        return carried * x + (1 - carried) * test_verdict.moments(self, x)
+        return carried * x + (1 - carried) * moments(self, x)
 
 
 class Either(Seeded):
@@ -325,11 +335,11 @@ def matched(y, p):
     return ops.mean((y - p) ** 2, -1)
 
 
-def masks(cls):
-    words = keras.Input((6,), dtype="int64")
+@functools.partial(functional, lambda: keras.Input((6,), dtype="int64"))
+def masks(words):
     one = layers.Embedding(9, 4, mask_zero=True)(words)
     other = layers.Embedding(9, 4)(words)
-    return cls(words, [layers.Dense(4)(one), layers.Dense(4)(other)])
+    return [layers.Dense(4)(one), layers.Dense(4)(other)]
 
 
 adds_rows = functools.partial(Adds, lambda x: 0.1 * ops.mean(x**2, -1))
@@ -415,7 +425,7 @@ PROGRAMS = {
     "stops": Program(with_loss(dense, stops)),
     "reads its log": Program(with_loss(dense, logged), ways=WAYS),
     "capped": Program(
-        test_verdict.around(capped),
+        around(capped),
         "mse",
         feed(X * (np.arange(48) // 24)[:, None], Y),
         told=None,
@@ -567,7 +577,7 @@ def test_what_is_proved_and_differs_fails(proved_and_compared, monkeypatch):
     wrong = lambda *args, **kwargs: Proof("exact", "a wrong rule")  # noqa: E731
     monkeypatch.setattr(runs, "prove", wrong)
     with pytest.raises(AssertionError, match="a wrong rule; but differs"):
-        check(Program(dense, test_verdict.root), **WAYS["split"])
+        check(Program(dense, root), **WAYS["split"])
 
 
 @pytest.mark.weekly
