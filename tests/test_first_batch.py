@@ -89,8 +89,7 @@ class Standardizes(layers.Layer):
 
     def call(self, inputs, training=None):
         if training:
-            mean = ops.mean(inputs, axis=0)
-            self.mean.assign(0.9 * self.mean + 0.1 * mean)
+            self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(inputs, axis=0))
             return inputs
         return inputs - self.mean
 
@@ -127,8 +126,7 @@ class Centre(keras.losses.Loss):
 
     def call(self, y_true, y_pred):
         loss = (y_pred - y_true - self.centre) ** 2
-        mean = ops.mean(y_true, axis=0)
-        self.centre.assign(0.5 * self.centre + 0.5 * mean)
+        self.centre.assign(0.5 * self.centre + 0.5 * ops.mean(y_true, axis=0))
         return loss
 
 
@@ -265,8 +263,7 @@ def test_the_loss_of_a_cycle_is_compared_though_it_does_not_fit(monkeypatch):
 def test_on_replicas_the_samples_of_one_are_enough(name, way):
     make, loss, text = INEXACT[name]
     with mirrored(2).scope():
-        data = make_data(32)
-        (warning,) = warned(make, loss, data, 16, **WAYS[way])
+        (warning,) = warned(make, loss, make_data(32), 16, **WAYS[way])
     assert text in str(warning.message)
 
 
@@ -332,14 +329,24 @@ def test_what_is_exact_is_silent(name, way):
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_padding_that_is_cut_off_is_silent(run_eagerly):
     """Though it draws other numbers."""
-    inner = layers.Embedding(9, 4, mask_zero=True), dropout()
-    head = layers.GlobalAveragePooling1D(), layers.Dense(OUTPUTS)
-    inputs = keras.Input((None,), dtype="int32")
-    model = chain(AccumulatingModel, inputs, *inner, *head)
+    model = chain(
+        AccumulatingModel,
+        keras.Input((None,), dtype="int32"),
+        layers.Embedding(9, 4, mask_zero=True),
+        dropout(),
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(OUTPUTS),
+    )
     words = np.random.default_rng(0).integers(1, 9, size=(16, 40))
     words[:, 10:] *= np.arange(16)[:, None] % 4 == 0
-    kwargs = SIZE | {"trim_padding": 0, "run_eagerly": run_eagerly}
-    compiled(model, "sgd", "mse", **kwargs)
+    compiled(
+        model,
+        "sgd",
+        "mse",
+        micro_batch_size=4,
+        trim_padding=0,
+        run_eagerly=run_eagerly,
+    )
     model.fit(words, make_data()[1], batch_size=16, verbose=0)
     assert model.first_batch_check.startswith("exact")
 
@@ -494,17 +501,16 @@ def test_what_hides_is_told_of(name):
     assert text in found
 
 
-class GroupsOfFour(layers.Layer):
-    def call(self, inputs):
-        groups = tf.reshape(inputs, (-1, 4, 6))
-        groups -= tf.reduce_mean(groups, 1, keepdims=True)
-        return tf.ensure_shape(tf.reshape(groups, (-1, 6)), (None, 6))
+def groups_of_four(x):
+    groups = tf.reshape(x, (-1, 4, 6))
+    groups -= tf.reduce_mean(groups, 1, keepdims=True)
+    return tf.ensure_shape(tf.reshape(groups, (-1, 6)), (None, 6))
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        around(GroupsOfFour),
+        around(lambda: layers.Lambda(groups_of_four)),
         around(lambda: layers.Lambda(unknown_rank)),
         Unweighted,
     ],
@@ -560,8 +566,7 @@ def test_it_comes_again_for_weights_that_were_not_there():
                 losses *= sample_weight / ops.max(sample_weight)
             return ops.mean(losses)
 
-    inputs = keras.Input((4,))
-    model = Model(inputs, layers.Dense(1)(inputs))
+    model = chain(Model, (4,), layers.Dense(1))
     model.compile("sgd", micro_batch_size=4)
     data = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
     model.train_on_batch(*data)
@@ -604,8 +609,9 @@ def test_masks_are_told_of_by_what_is_known():
     """One warning, which names the cause."""
     model = cases.masked_and_not(AccumulatingModel)
     x, (y, _) = cases.tokens_for_two(16, np.random.default_rng(0))
-    loss = "sparse_categorical_crossentropy"
-    model.compile("sgd", [loss, loss], micro_batch_size=4)
+    model.compile(
+        "sgd", ["sparse_categorical_crossentropy"] * 2, micro_batch_size=4
+    )
     with pytest.warns(InexactWarning) as found:
         model.fit(x, (y, y), batch_size=16, verbose=0)
     assert ["different masks" in str(each.message) for each in found] == [True]

@@ -52,8 +52,7 @@ from test_first_batch import (
     root,
 )
 
-import accumodel
-from accumodel import AccumulatingModel, InexactWarning
+from accumodel import AccumulatingModel, GradientAccumulator, InexactWarning
 from accumodel._features.first_batch import batches, runs
 
 # -- nothing is left behind ----------------------------------------------------
@@ -100,21 +99,17 @@ def outside_and_python():
     )
 
 
-def decorated():
+class Decorated(Linear):
     """With a `tf.function` that is traced once, and draws."""
 
-    class Decorated(Linear):
-        def __init__(self):
-            super().__init__()
-            self.drop = layers.Dropout(0.5)
+    def __init__(self):
+        super().__init__()
+        self.drop = layers.Dropout(0.5)
+        self.dense.build((None, FEATURES))
 
-        @tf.function
-        def call(self, inputs, training=None):
-            return self.dense(self.drop(inputs, training=training))
-
-    model = Decorated()
-    model.dense.build((None, FEATURES))
-    return model
+    @tf.function
+    def call(self, inputs, training=None):
+        return self.dense(self.drop(inputs, training=training))
 
 
 class UpdatesItself(Linear):
@@ -129,11 +124,10 @@ class UpdatesItself(Linear):
 
     def train_step(self, data):
         gradients, weight, logs = self.compute_gradients(data)
-        kept, own = gradients[:2], gradients[2:]
         self.optimizer.apply_gradients(
-            zip(own, self.second.trainable_variables, strict=True)
+            zip(gradients[2:], self.second.trainable_variables, strict=True)
         )
-        self.accumulate_gradients([*kept, None, None], weight)
+        self.accumulate_gradients([*gradients[:2], None, None], weight)
         return logs
 
 
@@ -189,7 +183,7 @@ SAME = {
     "eager": (moving, THREE | EAGER, array),
     "XLA": (moving, THREE | XLA, array),
     "executions": (moving, THREE | EXECUTIONS, data_set),
-    "decorated": (decorated, STEPS, array),
+    "decorated": (Decorated, STEPS, array),
     "updates": (UpdatesItself, STEPS, array),
     "updates, eager": (UpdatesItself, STEPS | EAGER, array),
     "outside": (outside_and_python, THREE, array),
@@ -210,9 +204,11 @@ def train(make, kwargs, feed, verify):
         model.compile(adam, "mse", metrics=["mae"], verify=verify, **kwargs)
         history = model.fit(**feed(*make_data(20)), epochs=1, verbose=0)
     raw = [each.calls for each in model.layers if isinstance(each, CountsRaw)]
-    values = [*model.variables, *adam.variables, *raw, outside]
     return (
-        [np.array(tf.convert_to_tensor(each)) for each in values],
+        [
+            np.array(tf.convert_to_tensor(each))
+            for each in (*model.variables, *adam.variables, *raw, outside)
+        ],
         history.history,
         [random.random(), np.random.random()],
     )
@@ -295,7 +291,7 @@ class OwnAccumulator(Linear):
     def compile(self, *args, **kwargs):
         super().compile(*args, **kwargs)
         self.dense.build((None, FEATURES))
-        self.own = accumodel.GradientAccumulator(
+        self.own = GradientAccumulator(
             keras.optimizers.SGD(), self.dense.trainable_variables, 2
         )
 
@@ -325,10 +321,6 @@ class Looks(layers.Layer):
     def call(self, inputs):
         found = self.table(tf.cast(inputs[:, :1] * 3, tf.int64))
         return inputs + ops.cast(found, inputs.dtype)
-
-
-def small_first(x, y):
-    return {"x": as_dataset((x, y), (3, 8, 5))}
 
 
 def classifier():
@@ -379,7 +371,11 @@ PROGRAMS = {
     "PyDataset": (plain, METRICS, py_data_set),
     "executions": (plain, METRICS | EXECUTIONS, data_set),
     "XLA": (plain, METRICS | XLA, data_set),
-    "small first": (plain, SIZE, small_first),
+    "small first": (
+        plain,
+        SIZE,
+        lambda *xy: {"x": as_dataset(xy, (3, 8, 5))},
+    ),
     "a table": (around(Looks), SIZE, array),
     "size of one": (plain, ONE, array),
     "auto": (plain, AUTO, array),
@@ -426,8 +422,7 @@ def test_it_says_why_there_is_none(text, caplog):
     with pytest.warns(UserWarning, match=text) as told:
         model.fit(*make_data(160), batch_size=8, verbose=0)
     assert model.first_batch_check.startswith("not made: ")
-    texts = [str(warning.message) for warning in told]
-    assert sum("could not be compared" in text for text in texts) == 1
+    assert sum("could not be compared" in str(x.message) for x in told) == 1
     (record,) = [x for x in caplog.records if x.name == "accumodel"]
     assert model.first_batch_check in record.message
 
@@ -449,8 +444,13 @@ def test_an_overflow_of_the_first_batch_is_silent(kwargs):
 
 def test_each_of_several_replicas_has_a_loss_of_the_whole_batch():
     with mirrored(2).scope():
-        cached = CACHE | {"micro_batch_size": 2}
-        model = compiled(around(layers.Identity)(), "sgd", "mse", **cached)
+        model = compiled(
+            around(layers.Identity)(),
+            "sgd",
+            "mse",
+            gradient_cache=True,
+            micro_batch_size=2,
+        )
     model.fit(*make_data(40), batch_size=8, verbose=0)
     said = model.first_batch_check
     assert said.startswith("exact for every batch: proved from the graph, ")

@@ -7,12 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import test_whole_training as whole
 from helpers import (
     Seeded,
     chain,
     compiled,
     distance,
+    fit,
     gradients_of,
     messages_of,
 )
@@ -20,15 +20,19 @@ from keras import layers, ops
 from test_verdict import SGD, with_layer
 from test_whole_training import (
     SUM,
+    VALUES,
     WAYS,
+    WORDS,
     Either,
     Program,
     X,
     Y,
     adds_rows,
+    dense,
     feed,
     heads,
     heads_on,
+    masks,
     trained,
 )
 
@@ -54,8 +58,7 @@ WAYS = WAYS | {
 def fixed(model, steps):
     """Trains with batches of a size that is known in the graph."""
     data = tf.data.Dataset.from_tensor_slices((X, (Y, Y)))
-    batches = data.batch(24 // steps, drop_remainder=True)
-    model.fit(batches, epochs=2, shuffle=False, verbose=0)
+    fit(model, data.batch(24 // steps, drop_remainder=True), epochs=2)
 
 
 def fails_at(place):
@@ -257,7 +260,7 @@ def stepping(accumulate):
             accumulate(self, x, gradients)
             return {"mean": loss}
 
-    return lambda cls: whole.dense(Model)
+    return lambda cls: dense(Model)
 
 
 def twice(model, x, gradients):
@@ -266,8 +269,8 @@ def twice(model, x, gradients):
 
 
 def unknown(model, x, gradients):
-    pairs = zip(gradients, [tf.Variable(g) for g in gradients], strict=True)
-    model.accumulate_gradients([*pairs], tf.shape(x)[0])
+    pairs = [(gradient, tf.Variable(gradient)) for gradient in gradients]
+    model.accumulate_gradients(pairs, tf.shape(x)[0])
 
 
 class Wrong(layers.Layer):
@@ -313,7 +316,7 @@ def cut_by_python(cls):
         def slice_data(self, data, begin, end):
             return [leaf[int(float(begin)) : int(float(end))] for leaf in data]
 
-    return whole.dense(Model)
+    return dense(Model)
 
 
 @pytest.mark.parametrize(
@@ -327,12 +330,12 @@ def test_what_is_quoted_is_the_cause(make):
 
 def test_a_warning_that_is_an_error_is_not_taken_for_the_users_own():
     """The loss of the whole batch may fail, but not by this."""
-    model = whole.masks(AccumulatingModel)
+    model = masks(AccumulatingModel)
     model.compile("sgd", "mse", accum_steps=2, **WAYS["cache"])
     with warnings.catch_warnings():
         warnings.simplefilter("error", InexactWarning)
         with pytest.raises(InexactWarning, match="different masks"):
-            model.fit(whole.WORDS, [whole.VALUES[:, :6]] * 2, verbose=0)
+            model.fit(WORDS, [VALUES[:, :6]] * 2, verbose=0)
 
 
 # -- what was proved, and is traced again --------------------------------------
@@ -381,8 +384,12 @@ def test_a_step_that_is_traced_again_is_proved_again(change):
 
 
 def stateful(cls):
-    inputs = keras.Input(batch_shape=(6, 3, 6))
-    return chain(cls, inputs, layers.LSTM(4, stateful=True), layers.Dense(4))
+    return chain(
+        cls,
+        keras.Input(batch_shape=(6, 3, 6)),
+        layers.LSTM(4, stateful=True),
+        layers.Dense(4),
+    )
 
 
 class Joined(layers.Layer):
@@ -430,6 +437,6 @@ def test_what_it_draws_in_python_is_drawn_again():
         drawn.append((random.random(), np.random.normal()))
 
     keras.utils.set_random_seed(0)
-    rehearse(whole.dense(AccumulatingModel), draw)
+    rehearse(dense(AccumulatingModel), draw)
     draw()
     assert drawn[0] == drawn[1]
