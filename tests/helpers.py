@@ -182,6 +182,17 @@ class Adds(keras.layers.Layer):
         return inputs
 
 
+class Seeded(keras.layers.Layer):
+    """The base of layers that draw, and keep the shape of their inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
 class CountTraces(keras.layers.Layer):
     def __init__(self):
         super().__init__()

@@ -38,13 +38,14 @@ WAYS = {
 
 def exported(module, base):
     """Returns the names of the classes of a module, one for each class."""
-    names = {
-        # An alias, only where there is nothing else.
-        each.__name__ if hasattr(module, each.__name__) else name
-        for name, each in vars(module).items()
-        if inspect.isclass(each) and issubclass(each, base)
-    }
-    return sorted(names)
+    return sorted(
+        {
+            # An alias, only where there is nothing else.
+            each.__name__ if hasattr(module, each.__name__) else name
+            for name, each in vars(module).items()
+            if inspect.isclass(each) and issubclass(each, base)
+        }
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +57,12 @@ def fitted(model_class, make, data, batch_size=BATCH_SIZE, **kwargs):
     """Returns a model after four updates, and its first weights."""
     keras.utils.set_random_seed(0)
     inputs, outputs, loss = make()
-    sgd = keras.optimizers.SGD(0.01)
     model = compiled(
-        model_class(inputs, outputs), sgd, loss, jit_compile=False, **kwargs
+        model_class(inputs, outputs),
+        keras.optimizers.SGD(0.01),
+        loss,
+        jit_compile=False,
+        **kwargs,
     )
     before = model.get_weights()
     x, y, sample_weight = data
@@ -87,8 +91,8 @@ def train_in_all_ways(make, data, tolerance, run_eagerly=True):
                 found[way] = False, [f"refused: {error}"]
                 continue
         told = [str(x.message) for x in caught if x.category is InexactWarning]
-        told.append(str(model.first_batch_check))
-        found[way] = bool(distance(model, plain) <= tolerance), told
+        is_exact = bool(distance(model, plain) <= tolerance)
+        found[way] = is_exact, [*told, str(model.first_batch_check)]
     return found
 
 
@@ -396,8 +400,9 @@ MODELS = [
 def proof_of_model(name):
     """Proves a training of a model, of which normalizations are frozen."""
     if hasattr(keras.applications, name):
-        make = getattr(keras.applications, name)
-        base = make(include_top=False, weights=None, input_shape=(75, 75, 3))
+        base = getattr(keras.applications, name)(
+            include_top=False, weights=None, input_shape=(75, 75, 3)
+        )
         for layer in base.layers:
             layer.trainable = not isinstance(layer, layers.BatchNormalization)
         outputs = layers.GlobalAveragePooling2D()(base.output)
@@ -430,11 +435,13 @@ def print_ways(names):
     in_none = []
     for name in names:
         set_precision("float64")
-        is_loss = name in LOSSES
-        found = ways_of_loss(name, True) if is_loss else ways_of_layer(name)
-        in_none += (
-            [] if any(is_exact for is_exact, _ in found.values()) else [name]
+        found = (
+            ways_of_loss(name, is_weighted=True)
+            if name in LOSSES
+            else ways_of_layer(name)
         )
+        if not any(is_exact for is_exact, _ in found.values()):
+            in_none.append(name)
         for way, (is_exact, told) in found.items():
             truth = "exact" if is_exact else "differs"
             print(f"{name:24} {way:6} {truth:8} {told[-1][:60]}", flush=True)

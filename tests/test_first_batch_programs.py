@@ -4,12 +4,24 @@ import collections
 import random
 import threading
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Batches, as_dataset, chain, compiled, distance, mirrored
+from helpers import (
+    Batches,
+    as_dataset,
+    chain,
+    compiled,
+    distance,
+    fit,
+    gradients_of,
+    in_python,
+    mirrored,
+    softmax,
+)
 from keras import layers, ops
 from test_first_batch import (
     AUTO,
@@ -40,8 +52,7 @@ from test_first_batch import (
     root,
 )
 
-import accumodel
-from accumodel import AccumulatingModel, InexactWarning
+from accumodel import AccumulatingModel, GradientAccumulator, InexactWarning
 from accumodel._features.first_batch import batches, runs
 
 # -- nothing is left behind ----------------------------------------------------
@@ -57,41 +68,48 @@ class CountsInPython(layers.Layer):
         return inputs * (1 + 0.1 * self.calls)
 
 
-class CallsPython(layers.Layer):
-    def call(self, inputs):
-        outputs = tf.numpy_function(np.tanh, [inputs], tf.float32)
-        return tf.reshape(outputs, tf.shape(inputs))
+def calls_python():
+    return layers.Lambda(lambda x: in_python(np.tanh, x))
 
 
 def moving():
     """With seeds, statistics and a state that is not exact."""
-    inner = layers.Dense(6, "tanh"), layers.Dropout(0.3)
-    counts = CountsRaw(), Counts(), CountsInPython()
-    inner += layers.BatchNormalization(), *counts, layers.Dense(OUTPUTS)
-    return chain(AccumulatingModel, (FEATURES,), *inner)
+    return chain(
+        AccumulatingModel,
+        (FEATURES,),
+        layers.Dense(6, "tanh"),
+        layers.Dropout(0.3),
+        layers.BatchNormalization(),
+        CountsRaw(),
+        Counts(),
+        CountsInPython(),
+        layers.Dense(OUTPUTS),
+    )
 
 
 def outside_and_python():
-    inner = layers.Dense(6), CallsPython(), CountsOutside(), Draws()
-    head = layers.Dense(OUTPUTS)
-    return chain(AccumulatingModel, (FEATURES,), *inner, head)
+    return chain(
+        AccumulatingModel,
+        (FEATURES,),
+        layers.Dense(6),
+        calls_python(),
+        CountsOutside(),
+        Draws(),
+        layers.Dense(OUTPUTS),
+    )
 
 
-def decorated():
+class Decorated(Linear):
     """With a `tf.function` that is traced once, and draws."""
 
-    class Decorated(Linear):
-        def __init__(self):
-            super().__init__()
-            self.drop = layers.Dropout(0.5)
+    def __init__(self):
+        super().__init__()
+        self.drop = layers.Dropout(0.5)
+        self.dense.build((None, FEATURES))
 
-        @tf.function
-        def call(self, inputs, training=None):
-            return self.dense(self.drop(inputs, training=training))
-
-    model = Decorated()
-    model.dense.build((None, FEATURES))
-    return model
+    @tf.function
+    def call(self, inputs, training=None):
+        return self.dense(self.drop(inputs, training=training))
 
 
 class UpdatesItself(Linear):
@@ -106,11 +124,10 @@ class UpdatesItself(Linear):
 
     def train_step(self, data):
         gradients, weight, logs = self.compute_gradients(data)
-        kept, own = gradients[:2], gradients[2:]
         self.optimizer.apply_gradients(
-            zip(own, self.second.trainable_variables, strict=True)
+            zip(gradients[2:], self.second.trainable_variables, strict=True)
         )
-        self.accumulate_gradients([*kept, None, None], weight)
+        self.accumulate_gradients([*gradients[:2], None, None], weight)
         return logs
 
 
@@ -166,7 +183,7 @@ SAME = {
     "eager": (moving, THREE | EAGER, array),
     "XLA": (moving, THREE | XLA, array),
     "executions": (moving, THREE | EXECUTIONS, data_set),
-    "decorated": (decorated, STEPS, array),
+    "decorated": (Decorated, STEPS, array),
     "updates": (UpdatesItself, STEPS, array),
     "updates, eager": (UpdatesItself, STEPS | EAGER, array),
     "outside": (outside_and_python, THREE, array),
@@ -183,18 +200,17 @@ def train(make, kwargs, feed, verify):
     model = make()
     with warnings.catch_warnings(), model.distribute_strategy.scope():
         warnings.simplefilter("ignore")
-        optimizer = keras.optimizers.Adam(0.01)
-        model.compile(
-            optimizer, "mse", metrics=["mae"], verify=verify, **kwargs
-        )
+        adam = keras.optimizers.Adam(0.01)
+        model.compile(adam, "mse", metrics=["mae"], verify=verify, **kwargs)
         history = model.fit(**feed(*make_data(20)), epochs=1, verbose=0)
     raw = [each.calls for each in model.layers if isinstance(each, CountsRaw)]
-    values = [*model.variables, *optimizer.variables, *raw, outside]
-    numbers = [random.random(), np.random.random()]
     return (
-        [np.array(tf.convert_to_tensor(each)) for each in values],
+        [
+            np.array(tf.convert_to_tensor(each))
+            for each in (*model.variables, *adam.variables, *raw, outside)
+        ],
         history.history,
-        numbers,
+        [random.random(), np.random.random()],
     )
 
 
@@ -220,8 +236,7 @@ def test_an_interrupted_check_leaves_nothing_behind(where, name, monkeypatch):
             raise KeyboardInterrupt
         return original(*args)
 
-    model = moving()
-    model.compile("sgd", "mse", micro_batch_size=3)
+    model = compiled(moving(), "sgd", "mse", micro_batch_size=3)
     before = [*map(np.array, model.variables)]
     calls, threads = model.layers[-2].calls, threading.active_count()
     monkeypatch.setattr(where, name, interrupt)
@@ -276,15 +291,16 @@ class OwnAccumulator(Linear):
     def compile(self, *args, **kwargs):
         super().compile(*args, **kwargs)
         self.dense.build((None, FEATURES))
-        self.own = accumodel.GradientAccumulator(
+        self.own = GradientAccumulator(
             keras.optimizers.SGD(), self.dense.trainable_variables, 2
         )
 
     def train_step(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self.dense(x))
-        gradients = tape.gradient(loss, self.dense.trainable_variables)
+        loss, gradients = gradients_of(
+            lambda: self.compute_loss(x, y, self.dense(x)),
+            self.dense.trainable_variables,
+        )
         self.own.accumulate(gradients, tf.shape(x)[0])
         return {"loss": loss}
 
@@ -307,14 +323,8 @@ class Looks(layers.Layer):
         return inputs + ops.cast(found, inputs.dtype)
 
 
-def small_first(x, y):
-    batches = as_dataset((x, y), (3, 8, 5))
-    return {"x": batches}
-
-
 def classifier():
-    softmax = layers.Dense(OUTPUTS, activation="softmax")
-    return chain(AccumulatingModel, (FEATURES,), softmax)
+    return chain(AccumulatingModel, (FEATURES,), softmax(OUTPUTS))
 
 
 def classes(x, y):
@@ -361,7 +371,11 @@ PROGRAMS = {
     "PyDataset": (plain, METRICS, py_data_set),
     "executions": (plain, METRICS | EXECUTIONS, data_set),
     "XLA": (plain, METRICS | XLA, data_set),
-    "small first": (plain, SIZE, small_first),
+    "small first": (
+        plain,
+        SIZE,
+        lambda *xy: {"x": as_dataset(xy, (3, 8, 5))},
+    ),
     "a table": (around(Looks), SIZE, array),
     "size of one": (plain, ONE, array),
     "auto": (plain, AUTO, array),
@@ -392,7 +406,7 @@ class Still(Linear):
 
 NOT_MADE = {
     "an optimizer": (UpdatesItself, STEPS, "mse"),
-    "py_function": (around(CallsPython), SIZE, "mse"),
+    "py_function": (around(calls_python), SIZE, "mse"),
     "counts_in_python": (around(CountsInPython), SIZE | EAGER, "mse"),
     "gradients of the loss are zero": (Still, STEPS | EAGER, "mse"),
 }
@@ -408,8 +422,7 @@ def test_it_says_why_there_is_none(text, caplog):
     with pytest.warns(UserWarning, match=text) as told:
         model.fit(*make_data(160), batch_size=8, verbose=0)
     assert model.first_batch_check.startswith("not made: ")
-    texts = [str(warning.message) for warning in told]
-    assert sum("could not be compared" in text for text in texts) == 1
+    assert sum("could not be compared" in str(x.message) for x in told) == 1
     (record,) = [x for x in caplog.records if x.name == "accumodel"]
     assert model.first_batch_check in record.message
 
@@ -423,9 +436,7 @@ def test_an_overflow_of_the_first_batch_is_silent(kwargs):
     x, y = make_data(40)
     x[0] = 6e4
     model = compiled(around(Notes)(), "sgd", "mse", **kwargs)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    fit(model, x, y, batch_size=8)
     said = model.first_batch_check
     assert said.startswith("exact")
     assert "a loss scale skips" in said
@@ -433,24 +444,26 @@ def test_an_overflow_of_the_first_batch_is_silent(kwargs):
 
 def test_each_of_several_replicas_has_a_loss_of_the_whole_batch():
     with mirrored(2).scope():
-        cached = CACHE | {"micro_batch_size": 2}
-        model = compiled(around(layers.Identity)(), "sgd", "mse", **cached)
+        model = compiled(
+            around(layers.Identity)(),
+            "sgd",
+            "mse",
+            gradient_cache=True,
+            micro_batch_size=2,
+        )
     model.fit(*make_data(40), batch_size=8, verbose=0)
     said = model.first_batch_check
     assert said.startswith("exact for every batch: proved from the graph, ")
     assert "Each replica has the loss of its own samples" in said
 
 
-def test_what_is_proved_is_looked_at_once(monkeypatch):
+def test_what_is_proved_is_looked_at_once():
     """Though no batch is ever split."""
-    looks: list = []
-    look = batches.FirstBatch._look
-    monkeypatch.setattr(
-        batches.FirstBatch,
-        "_look",
-        lambda self, first: (looks.append(first), look(self, first)),
-    )
     model = compiled(plain(), "sgd", "mse", micro_batch_size=8, accum_steps=2)
-    model.fit(*make_data(64), batch_size=4, verbose=0)
+    look = batches.FirstBatch._look
+    with mock.patch.object(
+        batches.FirstBatch, "_look", autospec=True, side_effect=look
+    ) as looks:
+        model.fit(*make_data(64), batch_size=4, verbose=0)
     assert model.first_batch_check.startswith("exact for every batch")
-    assert len(looks) == 1
+    assert looks.call_count == 1

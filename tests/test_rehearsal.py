@@ -7,20 +7,32 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import test_whole_training as whole
-from helpers import distance, gradients_of
+from helpers import (
+    Seeded,
+    chain,
+    compiled,
+    distance,
+    fit,
+    gradients_of,
+    messages_of,
+)
 from keras import layers, ops
 from test_verdict import SGD, with_layer
 from test_whole_training import (
     SUM,
+    VALUES,
     WAYS,
+    WORDS,
     Either,
     Program,
     X,
     Y,
     adds_rows,
+    dense,
     feed,
     heads,
+    heads_on,
+    masks,
     trained,
 )
 
@@ -41,14 +53,12 @@ WAYS = WAYS | {
     "fed, eager": {"accum_steps": 4, "run_eagerly": True},
     "cache, eager": WAYS["cache"] | {"run_eagerly": True},
 }
-EACH = [Y, Y]
 
 
 def fixed(model, steps):
     """Trains with batches of a size that is known in the graph."""
     data = tf.data.Dataset.from_tensor_slices((X, (Y, Y)))
-    batches = data.batch(24 // steps, drop_remainder=True)
-    model.fit(batches, epochs=2, shuffle=False, verbose=0)
+    fit(model, data.batch(24 // steps, drop_remainder=True), epochs=2)
 
 
 def fails_at(place):
@@ -137,17 +147,11 @@ def by_size(y, p):
     return ops.sum((y - p) ** 2, -1) / (y.shape[0] * 0.0 + 4)
 
 
-def adding(cls):
-    x = keras.Input((6,))
-    hidden = adds_rows()(layers.Dense(6, "tanh")(x))
-    return cls(x, [layers.Dense(4)(hidden), layers.Dense(4)(hidden)])
-
-
 OUTPUTS = {
     "a sum and a mean": (heads, SUM, ["cache"]),
     "Python": (heads, python, ["eager", "fed, eager", "cache, eager"]),
     "a size": (heads, by_size, ["fed", "cache"]),
-    "vectors": (adding, "mse", ["cache"]),
+    "vectors": (heads_on(adds_rows), "mse", ["cache"]),
 }
 
 
@@ -190,20 +194,15 @@ def in_turn(model, steps):
             model.train_on_batch(x[part], Y[part])
 
 
-class Noise(layers.Layer):
+class Noise(Seeded):
     """Is switched on in Python."""
 
-    def __init__(self):
-        super().__init__()
-        self.is_on, self.seed = False, keras.random.SeedGenerator(3)
+    is_on = False
 
     def call(self, x):
         if not self.is_on:
             return x
         return x + keras.random.normal(ops.shape(x), seed=self.seed)
-
-    def compute_output_shape(self, shape):
-        return shape
 
 
 def switched(model, steps):
@@ -261,7 +260,7 @@ def stepping(accumulate):
             accumulate(self, x, gradients)
             return {"mean": loss}
 
-    return lambda cls: whole.dense(Model)
+    return lambda cls: dense(Model)
 
 
 def twice(model, x, gradients):
@@ -270,8 +269,8 @@ def twice(model, x, gradients):
 
 
 def unknown(model, x, gradients):
-    pairs = zip(gradients, [tf.Variable(g) for g in gradients], strict=True)
-    model.accumulate_gradients([*pairs], tf.shape(x)[0])
+    pairs = [(gradient, tf.Variable(gradient)) for gradient in gradients]
+    model.accumulate_gradients(pairs, tf.shape(x)[0])
 
 
 class Wrong(layers.Layer):
@@ -294,29 +293,22 @@ ERRORS = {
 @pytest.mark.parametrize("text", ERRORS)
 def test_an_error_of_the_users_own_is_told_once(text, way):
     make, loss = ERRORS[text]
-    model = make(AccumulatingModel)
-    model.compile("sgd", loss, **WAYS[way])
-    y = EACH if make is heads else Y
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)
+    model = compiled(make(AccumulatingModel), "sgd", loss, **WAYS[way])
+    y = [Y, Y] if make is heads else Y
+
+    def fail():
         with pytest.raises(Exception, match=text):
             model.fit(X, y, batch_size=24, verbose=0)
-    assert not [each for each in told if each.category is UserWarning]
+
+    assert not messages_of(fail)
 
 
-class Depth(layers.Layer):
+class Depth(Seeded):
     """Is as deep as a drawn number says."""
-
-    def __init__(self):
-        super().__init__()
-        self.seed = keras.random.SeedGenerator(3)
 
     def call(self, x):
         is_deep = float(keras.random.uniform((), seed=self.seed)) < 0.5
         return ops.tanh(x) if is_deep else x
-
-    def compute_output_shape(self, shape):
-        return shape
 
 
 def cut_by_python(cls):
@@ -324,7 +316,7 @@ def cut_by_python(cls):
         def slice_data(self, data, begin, end):
             return [leaf[int(float(begin)) : int(float(end))] for leaf in data]
 
-    return whole.dense(Model)
+    return dense(Model)
 
 
 @pytest.mark.parametrize(
@@ -338,12 +330,12 @@ def test_what_is_quoted_is_the_cause(make):
 
 def test_a_warning_that_is_an_error_is_not_taken_for_the_users_own():
     """The loss of the whole batch may fail, but not by this."""
-    model = whole.masks(AccumulatingModel)
+    model = masks(AccumulatingModel)
     model.compile("sgd", "mse", accum_steps=2, **WAYS["cache"])
     with warnings.catch_warnings():
         warnings.simplefilter("error", InexactWarning)
         with pytest.raises(InexactWarning, match="different masks"):
-            model.fit(whole.WORDS, [whole.VALUES[:, :6]] * 2, verbose=0)
+            model.fit(WORDS, [VALUES[:, :6]] * 2, verbose=0)
 
 
 # -- what was proved, and is traced again --------------------------------------
@@ -380,8 +372,7 @@ def by_a_longer_batch(model):
     "change", [by_a_new_function, by_longer_ones, by_a_longer_batch]
 )
 def test_a_step_that_is_traced_again_is_proved_again(change):
-    x = keras.Input((None, 6))
-    model = Decides(x, layers.Dense(6)(x))
+    model = chain(Decides, (None, 6), layers.Dense(6))
     model.compile("sgd", micro_batch_size=6)
     model.fit(SEQUENCES, SEQUENCES, verbose=0)
     assert model.first_batch_check.startswith("exact for every batch")
@@ -393,9 +384,12 @@ def test_a_step_that_is_traced_again_is_proved_again(change):
 
 
 def stateful(cls):
-    inputs = keras.Input(batch_shape=(6, 3, 6))
-    outputs = layers.LSTM(4, stateful=True)(inputs)
-    return cls(inputs, layers.Dense(4)(outputs))
+    return chain(
+        cls,
+        keras.Input(batch_shape=(6, 3, 6)),
+        layers.LSTM(4, stateful=True),
+        layers.Dense(4),
+    )
 
 
 class Joined(layers.Layer):
@@ -443,6 +437,6 @@ def test_what_it_draws_in_python_is_drawn_again():
         drawn.append((random.random(), np.random.normal()))
 
     keras.utils.set_random_seed(0)
-    rehearse(whole.dense(AccumulatingModel), draw)
+    rehearse(dense(AccumulatingModel), draw)
     draw()
     assert drawn[0] == drawn[1]

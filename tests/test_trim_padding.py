@@ -19,6 +19,7 @@ from keras import layers
 from padded import (
     LENGTH,
     SAMPLES,
+    TRIM,
     WORDS,
     cross_entropy,
     embedded,
@@ -96,16 +97,17 @@ def check(make, data, trim_padding=0, ours=None, tolerance=1e-6, **kwargs):
 
     `ours` are arguments of ours alone, and `kwargs` those of both.
     """
-    ours = {"micro_batch_size": 6, **(ours or {})}
     reference, expected = train(make, keras.Model, data, **kwargs)
-    ours = {"trim_padding": trim_padding} | kwargs | ours
+    how = {"micro_batch_size": 6, "trim_padding": trim_padding}
+    ours = how | kwargs | (ours or {})
     model, logs = train(make, AccumulatingModel, data, **ours)
     assert distance(model, reference) < tolerance
     for name, values in expected.items():
         # Fed batches of a cycle are averaged by their samples, as in Keras.
         if "accum_steps" not in ours:
-            rtol = max(1e-5, tolerance)
-            np.testing.assert_allclose(logs[name], values, rtol=rtol)
+            np.testing.assert_allclose(
+                logs[name], values, rtol=max(1e-5, tolerance)
+            )
 
 
 # The model, and its data.
@@ -175,10 +177,9 @@ FEATURES = {
 @pytest.mark.parametrize("name", FEATURES)
 def test_it_goes_with_other_features(name):
     both, ours = FEATURES[name]
-    make, y = tagger, of_words()
-    if name == "class weights":
-        make, y = lstm, of_samples()
-    check(make, (words(), y), ours=ours, **both)
+    case = "LSTM" if name == "class weights" else "an output for each word"
+    make, data = CASES[case]
+    check(make, data(), ours=ours, **both)
 
 
 @pytest.mark.weekly
@@ -203,8 +204,15 @@ def test_widths_that_differ_from_batch_to_batch():
     ).apply(tf.data.experimental.assert_cardinality(3))
 
     def run(base, **kwargs):
-        args = [batches], None, keras.optimizers.SGD(0.5), 1
-        return fitted(positions(base), *args, loss=cross_entropy(), **kwargs)
+        return fitted(
+            positions(base),
+            [batches],
+            None,
+            keras.optimizers.SGD(0.5),
+            epochs=1,
+            loss=cross_entropy(),
+            **kwargs,
+        )
 
     check_exact(run, {"micro_batch_size": 3, "trim_padding": 0})
 
@@ -218,8 +226,7 @@ def two_towers(model_class):
 def a_sum_of_features(model_class):
     inputs = {"ids": ids(), "features": keras.Input((None, 3), name="features")}
     x = mean_of(embedded(inputs["ids"]))
-    features = keras.ops.sum(inputs["features"], 1) / LENGTH
-    x = layers.concatenate([x, features])
+    x = layers.concatenate([x, keras.ops.sum(inputs["features"], 1) / LENGTH])
     return model_class(inputs, layers.Dense(2)(x))
 
 
@@ -259,7 +266,7 @@ class Composite(keras.losses.Loss):
 TWO = {"ids": words(), "other": np.roll(words(), 3, 0)}
 
 
-# The model, its inputs, and other arguments.
+# The model, its inputs, arguments of ours; and other targets, with their loss.
 EXACT = {
     "two towers": (two_towers, {"ids": words(), "other": words_on()}, {}),
     "padding by the last word": (
@@ -287,33 +294,26 @@ EXACT = {
     "a class to ignore": (
         unmasked_tagger,
         words(),
-        {"y": ignoring(-1), "loss": cross_entropy(ignore_class=-1)},
+        {},
+        ignoring(-1),
+        cross_entropy(ignore_class=-1),
     ),
-    "a composite loss": (
-        tagger,
-        words(),
-        {"y": of_words(), "loss": Composite()},
-    ),
+    "a composite loss": (tagger, words(), {}, of_words(), Composite()),
 }
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("name", list(EXACT))
 def test_nothing_is_cut_off_that_counts(name):
-    make, x, arguments = EXACT[name]
-    arguments = {"loss": cross_entropy(), **arguments}
-    y = arguments.pop("y", of_samples())
-    ours = {"micro_batch_size": 5, "trim_padding": "ids"}
-    if not isinstance(x, dict):
-        ours["trim_padding"] = 0
-    ours |= {key: arguments.pop(key) for key in [*ours] if key in arguments}
+    make, x, ours, *targets = EXACT[name]
+    y, loss = targets or (of_samples(), cross_entropy())
+    padding = {"trim_padding": "ids"} if isinstance(x, dict) else {}
 
     def run(base, **kwargs):
-        kwargs |= arguments | {"run_eagerly": True}
-        sgd = keras.optimizers.SGD(0.5)
-        return fitted(make(base), (x, y), SAMPLES, sgd, 2, **kwargs)
+        args = (x, y), SAMPLES, keras.optimizers.SGD(0.5), 2
+        return fitted(make(base), *args, loss=loss, run_eagerly=True, **kwargs)
 
-    check_exact(run, ours)
+    check_exact(run, TRIM | padding | ours)
 
 
 @pytest.mark.unverified

@@ -257,11 +257,11 @@ TOLD = {
     [*((name, 10) for name in TOLD), ("a convolution", 1)],
 )
 def test_what_looks_at_padding_is_told_of(name, micro_batch_size):
-    x, model = words(), TOLD[name](AccumulatingModel)
+    model, x, padding = TOLD[name](AccumulatingModel), words(), 0
     if len(model.inputs) > 1:
-        x = {"ids": x, "other": words_on(), "a_mask": used()}
-    key = "a_mask" if len(model.inputs) > 1 else 0
-    how = {"trim_padding": key, "micro_batch_size": micro_batch_size}
+        padding = "a_mask"
+        x = {"ids": x, "other": words_on(), padding: used()}
+    how = {"trim_padding": padding, "micro_batch_size": micro_batch_size}
     compiled(model, "sgd", cross_entropy(), **how)
     with pytest.warns(InexactWarning, match="`trim_padding` changes"):
         model.fit(x, of_samples(), SAMPLES, verbose=0)
@@ -284,26 +284,24 @@ def backbone(kind):
     return hub_backbone(kind, WORDS, LENGTH, num_layers=1)
 
 
-def bert_inputs():
-    zeros = np.zeros((SAMPLES, LENGTH), int)
-    return {"token_ids": words(), "segment_ids": zeros, "padding_mask": used()}
-
-
 def masked_words(keras_hub):
     places = np.arange(5) * (lengths()[:, None] // 5)
-    x = {**bert_inputs(), "mask_positions": places}
+    x = {
+        "token_ids": words(),
+        "segment_ids": np.zeros((SAMPLES, LENGTH), int),
+        "padding_mask": used(),
+        "mask_positions": places,
+    }
     y = np.take_along_axis(words(), places, 1)
     weights = (np.arange(5) < lengths()[:, None] // 5).astype("float32")
-    model = keras_hub.models.BertMaskedLM(backbone("Bert"))
-    return model, (x, y, weights)
+    return keras_hub.models.BertMaskedLM(backbone("Bert")), (x, y, weights)
 
 
 def next_words(keras_hub):
     x = {"token_ids": words(), "padding_mask": used()}
     y = np.roll(words(), -1, 1)
     weights = (np.arange(LENGTH) < lengths()[:, None] - 1).astype("float32")
-    model = keras_hub.models.GPT2CausalLM(backbone("GPT2"))
-    return model, (x, y, weights)
+    return keras_hub.models.GPT2CausalLM(backbone("GPT2")), (x, y, weights)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 The programs are those of public bug reports, and of attacks on the check.
 """
 
+import functools
 import itertools
 import random
 import warnings
@@ -11,7 +12,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Adds, chain, distance, gradients_of
+from helpers import (
+    Adds,
+    Seeded,
+    chain,
+    compiled,
+    distance,
+    fit,
+    functional,
+    gradients_of,
+    weekly,
+)
 from keras import layers, ops
 
 from accumodel import AccumulatingModel, InexactWarning
@@ -43,7 +54,7 @@ def dense(cls):
     return chain(cls, (6,), layers.Dense(8, "tanh"), layers.Dense(4))
 
 
-def subclass(call, compute_loss=None, train_step=None, **outer):
+def subclass(call, compute_loss=None, train_step=None):
     """Returns a function that makes a subclassed model with two layers."""
 
     def make(cls):
@@ -96,17 +107,17 @@ def custom(loss_of, call=forward):
     return subclass(call, None, train_step)
 
 
-class Scaled(layers.Layer):
+class Scaled(Seeded):
     """A branch with a scale, as LayerScale."""
 
     def __init__(self, branch, scale):
         super().__init__()
         self.branch, self.scale = branch, scale
-        self.seed = keras.random.SeedGenerator(3)
 
     def build(self, shape):
-        scale = keras.initializers.Constant(self.scale)
-        self.gamma = self.add_weight(shape[-1:], scale)
+        self.gamma = self.add_weight(
+            shape[-1:], keras.initializers.Constant(self.scale)
+        )
 
     def call(self, x):
         return x + self.gamma * self.branch(self, x)
@@ -152,20 +163,19 @@ def centred(h):
     return h - ops.mean(h, 0)
 
 
-def two_outputs(cls):
-    inputs = keras.Input((6,))
+@functools.partial(functional, (6,))
+def two_outputs(inputs):
     hidden = layers.Dense(6, "tanh")(inputs)
     features = layers.Lambda(centred, output_shape=(6,))(hidden)
-    outputs = layers.Dense(4, name="a")(hidden)
-    return cls(inputs, {"a": outputs, "features": features})
+    return {"a": layers.Dense(4, name="a")(hidden), "features": features}
 
 
-def price(cls):
-    inputs = keras.Input((6,))
+@functools.partial(functional, (6,))
+def price(inputs):
     hidden = layers.Dense(6, "tanh")(inputs)
     large = layers.Rescaling(1e6)(layers.Dense(1)(hidden))
     small = layers.Lambda(centred, output_shape=(6,))(hidden)
-    return cls(inputs, layers.Concatenate()([large, layers.Dense(1)(small)]))
+    return layers.Concatenate()([large, layers.Dense(1)(small)])
 
 
 class Endpoint(layers.Layer):
@@ -181,8 +191,13 @@ def endpoint(cls):
 
 
 def swapped(cls):
-    last = layers.Lambda(lambda x: ops.transpose(x, (1, 0, 2)))
-    return chain(cls, (5, 6), layers.Dense(4), layers.Permute((2, 1)), last)
+    return chain(
+        cls,
+        (5, 6),
+        layers.Dense(4),
+        layers.Permute((2, 1)),
+        layers.Lambda(lambda x: ops.transpose(x, (1, 0, 2))),
+    )
 
 
 def softmax_of_steps(cls):
@@ -256,10 +271,6 @@ def contrast(logits):
     )
 
 
-def per_class(y, p):
-    return ops.mean((y - p) ** 2, 0)
-
-
 def time_major(y, p):
     return ops.mean((p - ops.transpose(y, (2, 0, 1))) ** 2)
 
@@ -299,18 +310,6 @@ def scaled_by(state_of, factor, move):
     return make
 
 
-counting = scaled_by(
-    lambda model: model.add_weight((), "ones", trainable=False),
-    lambda count: count,
-    lambda count, y_pred: count.assign_add(1.0),
-)
-measured = scaled_by(
-    lambda model: keras.metrics.Mean("size"),
-    lambda size: 1 + size.result(),
-    lambda size, y_pred: size.update_state(y_pred**2),
-)
-
-
 def covariance(self, y, p):
     z = centred(self.z)
     count = ops.cast(ops.shape(z)[0], "float32")
@@ -328,10 +327,6 @@ def logits(self, x):
     return self.scale * a[:, :4] @ ops.transpose(b)
 
 
-def with_temperature(self, x):
-    return self.b(self.a(x)), ops.exp(self.scale)
-
-
 def spectrum(self, x):
     return tf.signal.fft(tf.cast(self.b(self.a(x)), tf.complex64))
 
@@ -340,19 +335,12 @@ def of_spectrum(self, y, p):
     return ops.mean(tf.abs(p - tf.cast(y, tf.complex64)) ** 2)
 
 
-def ordered(y, begin):
-    """Targets of which fewer are known in later samples."""
-    y = y.copy()
-    y[begin:, 2:] = 0
-    return y
-
-
 class PerClass(keras.losses.Loss):
     def __init__(self):
         super().__init__(reduction="sum")
 
     def call(self, y, p):
-        return per_class(y, p)
+        return ops.mean((y - p) ** 2, 0)
 
 
 def prints(x):
@@ -374,96 +362,99 @@ def connections(cls):
             self.kernel = self.add_weight((6, 12))
 
         def call(self, x):
-            dropped = keras.random.dropout(self.kernel, 0.5, seed=self.seed)
-            return x @ dropped
+            return x @ keras.random.dropout(self.kernel, 0.5, seed=self.seed)
 
     return chain(cls, (6,), DropConnect(), layers.Dense(4))
 
 
+# Targets of which fewer are known in later samples.
+KNOWN = np.where((np.arange(24)[:, None] < 12) | (np.arange(4) < 2), Y, 0)
 MSE, CROSS = "mse", keras.losses.CategoricalCrossentropy(axis=1)
 CLASSES = np.eye(5, dtype="float32")[rng.integers(5, size=(24, 4))]
 CLASSES = CLASSES.transpose(0, 2, 1)
-TEMPERATURE = subclass(
-    with_temperature,
-    lambda s, y, p: contrast(p[1] * p[0] @ ops.transpose(p[0])),
-)
-VIEWS = subclass(
-    lambda self, x: ops.stack([self.b(self.a(x)), self.b(self.a(-x))]),
-    lambda s, y, p: contrast(p[0] @ ops.transpose(p[1])),
-)
-THE_LOSS = subclass(
-    lambda self, x: contrast(logits(self, x)), lambda s, y, p: p
-)
 
-# How to make the model, its loss, and the data, of which each is also fed in
-# cycles of 4 batches.
+# How to make the model, its loss, and the data, if not X and Y: it is also fed
+# in cycles of 4 batches.
 PROGRAMS: dict = {
-    **{f"{n} hardest": (dense, hardest(n), X, Y) for n in (2, 3, 12)},
-    "pairs": (dense, pairs, X, Y),
-    "root": (dense, root, X, Y),
-    "known targets": (dense, known_mean, X, ordered(Y, 12)),
-    "mean": (dense, MSE, X, Y),
-    "per class": (dense, PerClass(), X, Y),
-    "connections": (connections, MSE, X, Y),
+    **{f"{n} hardest": (dense, hardest(n)) for n in (2, 3, 12)},
+    "pairs": (dense, pairs),
+    "root": (dense, root),
+    "known targets": (dense, known_mean, X, KNOWN),
+    "mean": (dense, MSE),
+    "per class": (dense, PerClass()),
+    "connections": (connections, MSE),
     "shared dropout": (
         with_layer(lambda: layers.Dropout(0.5, noise_shape=(1, 6))),
         MSE,
-        X,
-        Y,
     ),
-    "custom step": (custom(root), None, X, Y),
-    "step of pairs": (custom(groups(2)), None, X, Y),
-    "step of threes": (custom(groups(3)), None, X, Y),
-    "step, call(x, t)": (custom(root, lambda self, x, t: x + t), None, X, Y),
+    "custom step": (custom(root),),
+    "step of pairs": (custom(groups(2)),),
+    "step of threes": (custom(groups(3)),),
+    "step, call(x, t)": (custom(root, lambda self, x, t: x + t),),
     "step, call(z)": (
         custom(root, lambda self, z: self.a(z @ ops.ones((2, 6)))),
-        None,
-        X,
-        Y,
     ),
-    "covariance": (subclass(keep_z, covariance), None, X, Y),
+    "covariance": (subclass(keep_z, covariance),),
     "weighs nothing": (
         subclass(
             lambda self, x: [forward(self, x), centred(self.a(x))],
             lambda self, y, p: mean(self, y, p[0]) + 0 * ops.mean(p[1] ** 2),
         ),
-        None,
-        X,
-        Y,
     ),
-    "kept rows": (keep(lambda x: x), None, X, Y),
-    "kept mean": (keep(ops.mean), None, X, Y),
-    "kept sum": (keep(ops.sum), None, X, Y),
-    "kept root": (keep(lambda x: ops.sqrt(ops.mean(x))), None, X, Y),
-    "moments": (scaled(moments), MSE, X, Y),
-    "moments, 0": (scaled(moments, 0.0), MSE, X, Y),
-    "drawn": (scaled(drawn), MSE, X, Y),
-    "scaled gradient": (scaled(scaled_gradient, 1.0), MSE, X, Y),
-    "adds nothing": (with_layer(lambda: Adds(nothing)), MSE, X, Y),
-    "counts later": (counting, MSE, X, Y),
-    "reads a metric": (measured, MSE, X, Y),
-    "adds a root": (with_layer(lambda: Adds(lambda x: root(0, x))), MSE, X, Y),
+    "kept rows": (keep(lambda x: x),),
+    "kept mean": (keep(ops.mean),),
+    "kept sum": (keep(ops.sum),),
+    "kept root": (keep(lambda x: ops.sqrt(ops.mean(x))),),
+    "moments": (scaled(moments), MSE),
+    "moments, 0": (scaled(moments, 0.0), MSE),
+    "drawn": (scaled(drawn), MSE),
+    "scaled gradient": (scaled(scaled_gradient, 1.0), MSE),
+    "adds nothing": (with_layer(lambda: Adds(nothing)), MSE),
+    "counts later": (
+        scaled_by(
+            lambda model: model.add_weight((), "ones", trainable=False),
+            lambda count: count,
+            lambda count, y_pred: count.assign_add(1.0),
+        ),
+        MSE,
+    ),
+    "reads a metric": (
+        scaled_by(
+            lambda model: keras.metrics.Mean("size"),
+            lambda size: 1 + size.result(),
+            lambda size, y_pred: size.update_state(y_pred**2),
+        ),
+        MSE,
+    ),
+    "adds a root": (with_layer(lambda: Adds(lambda x: root(0, x))), MSE),
     "ignored squares": (
         lambda cls: subclass(
             lambda self, x: self.b(self.a(Adds(squares)(x))), mean
         )(cls),
-        None,
-        X,
-        Y,
     ),
-    "experts": (around(experts), MSE, X, Y),
+    "experts": (around(experts), MSE),
     "two outputs": (two_outputs, {"a": MSE}, X, {"a": Y}),
     "price": (
         price,
         lambda y, p: ops.mean(((p - y[:, :2]) / [1e6, 1.0]) ** 2),
-        X,
-        Y,
     ),
     "endpoint": (endpoint, None, [X, Y], None),
-    "logits": (subclass(logits, lambda s, y, p: contrast(p)), None, X, Y),
-    "temperature": (TEMPERATURE, None, X, Y),
-    "the loss": (THE_LOSS, None, X, Y),
-    "views": (VIEWS, None, X, Y),
+    "logits": (subclass(logits, lambda s, y, p: contrast(p)),),
+    "temperature": (
+        subclass(
+            lambda self, x: (forward(self, x), ops.exp(self.scale)),
+            lambda s, y, p: contrast(p[1] * p[0] @ ops.transpose(p[0])),
+        ),
+    ),
+    "the loss": (
+        subclass(lambda self, x: contrast(logits(self, x)), lambda s, y, p: p),
+    ),
+    "views": (
+        subclass(
+            lambda self, x: ops.stack([self.b(self.a(x)), self.b(self.a(-x))]),
+            lambda s, y, p: contrast(p[0] @ ops.transpose(p[1])),
+        ),
+    ),
     "time major": (swapped, time_major, SEQUENCES, TARGETS),
     "axis 1": (softmax_of_steps, CROSS, SEQUENCES, CLASSES),
     "axis 1, root": (
@@ -472,16 +463,13 @@ PROGRAMS: dict = {
         SEQUENCES,
         CLASSES,
     ),
-    "spectrum": (subclass(spectrum, of_spectrum), None, X, Y),
+    "spectrum": (subclass(spectrum, of_spectrum),),
     "spectrum, root": (
         subclass(spectrum, lambda s, y, p: ops.sqrt(of_spectrum(s, y, p))),
-        None,
-        X,
-        Y,
     ),
-    "normalization": (with_layer(layers.BatchNormalization), MSE, X, Y),
-    "print": (around(prints), MSE, X, Y),
-    "Python": (with_layer(Draws), MSE, X, Y),
+    "normalization": (with_layer(layers.BatchNormalization), MSE),
+    "print": (around(prints), MSE),
+    "Python": (with_layer(Draws), MSE),
 }
 for seed in range(8):
     numbers = np.random.default_rng(seed)
@@ -491,10 +479,10 @@ for seed in range(8):
         "of twelve": numbers.integers(12, size=24),
     }.items():
         features = numbers.normal(size=(24, 6)).astype("float32")
-        row = dense, triplets, features, classes
-        PROGRAMS[f"triplets {name}, {seed}"] = row
-    row = custom(hardest_half), None, features, Y
-    PROGRAMS[f"step of the hardest half, {seed}"] = row
+        program = f"triplets {name}, {seed}"
+        PROGRAMS[program] = dense, triplets, features, classes
+    program = f"step of the hardest half, {seed}"
+    PROGRAMS[program] = custom(hardest_half), None, features, Y
 
 WAYS = {
     "split": {"micro_batch_size": 6},
@@ -514,29 +502,32 @@ REFUSED = (
 FALSE_ALARM = "weighs nothing", "cache"
 
 
-def train(cls, make, loss, x, y, **kwargs):
+def train(cls, make, loss=None, x=X, y=Y, **kwargs):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
-    model = make(cls)
-    is_large = loss is PROGRAMS["price"][1]
-    model.compile(ADAM(0.01) if is_large else SGD(0.1), loss, **kwargs)
+    optimizer = ADAM(0.01) if make is price else SGD(0.1)
+    model = compiled(make(cls), optimizer, loss, **kwargs)
     steps = kwargs.get("accum_steps", 1)
-    model.fit(x, y, epochs=2, batch_size=24 // steps, shuffle=False, verbose=0)
+    fit(model, x, y, epochs=2, batch_size=24 // steps)
     return model
+
+
+# Those that are tested daily in all ways, and those that are in none.
+OFTEN = (
+    *("connections", "per class", "adds a root", "counts later"),
+    *("reads a metric", "step of the hardest half, 0"),
+)
+RARE = "triplets of tw", "step of the hardest"
 
 
 def table():
     """Each program in one way; all ways, and other seeds, are for the week."""
-    for name, way in itertools.product(PROGRAMS, WAYS):
-        if way == "by two" and name != "custom step":
-            continue
-        is_rare = name.startswith(("triplets of tw", "step of the hardest"))
-        is_often = way == "split" and not is_rare
-        is_often |= name in ("connections", "per class")
-        is_often |= name in ("adds a root", "counts later", "reads a metric")
-        is_often |= name == "step of the hardest half, 0" or way == "by two"
-        marks = [] if is_often else [pytest.mark.weekly]
-        yield pytest.param(name, way, marks=marks)
+    *ways, by_two = WAYS
+    for name, way in itertools.product(PROGRAMS, ways):
+        is_split = way == "split" and not name.startswith(RARE)
+        is_often = is_split or name in OFTEN
+        yield (name, way) if is_often else weekly(name, way)
+    yield "custom step", by_two
 
 
 @pytest.mark.verified
@@ -563,8 +554,8 @@ def test_what_is_said_is_true(name, way):
     is_right = distance(model, plain.get_weights()) < 2e-6
     is_right &= (name, way) != FALSE_ALARM
     assert said.startswith("exact" if is_right else "differs"), said
-    kinds = {InexactWarning} if not is_right else set()
-    assert {warning.category for warning in told} == kinds
+    kinds = {warning.category for warning in told}
+    assert kinds == (set() if is_right else {InexactWarning})
 
 
 @pytest.mark.verified
@@ -573,21 +564,25 @@ def test_what_may_be_equal_by_chance_is_looked_at_again():
     hard = np.repeat([1, 0, 1, 0, 1, 1, 0, 0], 2).reshape(16, 1)
     model = custom(hardest_half)(AccumulatingModel)
     model.compile(SGD(0.1), micro_batch_size=4, run_eagerly=True)  # unproved
-    data = X[:16], Y[:16] + 9 * hard
     with pytest.warns(InexactWarning, match="first batch shows"):
-        model.fit(*data, batch_size=8, shuffle=False, verbose=0)
+        fit(model, X[:16], Y[:16] + 9 * hard, batch_size=8)
 
 
 @pytest.mark.verified
 def test_where_memory_is_short_groups_are_looked_for(monkeypatch):
     """In halves and in pairs, and in more micro-batches than the first."""
     monkeypatch.setattr(check, "MEMORY", 0)
-    of_pairs = custom(groups(2)), None, X, Y
-    model = train(AccumulatingModel, *of_pairs, **WAYS["eager"])
+    model = train(AccumulatingModel, custom(groups(2)), **WAYS["eager"])
     assert model.first_batch_check.startswith("exact for 6 of 24 samples")
     # The first one has as many hard samples in each half.
     hard = np.array([[1, 0, 1, 0, 1, 1, 0, 0], [1] * 4 + [0] * 4])
     data = X[:16], Y[:16] + 9 * hard.reshape(16, 1)
-    kwargs = {"micro_batch_size": 8, "run_eagerly": True}
     with pytest.warns(InexactWarning, match="first batch shows"):
-        train(AccumulatingModel, custom(hardest_half), None, *data, **kwargs)
+        train(
+            AccumulatingModel,
+            custom(hardest_half),
+            None,
+            *data,
+            micro_batch_size=8,
+            run_eagerly=True,
+        )

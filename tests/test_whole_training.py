@@ -16,10 +16,27 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import test_proof
-import test_verdict
-from helpers import Adds, chain, compiled, custom_step, distance, fit
+from helpers import (
+    Adds,
+    Seeded,
+    chain,
+    compiled,
+    custom_step,
+    distance,
+    fit,
+    functional,
+    weekly,
+)
 from keras import layers, ops
-from test_verdict import ADAM, SGD, hardest, with_layer
+from test_verdict import (
+    ADAM,
+    SGD,
+    around,
+    hardest,
+    moments,
+    root,
+    with_layer,
+)
 
 from accumodel import AccumulatingModel, InexactWarning
 from accumodel._features.first_batch import runs
@@ -71,17 +88,27 @@ def dense(cls):
     return chain(cls, (6,), layers.Dense(6, "tanh"), layers.Dense(4))
 
 
-def heads(cls):
+@functools.partial(functional, (6,))
+def heads(x):
     """Two models in one."""
-    x = keras.Input((6,))
     hidden = layers.Dense(6, "tanh")(x), layers.Dense(6, "tanh")(x)
-    return cls(x, [layers.Dense(4)(each) for each in hidden])
+    return [layers.Dense(4)(each) for each in hidden]
 
 
-def two_outputs(cls):
-    x = keras.Input((6,))
+@functools.partial(functional, (6,))
+def two_outputs(x):
     hidden = layers.Dense(6, "tanh")(x)
-    return cls(x, [layers.Dense(4)(hidden), hidden])
+    return [layers.Dense(4)(hidden), hidden]
+
+
+def heads_on(make_layer):
+    """Returns what makes a model with two heads on what a layer returns."""
+
+    def outputs_of(x):
+        hidden = make_layer()(layers.Dense(6, "tanh")(x))
+        return [layers.Dense(4)(hidden), layers.Dense(4)(hidden)]
+
+    return functional((6,), outputs_of)
 
 
 def with_loss(make, loss, weight=None):
@@ -179,9 +206,12 @@ MASKS = (IMAGES + noise > 0.6).astype("float32")
 
 
 def segments(cls):
-    inner = layers.Conv2D(8, 3, padding="same", activation="relu")
-    last = layers.Conv2D(1, 1, activation="sigmoid", dtype="float32")
-    return chain(cls, (8, 8, 1), inner, last)
+    return chain(
+        cls,
+        (8, 8, 1),
+        layers.Conv2D(8, 3, padding="same", activation="relu"),
+        layers.Conv2D(1, 1, activation="sigmoid", dtype="float32"),
+    )
 
 
 def padded(model, steps):
@@ -197,11 +227,14 @@ def padded(model, steps):
 
 def text(*inner, mask=False):
     def make(cls):
-        words = layers.Embedding(10, 4, mask_zero=mask)
-        inputs = keras.Input((None,), dtype="int64")
-        made = [layer(seed=3, rate=0.5) for layer in inner]
-        pool = layers.GlobalAveragePooling1D()
-        return chain(cls, inputs, words, *made, pool, layers.Dense(4))
+        return chain(
+            cls,
+            keras.Input((None,), dtype="int64"),
+            layers.Embedding(10, 4, mask_zero=mask),
+            *(layer(seed=3, rate=0.5) for layer in inner),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(4),
+        )
 
     return make
 
@@ -214,15 +247,15 @@ class Carry(layers.Layer):
 
     def call(self, x):
         carried = ops.sigmoid(self.gate)
-        return carried * x + (1 - carried) * test_verdict.moments(self, x)
+        return carried * x + (1 - carried) * moments(self, x)
 
 
-class Either(layers.Layer):
+class Either(Seeded):
     """Draws in one of two ways by the same seed."""
 
     def __init__(self):
         super().__init__()
-        self.coin, self.seed = map(keras.random.SeedGenerator, (7, 9))
+        self.coin = keras.random.SeedGenerator(7)
 
     def call(self, x):
         def draw(*shape):
@@ -235,15 +268,10 @@ class Either(layers.Layer):
             lambda: x * ops.transpose(draw(6, n)),
         )
 
-    def compute_output_shape(self, shape):
-        return shape
 
-
-class Capped(layers.Layer):
+def capped(x):
     """What is clipped at a distance from the largest, as in decibel."""
-
-    def call(self, x):
-        return ops.maximum(x, ops.max(x) - 1.0)
+    return ops.maximum(x, ops.max(x) - 1.0)
 
 
 def capacity(model, y, p):
@@ -307,30 +335,33 @@ def matched(y, p):
     return ops.mean((y - p) ** 2, -1)
 
 
-def masks(cls):
-    words = keras.Input((6,), dtype="int64")
+@functools.partial(functional, lambda: keras.Input((6,), dtype="int64"))
+def masks(words):
     one = layers.Embedding(9, 4, mask_zero=True)(words)
     other = layers.Embedding(9, 4)(words)
-    return cls(words, [layers.Dense(4)(one), layers.Dense(4)(other)])
-
-
-def synchronized(cls):
-    x = keras.Input((6,))
-    hidden = layers.BatchNormalization()(layers.Dense(6)(x))
-    return cls(x, [layers.Dense(4)(hidden), layers.Dense(4)(hidden)])
+    return [layers.Dense(4)(one), layers.Dense(4)(other)]
 
 
 adds_rows = functools.partial(Adds, lambda x: 0.1 * ops.mean(x**2, -1))
 
 
 def activity(cls):
-    hidden = layers.Dense(6, activity_regularizer="l2")
-    return chain(cls, (6,), hidden, layers.Dense(4))
+    return chain(
+        cls,
+        (6,),
+        layers.Dense(6, activity_regularizer="l2"),
+        layers.Dense(4),
+    )
 
 
 def unit(cls):
-    norm = layers.UnitNormalization()
-    return chain(cls, (6,), layers.Dense(6, "tanh"), layers.Dense(4), norm)
+    return chain(
+        cls,
+        (6,),
+        layers.Dense(6, "tanh"),
+        layers.Dense(4),
+        layers.UnitNormalization(),
+    )
 
 
 SUM = keras.losses.MeanSquaredError("sum")
@@ -394,7 +425,7 @@ PROGRAMS = {
     "stops": Program(with_loss(dense, stops)),
     "reads its log": Program(with_loss(dense, logged), ways=WAYS),
     "capped": Program(
-        with_layer(Capped),
+        around(capped),
         "mse",
         feed(X * (np.arange(48) // 24)[:, None], Y),
         told=None,
@@ -424,7 +455,7 @@ PROGRAMS = {
         masks, "mse", feed(WORDS, [VALUES[:, :6]] * 2), ways=CACHE, told=False
     ),
     "synchronized weights": Program(
-        synchronized,
+        heads_on(layers.BatchNormalization),
         BY_WEIGHT,
         feed(X, EACH, sample_weight=WEIGHTS),
         ways=NORM,
@@ -472,8 +503,7 @@ def table():
     for name, program in PROGRAMS.items():
         for way in program.ways:
             is_often = f"{name} {way}" in DAILY
-            marks = [] if is_often else [pytest.mark.weekly]
-            yield pytest.param(name, way, marks=marks)
+            yield (name, way) if is_often else weekly(name, way)
 
 
 def trained(program, cls, **kwargs):
@@ -547,7 +577,7 @@ def test_what_is_proved_and_differs_fails(proved_and_compared, monkeypatch):
     wrong = lambda *args, **kwargs: Proof("exact", "a wrong rule")  # noqa: E731
     monkeypatch.setattr(runs, "prove", wrong)
     with pytest.raises(AssertionError, match="a wrong rule; but differs"):
-        check(Program(dense, test_verdict.root), **WAYS["split"])
+        check(Program(dense, root), **WAYS["split"])
 
 
 @pytest.mark.weekly
