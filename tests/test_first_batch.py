@@ -3,7 +3,6 @@
 import itertools
 import warnings
 
-import cases
 import keras
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from keras import layers, ops
 from test_verdict import contrast, root
 
 from accumodel import AccumulatingModel, InexactWarning
-from accumodel._features.first_batch import batches, messages
 from accumodel._features.first_batch import check as check_module
 
 FEATURES, OUTPUTS = 5, 3
@@ -594,42 +592,3 @@ def test_batch_normalization_is_told_of_at_any_size(kwargs, is_told):
         found = warned(norm, "mse", make_data(32), batch_size=16, **kwargs)
     told = [(e.category, "normalizes each" in str(e.message)) for e in found]
     assert told == [(InexactWarning, True)] * is_told
-
-
-def test_batch_normalization_does_not_hide_what_else_differs():
-    make = around(
-        lambda: keras.Sequential([layers.BatchNormalization(), NextSample()])
-    )
-    texts = [str(each.message) for each in warned(make, "mse", accum_steps=2)]
-    assert ["normalizes each" in each for each in texts] == [True, False]
-    assert "/next_sample_1`. A layer looks at several samples" in texts[1]
-
-
-def test_masks_are_told_of_by_what_is_known():
-    """One warning, which names the cause."""
-    model = cases.masked_and_not(AccumulatingModel)
-    x, (y, _) = cases.tokens_for_two(16, np.random.default_rng(0))
-    model.compile(
-        "sgd", ["sparse_categorical_crossentropy"] * 2, micro_batch_size=4
-    )
-    with pytest.warns(InexactWarning) as found:
-        model.fit(x, (y, y), batch_size=16, verbose=0)
-    assert ["different masks" in str(each.message) for each in found] == [True]
-
-
-def fail(*_):
-    raise KeyError("anything")
-
-
-# What an error of the check becomes outside of the tests.
-def test_an_error_of_the_check_does_not_end_the_training(monkeypatch):
-    monkeypatch.setattr(batches, "trace", fail)
-    with pytest.raises(KeyError):
-        check(plain, SIZE, array, "mse")
-    monkeypatch.setattr(batches, "RAISES", False)
-    assert check(plain, SIZE, array, "mse") == "not made: KeyError: 'anything'"
-
-
-def test_a_cause_that_fails_does_not_hide_what_was_found(monkeypatch):
-    monkeypatch.setattr(messages, "_text", fail)
-    assert check(plain, SIZE, array, root).startswith("differs: The first")

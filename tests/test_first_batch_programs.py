@@ -6,6 +6,7 @@ import threading
 import warnings
 from unittest import mock
 
+import cases
 import keras
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ from test_first_batch import (
     CountsRaw,
     Draws,
     Linear,
+    NextSample,
     Notes,
     around,
     array,
@@ -50,10 +52,11 @@ from test_first_batch import (
     outside,
     plain,
     root,
+    warned,
 )
 
 from accumodel import AccumulatingModel, GradientAccumulator, InexactWarning
-from accumodel._features.first_batch import batches, runs
+from accumodel._features.first_batch import batches, messages, runs
 
 # -- nothing is left behind ----------------------------------------------------
 
@@ -467,3 +470,45 @@ def test_what_is_proved_is_looked_at_once():
         model.fit(*make_data(64), batch_size=4, verbose=0)
     assert model.first_batch_check.startswith("exact for every batch")
     assert looks.call_count == 1
+
+
+# -- what else is told ---------------------------------------------------------
+
+
+def test_batch_normalization_does_not_hide_what_else_differs():
+    make = around(
+        lambda: keras.Sequential([layers.BatchNormalization(), NextSample()])
+    )
+    texts = [str(each.message) for each in warned(make, "mse", accum_steps=2)]
+    assert ["normalizes each" in each for each in texts] == [True, False]
+    assert "/next_sample_1`. A layer looks at several samples" in texts[1]
+
+
+def test_masks_are_told_of_by_what_is_known():
+    """One warning, which names the cause."""
+    model = cases.masked_and_not(AccumulatingModel)
+    x, (y, _) = cases.tokens_for_two(16, np.random.default_rng(0))
+    model.compile(
+        "sgd", ["sparse_categorical_crossentropy"] * 2, micro_batch_size=4
+    )
+    with pytest.warns(InexactWarning) as found:
+        model.fit(x, (y, y), batch_size=16, verbose=0)
+    assert ["different masks" in str(each.message) for each in found] == [True]
+
+
+def fail(*_):
+    raise KeyError("anything")
+
+
+# What an error of the check becomes outside of the tests.
+def test_an_error_of_the_check_does_not_end_the_training(monkeypatch):
+    monkeypatch.setattr(batches, "trace", fail)
+    with pytest.raises(KeyError):
+        check(plain, SIZE, array, "mse")
+    monkeypatch.setattr(batches, "RAISES", False)
+    assert check(plain, SIZE, array, "mse") == "not made: KeyError: 'anything'"
+
+
+def test_a_cause_that_fails_does_not_hide_what_was_found(monkeypatch):
+    monkeypatch.setattr(messages, "_text", fail)
+    assert check(plain, SIZE, array, root).startswith("differs: The first")
