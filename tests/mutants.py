@@ -66,6 +66,9 @@ an accumulator of several batches goes with auto
 a resumed fit does not follow its schedule
     _find_steps: if key => key == self._count
 # test_cycles.py
+no wait before the count
+    Engine._count_batch: call control_dependencies waits =>
+        tf.control_dependencies([])
 no wait for the gradients of a nested function
     _waits: call map => values
 float8 averaged
@@ -109,6 +112,8 @@ a state that only watches is told of
 groups that are whole in the training are told of
     Comparison._look_at_rows: if apart together => apart
 # test_first_batch_programs.py
+a rehearsal updates weights
+    rehearse.run: call updates => hooks.silenced()
 the check leaves behind what a step assigns
     Runner.run: call assign => None
 functions in the model keep the rehearsal
@@ -242,9 +247,6 @@ a noise shape holds the samples of the micro-batch
 slices are drawn twice
     _Passes._trace: call check_repeats sliced => None
 # test_refused_or_warned.py
-no wait before the count
-    Engine._count_batch: call control_dependencies waits =>
-        tf.control_dependencies([])
 a loop that does not split is let pass
     check_loop: if size => False
 targets may differ in length
@@ -252,8 +254,6 @@ targets may differ in length
 what takes a resource is harmless
     check_assignments: call _takes_resource => False
 # test_rehearsal.py
-a rehearsal updates weights
-    rehearse.run: call updates => hooks.silenced()
 a rehearsal draws from the seeds of the model
     rehearse.run: call own_draws => hooks.silenced()
 # test_rematerialization.py

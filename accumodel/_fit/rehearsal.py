@@ -21,6 +21,7 @@ import tensorflow as tf
 from accumodel._keras_and_tf import (
     checks,
     hooks,
+    optimizers,
     private_names,
     python_state,
     replicas,
@@ -82,11 +83,13 @@ def rehearse(model, function, *specs, is_real=False):
             hooks.traced_anew(),
             hooks.silenced(),
             hooks.updates(apply=functools.partial(_build, found)),
-            hooks.moments(_moments=functools.partial(_infer, found)),
             # TensorFlow gives variables their values when a trace ends: those
             # of one that fails would never get any.
             hooks.variables(__init__=functools.partial(_at_once, model)),
         ]
+        if optimizers.trained_norms(model):
+            infer = functools.partial(_infer, found)
+            scopes.append(hooks.moments(_moments=infer))
         if not is_real:
             scopes.append(hooks.own_draws(found.drawn))
         with hooks.all_of(scopes):

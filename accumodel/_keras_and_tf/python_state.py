@@ -21,8 +21,9 @@ _COLLECTIONS = (collections.OrderedDict, dict, list, set, collections.deque)
 
 def owners_of(model):
     """Returns a model, its layers and its losses."""
-    losses = [loss for loss, _ in private_names.compiled_losses(model)]
-    return [model, *private_names.flat_layers(model), *losses]
+    losses = keras.tree.flatten(model.loss)
+    own = [loss for loss in losses if isinstance(loss, keras.Loss)]
+    return [model, *private_names.flat_layers(model), *own]
 
 
 class PythonState:
