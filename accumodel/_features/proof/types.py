@@ -160,8 +160,9 @@ class Type:
 
     @property
     def vanishes(self):
-        """The names of the sums with which this vanishes."""
-        own = [f"{self.alike}:sum"] if self.base == "R" else []
+        """The names of the sums with which this vanishes, and its gradient."""
+        is_mask = self.base == "R" and not self.grad
+        own = [f"{self.alike}:sum"] if is_mask else []
         return (*self.within, *own)
 
     @property
@@ -277,7 +278,8 @@ def added(vals):
     if "S" not in bases:
         what = "terms with the number of samples in unlike ways"
         require(len(powers) == 1, what, is_of_n)
-        return broadcast([*vals, *zeros]).but(m=vals[0].m)
+        owes = (*{name for v in vals for name in v.owes},)
+        return broadcast([*vals, *zeros]).but(m=vals[0].m, owes=owes)
     means = [v for v in vals if v.base == "S"]
     sums = {v.m for v in means}
     if "R" in bases:
