@@ -133,6 +133,7 @@ class Type:
     # The names of sums with which it vanishes: it is a product with their rows.
     within: tuple = dataclasses.field(default=(), compare=False)
     owes: tuple = ()  # sums that divide it, with which it does not vanish
+    stays: bool = False  # of S, where what divides it is 0: it, or its gradient
     why: Proof | None = None  # of T
 
     def but(self, **changed):
@@ -295,7 +296,8 @@ def added(vals):
         is_sum = v.base == "S" or (len(one) == 1 and one[0][1] == 1)
         # Such as the 1e-7 that is often added to a divisor: that bends nothing.
         require(is_sum, "a sum over samples, and what samples share")
-    return broadcast([*vals, *zeros]).but(m=m)
+    stays = any(v.stays or (v.base == "C" and v.grad) for v in vals)
+    return broadcast([*vals, *zeros]).but(m=m, stays=stays)
 
 
 def sizes(held, dims):
