@@ -167,6 +167,17 @@ def known_length(b):
     return tf.shape(tf.boolean_mask([1.0, 2.0], [True, True]))[0]
 
 
+def gates(b):
+    """Gates that are open or not, by a gradient as if they were not rounded."""
+    return b.p + tf.stop_gradient(masks(b) - b.p)
+
+
+def by_masks(b):
+    """What a mask divides, of which one is trained, and one is not."""
+    one, by = b.kernel[0, 0], total(masks(b))
+    return tf.cond(one > 9.0, lambda: ratio(1.0, by), lambda: ratio(one, by))
+
+
 def trained(b):
     return total(b.p**2 + 1)
 
@@ -359,6 +370,13 @@ UNKNOWN = {
         lambda b: total(masks(b)),
         lambda b: total(tf.where(b.y > 0.5, tf.square(b.p - b.y), b.p)),
     ),
+    "gates that are trained, by those that are open": weighed(
+        lambda b: total(tf.stop_gradient(gates(b))),
+        lambda b: total(gates(b) * tf.square(b.y)),
+    ),
+    "one or the other that a mask of nothing divides": Program(
+        lambda b: total(errors(b)) * by_masks(b), lambda b: total(masks(b))
+    ),
     "a mask that may be empty": Program(
         lambda b: total(masks(b) * (b.p - b.y) ** 2) / total(masks(b)),
         lambda b: total(masks(b)),
@@ -495,6 +513,10 @@ RIGHT = {
     "what is chosen": weighed(
         lambda b: total(masks(b)),
         lambda b: total(tf.where(b.y > 0.5, -2 * tf.square(b.p - b.y), 0.0)),
+    ),
+    "what is chosen, or zeros, with a new axis": weighed(
+        lambda b: total(masks(b)),
+        lambda b: total(tf.where(b.y > 0.5, b.p, tf.zeros_like(b.p))[None]),
     ),
     "an affine divisor": weighed(lambda b: count(b.y) * affine(2)(b)),
     "time steps of unknown length": lambda b: mean(

@@ -273,10 +273,18 @@ def inside(b):
     return [*tf.function(changed(tf.identity))(b)]
 
 
+def with_decay(b):
+    return masked(b) + tf.reduce_sum(b.variables[0] ** 2)
+
+
 WRONG = {
     "a mean as a sum": (Step(mean, as_a_sum), "bends"),
     "no weight": (Step(mean, lambda b: 1.0), "unknown"),
     "a mask by samples": (Step(masked), "unknown"),
+    "a mask that may be empty in all, and what is shared": (
+        Step(with_decay, lambda b: tf.reduce_sum(mask(b))),
+        "unknown",
+    ),
     "the root of a mean": (Step(lambda b: tf.sqrt(mean(b))), "bends"),
     "two losses of unlike sums": (
         Step(lambda b: mean(b) + tf.reduce_sum(b.p)),

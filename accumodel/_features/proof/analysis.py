@@ -149,11 +149,13 @@ class Analysis:
             found = [self._refused(op, error)] * len(op.outputs)
         name, has_grad = self._name(op, vals), any(v.grad for v in vals)
         is_mixed = any(v.mixed for v in vals)
+        stays = any(v.stays for v in vals)
         return [
             dataclasses.replace(
                 v,
                 grad=_keeps_gradient(x) and (has_grad or v.grad),
                 mixed=v.base == "R" and (is_mixed or v.mixed),
+                stays=v.base == "S" and (stays or v.stays),
                 name=v.name or f"{name}:{i}",
             )
             for i, (v, x) in enumerate(zip(found, op.outputs, strict=True))
@@ -212,7 +214,8 @@ class Analysis:
     def _marked(self, op, vals):
         """Returns the type of what accumodel has named, or `None`."""
         if op.type == "SelectV2" and NONZERO in op.name:
-            return vals[2]  # in a micro-batch of nothing, nothing is added
+            # In a micro-batch of nothing, nothing is added.
+            return dataclasses.replace(vals[2], stays=True)
         if MOMENTS in op.name:
             return Type("C", self.dims(op.outputs[0]))
         axis = rows_axis(op.name)

@@ -212,7 +212,7 @@ def sliced(at, op, v, *places):
             is_free = not any(map(is_of_samples, (first, last, by)))
             require(is_free, _NUMBER)
     axis = found.index(2) if v.base == "R" else 0
-    return at.shaped(v, op.outputs[0], axis)
+    return at.shaped(v, op.outputs[0], axis, within=v.vanishes)
 
 
 _ALL = slice(None)
@@ -351,7 +351,7 @@ def filled(at, op, *vals):
 def alike(at, op, v):
     """The same for all, in the shape of samples."""
     require(v.base == "R", v.words)
-    return v.but(m=(), uniform=True)
+    return v.but(m=(), uniform=True, zero=op.type == "ZerosLike")
 
 
 # -- lists of tensors, as if they were stacked ---------------------------------

@@ -133,6 +133,7 @@ class Type:
     # The names of sums with which it vanishes: it is a product with their rows.
     within: tuple = dataclasses.field(default=(), compare=False)
     owes: tuple = ()  # sums that divide it, with which it does not vanish
+    stays: bool = False  # of S, where what divides it is 0: it, or its gradient
     why: Proof | None = None  # of T
 
     def but(self, **changed):
@@ -160,8 +161,9 @@ class Type:
 
     @property
     def vanishes(self):
-        """The names of the sums with which this vanishes."""
-        own = [f"{self.alike}:sum"] if self.base == "R" else []
+        """The names of the sums with which this vanishes, and its gradient."""
+        is_mask = self.base == "R" and not self.grad
+        own = [f"{self.alike}:sum"] if is_mask else []
         return (*self.within, *own)
 
     @property
@@ -277,7 +279,8 @@ def added(vals):
     if "S" not in bases:
         what = "terms with the number of samples in unlike ways"
         require(len(powers) == 1, what, is_of_n)
-        return broadcast([*vals, *zeros]).but(m=vals[0].m)
+        owes = (*{name for v in vals for name in v.owes},)
+        return broadcast([*vals, *zeros]).but(m=vals[0].m, owes=owes)
     means = [v for v in vals if v.base == "S"]
     sums = {v.m for v in means}
     if "R" in bases:
@@ -293,7 +296,8 @@ def added(vals):
         is_sum = v.base == "S" or (len(one) == 1 and one[0][1] == 1)
         # Such as the 1e-7 that is often added to a divisor: that bends nothing.
         require(is_sum, "a sum over samples, and what samples share")
-    return broadcast([*vals, *zeros]).but(m=m)
+    stays = any(v.stays or (v.base == "C" and v.grad) for v in vals)
+    return broadcast([*vals, *zeros]).but(m=m, stays=stays)
 
 
 def sizes(held, dims):

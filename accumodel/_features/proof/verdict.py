@@ -18,6 +18,7 @@ batch have as many rows; and rounding.
 import tensorflow as tf
 
 from accumodel._features.proof.analysis import CONDITIONS, Analysis, key_of
+from accumodel._features.proof.rules import AFFINE
 from accumodel._features.proof.types import (
     ONE,
     N,
@@ -193,6 +194,10 @@ def _judge(loss, weight=None):
     is_mean = is_sum and not power(loss.m, weight.m)
     what = f"{loss.words}, which is not divided by its weight"
     require(is_mean or loss.is_shared, what, bends)
+    # If all micro-batches of an update weigh nothing, only the sum is nothing.
+    never_0 = all(name == "n" or name.endswith(AFFINE) for name in names)
+    is_right = never_0 or weight.stays or not loss.stays
+    require(is_right, "a mean, and what is shared, by a weight that may be 0")
     return "a mean over samples"
 
 
