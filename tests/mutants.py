@@ -66,6 +66,8 @@ an accumulator of several batches goes with auto
 a resumed fit does not follow its schedule
     _find_steps: if key => key == self._count
 # test_cycles.py
+a failure leaves parts behind
+    _prepared.call: call step_failed => None
 no wait before the count
     Engine._count_batch: call control_dependencies waits =>
         tf.control_dependencies([])
@@ -276,8 +278,6 @@ each part ends its fed batch
         collector.end([]))[0]
 the log forgets the batches before
     LossLogs._set: call assign total => tracker.total.assign(loss * size)
-a failure leaves parts behind
-    _prepared.call: call step_failed => None
 lengths that are known late are not checked
     _check_lengths: if lengths => True
 who was not called is counted
