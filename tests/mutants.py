@@ -177,6 +177,9 @@ weights of a subclass in another order
     track_alike: call add_to_store => None
 Keras's test step in micro-batches
     test_steps.test: if model => True
+# test_old_files.py
+a file forgets the weights of its sums
+    cycles.write: call assign => name == "totals" or {}
 # test_process_gradients.py
 the hook sees the loss scale
     process: set given => gradients
@@ -287,8 +290,6 @@ evaluate does not cut
 a step of the instance is forgotten
     hooks.replaced: call update => None
 # test_state.py
-a file forgets the weights of its sums
-    cycles.write: call assign => name == "totals" or {}
 a file may lack a sum
     cycles._check: call get given => ()
 weights that are set keep the cycle
