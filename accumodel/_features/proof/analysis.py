@@ -58,6 +58,9 @@ _OF_MIXED = {
     *("Shape", "Size", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Sum"),
 }
 
+# What may still be multiplied by the mask that a divisor is the sum of.
+_FACTORS = ["Mul", "Cast", "SelectV2", *KEPT.split()]
+
 _calls = itertools.count()
 
 
@@ -197,7 +200,7 @@ class Analysis:
                 return v
         if any(v.mixed for v in vals):
             require(_keeps_mixed(op, vals), MIXED, bends=True)
-        is_factor = op.type in ("Mul", "Cast", "SelectV2", *KEPT.split())
+        is_factor = op.type in _FACTORS
         require(is_factor or not any(v.owes for v in vals), MAY_BE_0)
         has_own = "_gradient_op_type" in op.node_def.attr
         require(not has_own, "a custom gradient")

@@ -12,12 +12,14 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._features.proof.types import (
+    AFFINE,
     ONE,
     UNLIKE,
     Type,
     added,
     broadcast,
     is_of_samples,
+    may_be_0,
     over,
     plain,
     power,
@@ -30,7 +32,6 @@ from accumodel._features.proof.types import (
 
 RULES: dict = {}
 
-AFFINE = "affine"  # of a sum and what is not 0, which is not 0
 IN_ORDER = "several samples at once"
 MAY_BE_0 = "what a sum divides that may be 0 in a micro-batch"
 _OTHERS = "a sum or mean over samples, and others"
@@ -204,8 +205,13 @@ def multiplied(at, op, a, b):
     one, m = broadcast([a, b]), power(a.m, b.m)
     owes = {*a.owes, *b.owes}.difference(within)
     require(not owes or one.base == "C", MAY_BE_0)
-    found = {"zero": a.zero or b.zero, "within": within, "owes": (*owes,)}
-    return one.but(m=m, like=like, **found)
+    return one.but(
+        m=m,
+        zero=a.zero or b.zero,
+        like=like,
+        within=within,
+        owes=(*owes,),
+    )
 
 
 def scaled(v, by):
@@ -229,7 +235,7 @@ def divided(at, op, a, b):
     """By what samples share, or by a sum over the samples that is a factor."""
     require("V" not in (a.base, b.base), "the number of samples")
     b = b.factor()
-    zeros = {name for name, _ in b.m if not name.endswith(AFFINE)} - {"n"}
+    zeros = may_be_0(b.m)
     # Where it is 0, so is what it divides, or what that is a factor of.
     owes = (*zeros.difference(a.vanishes),)
     is_safe = not zeros or op.type == "DivNoNan"
@@ -237,8 +243,9 @@ def divided(at, op, a, b):
     is_right = a.base != "S" or b.base == "C"
     require(is_right, "a sum over samples, and samples", bends=True)
     m = power(a.m, b.m, -1)
-    found = {"zero": a.zero, "within": a.vanishes, "owes": owes}
-    return broadcast([a, b]).but(m=m, like=scaled(a, b), **found)
+    return broadcast([a, b]).but(
+        m=m, zero=a.zero, like=scaled(a, b), within=a.vanishes, owes=owes
+    )
 
 
 @rule("AddV2 Add Sub AddN")
@@ -301,8 +308,7 @@ def reduced(at, op, v, of_axes):
     m = power(v.m, (("n", v.uniform - is_mean),))
     one = Type("C" if v.uniform else "S", dims, m)
     # Of all entries.
-    like = f"{v.alike}:sum" if one.is_single else None
-    return one.but(like=like, within=v.within)
+    return one.but(like=v.summed if one.is_single else None, within=v.within)
 
 
 # Each function looks at the last axes of its inputs, as many of each as stand

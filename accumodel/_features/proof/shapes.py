@@ -73,8 +73,15 @@ def reshaped(at, op, v, *to):
     require(k, _NEW_ORDER)
     # The rows of one may be unlike, if those of all are the same.
     uniform = v.uniform and (o, k) == (times(v.o), times(v.k))
-    found = {"uniform": uniform, "like": v.alike, "within": v.within}
-    return v.but(dims=new, axis=axis, o=o, k=k, **found)
+    return v.but(
+        dims=new,
+        axis=axis,
+        o=o,
+        k=k,
+        uniform=uniform,
+        like=v.alike,
+        within=v.within,
+    )
 
 
 def _new_sizes(op, v, *to):

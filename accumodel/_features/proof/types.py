@@ -15,6 +15,10 @@ samples that are not trained, known by how they are computed. So a mean over the
 samples is S with 1/n, and one over a mask is S with 1/D. What m and the base
 are made of is the same in each micro-batch, but for the samples.
 
+A divisor may be 0 in a micro-batch, which then adds nothing. That is right if
+what it divides is 0 there, too: a product with the rows of a mask vanishes
+`within` the sum of that mask. A factor such as `n / D` still `owes` that.
+
 A size is a product of a number and of names, such as `3 * n * time`.
 """
 
@@ -31,6 +35,7 @@ Size: typing.TypeAlias = tuple[int, tuple[str, ...]]
 ONE: Size = (1, ())
 N: Size = (1, ("n",))
 
+AFFINE = "affine"  # of a sum and what is not 0, which is not 0
 MIXED = "samples, and a sum or mean over samples"
 UNLIKE = "an axis of samples next to one of another length"
 
@@ -113,6 +118,12 @@ def power(m, other, sign=1):
     return tuple(sorted((s, p) for s, p in total.items() if p))
 
 
+def may_be_0(m):
+    """Returns the names of the divisors in a monomial that may be 0."""
+    names = {name for name, _ in m} - {"n"}
+    return {name for name in names if not name.endswith(AFFINE)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Type:
     base: str
@@ -163,8 +174,12 @@ class Type:
     def vanishes(self):
         """The names of the sums with which this vanishes, and its gradient."""
         is_mask = self.base == "R" and not self.grad
-        own = [f"{self.alike}:sum"] if is_mask else []
-        return (*self.within, *own)
+        return (*self.within, *([self.summed] if is_mask else []))
+
+    @property
+    def summed(self):
+        """The name of the sum of all entries."""
+        return f"{self.alike}:sum"
 
     @property
     def is_single(self):

@@ -18,7 +18,6 @@ batch have as many rows; and rounding.
 import tensorflow as tf
 
 from accumodel._features.proof.analysis import CONDITIONS, Analysis, key_of
-from accumodel._features.proof.rules import AFFINE
 from accumodel._features.proof.types import (
     ONE,
     N,
@@ -26,6 +25,7 @@ from accumodel._features.proof.types import (
     Type,
     UnprovedError,
     added,
+    may_be_0,
     power,
     require,
     sizes_alike,
@@ -195,7 +195,7 @@ def _judge(loss, weight=None):
     what = f"{loss.words}, which is not divided by its weight"
     require(is_mean or loss.is_shared, what, bends)
     # If all micro-batches of an update weigh nothing, only the sum is nothing.
-    never_0 = all(name == "n" or name.endswith(AFFINE) for name in names)
+    never_0 = not may_be_0((*loss.m, *weight.m))
     is_right = never_0 or weight.stays or not loss.stays
     require(is_right, "a mean, and what is shared, by a weight that may be 0")
     return "a mean over samples"
