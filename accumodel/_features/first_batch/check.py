@@ -322,8 +322,9 @@ class Comparison:
     @functools.cached_property
     def _readers(self):
         """What `after_update` uses, and graphs of the step and of inference."""
-        model = self.rows.plan.model
-        used = rehearse(model, model.after_update).result().variables
+        model, used = self.rows.plan.model, []
+        if self.rows.plan.accumulation.overrides("after_update"):
+            used = rehearse(model, model.after_update).result().variables
         x, *_ = keras.utils.unpack_x_y_sample_weight(self.rows.data)
         infer = functools.partial(private_names.call_model, training=False)
         inference = rehearse(model, infer, model, x).function
@@ -363,7 +364,7 @@ def compare(plan, looked, fed):
             f"with `run_eagerly=True`, the step {found.python}, in each "
             "micro-batch. Draw by `keras.random`, and count in `after_update`"
         )
-    seen = messages.seen(looks, rows, "batch" if len(fed) == 1 else "cycle")
+    seen = messages.of_looks(looks, rows, "batch" if len(fed) == 1 else "cycle")
     proof = looked.noted.proof
     if proof.kind == "bends":
         text = messages.bends(seen, plan, proof.reason)

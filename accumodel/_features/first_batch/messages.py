@@ -100,7 +100,7 @@ def _apart(plan):
         yield "Updates that a loss scale skips may be others"
 
 
-def seen(looks, rows, what):
+def of_looks(looks, rows, what):
     """Returns how much was seen to be exact, in words of the user."""
     look, error = looks[-1], max(look.error for look in looks)
     count = look.end - look.begin
