@@ -200,6 +200,15 @@ sizes are read from the last one on
     sliced: call require by => None
 sequences are reversed along the samples
     reversed_rows: set is_own => True
+# test_proof_of_masks.py
+a sum of a mask that is 2 or more is one that is not 0
+    at_least: if is_of_mask => by is not None and by.is_of_mask
+weights are whole numbers
+    require_mask: call require => None
+what is chosen if a mask is empty does not matter
+    guarded: set is_right => is_ratio or not b.grad
+what is not a number is left out of any loss
+    _judge: set is_left_out => True
 # test_proof_of_steps.py
 what a tape watches may be in a divisor
     Gradients._typed: call but => v

@@ -1,16 +1,18 @@
 """Traces the loss of a model, and proves what is said of it."""
 
+import collections
 import functools
 
 import keras
+import numpy as np
 import tensorflow as tf
 from helpers import distance, fit
+from keras import layers
 
 from accumodel import AccumulatingModel
-from accumodel._features import rematerialization
+from accumodel._features import proof, rematerialization
 from accumodel._features.first_batch.runs import Proving
 from accumodel._features.first_batch.variables import watching
-from accumodel._features.proof import prove, prove_rows
 from accumodel._fit.rehearsal import Enough, Noting, build, rehearse_step
 from accumodel._keras_and_tf import hooks
 from accumodel._micro_batch.micro_batches import current_step
@@ -35,7 +37,7 @@ class Judged(Noting):
         raise Enough
 
 
-def proof_of(model, data, judge=prove):
+def proof_of(model, data, judge=proof.prove):
     """Returns what is proved of a compiled model, for batches like `data`."""
     plan = model._accumulation.plan()
     build(plan, data)
@@ -50,7 +52,7 @@ def proof_of(model, data, judge=prove):
 
 def rows_of(loss, weight, *args, **kwargs):
     """Proves that the loss is rows, as if it was the outputs of a model."""
-    return prove_rows([loss], *args, **kwargs)
+    return proof.prove_rows([loss], *args, **kwargs)
 
 
 def proof_of_step(model, data):
@@ -60,9 +62,9 @@ def proof_of_step(model, data):
     with hooks.plain_silu(), rematerialization.none(), typed:
         found, collector = rehearse_step(plan, data, Proving)
     found.result()
-    proof = collector.noted.proof
-    assert "the proof failed" not in proof.reason, proof
-    return proof
+    found = collector.noted.proof
+    assert "the proof failed" not in found.reason, found
+    return found
 
 
 def train_both(build, prove, x, y):
@@ -81,3 +83,85 @@ def train_both(build, prove, x, y):
         assert distance(model, before) > 1e-4
         models.append(model)
     assert distance(*models) < 1e-6
+
+
+# -- losses of a small model ---------------------------------------------------
+
+SAMPLES, TIME, WIDTH = 12, 4, 3
+
+
+def mean(values):
+    return tf.reduce_mean(values)
+
+
+def total(values):
+    return tf.reduce_sum(values)
+
+
+ratio = tf.math.divide_no_nan
+
+
+def errors(b):
+    """One loss for each sample."""
+    return tf.reduce_mean(tf.square(b.p - b.y), axis=[1, 2])
+
+
+def count(values):
+    return tf.cast(tf.shape(values)[0], tf.float32)
+
+
+# A loss, and its weight if it is not the number of samples.
+Program = collections.namedtuple("Program", "loss weight", defaults=[None])
+
+
+class Batch:
+    def __init__(self, model, x, y, p):
+        self.x, self.y, self.p = x, y, p
+        self.variable = model.layers[-1].kernel.value
+        self.kernel = tf.convert_to_tensor(self.variable)
+
+
+def model_of(program, base=AccumulatingModel, **kwargs):
+    """Returns a small compiled model with the loss of a program, or a loss."""
+    if not isinstance(program, Program):
+        program = Program(program)
+
+    class Model(base):
+        def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):
+            return program.loss(Batch(self, x, y, y_pred))
+
+        if base is AccumulatingModel and program.weight is not None:
+
+            def micro_batch_weight(self, x, y, y_pred, sample_weight):
+                return program.weight(Batch(self, x, y, y_pred))
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((None, WIDTH))
+    model = Model(inputs, layers.Dense(WIDTH)(inputs))
+    model.compile("sgd", **{"jit_compile": False, **kwargs})
+    return model
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, SAMPLES, TIME, WIDTH)).astype("float32")
+    return x, np.abs(y)
+
+
+# Of batches of time steps of any length.
+SPECS = (tf.TensorSpec((None, None, WIDTH)),) * 2
+
+
+def prove(program, given=SPECS, **kwargs):
+    model = model_of(program, **(kwargs or {"micro_batch_size": 3}))
+    return proof_of(model, given)
+
+
+def weighed(divisor, loss=None):
+    """A loss that is divided by something, which is its weight."""
+
+    def of(batch):
+        over = (loss or (lambda b: total(errors(b))))(batch)
+        return ratio(over, divisor(batch))
+
+    return Program(of, divisor)

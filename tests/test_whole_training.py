@@ -13,9 +13,11 @@ import warnings
 
 import keras
 import numpy as np
+import proving
 import pytest
 import tensorflow as tf
 import test_proof
+import test_proof_of_masks
 from helpers import (
     Adds,
     Seeded,
@@ -556,7 +558,12 @@ FIXED = (
     *("lengths of two branches", "lengths of a branch that does not run"),
     *("decided on the host", "a bias for each", "lengths that are compared"),
 )
-TO_PROVE = test_proof.BENT | test_proof.UNKNOWN | test_proof.RIGHT
+TO_PROVE = {
+    name: program
+    for module in (test_proof, test_proof_of_masks)
+    for table in (module.BENT, module.UNKNOWN, module.RIGHT)
+    for name, program in table.items()
+}
 
 
 @pytest.mark.weekly
@@ -565,7 +572,7 @@ TO_PROVE = test_proof.BENT | test_proof.UNKNOWN | test_proof.RIGHT
 @pytest.mark.parametrize("name", [k for k in TO_PROVE if k not in FIXED])
 def test_what_a_proof_could_get_wrong(name, way):
     def make(cls):
-        return test_proof.model_of(TO_PROVE[name], cls)
+        return proving.model_of(TO_PROVE[name], cls)
 
     data = (rng.normal(size=(24, 4, 3)).astype("float32") for _ in range(2))
     check(Program(make, None, feed(*data, batch=12)), in_all=True, **WAYS[way])

@@ -13,6 +13,7 @@ from accumodel._features.proof.rules import (
     MAY_BE_0,
     RULES,
     apply_rule,
+    guarded,
     is_number,
     rule,
 )
@@ -29,6 +30,7 @@ from accumodel._features.proof.types import (
     put,
     require,
     sizes_alike,
+    union,
     unknown,
 )
 from accumodel._fit.rehearsal import MOMENTS
@@ -58,6 +60,13 @@ _OF_MIXED = {
     *("Shape", "Size", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Sum"),
 }
 
+# Which input may be a guard of the sum of a mask.
+_GUARDED = {
+    **{op_type: [0] for op_type in ("If", "StatelessIf", "SelectV2")},
+    **{op_type: [0] for op_type in ("Cast", "LogicalNot", *KEPT.split())},
+    **{op_type: [1] for op_type in ("RealDiv", "DivNoNan")},
+}
+
 # What may still be multiplied by the mask that a divisor is the sum of.
 _FACTORS = ["Mul", "Cast", "SelectV2", *KEPT.split()]
 
@@ -76,9 +85,10 @@ class Analysis:
 
     place = "compute_loss"  # of what is in no layer
 
-    def __init__(self, names=None, scope=""):
+    def __init__(self, names=None, scope="", nonzero=frozenset()):
         self._names = {} if names is None else names  # of what is alike
         self._scope = scope  # of the names of operations
+        self.nonzero = nonzero  # names of sums: this runs where they are not 0
         self._number = next(_calls)
 
     def dims(self, tensor, axis=None, n=None):
@@ -159,6 +169,7 @@ class Analysis:
                 grad=_keeps_gradient(x) and (has_grad or v.grad),
                 mixed=v.base == "R" and (is_mixed or v.mixed),
                 stays=v.base == "S" and (stays or v.stays),
+                breaks=union(each.breaks for each in (v, *vals)),
                 name=v.name or f"{name}:{i}",
             )
             for i, (v, x) in enumerate(zip(found, op.outputs, strict=True))
@@ -200,6 +211,7 @@ class Analysis:
                 return v
         if any(v.mixed for v in vals):
             require(_keeps_mixed(op, vals), MIXED, bends=True)
+        require(_takes_guards(op, vals), "a sum over samples", bends=True)
         is_factor = op.type in _FACTORS
         require(is_factor or not any(v.owes for v in vals), MAY_BE_0)
         has_own = "_gradient_op_type" in op.node_def.attr
@@ -244,9 +256,10 @@ class Analysis:
         """Returns the types of what a function returns."""
         return self._call(op, op.get_attr("f"), vals)
 
-    def _call(self, op, function, vals):
+    def _call(self, op, function, vals, nonzero=()):
         body = private_names.body_of(op.graph, function.name)
-        inner = Analysis(self._names, f"{self._scope}{op.name}/")
+        scope, nonzero = f"{self._scope}{op.name}/", self.nonzero.union(nonzero)
+        inner = Analysis(self._names, scope, nonzero)
         known = zip((x.ref() for x in body.inputs), vals, strict=True)
         with sizes_alike(inherited=True):  # it may not run
             return inner.types_of(body.outputs, dict(known))
@@ -256,18 +269,24 @@ class Analysis:
         """Returns the types of outputs that come from one of the branches."""
         names = ["then_branch", "else_branch"]
         names = ["branches"] if "Case" in op.type else names
-        require(decides.is_shared, f"{decides.words}, as a condition", True)
         branches = tf.nest.flatten([op.get_attr(name) for name in names])
+        if decides.base == "G":
+            some, others = branches[::-1] if decides.zero else branches
+            some = self._call(op, some, vals, [decides.like])
+            others = self._call(op, others, vals)
+            join = lambda a, b, _: guarded(decides, a, b)  # noqa: E731
+            return self._joined_outputs(op, some, others, join)
+        require(decides.is_shared, f"{decides.words}, as a condition", True)
         results = [self._call(op, branch, vals) for branch in branches]
         join = functools.partial(self._joined_outputs, op)
         return functools.reduce(join, results)
 
-    def _joined_outputs(self, op, some, others):
+    def _joined_outputs(self, op, some, others, join=None):
         """Returns the types of outputs that are the one or the other."""
-        joined = []
+        joined, join = [], join or self.joined
         for i, (a, b) in enumerate(zip(some, others, strict=True)):
             try:
-                joined.append(self.joined(a, b, f"{op.name}:{i}"))
+                joined.append(join(a, b, f"{op.name}:{i}"))
             except UnprovedError as error:
                 joined.append(self._refused(op, error))
         return joined
@@ -312,6 +331,7 @@ class Analysis:
             content=a.content if a.content == b.content else None,
             zero=a.zero and b.zero,
             grad=a.grad or b.grad,
+            breaks=union([a.breaks, b.breaks]),
         )
 
 
@@ -326,6 +346,13 @@ def _check(v, tensor):
     require(is_ranked, "a tensor of unknown rank")
     is_whole = v.base != "S" or is_number(dtype) or dtype.size >= 4
     require(is_whole, "a sum of few bits")
+
+
+def _takes_guards(op, vals):
+    """Whether guards of the sum of a mask are where they have a meaning."""
+    places = [i for i, v in enumerate(vals) if v.base == "G"]
+    is_known = all(vals[i].like for i in places)
+    return not places or (is_known and places == _GUARDED.get(op.type))
 
 
 def _keeps_mixed(op, vals):

@@ -5,6 +5,7 @@ the analysis, the operation, and the types of its inputs. What no rule names is
 not proved.
 """
 
+import dataclasses
 import functools
 import string
 
@@ -28,6 +29,7 @@ from accumodel._features.proof.types import (
     shared,
     sizes,
     times,
+    union,
 )
 
 RULES: dict = {}
@@ -83,13 +85,12 @@ def axes_of(tensor, v, rank):
 ELEMENTWISE = """
 Abs Acos Acosh Angle AsString Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e
 BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil ClipByValue Complex ComplexAbs
-Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod
-GreaterEqual Igamma Igammac Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift
-Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr
-LookupTableFindV2 Maximum Minimum Mod Ndtri NextAfter Pow Reciprocal
-Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus
-Softsign Sqrt Square SquaredDifference Tan Tanh TruncateDiv TruncateMod Xdivy
-Xlog1py Xlogy Zeta
+Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Igamma
+Igammac Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift LessEqual Lgamma Log
+Log1p LogicalAnd LogicalOr LookupTableFindV2 Minimum Mod Ndtri NextAfter Pow
+Reciprocal Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh
+Softplus Softsign Sqrt Square SquaredDifference Tan Tanh TruncateDiv TruncateMod
+Xdivy Xlog1py Xlogy Zeta
 StaticRegexFullMatch StaticRegexReplace StringJoin StringLength StringLower
 StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong
 StringToNumber StringUpper
@@ -99,30 +100,100 @@ FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars
 """
 
 
-@rule(ELEMENTWISE, plain=99)
+@rule(ELEMENTWISE)
 def elementwise(at, op, *vals):
+    plain(*vals)
     return broadcast(vals)
 
 
-@rule("Equal NotEqual", plain=2)
+@rule("Equal NotEqual")
 def compared(at, op, *vals):
     """Of unlike lengths this raises nothing: none are known to be alike."""
+    by, number = with_number(op, *vals)
+    if by is not None and by.is_of_mask and number == 0:
+        return guard(by.alike, zero=op.type == "Equal")
+    plain(*vals)
     lengths = {times(v.n) for v in vals if v.base == "R"}
     require(len(lengths) < 2, "axes of samples of unlike lengths")
     return broadcast(vals)
 
 
-@rule("Greater")
-def greater(at, op, a, b):
+@rule("Greater GreaterEqual Less")
+def greater(at, op, *vals):
     """A micro-batch has samples: whether it has some is shared."""
-    is_count = bool(a.dims == b.dims == () and a.content)
-    than = constant(op.inputs[1], b) if is_count else None
-    if than == 0:
-        return Type("C", ())
-    # As `tf.vectorized_map` looks at it, which computes the same.
-    require(than != 1, "whether there is more than one sample")
+    a, b = vals[::-1] if op.type == "Less" else vals
+    x = op.inputs[op.type != "Less"]
+    than = constant(x, b) if a.dims == b.dims == () else None
+    if than is not None and a.is_of_mask:
+        is_0 = 0 < than <= 1 if op.type == "GreaterEqual" else 0 <= than < 1
+        require(is_0, a.words, bends=True)
+        return guard(a.alike, a.counts)
+    if a.content and op.type == "Greater":
+        if than == 0:
+            return Type("C", ())
+        # As `tf.vectorized_map` looks at it, which computes the same.
+        require(than != 1, "whether there is more than one sample")
     plain(a, b)
     return broadcast([a, b])
+
+
+# -- guards of the sum of a mask, which may be 0 -------------------------------
+
+
+def guard(name, counts=1, **changed):
+    """Returns the type of a guard; `counts` is 0 if it may not be right."""
+    return Type("G", (), like=name, counts=counts, **changed)
+
+
+def require_mask(v):
+    """Requires a guard by what counts; usually it does: no warning."""
+    what = "a sum over samples that may be less than 1, and not 0"
+    require(v.counts, what)
+
+
+def with_number(op, *vals):
+    """Returns the one of two inputs that is not a number, and the number."""
+    pairs = [*zip(vals, op.inputs, strict=True)]
+    for (v, _), (other, x) in (pairs, pairs[::-1]):
+        number = constant(x, other) if other.dims == () else None
+        if number is not None:
+            return v, number
+    return None, None
+
+
+@rule("Maximum")
+def at_least(at, op, *vals):
+    """A sum of a mask is never less than 1, unless it is 0."""
+    by, number = with_number(op, *vals)
+    if by is not None and by.is_of_mask and 0 < number <= 1:
+        return guard(by.alike, by.counts)
+    return elementwise(at, op, *vals)
+
+
+@rule("LogicalNot")
+def negated(at, op, v):
+    if v.base == "G":
+        return guard(v.like, v.counts, zero=not v.zero)
+    return elementwise(at, op, v)
+
+
+def guarded(condition, a, b, number=None):
+    """Returns the type of what is chosen by whether the sum of a mask is 0.
+
+    `number` is that of `b`, if it is known.
+    """
+    by = condition.like
+    for v in (a, b):
+        if v.base == "T":
+            return v
+    if number and a.is_of_mask and a.alike == by:
+        return guard(by, min(a.counts, condition.counts))
+    # What the sum divides, which is nothing where it is nothing.
+    is_ratio = a.base == "S" and a.m == ((by, -1),) and by in a.within
+    is_right = is_ratio and b.zero and b.base == "C"
+    require(is_right, condition.words, bends=not a.within)
+    require_mask(condition)
+    return broadcast([a, b]).but(m=a.m, within=a.within)
 
 
 # -- what is read --------------------------------------------------------------
@@ -143,8 +214,10 @@ def fixed(at, op):
     if value.dtype.kind not in "fiu":
         return one
     is_size = value.ndim < 2 and value.dtype.kind == "i"
+    is_truth = np.isin(value, (0, 1)).all()
+    counts = 2 if is_truth else int(((value == 0) | (value >= 1)).all())
     held = tuple((int(x), ()) for x in value.ravel()) if is_size else None
-    return one.but(content=held, zero=not value.any())
+    return one.but(content=held, zero=not value.any(), counts=counts)
 
 
 # -- linear --------------------------------------------------------------------
@@ -176,8 +249,14 @@ def cast(at, op, v):
     as a truth. In fewer bits, unlike numbers may become equal, or 0.
     """
     of, to = op.inputs[0].dtype, op.outputs[0].dtype
-    if of.is_bool or (to.is_floating and not of.is_complex):
-        return v if to.size >= of.size else v.renamed()
+    if v.base == "G":
+        require(to.is_floating and not of.is_bool, v.words, bends=True)
+        return v
+    if of.is_bool:
+        return dataclasses.replace(v, counts=2)
+    if to.is_floating and not of.is_complex:
+        is_alike = to.size >= of.size
+        return v if is_alike else v.renamed().but(counts=v.counts)
     is_whole = to.is_integer and to.size >= 4 and not of.is_floating
     if to.is_complex or (is_whole and not of.is_complex):
         return v.renamed()
@@ -210,6 +289,7 @@ def multiplied(at, op, a, b):
         zero=a.zero or b.zero,
         like=like,
         within=within,
+        counts=min(a.counts, b.counts) * op.outputs[0].dtype.is_floating,
         owes=(*owes,),
     )
 
@@ -234,17 +314,26 @@ def is_number(dtype):
 def divided(at, op, a, b):
     """By what samples share, or by a sum over the samples that is a factor."""
     require("V" not in (a.base, b.base), "the number of samples")
+    is_guarded = b.base == "G"
+    if is_guarded:
+        require_mask(b)
+        b = Type("C", m=((b.like, 1),))
     b = b.factor()
-    zeros = may_be_0(b.m)
+    zeros = may_be_0(b.m) - at.nonzero
     # Where it is 0, so is what it divides, or what that is a factor of.
     owes = (*zeros.difference(a.vanishes),)
-    is_safe = not zeros or op.type == "DivNoNan"
-    require(is_safe and (not owes or a.base == "C"), MAY_BE_0)
+    is_safe = is_guarded or op.type == "DivNoNan"
+    require(not owes or a.base == "C", MAY_BE_0)
     is_right = a.base != "S" or b.base == "C"
     require(is_right, "a sum over samples, and samples", bends=True)
     m = power(a.m, b.m, -1)
     return broadcast([a, b]).but(
-        m=m, zero=a.zero, like=scaled(a, b), within=a.vanishes, owes=owes
+        m=m,
+        zero=a.zero,
+        like=scaled(a, b),
+        within=a.vanishes,
+        owes=owes,
+        breaks=() if is_safe else union([zeros]),
     )
 
 
@@ -255,6 +344,8 @@ def plus(at, op, *vals):
         sign = -1 if op.type == "Sub" else 1
         return sizes([(int(known[0] + sign * sum(known[1:])), ())], ())
     one = added([*vals])
+    if op.type == "Sub" and vals[1].counts == 2 and known[0] is not None:
+        return one.but(counts=2 * bool(np.all(known[0] == 1)))
     if op.type == "Sub" or {v.base for v in vals if not v.zero} != {*"CS"}:
         return one
     names = "+".join(v.name for v in vals)
@@ -270,9 +361,15 @@ def plus_bias(at, op, v, bias):
 
 
 @rule("SelectV2 Select")
-def selected(at, op, condition, a, b):
+def selected(at, op, condition, *vals):
     """One or the other: entry by entry, or all of them by what is shared."""
+    if condition.base == "G":
+        places = [2, 1] if condition.zero else [1, 2]
+        a, b = (vals[i - 1] for i in places)
+        number = constant(op.inputs[places[1]], b) if b.dims == () else None
+        return guarded(condition, a, b, number)
     plain(condition)
+    a, b = vals
     either = added([a, b])
     # `Select` takes a vector for the first axis.
     is_like = op.type == "SelectV2" or condition.dims in ((), a.dims)
@@ -281,7 +378,9 @@ def selected(at, op, condition, a, b):
     require(is_plain, "a sum, or another one", bends=True)
     within = condition.vanishes + a.vanishes if b.zero else ()
     require({*a.owes, *b.owes} <= {*within}, MAY_BE_0)
-    return broadcast([condition, a, b]).but(m=either.m, within=within)
+    counts = min(a.counts, b.counts)
+    one = broadcast([condition, a, b])
+    return one.but(m=either.m, within=within, counts=counts)
 
 
 # -- along axes ----------------------------------------------------------------
@@ -294,6 +393,9 @@ def reduced(at, op, v, of_axes):
         return sizes([product(*v.content)], ())
     is_mean = op.type == "Mean" and is_number(op.outputs[0].dtype)
     is_linear = op.type == "Sum" or is_mean
+    dtype = op.outputs[0].dtype
+    is_count = op.type == "Sum" and (is_number(dtype) or dtype.size >= 4)
+    counts = min(v.counts, is_count)
     plain(*([] if is_linear else [v]))
     require(v.base != "V" and of_axes.is_shared, "the number of samples")
     axes = axes_of(op.inputs[1], of_axes, len(v.dims))
@@ -302,13 +404,16 @@ def reduced(at, op, v, of_axes):
     dims = tuple(ONE if i in axes else v.dims[i] for i in kept)
     if v.base != "R" or v.axis not in axes:
         axis = kept.index(v.axis) if v.base == "R" else 0
-        return v.but(dims=dims, axis=axis, within=v.within)
+        return v.but(dims=dims, axis=axis, within=v.within, counts=counts)
+    if op.type == "Any" and dims == ():
+        return guard(v.summed)
     require(is_linear, "all samples at once")
     # The sum of n equal rows is n times one.
     m = power(v.m, (("n", v.uniform - is_mean),))
     one = Type("C" if v.uniform else "S", dims, m)
     # Of all entries.
-    return one.but(like=v.summed if one.is_single else None, within=v.within)
+    like = v.summed if one.is_single else None
+    return one.but(like=like, within=v.within, counts=counts)
 
 
 # Each function looks at the last axes of its inputs, as many of each as stand

@@ -81,6 +81,7 @@ def reshaped(at, op, v, *to):
         uniform=uniform,
         like=v.alike,
         within=v.within,
+        counts=v.counts,
     )
 
 
@@ -115,7 +116,7 @@ def turned(at, op, v, order):
     axis = order.index(v.axis) if v.base == "R" else 0
     dims = tuple(v.dims[i] for i in order)
     like = v.alike if op.type == "Transpose" else None
-    return v.but(dims=dims, axis=axis, like=like)
+    return v.but(dims=dims, axis=axis, like=like, counts=v.counts)
 
 
 # -- joined and split ----------------------------------------------------------
@@ -219,7 +220,8 @@ def sliced(at, op, v, *places):
             is_free = not any(map(is_of_samples, (first, last, by)))
             require(is_free, _NUMBER)
     axis = found.index(2) if v.base == "R" else 0
-    return at.shaped(v, op.outputs[0], axis, within=v.vanishes)
+    kept = {"within": v.vanishes, "counts": v.counts}
+    return at.shaped(v, op.outputs[0], axis, **kept)
 
 
 _ALL = slice(None)

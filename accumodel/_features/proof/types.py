@@ -7,6 +7,8 @@ A tensor is `m * base`. The base is one of
         sample i, and on C
     S   a sum over the samples: of R, and of n or a divisor times C
     V   a vector of sizes, of which one is made of n
+    G   a guard: the sum of a mask, but that another number is there instead of
+        0; or whether that sum is 0
     L   a list in which nothing is yet
     T   none of these, with the reason
 
@@ -18,6 +20,7 @@ are made of is the same in each micro-batch, but for the samples.
 A divisor may be 0 in a micro-batch, which then adds nothing. That is right if
 what it divides is 0 there, too: a product with the rows of a mask vanishes
 `within` the sum of that mask. A factor such as `n / D` still `owes` that.
+Losses guard against that 0 in many ways, such as `maximum(D, 1)`: all are one.
 
 A size is a product of a number and of names, such as `3 * n * time`.
 """
@@ -118,6 +121,11 @@ def power(m, other, sign=1):
     return tuple(sorted((s, p) for s, p in total.items() if p))
 
 
+def union(names):
+    """Returns all names of several tuples, in order."""
+    return tuple(sorted(set().union(*names)))
+
+
 def may_be_0(m):
     """Returns the names of the divisors in a monomial that may be 0."""
     names = {name for name, _ in m} - {"n"}
@@ -143,7 +151,10 @@ class Type:
     like: str | None = dataclasses.field(default=None, compare=False)
     # The names of sums with which it vanishes: it is a product with their rows.
     within: tuple = dataclasses.field(default=(), compare=False)
+    # 2 if its entries are 0 or 1, 1 if they are 0, or 1 or more; else 0.
+    counts: int = dataclasses.field(default=0, compare=False)
     owes: tuple = ()  # sums that divide it, with which it does not vanish
+    breaks: tuple = ()  # sums: where one is 0, this may not be a number
     stays: bool = False  # of S, where what divides it is 0: it, or its gradient
     why: Proof | None = None  # of T
 
@@ -153,7 +164,9 @@ class Type:
         return dataclasses.replace(self.renamed(), **{**is_another, **changed})
 
     def renamed(self):
-        return dataclasses.replace(self, name=None, like=None, within=())
+        return dataclasses.replace(
+            self, name=None, like=None, within=(), counts=0
+        )
 
     def factor(self):
         """Returns the type of a sum over the samples that is a factor."""
@@ -169,6 +182,12 @@ class Type:
     @property
     def alike(self):
         return self.like or self.name
+
+    @property
+    def is_of_mask(self):
+        """Whether this may be the sum of all entries of a mask."""
+        is_sum = self.base == "S" and self.is_single
+        return is_sum and not (self.m or self.grad)
 
     @property
     def vanishes(self):
@@ -196,7 +215,7 @@ class Type:
 
     @property
     def words(self):
-        if self.base == "S":
+        if self.base in ("S", "G"):
             return f"a {'mean' if self.m else 'sum'} over samples"
         if self.mixed:
             return MIXED
@@ -269,8 +288,10 @@ def broadcast(vals):
     rank = max(len(v.dims) for v in vals)
     padded = [(ONE,) * (rank - len(v.dims)) + v.dims for v in vals]
     dims = tuple(map(_broadcast_size, zip(*padded, strict=True)))
+    breaks = union(v.breaks for v in vals)
     if not rows:
-        return Type("S" if "S" in {v.base for v in vals} else "C", dims)
+        base = "S" if "S" in {v.base for v in vals} else "C"
+        return Type(base, dims, breaks=breaks)
     places = {v.axis + rank - len(v.dims) for v in rows}
     require(len(places) == 1, "samples next to others: two axes of them")
     (axis,), one = places, functools.reduce(same, rows)
@@ -278,7 +299,8 @@ def broadcast(vals):
     others = [d for v, d in zip(vals, padded, strict=True) if v.base != "R"]
     require(all(dims[axis] == ONE for dims in others), UNLIKE)
     dims = put(dims, axis, one.n)
-    return Type("R", dims, (), axis, one.o, one.k, one.uniform)
+    found = Type("R", dims, (), axis, one.o, one.k, one.uniform)
+    return found.but(breaks=breaks)
 
 
 def added(vals):
@@ -289,13 +311,15 @@ def added(vals):
     zeros = [v.but(m=()) for v in vals if v.zero and v.base == "C"]
     vals = [v for v in vals if not (v.zero and v.base == "C")] or zeros[:1]
     bases, powers = {v.base for v in vals}, {v.m for v in vals}
-    require("V" not in bases, "the number of samples")
+    require(not bases & {"V", "G"}, "the number of samples, or a guard")
     is_of_n = all(name == "n" for m in powers for name, _ in m)
+    within = (*set.intersection(*({*v.within} for v in vals)),)
     if "S" not in bases:
         what = "terms with the number of samples in unlike ways"
         require(len(powers) == 1, what, is_of_n)
-        owes = (*{name for v in vals for name in v.owes},)
-        return broadcast([*vals, *zeros]).but(m=vals[0].m, owes=owes)
+        owes = union(v.owes for v in vals)
+        one = broadcast([*vals, *zeros])
+        return one.but(m=vals[0].m, owes=owes, within=within)
     means = [v for v in vals if v.base == "S"]
     sums = {v.m for v in means}
     if "R" in bases:
@@ -307,12 +331,12 @@ def added(vals):
     require(len(sums) == 1, "means over unlike numbers of things", is_of_n)
     (m,) = sums
     for v in vals:
-        one = power(v.m, m, -1)
-        is_sum = v.base == "S" or (len(one) == 1 and one[0][1] == 1)
+        rest = power(v.m, m, -1)
+        is_sum = v.base == "S" or (len(rest) == 1 and rest[0][1] == 1)
         # Such as the 1e-7 that is often added to a divisor: that bends nothing.
         require(is_sum, "a sum over samples, and what samples share")
     stays = any(v.stays or (v.base == "C" and v.grad) for v in vals)
-    return broadcast([*vals, *zeros]).but(m=m, stays=stays)
+    return broadcast([*vals, *zeros]).but(m=m, stays=stays, within=within)
 
 
 def sizes(held, dims):

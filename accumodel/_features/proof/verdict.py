@@ -12,12 +12,13 @@ by the rows of samples is such rows, whatever their graphs are.
 Assumed: a training traces the same Python; operations do what their names say,
 and raise if sizes do not fit; weights of a mask are 0 where they sum up to 0,
 and what samples share, added to them, does not cancel that sum; all arrays of a
-batch have as many rows; and rounding.
+batch have as many rows; the loss of the large batch is a number; and rounding.
 """
 
 import tensorflow as tf
 
 from accumodel._features.proof.analysis import CONDITIONS, Analysis, key_of
+from accumodel._features.proof.rules import MAY_BE_0
 from accumodel._features.proof.types import (
     ONE,
     N,
@@ -29,6 +30,7 @@ from accumodel._features.proof.types import (
     power,
     require,
     sizes_alike,
+    union,
     unknown,
 )
 from accumodel._keras_and_tf import private_names
@@ -134,7 +136,7 @@ def _gradient(targets, by):
         return one.but(dims=by.dims, grad=True)
     is_of_rows = (by.base, by.m, one.base, one.m) == ("R", (), "S", ())
     require(is_of_rows, f"a gradient of {one.words} by {by.words}")
-    return by.but()
+    return by.but(breaks=union([by.breaks, one.breaks]))
 
 
 def _tried(function, *args, **kwargs):
@@ -175,13 +177,17 @@ def _judge_sums(*gradients):
 
 def _judge(loss, weight=None):
     """Returns what a loss is, if its weight is what it was divided by."""
+    breaks = {*loss.breaks}
     if loss.base == "R":  # its gradient is that of the sum
         loss = Type("S", (), loss.m)
     is_sum = loss.base == "S"
     if weight is None:
         what = f"{loss.words}, taken for a sum over samples"
         require(is_sum and not loss.m, what, bends=True)
+        require(not breaks, MAY_BE_0)
         return "a sum over samples"
+    is_guard = weight.base == "G"
+    require(not is_guard, f"its weight, {weight.words} that is never 0", True)
     is_trained = weight.base == "S" and weight.grad
     weight = weight if is_trained else weight.factor()
     # Sums may be alike by chance, and micro-batches of one size.
@@ -194,6 +200,9 @@ def _judge(loss, weight=None):
     is_mean = is_sum and not power(loss.m, weight.m)
     what = f"{loss.words}, which is not divided by its weight"
     require(is_mean or loss.is_shared, what, bends)
+    # What is not a number is left out if it weighs nothing.
+    is_left_out = not weight.stays and breaks <= {name for name, _ in weight.m}
+    require(not weight.breaks and (not breaks or is_left_out), MAY_BE_0)
     # If all micro-batches of an update weigh nothing, only the sum is nothing.
     never_0 = not may_be_0((*loss.m, *weight.m))
     is_right = never_0 or weight.stays or not loss.stays
@@ -204,7 +213,7 @@ def _judge(loss, weight=None):
 def _judge_rows(*outputs):
     for v in outputs:
         is_rows = v.base == "R" and not (v.m or v.axis or v.mixed)
-        is_rows &= v.o == ONE
+        is_rows &= v.o == ONE and not v.breaks
         require(is_rows, f"an output is {v.words}, not a row of each")
     return "all outputs are rows of samples"
 

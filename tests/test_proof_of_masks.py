@@ -1,0 +1,127 @@
+"""What the proof says of means over a mask that may be empty.
+
+A micro-batch in which a mask has nothing weighs 0, and adds nothing. Losses
+guard against a division by that 0 in many ways.
+"""
+
+import functools
+
+import pytest
+import tensorflow as tf
+from proving import (
+    Program,
+    data,
+    errors,
+    mean,
+    model_of,
+    proof_of,
+    prove,
+    ratio,
+    total,
+    train_both,
+    weighed,
+)
+
+
+def few(b):
+    """A mask that is empty in most micro-batches."""
+    return tf.cast(b.y[:, 0, 0] > 1.0, "float32")
+
+
+def other(b):
+    return tf.cast(b.y[:, 0, 1] > 0.5, "float32")
+
+
+def late(b):
+    return tf.cast(b.y[:, 1:, 0] > 1.5, "float32")
+
+
+def guarded(divide, rows=few):
+    """A mean of errors over a mask, divided in a way that knows of 0."""
+    return Program(
+        lambda b: divide(total(rows(b) * errors(b)), total(rows(b))),
+        lambda b: total(rows(b)),
+    )
+
+
+def of_nothing(b):
+    """Not a number where a mask has nothing, whatever else is weighed."""
+    rows = few(b) * other(b) * errors(b) / total(few(b))
+    return total(rows * total(few(b)))
+
+
+BENT = {
+    "a mask of two or more": guarded(lambda s, d: s / tf.maximum(d, 2.0)),
+    "whether a mask has two": guarded(
+        lambda s, d: tf.cond(d > 1.0, lambda: s / d, lambda: 0.0 * s)
+    ),
+    "whether a mask has one": guarded(
+        lambda s, d: s * tf.cast(d > 0.0, d.dtype)
+    ),
+    "all samples, if a mask has one": Program(
+        lambda b: tf.cond(
+            total(few(b)) > 0.0,
+            lambda: total(errors(b)) / total(few(b)),
+            lambda: 0.0 * total(b.p),
+        ),
+        lambda b: total(few(b)),
+    ),
+    "a term by whether there are some": lambda b: tf.cond(
+        total(b.y) > 0.0, lambda: mean(errors(b)), lambda: 2 * mean(errors(b))
+    ),
+    "a weight that is never 0": Program(
+        guarded(ratio).loss, lambda b: tf.maximum(total(few(b)), 1.0)
+    ),
+}
+
+UNKNOWN = {
+    "weights that may be less than 1": guarded(
+        lambda s, d: s / tf.maximum(d, 1.0), lambda b: b.y[:, 0, 0]
+    ),
+    "a mask of nothing in a loss by another one": Program(
+        lambda b: ratio(of_nothing(b), total(other(b))),
+        lambda b: total(other(b)),
+    ),
+    "another number, if a mask has none": guarded(
+        lambda s, d: tf.where(d > 0.0, ratio(s, d), 1.0)
+    ),
+    "a mask of nothing in a sum": Program(of_nothing, lambda b: None),
+}
+
+
+@pytest.mark.parametrize("name", BENT | UNKNOWN)
+def test_what_is_not_exact_is_not_proved(name):
+    kind = "bends" if name in BENT else "unknown"
+    assert prove((BENT | UNKNOWN)[name]).kind == kind
+
+
+RIGHT = {
+    "a mask that may be empty": guarded(lambda s, d: s / d),
+    "a mask, by at least 1": guarded(lambda s, d: s / tf.maximum(d, 1.0)),
+    "a mask, by 1 instead of 0": guarded(
+        lambda s, d: s / tf.where(tf.equal(d, 0.0), tf.ones_like(d), d)
+    ),
+    "nothing if a mask is empty": guarded(
+        lambda s, d: tf.where(d >= 1.0, s / d, 0.0)
+    ),
+    "nothing unless a mask has some": guarded(
+        lambda s, d: tf.cond(d > 0.0, lambda: s / d, lambda: 0.0 * s)
+    ),
+    "what a mask leaves, if any": Program(
+        lambda b: tf.cond(
+            tf.reduce_any(b.y[:, 1:, 0] > 1.5),
+            lambda: total(b.p[:, 1:, 0] * late(b)) / total(late(b)),
+            lambda: 0.0 * total(b.p),
+        ),
+        lambda b: total(late(b)),
+    ),
+    "two terms over what padding leaves": weighed(
+        lambda b: total(1 - few(b)),
+        lambda b: total((1 - few(b)) * b.p[:, 0, 0] + (1 - few(b)) * errors(b)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_proved_is_exact(name):
+    train_both(functools.partial(model_of, RIGHT[name]), proof_of, *data())
