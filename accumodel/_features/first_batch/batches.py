@@ -239,7 +239,7 @@ class FirstBatch(Feature):
         is_enough = is_cycle if steps > 1 else is_split or isinstance(size, str)
         if is_enough:
             self._check(batches)
-        else:
+        elif not looked.agreed:
             self._verdict = (
                 "not made: no update was made in several parts so far"
             )

@@ -276,6 +276,9 @@ class Comparison:
 
     def _check_gradients(self, look, pairs, shares, run):
         """Raises if a gradient differs by more than rounding."""
+        for key, (_, many) in pairs.items():
+            if not np.isfinite(many).all():
+                raise Differs(look, runs.GRADIENTS, np.nan, key)
         if max(shares.values(), default=0.0) <= self._rounding:
             return
         with flipped(self.runner.used, self._dtype):
@@ -430,7 +433,7 @@ def _error_of(look, *args):
     """Returns with which error a look ends, or nothing."""
     try:
         look(*args)
-    except (Differs, NotMade) as error:
+    except (Differs, NotMade, FloatingPointError) as error:
         return error
 
 

@@ -174,7 +174,10 @@ def _text(found, compared):
         )
     what = f"{found.kind} by the variable '{name}'"
     by = f" by {found.share:.2g} times the largest"
-    by = by if np.isfinite(found.share) else ": in one piece they are zero"
+    if np.isinf(found.share):
+        by = ": in one piece they are zero"
+    elif np.isnan(found.share):
+        by = ": in micro-batches they are not finite"
     if compared.trims:
         return (
             "The first batch shows that `trim_padding` changes the weights: "
