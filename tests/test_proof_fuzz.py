@@ -226,6 +226,95 @@ WRONG_LOSSES = [
     (lambda h, b: mean(tf.where(mask(b) > 0, own(h), mean(h))), samples),
 ]
 
+# -- means over a mask, which may be empty in a micro-batch --------------------
+
+
+def is_some(b):
+    return b.x[:, 0, 0] > -0.5
+
+
+MASKS = [
+    mask,
+    lambda b: 1 - tf.cast(b.x[:, 1, 0] > 0.5, b.x.dtype),
+    lambda b: tf.where(
+        is_some(b), tf.ones((), b.x.dtype), tf.zeros((), b.x.dtype)
+    ),
+    lambda b: mask(b) * tf.cast(b.x[:, 1, 1] < 1, b.x.dtype),
+    lambda b: 3 * mask(b),
+    lambda b: mask(b) / 2,
+    lambda b: tf.reduce_sum(tf.cast(b.x[:, :, 0] > 0, b.x.dtype), 1),
+    lambda b: tf.cast(tf.cast(is_some(b), "int32") * 2, b.x.dtype),
+    lambda b: b.x[:, 0, 0],
+    lambda b: tf.square(b.x[:, 0, 0]),
+    lambda b: mask(b) * tf.stop_gradient(b.kernel[0, 0] ** 2),
+]
+
+SUMS = [
+    lambda h, b, m: total(m * own(h)),
+    lambda h, b, m: total(m * own(h)) + total(m * h[:, 0, 0]),
+    lambda h, b, m: total(tf.where(m > 0, own(h), 0.0)),
+    lambda h, b, m: total(m * own(h) + mask(b) * h[:, 0, 0]),
+    lambda h, b, m: total(own(h)),
+    lambda h, b, m: tf.tensordot(m, own(h), 1),
+]
+
+
+# Of a sum, what divides it, and a number.
+GUARDED = [
+    lambda s, d, x: s / d,
+    lambda s, d, x: ratio(s, d),
+    lambda s, d, x: s / tf.maximum(d, x),
+    lambda s, d, x: s / tf.maximum(x, d),
+    lambda s, d, x: s / tf.where(d > 0, d, x),
+    lambda s, d, x: s / tf.where(tf.equal(d, 0), x, d),
+    lambda s, d, x: s / tf.where(d < x, x, d),
+    lambda s, d, x: tf.where(d >= x, s / d, 0.0),
+    lambda s, d, x: tf.where(d > x, ratio(s, d), 0.0),
+    lambda s, d, x: tf.cond(d > 0, lambda: s / d, lambda: 0 * s),
+    lambda s, d, x: tf.cond(d >= x, lambda: s / d, lambda: 0 * s),
+    lambda s, d, x: tf.cond(tf.equal(d, 0), lambda: 0 * s, lambda: s / d),
+    lambda s, d, x: tf.cond(~(d > 0), lambda: 0 * s, lambda: ratio(s, d)),
+    lambda s, d, x: tf.cond(d > 0, lambda: s / d, lambda: s),
+    lambda s, d, x: tf.where(d > 0, s / tf.maximum(d, 1), 0.0),
+    lambda s, d, x: ratio(s, d) * tf.cast(d > 0, d.dtype),
+    lambda s, d, x: s / d * d / tf.maximum(d, x),
+]
+
+WEIGHTS = [
+    lambda d, b, x: 2 * d,
+    lambda d, b, x: tf.maximum(d, x),
+    lambda d, b, x: tf.where(d > 0, d, x),
+    lambda d, b, x: total(mask(b)),
+    lambda d, b, x: samples(b),
+]
+
+
+def over_mask(rng):
+    """Returns a loss, a mean over a mask in one of many ways, and a weight."""
+
+    def choose(table, first=0.0):
+        return table[rng.integers(len(table)) * (rng.random() >= first)]
+
+    rows, summed, divide = (
+        choose(MASKS, 0.3),
+        choose(SUMS, 0.4),
+        choose(GUARDED),
+    )
+    x, times = choose([1.0, 1e-7, 0.5, 2.0], 0.5), choose([0.0, 0.1], 0.7)
+    weigh = choose([lambda d, b, x: d, *WEIGHTS], 0.6)
+
+    def loss(h, b):
+        m = rows(b)
+        value = divide(summed(h, b, m), total(m), tf.cast(x, m.dtype))
+        return value + times * decay(b) if times else value
+
+    def weight(b):
+        d = total(rows(b))
+        return weigh(d, b, tf.cast(x, d.dtype))
+
+    return loss, weight
+
+
 Batch = collections.namedtuple("Batch", "x kernel")
 
 
@@ -238,6 +327,8 @@ def program_of(rng):
 
     steps = [choose(RIGHT, WRONG, 0.12) for _ in range(rng.integers(1, 4))]
     loss, weight = choose(RIGHT_LOSSES, WRONG_LOSSES, 0.2)
+    if rng.random() < 0.5:
+        loss, weight = over_mask(rng)
 
     def run(h, b):
         h = functools.reduce(lambda h, step: step(h, b), steps, h)
@@ -275,7 +366,8 @@ def is_exact(model, loss, weight, rng):
         parts = [x[:3], x[3:5], x[5:]] if size > 1 else tf.split(x, SAMPLES)
         weights = [weight(model.batch(p)) if weight else 1.0 for p in parts]
         own = [gradient(model, loss, part) for part in parts]
-        made = sum(w * g for w, g in zip(weights, own, strict=True))
+        no_nan = tf.math.multiply_no_nan  # what weighs nothing is left out
+        made = sum(no_nan(g, w) for w, g in zip(weights, own, strict=True))
         if weight:  # nothing may count
             made = ratio(made, sum(weights))
         whole = gradient(model, loss, x)
