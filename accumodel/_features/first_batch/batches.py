@@ -239,7 +239,7 @@ class FirstBatch(Feature):
         is_enough = is_cycle if steps > 1 else is_split or isinstance(size, str)
         if is_enough:
             self._check(batches)
-        elif not looked.agreed:
+        elif self._verdict is None:
             self._verdict = (
                 "not made: no update was made in several parts so far"
             )
@@ -278,17 +278,29 @@ class FirstBatch(Feature):
         """Scope of what ends with an error that says why nothing is said."""
         try:
             yield
-        except NotYet as error:  # another batch may show it
-            self._verdict = f"not made: {error} so far"
-            if self._now.looks >= _LOOKS * self._steps():
-                self._end(f"not made: {error}")
-        except NotMade as error:  # of one that is alone nothing is wrong
-            self._end(f"not made: {error}", warns=not isinstance(error, Alone))
+        except Alone as error:  # of one that is alone nothing is wrong
+            self._end(f"not made: {error}", warns=False)
+        except NotMade as error:
+            self._not_made(error, isinstance(error, NotYet))
         except Exception as error:
             if RAISES or isinstance(error, InexactWarning):
                 raise
             is_eager = self.accumulation.model.run_eagerly
-            self._end(f"not made: {messages.of_error(error, is_eager)}")
+            self._not_made(messages.of_error(error, is_eager))
+
+    def _not_made(self, why, is_shown_later=False):
+        """Says why nothing is compared, and what is known all the same."""
+        looked, plan = self._now, self.accumulation.plan()
+        if looked.noted.proof.kind == "bends":
+            seen = f"The first batch could not be compared: {why}."
+            text = messages.bends(seen, plan, looked.noted.proof.reason)
+            self._end(f"differs in some batches: {text}")
+        elif looked.agreed:  # by another batch
+            return
+        elif is_shown_later and looked.looks < _LOOKS * self._steps():
+            self._verdict = f"not made: {why} so far"
+        else:
+            self._end(f"not made: {why}")
 
     # -- what is said ----------------------------------------------------------
 
