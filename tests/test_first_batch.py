@@ -179,6 +179,12 @@ INEXACT = {
         LOSS,
     ),
     "a root": (plain, root, LOSS),
+    # Which of one sample is infinite.
+    "by a variance": (
+        plain,
+        lambda y, p: ops.mean((y - p) ** 2) / ops.mean(ops.var(y, axis=0)),
+        LOSS,
+    ),
 }
 
 

@@ -160,7 +160,9 @@ class Comparison:
         # At a point near the weights, or else at these themselves.
         point = moved(self.runner.used, self.rows.plan.model.optimizer)
         for scope in (point, contextlib.nullcontext()):
-            with contextlib.suppress(FloatingPointError), scope:
+            # What is not finite is told of, not warned of by NumPy.
+            quiet = np.errstate(all="ignore")
+            with contextlib.suppress(FloatingPointError), quiet, scope:
                 self._look_at_rows()
                 return
         raise NotYet("its gradients are not finite")
