@@ -268,7 +268,7 @@ class FirstBatch(Feature):
             )
             looked.agreed += 1
             if by_chance and looked.agreed < _AGREE:
-                self._verdict = verdict
+                self._keep(verdict)
                 return
             looked.samples = looked.most * self._steps()
             self._end(verdict)
@@ -298,7 +298,7 @@ class FirstBatch(Feature):
         elif looked.agreed:  # by another batch
             return
         elif is_shown_later and looked.looks < _LOOKS * self._steps():
-            self._verdict = f"not made: {why} so far"
+            self._keep(f"not made: {why} so far")
         else:
             self._end(f"not made: {why}")
 
@@ -307,7 +307,7 @@ class FirstBatch(Feature):
     def _end(self, verdict, warns=True):
         """Says what was found, once."""
         self._now.is_done, self._now.rehearsed = True, []  # they take memory
-        self._verdict = verdict
+        self._keep(verdict)
         what, _, text = verdict.partition(": ")
         if what == "not made" and warns:
             self._held = messages.not_made(text)
@@ -316,6 +316,11 @@ class FirstBatch(Feature):
         if what.startswith("differs") and not is_told:
             warnings.warn(text, InexactWarning, stacklevel=2)
         _logger.info("The check on the first batch: %s", self.result)
+
+    def _keep(self, verdict):
+        """Keeps a verdict, unless other batches have made weights differ."""
+        if not (self._verdict or "").startswith("differs"):
+            self._verdict = verdict
 
     def _say_what_is_held(self):
         """Warns that nothing was compared, if the step has not said why."""
