@@ -505,6 +505,7 @@ UNSEEN = {
         of_some,
         "are not finite",
     ),
+    "a linear one": (around(NextSample), SIZE | CACHE, array, "mse", "next_sa"),
     "the cache": (adds_of_means, SIZE | CACHE, array, "mse", "does not help"),
 }
 
