@@ -47,6 +47,7 @@ from test_first_batch import (
     array,
     check,
     dropout,
+    groups_of_four,
     make_data,
     norm,
     outside,
@@ -430,6 +431,61 @@ def test_it_says_why_there_is_none(text, caplog):
     assert model.first_batch_check in record.message
 
 
+X, Y = make_data(8)
+
+
+def nothing(x, y):
+    return array(np.nan * x, y)
+
+
+class Inserts(keras.losses.Loss):
+    """Changes a table, which cannot be put back."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = tf.lookup.experimental.MutableHashTable(
+            tf.int64, tf.float32, 0.0
+        )
+
+    def call(self, y_true, y_pred):
+        self.table.insert(tf.constant([1], tf.int64), tf.constant([1.0]))
+        return root(y_true, y_pred)
+
+
+def flooding(y, p):
+    return ops.abs(ops.mean((y - p) ** 2) - 0.01)
+
+
+UNSEEN = {
+    "its gradients are not finite": (SIZE, nothing, root),
+    "a table": (STEPS, array, Inserts),
+    "would not be, if memory": (AUTO, array, flooding),
+}
+
+
+@pytest.mark.parametrize("text", UNSEEN)
+def test_what_a_proof_says_is_told_of_though_no_batch_shows_it(text):
+    found = check(plain, *UNSEEN[text])
+    assert found.startswith("differs in some batches")
+    assert text in found
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "then"),
+    [
+        (around(Notes), np.nan * X, X[:3]),
+        (around(lambda: layers.Lambda(groups_of_four)), X, np.nan * X),
+    ],
+    ids=["a batch is not split", "gradients are not finite"],
+)
+def test_a_batch_that_shows_nothing_takes_nothing_back(make, first, then):
+    model = compiled(make(), "sgd", "mse", **SIZE | EAGER)
+    model.train_on_batch(first, Y[: len(first)])
+    said = model.first_batch_check
+    model.train_on_batch(then, Y[: len(then)])
+    assert model.first_batch_check == said
+
+
 @pytest.mark.parametrize(
     "kwargs", [SIZE | EAGER, STEPS | EAGER, {"accum_steps": 4}], ids=str
 )
@@ -494,6 +550,26 @@ def test_masks_are_told_of_by_what_is_known():
     with pytest.warns(InexactWarning) as found:
         model.fit(x, (y, y), batch_size=16, verbose=0)
     assert ["different masks" in str(each.message) for each in found] == [True]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "is_told"),
+    [
+        ({"micro_batch_size": 9}, True),
+        ({"accum_steps": 2}, True),
+        ({"micro_batch_size": 16}, False),
+        ({"micro_batch_size": "auto", "on_replicas": True}, False),
+        ({"micro_batch_size": 9, "sync_batch_norm": True}, False),
+        ({"micro_batch_size": 4, "verify": False}, False),
+    ],
+    ids=str,
+)
+def test_batch_normalization_is_told_of_at_any_size(kwargs, is_told):
+    count = 2 if kwargs.pop("on_replicas", False) else 1
+    with mirrored(count).scope():
+        found = warned(norm, "mse", make_data(32), batch_size=16, **kwargs)
+    told = [(e.category, "normalizes each" in str(e.message)) for e in found]
+    assert told == [(InexactWarning, True)] * is_told
 
 
 def fail(*_):

@@ -43,6 +43,11 @@ class Plan:
         return self.options.micro_batch_size is not None
 
     @property
+    def is_sure(self):
+        """Whether how they are split is known, not only if memory runs out."""
+        return not isinstance(self.options.micro_batch_size, str)
+
+    @property
     def is_custom(self):
         """Whether gradients may be others than those of the loss."""
         return not self.overridden.isdisjoint(

@@ -239,7 +239,7 @@ class FirstBatch(Feature):
         is_enough = is_cycle if steps > 1 else is_split or isinstance(size, str)
         if is_enough:
             self._check(batches)
-        elif not looked.agreed:
+        elif self._verdict is None:
             self._verdict = (
                 "not made: no update was made in several parts so far"
             )
@@ -268,7 +268,7 @@ class FirstBatch(Feature):
             )
             looked.agreed += 1
             if by_chance and looked.agreed < _AGREE:
-                self._verdict = verdict
+                self._keep(verdict)
                 return
             looked.samples = looked.most * self._steps()
             self._end(verdict)
@@ -278,24 +278,36 @@ class FirstBatch(Feature):
         """Scope of what ends with an error that says why nothing is said."""
         try:
             yield
-        except NotYet as error:  # another batch may show it
-            self._verdict = f"not made: {error} so far"
-            if self._now.looks >= _LOOKS * self._steps():
-                self._end(f"not made: {error}")
-        except NotMade as error:  # of one that is alone nothing is wrong
-            self._end(f"not made: {error}", warns=not isinstance(error, Alone))
+        except Alone as error:  # of one that is alone nothing is wrong
+            self._end(f"not made: {error}", warns=False)
+        except NotMade as error:
+            self._not_made(error, isinstance(error, NotYet))
         except Exception as error:
             if RAISES or isinstance(error, InexactWarning):
                 raise
             is_eager = self.accumulation.model.run_eagerly
-            self._end(f"not made: {messages.of_error(error, is_eager)}")
+            self._not_made(messages.of_error(error, is_eager))
+
+    def _not_made(self, why, is_shown_later=False):
+        """Says why nothing is compared, and what is known all the same."""
+        looked, plan = self._now, self.accumulation.plan()
+        if looked.noted.proof.kind == "bends":
+            seen = f"The first batch could not be compared: {why}."
+            text = messages.bends(seen, plan, looked.noted.proof.reason)
+            self._end(f"differs in some batches: {text}")
+        elif looked.agreed:  # by another batch
+            return
+        elif is_shown_later and looked.looks < _LOOKS * self._steps():
+            self._keep(f"not made: {why} so far")
+        else:
+            self._end(f"not made: {why}")
 
     # -- what is said ----------------------------------------------------------
 
     def _end(self, verdict, warns=True):
         """Says what was found, once."""
         self._now.is_done, self._now.rehearsed = True, []  # they take memory
-        self._verdict = verdict
+        self._keep(verdict)
         what, _, text = verdict.partition(": ")
         if what == "not made" and warns:
             self._held = messages.not_made(text)
@@ -304,6 +316,11 @@ class FirstBatch(Feature):
         if what.startswith("differs") and not is_told:
             warnings.warn(text, InexactWarning, stacklevel=2)
         _logger.info("The check on the first batch: %s", self.result)
+
+    def _keep(self, verdict):
+        """Keeps a verdict, unless other batches have made weights differ."""
+        if not (self._verdict or "").startswith("differs"):
+            self._verdict = verdict
 
     def _say_what_is_held(self):
         """Warns that nothing was compared, if the step has not said why."""

@@ -95,11 +95,6 @@ class Rows:
     data: typing.Any
     size: int  # the most samples of a micro-batch
 
-    @property
-    def is_sure(self):
-        """Whether they are split for sure, not only if memory runs out."""
-        return not isinstance(self.plan.options.micro_batch_size, str)
-
     @functools.cached_property
     def samples(self):
         return int(count_samples(self.data))
@@ -165,7 +160,9 @@ class Comparison:
         # At a point near the weights, or else at these themselves.
         point = moved(self.runner.used, self.rows.plan.model.optimizer)
         for scope in (point, contextlib.nullcontext()):
-            with contextlib.suppress(FloatingPointError), scope:
+            # What is not finite is told of, not warned of by NumPy.
+            quiet = np.errstate(all="ignore")
+            with contextlib.suppress(FloatingPointError), quiet, scope:
                 self._look_at_rows()
                 return
         raise NotYet("its gradients are not finite")
@@ -181,7 +178,7 @@ class Comparison:
         # Parts of one size hide losses of the hardest half, or the like.
         end = rows.few - (rows.few == 6)
         apart = _error_of(self._look, 0, end, 3 if end > 4 else 1)
-        if apart and not rows.is_sure:
+        if apart and not rows.plan.is_sure:
             raise apart
         together = _error_of(self._look_at_parts)
         if isinstance(together, Differs):
@@ -201,7 +198,7 @@ class Comparison:
         fits = int(MEMORY // (2 * max(self.runner.activations, 1)))
         most = min(max(rows.size, fits), rows.samples)
         sizes = [rows.size]
-        if not rows.is_sure or most < 2 * rows.size:
+        if not rows.plan.is_sure or most < 2 * rows.size:
             most = min(most, rows.size)
             # In halves groups of samples may be whole, or else in pairs.
             sizes = [-(-most // 2), 2] if most > 4 else [-(-most // 2)]
@@ -370,7 +367,7 @@ def compare(plan, looked, fed):
     seen = messages.of_looks(looks, rows, "batch" if len(fed) == 1 else "cycle")
     proof = looked.noted.proof
     if proof.kind == "bends":
-        text = messages.bends(seen, plan, proof.reason)
+        text = messages.bends(f"In {seen}.", plan, proof.reason)
         return f"differs in some batches: {text}", False
     if all(look.is_zero for look in looks):
         raise NotYet("the gradients of the loss are zero")

@@ -129,19 +129,25 @@ def differs(found, compared):
             "The first batch shows that the weights will not be those of the "
             f"large batch: the {found.kind} differ in micro-batches."
         )
-    if not compared.rows.is_sure:
-        unsure = " would not be, if memory ran out and batches were split, "
-        text = text.replace(" will not be ", unsure)
-    return f"{text} {OFF} Received: model={model}"
+    return f"{_as_sure(text, compared.rows.plan)} {OFF} Received: model={model}"
 
 
 def bends(seen, plan, reason):
     """Returns what a proof says of a step that is inexact in some batches."""
-    return (
+    text = (
         "In some batches the weights will not be those of the large batch. The "
         f"step computes {reason}, which in a micro-batch is another one. "
-        f"{advice(plan)} In {seen}. {OFF} Received: model={plan.model}"
+        f"{advice(plan)} {seen}"
     )
+    return f"{_as_sure(text, plan)} {OFF} Received: model={plan.model}"
+
+
+def _as_sure(text, plan):
+    """Returns a text of what will be, or would be if batches were split."""
+    if plan.is_sure:
+        return text
+    unsure = " would not be, if memory ran out and batches were split, "
+    return text.replace(" will not be ", unsure)
 
 
 def _text(found, compared):

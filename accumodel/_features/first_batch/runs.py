@@ -78,11 +78,19 @@ class Taken(Noting):
         self._build_trackers(y_pred)
         samples = tf.cast(count_samples(current_step().data), tf.float64)
         of_layers = added_losses(self.plan.model)
-        rows = [x for x in [*floats_in(read), *of_layers] if x.shape.rank]
+        outputs = [x for x in floats_in(read) if x.shape.rank]
+        rows = [x for x in of_layers if x.shape.rank]
+        rows += map(self._by_place, outputs)
         sums = [tf.reduce_sum(tf.cast(_mixed(x), tf.float64)) for x in rows]
         means = [x for x in of_layers if not x.shape.rank]
         total = sum(sums) / samples
         return total + sum(tf.cast(x, tf.float64) for x in means), samples
+
+    def _by_place(self, rows):
+        """Returns rows times other numbers: samples may change places."""
+        places = self.begin + tf.range(tf.shape(rows, tf.int64)[0])
+        factors = 1 + _factors(places, rows)
+        return rows * tf.reshape(factors, [-1] + [1] * (rows.shape.rank - 1))
 
     def finish(self):
         for k, (variables, gradients, weight) in enumerate(self._added):
