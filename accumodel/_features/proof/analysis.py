@@ -204,11 +204,12 @@ class Analysis:
         if marked:
             return marked
         is_scalar = op.type == "Mul" and op.outputs[0].shape.rank == 0
-        if is_scalar and any(v.zero for v in vals):  # such as a loss
-            return Type("C", (), zero=True)
+        is_0 = is_scalar and any(v.zero for v in vals)  # such as a loss
         for v in vals:
-            if v.base == "T":
-                return v
+            if v.base == "T":  # times 0, what is no number is none
+                return unknown(v.why.reason) if is_0 else v
+        if is_0:
+            return Type("C", (), zero=True)
         if any(v.mixed for v in vals):
             require(_keeps_mixed(op, vals), MIXED, bends=True)
         require(_takes_guards(op, vals), "a sum over samples", bends=True)

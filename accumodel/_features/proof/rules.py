@@ -186,8 +186,8 @@ def guarded(condition, a, b, number=None):
     for v in (a, b):
         if v.base == "T":
             return v
-    if number and a.is_of_mask and a.alike == by:
-        return guard(by, min(a.counts, condition.counts))
+    if number and number > 0 and a.is_of_mask and a.alike == by:
+        return guard(by, condition.counts)
     # What the sum divides, which is nothing where it is nothing.
     is_ratio = a.base == "S" and a.m == ((by, -1),) and by in a.within
     is_right = is_ratio and b.zero and b.base == "C"
@@ -278,7 +278,8 @@ def multiplied(at, op, a, b):
     if "R" in (a.base, b.base):
         a, b = a.factor(), b.factor()
     require(a.base != "S" or b.base != "S", "two sums over samples", True)
-    like = scaled(a, b) or scaled(b, a)
+    x, y = op.inputs
+    like = scaled(a, b, y) or scaled(b, a, x)
     if not is_number(op.outputs[0].dtype):
         like = None  # a byte begins anew
     one, m = broadcast([a, b]), power(a.m, b.m)
@@ -294,9 +295,20 @@ def multiplied(at, op, a, b):
     )
 
 
-def scaled(v, by):
-    """Returns what a product is like, if one is a shared factor."""
-    return v.alike if by.base == "C" and by.is_single else None
+def scaled(v, by, factor=None):
+    """Returns what a product is like, if one is a shared factor that is not 0.
+
+    Without a factor, it is what is divided.
+    """
+    is_known = factor is None or is_nonzero(factor, by)
+    return v.alike if by.base == "C" and by.is_single and is_known else None
+
+
+def is_nonzero(x, v):
+    """Whether what samples share is a number or a size, and not 0."""
+    if v.content:
+        return None not in v.content and all(size for size, _ in v.content)
+    return bool(np.all(constant(x, v)))
 
 
 def product(*held):
