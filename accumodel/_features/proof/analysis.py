@@ -62,10 +62,15 @@ _OF_MIXED = {
 
 # Which input may be a guard of the sum of a mask.
 _GUARDED = {
-    **{op_type: [0] for op_type in ("If", "StatelessIf", "SelectV2")},
-    **{op_type: [0] for op_type in ("Cast", "LogicalNot", *KEPT.split())},
+    **{op_type: [0] for op_type in ("SelectV2", "LogicalNot", "Cast")},
+    **{op_type: [0] for op_type in KEPT.split()},
     **{op_type: [1] for op_type in ("RealDiv", "DivNoNan")},
 }
+
+# In these, guards are what they are outside.
+_CALLS = ("If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
+
+_NO_GRADIENT = ("StopGradient", "OnesLike", "ZerosLike")
 
 # What may still be multiplied by the mask that a divisor is the sum of.
 _FACTORS = ["Mul", "Cast", "SelectV2", *KEPT.split()]
@@ -271,7 +276,7 @@ class Analysis:
         names = ["then_branch", "else_branch"]
         names = ["branches"] if "Case" in op.type else names
         branches = tf.nest.flatten([op.get_attr(name) for name in names])
-        if decides.base == "G":
+        if decides.base == "G" and op.inputs[0].dtype.is_bool:
             some, others = branches[::-1] if decides.zero else branches
             some = self._call(op, some, vals, [decides.like])
             others = self._call(op, others, vals)
@@ -353,7 +358,8 @@ def _takes_guards(op, vals):
     """Whether guards of the sum of a mask are where they have a meaning."""
     places = [i for i, v in enumerate(vals) if v.base == "G"]
     is_known = all(vals[i].like for i in places)
-    return not places or (is_known and places == _GUARDED.get(op.type))
+    is_right = op.type in _CALLS or places == _GUARDED.get(op.type)
+    return not places or (is_known and is_right)
 
 
 def _keeps_mixed(op, vals):
@@ -367,4 +373,4 @@ def _keeps_mixed(op, vals):
 
 def _keeps_gradient(tensor):
     is_kept = is_number(tensor.dtype) or tensor.dtype == tf.variant
-    return is_kept and tensor.op.type != "StopGradient"
+    return is_kept and tensor.op.type not in _NO_GRADIENT
