@@ -56,10 +56,6 @@ def by_no_number(b):
 
 
 BENT = {
-    "no number, if a mask has none": Program(
-        lambda b: ratio(by_no_number(b), total(other(b))),
-        lambda b: total(other(b)),
-    ),
     "a number as a condition": guarded(
         lambda s, d: tf.cond(tf.maximum(d, 1.0), lambda: s / d, lambda: 0.0 * s)
     ),
@@ -84,6 +80,10 @@ BENT = {
 }
 
 UNKNOWN = {
+    "no number, if a mask has none": Program(
+        lambda b: ratio(by_no_number(b), total(other(b))),
+        lambda b: total(other(b)),
+    ),
     "whether a mask has one": guarded(
         lambda s, d: s * tf.cast(d > 0.0, d.dtype)
     ),

@@ -223,7 +223,8 @@ def guarded(condition, a, b, number=None):
     # What the sum divides, which is nothing where it is nothing.
     is_ratio = a.base == "S" and a.m == ((by, -1),) and by in a.within
     is_right = is_ratio and b.zero and b.base == "C"
-    require(is_right, condition.words, bends=not a.within)
+    bends = not (a.within or (number and a.is_of_mask))
+    require(is_right, condition.words, bends)
     require_mask(condition)
     return broadcast([a, b]).but(m=a.m, within=a.within)
 
