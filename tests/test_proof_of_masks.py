@@ -56,9 +56,6 @@ def by_no_number(b):
 
 
 BENT = {
-    "a number as a condition": guarded(
-        lambda s, d: tf.cond(tf.maximum(d, 1.0), lambda: s / d, lambda: 0.0 * s)
-    ),
     "a mask of two or more": guarded(lambda s, d: s / tf.maximum(d, 2.0)),
     "whether a mask has two": guarded(
         lambda s, d: tf.cond(d > 1.0, lambda: s / d, lambda: 0.0 * s)
@@ -107,7 +104,7 @@ UNKNOWN = {
     ),
     "a weight times what may be 0": Program(
         guarded(ratio).loss,
-        lambda b: total(few(b) * tf.cast(b.kernel[0, 0] > 9.0, "float32")),
+        lambda b: total(few(b) * tf.cast(b.kernel[0, 0] < 9.0, "float32")),
     ),
     "0 times no number": lambda b: (
         mean(errors(b)) + 0.0 * tf.math.log(total(few(b) * b.p[:, 0, 0] ** 2))

@@ -276,7 +276,7 @@ class Analysis:
         names = ["then_branch", "else_branch"]
         names = ["branches"] if "Case" in op.type else names
         branches = tf.nest.flatten([op.get_attr(name) for name in names])
-        if decides.base == "G" and op.inputs[0].dtype.is_bool:
+        if decides.base == "G":
             some, others = branches[::-1] if decides.zero else branches
             some = self._call(op, some, vals, [decides.like])
             others = self._call(op, others, vals)
