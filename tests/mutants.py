@@ -207,6 +207,10 @@ weights are whole numbers
     require_mask: call require => None
 what is chosen if a mask is empty does not matter
     guarded: set is_right => is_ratio or not b.grad
+a shared factor is never 0
+    is_nonzero: return constant => True
+0 times what is not a number is 0
+    Analysis._found: return reason => Type("C", (), zero=True)
 what is not a number is left out of any loss
     _judge: set is_left_out => True
 # test_proof_of_steps.py

@@ -50,13 +50,15 @@ def of_nothing(b):
     return total(rows * total(few(b)))
 
 
+def by_no_number(b):
+    rows, d = few(b) * other(b) * errors(b), total(few(b))
+    return total(rows / tf.where(d > 0.0, d, float("nan")) * d)
+
+
 BENT = {
     "a mask of two or more": guarded(lambda s, d: s / tf.maximum(d, 2.0)),
     "whether a mask has two": guarded(
         lambda s, d: tf.cond(d > 1.0, lambda: s / d, lambda: 0.0 * s)
-    ),
-    "whether a mask has one": guarded(
-        lambda s, d: s * tf.cast(d > 0.0, d.dtype)
     ),
     "all samples, if a mask has one": Program(
         lambda b: tf.cond(
@@ -75,6 +77,48 @@ BENT = {
 }
 
 UNKNOWN = {
+    "no number, if a mask has none": Program(
+        lambda b: ratio(by_no_number(b), total(other(b))),
+        lambda b: total(other(b)),
+    ),
+    "whether a mask has one": guarded(
+        lambda s, d: s * tf.cast(d > 0.0, d.dtype)
+    ),
+    # A shared factor may be 0.
+    **{
+        f"{name}, times what may be 0": guarded(
+            lambda s, d, divide=divide: divide(s, d * (tf.ones(()) - 1.0))
+        )
+        for name, divide in {
+            "a mask, by at least 1": lambda s, d: s / tf.maximum(d, 1.0),
+            "a mask, by 1 instead of 0": lambda s, d: (
+                s / tf.where(tf.equal(d, 0.0), 1.0, d)
+            ),
+        }.items()
+    },
+    "rows of a mask, times 0": Program(
+        lambda b: (
+            total(few(b) * errors(b)) / tf.maximum(total(0.0 * few(b)), 1.0)
+        ),
+        lambda b: total(few(b)),
+    ),
+    "a weight times what may be 0": Program(
+        guarded(ratio).loss,
+        lambda b: total(few(b) * tf.cast(b.kernel[0, 0] < 9.0, "float32")),
+    ),
+    "0 times no number": lambda b: (
+        mean(errors(b)) + 0.0 * tf.math.log(total(few(b) * b.p[:, 0, 0] ** 2))
+    ),
+    # Of what is usually right, nobody is warned.
+    "not a number": guarded(
+        lambda s, d: tf.where(tf.math.is_nan(s / d), 0.0, s / d)
+    ),
+    "by at least next to nothing": guarded(
+        lambda s, d: s / tf.maximum(d / 12.0, 1e-6) / 12.0,
+    ),
+    "by at most very many": guarded(
+        lambda s, d: s / tf.clip_by_value(d, 1.0, 1e9)
+    ),
     "weights that may be less than 1": guarded(
         lambda s, d: s / tf.maximum(d, 1.0), lambda b: b.y[:, 0, 0]
     ),
@@ -93,6 +137,11 @@ UNKNOWN = {
 def test_what_is_not_exact_is_not_proved(name):
     kind = "bends" if name in BENT else "unknown"
     assert prove((BENT | UNKNOWN)[name]).kind == kind
+
+
+@tf.function(autograph=False)
+def divided_if_any(s, divisor, is_any):
+    return tf.cond(is_any, lambda: s / divisor, lambda: 0.0 * s)
 
 
 RIGHT = {
@@ -114,6 +163,34 @@ RIGHT = {
             lambda: 0.0 * total(b.p),
         ),
         lambda b: total(late(b)),
+    ),
+    "nothing if a mask has less than one": guarded(
+        lambda s, d: tf.where(tf.greater(1.0, d), 0.0, s / d)
+    ),
+    "nothing if a mask has none or less": guarded(
+        lambda s, d: tf.where(d <= 0.0, 0.0, s / d)
+    ),
+    "a mask, by at least 1 and no limit": guarded(
+        lambda s, d: s / tf.clip_by_value(d, 1.0, float("inf"))
+    ),
+    "a mask, by at least 1, in a function and a condition": guarded(
+        lambda s, d: divided_if_any(s, tf.maximum(d, 1.0), d > 0.0)
+    ),
+    "squares of what a mask leaves": weighed(
+        lambda b: total(few(b)),
+        lambda b: total((few(b)[:, None, None] * (b.p - b.y)) ** 2),
+    ),
+    "a mask, contracted": weighed(
+        lambda b: total(few(b)),
+        lambda b: tf.einsum("n,ntc->", few(b), b.p**2),
+    ),
+    "ones where a mask has some, transposed": guarded(
+        lambda s, d: s / tf.maximum(d, 1.0),
+        lambda b: tf.where(
+            b.y[:, 0, 0] > 1.0,
+            tf.ones_like(errors(b)),
+            tf.zeros_like(errors(b)),
+        ),
     ),
     "two terms over what padding leaves": weighed(
         lambda b: total(1 - few(b)),

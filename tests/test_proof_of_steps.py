@@ -277,10 +277,18 @@ def with_decay(b):
     return masked(b) + tf.reduce_sum(b.variables[0] ** 2)
 
 
+def is_large(b):
+    return tf.cast(b.variables[0][0, 0] > 9.0, "float32")
+
+
 WRONG = {
     "a mean as a sum": (Step(mean, as_a_sum), "bends"),
     "no weight": (Step(mean, lambda b: 1.0), "unknown"),
     "a mask by samples": (Step(masked), "unknown"),
+    "a mask by what may be 0": (
+        Step(masked, lambda b: tf.reduce_sum(mask(b) * is_large(b))),
+        "unknown",
+    ),
     "a mask that may be empty in all, and what is shared": (
         Step(with_decay, lambda b: tf.reduce_sum(mask(b))),
         "unknown",

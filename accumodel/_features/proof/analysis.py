@@ -62,10 +62,15 @@ _OF_MIXED = {
 
 # Which input may be a guard of the sum of a mask.
 _GUARDED = {
-    **{op_type: [0] for op_type in ("If", "StatelessIf", "SelectV2")},
-    **{op_type: [0] for op_type in ("Cast", "LogicalNot", *KEPT.split())},
+    **{op_type: [0] for op_type in ("SelectV2", "LogicalNot", "Cast")},
+    **{op_type: [0] for op_type in KEPT.split()},
     **{op_type: [1] for op_type in ("RealDiv", "DivNoNan")},
 }
+
+# In these, guards are what they are outside.
+_CALLS = ("If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
+
+_NO_GRADIENT = ("StopGradient", "OnesLike", "ZerosLike")
 
 # What may still be multiplied by the mask that a divisor is the sum of.
 _FACTORS = ["Mul", "Cast", "SelectV2", *KEPT.split()]
@@ -204,11 +209,12 @@ class Analysis:
         if marked:
             return marked
         is_scalar = op.type == "Mul" and op.outputs[0].shape.rank == 0
-        if is_scalar and any(v.zero for v in vals):  # such as a loss
-            return Type("C", (), zero=True)
+        is_0 = is_scalar and any(v.zero for v in vals)  # such as a loss
         for v in vals:
-            if v.base == "T":
-                return v
+            if v.base == "T":  # times 0, what is no number is none
+                return unknown(v.why.reason) if is_0 else v
+        if is_0:
+            return Type("C", (), zero=True)
         if any(v.mixed for v in vals):
             require(_keeps_mixed(op, vals), MIXED, bends=True)
         require(_takes_guards(op, vals), "a sum over samples", bends=True)
@@ -352,7 +358,8 @@ def _takes_guards(op, vals):
     """Whether guards of the sum of a mask are where they have a meaning."""
     places = [i for i, v in enumerate(vals) if v.base == "G"]
     is_known = all(vals[i].like for i in places)
-    return not places or (is_known and places == _GUARDED.get(op.type))
+    is_right = op.type in _CALLS or places == _GUARDED.get(op.type)
+    return not places or (is_known and is_right)
 
 
 def _keeps_mixed(op, vals):
@@ -366,4 +373,4 @@ def _keeps_mixed(op, vals):
 
 def _keeps_gradient(tensor):
     is_kept = is_number(tensor.dtype) or tensor.dtype == tf.variant
-    return is_kept and tensor.op.type != "StopGradient"
+    return is_kept and tensor.op.type not in _NO_GRADIENT

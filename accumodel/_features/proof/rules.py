@@ -83,14 +83,13 @@ def axes_of(tensor, v, rank):
 # An entry of the result is a function of the entries at its place, broadcast.
 # If one is a statistic, or counts the samples, nothing is known of the result.
 ELEMENTWISE = """
-Abs Acos Acosh Angle AsString Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e
+Acos Acosh Angle AsString Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e
 BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil ClipByValue Complex ComplexAbs
 Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Igamma
-Igammac Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift LessEqual Lgamma Log
-Log1p LogicalAnd LogicalOr LookupTableFindV2 Minimum Mod Ndtri NextAfter Pow
-Reciprocal Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh
-Softplus Softsign Sqrt Square SquaredDifference Tan Tanh TruncateDiv TruncateMod
-Xdivy Xlog1py Xlogy Zeta
+Igammac Inv Invert LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalOr
+LookupTableFindV2 Mod Ndtri NextAfter Reciprocal Relu6 RightShift Rint Round
+Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt SquaredDifference Tan
+TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
 StaticRegexFullMatch StaticRegexReplace StringJoin StringLength StringLower
 StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong
 StringToNumber StringUpper
@@ -106,6 +105,27 @@ def elementwise(at, op, *vals):
     return broadcast(vals)
 
 
+@rule("Abs Relu Square Tanh", plain=1)
+def from_0(at, op, v):
+    """Nothing, and its gradient, stay nothing."""
+    return broadcast([v]).but(within=v.within)
+
+
+@rule("Pow")
+def to_a_power(at, op, v, exponent):
+    number = constant(op.inputs[1], exponent)
+    is_kept = number is not None and np.all(number >= 1)
+    one = elementwise(at, op, v, exponent)
+    return one.but(within=v.within if is_kept else ())
+
+
+@rule("IsFinite IsInf IsNan")
+def is_finite(at, op, v):
+    """Of a sum, this usually asks whether what divides it is 0: no warning."""
+    require(v.base != "S", v.words)
+    return elementwise(at, op, v)
+
+
 @rule("Equal NotEqual")
 def compared(at, op, *vals):
     """Of unlike lengths this raises nothing: none are known to be alike."""
@@ -118,23 +138,23 @@ def compared(at, op, *vals):
     return broadcast(vals)
 
 
-@rule("Greater GreaterEqual Less")
-def greater(at, op, *vals):
+@rule("Greater GreaterEqual Less LessEqual")
+def ordered(at, op, a, b):
     """A micro-batch has samples: whether it has some is shared."""
-    a, b = vals[::-1] if op.type == "Less" else vals
-    x = op.inputs[op.type != "Less"]
-    than = constant(x, b) if a.dims == b.dims == () else None
-    if than is not None and a.is_of_mask:
-        is_0 = 0 < than <= 1 if op.type == "GreaterEqual" else 0 <= than < 1
-        require(is_0, a.words, bends=True)
-        return guard(a.alike, a.counts)
+    by, number = with_number(op, a, b)
+    if by is not None and by.is_of_mask:
+        is_first = by is a
+        takes_1 = (op.type in ("GreaterEqual", "Less")) == is_first
+        is_0 = 0 < number <= 1 if takes_1 else 0 <= number < 1
+        require(is_0, by.words, bends=True)
+        is_less = op.type.startswith("Less") == is_first
+        return guard(by.alike, by.counts, zero=is_less)
     if a.content and op.type == "Greater":
-        if than == 0:
+        if number == 0:
             return Type("C", ())
         # As `tf.vectorized_map` looks at it, which computes the same.
-        require(than != 1, "whether there is more than one sample")
-    plain(a, b)
-    return broadcast([a, b])
+        require(number != 1, "whether there is more than one sample")
+    return elementwise(at, op, a, b)
 
 
 # -- guards of the sum of a mask, which may be 0 -------------------------------
@@ -167,6 +187,18 @@ def at_least(at, op, *vals):
     by, number = with_number(op, *vals)
     if by is not None and by.is_of_mask and 0 < number <= 1:
         return guard(by.alike, by.counts)
+    if by is not None and by.base == "S" and not by.grad:
+        require(number > 1e-4, f"{by.words} that is hardly ever so small")
+    return elementwise(at, op, *vals)
+
+
+@rule("Minimum")
+def at_most(at, op, *vals):
+    """What no sum reaches is no limit, and few reach what is huge."""
+    by, number = with_number(op, *vals)
+    if by is not None and by.is_of_mask and number >= 1e9:
+        require(number == np.inf, f"{by.words} that is hardly ever so large")
+        return by
     return elementwise(at, op, *vals)
 
 
@@ -186,12 +218,13 @@ def guarded(condition, a, b, number=None):
     for v in (a, b):
         if v.base == "T":
             return v
-    if number and a.is_of_mask and a.alike == by:
-        return guard(by, min(a.counts, condition.counts))
+    if number and number > 0 and a.is_of_mask and a.alike == by:
+        return guard(by, condition.counts)
     # What the sum divides, which is nothing where it is nothing.
     is_ratio = a.base == "S" and a.m == ((by, -1),) and by in a.within
     is_right = is_ratio and b.zero and b.base == "C"
-    require(is_right, condition.words, bends=not a.within)
+    bends = not (a.within or (number and a.is_of_mask))
+    require(is_right, condition.words, bends)
     require_mask(condition)
     return broadcast([a, b]).but(m=a.m, within=a.within)
 
@@ -250,7 +283,7 @@ def cast(at, op, v):
     """
     of, to = op.inputs[0].dtype, op.outputs[0].dtype
     if v.base == "G":
-        require(to.is_floating and not of.is_bool, v.words, bends=True)
+        require(to.is_floating and not of.is_bool, v.words)
         return v
     if of.is_bool:
         return dataclasses.replace(v, counts=2)
@@ -278,7 +311,8 @@ def multiplied(at, op, a, b):
     if "R" in (a.base, b.base):
         a, b = a.factor(), b.factor()
     require(a.base != "S" or b.base != "S", "two sums over samples", True)
-    like = scaled(a, b) or scaled(b, a)
+    x, y = op.inputs
+    like = scaled(a, b, y) or scaled(b, a, x)
     if not is_number(op.outputs[0].dtype):
         like = None  # a byte begins anew
     one, m = broadcast([a, b]), power(a.m, b.m)
@@ -294,9 +328,20 @@ def multiplied(at, op, a, b):
     )
 
 
-def scaled(v, by):
-    """Returns what a product is like, if one is a shared factor."""
-    return v.alike if by.base == "C" and by.is_single else None
+def scaled(v, by, factor=None):
+    """Returns what a product is like, if one is a shared factor that is not 0.
+
+    Without a factor, it is what is divided.
+    """
+    is_known = factor is None or is_nonzero(factor, by)
+    return v.alike if by.base == "C" and by.is_single and is_known else None
+
+
+def is_nonzero(x, v):
+    """Whether what samples share is a number or a size, and not 0."""
+    if v.content:
+        return None not in v.content and all(size for size, _ in v.content)
+    return bool(np.all(constant(x, v)))
 
 
 def product(*held):
@@ -537,6 +582,7 @@ def _contracted(at, op, vals, labels, result):
         require(is_free or v.dims[x.index(label)] == ONE, UNLIKE)
     one = functools.reduce(same, (v for v in vals if v.base == "R"))
     if label not in result:
-        return at.shaped(Type("S", m=m), out)
+        within = union(v.vanishes for v in vals)
+        return at.shaped(Type("S", m=m), out, within=within)
     axis = result.index(label)
     return at.shaped(one.but(m=m, uniform=False), out, axis)

@@ -116,7 +116,8 @@ def turned(at, op, v, order):
     axis = order.index(v.axis) if v.base == "R" else 0
     dims = tuple(v.dims[i] for i in order)
     like = v.alike if op.type == "Transpose" else None
-    return v.but(dims=dims, axis=axis, like=like, counts=v.counts)
+    kept = {"within": v.within, "counts": v.counts}
+    return v.but(dims=dims, axis=axis, like=like, **kept)
 
 
 # -- joined and split ----------------------------------------------------------
@@ -360,7 +361,7 @@ def filled(at, op, *vals):
 def alike(at, op, v):
     """The same for all, in the shape of samples."""
     require(v.base == "R", v.words)
-    return v.but(m=(), uniform=True, zero=op.type == "ZerosLike")
+    return v.but(m=(), uniform=True, zero=op.type == "ZerosLike", counts=2)
 
 
 # -- lists of tensors, as if they were stacked ---------------------------------
