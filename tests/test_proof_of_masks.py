@@ -60,14 +60,6 @@ BENT = {
     "whether a mask has two": guarded(
         lambda s, d: tf.cond(d > 1.0, lambda: s / d, lambda: 0.0 * s)
     ),
-    "all samples, if a mask has one": Program(
-        lambda b: tf.cond(
-            total(few(b)) > 0.0,
-            lambda: total(errors(b)) / total(few(b)),
-            lambda: 0.0 * total(b.p),
-        ),
-        lambda b: total(few(b)),
-    ),
     "a term by whether there are some": lambda b: tf.cond(
         total(b.y) > 0.0, lambda: mean(errors(b)), lambda: 2 * mean(errors(b))
     ),
@@ -77,6 +69,14 @@ BENT = {
 }
 
 UNKNOWN = {
+    "all samples, if a mask has one": Program(
+        lambda b: tf.cond(
+            total(few(b)) > 0.0,
+            lambda: total(errors(b)) / total(few(b)),
+            lambda: 0.0 * total(b.p),
+        ),
+        lambda b: total(few(b)),
+    ),
     "no number, if a mask has none": Program(
         lambda b: ratio(by_no_number(b), total(other(b))),
         lambda b: total(other(b)),

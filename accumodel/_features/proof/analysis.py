@@ -90,10 +90,9 @@ class Analysis:
 
     place = "compute_loss"  # of what is in no layer
 
-    def __init__(self, names=None, scope="", nonzero=frozenset()):
+    def __init__(self, names=None, scope=""):
         self._names = {} if names is None else names  # of what is alike
         self._scope = scope  # of the names of operations
-        self.nonzero = nonzero  # names of sums: this runs where they are not 0
         self._number = next(_calls)
 
     def dims(self, tensor, axis=None, n=None):
@@ -262,10 +261,9 @@ class Analysis:
         """Returns the types of what a function returns."""
         return self._call(op, op.get_attr("f"), vals)
 
-    def _call(self, op, function, vals, nonzero=()):
+    def _call(self, op, function, vals):
         body = private_names.body_of(op.graph, function.name)
-        scope, nonzero = f"{self._scope}{op.name}/", self.nonzero.union(nonzero)
-        inner = Analysis(self._names, scope, nonzero)
+        inner = Analysis(self._names, f"{self._scope}{op.name}/")
         known = zip((x.ref() for x in body.inputs), vals, strict=True)
         with sizes_alike(inherited=True):  # it may not run
             return inner.types_of(body.outputs, dict(known))
@@ -276,20 +274,19 @@ class Analysis:
         names = ["then_branch", "else_branch"]
         names = ["branches"] if "Case" in op.type else names
         branches = tf.nest.flatten([op.get_attr(name) for name in names])
+        join = self.joined
         if decides.base == "G":
-            some, others = branches[::-1] if decides.zero else branches
-            some = self._call(op, some, vals, [decides.like])
-            others = self._call(op, others, vals)
             join = lambda a, b, _: guarded(decides, a, b)  # noqa: E731
-            return self._joined_outputs(op, some, others, join)
-        require(decides.is_shared, f"{decides.words}, as a condition", True)
+        else:
+            what = f"{decides.words}, as a condition"
+            require(decides.is_shared, what, bends=True)
         results = [self._call(op, branch, vals) for branch in branches]
-        join = functools.partial(self._joined_outputs, op)
+        join = functools.partial(self._joined_outputs, op, join)
         return functools.reduce(join, results)
 
-    def _joined_outputs(self, op, some, others, join=None):
+    def _joined_outputs(self, op, join, some, others):
         """Returns the types of outputs that are the one or the other."""
-        joined, join = [], join or self.joined
+        joined = []
         for i, (a, b) in enumerate(zip(some, others, strict=True)):
             try:
                 joined.append(join(a, b, f"{op.name}:{i}"))
@@ -300,11 +297,12 @@ class Analysis:
     @rule("While StatelessWhile")
     def looped(self, op, *vals):
         """Returns the types that the values of a loop have in all its steps."""
+        join = functools.partial(self._joined_outputs, op, self.joined)
         before, now = None, [v.renamed() for v in vals]
         for _ in range(12):
             if now != before:
                 after = self._call(op, op.get_attr("body"), now)
-                before, now = now, self._joined_outputs(op, now, after)
+                before, now = now, join(now, after)
         require(now == before, "a loop that does not settle")
         (goes_on,) = self._call(op, op.get_attr("cond"), now)
         if goes_on.base == "T":

@@ -129,8 +129,8 @@ def is_finite(at, op, v):
 @rule("Equal NotEqual")
 def compared(at, op, *vals):
     """Of unlike lengths this raises nothing: none are known to be alike."""
-    by, number = with_number(op, *vals)
-    if by is not None and by.is_of_mask and number == 0:
+    by, number = of_sum(op, *vals)
+    if by and by.is_of_mask and number == 0:
         return guard(by.alike, zero=op.type == "Equal")
     plain(*vals)
     lengths = {times(v.n) for v in vals if v.base == "R"}
@@ -141,19 +141,21 @@ def compared(at, op, *vals):
 @rule("Greater GreaterEqual Less LessEqual")
 def ordered(at, op, a, b):
     """A micro-batch has samples: whether it has some is shared."""
-    by, number = with_number(op, a, b)
-    if by is not None and by.is_of_mask:
+    by, number = of_sum(op, a, b)
+    if by and by.is_of_mask:
         is_first = by is a
         takes_1 = (op.type in ("GreaterEqual", "Less")) == is_first
         is_0 = 0 < number <= 1 if takes_1 else 0 <= number < 1
         require(is_0, by.words, bends=True)
         is_less = op.type.startswith("Less") == is_first
         return guard(by.alike, by.counts, zero=is_less)
-    if a.content and op.type == "Greater":
-        if number == 0:
+    is_count = bool(a.dims == b.dims == () and a.content)
+    if is_count and op.type == "Greater":
+        than = constant(op.inputs[1], b)
+        if than == 0:
             return Type("C", ())
         # As `tf.vectorized_map` looks at it, which computes the same.
-        require(number != 1, "whether there is more than one sample")
+        require(than != 1, "whether there is more than one sample")
     return elementwise(at, op, a, b)
 
 
@@ -171,12 +173,12 @@ def require_mask(v):
     require(v.counts, what)
 
 
-def with_number(op, *vals):
-    """Returns the one of two inputs that is not a number, and the number."""
+def of_sum(op, *vals):
+    """Returns a sum that is not trained, and the number next to it, if any."""
     pairs = [*zip(vals, op.inputs, strict=True)]
     for (v, _), (other, x) in (pairs, pairs[::-1]):
-        number = constant(x, other) if other.dims == () else None
-        if number is not None:
+        number = None if other.dims else constant(x, other)
+        if number is not None and v.base == "S" and not v.grad:
             return v, number
     return None, None
 
@@ -184,21 +186,20 @@ def with_number(op, *vals):
 @rule("Maximum")
 def at_least(at, op, *vals):
     """A sum of a mask is never less than 1, unless it is 0."""
-    by, number = with_number(op, *vals)
-    if by is not None and by.is_of_mask and 0 < number <= 1:
+    by, number = of_sum(op, *vals)
+    if by and by.is_of_mask and 0 < number <= 1:
         return guard(by.alike, by.counts)
-    if by is not None and by.base == "S" and not by.grad:
-        require(number > 1e-4, f"{by.words} that is hardly ever so small")
+    require(not by or number > 1e-4, "a sum that is hardly ever so small")
     return elementwise(at, op, *vals)
 
 
 @rule("Minimum")
 def at_most(at, op, *vals):
     """What no sum reaches is no limit, and few reach what is huge."""
-    by, number = with_number(op, *vals)
-    if by is not None and by.is_of_mask and number >= 1e9:
-        require(number == np.inf, f"{by.words} that is hardly ever so large")
+    by, number = of_sum(op, *vals)
+    if by and number == np.inf:
         return by
+    require(not by or number < 1e9, "a sum that is hardly ever so large")
     return elementwise(at, op, *vals)
 
 
@@ -209,15 +210,17 @@ def negated(at, op, v):
     return elementwise(at, op, v)
 
 
-def guarded(condition, a, b, number=None):
+def guarded(condition, a, b, *numbers):
     """Returns the type of what is chosen by whether the sum of a mask is 0.
 
-    `number` is that of `b`, if it is known.
+    `numbers` are those of `a` and `b`, if they are known.
     """
-    by = condition.like
     for v in (a, b):
         if v.base == "T":
             return v
+    if condition.zero:
+        a, b, numbers = b, a, numbers[::-1]
+    by, number = condition.like, numbers[-1] if numbers else None
     if number and number > 0 and a.is_of_mask and a.alike == by:
         return guard(by, condition.counts)
     # What the sum divides, which is nothing where it is nothing.
@@ -226,7 +229,9 @@ def guarded(condition, a, b, number=None):
     bends = not (a.within or (number and a.is_of_mask))
     require(is_right, condition.words, bends)
     require_mask(condition)
-    return broadcast([a, b]).but(m=a.m, within=a.within)
+    # Of a branch that runs only if the sum is not 0, this is a number.
+    breaks = union([b.breaks, {*a.breaks} - {by}])
+    return broadcast([a, b]).but(m=a.m, within=a.within, breaks=breaks)
 
 
 # -- what is read --------------------------------------------------------------
@@ -364,7 +369,7 @@ def divided(at, op, a, b):
         require_mask(b)
         b = Type("C", m=((b.like, 1),))
     b = b.factor()
-    zeros = may_be_0(b.m) - at.nonzero
+    zeros = may_be_0(b.m)
     # Where it is 0, so is what it divides, or what that is a factor of.
     owes = (*zeros.difference(a.vanishes),)
     is_safe = is_guarded or op.type == "DivNoNan"
@@ -409,10 +414,9 @@ def plus_bias(at, op, v, bias):
 def selected(at, op, condition, *vals):
     """One or the other: entry by entry, or all of them by what is shared."""
     if condition.base == "G":
-        places = [2, 1] if condition.zero else [1, 2]
-        a, b = (vals[i - 1] for i in places)
-        number = constant(op.inputs[places[1]], b) if b.dims == () else None
-        return guarded(condition, a, b, number)
+        inputs = zip(op.inputs[1:], vals, strict=True)
+        numbers = [None if v.dims else constant(x, v) for x, v in inputs]
+        return guarded(condition, *vals, *numbers)
     plain(condition)
     a, b = vals
     either = added([a, b])
