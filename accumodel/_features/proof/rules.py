@@ -189,7 +189,7 @@ def at_least(at, op, *vals):
     by, number = of_sum(op, *vals)
     if by and by.is_of_mask and 0 < number <= 1:
         return guard(by.alike, by.counts)
-    require(not by or number > 1e-4, "a sum that is hardly ever so small")
+    require(not by or number > 1e-4, "a sum that is hardly ever less")
     return elementwise(at, op, *vals)
 
 
@@ -199,7 +199,7 @@ def at_most(at, op, *vals):
     by, number = of_sum(op, *vals)
     if by and number == np.inf:
         return by
-    require(not by or number < 1e9, "a sum that is hardly ever so large")
+    require(not by or number < 1e9, "a sum that is hardly ever more")
     return elementwise(at, op, *vals)
 
 
