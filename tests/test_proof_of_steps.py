@@ -220,7 +220,8 @@ def with_factor(b):
 def by_a_constant(b):
     """One that is no tensor of the graph, and is in the divisor."""
     b.tape.watch(b.factor)
-    value = ratio(tf.reduce_sum(errors(b)), with_factor(b))
+    weighed = tf.exp(b.y * b.factor) * (b.p - b.y) ** 2
+    value = ratio(tf.reduce_sum(weighed), with_factor(b))
     more, *gradients = b.tape.gradient(value, [b.factor, *b.variables])
     return [x + more for x in gradients]
 
