@@ -55,6 +55,16 @@ def by_no_number(b):
     return total(rows / tf.where(d > 0.0, d, float("nan")) * d)
 
 
+def steps_of_no_number(b):
+    """How often a loop runs, which is less if a mask has nothing."""
+
+    def goes_on(i, factor):
+        nothing = 0.0 * (total(few(b) * errors(b)) / total(few(b)))
+        return i < tf.cast(nothing, "int32") + 3
+
+    return tf.while_loop(goes_on, lambda i, x: (i + 1, 2 * x), (0, 1.0))[1]
+
+
 BENT = {
     "a mask of two or more": guarded(lambda s, d: s / tf.maximum(d, 2.0)),
     "whether a mask has two": guarded(
@@ -108,6 +118,9 @@ UNKNOWN = {
     ),
     "0 times no number": lambda b: (
         mean(errors(b)) + 0.0 * tf.math.log(total(few(b) * b.p[:, 0, 0] ** 2))
+    ),
+    "a loop that no number ends": lambda b: (
+        steps_of_no_number(b) * mean(errors(b))
     ),
     # Of what is usually right, nobody is warned.
     "not a number": guarded(

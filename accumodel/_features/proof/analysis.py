@@ -308,7 +308,9 @@ class Analysis:
         if goes_on.base == "T":
             return goes_on
         require(goes_on.is_shared, f"{goes_on.words}, as a condition", True)
-        return now
+        # Where the condition is no number, the loop has other steps.
+        both = [(v, union([v.breaks, goes_on.breaks])) for v in now]
+        return [dataclasses.replace(v, breaks=breaks) for v, breaks in both]
 
     def joined(self, a, b, name):
         """Returns the type of what is one or the other, for all samples."""
