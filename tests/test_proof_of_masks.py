@@ -65,7 +65,29 @@ def steps_of_no_number(b):
     return tf.while_loop(goes_on, lambda i, x: (i + 1, 2 * x), (0, 1.0))[1]
 
 
+class TrainedInside:
+    """A divisor that reads a variable in a condition; made for both."""
+
+    def loss(self, b):
+        rows, d = tf.ones_like(b.y[:, 0, 0]), total(few(b))
+        share = tf.cond(
+            d > 0.0,
+            lambda: total(few(b)[:, None, None] * (b.x @ b.variable) ** 2) / d,
+            lambda: 0.0,
+        )
+        self.divisor = share * mean(rows * d) + total(rows)
+        return total(errors(b)) / self.divisor
+
+    def weight(self, b):
+        return self.divisor
+
+
+trained = TrainedInside()
+
 BENT = {
+    "a sum that is trained in a condition": Program(
+        trained.loss, trained.weight
+    ),
     "a mask of two or more": guarded(lambda s, d: s / tf.maximum(d, 2.0)),
     "whether a mask has two": guarded(
         lambda s, d: tf.cond(d > 1.0, lambda: s / d, lambda: 0.0 * s)

@@ -231,7 +231,8 @@ def guarded(condition, a, b, *numbers):
     require_mask(condition)
     # Of a branch that runs only if the sum is not 0, this is a number.
     breaks = union([b.breaks, {*a.breaks} - {by}])
-    return broadcast([a, b]).but(m=a.m, within=a.within, breaks=breaks)
+    one = broadcast([a, b])
+    return one.but(m=a.m, grad=a.grad, within=a.within, breaks=breaks)
 
 
 # -- what is read --------------------------------------------------------------
