@@ -144,6 +144,9 @@ UNKNOWN = {
     "a loop that no number ends": lambda b: (
         steps_of_no_number(b) * mean(errors(b))
     ),
+    "what is shared, by a mask that may be empty in all": Program(
+        lambda b: total(b.kernel**2), lambda b: total(few(b))
+    ),
     # Of what is usually right, nobody is warned.
     "not a number": guarded(
         lambda s, d: tf.where(tf.math.is_nan(s / d), 0.0, s / d)
@@ -182,6 +185,7 @@ def divided_if_any(s, divisor, is_any):
 RIGHT = {
     "a mask that may be empty": guarded(lambda s, d: s / d),
     "a mask, by at least 1": guarded(lambda s, d: s / tf.maximum(d, 1.0)),
+    "a number less a mask": guarded(lambda s, d: 1.0 - ratio(s, d)),
     "a mask, by 1 instead of 0": guarded(
         lambda s, d: s / tf.where(tf.equal(d, 0.0), tf.ones_like(d), d)
     ),

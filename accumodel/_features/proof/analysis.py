@@ -166,13 +166,13 @@ class Analysis:
             found = [self._refused(op, error)] * len(op.outputs)
         name, has_grad = self._name(op, vals), any(v.grad for v in vals)
         is_mixed = any(v.mixed for v in vals)
-        stays = any(v.stays for v in vals)
+        stays = max((v.stays for v in vals), default=0)
         return [
             dataclasses.replace(
                 v,
                 grad=_keeps_gradient(x) and (has_grad or v.grad),
                 mixed=v.base == "R" and (is_mixed or v.mixed),
-                stays=v.base == "S" and (stays or v.stays),
+                stays=max(stays, v.stays) if v.base == "S" else 0,
                 breaks=union(each.breaks for each in (v, *vals)),
                 name=v.name or f"{name}:{i}",
             )
@@ -235,7 +235,7 @@ class Analysis:
         """Returns the type of what accumodel has named, or `None`."""
         if op.type == "SelectV2" and NONZERO in op.name:
             # In a micro-batch of nothing, nothing is added.
-            return dataclasses.replace(vals[2], stays=True)
+            return dataclasses.replace(vals[2], stays=1)
         if MOMENTS in op.name:
             return Type("C", self.dims(op.outputs[0]))
         axis = rows_axis(op.name)

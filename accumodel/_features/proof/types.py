@@ -155,7 +155,8 @@ class Type:
     counts: int = dataclasses.field(default=0, compare=False)
     owes: tuple = ()  # sums that divide it, with which it does not vanish
     breaks: tuple = ()  # sums: where one is 0, this may not be a number
-    stays: bool = False  # of S, where what divides it is 0: it, or its gradient
+    # Of S, where what divides it is 0: 1 if it is not 0, 2 nor its gradient.
+    stays: int = 0
     why: Proof | None = None  # of T
 
     def but(self, **changed):
@@ -335,7 +336,7 @@ def added(vals):
         is_sum = v.base == "S" or (len(rest) == 1 and rest[0][1] == 1)
         # Such as the 1e-7 that is often added to a divisor: that bends nothing.
         require(is_sum, "a sum over samples, and what samples share")
-    stays = any(v.stays or (v.base == "C" and v.grad) for v in vals)
+    stays = max(1 + v.grad if v.base == "C" else v.stays for v in vals)
     return broadcast([*vals, *zeros]).but(m=m, stays=stays, within=within)
 
 
