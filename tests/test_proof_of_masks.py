@@ -148,6 +148,14 @@ UNKNOWN = {
         lambda b: total(b.kernel**2), lambda b: total(few(b))
     ),
     # Of what is usually right, nobody is warned.
+    "a mean and what is shared, if a mask has one": Program(
+        lambda b: tf.cond(
+            total(few(b)) > 0.0,
+            lambda: guarded(ratio).loss(b) + total(b.kernel**2),
+            lambda: 0.0,
+        ),
+        lambda b: total(few(b)),
+    ),
     "not a number": guarded(
         lambda s, d: tf.where(tf.math.is_nan(s / d), 0.0, s / d)
     ),

@@ -226,8 +226,8 @@ def guarded(condition, a, b, *numbers):
     # What the sum divides, which is nothing where it is nothing.
     is_ratio = a.base == "S" and a.m == ((by, -1),) and by in a.within
     is_right = is_ratio and b.zero and b.base == "C"
-    bends = not (a.within or (number and a.is_of_mask))
-    require(is_right, condition.words, bends)
+    is_usual = a.within or by in dict(a.m) or (number and a.is_of_mask)
+    require(is_right, condition.words, bends=not is_usual)
     require_mask(condition)
     # Of a branch that runs only if the sum is not 0, this is a number.
     breaks = union([b.breaks, {*a.breaks} - {by}])
