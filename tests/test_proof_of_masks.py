@@ -147,6 +147,10 @@ UNKNOWN = {
     "what is shared, by a mask that may be empty in all": Program(
         lambda b: total(b.kernel**2), lambda b: total(few(b))
     ),
+    "what is shared, times a mask by itself": lambda b: ratio(
+        mean(tf.ones_like(errors(b)) * total(few(b))) * total(b.kernel**2),
+        total(few(b)),
+    ),
     # Of what is usually right, nobody is warned.
     "a mean and what is shared, if a mask has one": Program(
         lambda b: tf.cond(

@@ -202,6 +202,7 @@ def _judge(loss, weight=None, is_gradient=False):
     is_mean = is_sum and not power(loss.m, weight.m)
     what = f"{loss.words}, which is not divided by its weight"
     require(is_mean or loss.is_shared, what, bends)
+    require(not (loss.owes or weight.owes), MAY_BE_0)
     # What is not a number is left out if it weighs nothing.
     is_left_out = not weight.stays and breaks <= {name for name, _ in weight.m}
     require(not weight.breaks and (not breaks or is_left_out), MAY_BE_0)
