@@ -55,6 +55,12 @@ def by_no_number(b):
     return total(rows / tf.where(d > 0.0, d, float("nan")) * d)
 
 
+def by_itself(b):
+    """What samples share, and nothing where a mask has nothing."""
+    ones = tf.ones_like(errors(b))
+    return ratio(mean(ones * total(few(b))) * mean(b.kernel**2), total(few(b)))
+
+
 def steps_of_no_number(b):
     """How often a loop runs, which is less if a mask has nothing."""
 
@@ -147,9 +153,9 @@ UNKNOWN = {
     "what is shared, by a mask that may be empty in all": Program(
         lambda b: total(b.kernel**2), lambda b: total(few(b))
     ),
-    "what is shared, times a mask by itself": lambda b: ratio(
-        mean(tf.ones_like(errors(b)) * total(few(b))) * total(b.kernel**2),
-        total(few(b)),
+    "what is shared, times a mask by itself": by_itself,
+    "what is shared, times a mask by itself, or a mean": lambda b: tf.cond(
+        b.kernel[0, 0] < 9.0, lambda: by_itself(b), lambda: mean(errors(b))
     ),
     # Of what is usually right, nobody is warned.
     "a mean and what is shared, if a mask has one": Program(

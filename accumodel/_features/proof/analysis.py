@@ -10,7 +10,6 @@ import tensorflow as tf
 from accumodel._features.proof import shapes  # noqa: F401, for its rules
 from accumodel._features.proof.rules import (
     KEPT,
-    MAY_BE_0,
     RULES,
     apply_rule,
     guarded,
@@ -18,6 +17,7 @@ from accumodel._features.proof.rules import (
     rule,
 )
 from accumodel._features.proof.types import (
+    MAY_BE_0,
     MIXED,
     ONE,
     N,

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from accumodel._features.proof.types import (
     AFFINE,
+    MAY_BE_0,
     ONE,
     UNLIKE,
     Type,
@@ -35,7 +36,6 @@ from accumodel._features.proof.types import (
 RULES: dict = {}
 
 IN_ORDER = "several samples at once"
-MAY_BE_0 = "what a sum divides that may be 0 in a micro-batch"
 _OTHERS = "a sum or mean over samples, and others"
 
 

@@ -39,6 +39,7 @@ ONE: Size = (1, ())
 N: Size = (1, ("n",))
 
 AFFINE = "affine"  # of a sum and what is not 0, which is not 0
+MAY_BE_0 = "what a sum divides that may be 0 in a micro-batch"
 MIXED = "samples, and a sum or mean over samples"
 UNLIKE = "an axis of samples next to one of another length"
 
@@ -321,6 +322,7 @@ def added(vals):
         owes = union(v.owes for v in vals)
         one = broadcast([*vals, *zeros])
         return one.but(m=vals[0].m, owes=owes, within=within)
+    require(not any(v.owes for v in vals), MAY_BE_0)
     means = [v for v in vals if v.base == "S"]
     sums = {v.m for v in means}
     if "R" in bases:

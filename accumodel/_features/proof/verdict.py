@@ -19,8 +19,8 @@ number; and rounding.
 import tensorflow as tf
 
 from accumodel._features.proof.analysis import CONDITIONS, Analysis, key_of
-from accumodel._features.proof.rules import MAY_BE_0
 from accumodel._features.proof.types import (
+    MAY_BE_0,
     ONE,
     N,
     Proof,
