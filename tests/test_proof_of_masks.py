@@ -55,7 +55,45 @@ def by_no_number(b):
     return total(rows / tf.where(d > 0.0, d, float("nan")) * d)
 
 
+def by_itself(b):
+    """What samples share, and nothing where a mask has nothing."""
+    ones = tf.ones_like(errors(b))
+    return ratio(mean(ones * total(few(b))) * mean(b.kernel**2), total(few(b)))
+
+
+def steps_of_no_number(b):
+    """How often a loop runs, which is less if a mask has nothing."""
+
+    def goes_on(i, factor):
+        nothing = 0.0 * (total(few(b) * errors(b)) / total(few(b)))
+        return i < tf.cast(nothing, "int32") + 3
+
+    return tf.while_loop(goes_on, lambda i, x: (i + 1, 2 * x), (0, 1.0))[1]
+
+
+class TrainedInside:
+    """A divisor that reads a variable in a condition; made for both."""
+
+    def loss(self, b):
+        rows, d = tf.ones_like(b.y[:, 0, 0]), total(few(b))
+        share = tf.cond(
+            d > 0.0,
+            lambda: total(few(b)[:, None, None] * (b.x @ b.variable) ** 2) / d,
+            lambda: 0.0,
+        )
+        self.divisor = share * mean(rows * d) + total(rows)
+        return total(errors(b)) / self.divisor
+
+    def weight(self, b):
+        return self.divisor
+
+
+trained = TrainedInside()
+
 BENT = {
+    "a sum that is trained in a condition": Program(
+        trained.loss, trained.weight
+    ),
     "a mask of two or more": guarded(lambda s, d: s / tf.maximum(d, 2.0)),
     "whether a mask has two": guarded(
         lambda s, d: tf.cond(d > 1.0, lambda: s / d, lambda: 0.0 * s)
@@ -109,7 +147,25 @@ UNKNOWN = {
     "0 times no number": lambda b: (
         mean(errors(b)) + 0.0 * tf.math.log(total(few(b) * b.p[:, 0, 0] ** 2))
     ),
+    "a loop that no number ends": lambda b: (
+        steps_of_no_number(b) * mean(errors(b))
+    ),
+    "what is shared, by a mask that may be empty in all": Program(
+        lambda b: total(b.kernel**2), lambda b: total(few(b))
+    ),
+    "what is shared, times a mask by itself": by_itself,
+    "what is shared, times a mask by itself, or a mean": lambda b: tf.cond(
+        b.kernel[0, 0] < 9.0, lambda: by_itself(b), lambda: mean(errors(b))
+    ),
     # Of what is usually right, nobody is warned.
+    "a mean and what is shared, if a mask has one": Program(
+        lambda b: tf.cond(
+            total(few(b)) > 0.0,
+            lambda: guarded(ratio).loss(b) + total(b.kernel**2),
+            lambda: 0.0,
+        ),
+        lambda b: total(few(b)),
+    ),
     "not a number": guarded(
         lambda s, d: tf.where(tf.math.is_nan(s / d), 0.0, s / d)
     ),
@@ -147,6 +203,7 @@ def divided_if_any(s, divisor, is_any):
 RIGHT = {
     "a mask that may be empty": guarded(lambda s, d: s / d),
     "a mask, by at least 1": guarded(lambda s, d: s / tf.maximum(d, 1.0)),
+    "a number less a mask": guarded(lambda s, d: 1.0 - ratio(s, d)),
     "a mask, by 1 instead of 0": guarded(
         lambda s, d: s / tf.where(tf.equal(d, 0.0), tf.ones_like(d), d)
     ),

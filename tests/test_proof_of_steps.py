@@ -171,6 +171,9 @@ RIGHT = {
         lambda b: mean(b) + tf.reduce_sum(b.variables[0] ** 2)
     ),
     "a mask": Step(masked, lambda b: tf.reduce_sum(mask(b))),
+    "a number less a mask": Step(
+        lambda b: 1.0 - masked(b), lambda b: tf.reduce_sum(mask(b))
+    ),
     "words": Step(mean, words=True),
     "a loop": Step(own_loop),
     "two losses": Step(two_losses),
@@ -278,6 +281,10 @@ def with_decay(b):
     return masked(b) + tf.reduce_sum(b.variables[0] ** 2)
 
 
+def with_numbers(b):
+    return [x + 0.1 for x in b.tape.gradient(masked(b), b.variables)]
+
+
 def is_large(b):
     return tf.cast(b.variables[0][0, 0] > 9.0, "float32")
 
@@ -292,6 +299,10 @@ WRONG = {
     ),
     "a mask that may be empty in all, and what is shared": (
         Step(with_decay, lambda b: tf.reduce_sum(mask(b))),
+        "unknown",
+    ),
+    "a mask that may be empty in all, and a number": (
+        Step(with_numbers, lambda b: tf.reduce_sum(mask(b))),
         "unknown",
     ),
     "the root of a mean": (Step(lambda b: tf.sqrt(mean(b))), "bends"),

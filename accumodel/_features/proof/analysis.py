@@ -10,7 +10,6 @@ import tensorflow as tf
 from accumodel._features.proof import shapes  # noqa: F401, for its rules
 from accumodel._features.proof.rules import (
     KEPT,
-    MAY_BE_0,
     RULES,
     apply_rule,
     guarded,
@@ -18,6 +17,7 @@ from accumodel._features.proof.rules import (
     rule,
 )
 from accumodel._features.proof.types import (
+    MAY_BE_0,
     MIXED,
     ONE,
     N,
@@ -166,13 +166,13 @@ class Analysis:
             found = [self._refused(op, error)] * len(op.outputs)
         name, has_grad = self._name(op, vals), any(v.grad for v in vals)
         is_mixed = any(v.mixed for v in vals)
-        stays = any(v.stays for v in vals)
+        stays = max((v.stays for v in vals), default=0)
         return [
             dataclasses.replace(
                 v,
                 grad=_keeps_gradient(x) and (has_grad or v.grad),
                 mixed=v.base == "R" and (is_mixed or v.mixed),
-                stays=v.base == "S" and (stays or v.stays),
+                stays=max(stays, v.stays) if v.base == "S" else 0,
                 breaks=union(each.breaks for each in (v, *vals)),
                 name=v.name or f"{name}:{i}",
             )
@@ -235,7 +235,7 @@ class Analysis:
         """Returns the type of what accumodel has named, or `None`."""
         if op.type == "SelectV2" and NONZERO in op.name:
             # In a micro-batch of nothing, nothing is added.
-            return dataclasses.replace(vals[2], stays=True)
+            return dataclasses.replace(vals[2], stays=1)
         if MOMENTS in op.name:
             return Type("C", self.dims(op.outputs[0]))
         axis = rows_axis(op.name)
@@ -308,7 +308,9 @@ class Analysis:
         if goes_on.base == "T":
             return goes_on
         require(goes_on.is_shared, f"{goes_on.words}, as a condition", True)
-        return now
+        # Where the condition is no number, the loop has other steps.
+        both = [(v, union([v.breaks, goes_on.breaks])) for v in now]
+        return [dataclasses.replace(v, breaks=breaks) for v, breaks in both]
 
     def joined(self, a, b, name):
         """Returns the type of what is one or the other, for all samples."""

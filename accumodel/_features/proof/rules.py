@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from accumodel._features.proof.types import (
     AFFINE,
+    MAY_BE_0,
     ONE,
     UNLIKE,
     Type,
@@ -35,7 +36,6 @@ from accumodel._features.proof.types import (
 RULES: dict = {}
 
 IN_ORDER = "several samples at once"
-MAY_BE_0 = "what a sum divides that may be 0 in a micro-batch"
 _OTHERS = "a sum or mean over samples, and others"
 
 
@@ -226,12 +226,13 @@ def guarded(condition, a, b, *numbers):
     # What the sum divides, which is nothing where it is nothing.
     is_ratio = a.base == "S" and a.m == ((by, -1),) and by in a.within
     is_right = is_ratio and b.zero and b.base == "C"
-    bends = not (a.within or (number and a.is_of_mask))
-    require(is_right, condition.words, bends)
+    is_usual = a.within or by in dict(a.m) or (number and a.is_of_mask)
+    require(is_right, condition.words, bends=not is_usual)
     require_mask(condition)
     # Of a branch that runs only if the sum is not 0, this is a number.
     breaks = union([b.breaks, {*a.breaks} - {by}])
-    return broadcast([a, b]).but(m=a.m, within=a.within, breaks=breaks)
+    one = broadcast([a, b])
+    return one.but(m=a.m, grad=a.grad, within=a.within, breaks=breaks)
 
 
 # -- what is read --------------------------------------------------------------

@@ -39,6 +39,7 @@ ONE: Size = (1, ())
 N: Size = (1, ("n",))
 
 AFFINE = "affine"  # of a sum and what is not 0, which is not 0
+MAY_BE_0 = "what a sum divides that may be 0 in a micro-batch"
 MIXED = "samples, and a sum or mean over samples"
 UNLIKE = "an axis of samples next to one of another length"
 
@@ -155,7 +156,8 @@ class Type:
     counts: int = dataclasses.field(default=0, compare=False)
     owes: tuple = ()  # sums that divide it, with which it does not vanish
     breaks: tuple = ()  # sums: where one is 0, this may not be a number
-    stays: bool = False  # of S, where what divides it is 0: it, or its gradient
+    # Of S, where what divides it is 0: 1 if it is not 0, 2 nor its gradient.
+    stays: int = 0
     why: Proof | None = None  # of T
 
     def but(self, **changed):
@@ -320,6 +322,7 @@ def added(vals):
         owes = union(v.owes for v in vals)
         one = broadcast([*vals, *zeros])
         return one.but(m=vals[0].m, owes=owes, within=within)
+    require(not any(v.owes for v in vals), MAY_BE_0)
     means = [v for v in vals if v.base == "S"]
     sums = {v.m for v in means}
     if "R" in bases:
@@ -335,7 +338,7 @@ def added(vals):
         is_sum = v.base == "S" or (len(rest) == 1 and rest[0][1] == 1)
         # Such as the 1e-7 that is often added to a divisor: that bends nothing.
         require(is_sum, "a sum over samples, and what samples share")
-    stays = any(v.stays or (v.base == "C" and v.grad) for v in vals)
+    stays = max(1 + v.grad if v.base == "C" else v.stays for v in vals)
     return broadcast([*vals, *zeros]).but(m=m, stays=stays, within=within)
 
 

@@ -11,15 +11,16 @@ by the rows of samples is such rows, whatever their graphs are.
 
 Assumed: a training traces the same Python; operations do what their names say,
 and raise if sizes do not fit; weights of a mask are 0 where they sum up to 0,
-and what samples share, added to them, does not cancel that sum; all arrays of a
-batch have as many rows; the loss of the large batch is a number; and rounding.
+and what samples share, added to them, is not 0 and does not cancel that sum;
+all arrays of a batch have as many rows; the loss of the large batch is a
+number; and rounding.
 """
 
 import tensorflow as tf
 
 from accumodel._features.proof.analysis import CONDITIONS, Analysis, key_of
-from accumodel._features.proof.rules import MAY_BE_0
 from accumodel._features.proof.types import (
+    MAY_BE_0,
     ONE,
     N,
     Proof,
@@ -133,7 +134,8 @@ def _gradient(targets, by):
         [v.but(base="S" if v.base == "R" else v.base, dims=()) for v in targets]
     )
     if by.is_shared:
-        return one.but(dims=by.dims, grad=True)
+        stays = one.stays if one.stays > 1 else 0  # numbers have no gradient
+        return one.but(dims=by.dims, grad=True, stays=stays)
     is_of_rows = (by.base, by.m, one.base, one.m) == ("R", (), "S", ())
     require(is_of_rows, f"a gradient of {one.words} by {by.words}")
     return by.but(breaks=union([by.breaks, one.breaks]))
@@ -167,7 +169,7 @@ def _judge_weighed(weight, *gradients):
     """Returns what gradients are, if their weight is what divides them."""
     is_row = any(v.base == "R" for v in gradients)
     require(not is_row, "a gradient that is samples")
-    judged = [_judge(v, weight) for v in gradients]
+    judged = [_judge(v, weight, is_gradient=True) for v in gradients]
     return judged[0] if judged else "no gradient"
 
 
@@ -175,7 +177,7 @@ def _judge_sums(*gradients):
     return _judge_weighed(None, *gradients)
 
 
-def _judge(loss, weight=None):
+def _judge(loss, weight=None, is_gradient=False):
     """Returns what a loss is, if its weight is what it was divided by."""
     breaks = {*loss.breaks}
     if loss.base == "R":  # its gradient is that of the sum
@@ -200,12 +202,15 @@ def _judge(loss, weight=None):
     is_mean = is_sum and not power(loss.m, weight.m)
     what = f"{loss.words}, which is not divided by its weight"
     require(is_mean or loss.is_shared, what, bends)
+    require(not (loss.owes or weight.owes), MAY_BE_0)
     # What is not a number is left out if it weighs nothing.
     is_left_out = not weight.stays and breaks <= {name for name, _ in weight.m}
     require(not weight.breaks and (not breaks or is_left_out), MAY_BE_0)
     # If all micro-batches of an update weigh nothing, only the sum is nothing.
     never_0 = not may_be_0((*loss.m, *weight.m))
-    is_right = never_0 or weight.stays or not loss.stays
+    stays = 1 + loss.grad if loss.base == "C" else loss.stays
+    is_nothing = stays < (1 if is_gradient else 2)
+    is_right = never_0 or weight.stays or is_nothing
     require(is_right, "a mean, and what is shared, by a weight that may be 0")
     return "a mean over samples"
 
