@@ -160,7 +160,7 @@ class Noting(Collector):
         # Of a loss of the whole batch, and its function.
         self.error: Exception | None = None
         self.loss: typing.Any = None
-        self.begin: typing.Any = 0  # where the micro-batch begins
+        self.bounds: typing.Any = None  # of the micro-batch, by a function
 
     def check(self, accumulator):
         pass  # it is outside of all strategies
@@ -292,7 +292,7 @@ def rehearse_step(
         own = dataclasses.replace(plan, size=size)
         parts = FedBatch(own, _rows(own, batch, places, begin, end))
         collector = kind(own)
-        collector.begin, _ = parts.bounds(i)
+        collector.bounds = functools.partial(parts.bounds, i)
         scopes = loop.around_parts(own, trains=False)  # no cycle begins
         with (
             contextlib.suppress(Enough),

@@ -88,7 +88,8 @@ class Taken(Noting):
 
     def _by_place(self, rows):
         """Returns rows times other numbers: samples may change places."""
-        places = self.begin + tf.range(tf.shape(rows, tf.int64)[0])
+        begin, _ = self.bounds()
+        places = begin + tf.range(tf.shape(rows, tf.int64)[0])
         factors = 1 + _factors(places, rows)
         return rows * tf.reshape(factors, [-1] + [1] * (rows.shape.rank - 1))
 

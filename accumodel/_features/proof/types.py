@@ -315,7 +315,7 @@ def added(vals):
     bases, powers = {v.base for v in vals}, {v.m for v in vals}
     require(not bases & {"V", "G"}, "the number of samples, or a guard")
     is_of_n = all(name == "n" for m in powers for name, _ in m)
-    within = (*set.intersection(*({*v.within} for v in vals)),)
+    within = union([set.intersection(*({*v.within} for v in vals))])
     if "S" not in bases:
         what = "terms with the number of samples in unlike ways"
         require(len(powers) == 1, what, is_of_n)

@@ -179,15 +179,13 @@ def _judge_sums(*gradients):
 
 def _judge(loss, weight=None, is_gradient=False):
     """Returns what a loss is, if its weight is what it was divided by."""
-    breaks = {*loss.breaks}
-    require(not loss.owes, MAY_BE_0)
     if loss.base == "R":  # its gradient is that of the sum
-        loss = Type("S", (), loss.m)
+        loss = loss.but(base="S", dims=())
     is_sum = loss.base == "S"
     if weight is None:
         what = f"{loss.words}, taken for a sum over samples"
         require(is_sum and not loss.m, what, bends=True)
-        require(not breaks, MAY_BE_0)
+        require(not (loss.owes or loss.breaks), MAY_BE_0)
         return "a sum over samples"
     is_guard = weight.base == "G"
     require(not is_guard, f"its weight, {weight.words} that is never 0", True)
@@ -203,10 +201,10 @@ def _judge(loss, weight=None, is_gradient=False):
     is_mean = is_sum and not power(loss.m, weight.m)
     what = f"{loss.words}, which is not divided by its weight"
     require(is_mean or loss.is_shared, what, bends)
-    require(not (weight.owes or weight.breaks), MAY_BE_0)
+    require(not (loss.owes or weight.owes or weight.breaks), MAY_BE_0)
     # What is not a number is left out if it weighs nothing.
-    is_left_out = not weight.stays and breaks <= {name for name, _ in weight.m}
-    require(not breaks or is_left_out, MAY_BE_0)
+    is_left_out = not weight.stays and {*loss.breaks} <= {*dict(weight.m)}
+    require(not loss.breaks or is_left_out, MAY_BE_0)
     # If all micro-batches of an update weigh nothing, only the sum is nothing.
     never_0 = not may_be_0((*loss.m, *weight.m))
     stays = 1 + loss.grad if loss.base == "C" else loss.stays
