@@ -425,7 +425,7 @@ class AccumulatingModel(keras.Model):
         return micro_batches.slice_data(data, begin, end)
 
     @property
-    def first_batch_check(self) -> str | None:
+    def verdict(self) -> str | None:
         """String or `None`. Whether the training is that of the large batch.
 
         `None` before the first batch. Then it says why, and begins with `"exact
@@ -435,6 +435,8 @@ class AccumulatingModel(keras.Model):
         features = self._accumulation.features
         found = (x.result for x in features if isinstance(x, FirstBatch))
         return next(found, None)
+
+    first_batch_check = verdict  # its name until 0.1.0
 
     def accumulate_gradients(
         self, gradients: Iterable, weight: typing.Any = 1.0

@@ -156,7 +156,7 @@ def measure(name, verify):
     steps = model.accum_steps  # of one update
     model.fit(x, y, batch_size=batch_size, steps_per_epoch=steps, verbose=0)
     seconds = time.process_time() - begin
-    said = (model.first_batch_check or "-").partition(":")[0]
+    said = (model.verdict or "-").partition(":")[0]
     return (peak_memory() - held) / 1e6, seconds, said
 
 

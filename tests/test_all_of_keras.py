@@ -92,7 +92,7 @@ def train_in_all_ways(make, data, tolerance, run_eagerly=True):
                 continue
         told = [str(x.message) for x in caught if x.category is InexactWarning]
         is_exact = bool(distance(model, plain) <= tolerance)
-        found[way] = is_exact, [*told, str(model.first_batch_check)]
+        found[way] = is_exact, [*told, str(model.verdict)]
     return found
 
 

@@ -221,9 +221,9 @@ def check(make, kwargs, feed, loss):
     """Returns what the check of a training says; a warning says the same."""
     model, found = trained(make, loss, feed(*make_data(20)), **kwargs)
     told = [str(x.message) for x in found if x.category is InexactWarning]
-    kind, _, text = model.first_batch_check.partition(": ")
+    kind, _, text = model.verdict.partition(": ")
     assert told == [] or (kind.startswith("differs") and told == [text])
-    return model.first_batch_check
+    return model.verdict
 
 
 @pytest.mark.table
@@ -352,7 +352,7 @@ def test_padding_that_is_cut_off_is_silent(run_eagerly):
         run_eagerly=run_eagerly,
     )
     model.fit(words, make_data()[1], batch_size=16, verbose=0)
-    assert model.first_batch_check.startswith("exact")
+    assert model.verdict.startswith("exact")
 
 
 @pytest.mark.parametrize("way", [SIZE, STEPS], ids=str)
@@ -363,7 +363,7 @@ def test_sparse_inputs_are_silent(way):
     x, y = make_data()
     samples = tf.sparse.from_dense(x * (x > 0)), y
     fit(model, tf.data.Dataset.from_tensor_slices(samples).batch(8))
-    assert model.first_batch_check.startswith("exact")
+    assert model.verdict.startswith("exact")
 
 
 @pytest.mark.parametrize(
@@ -544,13 +544,13 @@ def test_it_waits_for_a_batch_that_is_split():
     x, y = make_data()
     model.fit(x[:4], y[:4], batch_size=4, verbose=0)
     model.train_on_batch(x[:3], y[:3])
-    assert model.first_batch_check.startswith("not made")
+    assert model.verdict.startswith("not made")
     model.micro_batch_size = 2
     with pytest.warns(InexactWarning):
         model.fit(x[:4], y[:4], batch_size=4, verbose=0)
     model.micro_batch_size = 4  # what was found is still so
     model.train_on_batch(x[:3], y[:3])
-    assert model.first_batch_check.startswith("differs")
+    assert model.verdict.startswith("differs")
 
 
 # -- how it is used ------------------------------------------------------------
@@ -591,10 +591,10 @@ def test_it_comes_again_for_weights_that_were_not_there():
     model.compile("sgd", micro_batch_size=4)
     data = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
     model.train_on_batch(*data)
-    assert model.first_batch_check.startswith("exact for every batch")
+    assert model.verdict.startswith("exact for every batch")
     for _ in range(2):
         with pytest.warns(InexactWarning):
             model.train_on_batch(*data, np.arange(8, dtype="float32"))
         model.train_on_batch(*data)
-        assert model.first_batch_check.startswith("differs")
+        assert model.verdict.startswith("differs")
         model.compile("sgd", micro_batch_size=4)  # and in the other order

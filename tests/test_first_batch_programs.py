@@ -422,13 +422,13 @@ def test_it_says_why_there_is_none(text, caplog):
     make, kwargs, loss = NOT_MADE[text]
     caplog.set_level("INFO", "accumodel")
     model = compiled(make(), "sgd", loss, **kwargs)
-    assert model.first_batch_check is None
+    assert model.verdict is None
     with pytest.warns(UserWarning, match=text) as told:
         model.fit(*make_data(160), batch_size=8, verbose=0)
-    assert model.first_batch_check.startswith("not made: ")
+    assert model.verdict.startswith("not made: ")
     assert sum("could not be compared" in str(x.message) for x in told) == 1
     (record,) = [x for x in caplog.records if x.name == "accumodel"]
-    assert model.first_batch_check in record.message
+    assert model.verdict in record.message
 
 
 X, Y = make_data(8)
@@ -481,9 +481,9 @@ def test_what_a_proof_says_is_told_of_though_no_batch_shows_it(text):
 def test_a_batch_that_shows_nothing_takes_nothing_back(make, first, then):
     model = compiled(make(), "sgd", "mse", **SIZE | EAGER)
     model.train_on_batch(first, Y[: len(first)])
-    said = model.first_batch_check
+    said = model.verdict
     model.train_on_batch(then, Y[: len(then)])
-    assert model.first_batch_check == said
+    assert model.verdict == said
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_an_overflow_of_the_first_batch_is_silent(kwargs):
     x[0] = 6e4
     model = compiled(around(Notes)(), "sgd", "mse", **kwargs)
     fit(model, x, y, batch_size=8)
-    said = model.first_batch_check
+    said = model.verdict
     assert said.startswith("exact")
     assert "a loss scale skips" in said
 
@@ -511,7 +511,7 @@ def test_each_of_several_replicas_has_a_loss_of_the_whole_batch():
             micro_batch_size=2,
         )
     model.fit(*make_data(40), batch_size=8, verbose=0)
-    said = model.first_batch_check
+    said = model.verdict
     assert said.startswith("exact for every batch: proved from the graph, ")
     assert "Each replica has the loss of its own samples" in said
 
@@ -524,7 +524,7 @@ def test_what_is_proved_is_looked_at_once():
         batches.FirstBatch, "_look", autospec=True, side_effect=look
     ) as looks:
         model.fit(*make_data(64), batch_size=4, verbose=0)
-    assert model.first_batch_check.startswith("exact for every batch")
+    assert model.verdict.startswith("exact for every batch")
     assert looks.call_count == 1
 
 

@@ -324,8 +324,8 @@ def cut_by_python(cls):
 )
 def test_what_is_quoted_is_the_cause(make):
     model = trains_as_plain(Program(make, "mse"), **WAYS["eager"])
-    assert model.first_batch_check.startswith("not made: TypeError: ")
-    assert "float() argument must be" in model.first_batch_check
+    assert model.verdict.startswith("not made: TypeError: ")
+    assert "float() argument must be" in model.verdict
 
 
 def test_a_warning_that_is_an_error_is_not_taken_for_the_users_own():
@@ -375,7 +375,7 @@ def test_a_step_that_is_traced_again_is_proved_again(change):
     model = chain(Decides, (None, 6), layers.Dense(6))
     model.compile("sgd", micro_batch_size=6)
     model.fit(SEQUENCES, SEQUENCES, verbose=0)
-    assert model.first_batch_check.startswith("exact for every batch")
+    assert model.verdict.startswith("exact for every batch")
     with pytest.warns(InexactWarning, match="`Sqrt` of a mean"):
         change(model)
 
@@ -426,7 +426,7 @@ def of_graphs(model, steps):
 )
 def test_what_cannot_be_compared_is_no_warning(program):
     model, told = trained(program, AccumulatingModel, **WAYS["fed"])
-    assert model.first_batch_check.startswith("not made: ")
+    assert model.verdict.startswith("not made: ")
     assert not told
 
 

@@ -265,16 +265,16 @@ def test_what_looks_at_padding_is_told_of(name, micro_batch_size):
     compiled(model, "sgd", cross_entropy(), **how)
     with pytest.warns(InexactWarning, match="`trim_padding` changes"):
         model.fit(x, of_samples(), SAMPLES, verbose=0)
-    assert model.first_batch_check.startswith("differs")
+    assert model.verdict.startswith("differs")
 
 
 @pytest.mark.verified
 def test_nothing_is_claimed_of_padding_that_was_not_there():
     model = trimming(lstm)
     model.fit(np.full((SAMPLES, LENGTH), 7), of_samples(), SAMPLES, verbose=0)
-    assert "no sample has padding" in model.first_batch_check
+    assert "no sample has padding" in model.verdict
     model.fit(words(), of_samples(), SAMPLES, verbose=0)
-    assert model.first_batch_check.startswith("exact")
+    assert model.verdict.startswith("exact")
     model = trimming(lstm)
     with pytest.warns(UserWarning, match="Nor was `trim_padding` checked"):
         model.fit(words(), of_samples(), batch_size=5, verbose=0)

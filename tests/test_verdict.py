@@ -546,7 +546,7 @@ def test_what_is_said_is_true(name, way):
         warnings.simplefilter("always", UserWarning)
         warnings.filterwarnings("ignore", "Gradients do not exist")
         model = train(AccumulatingModel, *program, **kwargs)
-    said, is_told = model.first_batch_check, bool(told)
+    said, is_told = model.verdict, bool(told)
     if name == "Python" and is_eager:  # it draws anew in each micro-batch
         assert said.startswith("not made: with `run_eagerly=True`, the step")
         assert is_told
@@ -573,7 +573,7 @@ def test_where_memory_is_short_groups_are_looked_for(monkeypatch):
     """In halves and in pairs, and in more micro-batches than the first."""
     monkeypatch.setattr(check, "MEMORY", 0)
     model = train(AccumulatingModel, custom(groups(2)), **WAYS["eager"])
-    assert model.first_batch_check.startswith("exact for 6 of 24 samples")
+    assert model.verdict.startswith("exact for 6 of 24 samples")
     # The first one has as many hard samples in each half.
     hard = np.array([[1, 0, 1, 0, 1, 1, 0, 0], [1] * 4 + [0] * 4])
     data = X[:16], Y[:16] + 9 * hard.reshape(16, 1)
