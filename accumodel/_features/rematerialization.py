@@ -87,7 +87,8 @@ class _Call:
             return [*floats_in(returned), *self._needed()], self._differentiate
 
         # TensorFlow wants one source at least.
-        outputs = run_first(*floats_in(self._inputs), tf.zeros(()))
+        with tf.name_scope(hooks.RIGHT):
+            outputs = run_first(*floats_in(self._inputs), tf.zeros(()))
         new = {}
         for source, output in zip(floats_in(returned), outputs, strict=False):
             private_names.set_mask(output, private_names.mask_of(source))

@@ -249,6 +249,21 @@ _functions = Hook(
 )
 
 
+def split_in_two(traced):
+    """Returns a scope in which a function of eager code is traced, then runs.
+
+    Between both, `traced` is called.
+    """
+
+    def call(original, function, *args, **kwargs):
+        if tf.executing_eagerly():
+            function.get_concrete_function(*args, **kwargs)
+            traced()
+        return original(function, *args, **kwargs)
+
+    return _functions(__call__=call)
+
+
 def traced_anew():
     """Returns a scope in which a `tf.function` is traced whenever it is called.
 
@@ -359,6 +374,20 @@ def plain_silu():
     """Returns a scope in which `silu` has the gradient of its value."""
     # Its custom one is the same, and saves memory.
     return _silu(silu=lambda original, x, beta=1.0: x * tf.sigmoid(beta * x))
+
+
+# In the names of operations whose custom gradients are right.
+RIGHT = "accumodel_right_gradient"
+
+
+def named_silu():
+    """Returns a scope in which the gradient of `silu` is known by its name."""
+
+    def silu(original, *args, **kwargs):
+        with tf.name_scope(RIGHT):
+            return original(*args, **kwargs)
+
+    return _silu(silu=silu)
 
 
 # -- rematerialization ---------------------------------------------------------

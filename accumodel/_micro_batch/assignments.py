@@ -40,6 +40,7 @@ _RANDOM = (
 
 # In the names of the operations that assign what is recorded.
 RECORDED = "recorded_by_accumodel"
+OF_USER = "of_a_state"  # of these, a state of the user's
 
 
 # Makes a scope in which assignments are known.
@@ -128,7 +129,7 @@ class Recorder(keras.StatelessScope):
         variable, value = update
         with self.left():
             self._record(variable)
-            with recorded():
+            with tf.name_scope(f"{RECORDED}_{OF_USER}"):
                 variable.assign(value)
 
 

@@ -35,6 +35,7 @@ from accumodel._features.proof.types import (
 )
 from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.hooks import RIGHT
 from accumodel._micro_batch.random_numbers import rows_axis
 from accumodel._micro_batch.weights import NONZERO
 
@@ -52,6 +53,7 @@ CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
 # is fed, which nothing is known of.
 _ANEW = ("EagerPyFunc", "PyFunc", "PyFuncStateless", "Placeholder")
 
+_ADDED = unknown("what a gradient keeps")
 _CHANGED = unknown("rows of a gradient are changed")
 
 # What is known of samples with a mean over them added.
@@ -158,8 +160,11 @@ class Analysis:
         ]
         try:
             found = self._found(op, vals)
-            found = found if isinstance(found, list) else [found]
-            found = found * (len(op.outputs) // len(found))
+            if not isinstance(found, list):
+                found = [found] * len(op.outputs)
+            # A gradient may have added outputs to it, or to what it calls.
+            count = len(op.outputs)
+            found = [*found, *[_ADDED] * count][:count]
             for x, v in zip(op.outputs, found, strict=True):
                 _check(v, x)
         except UnprovedError as error:
@@ -209,6 +214,8 @@ class Analysis:
             return marked
         is_scalar = op.type == "Mul" and op.outputs[0].shape.rank == 0
         is_0 = is_scalar and any(v.zero for v in vals)  # such as a loss
+        if op.type == "IdentityN" and _is_right(op):
+            return [*vals]
         for v in vals:
             if v.base == "T":  # times 0, what is no number is none
                 return unknown(v.why.reason) if is_0 else v
@@ -219,8 +226,7 @@ class Analysis:
         require(_takes_guards(op, vals), "a sum over samples", bends=True)
         is_factor = op.type in _FACTORS
         require(is_factor or not any(v.owes for v in vals), MAY_BE_0)
-        has_own = "_gradient_op_type" in op.node_def.attr
-        require(not has_own, "a custom gradient")
+        require(_is_right(op), "a custom gradient")
         is_shared = all(v.is_shared for v in vals)
         if op.type in RULES:
             with contextlib.suppress(*([UnprovedError] if is_shared else [])):
@@ -352,6 +358,13 @@ def _check(v, tensor):
     require(is_ranked, "a tensor of unknown rank")
     is_whole = v.base != "S" or is_number(dtype) or dtype.size >= 4
     require(is_whole, "a sum of few bits")
+
+
+def _is_right(op):
+    """Whether the gradient of an operation is that of its value."""
+    *_, scope, _ = ("", *op.name.split("/"))  # the innermost
+    is_own = "_gradient_op_type" in op.node_def.attr
+    return not is_own or scope.startswith(RIGHT)
 
 
 def _takes_guards(op, vals):

@@ -36,7 +36,7 @@ from accumodel._features.proof.types import (
 )
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._micro_batch.assignments import READS
+from accumodel._micro_batch.assignments import OF_USER, READS, RECORDED
 
 
 def prove(loss, weight, *where, **variables):
@@ -261,8 +261,9 @@ def _outside(analysis, graph, rows_variable, ignored):
     if rows_variable is not None:
         theirs.add(id(rows_variable.handle))
         names[id(rows_variable.handle)] = "the place of a draw in the batch"
-    types, assigned = {}, None
+    types, assigned, root = {}, None, _roots()
     for outside, x in graph.captures:
+        outside = root(outside)
         key, is_symbolic = id(outside), tf.is_symbolic_tensor(outside)
         name = names.get(key, "a table")
         moves = x.dtype == tf.resource and key not in seeds and _is_assigned(x)
@@ -278,9 +279,27 @@ def _outside(analysis, graph, rows_variable, ignored):
     return types, assigned
 
 
+def _roots():
+    """Returns a function that follows what a graph captures to its origin."""
+    inside_of: dict = {}
+
+    def root(x):
+        while tf.is_symbolic_tensor(x) and hasattr(x.graph, "captures"):
+            if x.graph not in inside_of:
+                inside_of[x.graph] = {id(b): a for a, b in x.graph.captures}
+            if id(x) not in inside_of[x.graph]:
+                break
+            x = inside_of[x.graph][id(x)]
+        return x
+
+    return root
+
+
 def _is_assigned(handle):
     """Whether operations, in functions too, do more than read a variable."""
     for op in handle.consumers():
+        if RECORDED in op.name and OF_USER not in op.name:  # of accumodel
+            continue
         attrs = op.node_def.attr.values()
         names = [
             f.name for v in attrs for f in (v.func, *v.list.func) if f.name
