@@ -98,11 +98,9 @@ def proved_and_compared(monkeypatch):
             return
         plan, data = self.accumulation.plan(), self._now.data
         rehearsed = batches.trace(plan, data, runs.Taken, draws=True)
-        looked = dataclasses.replace(
-            self._now, rehearsed=rehearsed, is_even=self._is_even
-        )
+        looked = dataclasses.replace(self._now, rehearsed=rehearsed)
         with contextlib.suppress(NotMade):
-            text, _ = replicas.outside(
+            text = replicas.outside(
                 lambda: check.compare(plan, looked, [batch])
             )
             why = looked.noted.proof.reason

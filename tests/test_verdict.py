@@ -26,7 +26,6 @@ from helpers import (
 from keras import layers, ops
 
 from accumodel import AccumulatingModel, InexactWarning
-from accumodel._features.first_batch import check
 
 rng = np.random.default_rng(0)
 X, Y = (rng.normal(size=(24, n)).astype("float32") for n in (6, 4))
@@ -556,33 +555,3 @@ def test_what_is_said_is_true(name, way):
     assert said.startswith("exact" if is_right else "differs"), said
     kinds = {warning.category for warning in told}
     assert kinds == (set() if is_right else {InexactWarning})
-
-
-@pytest.mark.verified
-def test_what_may_be_equal_by_chance_is_looked_at_again():
-    """The hardest half of the first batch is even in both micro-batches."""
-    hard = np.repeat([1, 0, 1, 0, 1, 1, 0, 0], 2).reshape(16, 1)
-    model = custom(hardest_half)(AccumulatingModel)
-    model.compile(SGD(0.1), micro_batch_size=4, run_eagerly=True)  # unproved
-    with pytest.warns(InexactWarning, match="first batch shows"):
-        fit(model, X[:16], Y[:16] + 9 * hard, batch_size=8)
-
-
-@pytest.mark.verified
-def test_where_memory_is_short_groups_are_looked_for(monkeypatch):
-    """In halves and in pairs, and in more micro-batches than the first."""
-    monkeypatch.setattr(check, "MEMORY", 0)
-    model = train(AccumulatingModel, custom(groups(2)), **WAYS["eager"])
-    assert model.verdict.startswith("exact for 6 of 24 samples")
-    # The first one has as many hard samples in each half.
-    hard = np.array([[1, 0, 1, 0, 1, 1, 0, 0], [1] * 4 + [0] * 4])
-    data = X[:16], Y[:16] + 9 * hard.reshape(16, 1)
-    with pytest.warns(InexactWarning, match="first batch shows"):
-        train(
-            AccumulatingModel,
-            custom(hardest_half),
-            None,
-            *data,
-            micro_batch_size=8,
-            run_eagerly=True,
-        )

@@ -28,13 +28,13 @@ from accumodel._micro_batch.micro_batches import (
     map_present,
 )
 
-_local = threading.local()  # `is_open`: whether one is rematerialized
+# `is_open`: whether one is rematerialized; `is_off`: whether none may be.
+_local = threading.local()
 
 
 def call(function, by_keras, *args, **kwargs):
     """Calls a function of which Keras made `by_keras`."""
-    if (calls := left_out()) is not None:
-        calls.append(function)
+    if getattr(_local, "is_off", False):
         return function(*args, **kwargs)
     is_inside = getattr(_local, "is_open", False)
     is_ours = current_step() or hasattr(hooks.outer_layer(), "_accumulation")
@@ -48,13 +48,8 @@ def call(function, by_keras, *args, **kwargs):
 
 
 def none():
-    """Returns a scope in which nothing is rematerialized, see `left_out`."""
-    return hooks.replaced(_local, "left_out", [])
-
-
-def left_out():
-    """Returns what was not rematerialized in the scope of `none`, if any."""
-    return getattr(_local, "left_out", None)
+    """Returns a scope in which nothing is rematerialized."""
+    return hooks.replaced(_local, "is_off", True)
 
 
 class _Call:

@@ -12,7 +12,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 import typing
 
 import keras
@@ -32,7 +31,6 @@ from accumodel._micro_batch.micro_batches import (
     as_tensors,
     current_step,
     first_leaf,
-    has_axis,
     one_step,
     tensors_in,
     trace,
@@ -199,10 +197,7 @@ def before_first(plan, trains, batches):
     accumulation = plan.accumulation
     if not (plan.is_split or accumulation.spans_batches):
         return batches
-    data = getattr(batches, "element_spec", None)
-    if data is None:
-        data = next(batches)
-        batches = itertools.chain([data], batches)
+    data, batches = replicas.peek(batches)
     data = as_tensors(replicas.of_one_replica(data, accumulation.strategy))
     if trains:
         build(plan, data)
@@ -265,13 +260,12 @@ def rehearse_step(
     features=None,
     draws=False,
 ):
-    """Traces a step for any number of rows of a batch, or of its specs.
+    """Traces a step for any number of samples of a batch, or of its specs.
 
-    `function` takes the places of the rows in their order; the first of them
-    and the one behind the last; the number and the size of a micro-batch of
-    these; and the flat leaves of the batch. It returns the `terms` of a
-    collector of the `kind`. It is to run if it `draws`. Returns what is
-    `Rehearsed`, and the collector.
+    `function` takes the number of a micro-batch, the most samples of one, and
+    the flat leaves of the batch. It returns the `terms` of a collector of the
+    `kind`. It is to run if it `draws`. Returns what is `Rehearsed`, and the
+    collector.
     """
     accumulation = plan.accumulation
     collector: typing.Any = None
@@ -286,11 +280,10 @@ def rehearse_step(
         features=features,
     )
 
-    def run(places, begin, end, i, size, *leaves):
+    def run(i, size, *leaves):
         nonlocal collector
-        batch = packed(data, leaves)
         own = dataclasses.replace(plan, size=size)
-        parts = FedBatch(own, _rows(own, batch, places, begin, end))
+        parts = FedBatch(own, packed(data, leaves))
         collector = kind(own)
         collector.bounds = functools.partial(parts.bounds, i)
         scopes = loop.around_parts(own, trains=False)  # no cycle begins
@@ -298,9 +291,9 @@ def rehearse_step(
             contextlib.suppress(Enough),
             hooks.all_of(scope(parts, i) for scope in scopes),
         ):
-            rows = parts.data_of(i)
-            with one_step(own, rows, collector, None, own.is_compiled):
-                _run_step(own, rows, collector, trains)
+            part = parts.data_of(i)
+            with one_step(own, part, collector, None, own.is_compiled):
+                _run_step(own, part, collector, trains)
                 collector.finish()
         return collector.terms
 
@@ -308,11 +301,10 @@ def rehearse_step(
         hooks.replaced(accumulator, "_has_weights", None)
         for accumulator in accumulation.accumulators
     ]
-    scalars = [tf.TensorSpec((), tf.int64)] * 4
-    places = tf.TensorSpec([None], tf.int64)
+    scalars = [tf.TensorSpec((), tf.int64)] * 2
     with hooks.all_of(of_weights):
         found = rehearse(
-            plan.model, run, places, *scalars, *specs_of(data), is_real=is_real
+            plan.model, run, *scalars, *specs_of(data), is_real=is_real
         )
     if trains and not is_real:
         accumulation.is_rehearsed = True
@@ -368,24 +360,6 @@ def rehearse_again():
     step = current_step()
     replicas.in_new_thread(
         rehearse_step, step.plan.accumulation.new_plan(), step.data
-    )
-
-
-def _rows(plan, batch, places, begin, end):
-    """Returns rows of a batch, in their order if it is known how to take it."""
-    if not can_gather(plan, batch):
-        return plan.model.slice_data(batch, begin, end)
-    chosen = places[begin:end]
-    return keras.tree.map_structure(
-        lambda leaf: tf.gather(leaf, chosen) if has_axis(leaf) else leaf,
-        batch,
-    )
-
-
-def can_gather(plan, batch):
-    """Whether any rows of a batch can be taken, or only by `slice_data`."""
-    return "slice_data" not in plan.overridden and not any(
-        isinstance(leaf, tf.SparseTensor) for leaf in keras.tree.flatten(batch)
     )
 
 

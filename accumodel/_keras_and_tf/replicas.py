@@ -8,6 +8,7 @@ a replica's own sums stays in the replica. Without a strategy both are calls.
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import warnings
 
 import keras
@@ -29,6 +30,15 @@ _WRONG = (
 
 # What `fit` and `evaluate` take batches from.
 ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
+
+
+def peek(batches):
+    """Returns the specs of batches, or the first one; and the same batches."""
+    specs = getattr(batches, "element_spec", None)
+    if specs is not None:
+        return specs, batches
+    first = next(batches)
+    return first, itertools.chain([first], batches)
 
 
 def check_strategy(strategy, steps_per_execution=1):

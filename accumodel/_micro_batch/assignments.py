@@ -6,6 +6,7 @@ import functools
 import keras
 import tensorflow as tf
 
+from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.micro_batches import current_graph, within
 
 # Prefixes of types of operations that only read a variable or a table.
@@ -22,6 +23,8 @@ READS = (
 # Operations that take a resource but change no variable: collectives,
 # iterators, summaries. For random ones see `is_random`.
 _OTHERS = ("Collective", "Flush", "Iterator", "Rng", "Stateful", "Write")
+
+CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
 
 # Operations that return something else each time.
 _RANDOM = (
@@ -57,6 +60,28 @@ def nodes_of(definition, scope=""):
                 if each.name in functions:
                     nodes += functions.pop(each.name).node_def
     return nodes
+
+
+def is_assigned(handle, by_all=True):
+    """Whether operations, in functions too, do more than read a variable.
+
+    By all operations, or only by those of the user's code.
+    """
+    for op in handle.consumers():
+        if not by_all and RECORDED in op.name and OF_USER not in op.name:
+            continue
+        attrs = op.node_def.attr.values()
+        names = [
+            f.name for v in attrs for f in (v.func, *v.list.func) if f.name
+        ]
+        first = 1 if op.type in CONDITIONS else 0
+        places = [i - first for i, x in enumerate(op.inputs) if x is handle]
+        bodies = [private_names.body_of(op.graph, name) for name in names]
+        inputs = [body.inputs[i] for body in bodies for i in places]
+        is_read = names or op.type.startswith(READS)
+        if not is_read or any(is_assigned(x, by_all) for x in inputs):
+            return True
+    return False
 
 
 def check_assignments(definition, why, scope=""):

@@ -41,6 +41,11 @@ class KeptStates:
         """How many there are so far."""
         return len(self._kept)
 
+    def holds(self, variable):
+        """Whether a `tf.Variable` is one of them."""
+        states = [state for state, *_ in self._kept.values()]
+        return any(state.handle is variable.handle for state in states)
+
     def of(self, plan):
         """Returns a scope of each micro-batch, by `parts` and its number."""
         if plan.whole_batch is not None or replicas.are_several(self._model):

@@ -78,8 +78,8 @@ class RandomNumbers:
     """Lets the micro-batches of a model draw what the large batch draws."""
 
     # In a trace that is not run, whether one number stands for all rows of a
-    # draw, which is named as the rows are; and whether one did.
-    stands_in = has_stood_in = False
+    # draw, which is named as the rows are.
+    stands_in = False
 
     def __init__(self, accumulation):
         self.accumulation = accumulation
@@ -376,7 +376,6 @@ class Draws:
         is_there = isinstance(seed, keras.random.SeedGenerator)
         numbers = self._plan.numbers
         stands_in = bool(axes) and not is_apart and numbers.stands_in
-        numbers.has_stood_in |= stands_in
         if not (stands_in and is_there):
             with hooks.replaced(self, "_has_rows", bool(axes)):
                 seed = private_names.draw_seed(seed)

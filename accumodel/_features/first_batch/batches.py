@@ -26,7 +26,6 @@ from accumodel._micro_batch.micro_batches import (
     as_tensors,
     count_samples,
     has_axis,
-    tensors_in,
 )
 
 # Whether an error of the check itself raises, as in the tests.
@@ -35,14 +34,18 @@ RAISES = False
 # How many batches are looked at in a `fit` until one is split.
 _LOOKS = 8
 
-# How many batches must agree if samples are compared: the hardest half of them,
-# for example, may be the same in one piece and in parts by chance.
-_AGREE = 3
-
-# The most batches of a cycle that are looked at, and the bytes in them.
-_MOST, _BYTES = 64, 2**25
+# The most batches of a cycle that are compared.
+_MOST = 8
 
 _logger = logging.getLogger("accumodel")
+
+
+class How(typing.NamedTuple):
+    """How updates are split."""
+
+    size: typing.Any  # `micro_batch_size`
+    steps: int  # fed batches that may make one
+    is_even: bool  # whether all micro-batches are known to be as large
 
 
 @dataclasses.dataclass
@@ -50,15 +53,13 @@ class Looked:
     """What is known of steps that are traced, and split, in one way."""
 
     data: typing.Any  # a batch of specs, of all batches so far
-    how: typing.Any  # updates are split
-    is_even: bool = False  # whether all micro-batches are as large
+    how: typing.Any  # a `How`
     rehearsed: list = dataclasses.field(default_factory=list)  # see `rehearse`
     noted: Noted = dataclasses.field(default_factory=Noted)
     norms: list = dataclasses.field(default_factory=list)  # see `Rehearsed`
     fed: list = dataclasses.field(default_factory=list)  # so far in a cycle
     most: int = 0  # samples in one of these
     looks: int = 0  # in this `fit`
-    agreed: int = 0  # updates in which nothing differed
     samples: int = 0  # of the update that was compared
     is_done: bool = False
 
@@ -142,10 +143,8 @@ class FirstBatch(Feature):
             return batches
         model = self.accumulation.model
         strategy = model.distribute_strategy
-        spec = one = getattr(batches, "element_spec", None)
-        if spec is None:
-            one = next(batches)
-            batches = itertools.chain([one], batches)
+        spec = getattr(batches, "element_spec", None)
+        one, batches = replicas.peek(batches)
         shapes = spec or [
             getattr(x, "shape", None) for x in keras.tree.flatten(one)
         ]
@@ -207,7 +206,8 @@ class FirstBatch(Feature):
 
     def _how(self):
         """Returns how updates are split now."""
-        return self.accumulation.model.micro_batch_size, self._steps()
+        size = self.accumulation.model.micro_batch_size
+        return How(size, self._steps(), self._is_even)
 
     def _steps(self):
         """Returns how many fed batches may make one update."""
@@ -218,14 +218,13 @@ class FirstBatch(Feature):
         """Notes batches, and has them compared if they make an update."""
         looked, strategy = self._now, self.accumulation.strategy
         first = [replicas.of_one_replica(batch, strategy) for batch in first]
-        size, steps = self._how()
+        size, steps, _ = self._how()
         batches = [*looked.fed, *map(as_tensors, first)][:steps]
         looked.fed = batches if steps > 1 else []
         looked.looks += len(first)
         looked.most = max(int(count_samples(batch)) for batch in batches)
         # Unless an update is larger than what was compared.
-        is_compared = 0 < looked.most * steps <= looked.samples
-        looked.is_done |= is_compared and self._is_even >= looked.is_even
+        looked.is_done |= 0 < looked.most * steps <= looked.samples
         with self._explained():
             self._prove(batches[0])
         is_split = isinstance(size, int) and looked.most > size
@@ -233,10 +232,9 @@ class FirstBatch(Feature):
         self._warn_about_norms(is_split or len(batches) > 1)
         if looked.is_done:
             return
-        is_cycle = len(batches) > 1 and (
-            len(batches) >= min(steps, _MOST) or _bytes_of(batches) > _BYTES
-        )
-        is_enough = is_cycle if steps > 1 else is_split or isinstance(size, str)
+        is_enough = len(batches) >= min(steps, _MOST)
+        if steps == 1:
+            is_enough = is_split or isinstance(size, str)
         if is_enough:
             self._check(batches)
         elif self._verdict is None:
@@ -261,15 +259,9 @@ class FirstBatch(Feature):
     def _check(self, batches):
         """Compares batches of one update, and says what was found."""
         looked, plan = self._now, self.accumulation.plan()
-        looked.fed, looked.is_even = [], self._is_even
+        looked.fed = []
         with self._explained():
-            verdict, by_chance = replicas.outside(
-                lambda: compare(plan, looked, batches)
-            )
-            looked.agreed += 1
-            if by_chance and looked.agreed < _AGREE:
-                self._keep(verdict)
-                return
+            verdict = replicas.outside(lambda: compare(plan, looked, batches))
             looked.samples = looked.most * self._steps()
             self._end(verdict)
 
@@ -289,15 +281,8 @@ class FirstBatch(Feature):
             self._not_made(messages.of_error(error, is_eager))
 
     def _not_made(self, why, is_shown_later=False):
-        """Says why nothing is compared, and what is known all the same."""
-        looked, plan = self._now, self.accumulation.plan()
-        if looked.noted.proof.kind == "bends":
-            seen = f"The first batch could not be compared: {why}."
-            text = messages.bends(seen, plan, looked.noted.proof.reason)
-            self._end(f"differs in some batches: {text}")
-        elif looked.agreed:  # by another batch
-            return
-        elif is_shown_later and looked.looks < _LOOKS * self._steps():
+        """Says why nothing is compared."""
+        if is_shown_later and self._now.looks < _LOOKS * self._steps():
             self._keep(f"not made: {why} so far")
         else:
             self._end(f"not made: {why}")
@@ -307,19 +292,22 @@ class FirstBatch(Feature):
     def _end(self, verdict, warns=True):
         """Says what was found, once."""
         self._now.is_done, self._now.rehearsed = True, []  # they take memory
+        was_told = (self._verdict or "").startswith("differs")
         self._keep(verdict)
         what, _, text = verdict.partition(": ")
         if what == "not made" and warns:
             self._held = messages.not_made(text)
         # What was told of before the comparison differs, too.
-        is_told = self.accumulation.loss_weights.warned
-        if what.startswith("differs") and not is_told:
+        was_told |= bool(self.accumulation.loss_weights.warned)
+        if what.startswith("differs") and not was_told:
             warnings.warn(text, InexactWarning, stacklevel=2)
         _logger.info("The check on the first batch: %s", self.result)
 
     def _keep(self, verdict):
-        """Keeps a verdict, unless other batches have made weights differ."""
-        if not (self._verdict or "").startswith("differs"):
+        """Keeps a verdict, unless another batch has told more."""
+        before = self._verdict or ""
+        tells_less = verdict.startswith("not") and before.startswith("exact")
+        if not (before.startswith("differs") or tells_less):
             self._verdict = verdict
 
     def _say_what_is_held(self):
@@ -343,7 +331,7 @@ def rehearse(plan, data, batch):
     normalizations in it.
     """
     rehearsal.build(plan, data)
-    why, rehearsed = _why_compared(plan, batch), []
+    why, rehearsed = _why_not_asked(plan, batch), []
     noted = Noted(Proof("unknown", why))
     if not why:
         typed = hooks.gradients(gradient=Proving.gradient)
@@ -353,11 +341,9 @@ def rehearse(plan, data, batch):
         # The first that is not proved, else the first.
         proved = [_noted(*pair) for pair in rehearsed]
         noted = min(proved, key=lambda each: each.is_exact)
-    can_run = not why and all(
-        found.error is None and collector.terms
-        for found, collector in rehearsed
-    )
-    if not (noted.is_exact or can_run):
+    if noted.is_exact and (why := _why_doubted(plan)):
+        noted = Noted(Proof("unknown", why))
+    if noted.proof.kind == "unknown":
         rehearsed = trace(plan, data, Taken, draws=True)
     found, _ = rehearsed[0]
     norms = found.norms
@@ -390,31 +376,28 @@ def _noted(found, collector):
     return Noted(Proof("unknown", why))
 
 
-def _why_compared(plan, batch):
-    """Returns why a step cannot be proved, or nothing."""
+def _why_not_asked(plan, batch):
+    """Returns why a graph tells nothing of a step, or nothing."""
     leaves = filter(has_axis, keras.tree.flatten(batch))
     lengths = {leaf.shape[0] for leaf in leaves}
-    eager = "eager code, which may do something else each time"
     whys = {
         "a custom step": plan.is_custom and plan.whole_batch is not None,
-        eager: plan.model.run_eagerly,
         "a custom `slice_data`": "slice_data" in plan.overridden,
-        "padding that is cut off": plan.orders is not None,
         "arrays of other numbers of samples": len(lengths) != 1,
     }
     return next((why for why, holds in whys.items() if holds), "")
 
 
+def _why_doubted(plan):
+    """Returns why a step is compared of which a graph is proved, or nothing."""
+    if plan.model.run_eagerly:
+        return "eager code, which may do something else each time"
+    return "" if plan.orders is None else "padding that is cut off"
+
+
 def _common(spec, other):
     """Returns the spec of what both are specs of."""
     return spec.most_specific_common_supertype([other]) or other
-
-
-def _bytes_of(batches):
-    return sum(
-        tensor.shape.num_elements() * tensor.dtype.size
-        for tensor in tensors_in(batches)
-    )
 
 
 def _is_even(accumulation, arguments):

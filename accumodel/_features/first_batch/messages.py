@@ -100,28 +100,24 @@ def _apart(plan):
         yield "Updates that a loss scale skips may be others"
 
 
-def of_looks(looks, rows, what):
-    """Returns how much was seen to be exact, in words of the user."""
-    look, error = looks[-1], max(look.error for look in looks)
-    count = look.end - look.begin
-    who = f"{count} of {rows.samples} samples of the first {what}"
-    if count == rows.samples:
-        who = f"the first {what} of {count} samples"
-    return (
-        f"{who}: the same in micro-batches of {look.size} as in one piece "
-        f"(largest difference: {error:.1g} of the largest gradient)"
+def exact(looks, compared, what):
+    """Returns how much was seen to be exact, and that no more is known."""
+    look, error = looks[-1], max(look.share for look in looks)
+    who = f"{look.samples} of {compared.samples} samples of the first {what}"
+    if look.samples == compared.samples:
+        who = f"the first {what} of {look.samples} samples"
+    reason = compared.looked.noted.proof.reason
+    text = (
+        f"exact for {who}: the same in micro-batches of {look.size} as in one "
+        f"piece (largest difference: {error:.1g} of the largest gradient). Not "
+        f"proved ({reason}): other batches may differ"
     )
-
-
-def exact(seen, plan, reason):
-    """Returns what was seen, and that no more is known."""
-    text = f"exact for {seen}. Not proved ({reason}): other batches may differ"
-    return f"{'. '.join([text, *_apart(plan)])}."
+    return f"{'. '.join([text, *_apart(compared.plan)])}."
 
 
 def differs(found, compared):
     """Returns what differs, why, and what to do."""
-    model = compared.rows.plan.model
+    model = compared.plan.model
     try:
         text = _text(found, compared)
     except Exception:  # what was found does not depend on its cause
@@ -129,15 +125,15 @@ def differs(found, compared):
             "The first batch shows that the weights will not be those of the "
             f"large batch: the {found.kind} differ in micro-batches."
         )
-    return f"{_as_sure(text, compared.rows.plan)} {OFF} Received: model={model}"
+    return f"{_as_sure(text, compared.plan)} {OFF} Received: model={model}"
 
 
-def bends(seen, plan, reason):
+def bends(plan, noted):
     """Returns what a proof says of a step that is inexact in some batches."""
     text = (
         "In some batches the weights will not be those of the large batch. The "
-        f"step computes {reason}, which in a micro-batch is another one. "
-        f"{advice(plan)} {seen}"
+        f"step computes {noted.proof.reason}, which in a micro-batch is "
+        f"another one. {_of_added(noted)}{advice(plan)}"
     )
     return f"{_as_sure(text, plan)} {OFF} Received: model={plan.model}"
 
@@ -151,7 +147,6 @@ def _as_sure(text, plan):
 
 
 def _text(found, compared):
-    look, rows = found.look, compared.rows
     if found.kind == "tf.random":
         return TF_RANDOM
     if found.kind == "fixed":
@@ -165,12 +160,12 @@ def _text(found, compared):
     if found.kind == runs.WEIGHTS:
         return (
             "What the micro-batches weigh does not add up to what all their "
-            f"samples weigh: {look.end - look.begin} samples in micro-batches "
-            f"of {look.size} differ by {found.share:.2g} times that. If a "
+            f"samples weigh: {found.samples} samples in micro-batches "
+            f"of {found.size} differ by {found.share:.2g} times that. If a "
             "micro-batch is short, the weights of the model will not be those "
-            f"of the large batch. {_cause(look, rows)}"
+            f"of the large batch. {_cause(found, compared)}"
         )
-    name = name_of(compared.runner.sources[found.what], rows.plan.model)
+    name = name_of(compared.runner.sources[found.what], compared.plan.model)
     if found.kind == runs.STATES:
         return (
             f"The variable '{name}' changes in the step of each micro-batch, "
@@ -195,26 +190,21 @@ def _text(found, compared):
         )
     return (
         "The first batch shows that the weights will not be those of the "
-        f"large batch. With {look.end - look.begin} samples in one piece and "
-        f"in micro-batches of {look.size}, the {what} differ{by}. "
-        f"{_cause(look, rows)}"
+        f"large batch. With {found.samples} samples in one piece and "
+        f"in micro-batches of {found.size}, the {what} differ{by}. "
+        f"{_cause(found, compared)}"
     )
 
 
-def _cause(look, rows):
-    plan, noted = rows.plan, rows.looked.noted
+def _cause(look, compared):
+    plan, noted = compared.plan, compared.looked.noted
     if plan.is_custom:
         return advice(plan) if look.adds_up else _WEIGHT
     if not look.adds_up and "micro_batch_weight" in plan.overridden:
         return "`micro_batch_weight` must add up to that of all samples."
     why = f"What is not proved: {noted.proof.reason}. "
-    if noted.is_of_rows and noted.adds:
-        why += (
-            "Of a loss of `add_loss`, add a mean over samples, or one loss per "
-            "sample: `gradient_cache=True` does not help there. "
-        )
     if noted.is_of_rows:
-        return why + advice(plan)
+        return why + _of_added(noted) + advice(plan)
     return (
         f"{why}A layer looks at several samples at once, or at their number, "
         "or draws in a loop over them (draw before the loop) or what cannot be "
@@ -222,6 +212,16 @@ def _cause(look, rows):
         "of samples first). Apply it by `dataset.map`"
         f"{', or compute this in the loss' if _cache(plan) else ''}"
         f"{_cache(plan)}."
+    )
+
+
+def _of_added(noted):
+    """Returns what to do with a loss that layers add, if any do."""
+    if not (noted.is_of_rows and noted.adds):
+        return ""
+    return (
+        "Of a loss of `add_loss`, add a mean over samples, or one loss per "
+        "sample: `gradient_cache=True` does not help there. "
     )
 
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from accumodel._features.first_batch.variables import (
     NotMade,
+    assigned_by,
     is_of,
-    variables_of,
     watching,
 )
 from accumodel._features.proof import (
@@ -26,7 +26,6 @@ from accumodel._features.proof import (
     prove_rows,
     worst,
 )
-from accumodel._features.rematerialization import left_out
 from accumodel._fit.rehearsal import Enough, Noting, leaves_of
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.micro_batches import (
@@ -117,13 +116,15 @@ class Noted:
         return self.proof.kind == "exact"
 
 
-class Proving(Taken):
-    """Has proved what a step computes, and takes what is not proved."""
+class Proving(Noting):
+    """Has proved what a step computes, before its gradients if it can be."""
 
     def __init__(self, plan):
         super().__init__(plan)
         self.noted = Noted()
+        self._graph = current_graph()
         self._gradients = Gradients()  # of a custom step
+        self._added: list = []  # pairs of gradients and their weight
 
     @staticmethod
     def gradient(original, tape, target, sources, *args, **kwargs):
@@ -136,42 +137,34 @@ class Proving(Taken):
             return self._ask(self._gradients.compute, compute, target, sources)
         return original(tape, target, sources, *args, **kwargs)
 
+    def take(self, accumulator, gradients, weight, is_last=True):
+        if current_graph() is not self._graph:
+            raise NotMade("the step accumulates in a condition or a function")
+        weight = None if weight is None else tf.convert_to_tensor(weight)
+        self._added.append((gradients, weight))
+
     def note(self, y_pred, loss, weight):
-        super().note(y_pred, loss, weight)
+        self._build_trackers(y_pred)
         if not self.plan.is_custom:
             self._settle(y_pred, lambda: self._prove_loss(y_pred, loss, weight))
 
     def note_outputs(self, y_pred, read):
         self._build_trackers(y_pred)
         self._settle(y_pred, lambda: self._prove_outputs(read))
-        return super().note_outputs(y_pred, read)
 
     def finish(self):
         if self.plan.is_custom:
-            added = [
-                (gradients, weight) for _, gradients, weight in self._added
-            ]
-            self.noted.proof = self._ask(self._gradients.prove, added)
-        if self._is_to_run:
-            super().finish()
-
-    @property
-    def _is_to_run(self):
-        """Whether what is traced is compared: only if it is not proved."""
-        stands_in = self.plan.numbers.has_stood_in or left_out()
-        return not (self.noted.is_exact or stands_in)
+            self.noted.proof = self._ask(self._gradients.prove, self._added)
 
     def _settle(self, y_pred, ask):
-        """Takes what is proved, and ends a trace that is not to run."""
+        """Notes what is proved, and ends the trace."""
         plan, data = self.plan, current_step().data
         self.noted.proof = ask()
-        goes_on = self._is_to_run
         if self.noted.is_exact and "compute_metrics" in plan.overridden:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
             plan.model.compute_metrics(x, y, y_pred, sample_weight)
             self.noted.proof = ask()  # it may assign what the loss reads
-        if not goes_on:
-            raise Enough
+        raise Enough
 
     def _prove_loss(self, y_pred, loss, weight):
         proof = self._ask(prove, loss, weight)
@@ -216,46 +209,46 @@ class Proving(Taken):
 
 
 class Runner:
-    """Runs a rehearsed step on rows of a batch."""
+    """Runs a rehearsed step on some samples."""
 
-    def __init__(self, pair, rows, in_parts=None):
+    def __init__(self, pair, in_parts=None):
         """Takes what was rehearsed; `in_parts` may be another function."""
         found, collector = pair
         self.function = found.result()
         self._in_parts = in_parts or self.function
-        self._places = tf.constant(rows.places, tf.int64)
-        self._leaves = leaves_of(rows.data)
-        self.used, self._states = variables_of([self.function, self._in_parts])
-        of_states = {(STATES, 0, i): v for i, v in enumerate(self._states)}
-        self.sources = collector.sources | of_states
+        states = assigned_by([self.function, self._in_parts])
+        self.states = {(STATES, 0, i): v for i, v in enumerate(states)}
+        self.sources = collector.sources | self.states
 
-    def run(self, begin, end, size, is_whole=False):
-        """Returns what rows give in parts of a size: arrays by their keys.
+    def run(self, data, size, is_whole=False):
+        """Returns what samples give in parts of a size: arrays by their keys.
 
         A key is a kind, the number of a term, and a place in it.
         """
         function = self.function if is_whole else self._in_parts
-        before = [np.array(v.numpy()) for v in self._states]
+        states = [*self.states.values()]
+        before = [np.array(v.numpy()) for v in states]
         parts, arrays = [], {}
         try:
-            for i in range(-(-(end - begin) // size)):
-                rows = [tf.constant(e, tf.int64) for e in (begin, end, i, size)]
-                terms = function(self._places, *rows, *self._leaves)
+            for i in range(-(-int(count_samples(data)) // size)):
+                part = tf.constant([i, size], tf.int64)
+                terms = function(*part, *leaves_of(data))
                 parts.append(tf.nest.map_structure(_array, terms))
-            for i, each in enumerate(zip(self._states, before, strict=True)):
-                arrays[STATES, 0, i] = _change(*each)
+            for key, variable, value in zip(
+                self.states, states, before, strict=True
+            ):
+                arrays[key] = _change(variable, value)
         finally:
-            for variable, value in zip(self._states, before, strict=True):
+            for variable, value in zip(states, before, strict=True):
                 variable.assign(value)
         for k, terms in enumerate(zip(*parts, strict=True)):
             for (kind, i), value in _join(terms).items():
                 arrays[kind, k, i] = value
         return arrays
 
-    @property
-    def activations(self):
+    def activations(self, data):
         """Returns the bytes of a sample in all tensors of the step."""
-        rows = [x for x in self._leaves if getattr(x, "shape", ())]
+        rows = [x for x in leaves_of(data) if getattr(x, "shape", ())]
         longest = max([1, *(n for x in rows for n in x.shape[1:])])
         return sum(
             np.prod([n or longest for n in tensor.shape[1:]])

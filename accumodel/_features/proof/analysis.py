@@ -36,6 +36,7 @@ from accumodel._features.proof.types import (
 from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.hooks import RIGHT
+from accumodel._micro_batch.assignments import CONDITIONS
 from accumodel._micro_batch.random_numbers import rows_axis
 from accumodel._micro_batch.weights import NONZERO
 
@@ -46,8 +47,6 @@ _DRAWS = {  # where a draw of rows ends, and which input is its shape
     "Reshape": 1,
     "Fill": 0,  # which stands for one
 }
-
-CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
 
 # These give what each kernel gives, not each trace: Python decides. And what
 # is fed, which nothing is known of.
@@ -362,9 +361,9 @@ def _check(v, tensor):
 
 def _is_right(op):
     """Whether the gradient of an operation is that of its value."""
-    *_, scope, _ = ("", *op.name.split("/"))  # the innermost
     is_own = "_gradient_op_type" in op.node_def.attr
-    return not is_own or scope.startswith(RIGHT)
+    innermost = f"/{op.name}".rpartition("/")[0].rpartition("/")[-1]
+    return not is_own or innermost.startswith(RIGHT)
 
 
 def _takes_guards(op, vals):

@@ -18,7 +18,7 @@ number; and rounding.
 
 import tensorflow as tf
 
-from accumodel._features.proof.analysis import CONDITIONS, Analysis, key_of
+from accumodel._features.proof.analysis import Analysis, key_of
 from accumodel._features.proof.types import (
     MAY_BE_0,
     ONE,
@@ -36,7 +36,7 @@ from accumodel._features.proof.types import (
 )
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._micro_batch.assignments import OF_USER, READS, RECORDED
+from accumodel._micro_batch.assignments import is_assigned
 
 
 def prove(loss, weight, *where, **variables):
@@ -266,7 +266,8 @@ def _outside(analysis, graph, rows_variable, ignored):
         outside = root(outside)
         key, is_symbolic = id(outside), tf.is_symbolic_tensor(outside)
         name = names.get(key, "a table")
-        moves = x.dtype == tf.resource and key not in seeds and _is_assigned(x)
+        is_state = x.dtype == tf.resource and key not in seeds
+        moves = is_state and is_assigned(x, by_all=False)
         if moves and key not in theirs:
             assigned = assigned or name
         if moves or key in theirs:
@@ -293,22 +294,3 @@ def _roots():
         return x
 
     return root
-
-
-def _is_assigned(handle):
-    """Whether operations, in functions too, do more than read a variable."""
-    for op in handle.consumers():
-        if RECORDED in op.name and OF_USER not in op.name:  # of accumodel
-            continue
-        attrs = op.node_def.attr.values()
-        names = [
-            f.name for v in attrs for f in (v.func, *v.list.func) if f.name
-        ]
-        first = 1 if op.type in CONDITIONS else 0
-        places = [i - first for i, x in enumerate(op.inputs) if x is handle]
-        bodies = [private_names.body_of(op.graph, name) for name in names]
-        inputs = [body.inputs[i] for body in bodies for i in places]
-        is_read = names or op.type.startswith(READS)
-        if not is_read or any(map(_is_assigned, inputs)):
-            return True
-    return False
