@@ -433,8 +433,8 @@ class AccumulatingModel(keras.Model):
         compared, `"differs"` or `"not made"`; see `verify` of `compile`.
         """
         features = self._accumulation.features
-        found = (x.result for x in features if isinstance(x, FirstBatch))
-        return next(found, None)
+        said = (x.said for x in features if isinstance(x, FirstBatch))
+        return next((each.verdict for each in said), None)
 
     first_batch_check = verdict  # its name until 0.1.0
 

@@ -10,15 +10,15 @@ from helpers import distance, fit
 from keras import layers
 
 from accumodel import AccumulatingModel
-from accumodel._features import proof, rematerialization
-from accumodel._features.first_batch.runs import Proving
+from accumodel._features import proof
+from accumodel._features.first_batch.observer import Observer
 from accumodel._features.first_batch.variables import watching
-from accumodel._fit.rehearsal import Enough, Noting, build, rehearse_step
+from accumodel._fit.rehearsal import Enough, Silent, build, rehearse_step
 from accumodel._keras_and_tf import hooks
 from accumodel._micro_batch.micro_batches import current_step
 
 
-class Judged(Noting):
+class Judged(Silent):
     """Judges the loss of a step that is rehearsed."""
 
     def __init__(self, plan, judge):
@@ -41,7 +41,7 @@ def proof_of(model, data, judge=proof.prove):
     """Returns what is proved of a compiled model, for batches like `data`."""
     plan = model._accumulation.plan()
     build(plan, data)
-    with hooks.plain_silu(), rematerialization.none():
+    with hooks.right_silu():
         found, collector = rehearse_step(
             plan, data, functools.partial(Judged, judge=judge)
         )
@@ -58,11 +58,12 @@ def rows_of(loss, weight, *args, **kwargs):
 def proof_of_step(model, data):
     """Returns what is proved of the gradients of a custom step."""
     plan = model._accumulation.plan()
-    typed = hooks.gradients(gradient=Proving.gradient)
-    with hooks.plain_silu(), rematerialization.none(), typed:
-        found, collector = rehearse_step(plan, data, Proving)
+    findings: list = []
+    found, _ = rehearse_step(
+        plan, data, lambda own: Silent(own, Observer(own, findings))
+    )
     found.result()
-    found = collector.noted.proof
+    found = findings[0].proof
     assert "the proof failed" not in found.reason, found
     return found
 

@@ -28,14 +28,11 @@ from accumodel._micro_batch.micro_batches import (
     map_present,
 )
 
-# `is_open`: whether one is rematerialized; `is_off`: whether none may be.
-_local = threading.local()
+_local = threading.local()  # `is_open`: whether one is rematerialized
 
 
 def call(function, by_keras, *args, **kwargs):
     """Calls a function of which Keras made `by_keras`."""
-    if getattr(_local, "is_off", False):
-        return function(*args, **kwargs)
     is_inside = getattr(_local, "is_open", False)
     is_ours = current_step() or hasattr(hooks.outer_layer(), "_accumulation")
     if not (is_inside or is_ours):
@@ -45,11 +42,6 @@ def call(function, by_keras, *args, **kwargs):
     if is_once or not private_names.can_run_twice(function):
         return function(*args, **kwargs)
     return _Call(function, args, kwargs).run()
-
-
-def none():
-    """Returns a scope in which nothing is rematerialized."""
-    return hooks.replaced(_local, "is_off", True)
 
 
 class _Call:

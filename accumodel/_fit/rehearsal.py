@@ -148,11 +148,11 @@ class Enough(Exception):  # noqa: N818
     """Ends the rehearsal of a step: no more of it is needed."""
 
 
-class Noting(Collector):
+class Silent(Collector):
     """Takes what a step computes in its rehearsal, and adds nothing."""
 
-    def __init__(self, plan):
-        super().__init__(is_split=True)
+    def __init__(self, plan, observer=None):
+        super().__init__(is_split=True, observer=observer)
         self.plan = plan
         self.terms: list = []  # what the function returns
         # Of a loss of the whole batch, and its function.
@@ -160,10 +160,16 @@ class Noting(Collector):
         self.loss: typing.Any = None
         self.bounds: typing.Any = None  # of the micro-batch, by a function
 
+    @contextlib.contextmanager
+    def around(self, data):
+        with super().around(data), contextlib.suppress(Enough):
+            yield
+            self.finish()
+
     def check(self, accumulator):
         pass  # it is outside of all strategies
 
-    def take(self, accumulator, gradients, weight, is_last=True):
+    def add(self, accumulator, gradients, weight, is_last):
         pass
 
     def keep(self, variables, gradients, weight):
@@ -172,6 +178,7 @@ class Noting(Collector):
     def note(self, y_pred, loss, weight):
         """Takes what a step of Keras's own computes before its gradients."""
         self._build_trackers(y_pred)
+        super().note(y_pred, loss, weight)
         may_count = "compute_metrics" in self.plan.overridden
         if not (self.plan.is_custom or may_count):
             raise Enough
@@ -182,6 +189,8 @@ class Noting(Collector):
         Returns what to differentiate, and its weight.
         """
         self._build_trackers(y_pred)
+        if self.observer is not None:
+            self.observer.note_outputs(read, self.loss)
         raise Enough
 
     def finish(self):
@@ -201,11 +210,25 @@ def before_first(plan, trains, batches):
     data = as_tensors(replicas.of_one_replica(data, accumulation.strategy))
     if trains:
         build(plan, data)
+        _build_trackers(plan, data)
     is_done = trains and accumulation.is_rehearsed
     if not is_done and _is_needed(plan, trains, data):
         rehearse_step(plan, data, trains=trains)
     accumulation.ready_logged()
     return batches
+
+
+def _build_trackers(plan, data):
+    """Makes the trackers of a model of which it is known what it returns."""
+    model, (_, y, _) = plan.model, keras.utils.unpack_x_y_sample_weight(data)
+    if plan.is_custom or private_names.has_trackers(model, y):
+        return
+    # What raises here is made by a rehearsal.
+    with contextlib.suppress(Exception):
+        targets = keras.tree.map_structure(
+            lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), y
+        )
+        private_names.build_trackers(model, targets, model.output)
 
 
 def _is_needed(plan, trains, data):
@@ -254,18 +277,18 @@ def build(plan, data):
 def rehearse_step(
     plan,
     data,
-    kind=Noting,
+    kind=Silent,
     trains=True,
     is_real=False,
     features=None,
-    draws=False,
+    is_sized=False,
 ):
     """Traces a step for any number of samples of a batch, or of its specs.
 
     `function` takes the number of a micro-batch, the most samples of one, and
     the flat leaves of the batch. It returns the `terms` of a collector of the
-    `kind`. It is to run if it `draws`. Returns what is `Rehearsed`, and the
-    collector.
+    `kind`. If it `is_sized`, the whole batch is one, of the size that the specs
+    have. Returns what is `Rehearsed`, and the collector.
     """
     accumulation = plan.accumulation
     collector: typing.Any = None
@@ -273,10 +296,12 @@ def rehearse_step(
         features = tuple(x for x in plan.features if x.sees_whole_batch)
     plan = dataclasses.replace(
         plan,
-        options=dataclasses.replace(plan.options, micro_batch_size=1),
+        options=dataclasses.replace(
+            plan.options, micro_batch_size=None if is_sized else 1
+        ),
         # A function that was traced before draws by seeds that nobody knows.
         assigned=collections.defaultdict(dict),
-        numbers=replicas.outside(lambda: _OwnNumbers(not draws)),
+        numbers=replicas.outside(_OwnNumbers),
         features=features,
     )
 
@@ -287,14 +312,11 @@ def rehearse_step(
         collector = kind(own)
         collector.bounds = functools.partial(parts.bounds, i)
         scopes = loop.around_parts(own, trains=False)  # no cycle begins
-        with (
-            contextlib.suppress(Enough),
-            hooks.all_of(scope(parts, i) for scope in scopes),
-        ):
-            part = parts.data_of(i)
-            with one_step(own, part, collector, None, own.is_compiled):
+        with hooks.all_of(scope(parts, i) for scope in scopes):
+            part = parts.data if is_sized else parts.data_of(i)
+            step = one_step(own, part, collector, None, own.is_compiled)
+            with step, collector.around(part):
                 _run_step(own, part, collector, trains)
-                collector.finish()
         return collector.terms
 
     of_weights = [
@@ -303,14 +325,22 @@ def rehearse_step(
     ]
     scalars = [tf.TensorSpec((), tf.int64)] * 2
     with hooks.all_of(of_weights):
-        found = rehearse(
-            plan.model, run, *scalars, *specs_of(data), is_real=is_real
-        )
-    if trains and not is_real:
+        specs = leaves_of(data) if is_sized else specs_of(data)
+        found = rehearse(plan.model, run, *scalars, *specs, is_real=is_real)
+    if trains and not (is_real or is_sized):
         accumulation.is_rehearsed = True
         is_made = found.error is None and collector.error is None
         accumulation.sample_axes.is_made = is_made
     return found, collector
+
+
+def rehearse_parts(plan, data, kind, **kwargs):
+    """Rehearses all parts of a step; returns pairs as `rehearse_step` does."""
+    plans = [plan]
+    if plan.whole_batch is not None and not plan.has_whole_loss:
+        # First what is in micro-batches, then the loss of fed batches.
+        plans.append(dataclasses.replace(plan, features=()))
+    return [rehearse_step(each, data, kind, **kwargs) for each in plans]
 
 
 def _run_step(plan, data, collector, trains):
@@ -404,6 +434,5 @@ def specs_of(data):
 class _OwnNumbers(random_numbers.RandomNumbers):
     """Has a variable outside of all strategies."""
 
-    def __init__(self, stands_in):
-        self.stands_in = stands_in
+    def __init__(self):
         self.rows = replicas.make_sum((3,), tf.int64, "rows")

@@ -120,7 +120,9 @@ def _train(model, train_step, data):
     accumulation = model._accumulation
     plan = accumulation.plan()
     data = replicas.hide_empty(data)
-    collector = engine.Collector(plan.is_split)
+    observers = (feature.observer(plan, data) for feature in plan.features)
+    observer = next(filter(None, observers), None)
+    collector = engine.Collector(plan.is_split, observer)
     logs = _run(plan, train_step, data, collector)
     own = None if accumulation.spans_batches else model._gradient_accumulator
     is_added = collector.end(accumulation.accumulators, own)

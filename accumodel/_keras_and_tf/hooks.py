@@ -249,8 +249,8 @@ _functions = Hook(
 )
 
 
-def split_in_two(traced):
-    """Returns a scope in which a function of eager code is traced, then runs.
+def traced_first(traced):
+    """Returns a scope in which eager code traces a function before it runs it.
 
     Between both, `traced` is called.
     """
@@ -370,17 +370,11 @@ def silenced():
     return _prints(print=lambda original, *args, **kwargs: tf.no_op())
 
 
-def plain_silu():
-    """Returns a scope in which `silu` has the gradient of its value."""
-    # Its custom one is the same, and saves memory.
-    return _silu(silu=lambda original, x, beta=1.0: x * tf.sigmoid(beta * x))
-
-
 # In the names of operations whose custom gradients are right.
 RIGHT = "accumodel_right_gradient"
 
 
-def named_silu():
+def right_silu():
     """Returns a scope in which the gradient of `silu` is known by its name."""
 
     def silu(original, *args, **kwargs):

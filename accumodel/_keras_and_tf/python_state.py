@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import random
+import sys
 import typing
 
 import keras
@@ -49,7 +50,24 @@ class PythonState:
                 seen.add(id(value))
                 held = self._keep(name, value, package)
                 todo += [(x, f"{name}.{key}", package) for key, x in held]
+        for module in _modules_of(owners):
+            self._keep_module(module)
         self._before = self._numbers()
+
+    def _keep_module(self, module):
+        """Keeps what a module of the user's draws from, and forgets tensors.
+
+        Its generators are compared, and not put back: other threads may draw
+        from them.
+        """
+        for name, value in [*vars(module).items()]:
+            values = value if isinstance(value, list | tuple) else [value]
+            self._values += [(name, x) for x in values if _generator(x)]
+            if isinstance(value, dict):
+                self._stack.callback(_forget_tensors, value, {*value})
+            elif hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
+                size = value.cache_info().currsize
+                self._stack.callback(_forget_calls, value, size)
 
     def _keep(self, name, value, package):
         """Keeps what a value holds; returns pairs of a name and a value."""
@@ -111,6 +129,27 @@ class PythonState:
                     if isinstance(number, bool | int | float | str):
                         found[f"{name}.{key}"] = number
         return found
+
+
+def _modules_of(owners):
+    """Returns the modules in which the classes of a user are written."""
+    names = {type(owner).__module__ for owner in owners}
+    theirs = ("keras", "tensorflow", "accumodel", "builtins")
+    own = [name for name in names if name.split(".")[0] not in theirs]
+    return [sys.modules[name] for name in own if name in sys.modules]
+
+
+def _forget_tensors(values, before):
+    """Removes tensors of a graph that were put into a dict."""
+    for key in values.keys() - before:
+        if tf.is_symbolic_tensor(values[key]):
+            del values[key]
+
+
+def _forget_calls(function, size):
+    """Clears a cache of calls that has grown: it may hold tensors."""
+    if function.cache_info().currsize > size:
+        function.cache_clear()
 
 
 def _generator(value):

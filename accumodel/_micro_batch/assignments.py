@@ -70,15 +70,11 @@ def is_assigned(handle, by_all=True):
     for op in handle.consumers():
         if not by_all and RECORDED in op.name and OF_USER not in op.name:
             continue
-        attrs = op.node_def.attr.values()
-        names = [
-            f.name for v in attrs for f in (v.func, *v.list.func) if f.name
-        ]
         first = 1 if op.type in CONDITIONS else 0
         places = [i - first for i, x in enumerate(op.inputs) if x is handle]
-        bodies = [private_names.body_of(op.graph, name) for name in names]
+        bodies = private_names.bodies_of(op)
         inputs = [body.inputs[i] for body in bodies for i in places]
-        is_read = names or op.type.startswith(READS)
+        is_read = bodies or op.type.startswith(READS)
         if not is_read or any(is_assigned(x, by_all) for x in inputs):
             return True
     return False

@@ -52,14 +52,6 @@ def shape_of(name, arguments):
     ]
 
 
-def is_within(sizes, tensor):
-    """Whether a tensor times one of these sizes has its own size."""
-    own = tensor.shape.as_list()
-    return len(own) == len(sizes) and all(
-        size in (1, n) for size, n in zip(sizes, own, strict=True)
-    )
-
-
 def _uniform(rows_of, minval=0.0, maxval=1.0, dtype=None):
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     values = rows_of(tf.raw_ops.StatelessRandomUniformV2, dtype, dtype=dtype)

@@ -64,6 +64,9 @@ class Feature:
         """Returns whether it takes part in the step that is planned."""
         return True
 
+    def observer(self, plan, data) -> typing.Any:
+        """Returns what is told what the steps of a fed batch compute."""
+
     def around_batch(self) -> contextlib.AbstractContextManager:
         """Returns the scope in which a fed batch is traced."""
         return contextlib.nullcontext()

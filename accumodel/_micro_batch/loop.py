@@ -8,6 +8,8 @@ would keep the activations of all micro-batches. Each replica loops over its own
 part of the fed batch. The loop is not compiled by XLA, only what is in it.
 """
 
+import contextlib
+
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks
@@ -19,9 +21,10 @@ def make_step(plan, function, collector=None, losses=None):
     """Returns a function that runs `function` as a `Step` of a micro-batch."""
 
     def step(data):
-        with micro_batches.one_step(
-            plan, data, collector, losses, plan.is_compiled
-        ):
+        step = plan, data, collector, losses, plan.is_compiled
+        trains = collector is not None
+        around = collector.around(data) if trains else contextlib.nullcontext()
+        with micro_batches.one_step(*step), around:
             return function(data)
 
     if not plan.is_compiled:

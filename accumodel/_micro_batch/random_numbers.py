@@ -45,7 +45,6 @@ from accumodel._micro_batch.assignments import States, recorded
 from accumodel._micro_batch.distributions import (
     OFFSETS,
     is_compiled,
-    is_within,
     known_sizes,
     shape_of,
 )
@@ -64,7 +63,9 @@ _ALGORITHM = tf.random.Algorithm.AUTO_SELECT.value
 _FAR = 1_000_003
 
 
-# In the names of operations that draw rows, before the axis of the samples.
+# In the names of operations that draw; and of those that draw rows, before the
+# axis of the samples.
+_DRAWS = "accumodel_draws"
 _ROWS = "accumodel_rows_"
 
 
@@ -74,12 +75,13 @@ def rows_axis(name):
     return None if found is None else int(found[1])
 
 
+def is_of_draws(name):
+    """Whether an operation of this name draws random numbers."""
+    return _DRAWS in name
+
+
 class RandomNumbers:
     """Lets the micro-batches of a model draw what the large batch draws."""
-
-    # In a trace that is not run, whether one number stands for all rows of a
-    # draw, which is named as the rows are.
-    stands_in = False
 
     def __init__(self, accumulation):
         self.accumulation = accumulation
@@ -361,6 +363,11 @@ class Draws:
         if name == "dropout" and arguments["rate"] in (0.0, 1.0):
             return original(**arguments)  # which draws nothing
         self._open()
+        with tf.name_scope(_DRAWS):
+            return self._drawn(name, original, arguments)
+
+    def _drawn(self, name, original, arguments):
+        """Returns what a function of `keras.random` draws of these rows."""
         shape = shape_of(name, arguments)
         sizes = known_sizes(shape)
         seed = arguments.pop("seed", None)
@@ -372,24 +379,14 @@ class Draws:
             # XLA may pair what is far apart, see `normal_in_xla`.
             or (name == "normal" and axes[:1] > [0] and is_compiled())
         )
-        # A generator that there is need not draw for a number that stands in.
-        is_there = isinstance(seed, keras.random.SeedGenerator)
-        numbers = self._plan.numbers
-        stands_in = bool(axes) and not is_apart and numbers.stands_in
-        if not (stands_in and is_there):
-            with hooks.replaced(self, "_has_rows", bool(axes)):
-                seed = private_names.draw_seed(seed)
+        with hooks.replaced(self, "_has_rows", bool(axes)):
+            seed = private_names.draw_seed(seed)
         if not axes:
             return original(**arguments, seed=seed)
         if is_apart:
             return original(**arguments, seed=_apart(seed, self._rows[0]))
         rows_of = functools.partial(self._named, axes[0], sizes, shape, seed)
         arguments.pop("noise_shape", arguments.pop("shape", None))
-        if stands_in and name == "dropout" and axes == [0]:
-            inputs = tf.convert_to_tensor(arguments["inputs"])
-            if is_within(sizes, inputs):  # its rows stand for what is kept
-                with tf.name_scope(f"{_ROWS}0"):
-                    return tf.identity(inputs)
         return OFFSETS[name](rows_of, **arguments)
 
     def _once(self, make, *args):
@@ -437,11 +434,6 @@ class Draws:
         needs_all = axis or make is not None
         is_row = not (needs_all and self._plan.accumulation.spans_batches)
         with tf.name_scope(f"{_ROWS}{axis}" if is_row else "apart"):
-            if self._plan.numbers.stands_in:
-                # It is another one in each micro-batch.
-                begin, *_ = self._once(self._read_rows)
-                begin = self._once(tf.cast, begin, tf.as_dtype(drawn))
-                return tf.fill(self._shape(shape, sizes), begin)
             return self._numbers(
                 axis, sizes, shape, seed, operation, drawn, make, **kwargs
             )

@@ -537,11 +537,13 @@ fitted: contextvars.ContextVar = contextvars.ContextVar("fitted", default=None)
 class Collector:
     """Takes the micro-batches of one fed batch, and ends it.
 
-    The check on the first batch has another one, which takes them elsewhere.
+    A rehearsal has another one, which adds nothing. An observer is told what
+    each step computes, and changes nothing.
     """
 
-    def __init__(self, is_split):
+    def __init__(self, is_split, observer=None):
         self._is_split = is_split
+        self.observer: typing.Any = observer  # or `None`
         # By accumulator: which variables got a gradient, and whether a
         # condition may have left it out.
         self._entries: dict = {}
@@ -567,10 +569,24 @@ class Collector:
                 f"{own}, called under {strategy}"
             )
 
+    def around(self, data):
+        """Returns the scope of the step of a micro-batch."""
+        if self.observer is None:
+            return contextlib.nullcontext()
+        return self.observer.of(data)
+
     def note(self, y_pred, loss, weight):
-        """Is told of what a step computes, before its gradients."""
+        """Is told what a step computes, before its gradients."""
+        if self.observer is not None:
+            self.observer.note(y_pred, loss, weight)
 
     def take(self, accumulator, gradients, weight, is_last=True):
+        """Takes a micro-batch, or a part of its gradient."""
+        if self.observer is not None:
+            self.observer.take(gradients, weight)
+        self.add(accumulator, gradients, weight, is_last)
+
+    def add(self, accumulator, gradients, weight, is_last):
         """Adds a micro-batch, or a part of its gradient, to an accumulator."""
         accumulator.add(gradients, weight, self._is_split, is_last)
         present = tuple(gradient is not None for gradient in gradients)

@@ -1,23 +1,23 @@
-"""Takes the first fed batches, proves or compares, and says what was found."""
+"""Takes the first fed batches, and has the step proved, or else compared."""
 
 import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
 import typing
 import warnings
 
 import keras
 import tensorflow as tf
 
-from accumodel._features import rematerialization
 from accumodel._features.first_batch import messages
 from accumodel._features.first_batch.check import Alone, NotYet, compare
-from accumodel._features.first_batch.runs import Noted, Proving, Taken
+from accumodel._features.first_batch.observer import Finding, Observer, unknown
+from accumodel._features.first_batch.said import Said
 from accumodel._features.first_batch.variables import NotMade
 from accumodel._features.proof import Proof
 from accumodel._fit import rehearsal
+from accumodel._fit.rehearsal import Silent
 from accumodel._keras_and_tf import hooks, replicas
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.optimizers import trained_norms
@@ -25,8 +25,11 @@ from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.micro_batches import (
     as_tensors,
     count_samples,
+    first_leaf,
     has_axis,
 )
+
+_ASKS = "the step asks for the size of the batch"
 
 # Whether an error of the check itself raises, as in the tests.
 RAISES = False
@@ -36,8 +39,6 @@ _LOOKS = 8
 
 # The most batches of a cycle that are compared.
 _MOST = 8
-
-_logger = logging.getLogger("accumodel")
 
 
 class How(typing.NamedTuple):
@@ -49,23 +50,22 @@ class How(typing.NamedTuple):
 
 
 @dataclasses.dataclass
-class Looked:
+class Signature:
     """What is known of steps that are traced, and split, in one way."""
 
     data: typing.Any  # a batch of specs, of all batches so far
     how: typing.Any  # a `How`
-    rehearsed: list = dataclasses.field(default_factory=list)  # see `rehearse`
-    noted: Noted = dataclasses.field(default_factory=Noted)
-    norms: list = dataclasses.field(default_factory=list)  # see `Rehearsed`
+    finding: Finding | None = None  # what their graph shows, when it was asked
     fed: list = dataclasses.field(default_factory=list)  # so far in a cycle
     most: int = 0  # samples in one of these
-    looks: int = 0  # in this `fit`
+    looks: int = 0  # batches, in this `fit`
     samples: int = 0  # of the update that was compared
     is_done: bool = False
 
     def is_of(self, specs, how):
         """Whether steps for these specs are traced and split like these."""
-        is_split_so = self.noted.is_exact or how == self.how  # for all sizes
+        is_exact = self.finding is not None and self.finding.is_exact
+        is_split_so = is_exact or how == self.how  # for all sizes
         return is_split_so and specs == rehearsal.specs_of(self.data)
 
     def begin_fit(self):
@@ -75,67 +75,108 @@ class Looked:
 
 
 class FirstBatch(Feature):
-    """Proves the first step after `compile`, or has first batches compared."""
+    """Has the step proved, or else first batches compared."""
 
     def __init__(self, accumulation):
         super().__init__(accumulation)
-        self._verdict: str | None = None
-        self._norms = ""  # what is told of normalizations
-        self._held = ""  # a warning that a step that fails would say better
+        self.said = Said(accumulation)
         self._has_split = self._is_even = False
-        self._seen: dict = {}  # what was looked at, by the data's axes
-        self._now = Looked(None, None)  # the present one of these
+        self._signatures: dict = {}  # by the axes of the data
+        self._now = Signature(None, None)  # the present one of these
         # The specs of batches that need no look, and how they are split.
         self._known: tuple = ()
+        # Batches of an update that wait for a trace of the training, and one
+        # as that knows it; and what such traces have shown.
+        self._waiting: tuple | None = None
+        self._findings: list = []
 
     @classmethod
     def is_on(cls, options):
         return options.verify
 
-    @property
-    def result(self):
-        """What is said of the training."""
-        verdict, warned = self._verdict, self.accumulation.loss_weights.warned
-        known = [*filter(None, [self._norms]), *warned]
-        if verdict is None or not known:
-            return verdict
-        is_same = warned and verdict.startswith("differs: ")
-        rest = "" if is_same else f" Beside that: {verdict}"
-        return f"differs: {' '.join(known)}{rest}"
-
     def begin_fit(self, arguments):
-        self._known = ()
+        self._known, self._waiting = (), None
         self._is_even = _is_even(self.accumulation, arguments)
-        for looked in self._seen.values():
-            looked.begin_fit()
+        for signature in self._signatures.values():
+            signature.begin_fit()
 
     def end_cycle(self):
         if len(self._now.fed) > 1 and not self._now.is_done:
-            self._check(self._now.fed)  # the data has ended before the cycle
+            self._compare(self._now.fed)  # the data has ended before the cycle
         self._now.fed = []
 
     def end_epoch(self, logs):
-        self._say_what_is_held()
-        accumulation, looked = self.accumulation, self._now
+        self.said.what_is_held()
+        accumulation, now = self.accumulation, self._now
         size = accumulation.model.current_micro_batch_size
         if isinstance(accumulation.model.micro_batch_size, str) and size:
-            self._warn_about_norms(looked.most > size)
-        elif self._must_split() and looked.looks:
+            self._warn_about_norms(now.most > size)
+        elif self._must_split() and now.looks:
             self._has_split = True  # it is said once
             asks = accumulation.options.trim_padding is not None
-            text = messages.not_split(looked.looks, size, asks)
+            text = messages.not_split(now.looks, size, asks)
             warnings.warn(text, stacklevel=2)
+
+    # -- the trace of the training ---------------------------------------------
 
     def around(self, function, trains):
         if trains:  # another one may run other Python
-            self._seen, self._known = {}, ()
+            self._signatures, self._known = {}, ()
 
         def run(batches):
-            result = function(batches)
-            self._say_what_is_held()
+            if not tf.executing_eagerly():  # it is traced to be run later
+                return function(batches)
+            scope = contextlib.nullcontext()
+            if self._waiting:
+                scope = hooks.traced_first(self._take_findings)
+            with scope:
+                result = function(batches)
+            if self._waiting or self._findings:
+                self._take_findings(is_over=True)
+            self.said.what_is_held()
             return result
 
         return run if trains else function
+
+    def observer(self, plan, data):
+        return Observer(plan, self._findings) if is_observed(plan) else None
+
+    def _take_findings(self, is_over=False):
+        """Says what the traces of the training have shown, before they run."""
+        now, found, self._findings = self._now, [*self._findings], []
+        if not (found or now.finding or is_over):
+            return  # what was traced is another function
+        # Whatever is traced anew is asked anew.
+        asked = [each for each in found if each.is_asked]
+        if asked or now.finding is None:
+            unasked = unknown("the training knows its sizes by numbers")
+            now.finding, now.is_done = _worst(asked or [unasked]), False
+        (batches, traced), self._waiting = self._waiting or ((), None), None
+        if batches:
+            with self._explained():
+                now.finding = self._next_to_plain(found, traced)
+            self._go_on(batches)
+        else:  # the next ones are looked at
+            self._known, now.looks = (), 0
+
+    def _next_to_plain(self, found, traced):
+        """Returns the finding, unless plain Keras trains another program.
+
+        Where the size of the large batch is a number, the step may ask for it.
+        """
+        finding: typing.Any = self._now.finding
+        plan = self.accumulation.plan()
+        is_known = first_leaf(traced).shape[0] is not None
+        if not (is_known and found and finding.is_exact):
+            return finding
+        if replicas.are_several(plan.model):  # nor has it that of a replica
+            return finding
+        # `accum_steps`: the training has traced such a size itself.
+        other = rehearse(plan, traced, True) if plan.is_split else found[0]
+        is_like = other.operations == finding.operations
+        return finding if is_like else unknown(_ASKS, norms=finding.norms)
+
+    # -- which batches ---------------------------------------------------------
 
     def first_batches(self, batches, trains):
         """Takes the first batches, and returns the same batches."""
@@ -152,13 +193,16 @@ class FirstBatch(Feature):
         # In each step: what needed no look needs none again.
         if step == self._known:
             return batches
-        if not self._must_look(replicas.of_one_replica(one, strategy)):
+        one = replicas.of_one_replica(one, strategy)
+        if not self._must_look(one):
             self._known = step
             return batches
         first = [*itertools.islice(batches, model.steps_per_execution)]
         if not first:
             return batches
-        self._look(first)
+        own = [replicas.of_one_replica(each, strategy) for each in first]
+        # TensorFlow gives replicas known sizes, even if the specs have none.
+        self._look(own, own[0] if replicas.are_several(model) else one)
         if spec is None or strategy.num_replicas_in_sync > 1:
             return iter(first)
         # An iterator of the same type, for which no step is traced again.
@@ -172,31 +216,31 @@ class FirstBatch(Feature):
 
     def _must_look(self, data):
         """Whether to look at batches like this one, or of these specs."""
-        looked, model = self._looked_at(data), self.accumulation.model
-        is_told = bool(self._norms) or not looked.norms
-        is_known = looked.is_done and is_told and not self._must_split()
-        if is_known or looked.looks >= _LOOKS * self._steps():
+        now, model = self._signature_of(data), self.accumulation.model
+        is_known = now.is_done and not self._must_split()
+        is_known &= self.said.has_warned_of_norms(now.finding)
+        if is_known or now.looks >= _LOOKS * self._steps():
             return False
         if not tf.executing_eagerly():
-            if not looked.is_done:
+            if not now.is_done:
                 self._end("not made: the model trains inside of a function")
             return False
         return self._steps() > 1 or model.micro_batch_size is not None
 
-    def _looked_at(self, data):
+    def _signature_of(self, data):
         """Returns what is known of batches like this one, or of these specs."""
         specs, how = rehearsal.specs_of(data), self._how()
         axes = tuple(tf.TensorShape(spec.shape).rank for spec in specs)
-        looked = self._seen.get(axes)
-        if looked is not None:
+        found = self._signatures.get(axes)
+        if found is not None:
             # As TensorFlow, which traces other lengths once, for all of them.
-            before = rehearsal.specs_of(looked.data)
+            before = rehearsal.specs_of(found.data)
             specs = [*map(_common, before, specs)]
-        if looked is None or not looked.is_of(specs, how):
+        if found is None or not found.is_of(specs, how):
             data = rehearsal.packed(data, specs)
-            looked = self._seen[axes] = Looked(data, how)
-        self._now = looked
-        return looked
+            found = self._signatures[axes] = Signature(data, how)
+        self._now = found
+        return found
 
     def _must_split(self):
         """Whether no batch was split so far, though one is to be."""
@@ -214,56 +258,69 @@ class FirstBatch(Feature):
         owners = self.accumulation.options, *self.accumulation.accumulators
         return max(owner.accum_steps for owner in owners)
 
-    def _look(self, first):
-        """Notes batches, and has them compared if they make an update."""
-        looked, strategy = self._now, self.accumulation.strategy
-        first = [replicas.of_one_replica(batch, strategy) for batch in first]
-        size, steps, _ = self._how()
-        batches = [*looked.fed, *map(as_tensors, first)][:steps]
-        looked.fed = batches if steps > 1 else []
-        looked.looks += len(first)
-        looked.most = max(int(count_samples(batch)) for batch in batches)
+    def _look(self, first, traced):
+        """Takes batches of one replica, which may be all of an update.
+
+        `traced` is one as the training traces it: it may be specs.
+        """
+        now, (_, steps, _) = self._now, self._how()
+        batches = [*now.fed, *map(as_tensors, first)][:steps]
+        now.fed = batches if steps > 1 else []
+        now.looks += len(first)
+        now.most = max(int(count_samples(batch)) for batch in batches)
         # Unless an update is larger than what was compared.
-        looked.is_done |= 0 < looked.most * steps <= looked.samples
-        with self._explained():
-            self._prove(batches[0])
-        is_split = isinstance(size, int) and looked.most > size
+        now.is_done |= 0 < now.most * steps <= now.samples
+        plan = self.accumulation.plan()
+        why = _why_not_asked(plan, batches[0])
+        if now.finding is None and why:
+            now.finding = unknown(why)
+        is_new, is_free = (
+            now.finding is None,
+            first_leaf(traced).shape[0] is None,
+        )
+        is_asked_there = is_observed(plan) and (plan.is_split or is_free)
+        if is_new and not is_asked_there:
+            with self._explained():
+                now.finding = rehearse(plan, now.data)
+        if is_new and is_observed(plan):
+            self._waiting, self._findings = (batches, traced), []
+        else:
+            self._go_on(batches)
+
+    # -- what is known of them -------------------------------------------------
+
+    def _go_on(self, batches):
+        """Says what is proved, and compares batches if they are an update."""
+        now, (size, steps, _) = self._now, self._how()
+        plan, finding = self.accumulation.plan(), now.finding
+        is_split = isinstance(size, int) and now.most > size
         self._has_split |= is_split
+        if not now.is_done and finding and finding.is_exact:
+            if not (doubt := _why_doubted(plan)):
+                self._end(messages.proved(plan, finding.proof.reason))
+            else:
+                finding.proof = Proof("unknown", doubt)
         self._warn_about_norms(is_split or len(batches) > 1)
-        if looked.is_done:
+        if now.is_done:
             return
         is_enough = len(batches) >= min(steps, _MOST)
         if steps == 1:
             is_enough = is_split or isinstance(size, str)
         if is_enough:
-            self._check(batches)
-        elif self._verdict is None:
-            self._verdict = (
+            self._compare(batches)
+        elif self.said.is_proved or self.said.verdict is None:
+            self.said.keep(
                 "not made: no update was made in several parts so far"
             )
 
-    def _prove(self, batch):
-        """Rehearses the step, unless it is done, and says what is proved."""
-        looked = self._now
-        if looked.is_done or looked.rehearsed:
-            return
-        plan = self.accumulation.plan()
-        looked.rehearsed, looked.noted, looked.norms = rehearse(
-            plan, looked.data, batch
-        )
-        if plan.options.sync_batch_norm and self._steps() == 1:
-            looked.norms = []
-        if looked.noted.is_exact:
-            self._end(messages.proved(plan, looked.noted.proof.reason))
-
-    def _check(self, batches):
-        """Compares batches of one update, and says what was found."""
-        looked, plan = self._now, self.accumulation.plan()
-        looked.fed = []
+    def _compare(self, batches):
+        """Compares batches of one update, unless the graph shows enough."""
+        now, plan = self._now, self.accumulation.plan()
+        now.fed = []
         with self._explained():
-            verdict = replicas.outside(lambda: compare(plan, looked, batches))
-            looked.samples = looked.most * self._steps()
+            verdict = replicas.outside(lambda: compare(plan, now, batches))
             self._end(verdict)
+            now.samples = now.most * self._steps()
 
     @contextlib.contextmanager
     def _explained(self):
@@ -273,107 +330,62 @@ class FirstBatch(Feature):
         except Alone as error:  # of one that is alone nothing is wrong
             self._end(f"not made: {error}", warns=False)
         except NotMade as error:
-            self._not_made(error, isinstance(error, NotYet))
+            is_shown_later = isinstance(error, NotYet)
+            if is_shown_later and self._now.looks < _LOOKS * self._steps():
+                self.said.keep(f"not made: {error} so far")
+            else:
+                self._end(f"not made: {error}")
         except Exception as error:
             if RAISES or isinstance(error, InexactWarning):
                 raise
             is_eager = self.accumulation.model.run_eagerly
-            self._not_made(messages.of_error(error, is_eager))
-
-    def _not_made(self, why, is_shown_later=False):
-        """Says why nothing is compared."""
-        if is_shown_later and self._now.looks < _LOOKS * self._steps():
-            self._keep(f"not made: {why} so far")
-        else:
-            self._end(f"not made: {why}")
-
-    # -- what is said ----------------------------------------------------------
+            self._end(f"not made: {messages.of_error(error, is_eager)}")
 
     def _end(self, verdict, warns=True):
-        """Says what was found, once."""
-        self._now.is_done, self._now.rehearsed = True, []  # they take memory
-        was_told = (self._verdict or "").startswith("differs")
-        self._keep(verdict)
-        what, _, text = verdict.partition(": ")
-        if what == "not made" and warns:
-            self._held = messages.not_made(text)
-        # What was told of before the comparison differs, too.
-        was_told |= bool(self.accumulation.loss_weights.warned)
-        if what.startswith("differs") and not was_told:
-            warnings.warn(text, InexactWarning, stacklevel=2)
-        _logger.info("The check on the first batch: %s", self.result)
-
-    def _keep(self, verdict):
-        """Keeps a verdict, unless another batch has told more."""
-        before = self._verdict or ""
-        tells_less = verdict.startswith("not") and before.startswith("exact")
-        if not (before.startswith("differs") or tells_less):
-            self._verdict = verdict
-
-    def _say_what_is_held(self):
-        """Warns that nothing was compared, if the step has not said why."""
-        text, self._held = self._held, ""
-        if text:
-            warnings.warn(text, stacklevel=2)
+        """Says a verdict, after which no batch like these is looked at."""
+        self.said.end(verdict, warns)
+        self._now.is_done = True  # not if it was raised
 
     def _warn_about_norms(self, is_split):
         """Warns of normalizations if a batch was split."""
-        norms, model = self._now.norms, self.accumulation.model
-        if is_split and norms and not self._norms:
-            self._norms = messages.norms(any(norms), model)
-            warnings.warn(self._norms, InexactWarning, stacklevel=2)
+        options, finding = self.accumulation.options, self._now.finding
+        is_synced = options.sync_batch_norm and self._steps() == 1
+        if is_split and finding and not is_synced:
+            self.said.warn_about_norms(finding.norms)
 
 
-def rehearse(plan, data, batch):
-    """Traces the step, and proves it if it can be proved.
+def is_observed(plan):
+    """Whether the training is traced, and runs a step for each micro-batch."""
+    is_eager = plan.model.run_eagerly or tf.config.functions_run_eagerly()
+    return not (is_eager or plan.whole_batch is not None)
 
-    Returns what is traced, see `trace`, what is `Noted` of it, and the
-    normalizations in it.
-    """
+
+def rehearse(plan, data, is_sized=False):
+    """Asks about a step in a trace of its own; returns a `Finding`."""
     rehearsal.build(plan, data)
-    why, rehearsed = _why_not_asked(plan, batch), []
-    noted = Noted(Proof("unknown", why))
-    if not why:
-        typed = hooks.gradients(gradient=Proving.gradient)
-        # A custom gradient is not proved, and theirs are right.
-        with hooks.plain_silu(), rematerialization.none(), typed:
-            rehearsed = trace(plan, data, Proving)
-        # The first that is not proved, else the first.
-        proved = [_noted(*pair) for pair in rehearsed]
-        noted = min(proved, key=lambda each: each.is_exact)
-    if noted.is_exact and (why := _why_doubted(plan)):
-        noted = Noted(Proof("unknown", why))
-    if noted.proof.kind == "unknown":
-        rehearsed = trace(plan, data, Taken, draws=True)
-    found, _ = rehearsed[0]
-    norms = found.norms
-    if found.error is not None:
-        norms = [*map(bool, trained_norms(plan.model))]
-    return rehearsed, noted, norms
+    findings: list = []
+    rehearsed = rehearsal.rehearse_parts(
+        plan,
+        data,
+        lambda own: Silent(own, Observer(own, findings)),
+        is_sized=is_sized,
+    )
+    for found, _ in rehearsed:
+        if found.error is not None:
+            norms = [*map(bool, trained_norms(plan.model))]
+            why = f"its trace raises {type(found.error).__name__}"
+            return unknown(why, norms=norms)
+        if found.updates:
+            findings.append(unknown("the step calls an optimizer"))
+        elif found.python and _worst(findings).is_exact:
+            findings.append(unknown(f"the step {found.python}"))
+    first, _ = rehearsed[0]
+    return dataclasses.replace(_worst(findings), norms=first.norms)
 
 
-def trace(plan, data, kind, **kwargs):
-    """Rehearses all parts of a step; returns pairs as `rehearse_step` does."""
-    plans = [plan]
-    if plan.whole_batch is not None and not plan.has_whole_loss:
-        # First what is in micro-batches, then the loss of fed batches.
-        plans.append(dataclasses.replace(plan, features=()))
-    return [
-        rehearsal.rehearse_step(each, data, kind, **kwargs) for each in plans
-    ]
-
-
-def _noted(found, collector):
-    """Returns what a trace has noted, or why nothing is proved by it."""
-    if found.error is not None:
-        why = f"its trace raises {type(found.error).__name__}"
-    elif found.updates:
-        why = "the step calls an optimizer"
-    elif collector.noted.is_exact and found.python:
-        why = f"the step {found.python}"
-    else:
-        return collector.noted
-    return Noted(Proof("unknown", why))
+def _worst(findings):
+    """Returns the first finding that is not exact, else the first."""
+    return min(findings, key=lambda each: each.is_exact)
 
 
 def _why_not_asked(plan, batch):
@@ -390,7 +402,7 @@ def _why_not_asked(plan, batch):
 
 def _why_doubted(plan):
     """Returns why a step is compared of which a graph is proved, or nothing."""
-    if plan.model.run_eagerly:
+    if plan.model.run_eagerly or tf.config.functions_run_eagerly():
         return "eager code, which may do something else each time"
     return "" if plan.orders is None else "padding that is cut off"
 

@@ -25,7 +25,11 @@ from accumodel._features.first_batch.variables import (
     unscaled,
     watching,
 )
-from accumodel._fit.rehearsal import rehearse, rehearse_step
+from accumodel._fit.rehearsal import (
+    rehearse,
+    rehearse_parts,
+    rehearse_step,
+)
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.assignments import is_random, nodes_of
 from accumodel._micro_batch.micro_batches import count_samples, has_axis
@@ -75,7 +79,7 @@ class Comparison:
     """Compares a rehearsed step in parts with the same in one piece."""
 
     plan: typing.Any
-    looked: typing.Any  # what is known of the step
+    known: typing.Any  # the `Signature` of such batches
     data: typing.Any  # all samples of an update of one replica
     size: int  # the most of them in a micro-batch
     runner: Runner
@@ -201,7 +205,7 @@ class Comparison:
     def _matters(self, key):
         """Whether what differs is of any consequence."""
         if key[0] == runs.WEIGHTS:
-            return not (self.looked.how.is_even or self.plan.has_whole_loss)
+            return not (self.known.how.is_even or self.plan.has_whole_loss)
         return key[0] != runs.STATES or self._is_read(self.runner.sources[key])
 
     def _is_read(self, variable):
@@ -239,11 +243,16 @@ class Comparison:
         return used, [function.graph for function in functions]
 
 
-def compare(plan, looked, fed):
-    """Compares fed batches of one update, if needed; returns a verdict."""
-    if looked.noted.proof.kind == "bends":  # whatever this batch shows
-        return f"differs in some batches: {messages.bends(plan, looked.noted)}"
-    _check_model(plan.model, looked.rehearsed)
+def compare(plan, known, fed):
+    """Compares fed batches of one update, if needed; returns a verdict.
+
+    Takes the `Signature` of the batches.
+    """
+    finding = known.finding
+    if finding.proof.kind == "bends":  # whatever this batch shows
+        return f"differs in some batches: {messages.bends(plan, finding)}"
+    rehearsed = rehearse_parts(plan, known.data, runs.Terms)
+    _check_model(plan.model, rehearsed)
     try:
         data = _joined(fed)
     except (ValueError, tf.errors.InvalidArgumentError):
@@ -254,13 +263,13 @@ def compare(plan, looked, fed):
     if not isinstance(size, int):
         size = max(int(count_samples(batch)) for batch in fed)
     looks = []
-    for compared in _comparisons(plan, looked, data, size):
+    for compared in _comparisons(plan, known, data, size, rehearsed):
         look = compared.look()
         if look.kind:
             some = " in some batches" if look.kind == runs.WEIGHTS else ""
             return f"differs{some}: {messages.differs(look, compared)}"
         looks.append(look)
-    found, _ = looked.rehearsed[0]
+    found, _ = rehearsed[0]
     if plan.model.run_eagerly and found.python:
         raise NotMade(
             f"with `run_eagerly=True`, the step {found.python}, in each "
@@ -272,10 +281,10 @@ def compare(plan, looked, fed):
     return messages.exact(looks, compared, what)
 
 
-def _comparisons(plan, looked, data, size):
+def _comparisons(plan, known, data, size, rehearsed):
     """Yields the comparisons of an update, one after the other."""
-    for pair in looked.rehearsed:
-        yield Comparison(plan, looked, data, size, Runner(pair))
+    for pair in rehearsed:
+        yield Comparison(plan, known, data, size, Runner(pair))
     if plan.orders is None:
         return
     if not plan.orders.order(plan, data).has_padding():
@@ -284,13 +293,11 @@ def _comparisons(plan, looked, data, size):
     own = dataclasses.replace(plan, is_compiled=False)
     with runs.same_draws():
         whole, (parts, _) = (
-            rehearse_step(
-                own, looked.data, runs.Taken, draws=True, features=features
-            )
+            rehearse_step(own, known.data, runs.Terms, features=features)
             for features in (None, plan.features)
         )
     runner = Runner(whole, parts.result())
-    yield Comparison(plan, looked, data, size, runner, trims=True)
+    yield Comparison(plan, known, data, size, runner, trims=True)
 
 
 def _check_model(model, rehearsed):

@@ -106,7 +106,7 @@ def exact(looks, compared, what):
     who = f"{look.samples} of {compared.samples} samples of the first {what}"
     if look.samples == compared.samples:
         who = f"the first {what} of {look.samples} samples"
-    reason = compared.looked.noted.proof.reason
+    reason = compared.known.finding.proof.reason
     text = (
         f"exact for {who}: the same in micro-batches of {look.size} as in one "
         f"piece (largest difference: {error:.1g} of the largest gradient). Not "
@@ -128,12 +128,12 @@ def differs(found, compared):
     return f"{_as_sure(text, compared.plan)} {OFF} Received: model={model}"
 
 
-def bends(plan, noted):
+def bends(plan, finding):
     """Returns what a proof says of a step that is inexact in some batches."""
     text = (
         "In some batches the weights will not be those of the large batch. The "
-        f"step computes {noted.proof.reason}, which in a micro-batch is "
-        f"another one. {_of_added(noted)}{advice(plan)}"
+        f"step computes {finding.proof.reason}, which in a micro-batch is "
+        f"another one. {_of_added(finding)}{advice(plan)}"
     )
     return f"{_as_sure(text, plan)} {OFF} Received: model={plan.model}"
 
@@ -197,14 +197,14 @@ def _text(found, compared):
 
 
 def _cause(look, compared):
-    plan, noted = compared.plan, compared.looked.noted
+    plan, finding = compared.plan, compared.known.finding
     if plan.is_custom:
         return advice(plan) if look.adds_up else _WEIGHT
     if not look.adds_up and "micro_batch_weight" in plan.overridden:
         return "`micro_batch_weight` must add up to that of all samples."
-    why = f"What is not proved: {noted.proof.reason}. "
-    if noted.is_of_rows:
-        return why + _of_added(noted) + advice(plan)
+    why = f"What is not proved: {finding.proof.reason}. "
+    if finding.is_of_rows:
+        return why + _of_added(finding) + advice(plan)
     return (
         f"{why}A layer looks at several samples at once, or at their number, "
         "or draws in a loop over them (draw before the loop) or what cannot be "
@@ -215,9 +215,9 @@ def _cause(look, compared):
     )
 
 
-def _of_added(noted):
+def _of_added(finding):
     """Returns what to do with a loss that layers add, if any do."""
-    if not (noted.is_of_rows and noted.adds):
+    if not (finding.is_of_rows and finding.adds):
         return ""
     return (
         "Of a loss of `add_loss`, add a mean over samples, or one loss per "

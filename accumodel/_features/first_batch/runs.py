@@ -6,28 +6,11 @@ is as in the training. If the loss sees the whole batch, gradients by the
 weights are those of a sum of the outputs, each times another number.
 """
 
-import dataclasses
-import functools
-
-import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._features.first_batch.variables import (
-    NotMade,
-    assigned_by,
-    is_of,
-    watching,
-)
-from accumodel._features.proof import (
-    Gradients,
-    Proof,
-    prove,
-    prove_rows,
-    worst,
-)
-from accumodel._fit.rehearsal import Enough, Noting, leaves_of
-from accumodel._keras_and_tf import private_names
+from accumodel._features.first_batch.variables import NotMade, assigned_by
+from accumodel._fit.rehearsal import Silent, leaves_of
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     current_graph,
@@ -45,13 +28,11 @@ GRADIENTS = "gradients"
 STATES = "states"
 WEIGHTS = "weights"
 
-_UNKNOWN = Proof("unknown", "")
-
 # Operations that show a tensor as another one.
 _VIEWS = ("ExpandDims", "Identity", "Reshape", "Squeeze")
 
 
-class Taken(Noting):
+class Terms(Silent):
     """Takes what a step accumulates, if that is in the graph of the trace."""
 
     def __init__(self, plan):
@@ -61,7 +42,7 @@ class Taken(Noting):
         # The variables of each call, the gradients and their weight.
         self._added: list = []
 
-    def take(self, accumulator, gradients, weight, is_last=True):
+    def add(self, accumulator, gradients, weight, is_last):
         if current_graph() is not self._graph:
             raise NotMade("the step accumulates in a condition or a function")
         self.keep(accumulator.variables, gradients, weight)
@@ -101,111 +82,6 @@ class Taken(Noting):
                     self.sources[GRADIENTS, k, i] = variable
                     term[GRADIENTS, i] = _sketch(gradient)
             self.terms.append(term)
-
-
-@dataclasses.dataclass
-class Noted:
-    """What is known of a step from its graph."""
-
-    proof: Proof = _UNKNOWN
-    is_of_rows: bool = True  # whether the outputs may be rows
-    adds: bool = False  # whether layers add losses
-
-    @property
-    def is_exact(self):
-        return self.proof.kind == "exact"
-
-
-class Proving(Noting):
-    """Has proved what a step computes, before its gradients if it can be."""
-
-    def __init__(self, plan):
-        super().__init__(plan)
-        self.noted = Noted()
-        self._graph = current_graph()
-        self._gradients = Gradients()  # of a custom step
-        self._added: list = []  # pairs of gradients and their weight
-
-    @staticmethod
-    def gradient(original, tape, target, sources, *args, **kwargs):
-        """Computes gradients by a tape, and types those of a custom step."""
-        self = current_step().collector
-        # Inside of functions, and of other sums, they are not followed.
-        is_sum = not args and "output_gradients" not in kwargs
-        if self.plan.is_custom and is_sum and current_graph() is self._graph:
-            compute = functools.partial(original, tape, **kwargs)
-            return self._ask(self._gradients.compute, compute, target, sources)
-        return original(tape, target, sources, *args, **kwargs)
-
-    def take(self, accumulator, gradients, weight, is_last=True):
-        if current_graph() is not self._graph:
-            raise NotMade("the step accumulates in a condition or a function")
-        weight = None if weight is None else tf.convert_to_tensor(weight)
-        self._added.append((gradients, weight))
-
-    def note(self, y_pred, loss, weight):
-        self._build_trackers(y_pred)
-        if not self.plan.is_custom:
-            self._settle(y_pred, lambda: self._prove_loss(y_pred, loss, weight))
-
-    def note_outputs(self, y_pred, read):
-        self._build_trackers(y_pred)
-        self._settle(y_pred, lambda: self._prove_outputs(read))
-
-    def finish(self):
-        if self.plan.is_custom:
-            self.noted.proof = self._ask(self._gradients.prove, self._added)
-
-    def _settle(self, y_pred, ask):
-        """Notes what is proved, and ends the trace."""
-        plan, data = self.plan, current_step().data
-        self.noted.proof = ask()
-        if self.noted.is_exact and "compute_metrics" in plan.overridden:
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            plan.model.compute_metrics(x, y, y_pred, sample_weight)
-            self.noted.proof = ask()  # it may assign what the loss reads
-        raise Enough
-
-    def _prove_loss(self, y_pred, loss, weight):
-        proof = self._ask(prove, loss, weight)
-        if proof.kind != "exact":
-            self._prove_rows(y_pred)
-        return proof
-
-    def _prove_rows(self, y_pred):
-        losses = added_losses(self.plan.model)
-        self.noted.adds = bool(losses)
-        losses = [x for x in losses if x.shape.rank]
-        proof = self._ask(prove_rows, [y_pred, losses])
-        self.noted.is_of_rows = proof.kind == "exact"
-        return proof
-
-    def _prove_outputs(self, read):
-        """Proves what a loss of the whole batch gets of micro-batches."""
-        tracker = private_names.loss_trackers(self.plan.model)[0].total
-        if self.loss and any(is_of(tracker, v) for v in self.loss.variables):
-            return Proof("bends", "its loss from what is logged of it")
-        samples = tf.convert_to_tensor(count_samples(current_step().data))
-        proofs = [self._prove_rows(read)] + [
-            self._ask(prove, loss, samples)
-            for loss in added_losses(self.plan.model)
-            if not loss.shape.rank
-        ]
-        return worst(proofs)
-
-    def _ask(self, prove, *tensors):
-        plan = self.plan
-        return prove(
-            *tensors,
-            current_step().data,
-            plan.accumulation.spans_batches,
-            rows_variable=plan.numbers.rows,
-            ignored=[
-                x
-                for x in watching(plan.model)
-                if not getattr(x, "trainable", False)
-            ],
-        )
 
 
 class Runner:

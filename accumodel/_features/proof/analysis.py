@@ -45,7 +45,6 @@ _DRAWS = {  # where a draw of rows ends, and which input is its shape
     "StatelessRandomNormalV2": 0,
     "StatelessRandomUniformIntV2": 0,
     "Reshape": 1,
-    "Fill": 0,  # which stands for one
 }
 
 # These give what each kernel gives, not each trace: Python decides. And what

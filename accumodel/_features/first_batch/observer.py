@@ -1,0 +1,214 @@
+"""Asks the proof about a step, in the trace in which it is made.
+
+This is that of the training, which TensorFlow traces before it runs. Where all
+sizes are numbers, and for eager steps, it is a rehearsal. An observer adds no
+operation to either.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import typing
+
+import keras
+import tensorflow as tf
+
+from accumodel._features.first_batch.variables import is_of, watching
+from accumodel._features.proof import (
+    Gradients,
+    Proof,
+    prove,
+    prove_rows,
+    worst,
+)
+from accumodel._fit.rehearsal import MOMENTS
+from accumodel._keras_and_tf import hooks, private_names
+from accumodel._keras_and_tf.optimizers import trained_norms
+from accumodel._micro_batch.micro_batches import (
+    count_samples,
+    current_graph,
+    current_step,
+    first_leaf,
+)
+from accumodel._micro_batch.random_numbers import is_of_draws
+from accumodel._micro_batch.weights import added_losses
+
+# These move numbers, or are left out if a size is known.
+_MOVES = {
+    *("BroadcastTo", "Cast", "ConcatV2", "Const", "ConjugateTranspose"),
+    *("EnsureShape", "ExpandDims", "Fill", "GatherV2", "Identity", "IdentityN"),
+    *("OnesLike", "Pack", "Placeholder", "ReadVariableOp", "Reshape", "Slice"),
+    *("Split", "SplitV", "Squeeze", "StopGradient", "StridedSlice", "Tile"),
+    *("Transpose", "Unpack", "ZerosLike"),
+}
+
+
+@dataclasses.dataclass
+class Finding:
+    """What the graph of a step shows."""
+
+    proof: Proof
+    is_of_rows: bool = True  # whether the outputs may be rows
+    adds: bool = False  # whether layers add losses
+    # Of the normalizations that train: whether samples are in what they get.
+    norms: list = dataclasses.field(default_factory=list)
+    is_asked: bool = True  # not where all sizes are numbers
+    # How often operations of each type compute floats on the way to the loss.
+    operations: typing.Any = None
+
+    @property
+    def is_exact(self):
+        return self.proof.kind == "exact"
+
+
+def unknown(why, **known):
+    """Returns the finding that nothing is proved."""
+    return Finding(Proof("unknown", why), **known)
+
+
+class Observer:
+    """Is told what the step of one micro-batch computes, and has it proved."""
+
+    def __init__(self, plan, findings):
+        """Takes a list, to which each step that ends adds a `Finding`."""
+        self._plan, self._findings = plan, findings
+
+    @contextlib.contextmanager
+    def of(self, data):
+        """Scope of the step of a micro-batch of these data."""
+        self._data = keras.tree.flatten(data)  # a step may change its own
+        self._graph = current_graph()
+        self._gradients, self._added = Gradients(), []  # of a custom step
+        self._loss: tuple = ()  # with its weight
+        is_asked = first_leaf(data).shape[0] is None
+        self._finding = unknown("no loss", is_asked=is_asked)
+        self._finding.operations = collections.Counter()
+        model = self._plan.model
+        scopes = [hooks.right_silu()]
+        if trained_norms(model):
+            scopes.append(hooks.moments(_moments=self._moments))
+        if self._plan.is_custom:
+            scopes.append(hooks.gradients(gradient=self._gradient))
+        with hooks.all_of(scopes):
+            yield
+        self._finish()
+        self._findings.append(self._finding)
+
+    def note(self, y_pred, loss, weight):
+        """Is told the loss and its weight, before its gradients."""
+        if self._plan.is_custom:
+            return
+        self._note_operations([loss])
+        if not self._finding.is_asked:
+            return
+        self._loss = loss, weight
+        self._finding.proof = self._ask(prove, loss, weight)
+        if not self._finding.is_exact:
+            self._prove_rows(y_pred)
+
+    def note_outputs(self, read, loss):
+        """Is told what the function of a loss of the whole batch reads."""
+        tracker = private_names.loss_trackers(self._plan.model)[0].total
+        if loss and any(is_of(tracker, v) for v in loss.variables):
+            what = "its loss from what is logged of it"
+            self._finding.proof = Proof("bends", what)
+            return
+        samples = tf.convert_to_tensor(count_samples(current_step().data))
+        proofs = [self._prove_rows(read)] + [
+            self._ask(prove, loss, samples)
+            for loss in added_losses(self._plan.model)
+            if not loss.shape.rank
+        ]
+        self._finding.proof = worst(proofs)
+
+    def take(self, gradients, weight):
+        """Is told gradients that are accumulated, and their weight."""
+        weight = None if weight is None else tf.convert_to_tensor(weight)
+        self._added.append((gradients, weight, current_graph()))
+
+    def _finish(self):
+        """Asks at the end of the step, when all that is assigned is known."""
+        if not self._finding.is_asked:
+            return
+        if self._plan.is_custom:
+            is_here = all(graph is self._graph for *_, graph in self._added)
+            terms = [each[:2] for each in self._added]
+            where = "the step accumulates in a condition or a function"
+            self._finding.proof = (
+                self._ask(self._gradients.prove, terms)
+                if is_here
+                else Proof("unknown", where)
+            )
+            return
+        # What follows the loss may assign what it reads.
+        may_assign = "compute_metrics" in self._plan.overridden
+        if may_assign and self._loss and self._finding.is_exact:
+            self._finding.proof = self._ask(prove, *self._loss)
+
+    def _prove_rows(self, y_pred):
+        losses = added_losses(self._plan.model)
+        self._finding.adds = bool(losses)
+        losses = [x for x in losses if x.shape.rank]
+        proof = self._ask(prove_rows, [y_pred, losses])
+        self._finding.is_of_rows = proof.kind == "exact"
+        return proof
+
+    def _ask(self, ask, *tensors):
+        plan = self._plan
+        return ask(
+            *tensors,
+            self._data,
+            plan.accumulation.spans_batches,
+            rows_variable=plan.numbers and plan.numbers.rows,
+            ignored=[
+                x
+                for x in watching(plan.model)
+                if not getattr(x, "trainable", False)
+            ],
+        )
+
+    def _note_operations(self, tensors):
+        given = [x for x in self._data if tf.is_symbolic_tensor(x)]
+        self._finding.operations += computing(tensors, given)
+
+    def _moments(self, original, layer, inputs, mask):
+        self._finding.norms.append(None in inputs.shape)
+        with tf.name_scope(MOMENTS):
+            return original(layer, inputs, mask)
+
+    def _gradient(self, original, tape, target, sources, *args, **kwargs):
+        """Computes gradients by a tape, and types those of a custom step."""
+        # Inside of functions, and of other sums, they are not followed.
+        is_sum = not args and "output_gradients" not in kwargs
+        is_followed = is_sum and current_graph() is self._graph
+        if is_followed:
+            self._note_operations(tf.nest.flatten([target]))
+        if not (is_followed and self._finding.is_asked):
+            return original(tape, target, sources, *args, **kwargs)
+        compute = functools.partial(original, tape, **kwargs)
+        return self._ask(self._gradients.compute, compute, target, sources)
+
+
+def computing(tensors, given):
+    """Returns how often operations of each type compute floats of tensors.
+
+    From what is given on. Draws are left out, and moments: a rehearsal makes
+    others of them.
+    """
+    found: collections.Counter = collections.Counter()
+    seen = {x.op for x in given}
+    todo = [x.op for x in tensors if tf.is_symbolic_tensor(x)]
+    while todo:
+        op = todo.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        todo += [x.op for x in op.inputs]
+        for body in private_names.bodies_of(op):
+            todo += body.get_operations()
+        is_float = any(x.dtype.is_floating for x in op.outputs)
+        is_replaced = MOMENTS in op.name or is_of_draws(op.name)
+        if is_float and not is_replaced and op.type not in _MOVES:
+            found[op.type] += 1
+    return found
