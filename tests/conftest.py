@@ -120,7 +120,7 @@ def unverified(request, monkeypatch):
     """
     if request.config.getoption("verify"):
         request.getfixturevalue("proved_and_compared")
-    monkeypatch.setattr(batches, "RAISES", True)
+    monkeypatch.setattr(observer, "RAISES", True)
     name = request.module.__name__
     always = (
         *("test_first_batch", "test_first_batch_programs"),

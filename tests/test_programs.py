@@ -32,7 +32,7 @@ from keras import layers
 
 import accumodel
 from accumodel import AccumulatingModel
-from accumodel._features.first_batch import batches
+from accumodel._features.first_batch import observer
 
 WORDS = np.random.default_rng(0).integers(1, 9, (24, 6))
 DATA = WORDS * (np.arange(6) < 4), WORDS[:, 0] % 3  # padded with 0
@@ -270,7 +270,7 @@ def test_what_is_missing_stops_only_what_needs_it(
     change, expected, tmp_path, monkeypatch
 ):
     assert all(map(expected, EACH))  # before a name is changed
-    monkeypatch.setattr(batches, "RAISES", False)  # then there is no check
+    monkeypatch.setattr(observer, "RAISES", False)  # then there is no check
     rename(*change.split(maxsplit=1), patch=monkeypatch)
     for program in EACH - STOPPED[change]:
         trained = train(program, AccumulatingModel, tmp_path)

@@ -37,7 +37,7 @@ from test_whole_training import (
 )
 
 from accumodel import AccumulatingModel, InexactWarning
-from accumodel._features.first_batch import batches
+from accumodel._features.first_batch import observer
 from accumodel._fit.rehearsal import rehearse
 
 pytestmark = pytest.mark.verified
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.verified
 @pytest.fixture(autouse=True)
 def errors_are_told(monkeypatch):
     """As outside of the tests."""
-    monkeypatch.setattr(batches, "RAISES", False)
+    monkeypatch.setattr(observer, "RAISES", False)
 
 
 WAYS = WAYS | {

@@ -10,7 +10,7 @@ import warnings
 import keras
 import tensorflow as tf
 
-from accumodel._features.first_batch import messages
+from accumodel._features.first_batch import messages, observer
 from accumodel._features.first_batch.check import Alone, NotYet, compare
 from accumodel._features.first_batch.observer import Finding, Observer, unknown
 from accumodel._features.first_batch.said import Said
@@ -30,9 +30,6 @@ from accumodel._micro_batch.micro_batches import (
 )
 
 _ASKS = "the step asks for the size of the batch"
-
-# Whether an error of the check itself raises, as in the tests.
-RAISES = False
 
 # How many batches are looked at in a `fit` until one is split.
 _LOOKS = 8
@@ -336,7 +333,7 @@ class FirstBatch(Feature):
             else:
                 self._end(f"not made: {error}")
         except Exception as error:
-            if RAISES or isinstance(error, InexactWarning):
+            if observer.RAISES or isinstance(error, InexactWarning):
                 raise
             is_eager = self.accumulation.model.run_eagerly
             self._end(f"not made: {messages.of_error(error, is_eager)}")

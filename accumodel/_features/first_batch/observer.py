@@ -34,6 +34,9 @@ from accumodel._micro_batch.micro_batches import (
 from accumodel._micro_batch.random_numbers import is_of_draws
 from accumodel._micro_batch.weights import added_losses
 
+# Whether an error of the check itself raises, as in the tests.
+RAISES = False
+
 # These move numbers, or are left out if a size is known.
 _MOVES = {
     *("BroadcastTo", "Cast", "ConcatV2", "Const", "ConjugateTranspose"),
@@ -92,20 +95,32 @@ class Observer:
             scopes.append(hooks.gradients(gradient=self._gradient))
         with hooks.all_of(scopes):
             yield
-        self._finish()
+        with self._guarded():
+            self._finish()
         self._findings.append(self._finding)
+
+    @contextlib.contextmanager
+    def _guarded(self):
+        """Scope of what is asked: an error in it does not end a training."""
+        try:
+            yield
+        except Exception as error:
+            if RAISES:
+                raise
+            why = f"the proof failed: {type(error).__name__}: {error}"
+            self._finding.proof = Proof("unknown", why)
 
     def note(self, y_pred, loss, weight):
         """Is told the loss and its weight, before its gradients."""
         if self._plan.is_custom:
             return
         self._note_operations([loss])
-        if not self._finding.is_asked:
-            return
-        self._loss = loss, weight
-        self._finding.proof = self._ask(prove, loss, weight)
-        if not self._finding.is_exact:
-            self._prove_rows(y_pred)
+        if self._finding.is_asked:
+            self._loss = loss, weight
+            with self._guarded():
+                self._finding.proof = self._ask(prove, loss, weight)
+                if not self._finding.is_exact:
+                    self._prove_rows(y_pred)
 
     def note_outputs(self, read, loss):
         """Is told what the function of a loss of the whole batch reads."""
@@ -170,7 +185,8 @@ class Observer:
 
     def _note_operations(self, tensors):
         given = [x for x in self._data if tf.is_symbolic_tensor(x)]
-        self._finding.operations += computing(tensors, given)
+        with self._guarded():
+            self._finding.operations += computing(tensors, given)
 
     def _moments(self, original, layer, inputs, mask):
         self._finding.norms.append(None in inputs.shape)
