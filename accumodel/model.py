@@ -497,7 +497,7 @@ class AccumulatingModel(keras.Model):
     # Type checkers and editors show the arguments of Keras.
     if not typing.TYPE_CHECKING:
 
-        def fit(self, *args, **kwargs):
+        def fit(self, *args, **kwargs) -> keras.callbacks.History:
             """Trains as `keras.Model.fit`; a cycle ends with its epoch.
 
             What becomes of a short last cycle is the `remainder` of `compile`.
