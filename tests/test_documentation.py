@@ -105,6 +105,7 @@ def test_public_names_have_a_docstring(member):
 )  # which pages show
 @pytest.mark.filterwarnings("ignore:.shuffle=True. was passed")  # Keras's
 @pytest.mark.filterwarnings("ignore:`model` is compiled")  # by keras-hub
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not")  # `quantize`
 @pytest.mark.parametrize("program", list(find_programs()))
 def test_snippets_run_as_they_stand(program, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some save files
