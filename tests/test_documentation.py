@@ -217,6 +217,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
         timeout=300,
         check=True,
     )
+    limits = (tmp_path / "limits/index.html").read_text()
+    assert '<th scope="row">batch normalization</th>' in limits
     reference = (tmp_path / "reference/index.html").read_text()
     for member in public_members():
         assert f'id="accumodel.{member.id}"' in reference
