@@ -267,7 +267,7 @@ def main():
     for i, row in enumerate(rows, 1):
         print(f"[{i}/{count}]", row, flush=True)
         results += [] if row.passed is None else [row.passed]
-    print(f"\n{sum(results)} of {len(results)} rows hold.")
+    print(f"\n{sum(results)} of {len(results)} rows pass.")
     if results and all(results):
         return 0
     print("Please report all of this text, and rely on no way that failed.")

@@ -37,13 +37,13 @@ class AccumulatingModel(keras.Model):
     Make it with `from_model`, subclass it, or build it with `(inputs, outputs)`
     like `keras.Model`. Pass `compile` one of these, or both:
 
-    - `micro_batch_size`: the model splits each batch that `fit` feeds into
+    - `micro_batch_size`: the model splits each batch passed to `fit` into
       micro-batches, and makes one update of them.
     - `accum_steps`: the number of `fit` batches for one update.
 
-    The weights are those of plain Keras with the large batch, with the same
-    dropout for each sample. Everything else of `compile`, `fit`, `evaluate`,
-    `predict` and `save` works as Keras documents it.
+    The weights are the same as in plain Keras with the large batch, with the
+    same dropout for each sample. Everything else of `compile`, `fit`,
+    `evaluate`, `predict` and `save` works as Keras documents it.
 
     Examples:
         >>> inputs = keras.Input((20,))
@@ -66,7 +66,7 @@ class AccumulatingModel(keras.Model):
       or one loss per sample, it needs nothing else.
     - `micro_batch_weight`: if the loss is averaged over something else.
     - `compute_gradients`: for another tape, or several losses.
-    - `slice_data`: if a batch holds arrays without an axis of samples.
+    - `slice_data`: if a batch has arrays without an axis of samples.
     - `process_gradients`: to see or change the gradient of an update.
     - `after_update`: for what follows an update, such as averages of weights.
     - `train_step`: for everything else; call `self.accumulate_gradients(...)`
@@ -152,13 +152,13 @@ class AccumulatingModel(keras.Model):
         several replicas train.
 
         Args:
-            accum_steps: Positive int. Batches that `fit` feeds for one update.
+            accum_steps: Positive int. Batches of `fit` for one update.
                 Defaults to `1`.
             micro_batch_size: Positive int, `"auto"`, `"fastest"` or `None`. The
                 most samples that go through the model at once, on each replica:
-                a batch that `fit` or `evaluate` feeds is split into parts as
-                equal as can be. `"auto"` begins with whole batches, and halves
-                the size when memory runs out; it needs `accum_steps=1`.
+                a batch passed to `fit` or `evaluate` is split into parts as
+                equal as possible. `"auto"` begins with whole batches, and
+                halves the size when memory runs out; it needs `accum_steps=1`.
                 `"fastest"` also times smaller sizes. Both are experimental on
                 GPUs. Defaults to `None`: no batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
@@ -192,7 +192,7 @@ class AccumulatingModel(keras.Model):
 
     @property
     def accum_steps(self) -> int:
-        """Int. Batches that `fit` feeds for one update.
+        """Int. Batches of `fit` for one update.
 
         It may be set between or during fits and takes effect with the next
         batch, without retracing, except the first time it changes from 1.
@@ -233,8 +233,8 @@ class AccumulatingModel(keras.Model):
     def current_micro_batch_size(self) -> int | None:
         """Int or `None`. The `micro_batch_size` in use.
 
-        With `"auto"` or `"fastest"` it is the size found so far, or what was
-        fed to a replica if that is less; `None` before the first batch.
+        With `"auto"` or `"fastest"` it is the size found so far, or the samples
+        of a replica if these are fewer; `None` before the first batch.
         """
         features = self._accumulation.features
         sizes = (x.current_size() for x in features if x.runs_again)
@@ -242,7 +242,7 @@ class AccumulatingModel(keras.Model):
 
     @property
     def pending_steps(self) -> int:
-        """Int. Batches that `fit` fed since the last update."""
+        """Int. Batches of `fit` since the last update."""
         return self._accumulation.accumulators.pending_steps
 
     @property
@@ -290,7 +290,7 @@ class AccumulatingModel(keras.Model):
         if `jit_compile` is on, so it must not update any weights.
 
         Args:
-            data: What `fit` was fed, or a part of it: a tensor, or a tuple
+            data: The batch passed to `fit`, or a part of it: a tensor, or
                 `(x, y)` or `(x, y, sample_weight)` of nested tensors, of
                 shapes `(samples, ...)`.
 
@@ -398,7 +398,7 @@ class AccumulatingModel(keras.Model):
     ) -> typing.Any:
         """Returns one micro-batch of a batch, for `micro_batch_size`.
 
-        Override it if a batch holds arrays without an axis of samples. Call
+        Override it if a batch has arrays without an axis of samples. Call
         `super().slice_data` for the rest.
 
         Examples:
@@ -410,7 +410,7 @@ class AccumulatingModel(keras.Model):
             ...         return {"ids": ids, "table": x["table"]}, y
 
         Args:
-            data: What `fit` feeds, see `compute_gradients`. Its number of
+            data: The batch, as in `compute_gradients`. Its number of
                 samples is the length of `y`, or of `x` without `y`.
             begin: Scalar int64 tensor. The first sample of the micro-batch.
             end: Scalar int64 tensor. The first sample that follows it.
@@ -426,7 +426,7 @@ class AccumulatingModel(keras.Model):
 
     @property
     def verdict(self) -> str | None:
-        """String or `None`. Whether the training is that of the large batch.
+        """String or `None`. Whether it gives the weights of the large batch.
 
         `None` before the first batch. Then it says why, and begins with `"exact
         for every batch"` if that is proved, `"exact"` if the first batch was
@@ -497,7 +497,7 @@ class AccumulatingModel(keras.Model):
     # Type checkers and editors show the arguments of Keras.
     if not typing.TYPE_CHECKING:
 
-        def fit(self, *args, **kwargs):
+        def fit(self, *args, **kwargs) -> keras.callbacks.History:
             """Trains as `keras.Model.fit`; a cycle ends with its epoch.
 
             What becomes of a short last cycle is the `remainder` of `compile`.

@@ -22,8 +22,14 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_post_page(output, page, config):
-    """Lets long names in tables break after an underscore, on phones."""
-    return re.sub(r"<td.*?</td>", _break_names, output, flags=re.S)
+    """Makes heads of the first cells of rows, which screen readers repeat.
+
+    And lets long names in tables break after an underscore, on phones.
+    """
+    first = r"(<tr>\s*)<td([^>]*)>(.*?)</td>"
+    output = re.sub(first, r'\1<th scope="row"\2>\3</th>', output, flags=re.S)
+    cell = r"<(td|th scope).*?</t[dh]>"
+    return re.sub(cell, _break_names, output, flags=re.S)
 
 
 def _break_names(cell):

@@ -137,7 +137,7 @@ def test_a_report_in_which_nothing_was_measured_fails(monkeypatch, capsys):
     row = _check.Row("replicas", "float32", False, None, "cannot run")
     monkeypatch.setattr(_check, "find_rows", lambda: (1, iter([row])))
     assert _check.main() == 1
-    assert "0 of 0 rows hold" in capsys.readouterr().out
+    assert "0 of 0 rows pass" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -171,5 +171,5 @@ def test_the_whole_check_needs_no_extra(tmp_path):
     done = run_python("-m", "accumodel", "--check", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[21/21]" in done.stdout
-    assert "21 of 21 rows hold." in done.stdout
+    assert "21 of 21 rows pass." in done.stdout
     assert "cannot run: no GPU" in done.stdout

@@ -431,6 +431,13 @@ def other_model(frozen=None, **kwargs):
     return replace
 
 
+def flip_a_bit(name):
+    def change(cycle):
+        cycle[name].reshape(-1).view("uint8")[0] ^= 1
+
+    return edit(change)
+
+
 BAD_FILES = {
     "missing": (lambda path: path.unlink(), "No such file"),
     "empty": (lambda path: path.write_bytes(b""), None),
@@ -450,6 +457,13 @@ BAD_FILES = {
         edit(lambda c: c.update(sum_0=c["sum_0"].astype("float64"))),
         "belongs to another model.* Received: .*'sum_0'",
     ),
+    **{
+        f"a bit of {name} is flipped": (
+            flip_a_bit(name),
+            "is damaged.* Load an earlier file.* Received: checksum=",
+        )
+        for name in ("sum_1", "totals")
+    },
     "wider layers": (other_model(units=17), None),
     "another layer frozen": (
         other_model(frozen=1),

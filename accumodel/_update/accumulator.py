@@ -48,8 +48,8 @@ class GradientAccumulator(Engine):
         variables: List of the trainable variables, in the order in which
             `accumulate` is given their gradients.
         accum_steps: Positive int or `None`. Micro-batches in a cycle; in `fit`,
-            fed batches. Defaults to `None`: that of the `AccumulatingModel`
-            that holds it, or 1 in a custom loop.
+            batches. Defaults to `None`: the `accum_steps` of its
+            `AccumulatingModel`, or 1 in a custom loop.
         process_gradients: Function of a list of gradients, once per update,
             see `AccumulatingModel.process_gradients`. Defaults to `None`.
         after_update: Function without arguments, once after each update, see
@@ -100,7 +100,7 @@ class GradientAccumulator(Engine):
 
     @property
     def accum_steps(self) -> int:
-        """Int. Micro-batches in a cycle; in `fit`, fed batches.
+        """Int. Micro-batches in a cycle; in `fit`, batches.
 
         It can be set at any time, and nothing is traced again.
 
@@ -116,7 +116,7 @@ class GradientAccumulator(Engine):
 
     @property
     def pending_steps(self) -> int:
-        """Int. Micro-batches, in `fit` fed batches, since the last update."""
+        """Int. Micro-batches, in `fit` batches, since the last update."""
         return int(self._count.numpy())
 
     @property

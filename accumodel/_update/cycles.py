@@ -15,12 +15,14 @@ the weights, and for each accumulator of the model, arrays with these names:
 | `samples`       | int64, the samples that were fed                           |
 | `seed_4`        | of the fifth of the model's variables, a seed: its state,  |
 |                 | and that when the cycle began                              |
+| `checksum`      | uint32, a CRC-32 of the others; older files have none      |
 
 Sums and totals are those of one device, on any number of replicas.
 """
 
 import contextlib
 import warnings
+import zlib
 
 import numpy as np
 import tensorflow as tf
@@ -163,6 +165,7 @@ class Cycles:
             cycle = read(accumulator, self.model)
             if is_own and numbers is not None:
                 cycle |= numbers.save_cycle()
+            cycle["checksum"] = _checksum(cycle)
             for name, value in cycle.items():
                 store[f"{_PREFIX}{attribute}:{name}"] = value
 
@@ -265,6 +268,23 @@ def _check(accumulator, model, cycle):
             "is damaged, or belongs to another model",
             f"missing or wrong: {wrong or ['pending_steps']}",
         )
+    saved, found = cycle.get("checksum"), _checksum(cycle)
+    if saved is not None and saved != found:
+        _refuse(
+            "is damaged: some numbers are not those that were saved. Load an "
+            "earlier file, since the weights may be damaged, too",
+            f"checksum={found}, but the file says {saved}",
+        )
+
+
+def _checksum(cycle):
+    """Returns the CRC-32 of the arrays of a cycle, with their names."""
+    checksum = 0
+    for name in sorted(cycle.keys() - {"checksum"}):
+        array = np.asarray(cycle[name])
+        about = f"{name} {array.dtype} {array.shape}".encode()
+        checksum = zlib.crc32(array.tobytes(), zlib.crc32(about, checksum))
+    return np.uint32(checksum)
 
 
 def _refuse(what, received):
