@@ -87,6 +87,7 @@ class Observer:
         is_asked = first_leaf(data).shape[0] is None
         self._finding = unknown("no loss", is_asked=is_asked)
         self._finding.operations = collections.Counter()
+        self._failed: Proof | None = None
         model = self._plan.model
         scopes = [hooks.right_silu()]
         if trained_norms(model):
@@ -97,6 +98,7 @@ class Observer:
             yield
         with self._guarded():
             self._finish()
+        self._finding.proof = self._failed or self._finding.proof
         self._findings.append(self._finding)
 
     @contextlib.contextmanager
@@ -108,7 +110,7 @@ class Observer:
             if RAISES:
                 raise
             why = f"the proof failed: {type(error).__name__}: {error}"
-            self._finding.proof = Proof("unknown", why)
+            self._failed = Proof("unknown", why)
 
     def note(self, y_pred, loss, weight):
         """Is told the loss and its weight, before its gradients."""
