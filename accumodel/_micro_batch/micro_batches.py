@@ -339,7 +339,7 @@ def _length(leaf):
 
 def _check_lengths(leaves, message):
     """Raises if lengths differ; returns checks of those known only later."""
-    names = [_name(path) for path, _ in leaves]
+    names = [name_of_leaf(path) for path, _ in leaves]
     lengths = [tf.TensorShape(leaf.shape)[0] for _, leaf in leaves]
     known = {*lengths} - {None}
     if len(known) > 1:
@@ -362,7 +362,7 @@ def _check_lengths(leaves, message):
     ]
 
 
-def _name(path):
+def name_of_leaf(path):
     """Returns what a user calls a leaf of the data, as in `x['image']`."""
     first, *rest = path or (0,)
     name = {0: "x", 1: "y", 2: "sample_weight"}.get(first, f"[{first!r}]")

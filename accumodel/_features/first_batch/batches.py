@@ -111,6 +111,7 @@ class FirstBatch(Feature):
         elif self._must_split() and now.looks:
             self._has_split = True  # it is said once
             asks = accumulation.options.trim_padding is not None
+            self.said.add("No batch was split so far")
             text = messages.not_split(now.looks, size, asks)
             warnings.warn(text, stacklevel=2)
 

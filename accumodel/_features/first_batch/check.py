@@ -26,13 +26,18 @@ from accumodel._features.first_batch.variables import (
     watching,
 )
 from accumodel._fit.rehearsal import (
+    leaves_of,
     rehearse,
     rehearse_parts,
     rehearse_step,
 )
 from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.assignments import is_random, nodes_of
-from accumodel._micro_batch.micro_batches import count_samples, has_axis
+from accumodel._micro_batch.micro_batches import (
+    count_samples,
+    has_axis,
+    name_of_leaf,
+)
 
 # How many bytes the check may take beside those of a micro-batch.
 MEMORY = 2**25
@@ -83,7 +88,7 @@ class Comparison:
     data: typing.Any  # all samples of an update of one replica
     size: int  # the most of them in a micro-batch
     runner: Runner
-    trims: bool = False  # whether it is with and without padding
+    padding: str = ""  # "cut off", or one more step of it is "added"
 
     @functools.cached_property
     def samples(self):
@@ -103,6 +108,7 @@ class Comparison:
         for key, variable in self.runner.states.items():
             if self._is_average(variable):  # which one batch may not move
                 return Look(0, 0, runs.STATES, what=key)
+        _check_slices(self.plan, self.data)
         # What is not finite is told of, not warned of by NumPy.
         count, size = self._sizes()
         with np.errstate(all="ignore"), unscaled(self.plan.model.optimizer):
@@ -115,7 +121,7 @@ class Comparison:
     def _windows(self, count):
         """Yields as many samples, from several places of the batch."""
         samples, slice_data = self.samples, self.plan.model.slice_data
-        if count > self.size or self.trims:
+        if count > self.size or self.padding:
             for begin in range(0, samples - count + 1, count)[:_WINDOWS]:
                 yield slice_data(self.data, begin, begin + count)
             return
@@ -132,8 +138,11 @@ class Comparison:
 
     def _sizes(self):
         """Returns how many samples are compared, and in parts of which size."""
-        if self.trims:  # one at a time, always
+        if self.padding == "cut off":  # one at a time, always
             return min(_PADDED, self.samples), 1
+        if self.padding:
+            count = min(_PADDED, self.size)
+            return count, count
         fits = int(MEMORY // (2 * max(self.runner.activations(self.data), 1)))
         count = min(max(self.size, fits), self.samples)
         if self.plan.is_sure and count >= 2 * self.size:
@@ -152,13 +161,16 @@ class Comparison:
                 "at a time"
             )
         run = functools.partial(self.runner.run, data)
+        longer = data
+        if self.padding == "added":
+            longer = _with_a_step(self.known.data, data)
         try:
-            parts = run(size)
+            parts = self.runner.run(longer, size)
         except tf.errors.InvalidArgumentError as error:
             text = messages.last_line(error)
             text = f"the step fails for {size} samples: {text}"
             raise NotMade(text) from error
-        run = functools.partial(run, size if self.trims else count, True)
+        run = functools.partial(run, size if self.padding else count, True)
         try:
             whole = run()
         except tf.errors.InvalidArgumentError as error:
@@ -205,7 +217,8 @@ class Comparison:
     def _matters(self, key):
         """Whether what differs is of any consequence."""
         if key[0] == runs.WEIGHTS:
-            return not (self.known.how.is_even or self.plan.has_whole_loss)
+            is_even = self.known.how.is_even or self.plan.has_whole_loss
+            return not (is_even or self.padding == "added")
         return key[0] != runs.STATES or self._is_read(self.runner.sources[key])
 
     def _is_read(self, variable):
@@ -253,12 +266,12 @@ def compare(plan, known, fed):
         return f"differs in some batches: {messages.bends(plan, finding)}"
     rehearsed = rehearse_parts(plan, known.data, runs.Terms)
     _check_model(plan.model, rehearsed)
+    _check_numbers(plan, fed)
     try:
         data = _joined(fed)
     except (ValueError, tf.errors.InvalidArgumentError):
         fed = fed[:1]  # others have other shapes
         data = fed[0]
-    _check_slices(plan, data)
     size = plan.options.micro_batch_size
     if not isinstance(size, int):
         size = max(int(count_samples(batch)) for batch in fed)
@@ -285,6 +298,11 @@ def _comparisons(plan, known, data, size, rehearsed):
     """Yields the comparisons of an update, one after the other."""
     for pair in rehearsed:
         yield Comparison(plan, known, data, size, Runner(pair))
+    if plan.accumulation.spans_batches and _is_padded(known.data, data):
+        with runs.same_draws():
+            pair = rehearse_step(plan, known.data, runs.Terms)
+        runner = Runner(pair)
+        yield Comparison(plan, known, data, size, runner, padding="added")
     if plan.orders is None:
         return
     if not plan.orders.order(plan, data).has_padding():
@@ -297,7 +315,7 @@ def _comparisons(plan, known, data, size, rehearsed):
             for features in (None, plan.features)
         )
     runner = Runner(whole, parts.result())
-    yield Comparison(plan, known, data, size, runner, trims=True)
+    yield Comparison(plan, known, data, size, runner, padding="cut off")
 
 
 def _check_model(model, rehearsed):
@@ -318,6 +336,23 @@ def _check_model(model, rehearsed):
             )
 
 
+def _check_numbers(plan, fed):
+    """Raises if what samples share is another number in each fed batch."""
+    batches = [keras.tree.flatten_with_path(batch) for batch in fed]
+    for (path, first), *others in zip(*batches, strict=True):
+        is_number = tf.is_tensor(first) and not has_axis(first)
+        if is_number and any(
+            bool(tf.reduce_any(x != first)) for _, x in others
+        ):
+            error = (
+                Alone if "micro_batch_weight" in plan.overridden else NotMade
+            )
+            raise error(
+                f"{name_of_leaf(path)} is another number in each batch. What "
+                "the loss is divided by belongs in `micro_batch_weight`"
+            )
+
+
 def _check_slices(plan, data):
     """Raises if no part of the batch can be taken."""
     slice_data = plan.model.slice_data
@@ -328,9 +363,12 @@ def _check_slices(plan, data):
         if plan.is_split:
             text = f"the batch cannot be split: {error}"
             raise NotMade(text) from error
-        raise Alone(
-            "the arrays of a batch hold other numbers of samples, so a part "
-            "of one cannot be taken"
+        *_, lengths = str(error).partition("Received: ")
+        raise NotMade(
+            f"the arrays of a batch hold other numbers of samples ({lengths}), "
+            "so no part of one can be taken. Each batch counts as many samples "
+            "as its targets hold. A mean over the rows of another array is "
+            "exact only if these are in proportion in all batches"
         ) from error
     if "slice_data" in plan.overridden:
         sliced = rehearse(plan.model, slice_data, *given)
@@ -347,3 +385,38 @@ def _joined(batches):
         return tf.concat(leaves, 0) if has_axis(leaves[0]) else leaves[0]
 
     return keras.tree.map_structure(join, *batches)
+
+
+def _padded_leaves(specs, data):
+    """Returns the arrays of a batch whose second axis has any length."""
+    leaves = zip(leaves_of(specs), leaves_of(data), strict=True)
+    return [
+        leaf
+        for spec, leaf in leaves
+        if isinstance(spec, tf.TensorSpec)
+        and len(spec.shape) > 1
+        and spec.shape[1] is None
+    ]
+
+
+def _is_padded(specs, data):
+    """Whether some samples of a batch end in zeros, and others do not."""
+    for leaf in _padded_leaves(specs, data):
+        if leaf.dtype.is_floating or leaf.dtype.is_integer:
+            last = tf.reshape(leaf[:, -1], [tf.shape(leaf)[0], -1])
+            is_there = tf.reduce_any(tf.not_equal(last, 0), 1)
+            if len({*is_there.numpy()}) > 1:
+                return True
+    return False
+
+
+def _with_a_step(specs, data):
+    """Returns a batch with one more step of padding."""
+    longer = {*map(id, _padded_leaves(specs, data))}
+
+    def pad(leaf):
+        if id(leaf) not in longer:
+            return leaf
+        return tf.pad(leaf, [[0, int(i == 1)] for i in range(len(leaf.shape))])
+
+    return keras.tree.map_structure(pad, data)

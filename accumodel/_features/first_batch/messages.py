@@ -4,7 +4,7 @@ import numpy as np
 
 from accumodel._features.auto import is_out_of_memory
 from accumodel._features.first_batch import runs
-from accumodel._features.first_batch.variables import name_of
+from accumodel._features.first_batch.variables import name_of, switches
 from accumodel._keras_and_tf.optimizers import scales_loss
 from accumodel._keras_and_tf.replicas import are_several
 
@@ -112,6 +112,12 @@ def exact(looks, compared, what):
         f"piece (largest difference: {error:.1g} of the largest gradient). Not "
         f"proved ({reason}): other batches may differ"
     )
+    model = compared.plan.model
+    for variable in switches(compared.runner.function, model)[:1]:
+        text += (
+            f". The step reads '{name_of(variable, model)}': what is added to "
+            "the loss by its value may begin or end later"
+        )
     return f"{'. '.join([text, *_apart(compared.plan)])}."
 
 
@@ -131,9 +137,9 @@ def differs(found, compared):
 def bends(plan, finding):
     """Returns what a proof says of a step that is inexact in some batches."""
     text = (
-        "In some batches the weights will not be those of the large batch. The "
-        f"step computes {finding.proof.reason}, which in a micro-batch is "
-        f"another one. {_of_added(finding)}{advice(plan)}"
+        "In some batches the weights will not be those of the large batch. "
+        f"{_of_added(finding)}{advice(plan, finding)} (The step computes "
+        f"{finding.proof.reason}, which in a micro-batch is another one.)"
     )
     return f"{_as_sure(text, plan)} {OFF} Received: model={plan.model}"
 
@@ -179,7 +185,15 @@ def _text(found, compared):
         by = ": in one piece they are zero"
     elif np.isnan(found.share):
         by = ": in micro-batches they are not finite"
-    if compared.trims:
+    if compared.padding == "added":
+        return (
+            "The first batch shows that the weights will not be those of the "
+            "large batch, if its batches are padded to other lengths: with one "
+            f"more step of padding, the {what} differ{by}. Pass a mask, as "
+            "`Masking` or `Embedding(mask_zero=True)` does, pad all batches to "
+            "one length, or feed the large batch with `micro_batch_size`."
+        )
+    if compared.padding:
         return (
             "The first batch shows that `trim_padding` changes the weights: "
             f"without padding, the {what} differ{by}. A layer or the loss "
@@ -199,19 +213,19 @@ def _text(found, compared):
 def _cause(look, compared):
     plan, finding = compared.plan, compared.known.finding
     if plan.is_custom:
-        return advice(plan) if look.adds_up else _WEIGHT
+        return advice(plan, finding) if look.adds_up else _WEIGHT
     if not look.adds_up and "micro_batch_weight" in plan.overridden:
         return "`micro_batch_weight` must add up to that of all samples."
-    why = f"What is not proved: {finding.proof.reason}. "
+    why = f" (What is not proved: {finding.proof.reason}.)"
     if finding.is_of_rows:
-        return why + _of_added(finding) + advice(plan)
+        return _of_added(finding) + advice(plan, finding) + why
     return (
-        f"{why}A layer looks at several samples at once, or at their number, "
+        "A layer looks at several samples at once, or at their number, "
         "or draws in a loop over them (draw before the loop) or what cannot be "
         "drawn for some of them (use uniform or normal numbers, with the axis "
         "of samples first). Apply it by `dataset.map`"
         f"{', or compute this in the loss' if _cache(plan) else ''}"
-        f"{_cache(plan)}."
+        f"{_cache(plan)}.{why}"
     )
 
 
@@ -225,7 +239,7 @@ def _of_added(finding):
     )
 
 
-def advice(plan):
+def advice(plan, finding):
     """Returns what to do with a loss that looks at several samples."""
     if plan.is_custom:
         return (
@@ -235,12 +249,34 @@ def advice(plan):
             "override `compute_loss` instead of `train_step`, and use "
             "`micro_batch_size` with `gradient_cache=True`."
         )
+    by_weight = (
+        "return in `micro_batch_weight` what the loss is divided by (`None` "
+        "for a sum)"
+    )
+    is_compiled = "compute_loss" not in plan.overridden
+    is_compiled &= not plan.options.gradient_cache
+    if is_compiled and finding.is_of_rows and not finding.adds:
+        return f"{_of_compiled(plan)} Or {by_weight}."
     return (
         "If it compares samples, or uses a mean, a deviation or a largest "
         "value of them, compute that in the data, or all of it in "
         f"`compute_loss`{_cache(plan)}. If it can be, return one loss per "
-        "sample; or return in `micro_batch_weight` what the loss is divided by "
-        "(`None` for a sum)."
+        f"sample; or {by_weight}."
+    )
+
+
+def _of_compiled(plan):
+    """Returns what to do with a compiled loss: no line of it need change."""
+    way = (
+        "Pass `gradient_cache=True` to `compile`: nothing else changes."
+        if plan.is_split
+        else "Feed the large batch, and pass `micro_batch_size=..., "
+        "gradient_cache=True` to `compile` instead of `accum_steps`."
+    )
+    return (
+        "A compiled loss computes something of the whole batch, such as a "
+        f"ratio of sums. {way} Or return one loss per sample, of which Keras "
+        "takes the mean."
     )
 
 

@@ -63,8 +63,9 @@ class Terms(Silent):
         rows += map(self._by_place, outputs)
         sums = [tf.reduce_sum(tf.cast(_mixed(x), tf.float64)) for x in rows]
         means = [x for x in of_layers if not x.shape.rank]
-        total = sum(sums) / samples
-        return total + sum(tf.cast(x, tf.float64) for x in means), samples
+        # A sum: the gradient by an output is the same in parts of any size.
+        sums += [samples * tf.cast(x, tf.float64) for x in means]
+        return sum(sums), None
 
     def _by_place(self, rows):
         """Returns rows times other numbers: samples may change places."""
@@ -125,7 +126,7 @@ class Runner:
     def activations(self, data):
         """Returns the bytes of a sample in all tensors of the step."""
         rows = [x for x in leaves_of(data) if getattr(x, "shape", ())]
-        longest = max([1, *(n for x in rows for n in x.shape[1:])])
+        longest = max([1, *(n or 1 for x in rows for n in x.shape[1:])])
         return sum(
             np.prod([n or longest for n in tensor.shape[1:]])
             * tensor.dtype.size

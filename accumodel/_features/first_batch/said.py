@@ -52,6 +52,11 @@ class Said:
         if not (before.startswith("differs") or tells_less):
             self._verdict = verdict
 
+    def add(self, text):
+        """Adds what a user may not expect to a verdict for every batch."""
+        if self.is_proved:
+            self._verdict = f"{self._verdict}. {text}"
+
     @property
     def is_proved(self):
         """Whether the verdict is for all batches so far, and later ones."""

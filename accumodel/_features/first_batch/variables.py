@@ -38,19 +38,35 @@ def assigned_by(functions):
     return [*{id(each): handles[id(each)] for each in written}.values()]
 
 
-@contextlib.contextmanager
-def unscaled(optimizer):
-    """Scope in which loss scales are 1, so that no sum overflows."""
-    scales = [
+def _scales(optimizer):
+    """Returns the loss scales of an optimizer."""
+    return [
         tf_variable(inner.dynamic_scale)
         for inner in with_inner_optimizers(optimizer)
         if getattr(inner, "dynamic_scale", None) is not None
     ]
+
+
+@contextlib.contextmanager
+def unscaled(optimizer):
+    """Scope in which loss scales are 1, so that no sum overflows."""
     with contextlib.ExitStack() as stack:
-        for scale in scales:
+        for scale in _scales(optimizer):
             stack.callback(scale.assign, scale.read_value())
             scale.assign(1.0)
         yield
+
+
+def switches(function, model):
+    """Returns untrained numbers that a step reads, by which terms may begin."""
+    known = [*map(tf_variable, watching(model)), *_scales(model.optimizer)]
+    return [
+        variable
+        for variable in function.variables
+        if variable.shape.rank == 0
+        and not (variable.trainable or private_names.is_seed(variable))
+        and not any(is_of(each, variable) for each in known)
+    ]
 
 
 def watching(model):
