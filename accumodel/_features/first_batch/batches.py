@@ -86,6 +86,8 @@ class FirstBatch(Feature):
         # as that knows it; and what such traces have shown.
         self._waiting: tuple | None = None
         self._findings: list = []
+        # How many batches had arrays of unlike lengths, where these may differ.
+        self._unlike: typing.Any = None
 
     @classmethod
     def is_on(cls, options):
@@ -104,6 +106,7 @@ class FirstBatch(Feature):
 
     def end_epoch(self, logs):
         self.said.what_is_held()
+        self._say_that_lengths_differ()
         accumulation, now = self.accumulation, self._now
         size = accumulation.model.current_micro_batch_size
         if isinstance(accumulation.model.micro_batch_size, str) and size:
@@ -114,6 +117,15 @@ class FirstBatch(Feature):
             self.said.add("No batch was split so far")
             text = messages.not_split(now.looks, size, asks)
             warnings.warn(text, stacklevel=2)
+
+    def _say_that_lengths_differ(self):
+        """Takes a verdict back if a later batch has arrays of other lengths."""
+        if self._unlike is None:
+            return
+        with replicas.scope_of(self.accumulation.strategy):
+            is_unlike = bool(tf.identity(self._unlike) > 0)
+        if is_unlike and self.said.was_compared:
+            self.said.take_back(messages.UNLIKE)
 
     # -- the trace of the training ---------------------------------------------
 
@@ -137,7 +149,9 @@ class FirstBatch(Feature):
         return run if trains else function
 
     def observer(self, plan, data):
-        return Observer(plan, self._findings) if is_observed(plan) else None
+        if not is_observed(plan):
+            return None
+        return Observer(plan, self._findings, self._unlike)
 
     def _take_findings(self, is_over=False):
         """Says what the traces of the training have shown, before they run."""
@@ -282,6 +296,11 @@ class FirstBatch(Feature):
                 now.finding = rehearse(plan, now.data)
         if is_new and is_observed(plan):
             self._waiting, self._findings = (batches, traced), []
+            count = len([*filter(has_axis, keras.tree.flatten(traced))])
+            if is_free and count > 1 and not plan.is_split:
+                self._unlike = self.accumulation.make_sum(
+                    (), tf.float64, "unlike"
+                )
         else:
             self._go_on(batches)
 

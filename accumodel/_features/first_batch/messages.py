@@ -12,6 +12,12 @@ TF_RANDOM = (
     "The model draws random numbers by `tf.random`: other ones in each "
     "micro-batch than in the large batch. Use `keras.random` instead."
 )
+UNLIKE = (
+    "later batches hold arrays of unlike lengths, which those of the first had "
+    "not. Each batch counts as many samples as its targets hold. A mean over "
+    "the rows of another array is exact only if these are in proportion in all "
+    "batches"
+)
 OFF = "`compile(verify=False)` switches this check off."
 
 _WEIGHT = (

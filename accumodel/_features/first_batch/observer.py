@@ -25,11 +25,13 @@ from accumodel._features.proof import (
 from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
+from accumodel._micro_batch.assignments import recorded
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     current_graph,
     current_step,
     first_leaf,
+    has_axis,
 )
 from accumodel._micro_batch.random_numbers import is_of_draws
 from accumodel._micro_batch.weights import added_losses
@@ -73,9 +75,13 @@ def unknown(why, **known):
 class Observer:
     """Is told what the step of one micro-batch computes, and has it proved."""
 
-    def __init__(self, plan, findings):
-        """Takes a list, to which each step that ends adds a `Finding`."""
-        self._plan, self._findings = plan, findings
+    def __init__(self, plan, findings, unlike=None):
+        """Takes a list, to which each step that ends adds a `Finding`.
+
+        And a variable, if any, in which a step that is not proved counts the
+        batches whose arrays have unlike lengths.
+        """
+        self._plan, self._findings, self._unlike = plan, findings, unlike
 
     @contextlib.contextmanager
     def of(self, data):
@@ -100,6 +106,13 @@ class Observer:
             self._finish()
         self._finding.proof = self._failed or self._finding.proof
         self._findings.append(self._finding)
+        if self._unlike is not None and not self._finding.is_exact:
+            lengths = tf.stack(
+                [count_samples(x) for x in filter(has_axis, self._data)]
+            )
+            is_unlike = tf.reduce_any(lengths != lengths[0])
+            with recorded():
+                self._unlike.assign_add(tf.cast(is_unlike, tf.float64))
 
     @contextlib.contextmanager
     def _guarded(self):

@@ -46,11 +46,20 @@ class Said:
 
     def keep(self, verdict):
         """Keeps a verdict, unless another batch has told more."""
-        before = self._verdict or ""
-        was_compared = before.startswith("exact") and not self.is_proved
-        tells_less = was_compared and verdict.startswith("not made")
-        if not (before.startswith("differs") or tells_less):
+        tells_less = self.was_compared and verdict.startswith("not made")
+        if not ((self._verdict or "").startswith("differs") or tells_less):
             self._verdict = verdict
+
+    def take_back(self, why):
+        """Says that what was compared says nothing of later batches."""
+        self._verdict = f"not made: {why}"
+        warnings.warn(messages.not_made(why), stacklevel=2)
+
+    @property
+    def was_compared(self):
+        """Whether the verdict is that a comparison has found no difference."""
+        is_exact = (self._verdict or "").startswith("exact")
+        return is_exact and not self.is_proved
 
     def add(self, text):
         """Adds what a user may not expect to a verdict for every batch."""
