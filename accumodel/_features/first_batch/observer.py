@@ -20,12 +20,13 @@ from accumodel._features.proof import (
     Proof,
     prove,
     prove_rows,
+    prove_shared,
     worst,
 )
 from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.optimizers import trained_norms
-from accumodel._micro_batch.assignments import recorded
+from accumodel._micro_batch.assignments import CONDITIONS, recorded
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     current_graph,
@@ -162,19 +163,30 @@ class Observer:
         if not self._finding.is_asked:
             return
         if self._plan.is_custom:
-            is_here = all(graph is self._graph for *_, graph in self._added)
-            terms = [each[:2] for each in self._added]
-            where = "the step accumulates in a condition or a function"
-            self._finding.proof = (
-                self._ask(self._gradients.prove, terms)
-                if is_here
-                else Proof("unknown", where)
-            )
+            proofs = [self._ask(self._gradients.prove, self._added)]
+            graphs = {graph for *_, graph in self._added}
+            proofs += map(self._prove_branch, graphs)
+            self._finding.proof = worst(proofs)
             return
         # What follows the loss may assign what it reads.
         may_assign = "compute_metrics" in self._plan.overridden
         if may_assign and self._loss and self._finding.is_exact:
             self._finding.proof = self._ask(prove, *self._loss)
+
+    def _prove_branch(self, graph):
+        """Proves that all micro-batches accumulate what a graph does."""
+        if graph is self._graph:
+            return Proof("exact", "")
+        for op in self._graph.get_operations():
+            is_choice = op.type in CONDITIONS
+            if is_choice and graph in private_names.bodies_of(op):
+                return self._ask(prove_shared, op.inputs[0])
+        where = "the step accumulates in a loop or a function"
+        return Proof("unknown", where)
+
+    def _is_near(self, graph):
+        """Whether a graph is that of the step, or right inside of it."""
+        return self._graph in (graph, getattr(graph, "outer_graph", None))
 
     def _prove_rows(self, y_pred):
         losses = added_losses(self._plan.model)
@@ -212,7 +224,7 @@ class Observer:
         """Computes gradients by a tape, and types those of a custom step."""
         # Inside of functions, and of other sums, they are not followed.
         is_sum = not args and "output_gradients" not in kwargs
-        is_followed = is_sum and current_graph() is self._graph
+        is_followed = is_sum and self._is_near(current_graph())
         if is_followed:
             self._note_operations(tf.nest.flatten([target]))
         if not (is_followed and self._finding.is_asked):

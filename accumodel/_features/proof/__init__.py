@@ -10,7 +10,8 @@ from accumodel._features.proof.verdict import (
     Gradients,
     prove,
     prove_rows,
+    prove_shared,
     worst,
 )
 
-__all__ = ["Gradients", "Proof", "prove", "prove_rows", "worst"]
+__all__ = ["Gradients", "Proof", "prove", "prove_rows", "prove_shared", "worst"]

@@ -57,6 +57,16 @@ def prove_rows(outputs, *where, **variables):
     return _tried(_judged, _judge_rows, outputs, *where, **variables)
 
 
+def prove_shared(tensor, *where, **variables):
+    """Returns whether a tensor is proved to depend on no sample."""
+
+    def judge(v):
+        require(v.is_shared, f"{v.words}, as a condition")
+        return "what samples share"
+
+    return _tried(_judged, judge, [tensor], *where, **variables)
+
+
 def worst(proofs):
     """Returns the first proof that is not exact, else the first."""
     return min(proofs, key=lambda proof: proof.kind == "exact")
@@ -106,7 +116,7 @@ class Gradients:
     def prove(self, terms, *where, **variables):
         """Returns whether all gradients are such sums or means."""
         variables["typed"], proofs = (self._analysis, self._known_by([])), []
-        for gradients, weight in terms:
+        for gradients, weight, *_ in terms:
             tensors = [x for x in (weight, *gradients) if x is not None]
             judge = _judge_weighed if weight is not None else _judge_sums
             proofs.append(_tried(_judged, judge, tensors, *where, **variables))
@@ -232,8 +242,9 @@ def _known(
     `rows_variable` is another one in each micro-batch, and the `ignored`
     variables, such as those of metrics, may be assigned at any time.
     """
-    types, assigned = _outside(analysis, graph, rows_variable, ignored)
-    return types | _types_of_data(analysis, data, spans_batches), assigned
+    given = _types_of_data(analysis, data, spans_batches)
+    types, assigned = _outside(analysis, graph, rows_variable, ignored, given)
+    return types | given, assigned
 
 
 def _types_of_data(analysis, data, spans_batches):
@@ -252,8 +263,13 @@ def _types_of_data(analysis, data, spans_batches):
     return types
 
 
-def _outside(analysis, graph, rows_variable, ignored):
-    """Returns types of what a graph takes from outside, and what it assigns."""
+def _outside(analysis, graph, rows_variable, ignored, given):
+    """Returns types of what a graph takes from outside, and what it assigns.
+
+    `given` are the types of the data. If they are in the graph around this one,
+    which is a branch of a condition, so are other tensors.
+    """
+    around = {ref.deref().graph for ref in given} - {graph}
     used = private_names.used_variables(graph)
     names = {id(v.handle): v.name.split(":")[0] for v in used}
     seeds = {id(v.handle) for v in used if private_names.is_seed(v)}
@@ -262,21 +278,30 @@ def _outside(analysis, graph, rows_variable, ignored):
         theirs.add(id(rows_variable.handle))
         names[id(rows_variable.handle)] = "the place of a draw in the batch"
     types, assigned, root = {}, None, _roots()
+    moving = {
+        id(root(outside))
+        for each in (graph, *around)
+        for outside, x in each.captures
+        if x.dtype == tf.resource and is_assigned(x, by_all=False)
+    } - seeds
     for outside, x in graph.captures:
-        outside = root(outside)
-        key, is_symbolic = id(outside), tf.is_symbolic_tensor(outside)
+        is_near = tf.is_symbolic_tensor(outside) and outside.graph in around
+        key = id(root(outside))
         name = names.get(key, "a table")
-        is_state = x.dtype == tf.resource and key not in seeds
-        moves = is_state and is_assigned(x, by_all=False)
-        if moves and key not in theirs:
+        if key in moving and key not in theirs:
             assigned = assigned or name
-        if moves or key in theirs:
+        if key in moving | theirs:
             what = f"`{name}` is another one in each micro-batch"
             types[x.ref()] = unknown(what)
-        elif x.dtype != tf.resource and is_symbolic:
-            types[x.ref()] = unknown("a tensor of another graph")
-        else:
+        elif x.dtype == tf.resource or not tf.is_symbolic_tensor(root(outside)):
             types[x.ref()] = Type("C", analysis.dims(x))
+        elif is_near:
+            known, _ = _outside(
+                analysis, outside.graph, rows_variable, ignored, given
+            )
+            (types[x.ref()],) = analysis.types_of([outside], known | given)
+        else:
+            types[x.ref()] = unknown("a tensor of another graph")
     return types, assigned
 
 
