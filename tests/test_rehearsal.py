@@ -165,6 +165,40 @@ def test_models_of_several_outputs(name, way):
     trains_as_plain(program, **WAYS[way])
 
 
+class AddsIfThere(layers.Layer):
+    def call(self, first, second=None):
+        return first if second is None else first + second
+
+    def compute_output_shape(self, first_shape, second_shape=None):
+        return first_shape
+
+
+def optional(cls):
+    first = keras.Input((6,), name="first")
+    second = keras.Input((6,), name="second", optional=True)
+    outputs = layers.Dense(4)(AddsIfThere()(first, second))
+    return cls({"first": first, "second": second}, outputs)
+
+
+def as_dataset(x, y, **kwargs):
+    data = tf.data.Dataset.from_tensor_slices((x["first"], y))
+
+    def train(model, steps):
+        batches = data.batch(24 // steps).map(
+            lambda first, y: ({**x, "first": first}, y)
+        )
+        return fit(model, batches, epochs=4)
+
+    return train
+
+
+@pytest.mark.parametrize("way", ["split", "cache"])
+@pytest.mark.parametrize("feed", [feed, as_dataset])
+def test_an_optional_input_may_be_missing(feed, way):
+    x = {"first": X, "second": None}
+    trains_as_plain(Program(optional, "mse", feed(x, Y)), **WAYS[way])
+
+
 # -- what a step asks for, and was not there -----------------------------------
 
 

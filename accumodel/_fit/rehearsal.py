@@ -402,9 +402,17 @@ def packed(data, leaves):
     )
 
 
+# What is in the place of an input that is `None`, and its spec.
+_MISSING = (
+    type(None),
+    type(tf.type_spec_from_value(None)),
+    tf.experimental.Optional,
+    tf.OptionalSpec,
+)
+
+
 def _is_missing(leaf):
-    optional = tf.experimental.Optional, tf.OptionalSpec
-    return leaf is None or isinstance(leaf, optional)
+    return isinstance(leaf, _MISSING)
 
 
 def specs_of(data):
