@@ -127,10 +127,11 @@ def _train(model, train_step, data):
     has_to_add = (
         plan.is_split or accumulation.spans_batches or accumulation.is_asked_to
     )
-    if not model.trainable_variables:
-        if accumulation.numbers is not None:  # no update ends the cycle
-            replicas.across_replicas(accumulation.numbers.end_cycle, ())
-    elif has_to_add and not is_added:
+    if not is_added and accumulation.numbers is not None:
+        # No update ends the cycle.
+        accumulation.states.end_cycle()
+        replicas.across_replicas(accumulation.numbers.end_cycle, ())
+    if has_to_add and not is_added and model.trainable_variables:
         raise ValueError(
             "Nothing was accumulated: a `train_step` must call "
             "`self.accumulate_gradients(gradients, weight)` instead of "
