@@ -250,9 +250,13 @@ def build(plan, data):
         x, *_ = keras.utils.unpack_x_y_sample_weight(packed(data, leaves))
         private_names.call_model(model, x, training=True)
 
+    # A custom step may call the model with anything, or not at all.
+    if plan.is_custom:
+        found, _ = rehearse_step(plan, data, is_real=True)
+        if found.error is None:
+            return
     rehearse(model, call, *specs_of(data), is_real=True)
-    if not private_names.is_built(model):
-        # A custom step may call the model with anything, or not at all.
+    if not (plan.is_custom or private_names.is_built(model)):
         rehearse_step(plan, data, is_real=True)
 
 
