@@ -87,6 +87,26 @@ def test_after_compile_a_function_in_a_step_trains_or_is_refused(made):
     assert int(model.optimizer.iterations) == 0
 
 
+@pytest.mark.parametrize("way", [{"accum_steps": 2}, {"micro_batch_size": 2}])
+def test_a_step_is_traced_no_more_often_than_by_keras(way):
+    """Twice: what makes variables in a `tf.function` is traced again."""
+    traces: collections.Counter = collections.Counter()
+
+    def run(base, **kwargs):
+        class Model(base):
+            def train_step(self, data):
+                traces[base] += 1
+                return super().train_step(data)
+
+        data = normal((16, 4), (16, 1))
+        kwargs |= {"loss": "mse", "metrics": ["mae"]}
+        return train(linear(Model), data, 4, **kwargs)
+
+    run(keras.Model)
+    run(AccumulatingModel, **way)
+    assert traces[AccumulatingModel] <= traces[keras.Model]
+
+
 def test_a_new_train_function_updates_as_the_optimizer_says_now():
     x, y = np.ones((8, 4)), 9 * np.ones((8, 1))
 

@@ -78,6 +78,10 @@ def rehearse(model, function, *specs, is_real=False):
     """
     found = Rehearsed()
 
+    def traced(*args):
+        with tf.variable_creator_scope(_make_outside):
+            return function(*args)
+
     def run():
         scopes: list = [
             hooks.traced_anew(),
@@ -95,7 +99,7 @@ def rehearse(model, function, *specs, is_real=False):
         with hooks.all_of(scopes):
             python = python_state.PythonState(python_state.owners_of(model))
             try:
-                found.function = trace(function, *specs)
+                found.function = trace(traced, *specs)
             except checks.InexactWarning:  # which is told of once
                 raise
             except Exception as error:
@@ -136,6 +140,13 @@ def _infer(found, original, layer, inputs, mask):
         tf.identity(tf.cast(statistics, inputs.dtype), name=MOMENTS)
         for statistics in (layer.moving_mean, layer.moving_variance)
     )
+
+
+def _make_outside(make, **kwargs):
+    """Makes a variable of eager code so that its trace is not made again."""
+    if tf.executing_eagerly():
+        kwargs["experimental_enable_variable_lifting"] = False
+    return make(**kwargs)
 
 
 def _at_once(model, original, *args, **kwargs):
