@@ -138,7 +138,7 @@ what is assigned is forgotten with the trace
     _forward_of: set states => States({})
 # test_keras_names.py test_distribution.py
 reduced by accumodel and by the optimizer
-    _reduce_and_apply: call without_own_reduction => without_own_reduction([])
+    _reduce_and_apply: call _without_own_reduction => _without_own_reduction([])
 # test_losses.py
 a `__call__` of Keras's own losses is not looked into
     _find_losses: for map => ()

@@ -157,6 +157,29 @@ def test_variables_that_are_overwritten_take_the_maximum_of_the_cycle():
     np.testing.assert_array_equal(kernel, [-2.0])
 
 
+class Counts(keras.layers.Layer):
+    def build(self, shape):
+        self.count = self.add_weight((), "zeros", trainable=False)
+
+    def call(self, inputs):
+        self.count.assign_add(1.0)
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("way", "counted"),
+    [({"micro_batch_size": 4}, 4), ({"accum_steps": 2}, 8)],
+)
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable")
+def test_what_a_model_without_trainable_weights_assigns_stays(way, counted):
+    """No update ends its cycles, so each fed batch is one."""
+    x, y = normal((16, 3), (16, 3))
+    model = chain(AccumulatingModel, (3,), Counts())
+    size = 8 // way.get("accum_steps", 1)
+    train(model, (x, y), size, "sgd", 2, loss="mse", **way)
+    assert float(model.layers[1].count) == counted
+
+
 class TwoPasses(AccumulatingModel):
     def compute_gradients(self, data):
         first, weight, logs = super().compute_gradients(data)

@@ -16,6 +16,7 @@ import tensorflow as tf
 from helpers import Adds, chain, compiled, make_model, mirrored, refused
 
 import accumodel
+from accumodel._features import rematerialization
 from accumodel._features.whole_batch.stages import set_apart
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.assignments import Recorder
@@ -42,7 +43,7 @@ def test_a_loss_reduces_in_one_function_that_is_given_all_it_needs():
     y_pred._keras_mask = mask
     weights = tf.constant([[1.0], [2.0]])
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    with hooks.recorded_reductions(scales=True) as reductions:
+    with hooks.recorded_reductions() as reductions:
         value = loss(tf.zeros((2, 5, 3)), y_pred, weights)
     (noted,) = reductions
     assert noted.values.shape == (2, 5)
@@ -282,11 +283,11 @@ def test_a_layer_knows_the_mode_of_its_scope(mode):
     assert private_names.is_rematerialized(model)
     assert not private_names.is_rematerialized(keras.Sequential())
     is_named = mode == "list_of_layers"
-    assert private_names.can_run_twice(model.call) == is_named
-    assert private_names.can_run_twice(model.compute_loss)
-    assert private_names.can_run_twice(model.layers[0].call)
-    assert not private_names.can_run_twice(unbuilt.call)
-    assert private_names.can_run_twice(tf.identity)
+    assert rematerialization.can_run_twice(model.call) == is_named
+    assert rematerialization.can_run_twice(model.compute_loss)
+    assert rematerialization.can_run_twice(model.layers[0].call)
+    assert not rematerialization.can_run_twice(unbuilt.call)
+    assert rematerialization.can_run_twice(tf.identity)
 
 
 def test_the_attributes_of_keras_are_told_from_those_of_users():

@@ -181,6 +181,22 @@ def test_from_model_keeps_what_was_set_on_a_model(sequential):
 HIDDEN: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
+@pytest.mark.verified
+@pytest.mark.filterwarnings("error")  # those of NumPy in Keras, too
+@pytest.mark.parametrize("way", [{"micro_batch_size": 4}, {"accum_steps": 4}])
+def test_the_usual_ways_where_warnings_are_errors(way, points):
+    layers = keras.layers.Dropout(0.5), keras.layers.Dense(2)
+    plain = chain(keras.Model, (5,), *layers)
+    train(plain, points, loss="mse", epochs=1)
+    with pytest.warns(UserWarning, match="and what `from_model` returns"):
+        model = AccumulatingModel.from_model(plain)
+    compiled(model, plain.optimizer, "mse", **way)
+    fit(model, *points, batch_size=8)
+    model.evaluate(*points, verbose=0)
+    with pytest.warns(UserWarning, match="and what `from_model` returns"):
+        AccumulatingModel.from_model(model)
+
+
 class HidesWeights(Linear):
     @property
     def weights(self):

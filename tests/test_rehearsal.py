@@ -11,6 +11,7 @@ from helpers import (
     Seeded,
     chain,
     compiled,
+    custom_step,
     distance,
     fit,
     gradients_of,
@@ -163,6 +164,71 @@ def test_models_of_several_outputs(name, way):
     make, loss, _ = OUTPUTS[name]
     program = Program(make, [loss, "mse"], fixed, lambda: SGD(1e-3))
     trains_as_plain(program, **WAYS[way])
+
+
+class AddsIfThere(layers.Layer):
+    def call(self, first, second=None):
+        return first if second is None else first + second
+
+    def compute_output_shape(self, first_shape, second_shape=None):
+        return first_shape
+
+
+def optional(cls):
+    first = keras.Input((6,), name="first")
+    second = keras.Input((6,), name="second", optional=True)
+    outputs = layers.Dense(4)(AddsIfThere()(first, second))
+    return cls({"first": first, "second": second}, outputs)
+
+
+def as_dataset(x, y, **kwargs):
+    data = tf.data.Dataset.from_tensor_slices((x["first"], y))
+
+    def train(model, steps):
+        batches = data.batch(24 // steps).map(
+            lambda first, y: ({**x, "first": first}, y)
+        )
+        return fit(model, batches, epochs=4)
+
+    return train
+
+
+@pytest.mark.parametrize("way", ["split", "cache"])
+@pytest.mark.parametrize("feed", [feed, as_dataset])
+def test_an_optional_input_may_be_missing(feed, way):
+    x = {"first": X, "second": None}
+    trains_as_plain(Program(optional, "mse", feed(x, Y)), **WAYS[way])
+
+
+def generator(cls):
+    """Makes samples of noise, of which `fit` feeds none. It is not built."""
+
+    class Model(cls):
+        def __init__(self):
+            super().__init__()
+            self.make, self.judge = layers.Dense(6), layers.Dense(5, "tanh")
+            self.noise = keras.random.SeedGenerator(1)
+
+        def call(self, noise):
+            return self.make(noise)
+
+        def train_step(self, data):
+            x, _ = data
+            noise = keras.random.normal((ops.shape(x)[0], 3), seed=self.noise)
+
+            def loss():
+                return ops.mean(self.judge(x) ** 2) + ops.mean(
+                    (1 - self.judge(self.make(noise))) ** 2
+                )
+
+            return {"mean": custom_step(self, x, loss)}
+
+    return Model()
+
+
+@pytest.mark.parametrize("way", ["split", "fed"])
+def test_a_custom_step_builds_the_model_and_not_call(way):
+    trains_as_plain(Program(generator), **WAYS[way])
 
 
 # -- what a step asks for, and was not there -----------------------------------

@@ -1,6 +1,7 @@
 """What is traced again, and what is not."""
 
 import collections
+import functools
 
 import cases
 import keras
@@ -85,6 +86,43 @@ def test_after_compile_a_function_in_a_step_trains_or_is_refused(made):
     said = str(caught.value), *getattr(caught.value, "__notes__", ())
     assert any("`tf.function` that was traced before" in text for text in said)
     assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize("way", [{"accum_steps": 2}, {"micro_batch_size": 2}])
+def test_a_step_is_traced_no_more_often_than_by_keras(way):
+    """Twice: what makes variables in a `tf.function` is traced again."""
+    traces: collections.Counter = collections.Counter()
+
+    def run(base, **kwargs):
+        class Model(base):
+            def train_step(self, data):
+                traces[base] += 1
+                return super().train_step(data)
+
+        data = normal((16, 4), (16, 1))
+        kwargs |= {"loss": "mse", "metrics": ["mae"]}
+        return train(linear(Model), data, 4, **kwargs)
+
+    run(keras.Model)
+    run(AccumulatingModel, **way)
+    assert traces[AccumulatingModel] <= traces[keras.Model]
+
+
+def test_an_error_says_that_python_has_kept_a_tensor():
+    class Scaled(AccumulatingModel):
+        @functools.cache  # noqa: B019
+        def scale(self):
+            return tf.constant([2.0])
+
+        def compute_loss(self, x, y, y_pred, *args, **kwargs):
+            return tf.reduce_mean((y - y_pred) ** 2 * self.scale())
+
+    model = linear(Scaled)
+    data = normal((16, 4), (16, 1))
+    train(model, data, 8, loss=None, epochs=1, micro_batch_size=4)
+    with pytest.raises(TypeError, match="out of scope") as caught:
+        model.evaluate(*data, verbose=0)
+    assert "Python has kept a tensor" in caught.value.__notes__[-1]
 
 
 def test_a_new_train_function_updates_as_the_optimizer_says_now():

@@ -39,9 +39,21 @@ def call(function, by_keras, *args, **kwargs):
         return by_keras(*args, **kwargs)
     # It is part of the outer one. In what records, no variables can be made.
     is_once = is_inside or tf.executing_eagerly()
-    if is_once or not private_names.can_run_twice(function):
+    if is_once or not can_run_twice(function):
         return function(*args, **kwargs)
     return _Call(function, args, kwargs).run()
+
+
+def can_run_twice(function):
+    """Whether its layer is built, and no model that its scope does not name."""
+    layer = private_names.layer_of(function)
+    mode = None if layer is None else private_names.remat_mode(layer)
+    if hasattr(layer, "state_size") and not isinstance(layer, keras.layers.RNN):
+        return False  # a cell, whose RNN calls it in a loop
+    name = getattr(function, "__name__", None)  # a layer has none
+    if isinstance(layer, private_names.KerasModel) and name == "call":
+        return private_names.is_built(layer) and mode == "list_of_layers"
+    return layer is None or private_names.is_built(layer)
 
 
 class _Call:

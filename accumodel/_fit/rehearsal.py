@@ -76,6 +76,10 @@ def rehearse(model, function, *specs, is_real=False):
     """
     found = Rehearsed()
 
+    def traced(*args):
+        with tf.variable_creator_scope(_make_outside):
+            return function(*args)
+
     def run():
         scopes: list = [
             hooks.traced_anew(),
@@ -93,7 +97,7 @@ def rehearse(model, function, *specs, is_real=False):
         with hooks.all_of(scopes):
             python = python_state.PythonState(python_state.owners_of(model))
             try:
-                found.function = trace(function, *specs)
+                found.function = trace(traced, *specs)
             except checks.InexactWarning:  # which is told of once
                 raise
             except Exception as error:
@@ -134,6 +138,13 @@ def _infer(found, original, layer, inputs, mask):
         tf.identity(tf.cast(statistics, inputs.dtype), name=MOMENTS)
         for statistics in (layer.moving_mean, layer.moving_variance)
     )
+
+
+def _make_outside(make, **kwargs):
+    """Makes a variable of eager code so that its trace is not made again."""
+    if tf.executing_eagerly():
+        kwargs["experimental_enable_variable_lifting"] = False
+    return make(**kwargs)
 
 
 def _at_once(model, original, *args, **kwargs):
@@ -268,9 +279,13 @@ def build(plan, data):
         x, *_ = keras.utils.unpack_x_y_sample_weight(packed(data, leaves))
         private_names.call_model(model, x, training=True)
 
+    # A custom step may call the model with anything, or not at all.
+    if plan.is_custom:
+        found, _ = rehearse_step(plan, data, is_real=True)
+        if found.error is None:
+            return
     rehearse(model, call, *specs_of(data), is_real=True)
-    if not private_names.is_built(model):
-        # A custom step may call the model with anything, or not at all.
+    if not (plan.is_custom or private_names.is_built(model)):
         rehearse_step(plan, data, is_real=True)
 
 
@@ -406,9 +421,17 @@ def packed(data, leaves):
     )
 
 
+# What is in the place of an input that is `None`, and its spec.
+_MISSING = (
+    type(None),
+    type(tf.type_spec_from_value(None)),
+    tf.experimental.Optional,
+    tf.OptionalSpec,
+)
+
+
 def _is_missing(leaf):
-    optional = tf.experimental.Optional, tf.OptionalSpec
-    return leaf is None or isinstance(leaf, optional)
+    return isinstance(leaf, _MISSING)
 
 
 def specs_of(data):

@@ -40,6 +40,15 @@ _TRACED_BEFORE = (
     "step."
 )
 
+# Notes to errors, by a part of their text.
+_NOTES = {
+    "variables which have been deleted": _TRACED_BEFORE,
+    "is out of scope and cannot be used here": "Python has kept a tensor of an "
+    "earlier trace, as in a cache: keep a NumPy array, or make the tensor in "
+    "`tf.init_scope`. A loss takes values of samples from the outputs of "
+    "`call`.",
+}
+
 
 def make_function(model, name, make, force):
     """Makes `model.train_function` or `test_function`; `make` is Keras's."""
@@ -129,10 +138,11 @@ def _train(model, train_step, data):
     has_to_add = (
         plan.is_split or accumulation.spans_batches or accumulation.is_asked_to
     )
-    if not model.trainable_variables:
-        if accumulation.numbers is not None:  # no update ends the cycle
-            replicas.across_replicas(accumulation.numbers.end_cycle, ())
-    elif has_to_add and not is_added:
+    if not is_added and accumulation.numbers is not None:
+        # No update ends the cycle.
+        accumulation.states.end_cycle()
+        replicas.across_replicas(accumulation.numbers.end_cycle, ())
+    if has_to_add and not is_added and model.trainable_variables:
         raise ValueError(
             "Nothing was accumulated: a `train_step` must call "
             "`self.accumulate_gradients(gradients, weight)` instead of "
@@ -191,8 +201,8 @@ def _prepared(accumulation, function, trains):
         except BaseException as error:
             if trains:
                 engine.step_failed([*accumulation.accumulators], error)
-            if "variables which have been deleted" in str(error):
-                error.add_note(f"accumodel: {_TRACED_BEFORE}")
+            for note in [v for k, v in _NOTES.items() if k in str(error)]:
+                error.add_note(f"accumodel: {note}")
             if isinstance(error, tf.errors.OpError):
                 _say_that_it_was_split(accumulation, error)
             raise

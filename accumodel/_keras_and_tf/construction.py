@@ -101,9 +101,9 @@ def check_model(model, accumulating):
             stacklevel=3,
         )
     # A task of keras-hub is compiled by its constructor.
-    if model.compiled and keras.ops.convert_to_numpy(  # also of replicas
-        getattr(model.optimizer, "iterations", 0)
-    ):
+    optimizer = model.optimizer if model.compiled else None
+    updates = getattr(optimizer, "iterations", None)
+    if updates is not None and updates.numpy():
         warnings.warn(
             "`model` is compiled, and what `from_model` returns is not: call "
             "its `compile`, with `model.optimizer` to continue with its state.",

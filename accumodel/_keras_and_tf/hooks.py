@@ -167,8 +167,11 @@ losses = Hook("losses", _find_losses)
 
 
 @contextlib.contextmanager
-def recorded_reductions(scales):
-    """Scope in which a list of `Reduction` grows as losses are called."""
+def recorded_reductions(scale=None):
+    """Scope in which a list of `Reduction` grows as losses are called.
+
+    `scale` takes each, and its loss, and returns what that is to be.
+    """
     # The lists of the scope, and of each loss that is being called.
     lists: list[list] = [[]]
 
@@ -199,18 +202,7 @@ def recorded_reductions(scales):
             data=args[:2],
         )
         lists[-1].append(own)
-        is_mean = own.reduction not in ("sum", "none", None)
-        if is_scalar and is_mean and scales:
-            # Keras divides a mean by the number of replicas once. It does not
-            # divide a scalar loss, and divides a composite loss under a mask
-            # twice.
-            replicas = tf.distribute.get_strategy().num_replicas_in_sync
-            is_weighed = own.sample_weight is not None or own.mask is not None
-            if inner and is_weighed:
-                loss *= replicas
-            elif not inner and not is_weighed:
-                loss /= replicas
-        return loss
+        return loss if scale is None else scale(own, loss)
 
     with losses(reduce_weighted_values=reduce, __call__=call):
         yield lists[0]
@@ -456,35 +448,19 @@ def keep_call():
 # -- several replicas ----------------------------------------------------------
 
 
-@contextlib.contextmanager
-def without_own_reduction(optimizers):
-    """Scope in which `optimizers` do not reduce gradients over replicas."""
-    # Keras clips gradients, and looks for overflows, before it reduces them: on
-    # several replicas neither sees the gradient of the batch. So accumodel
-    # reduces first, and raises if optimizers reduce in another way.
-    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
-        yield  # nothing is reduced
-        return
-    name, is_called = "_all_reduce_sum_gradients", False
+@needed_for("replicas")
+def reductions_of(optimizers, reduce):
+    """Returns a scope in which `reduce(original, pairs)` is called.
 
-    def take(original, pairs):
-        nonlocal is_called
-        is_called = True
-        return pairs
-
-    with needed_for("replicas"):
-        scopes = [
-            replaced(x, name, functools.partial(take, getattr(x, name)))
+    Instead of that of the optimizers, which reduces gradients over replicas.
+    """
+    name = "_all_reduce_sum_gradients"
+    return all_of(
+        [
+            replaced(x, name, functools.partial(reduce, getattr(x, name)))
             for x in optimizers
         ]
-    with all_of(scopes):
-        yield
-    if not is_called:
-        raise RuntimeError(
-            "accumodel does not know how optimizers of this version of Keras "
-            "reduce gradients, and would reduce them twice. Use one device, or "
-            f"a tested version. Received: Keras {keras.__version__}"
-        )
+    )
 
 
 # If it is not there, Keras's own error remains.

@@ -21,7 +21,6 @@ plain way needs:
 import contextlib
 import functools
 import inspect
-import math
 import sys
 
 import keras
@@ -174,33 +173,6 @@ def draw_seed(seed):
     return module._cast_seed(module.draw_seed(seed))
 
 
-def normal_in_xla(draw, whole, first, shape):
-    """Returns normal numbers of a draw, from the `first` on, as XLA does."""
-    # Two of two uniform ones (Box and Muller 1958), neighbors in the first axis
-    # of even length, or in the longest, of the shape of the `whole` batch. If
-    # XLA's `NormalFloatingPointDistribution` changes, they are others.
-    odd = tf.truncatemod(whole, 2)
-    axis = tf.where(tf.reduce_all(odd > 0), tf.argmax(whole), tf.argmin(odd))
-    strides = tf.math.cumprod(whole, exclusive=True, reverse=True)
-    length, stride = tf.gather(whole, axis), tf.gather(strides, axis)
-    place = first + tf.range(tf.reduce_prod(shape))
-    line = tf.truncatediv(place, stride)
-    second = tf.truncatemod(tf.truncatemod(line, length), 2)
-    # The last one of an odd length has a neighbor that is dropped.
-    dropped = tf.truncatediv(line, length) * tf.truncatemod(length, 2)
-    place += (dropped - second) * stride
-    rows = tf.concat([shape[:1] + 1, shape[1:]], 0)  # neighbors, too
-    uniform = draw(place[0], 2 * tf.reduce_prod(rows, keepdims=True))
-    place -= place[0]
-    constants = tf.constant([1e-7, -2, 2 * math.pi], uniform.dtype)
-    least, minus_2, circle = tf.unstack(constants)
-    radius = tf.math.log(tf.maximum(tf.gather(uniform, place), least))
-    radius = tf.sqrt(minus_2 * radius)
-    angle = circle * tf.gather(uniform, place + stride)
-    normal = tf.where(second > 0, tf.cos(angle), tf.sin(angle)) * radius
-    return tf.reshape(normal, shape)
-
-
 def is_seed(variable):
     """Whether a `tf.Variable` is the state of a `SeedGenerator`."""
     # If Keras renames it, a function that was traced before is not refused.
@@ -269,7 +241,7 @@ def layer_of(function):
 
 def is_rematerialized(model):
     """Whether layers of a model were made in a `keras.RematScope`."""
-    # If Keras renames these, `can_run_twice` raises for such a layer, only.
+    # If Keras renames these, `remat_mode` raises for such a layer, only.
     return any(
         getattr(layer, "_remat_mode", None)
         for layer in getattr(model, "_flatten_layers", list)()
@@ -277,17 +249,9 @@ def is_rematerialized(model):
 
 
 @needed_for("rematerialization")
-def can_run_twice(function):
-    """Whether its layer is built, and no model that its scope does not name."""
-    layer = layer_of(function)
-    mode = None if layer is None else layer._remat_mode
-    if hasattr(layer, "state_size") and not isinstance(layer, keras.layers.RNN):
-        return False  # a cell, whose RNN calls it in a loop
-    name = getattr(function, "__name__", None)  # a layer has none
-    if isinstance(layer, KerasModel) and name == "call":
-        is_named = getattr(mode, "mode", None) == "list_of_layers"
-        return is_built(layer) and is_named
-    return layer is None or is_built(layer)
+def remat_mode(layer):
+    """Returns the mode of the `RematScope` in which a layer was made."""
+    return getattr(layer._remat_mode, "mode", None)
 
 
 # What Keras keeps of a layer besides its variables and layers.

@@ -3,12 +3,12 @@
 As in `keras.src.backend.tensorflow.random` and `tf.random.stateless_*`.
 """
 
+import math
 import typing
 
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
 from accumodel._micro_batch.micro_batches import current_step
 
 
@@ -66,7 +66,7 @@ def _normal(rows_of, mean=0.0, stddev=1.0, dtype=None):
         values = rows_of(
             tf.raw_ops.StatelessRandomUniformV2,
             drawn,
-            make=private_names.normal_in_xla,
+            make=normal_in_xla,
             dtype=drawn,
         )
         if drawn != dtype:  # XLA cuts bits off, instead of rounding
@@ -76,6 +76,33 @@ def _normal(rows_of, mean=0.0, stddev=1.0, dtype=None):
         values = rows_of(tf.raw_ops.StatelessRandomNormalV2, dtype, dtype=dtype)
     mean = tf.convert_to_tensor(mean, dtype)
     return values * tf.convert_to_tensor(stddev, dtype) + mean
+
+
+def normal_in_xla(draw, whole, first, shape):
+    """Returns normal numbers of a draw, from the `first` on, as XLA does."""
+    # Two of two uniform ones (Box and Muller 1958), neighbors in the first axis
+    # of even length, or in the longest, of the shape of the `whole` batch. If
+    # XLA's `NormalFloatingPointDistribution` changes, they are others.
+    odd = tf.truncatemod(whole, 2)
+    axis = tf.where(tf.reduce_all(odd > 0), tf.argmax(whole), tf.argmin(odd))
+    strides = tf.math.cumprod(whole, exclusive=True, reverse=True)
+    length, stride = tf.gather(whole, axis), tf.gather(strides, axis)
+    place = first + tf.range(tf.reduce_prod(shape))
+    line = tf.truncatediv(place, stride)
+    second = tf.truncatemod(tf.truncatemod(line, length), 2)
+    # The last one of an odd length has a neighbor that is dropped.
+    dropped = tf.truncatediv(line, length) * tf.truncatemod(length, 2)
+    place += (dropped - second) * stride
+    rows = tf.concat([shape[:1] + 1, shape[1:]], 0)  # neighbors, too
+    uniform = draw(place[0], 2 * tf.reduce_prod(rows, keepdims=True))
+    place -= place[0]
+    constants = tf.constant([1e-7, -2, 2 * math.pi], uniform.dtype)
+    least, minus_2, circle = tf.unstack(constants)
+    radius = tf.math.log(tf.maximum(tf.gather(uniform, place), least))
+    radius = tf.sqrt(minus_2 * radius)
+    angle = circle * tf.gather(uniform, place + stride)
+    normal = tf.where(second > 0, tf.cos(angle), tf.sin(angle)) * radius
+    return tf.reshape(normal, shape)
 
 
 def _randint(rows_of, minval, maxval, dtype="int32"):

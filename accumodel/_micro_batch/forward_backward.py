@@ -33,7 +33,8 @@ def compute_loss(accumulation, by_super, x, y, y_pred, sample_weight, training):
     if not (accumulation.accumulates and is_ours):
         return call_compute_loss(*given)
     is_default = not accumulation.overrides("compute_loss")
-    with hooks.recorded_reductions(scales=is_default) as reductions:
+    scale = weights.shared_by_replicas if is_default else None
+    with hooks.recorded_reductions(scale) as reductions:
         loss = call_compute_loss(*given)
     if step is not None:
         step.reductions = reductions

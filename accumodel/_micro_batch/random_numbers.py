@@ -174,7 +174,7 @@ class RandomNumbers:
             for key, begin in self.begins.items():
                 number, *row = replicas.local_results(begin)[0].numpy()
                 if key in places and number == now:
-                    seed = np.array(self.accumulation.assigned["seeds"][key])
+                    seed = self.accumulation.assigned["seeds"][key].numpy()
                     held[f"seed_{places[key]}"] = [*seed, *row]
         return held
 

@@ -272,6 +272,21 @@ def _is_mean(reduction):
     return abs(3 * three + one - 4 * whole) < 1e-3 * abs(whole)
 
 
+def shared_by_replicas(reduction, loss):
+    """Returns a loss divided by the number of replicas, if it is a mean."""
+    # Keras divides a mean by it once. It does not divide a scalar loss, and
+    # divides a composite loss under a mask twice.
+    is_mean = reduction.reduction not in SUMS
+    if not (is_mean and reduction.values.shape.rank == 0):
+        return loss
+    is_weighed = not (reduction.sample_weight is reduction.mask is None)
+    if reduction.inner and is_weighed:
+        return loss * replicas.count_replicas()
+    if not (reduction.inner or is_weighed):
+        return loss / replicas.count_replicas()
+    return loss
+
+
 def is_single(values, data):
     """Whether a loss was reduced already: a scalar, or a single element."""
     shape = values.shape

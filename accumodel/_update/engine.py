@@ -29,6 +29,7 @@ import functools
 import operator
 import typing
 
+import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, hooks, optimizers, replicas
@@ -450,7 +451,7 @@ class Engine(tf.Module):
             self._clear(*self._sums)
 
     def _reduce_and_apply(self, present):
-        with hooks.without_own_reduction(
+        with _without_own_reduction(
             optimizers.with_inner_optimizers(self.optimizer)
         ):
             updates = replicas.on_each_replica(self._apply_gradients, present)
@@ -464,6 +465,32 @@ class Engine(tf.Module):
             self._end_cycle()
             if self._untracked.numbers is not None:
                 self._untracked.numbers.end_cycle(updates)
+
+
+@contextlib.contextmanager
+def _without_own_reduction(optimizers):
+    """Scope in which `optimizers` do not reduce gradients over replicas."""
+    # Keras clips gradients, and looks for overflows, before it reduces them: on
+    # several replicas neither sees the gradient of the batch. So accumodel
+    # reduces first, and raises if optimizers reduce in another way.
+    if replicas.count_replicas() == 1:
+        yield  # nothing is reduced
+        return
+    is_called = False
+
+    def take(original, pairs):
+        nonlocal is_called
+        is_called = True
+        return pairs
+
+    with hooks.reductions_of(optimizers, take):
+        yield
+    if not is_called:
+        raise RuntimeError(
+            "accumodel does not know how optimizers of this version of Keras "
+            "reduce gradients, and would reduce them twice. Use one device, or "
+            f"a tested version. Received: Keras {keras.__version__}"
+        )
 
 
 def call_if(condition, function):
