@@ -270,7 +270,10 @@ def _is_on_replica(model):
 
 
 def build(plan, data):
-    """Makes the variables of a model that is not built, for a batch of it."""
+    """Makes the variables of a model that is not built, for a batch of it.
+
+    Of the size that the batch has, as Keras does: code may ask for it.
+    """
     model = plan.model
     if replicas.are_several(model) or private_names.is_built(model):
         return
@@ -281,12 +284,12 @@ def build(plan, data):
 
     # A custom step may call the model with anything, or not at all.
     if plan.is_custom:
-        found, _ = rehearse_step(plan, data, is_real=True)
+        found, _ = rehearse_step(plan, data, is_real=True, is_sized=True)
         if found.error is None:
             return
-    rehearse(model, call, *specs_of(data), is_real=True)
+    rehearse(model, call, *leaves_of(data), is_real=True)
     if not (plan.is_custom or private_names.is_built(model)):
-        rehearse_step(plan, data, is_real=True)
+        rehearse_step(plan, data, is_real=True, is_sized=True)
 
 
 def rehearse_step(

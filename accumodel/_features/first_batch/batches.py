@@ -293,6 +293,7 @@ class FirstBatch(Feature):
         is_asked_there = is_observed(plan) and (plan.is_split or is_free)
         if is_new and not is_asked_there:
             with self._explained():
+                rehearsal.build(plan, as_tensors(traced))
                 now.finding = rehearse(plan, now.data)
         if is_new and is_observed(plan):
             self._waiting, self._findings = (batches, traced), []
@@ -379,7 +380,6 @@ def is_observed(plan):
 
 def rehearse(plan, data, is_sized=False):
     """Asks about a step in a trace of its own; returns a `Finding`."""
-    rehearsal.build(plan, data)
     findings: list = []
     rehearsed = rehearsal.rehearse_parts(
         plan,
