@@ -228,8 +228,16 @@ BENT = {
         lambda: mean(errors(b)),
         lambda: 2 * mean(errors(b)),
     ),
-    # Places in the batch.
-    "sorted": lambda b: mean(tf.sort(errors(b)) * 1.0),
+    # Limits.
+    "by at most two": lambda b: total(errors(b)) / tf.minimum(count(b.y), 2),
+    "the largest two": lambda b: mean(tf.math.top_k(errors(b), 2).values),
+    "as many numbers as samples": lambda b: mean(
+        tf.math.top_k(b.p, tf.shape(b.p)[0]).values
+    ),
+    "a mean, or 0": lambda b: tf.maximum(mean(b.p), 0.0),
+    "one of two means, by a mean": lambda b: tf.where(
+        mean(b.y) > 0.7, mean(errors(b)), mean(b.p)
+    ),
 }
 
 UNKNOWN = {
@@ -256,9 +264,55 @@ UNKNOWN = {
             lambda: errors(b) - mean(errors(b)),
         )
     ),
-    "whether there is one sample": lambda b: (
-        tf.cond(tf.shape(b.p)[0] > 1, lambda: 1.0, lambda: 2.0)
-        * mean(errors(b))
+    "sorted": lambda b: mean(tf.sort(errors(b)) * 1.0),
+    # Numbers that are made of the number of samples.
+    "a loop over samples": lambda b: (
+        tf.while_loop(
+            lambda i, _: i < tf.shape(b.p)[0],
+            lambda i, s: (i + 1, s + mean(tf.square(b.p[i] - b.y[i]))),
+            (0, 0.0),
+        )[1]
+        / count(b.p)
+    ),
+    "by two roots": lambda b: (
+        total(errors(b)) / tf.sqrt(count(b.p)) / tf.sqrt(count(b.p))
+    ),
+    "and a logarithm": lambda b: mean(errors(b)) + tf.math.log(count(b.p)),
+    "by one more": lambda b: total(errors(b)) / (count(b.p) + 1),
+    "by at least two": lambda b: total(errors(b)) / tf.maximum(count(b.p), 2),
+    "by at least 1, of a half": lambda b: (
+        total(errors(b)) / tf.maximum(count(b.p) / 2, 1) / 2
+    ),
+    "by at least 1, of what may be none": lambda b: (
+        total(errors(b)) / tf.maximum(tf.cast(tf.size(b.p), "float32"), 1)
+    ),
+    "by at most very many": lambda b: (
+        total(errors(b)) / tf.minimum(count(b.p), 1e6)
+    ),
+    **{
+        f"{name}, or what samples share": lambda b, some=some: tf.cond(
+            some(tf.shape(b.p)[0]), lambda: mean(errors(b)), lambda: 0.0
+        )
+        for name, some in {
+            "if there are two": lambda n: n >= 2,
+            "if there is more than one": lambda n: n > 1,
+            "if there are others than one": lambda n: tf.not_equal(n, 1),
+            "if a negative number is more": lambda n: -1 * n > -3,
+            "if an even number": lambda n: tf.equal(n // 2 * 2, n),
+        }.items()
+    },
+    # What hardly ever bends.
+    "clipped where nothing is": lambda b: tf.clip_by_value(
+        mean(errors(b)), -1e6, 1e6
+    ),
+    "nothing, if it is not finite": lambda b: tf.cond(
+        tf.reduce_any(tf.math.is_nan(b.p)), lambda: 0.0, lambda: mean(b.p)
+    ),
+    "nothing, if it is very much": lambda b: tf.cond(
+        mean(errors(b)) < 1e9, lambda: mean(errors(b)), lambda: 0.0
+    ),
+    "one loss for each, or a mean, by what is shared": lambda b: mean(
+        tf.where(b.kernel[0, 0] > 0, errors(b), mean(errors(b)))
     ),
     # Keys of divisors.
     "sums of two arrays": Program(lambda b: over(b, b.x), lambda b: total(b.y)),
@@ -466,6 +520,59 @@ RIGHT = {
     ),
     "twice the batch": lambda b: mean(tf.square(tf.concat([b.p, b.y], 0))),
     "a loop": lambda b: mean(tf.square(in_while(b))),
+    # Numbers of samples that are the number of samples.
+    "by at least 1": lambda b: total(errors(b)) / tf.maximum(count(b.p), 1),
+    "by at least 1, an integer": lambda b: (
+        total(errors(b)) / tf.cast(tf.maximum(1, tf.shape(b.p)[0]), "float32")
+    ),
+    "by next to nothing more": lambda b: total(errors(b)) / (count(b.p) + 1e-7),
+    "times a power": lambda b: total(errors(b)) * count(b.p) ** -1,
+    "times an inverse": lambda b: (
+        total(errors(b)) * tf.math.reciprocal(3 * count(b.p))
+    ),
+    "by half of the numbers": lambda b: (
+        total(errors(b)) / tf.cast(tf.size(b.p[:, 0, :2]) // 2, "float32")
+    ),
+    **{
+        f"{name}, or nothing": lambda b, some=some: tf.cond(
+            some(b), lambda: mean(errors(b)), lambda: 0.0
+        )
+        for name, some in {
+            "if there are numbers": lambda b: tf.size(b.p) > 0,
+            "unless there are none": lambda b: ~tf.equal(tf.size(b.p), 0),
+            "if there are some": lambda b: tf.shape(b.p)[0] >= 1,
+            "unless there is less than one": lambda b: tf.not_equal(
+                tf.shape(b.p)[0] < 1, True
+            ),
+            "if there are as many": lambda b: tf.equal(
+                tf.shape(b.p)[0], tf.shape(b.y)[0]
+            ),
+        }.items()
+    },
+    "values by their places": lambda b: mean(
+        keras.ops.take_along_axis(
+            b.p, tf.cast(2 * b.y[:, :, :1], "int32") % WIDTH, axis=-1
+        )
+        ** 2
+    ),
+    "in the shape of both": lambda b: mean(
+        tf.broadcast_to(
+            b.p[:, :1],
+            tf.broadcast_dynamic_shape(tf.shape(b.p[:, :1]), tf.shape(b.y)),
+        )
+        * b.y
+    ),
+    # What samples share chooses.
+    "one mean or another": lambda b: tf.where(
+        b.kernel[0, 0] > 0, mean(errors(b)), mean(tf.abs(b.p))
+    ),
+    "a term, or none": lambda b: (
+        mean(errors(b)) + tf.where(b.kernel > 9.0, 0.0, mean(tf.abs(b.p)))[0, 0]
+    ),
+    "one of a table of means": lambda b: tf.gather(
+        tf.stack([mean(errors(b)), mean(tf.abs(b.p))]),
+        tf.cast(b.kernel[0, 0] > 0, "int32"),
+    ),
     "a function": lambda b: in_function(lambda p: mean(tf.square(p)))(b.p),
     "a condition of all": lambda b: tf.cond(
         b.kernel[0, 0] > 0,

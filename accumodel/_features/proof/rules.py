@@ -85,9 +85,9 @@ def axes_of(tensor, v, rank):
 ELEMENTWISE = """
 Acos Acosh Angle AsString Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e
 BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil ClipByValue Complex ComplexAbs
-Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Igamma
-Igammac Inv Invert LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalOr
-LookupTableFindV2 Mod Ndtri NextAfter Reciprocal Relu6 RightShift Rint Round
+Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorMod Igamma
+Igammac Invert LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalOr
+LookupTableFindV2 Mod Ndtri NextAfter Relu6 RightShift Rint Round
 Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt SquaredDifference Tan
 TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
 StaticRegexFullMatch StaticRegexReplace StringJoin StringLength StringLower
@@ -115,11 +115,35 @@ def from_0(at, op, v):
 def to_a_power(at, op, v, exponent):
     number = constant(op.inputs[1], exponent)
     is_kept = number is not None and np.all(number >= 1)
+    if v.base == "C" and v.is_of_n and np.ndim(number) == 0:
+        return to_the(v, number)
     one = elementwise(at, op, v, exponent)
     return one.but(within=v.within if is_kept else ())
 
 
-@rule("IsFinite IsInf IsNan")
+@rule("Inv Reciprocal")
+def inverted(at, op, v):
+    is_number = v.base == "C" and v.is_of_n
+    return to_the(v, -1) if is_number else elementwise(at, op, v)
+
+
+def to_the(v, exponent):
+    """Returns the type of a power of n, times what samples share."""
+    require(float(exponent).is_integer(), f"{v.words}, to no whole power")
+    m = tuple((name, p * int(exponent)) for name, p in v.m if exponent)
+    return Type("C", v.dims, m)
+
+
+@rule("FloorDiv")
+def divided_sizes(at, op, a, b):
+    size = over(a.size, b.size)
+    return sizes([size], ()) if size else elementwise(at, op, a, b)
+
+
+FINITE = ("IsFinite", "IsInf", "IsNan")
+
+
+@rule(*FINITE)
 def is_finite(at, op, v):
     """Of a sum, this usually asks whether what divides it is 0: no warning."""
     require(v.base != "S", v.words)
@@ -129,9 +153,12 @@ def is_finite(at, op, v):
 @rule("Equal NotEqual")
 def compared(at, op, *vals):
     """Of unlike lengths this raises nothing: none are known to be alike."""
-    by, number = of_sum(op, *vals)
+    by, number = of_statistic(op, *vals)
     if by and by.is_of_mask and number == 0:
         return guard(by.alike, zero=op.type == "Equal")
+    if is_settled(by, number) or are_equal(*vals):
+        return Type("C", vals[0].dims)
+    require_near(by, number)
     plain(*vals)
     lengths = {times(v.n) for v in vals if v.base == "R"}
     require(len(lengths) < 2, "axes of samples of unlike lengths")
@@ -140,23 +167,36 @@ def compared(at, op, *vals):
 
 @rule("Greater GreaterEqual Less LessEqual")
 def ordered(at, op, a, b):
-    """A micro-batch has samples: whether it has some is shared."""
-    by, number = of_sum(op, a, b)
-    if by and by.is_of_mask:
-        is_first = by is a
-        takes_1 = (op.type in ("GreaterEqual", "Less")) == is_first
+    """Whether the number of samples is 1 or more is shared: it is."""
+    by, number = of_statistic(op, a, b)
+    is_first = by is a
+    takes_1 = (op.type in ("GreaterEqual", "Less")) == is_first
+    if is_settled(by, number, takes_1):
+        return Type("C", ())
+    if by and by.is_of_mask and abs(number) < HUGE:
         is_0 = 0 < number <= 1 if takes_1 else 0 <= number < 1
         require(is_0, by.words, bends=True)
         is_less = op.type.startswith("Less") == is_first
         return guard(by.alike, by.counts, zero=is_less)
-    is_count = bool(a.dims == b.dims == () and a.content)
-    if is_count and op.type == "Greater":
-        than = constant(op.inputs[1], b)
-        if than == 0:
-            return Type("C", ())
-        # As `tf.vectorized_map` looks at it, which computes the same.
-        require(than != 1, "whether there is more than one sample")
+    require_near(by, number)
     return elementwise(at, op, a, b)
+
+
+def is_settled(v, number, takes_1=False):
+    """Whether how a size compares to a number is settled by n being 1 or more.
+
+    `takes_1` is whether 1 compares as what is more.
+    """
+    is_more = v and v.is_count and (number < 1 or (takes_1 and number == 1))
+    return bool(is_more or (v and v.size and number == 0))
+
+
+def are_equal(a, b):
+    """Whether two sizes, or shapes, are known to be equal."""
+    held = [v.content for v in (a, b)]
+    if None in held or a.dims != b.dims or any(None in each for each in held):
+        return False
+    return [*map(times, held[0])] == [*map(times, held[1])]
 
 
 # -- guards of the sum of a mask, which may be 0 -------------------------------
@@ -173,33 +213,51 @@ def require_mask(v):
     require(v.counts, what)
 
 
-def of_sum(op, *vals):
-    """Returns a sum that is not trained, and the number next to it, if any."""
+# What no sum of a usual loss reaches.
+HUGE = 1e6
+
+
+def require_near(by, number):
+    """Requires a number that a statistic, if there is one, may be beyond."""
+    is_beyond = by and (abs(number) >= HUGE or (number == 0 and by.counts))
+    require(not is_beyond, f"{by and by.words}, which is hardly ever beyond")
+
+
+def of_statistic(op, *vals):
+    """Returns a statistic, or n, and the number next to it, if any."""
     pairs = [*zip(vals, op.inputs, strict=True)]
     for (v, _), (other, x) in (pairs, pairs[::-1]):
         number = None if other.dims else constant(x, other)
-        if number is not None and v.base == "S" and not v.grad:
+        is_one = v.base == "S" or (v.base == "C" and v.m)
+        if is_one and number is not None:
             return v, number
     return None, None
 
 
 @rule("Maximum")
 def at_least(at, op, *vals):
-    """A sum of a mask is never less than 1, unless it is 0."""
-    by, number = of_sum(op, *vals)
+    """A sum of a mask is never less than 1, unless it is 0; nor is n."""
+    by, number = of_statistic(op, *vals)
     if by and by.is_of_mask and 0 < number <= 1:
         return guard(by.alike, by.counts)
-    require(not by or number > 1e-4, "a sum that is hardly ever less")
+    if are_equal(*vals) or (by and by.is_count and number <= 1):
+        return by or vals[0]
+    is_any = by and by.grad and not by.counts
+    is_less = not by or number > (-HUGE if is_any else 1e-4)
+    require(is_less, f"{by and by.words}, which is hardly ever less")
     return elementwise(at, op, *vals)
 
 
 @rule("Minimum")
 def at_most(at, op, *vals):
     """What no sum reaches is no limit, and few reach what is huge."""
-    by, number = of_sum(op, *vals)
-    if by and number == np.inf:
-        return by
-    require(not by or number < 1e9, "a sum that is hardly ever more")
+    by, number = of_statistic(op, *vals)
+    if are_equal(*vals) or number == np.inf:
+        return by or vals[0]
+    is_more = not by or number < HUGE
+    require(is_more, f"{by and by.words}, which is hardly ever more")
+    for v in vals:
+        require(not v.is_of_n, v.words, bends=True)
     return elementwise(at, op, *vals)
 
 
@@ -394,6 +452,15 @@ def plus(at, op, *vals):
     if all(v.content and v.dims == () for v in vals) and None not in known:
         sign = -1 if op.type == "Sub" else 1
         return sizes([(int(known[0] + sign * sum(known[1:])), ())], ())
+    if len(vals) == 2 and op.type != "Sub":
+        by, number = of_statistic(op, *vals)
+        # Such as 1e-7 beside 1: rounding.
+        if (
+            by
+            and by.is_count
+            and 0 <= number <= np.spacing(number.dtype.type(1))
+        ):
+            return by
     one = added([*vals])
     if op.type == "Sub" and vals[1].counts == 2 and known[0] is not None:
         return one.but(counts=2 * bool(np.all(known[0] == 1)))
@@ -424,13 +491,17 @@ def selected(at, op, condition, *vals):
     # `Select` takes a vector for the first axis.
     is_like = op.type == "SelectV2" or condition.dims in ((), a.dims)
     require(is_like, "a condition of another shape")
-    is_plain = either.base != "S" and not either.mixed
-    require(is_plain, "a sum, or another one", bends=True)
-    within = condition.vanishes + a.vanishes if b.zero else ()
+    is_one = either.base != "S" or condition.is_shared
+    is_right = is_one and not either.mixed
+    require(is_right, "a sum, or another one", not condition.is_shared)
+    sides = [{*v.vanishes} for v in vals if not v.zero]
+    within = set.intersection(*sides) if sides else set()
+    within = union([within, condition.vanishes if b.zero else ()])
     require({*a.owes, *b.owes} <= {*within}, MAY_BE_0)
     counts = min(a.counts, b.counts)
     one = broadcast([condition, a, b])
-    return one.but(m=either.m, within=within, counts=counts)
+    kept = {"m": either.m, "stays": either.stays, "within": within}
+    return one.but(counts=counts, **kept)
 
 
 # -- along axes ----------------------------------------------------------------
@@ -456,6 +527,8 @@ def reduced(at, op, v, of_axes):
         axis = kept.index(v.axis) if v.base == "R" else 0
         return v.but(dims=dims, axis=axis, within=v.within, counts=counts)
     if op.type == "Any" and dims == ():
+        # Whether numbers are finite is asked to leave out all, at most.
+        require(op.inputs[0].op.type not in FINITE, "all samples at once")
         return guard(v.summed)
     require(is_linear, "all samples at once")
     # The sum of n equal rows is n times one.
@@ -472,7 +545,7 @@ def reduced(at, op, v, of_axes):
 LAST = {
     (1,): """
     AdjustHue AdjustSaturation FFT HSVToRGB IFFT IRFFT LRN LogSoftmax RFFT
-    RGBToHSV Softmax TopK TopKV2
+    RGBToHSV Softmax
     """,
     (2,): """
     Cholesky FFT2D IFFT2D IRFFT2D MatrixBandPart MatrixDeterminant MatrixInverse
@@ -501,6 +574,19 @@ def along(counts, at, op, *vals):
 
 for counts, names in LAST.items():
     rule(names, plain=len(counts))(functools.partial(along, counts))
+
+
+@rule("TopK TopKV2")
+def largest(at, op, v, *count):
+    """Of all samples, that is a sort, of which a sum may be right."""
+    plain(v)
+    is_of_all = v.base == "R" and v.axis == len(v.dims) - 1
+    is_sort = is_of_all and bool(count) and count[0].size == v.n
+    require(not is_sort, "all samples, in a new order,")
+    require(not is_of_all, "the largest of all samples", bends=True)
+    for x in count:
+        require(not x.m, x.words, bends=True)
+    return along((1,), at, op, v, *count)
 
 
 @rule("ImageProjectiveTransformV2 ImageProjectiveTransformV3", plain=2)

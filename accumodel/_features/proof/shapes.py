@@ -5,6 +5,7 @@ be chosen by its place. See `rules` for how a rule is written.
 """
 
 import functools
+import itertools
 
 import numpy as np
 import tensorflow as tf
@@ -37,6 +38,18 @@ _NUMBER = "the number of samples"
 def vector(held):
     """Returns the type of a vector of sizes."""
     return sizes(held, ((len(held), ()),))
+
+
+@rule("BroadcastArgs")
+def broadcast_shape(at, op, *vals):
+    """Of axes that are equal, or 1."""
+    held = [v.content for v in vals]
+    require(None not in held, "a shape that is not known")
+    pairs = itertools.zip_longest(*(each[::-1] for each in held), fillvalue=ONE)
+    found = [({*map(times, pair)} - {ONE}) or {ONE} for pair in pairs]
+    is_known = all(len(each) == 1 and None not in each for each in found)
+    require(is_known, "unlike axes")
+    return vector([size for (size,) in found[::-1]])
 
 
 @rule("Shape ShapeN Size Rank")
@@ -257,10 +270,10 @@ def gathered(at, op, v, places, *of_axis):
     is_nd, rank = op.type == "GatherNd", len(v.dims)
     if op.type == "ResourceGather":
         v = Type("C", grad=True)
-    plain(v, places)
     shared(*of_axis)
-    if v.base == places.base == "C":
+    if v.base in "CS" and places.is_shared:
         return at.shaped(v, out)
+    plain(v, places)
     batch = 0 if is_nd else op.get_attr("batch_dims")
     axis = axes_of(op.inputs[2], of_axis[0], rank)[0] if of_axis else 0
     if v.base == "C":

@@ -216,16 +216,31 @@ class Type:
         return self.base == "C" and not self.m
 
     @property
+    def is_of_n(self):
+        """Whether it has a power of n, and of no statistic."""
+        return {name for name, _ in self.m} == {"n"}
+
+    @property
+    def is_count(self):
+        """Whether this is n, or some times n: a whole number of 1 or more."""
+        number, names = self.size or (0, ())
+        return number >= 1 and {*names} == {"n"}
+
+    @property
+    def size(self):
+        """The size that a scalar holds, `None` if it is not known."""
+        is_known = self.content and self.dims == () and self.content[0]
+        return times(*self.content) if is_known else None
+
+    @property
     def words(self):
         if self.base in ("S", "G"):
             return f"a {'mean' if self.m else 'sum'} over samples"
         if self.mixed:
             return MIXED
-        if self.m and self.base == "C":
-            is_number = {name for name, _ in self.m} == {"n"}
-            return "the number of samples" if is_number else "a sum of weights"
+        of_m = "the number of samples" if self.is_of_n else "a sum of weights"
         if self.m:
-            return "samples times a statistic of the batch"
+            return of_m if self.base == "C" else f"samples times {of_m}"
         names = {"C": "what samples share", "V": "the number of samples"}
         return names.get(self.base, "samples")
 
@@ -239,8 +254,8 @@ def plain(*vals, of="CR"):
     """Requires what is no statistic: samples, and what they share."""
     for v in vals:
         # Of a statistic, a rule that is not linear knows that it is bent.
-        bends = v.base == "S" or bool(v.m) or v.mixed
-        require(v.base in of and not bends, v.words, bends)
+        bends = v.base == "S" or v.mixed or bool(v.m and not v.is_of_n)
+        require(v.base in of and not (bends or v.m), v.words, bends)
 
 
 def shared(*vals):
@@ -318,7 +333,7 @@ def added(vals):
     within = union([set.intersection(*({*v.within} for v in vals))])
     if "S" not in bases:
         what = "terms with the number of samples in unlike ways"
-        require(len(powers) == 1, what, is_of_n)
+        require(len(powers) == 1, what, is_of_n and "R" in bases)
         owes = union(v.owes for v in vals)
         one = broadcast([*vals, *zeros])
         return one.but(m=vals[0].m, owes=owes, within=within)
