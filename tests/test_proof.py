@@ -76,6 +76,19 @@ def in_few_bits(b, dtype):
     return tf.cast(tf.equal(tf.cast(numbers, "float32"), 256), "float32")
 
 
+def in_short_bits(b, dtype):
+    """The same with as many bytes, some of them of the exponent."""
+    numbers = tf.cast(tf.cast(4096 + 10 * b.y, "int16"), dtype)
+    return tf.cast(tf.equal(tf.cast(numbers, "float32"), 4096), "float32")
+
+
+def moved_by_python(b):
+    """What a loss reads may have been moved by what it does not read."""
+    moves = tf.py_function(lambda value: None, [mean(b.p)], [])
+    with tf.control_dependencies([moves]):
+        return mean(errors(b)) * tf.identity(b.variable)[0, 0]
+
+
 def by_complex(b):
     """The real part is not what the real part of a divisor divides."""
     weights = tf.complex(b.y, b.x)
@@ -311,6 +324,7 @@ UNKNOWN = {
     "nothing, if it is very much": lambda b: tf.cond(
         mean(errors(b)) < 1e9, lambda: mean(errors(b)), lambda: 0.0
     ),
+    "a mean, at least 0": lambda b: tf.maximum(mean(tf.square(b.p)), 0.0),
     "one loss for each, or a mean, by what is shared": lambda b: mean(
         tf.where(b.kernel[0, 0] > 0, errors(b), mean(errors(b)))
     ),
@@ -347,6 +361,21 @@ UNKNOWN = {
         ),
         lambda b: total(tf.reduce_sum(b.y, [0, 1]) * [3.0, 2, 1]) + count(b.y),
     ),
+    "sums of what is rounded as much": Program(
+        lambda b: over(b, in_short_bits(b, "float16")),
+        lambda b: total(in_short_bits(b, "float32")),
+    ),
+    "weights that may be negative": weighed(
+        lambda b: total(1 - b.y), lambda b: total((1 - b.y) * b.p**2)
+    ),
+    "1 and less of a mask": weighed(
+        lambda b: count(b.y) * (1 + mean(-masks(b)))
+    ),
+    "1 less a mask": weighed(lambda b: count(b.y) * (1 - mean(masks(b)))),
+    "moved by Python": moved_by_python,
+    "moved by Python in a function": lambda b: in_function(
+        lambda: moved_by_python(b)
+    )(),
     "a sum of wide ones": Program(
         lambda b: ratio(
             total(errors(b)), mean(b.y[:, 0, :1] * tf.ones((1, 5))) * 5 + 1
@@ -463,6 +492,41 @@ def test_what_is_not_exact_is_not_proved(name):
 
 def masks(b):
     return tf.cast(b.y > 0.5, "float32")
+
+
+WEIGHTS = {
+    "data": (lambda b: b.y, True),
+    "some data": (lambda b: tf.transpose(2 * b.y[:, :2], [0, 2, 1]), True),
+    "squares": (lambda b: b.y**2, False),
+    "exponentials": (lambda b: tf.exp(b.y), False),
+    "a clip": (lambda b: tf.maximum(b.y - 1, 0.0), False),
+    "a mask, and others": (
+        lambda b: tf.concat([masks(b), tf.nn.softmax(b.y)], 1),
+        False,
+    ),
+    "classes": (lambda b: tf.one_hot(tf.cast(b.y, "int32"), 3), False),
+    "weights of classes": (
+        lambda b: tf.gather([1.0, 0.5, 0.1], tf.cast(b.y, "int32") % 3),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_that_may_be_negative_are_a_condition(name, more):
+    rows, is_condition = WEIGHTS[name]
+
+    def divisor(b):
+        d = total(rows(b))
+        return count(b.y) * (d / count(b.y) + more) if more else d
+
+    def summed(b):
+        ones = [1] * (rows(b).shape.rank - 1)
+        return total(rows(b) * tf.reshape(errors(b), [-1, *ones]))
+
+    found = prove(weighed(divisor, summed))
+    assert (found.kind, found.if_not_negative) == ("exact", is_condition)
 
 
 def in_while(b):

@@ -17,9 +17,12 @@ from accumodel._features.proof.rules import (
     rule,
 )
 from accumodel._features.proof.types import (
+    IF_DATA,
     MAY_BE_0,
     MIXED,
     ONE,
+    POSITIVE,
+    TRUTHS,
     N,
     Proof,
     Type,
@@ -71,6 +74,20 @@ _GUARDED = {
 
 # In these, guards are what they are outside.
 _CALLS = ("If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
+
+# These put entries in other places.
+_MOVED = {
+    *("BroadcastTo", "ConcatV2", "ExpandDims", "Fill", "GatherNd", "GatherV2"),
+    *("MirrorPad", "Pack", "Pad", "PadV2", "Reshape", "ReverseV2", "Roll"),
+    *("Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Tile"),
+    *("Transpose", "Unpack"),
+}
+
+# In these, nothing is negative.
+_POSITIVE = {
+    *("Abs", "ComplexAbs", "Cosh", "Exp", "Relu", "Relu6", "Sigmoid"),
+    *("Softmax", "Softplus", "Sqrt", "Square", "SquaredDifference"),
+}
 
 _NO_GRADIENT = ("StopGradient", "OnesLike", "ZerosLike")
 
@@ -179,6 +196,7 @@ class Analysis:
                 mixed=v.base == "R" and (is_mixed or v.mixed),
                 stays=max(stays, v.stays) if v.base == "S" else 0,
                 breaks=union(each.breaks for each in (v, *vals)),
+                counts=_counts(op, x, v, vals),
                 name=v.name or f"{name}:{i}",
             )
             for i, (v, x) in enumerate(zip(found, op.outputs, strict=True))
@@ -358,6 +376,21 @@ def _check(v, tensor):
     require(is_ranked, "a tensor of unknown rank")
     is_whole = v.base != "S" or is_number(dtype) or dtype.size >= 4
     require(is_whole, "a sum of few bits")
+
+
+def _counts(op, x, v, vals):
+    """Returns what is known of the entries of an output."""
+    if x.dtype.is_complex:
+        return 0
+    if x.dtype.is_bool and v.base in "CR":
+        return TRUTHS
+    of = zip(vals, op.inputs, strict=True)
+    counts = [each.counts for each, y in of if y.dtype == x.dtype]
+    if op.type in _MOVED:
+        return max(v.counts, min(counts, default=0))
+    is_any = op.type == "Maximum" and v.base != "G" and max(counts) > IF_DATA
+    is_positive = is_any or op.type in _POSITIVE
+    return max(v.counts, POSITIVE * is_positive)
 
 
 def _is_right(op):

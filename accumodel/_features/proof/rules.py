@@ -9,13 +9,19 @@ import dataclasses
 import functools
 import string
 
+import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
 from accumodel._features.proof.types import (
     AFFINE,
+    COUNTS,
+    IF_DATA,
     MAY_BE_0,
+    NEGATIVE,
     ONE,
+    POSITIVE,
+    TRUTHS,
     UNLIKE,
     Type,
     added,
@@ -23,6 +29,7 @@ from accumodel._features.proof.types import (
     is_of_samples,
     may_be_0,
     over,
+    owed,
     plain,
     power,
     require,
@@ -108,7 +115,8 @@ def elementwise(at, op, *vals):
 @rule("Abs Relu Square Tanh", plain=1)
 def from_0(at, op, v):
     """Nothing, and its gradient, stay nothing."""
-    return broadcast([v]).but(within=v.within)
+    counts = v.counts if op.type != "Tanh" else min(v.counts, POSITIVE)
+    return broadcast([v]).but(within=v.within, counts=counts)
 
 
 @rule("Pow")
@@ -118,7 +126,9 @@ def to_a_power(at, op, v, exponent):
     if v.base == "C" and v.is_of_n and np.ndim(number) == 0:
         return to_the(v, number)
     one = elementwise(at, op, v, exponent)
-    return one.but(within=v.within if is_kept else ())
+    is_even = number is not None and not np.any(number % 2)
+    counts = POSITIVE if is_even else min(v.counts, POSITIVE)
+    return one.but(within=v.within if is_kept else (), counts=counts)
 
 
 @rule("Inv Reciprocal")
@@ -202,15 +212,15 @@ def are_equal(a, b):
 # -- guards of the sum of a mask, which may be 0 -------------------------------
 
 
-def guard(name, counts=1, **changed):
-    """Returns the type of a guard; `counts` is 0 if it may not be right."""
+def guard(name, counts=COUNTS, **changed):
+    """Returns the type of a guard, which is right if it `COUNTS`."""
     return Type("G", (), like=name, counts=counts, **changed)
 
 
 def require_mask(v):
     """Requires a guard by what counts; usually it does: no warning."""
     what = "a sum over samples that may be less than 1, and not 0"
-    require(v.counts, what)
+    require(v.counts >= COUNTS, what)
 
 
 # What no sum of a usual loss reaches.
@@ -282,13 +292,14 @@ def guarded(condition, a, b, *numbers):
     if number and number > 0 and a.is_of_mask and a.alike == by:
         return guard(by, condition.counts)
     # What the sum divides, which is nothing where it is nothing.
-    is_ratio = a.base == "S" and a.m == ((by, -1),) and by in a.within
+    left, assumed = owed([by], a.within)
+    is_ratio = a.base == "S" and a.m == ((by, -1),) and not left
     is_right = is_ratio and b.zero and b.base == "C"
     is_usual = a.within or by in dict(a.m) or (number and a.is_of_mask)
     require(is_right, condition.words, bends=not is_usual)
     require_mask(condition)
     # Of a branch that runs only if the sum is not 0, this is a number.
-    breaks = union([b.breaks, {*a.breaks} - {by}])
+    breaks = union([b.breaks, {*a.breaks} - {by}, assumed])
     one = broadcast([a, b])
     return one.but(m=a.m, grad=a.grad, within=a.within, breaks=breaks)
 
@@ -305,14 +316,15 @@ def read(at, op, v):
 def fixed(at, op):
     out = op.outputs[0]
     one = Type("C", at.dims(out))
-    if out.shape.num_elements() >= 16:
+    if out.shape.num_elements() >= 4096:
         return one
     value = np.asarray(tf.get_static_value(out))
     if value.dtype.kind not in "fiu":
         return one
-    is_size = value.ndim < 2 and value.dtype.kind == "i"
-    is_truth = np.isin(value, (0, 1)).all()
-    counts = 2 if is_truth else int(((value == 0) | (value >= 1)).all())
+    is_size = value.ndim < 2 and value.dtype.kind == "i" and value.size < 16
+    counts = POSITIVE * bool((value >= 0).all())
+    if counts and not ((value > 0) & (value < 1)).any():
+        counts = TRUTHS if (value <= 1).all() else COUNTS
     held = tuple((int(x), ()) for x in value.ravel()) if is_size else None
     return one.but(content=held, zero=not value.any(), counts=counts)
 
@@ -350,15 +362,32 @@ def cast(at, op, v):
         require(to.is_floating and not of.is_bool, v.words)
         return v
     if of.is_bool:
-        return dataclasses.replace(v, counts=2)
-    if to.is_floating and not of.is_complex:
-        is_alike = to.size >= of.size
-        return v if is_alike else v.renamed().but(counts=v.counts)
-    is_whole = to.is_integer and to.size >= 4 and not of.is_floating
-    if to.is_complex or (is_whole and not of.is_complex):
+        return dataclasses.replace(v, counts=TRUTHS)
+    counts = v.counts * (v.counts == TRUTHS or to.size >= 4 or to.is_floating)
+    is_whole = to.is_integer and to.size >= 4 and of.is_integer
+    if is_whole or (to.is_floating and not of.is_complex):
+        # Of a sum of integers, what is rounded is not 0.
+        is_sum = v.base == "S" and of.is_integer and to.is_floating
+        if is_sum or v.counts == TRUTHS or holds(to, of):
+            return v
+        counts *= to.is_floating or to.size >= of.size
+        return dataclasses.replace(v.renamed(), counts=counts)
+    if to.is_complex:
         return v.renamed()
     plain(v)
-    return v.but(within=v.vanishes)
+    return v.but(within=v.vanishes, counts=counts)
+
+
+def holds(dtype, other):
+    """Whether a dtype holds all numbers of another one."""
+    bits = [
+        1 - np.log2(float(ml_dtypes.finfo(x.as_numpy_dtype).eps))
+        if x.is_floating
+        else np.log2(float(x.max))
+        for x in (dtype, other)
+    ]
+    is_in_range = dtype.min <= other.min and dtype.max >= other.max
+    return bool(is_in_range and bits[0] >= bits[1])
 
 
 @rule("Mul MulNoNan")
@@ -380,7 +409,7 @@ def multiplied(at, op, a, b):
     if not is_number(op.outputs[0].dtype):
         like = None  # a byte begins anew
     one, m = broadcast([a, b]), power(a.m, b.m)
-    owes = {*a.owes, *b.owes}.difference(within)
+    owes, assumed = owed({*a.owes, *b.owes}, within)
     require(not owes or one.base == "C", MAY_BE_0)
     return one.but(
         m=m,
@@ -388,7 +417,8 @@ def multiplied(at, op, a, b):
         like=like,
         within=within,
         counts=min(a.counts, b.counts) * op.outputs[0].dtype.is_floating,
-        owes=(*owes,),
+        owes=owes,
+        breaks=assumed,
     )
 
 
@@ -423,14 +453,14 @@ def is_number(dtype):
 def divided(at, op, a, b):
     """By what samples share, or by a sum over the samples that is a factor."""
     require("V" not in (a.base, b.base), "the number of samples")
-    is_guarded = b.base == "G"
+    is_guarded, counts = b.base == "G", min(a.counts, b.counts, POSITIVE)
     if is_guarded:
         require_mask(b)
         b = Type("C", m=((b.like, 1),))
     b = b.factor()
     zeros = may_be_0(b.m)
     # Where it is 0, so is what it divides, or what that is a factor of.
-    owes = (*zeros.difference(a.vanishes),)
+    owes, assumed = owed(zeros, a.vanishes)
     is_safe = is_guarded or op.type == "DivNoNan"
     require(not owes or a.base == "C", MAY_BE_0)
     is_right = a.base != "S" or b.base == "C"
@@ -441,8 +471,9 @@ def divided(at, op, a, b):
         zero=a.zero,
         like=scaled(a, b),
         within=a.vanishes,
+        counts=counts,
         owes=owes,
-        breaks=() if is_safe else union([zeros]),
+        breaks=assumed if is_safe else union([zeros, assumed]),
     )
 
 
@@ -462,12 +493,19 @@ def plus(at, op, *vals):
         ):
             return by
     one = added([*vals])
-    if op.type == "Sub" and vals[1].counts == 2 and known[0] is not None:
-        return one.but(counts=2 * bool(np.all(known[0] == 1)))
-    if op.type == "Sub" or {v.base for v in vals if not v.zero} != {*"CS"}:
+    if op.type == "Sub":
+        is_rest = vals[1].counts == TRUTHS and np.all(known[0] == 1)
+        return dataclasses.replace(one, counts=TRUTHS * bool(is_rest))
+    counts = min(COUNTS, *(v.counts for v in vals))
+    one = dataclasses.replace(one, counts=counts)
+    pairs = [*zip(op.inputs, vals, strict=True)]
+    is_more = all(v.base == "S" or is_nonzero(x, v) for x, v in pairs)
+    bases = {v.base for v in vals}
+    if not (counts and is_more and bases == {*"CS"} and one.is_single):
         return one
     names = "+".join(v.name for v in vals)
-    return one.but(like=f"{names}:{AFFINE}" if one.is_single else None)
+    assumed = (NEGATIVE,) * (counts == IF_DATA)
+    return dataclasses.replace(one, like=f"{names}:{AFFINE}", breaks=assumed)
 
 
 @rule("BiasAdd")
@@ -497,11 +535,12 @@ def selected(at, op, condition, *vals):
     sides = [{*v.vanishes} for v in vals if not v.zero]
     within = set.intersection(*sides) if sides else set()
     within = union([within, condition.vanishes if b.zero else ()])
-    require({*a.owes, *b.owes} <= {*within}, MAY_BE_0)
+    owes, assumed = owed({*a.owes, *b.owes}, within)
+    require(not owes, MAY_BE_0)
     counts = min(a.counts, b.counts)
     one = broadcast([condition, a, b])
     kept = {"m": either.m, "stays": either.stays, "within": within}
-    return one.but(counts=counts, **kept)
+    return one.but(counts=counts, breaks=assumed, **kept)
 
 
 # -- along axes ----------------------------------------------------------------
@@ -515,8 +554,8 @@ def reduced(at, op, v, of_axes):
     is_mean = op.type == "Mean" and is_number(op.outputs[0].dtype)
     is_linear = op.type == "Sum" or is_mean
     dtype = op.outputs[0].dtype
-    is_count = op.type == "Sum" and (is_number(dtype) or dtype.size >= 4)
-    counts = min(v.counts, is_count)
+    counts = min(v.counts, COUNTS if op.type == "Sum" else POSITIVE)
+    counts *= is_number(dtype) or dtype.size >= 4
     plain(*([] if is_linear else [v]))
     require(v.base != "V" and of_axes.is_shared, "the number of samples")
     axes = axes_of(op.inputs[1], of_axes, len(v.dims))
@@ -674,6 +713,7 @@ def _contracted(at, op, vals, labels, result):
     one = functools.reduce(same, (v for v in vals if v.base == "R"))
     if label not in result:
         within = union(v.vanishes for v in vals)
-        return at.shaped(Type("S", m=m), out, within=within)
+        counts = min(COUNTS, *(v.counts for v in vals))
+        return at.shaped(Type("S", m=m), out, within=within, counts=counts)
     axis = result.index(label)
     return at.shaped(one.but(m=m, uniform=False), out, axis)

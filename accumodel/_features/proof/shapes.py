@@ -13,6 +13,7 @@ import tensorflow as tf
 from accumodel._features.proof.rules import axes_of, constant, rule
 from accumodel._features.proof.types import (
     ONE,
+    TRUTHS,
     UNLIKE,
     N,
     Type,
@@ -94,7 +95,6 @@ def reshaped(at, op, v, *to):
         uniform=uniform,
         like=v.alike,
         within=v.within,
-        counts=v.counts,
     )
 
 
@@ -129,8 +129,7 @@ def turned(at, op, v, order):
     axis = order.index(v.axis) if v.base == "R" else 0
     dims = tuple(v.dims[i] for i in order)
     like = v.alike if op.type == "Transpose" else None
-    kept = {"within": v.within, "counts": v.counts}
-    return v.but(dims=dims, axis=axis, like=like, **kept)
+    return v.but(dims=dims, axis=axis, like=like, within=v.within)
 
 
 # -- joined and split ----------------------------------------------------------
@@ -234,8 +233,7 @@ def sliced(at, op, v, *places):
             is_free = not any(map(is_of_samples, (first, last, by)))
             require(is_free, _NUMBER)
     axis = found.index(2) if v.base == "R" else 0
-    kept = {"within": v.vanishes, "counts": v.counts}
-    return at.shaped(v, op.outputs[0], axis, **kept)
+    return at.shaped(v, op.outputs[0], axis, within=v.vanishes)
 
 
 _ALL = slice(None)
@@ -319,7 +317,8 @@ def recurrent(at, op, v, state, cell, weights, lengths):
 def one_hot(at, op, v, *others):
     axis = op.get_attr("axis") % (len(v.dims) + 1)
     own = v.axis + (axis <= v.axis)
-    return at.shaped(v, op.outputs[0], own)
+    counts = min(others[1].counts, others[2].counts)  # on, and off
+    return at.shaped(v, op.outputs[0], own, counts=counts)
 
 
 @rule("Pad PadV2 MirrorPad ReverseV2 Roll", plain=1)
@@ -374,7 +373,7 @@ def filled(at, op, *vals):
 def alike(at, op, v):
     """The same for all, in the shape of samples."""
     require(v.base == "R", v.words)
-    return v.but(m=(), uniform=True, zero=op.type == "ZerosLike", counts=2)
+    return v.but(m=(), uniform=True, zero=op.type == "ZerosLike", counts=TRUTHS)
 
 
 # -- lists of tensors, as if they were stacked ---------------------------------

@@ -41,7 +41,14 @@ N: Size = (1, ("n",))
 AFFINE = "affine"  # of a sum and what is not 0, which is not 0
 MAY_BE_0 = "what a sum divides that may be 0 in a micro-batch"
 MIXED = "samples, and a sum or mean over samples"
+NEGATIVE = "weights that may be negative"
 UNLIKE = "an axis of samples next to one of another length"
+
+# What is known of the entries of a tensor, from little to much.
+IF_DATA = 1  # they are not negative, if no weights in the data are
+POSITIVE = 2  # they are not negative
+COUNTS = 3  # they are 0, or 1 or more
+TRUTHS = 4  # they are 0 or 1
 
 # Names of sizes that TensorFlow requires to be equal, in the present analysis.
 _alike: contextvars.ContextVar = contextvars.ContextVar("alike")
@@ -54,6 +61,7 @@ class Proof(typing.NamedTuple):
 
     kind: str  # "exact", or not proved: "bends" a statistic, or "unknown"
     reason: str  # what the loss is, or the operation, of what, and where
+    if_not_negative: bool = False  # exact only if no weight in the data is
 
 
 class UnprovedError(Exception):
@@ -152,10 +160,12 @@ class Type:
     like: str | None = dataclasses.field(default=None, compare=False)
     # The names of sums with which it vanishes: it is a product with their rows.
     within: tuple = dataclasses.field(default=(), compare=False)
-    # 2 if its entries are 0 or 1, 1 if they are 0, or 1 or more; else 0.
+    # What is known of its entries, such as `COUNTS`.
     counts: int = dataclasses.field(default=0, compare=False)
     owes: tuple = ()  # sums that divide it, with which it does not vanish
-    breaks: tuple = ()  # sums: where one is 0, this may not be a number
+    # Sums: where one is 0, this may not be a number. `NEGATIVE` is there if it
+    # is of this type only if no weights in the data are negative.
+    breaks: tuple = ()
     # Of S, where what divides it is 0: 1 if it is not 0, 2 nor its gradient.
     stays: int = 0
     why: Proof | None = None  # of T
@@ -194,8 +204,10 @@ class Type:
     @property
     def vanishes(self):
         """The names of the sums with which this vanishes, and its gradient."""
-        is_mask = self.base == "R" and not self.grad
-        return (*self.within, *([self.summed] if is_mask else []))
+        # What may be negative may have a sum of 0, and not be 0.
+        is_mask = self.base == "R" and not self.grad and self.counts
+        name = self.summed + "?" * (self.counts == IF_DATA)
+        return (*self.within, *([name] if is_mask else []))
 
     @property
     def summed(self):
@@ -229,8 +241,8 @@ class Type:
     @property
     def size(self):
         """The size that a scalar holds, `None` if it is not known."""
-        is_known = self.content and self.dims == () and self.content[0]
-        return times(*self.content) if is_known else None
+        is_one = self.content is not None and self.dims == ()
+        return times(self.content[0]) if is_one else None
 
     @property
     def words(self):
@@ -248,6 +260,23 @@ class Type:
 def unknown(what):
     """Returns the type of what is not known."""
     return Type("T", why=Proof("unknown", what))
+
+
+def of_data(dtype):
+    """Returns what is known of the entries of data."""
+    if dtype.is_bool or dtype.is_unsigned:
+        return TRUTHS if dtype.is_bool else POSITIVE
+    return IF_DATA * (dtype.is_floating or dtype.is_integer)
+
+
+def owed(zeros, within):
+    """Returns the sums of some with which something does not vanish.
+
+    And what is assumed of the others.
+    """
+    left = {*zeros} - {*within}
+    signed = {name for name in left if f"{name}?" in within}
+    return tuple(sorted(left - signed)), (NEGATIVE,) * bool(signed)
 
 
 def plain(*vals, of="CR"):
@@ -363,5 +392,7 @@ def sizes(held, dims):
     is_of_n = any(map(is_of_samples, held))
     if dims == ():
         count = held[0][1].count("n") if held[0] else 0
-        return Type("C", (), (("n", count),) if count else (), content=held)
+        is_known = held[0] and held[0][0] >= 0
+        m, counts = (("n", count),) * bool(count), COUNTS * bool(is_known)
+        return Type("C", (), m, content=held, counts=counts)
     return Type("V" if is_of_n else "C", dims, content=held)

@@ -16,11 +16,14 @@ all arrays of a batch have as many rows; the loss of the large batch is a
 number; and rounding.
 """
 
+import dataclasses
+
 import tensorflow as tf
 
 from accumodel._features.proof.analysis import CONDITIONS, Analysis, key_of
 from accumodel._features.proof.types import (
     MAY_BE_0,
+    NEGATIVE,
     ONE,
     N,
     Proof,
@@ -28,6 +31,7 @@ from accumodel._features.proof.types import (
     UnprovedError,
     added,
     may_be_0,
+    of_data,
     power,
     require,
     sizes_alike,
@@ -159,10 +163,20 @@ def _judged(judge, tensors, *where, typed=None, **variables):
     `typed` is an analysis, and what is known in it.
     """
     analysis, more = typed or (Analysis(), {})
+    is_python = _runs_python(tensors[0].graph)
+    require(not is_python, "the step runs Python, such as `tf.py_function`")
     known, assigned = _known(analysis, tensors[0].graph, *where, **variables)
-    what = judge(*analysis.proved(tensors, known | more))
+    types = analysis.proved(tensors, known | more)
+    held = [{*v.breaks} for v in types]
+    pairs = zip(types, held, strict=True)
+    what = judge(
+        *(
+            dataclasses.replace(v, breaks=union([breaks - {NEGATIVE}]))
+            for v, breaks in pairs
+        )
+    )
     require(not assigned, f"the step assigns `{assigned}`")
-    return Proof("exact", what)
+    return Proof("exact", what, NEGATIVE in set().union(*held))
 
 
 def _judge_weighed(weight, *gradients):
@@ -246,9 +260,11 @@ def _types_of_data(analysis, data, spans_batches):
         if rank is None or (spans_batches and not is_alike):
             types[x.ref()] = unknown("batches of unlike lengths in one update")
         elif has_samples:
-            types[x.ref()] = Type("R", analysis.dims(x, 0, N))
+            dims, counts = analysis.dims(x, 0, N), of_data(x.dtype)
+            types[x.ref()] = Type("R", dims, counts=counts)
         else:
-            types[x.ref()] = Type("C", analysis.dims(x))
+            dims, counts = analysis.dims(x), of_data(x.dtype)
+            types[x.ref()] = Type("C", dims, counts=counts)
     return types
 
 
@@ -275,7 +291,8 @@ def _outside(analysis, graph, rows_variable, ignored):
         elif x.dtype != tf.resource and is_symbolic:
             types[x.ref()] = unknown("a tensor of another graph")
         else:
-            types[x.ref()] = Type("C", analysis.dims(x))
+            counts = of_data(x.dtype)
+            types[x.ref()] = Type("C", analysis.dims(x), counts=counts)
     return types, assigned
 
 
@@ -295,15 +312,30 @@ def _roots():
     return root
 
 
+def _called(op):
+    """Returns the names of the functions that an operation calls."""
+    attrs = op.node_def.attr.values()
+    return [f.name for v in attrs for f in (v.func, *v.list.func) if f.name]
+
+
+def _runs_python(graph):
+    """Whether Python runs in a graph, which may be what no path leads to."""
+    return any(
+        op.type in ("EagerPyFunc", "PyFunc")
+        or any(
+            _runs_python(private_names.body_of(graph, name))
+            for name in _called(op)
+        )
+        for op in graph.get_operations()
+    )
+
+
 def _is_assigned(handle):
     """Whether operations, in functions too, do more than read a variable."""
     for op in handle.consumers():
         if RECORDED in op.name and OF_USER not in op.name:  # of accumodel
             continue
-        attrs = op.node_def.attr.values()
-        names = [
-            f.name for v in attrs for f in (v.func, *v.list.func) if f.name
-        ]
+        names = _called(op)
         first = 1 if op.type in CONDITIONS else 0
         places = [i - first for i, x in enumerate(op.inputs) if x is handle]
         bodies = [private_names.body_of(op.graph, name) for name in names]
