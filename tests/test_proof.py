@@ -31,6 +31,7 @@ from proving import (
 )
 
 from accumodel import AccumulatingModel
+from accumodel._features import proof
 
 
 def in_function(function):
@@ -87,6 +88,10 @@ def moved_by_python(b):
     moves = tf.py_function(lambda value: None, [mean(b.p)], [])
     with tf.control_dependencies([moves]):
         return mean(errors(b)) * tf.identity(b.variable)[0, 0]
+
+
+def by_two_arrays(b):
+    return mean(ratio(b.p * b.x, total(b.x)) * total(b.y))
 
 
 def by_complex(b):
@@ -241,6 +246,29 @@ BENT = {
         lambda: mean(errors(b)),
         lambda: 2 * mean(errors(b)),
     ),
+    # Means whose weight is another one.
+    "a mean over a mask": lambda b: over(b, masks(b)),
+    "a mean over a mask that has some": lambda b: (
+        total(masks(b) * b.p**2) / tf.maximum(total(masks(b)), 1.0)
+    ),
+    "means over two masks": lambda b: over(b, masks(b)) + over(b, 1 - masks(b)),
+    "a mean, and one over a mask": lambda b: (
+        mean(errors(b)) + over(b, masks(b))
+    ),
+    "a mean for each target": lambda b: mean(by_column(b)),
+    "a mean for each target that has some": lambda b: mean(
+        tf.reduce_sum(masks(b) * b.p**2, [0, 1])
+        / tf.maximum(tf.reduce_sum(masks(b), [0, 1]), 1.0)
+    ),
+    "means for each target, taken for a sum": Program(
+        lambda b: mean(by_column(b)), lambda b: None
+    ),
+    "sums of two arrays: function": lambda b: in_function(
+        lambda: by_two_arrays(b)
+    )(),
+    "sums of two arrays: condition": lambda b: in_condition(
+        lambda: by_two_arrays(b)
+    )(),
     # Limits.
     "by at most two": lambda b: total(errors(b)) / tf.minimum(count(b.y), 2),
     "the largest two": lambda b: mean(tf.math.top_k(errors(b), 2).values),
@@ -276,6 +304,17 @@ UNKNOWN = {
             lambda: errors(b),
             lambda: errors(b) - mean(errors(b)),
         )
+    ),
+    # Means whose weight may be another one.
+    "a mean over a mask, by another one": Program(
+        lambda b: over(b, masks(b)), lambda b: total(1 - masks(b))
+    ),
+    "means over two masks, by one of them": Program(
+        lambda b: over(b, masks(b)) + over(b, 1 - masks(b)),
+        lambda b: total(masks(b)),
+    ),
+    "a mean for each target, by all": Program(
+        lambda b: mean(by_column(b)), lambda b: total(masks(b))
     ),
     "sorted": lambda b: mean(tf.sort(errors(b)) * 1.0),
     # Numbers that are made of the number of samples.
@@ -330,12 +369,7 @@ UNKNOWN = {
     ),
     # Keys of divisors.
     "sums of two arrays": Program(lambda b: over(b, b.x), lambda b: total(b.y)),
-    **{
-        f"sums of two arrays: {name}": lambda b, scope=scope: scope(
-            lambda: mean(ratio(b.p * b.x, total(b.x)) * total(b.y))
-        )()
-        for name, scope in SCOPES.items()
-    },
+    "sums of two arrays: loop": lambda b: in_loop(lambda: by_two_arrays(b))(),
     "sums of a mean of integers": Program(
         lambda b: over(b, means_of_tenths(b, "int32")),
         lambda b: total(means_of_tenths(b, "float32")),
@@ -482,6 +516,27 @@ UNKNOWN = {
         tf.numpy_function(lambda v: v, [errors(b)], tf.float32, stateful=False)
     ),
 }
+
+
+def by_column(b):
+    return ratio(
+        tf.reduce_sum(masks(b) * b.p**2, [0, 1]),
+        tf.reduce_sum(masks(b), [0, 1]),
+    )
+
+
+ADVICE = {
+    "a mean over a mask": proof.WEIGHT,
+    "a mean over a mask that has some": proof.WEIGHT,
+    "means over two masks": proof.CACHE,
+    "a mean for each target": proof.CACHE,
+    "centered": "",
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_makes_a_mean_exact_is_known(name):
+    assert prove(BENT[name]).advice == ADVICE[name]
 
 
 @pytest.mark.parametrize("name", BENT | UNKNOWN)

@@ -290,7 +290,7 @@ def is_large(b):
 WRONG = {
     "a mean as a sum": (Step(mean, as_a_sum), "bends"),
     "no weight": (Step(mean, lambda b: 1.0), "unknown"),
-    "a mask by samples": (Step(masked), "unknown"),
+    "a mask by samples": (Step(masked), "bends"),
     "a mask by what may be 0": (
         Step(masked, lambda b: tf.reduce_sum(mask(b) * is_large(b))),
         "unknown",

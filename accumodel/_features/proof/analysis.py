@@ -24,7 +24,6 @@ from accumodel._features.proof.types import (
     POSITIVE,
     TRUTHS,
     N,
-    Proof,
     Type,
     UnprovedError,
     added,
@@ -32,6 +31,7 @@ from accumodel._features.proof.types import (
     over,
     put,
     require,
+    require_known,
     sizes_alike,
     union,
     unknown,
@@ -163,9 +163,7 @@ class Analysis:
     def proved(self, tensors, known):
         """Returns their types, or raises what is not known of one."""
         types = self.types_of(tensors, known)
-        for v in types:
-            if v.base == "T":
-                raise UnprovedError(v.why.reason, v.why.kind == "bends")
+        require_known(types)
         return types
 
     def _typed(self, op, vals):
@@ -223,7 +221,7 @@ class Analysis:
         *scope, _ = (self._scope + op.name).split("/")
         place = "/".join(scope) or self.place
         reason = f"`{op.type}` of {error} in `{place}`"
-        return Type("T", why=Proof(error.kind, reason))
+        return Type("T", why=error.proof(reason))
 
     def _found(self, op, vals):
         """Returns the type of what an operation returns, or a list of these."""

@@ -42,6 +42,9 @@ AFFINE = "affine"  # of a sum and what is not 0, which is not 0
 MAY_BE_0 = "what a sum divides that may be 0 in a micro-batch"
 MIXED = "samples, and a sum or mean over samples"
 NEGATIVE = "weights that may be negative"
+
+# What makes one mean exact, and several that no weight is right for.
+WEIGHT, CACHE = "micro_batch_weight", "gradient_cache"
 UNLIKE = "an axis of samples next to one of another length"
 
 # What is known of the entries of a tensor, from little to much.
@@ -62,19 +65,26 @@ class Proof(typing.NamedTuple):
     kind: str  # "exact", or not proved: "bends" a statistic, or "unknown"
     reason: str  # what the loss is, or the operation, of what, and where
     if_not_negative: bool = False  # exact only if no weight in the data is
+    advice: str = ""  # what would make it exact, such as `WEIGHT`, if known
 
 
 class UnprovedError(Exception):
-    """What no rule says; `kind` is that of the proof."""
+    """What no rule says; `kind` and `advice` are those of the proof.
 
-    def __init__(self, what, bends=False):
+    What has an advice bends, too, if its weight is n.
+    """
+
+    def __init__(self, what, bends=False, advice=""):
         super().__init__(what)
-        self.kind = "bends" if bends else "unknown"
+        self.kind, self.advice = "bends" if bends else "unknown", advice
+
+    def proof(self, reason=None):
+        return Proof(self.kind, reason or str(self), advice=self.advice)
 
 
-def require(condition, what, bends=False):
+def require(condition, what, bends=False, advice=""):
     if not condition:
-        raise UnprovedError(what, bends)
+        raise UnprovedError(what, bends, advice)
 
 
 @contextlib.contextmanager
@@ -184,7 +194,7 @@ class Type:
         """Returns the type of a sum over the samples that is a factor."""
         if self.base != "S":
             return self
-        require(self.is_single, "several sums over samples")
+        require(self.is_single, "several sums over samples", False, CACHE)
         require(not self.grad, f"{self.words} that is trained", bends=True)
         # One is 1, but in a micro-batch without weights.
         is_one = self.alike in dict(self.m)
@@ -233,6 +243,11 @@ class Type:
         return {name for name, _ in self.m} == {"n"}
 
     @property
+    def is_n(self):
+        """Whether this is n, times what samples share."""
+        return self.base == "C" and self.m == (("n", 1),)
+
+    @property
     def is_count(self):
         """Whether this is n, or some times n: a whole number of 1 or more."""
         number, names = self.size or (0, ())
@@ -255,6 +270,14 @@ class Type:
             return of_m if self.base == "C" else f"samples times {of_m}"
         names = {"C": "what samples share", "V": "the number of samples"}
         return names.get(self.base, "samples")
+
+
+def require_known(types, is_of_n=False):
+    """Raises what is not known of one; `is_of_n` is whether n is its weight."""
+    for v in types:
+        if v.base == "T":
+            bends = v.why.kind == "bends" or (is_of_n and v.why.advice)
+            raise UnprovedError(v.why.reason, bends, v.why.advice)
 
 
 def unknown(what):
@@ -375,7 +398,8 @@ def added(vals):
         require(is_right, MIXED, bends=True)
         rows = broadcast([v for v in [*vals, *zeros] if v.base != "S"])
         return rows.but(mixed=True, uniform=False)
-    require(len(sums) == 1, "means over unlike numbers of things", is_of_n)
+    what = "means over unlike numbers of things"
+    require(len(sums) == 1, what, is_of_n, CACHE)
     (m,) = sums
     for v in vals:
         rest = power(v.m, m, -1)

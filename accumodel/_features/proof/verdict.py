@@ -17,6 +17,7 @@ number; and rounding.
 """
 
 import dataclasses
+import functools
 
 import tensorflow as tf
 
@@ -25,6 +26,7 @@ from accumodel._features.proof.types import (
     MAY_BE_0,
     NEGATIVE,
     ONE,
+    WEIGHT,
     N,
     Proof,
     Type,
@@ -34,6 +36,7 @@ from accumodel._features.proof.types import (
     of_data,
     power,
     require,
+    require_known,
     sizes_alike,
     union,
     unknown,
@@ -49,8 +52,10 @@ def prove(loss, weight, *where, **variables):
     Takes symbolic tensors: the loss and the weight of a micro-batch, `None` if
     the loss is a sum; for the other arguments see `_known`.
     """
-    tensors = [loss] if weight is None else [loss, weight]
-    return _tried(_judged, _judge, tensors, *where, **variables)
+    tensors = [x for x in (weight, loss) if x is not None]
+    variables["is_weighed"] = is_weighed = weight is not None
+    judge = _judge if is_weighed else functools.partial(_judge, None)
+    return _tried(_judged, judge, tensors, *where, **variables)
 
 
 def prove_rows(outputs, *where, **variables):
@@ -112,7 +117,8 @@ class Gradients:
         variables["typed"], proofs = (self._analysis, self._known_by([])), []
         for gradients, weight in terms:
             tensors = [x for x in (weight, *gradients) if x is not None]
-            judge = _judge_weighed if weight is not None else _judge_sums
+            variables["is_weighed"] = is_weighed = weight is not None
+            judge = _judge_all if is_weighed else _judge_sums
             proofs.append(_tried(_judged, judge, tensors, *where, **variables))
         return worst(proofs or [Proof("unknown", "a custom step")])
 
@@ -151,22 +157,24 @@ def _tried(function, *args, **kwargs):
         with sizes_alike():
             return function(*args, **kwargs)
     except UnprovedError as error:
-        return Proof(error.kind, str(error))
+        return error.proof()
     except Exception as error:  # a proof stops no training
         what = f"the proof failed: {type(error).__name__}: {error}"
         return Proof("unknown", what)
 
 
-def _judged(judge, tensors, *where, typed=None, **variables):
+def _judged(judge, tensors, *where, typed=None, is_weighed=False, **variables):
     """Returns the proof by what `judge` says of the types of tensors.
 
-    `typed` is an analysis, and what is known in it.
+    `typed` is an analysis, and what is known in it. If tensors are weighed, the
+    first one is their weight.
     """
     analysis, more = typed or (Analysis(), {})
     is_python = _runs_python(tensors[0].graph)
     require(not is_python, "the step runs Python, such as `tf.py_function`")
     known, assigned = _known(analysis, tensors[0].graph, *where, **variables)
-    types = analysis.proved(tensors, known | more)
+    types = analysis.types_of(tensors, known | more)
+    require_known(types, is_of_n=not is_weighed or types[0].is_n)
     held = [{*v.breaks} for v in types]
     pairs = zip(types, held, strict=True)
     what = judge(
@@ -179,19 +187,18 @@ def _judged(judge, tensors, *where, typed=None, **variables):
     return Proof("exact", what, NEGATIVE in set().union(*held))
 
 
-def _judge_weighed(weight, *gradients):
+def _judge_all(weight, *gradients):
     """Returns what gradients are, if their weight is what divides them."""
     is_row = any(v.base == "R" for v in gradients)
     require(not is_row, "a gradient that is samples")
-    judged = [_judge(v, weight, is_gradient=True) for v in gradients]
+    judged = [_judge(weight, v, is_gradient=True) for v in gradients]
     return judged[0] if judged else "no gradient"
 
 
-def _judge_sums(*gradients):
-    return _judge_weighed(None, *gradients)
+_judge_sums = functools.partial(_judge_all, None)
 
 
-def _judge(loss, weight=None, is_gradient=False):
+def _judge(weight, loss, is_gradient=False):
     """Returns what a loss is, if its weight is what it was divided by."""
     if loss.base == "R":  # its gradient is that of the sum
         loss = loss.but(base="S", dims=())
@@ -214,7 +221,10 @@ def _judge(loss, weight=None, is_gradient=False):
     require(loss.m or not is_sum, what, bends)
     is_mean = is_sum and not power(loss.m, weight.m)
     what = f"{loss.words}, which is not divided by its weight"
-    require(is_mean or loss.is_shared, what, bends)
+    # No number of samples is the sum that divides a loss.
+    is_other = is_sum and any(p < 0 for name, p in loss.m if name != "n")
+    advice = WEIGHT * (weight.is_n and is_other)
+    require(is_mean or loss.is_shared, what, bends or advice, advice)
     require(not (loss.owes or weight.owes or weight.breaks), MAY_BE_0)
     # What is not a number is left out if it weighs nothing.
     is_left_out = not weight.stays and {*loss.breaks} <= {*dict(weight.m)}
