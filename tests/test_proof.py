@@ -743,6 +743,57 @@ def test_lengths_may_differ_in_a_cycle():
     assert prove(program, SPECS, accum_steps=2).kind == "unknown"
 
 
+def views(b):
+    """Rows of one array, as many as another one has, of any length."""
+    rows = tf.reshape(b.p, [tf.shape(b.y)[0], -1])
+    return mean(b.y) + mean(tf.reduce_mean(rows, 1) * b.y[:, 0, 0])
+
+
+LENGTHS = {
+    "compared by each entry": (lambda b: mean(errors(b)), "exact"),
+    "compared in another order": (
+        lambda b: (
+            mean(b.y**2)
+            + mean(b.p**2)
+            + mean(b.p @ tf.transpose(b.y, [0, 2, 1]))
+        ),
+        "exact",
+    ),
+    "of one of them": (lambda b: mean(b.p**2), "unknown"),
+    "of the one that counts": (lambda b: mean(b.kernel) * mean(b.y), "exact"),
+    "side by side": (lambda b: mean(b.y**2) + mean(b.p**2), "unknown"),
+    "one behind the other": (
+        lambda b: mean(tf.concat([b.p, b.y], 0) ** 2),
+        "unknown",
+    ),
+    "in each other's shape": (views, "unknown"),
+    "compared by what need not be": (
+        lambda b: mean(b.p) + mean(tf.cast(b.x == b.y, "float32")),
+        "unknown",
+    ),
+    "compared in a condition": (
+        lambda b: tf.cond(
+            b.kernel[0, 0] > 9.0, lambda: mean(errors(b)), lambda: mean(b.p)
+        ),
+        "unknown",
+    ),
+    "by the other number": (
+        lambda b: total(b.y) / count(b.p) * mean(b.kernel),
+        "unknown",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_arrays_may_have_lengths_of_their_own(name):
+    loss, kind = LENGTHS[name]
+    judge = functools.partial(proof.prove, lengths_alike=False)
+    model = model_of(loss, micro_batch_size=3)
+    assert proof_of(model, SPECS, judge).kind == kind
+    if kind == "unknown" and name != "in each other's shape":
+        assert proof_of(model, SPECS).kind == "exact"
+
+
 @pytest.mark.parametrize(
     ("function", "kind"),
     [

@@ -195,6 +195,7 @@ class Analysis:
                 stays=max(stays, v.stays) if v.base == "S" else 0,
                 breaks=union(each.breaks for each in (v, *vals)),
                 counts=_counts(op, x, v, vals),
+                of=union(each.of for each in (v, *vals)),
                 name=v.name or f"{name}:{i}",
             )
             for i, (v, x) in enumerate(zip(found, op.outputs, strict=True))
@@ -393,7 +394,7 @@ def _counts(op, x, v, vals):
 
 def _is_right(op):
     """Whether the gradient of an operation is that of its value."""
-    *_, scope, _ = ("", *op.name.split("/"))  # the innermost
+    scope = ["", *op.name.split("/")][-2]  # the innermost
     is_own = "_gradient_op_type" in op.node_def.attr
     return not is_own or scope.startswith(RIGHT)
 

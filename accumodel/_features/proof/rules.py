@@ -36,6 +36,7 @@ from accumodel._features.proof.types import (
     same,
     shared,
     sizes,
+    sizes_alike,
     times,
     union,
 )
@@ -172,7 +173,8 @@ def compared(at, op, *vals):
     plain(*vals)
     lengths = {times(v.n) for v in vals if v.base == "R"}
     require(len(lengths) < 2, "axes of samples of unlike lengths")
-    return broadcast(vals)
+    with sizes_alike(inherited=True):
+        return broadcast(vals)
 
 
 @rule("Greater GreaterEqual Less LessEqual")

@@ -179,6 +179,8 @@ class Type:
     # Of S, where what divides it is 0: 1 if it is not 0, 2 nor its gradient.
     stays: int = 0
     why: Proof | None = None  # of T
+    # The arrays of data that it is made of, if their lengths may differ.
+    of: tuple = dataclasses.field(default=(), compare=False)
 
     def but(self, **changed):
         """Returns the type of what is computed of this one."""
@@ -256,8 +258,8 @@ class Type:
     @property
     def size(self):
         """The size that a scalar holds, `None` if it is not known."""
-        is_one = self.content is not None and self.dims == ()
-        return times(self.content[0]) if is_one else None
+        held = self.content if self.dims == () else None
+        return None if held is None else times(held[0])
 
     @property
     def words(self):
@@ -321,17 +323,34 @@ def agree(a, b):
     first = [*(collections.Counter(some) - collections.Counter(others))]
     other = [*(collections.Counter(others) - collections.Counter(some))]
     if a == b and len(first) == len(other) == 1 and "n" not in first + other:
-        alike, (to,), (of,) = _alike.get(), first, other
-        names = {name for name, root in alike.items() if root == of} | {of}
-        alike.update(dict.fromkeys(names, to))
+        _note_alike(*first, *other)
         return True
     return a == b and some == others
+
+
+def _note_alike(to, of):
+    alike = _alike.get()
+    names = {name for name, root in alike.items() if root == of} | {of}
+    alike.update(dict.fromkeys(names, to))
+
+
+def arrays_of(vals):
+    """Returns the arrays that types are made of, one of those of a length.
+
+    The name of the one that the weight counts is before all others.
+    """
+    alike = _alike.get()
+    return sorted({alike.get(name, name) for v in vals for name in v.of})
 
 
 def same(a, b):
     """Returns the type of R, with the rows that two R share."""
     # Two lengths that are not known are equal, or TensorFlow raises: if one is
     # 1 in a micro-batch, and is broadcast, the large batch fails.
+    is_equal = a.o == b.o and times(a.k) == times(b.k)
+    found = arrays_of([a]), arrays_of([b])
+    if is_equal and [*map(len, found)] == [1, 1]:
+        _note_alike(*sorted([*found[0], *found[1]]))
     is_like = a.o == b.o and (agree(a.k, b.k) or bool(a.k[1] and b.k[1]))
     is_as_long = is_like or times(a.n) == times(b.n)
     require(is_as_long, "axes of samples of unlike lengths")

@@ -9,11 +9,13 @@ The gradients of a custom step are typed by what they are gradients of: that of
 `m * S` by what samples share is `m` times a sum over the samples, and that of S
 by the rows of samples is such rows, whatever their graphs are.
 
+If the weight is n, and the loss was divided by a sum of what samples are, that
+is wrong in some batches, whatever the first one has.
+
 Assumed: a training traces the same Python; operations do what their names say,
-and raise if sizes do not fit; weights of a mask are 0 where they sum up to 0,
-and what samples share, added to them, is not 0 and does not cancel that sum;
-all arrays of a batch have as many rows; the loss of the large batch is a
-number; and rounding.
+and raise if sizes do not fit; no weight in the data is negative, if the proof
+says so; all arrays of a batch have as many rows, unless it is told otherwise;
+the loss of the large batch is a number; and rounding.
 """
 
 import dataclasses
@@ -32,6 +34,7 @@ from accumodel._features.proof.types import (
     Type,
     UnprovedError,
     added,
+    arrays_of,
     may_be_0,
     of_data,
     power,
@@ -44,6 +47,7 @@ from accumodel._features.proof.types import (
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._micro_batch.assignments import OF_USER, READS, RECORDED
+from accumodel._micro_batch.micro_batches import first_leaf
 
 
 def prove(loss, weight, *where, **variables):
@@ -143,12 +147,13 @@ def _gradient(targets, by):
     one = added(
         [v.but(base="S" if v.base == "R" else v.base, dims=()) for v in targets]
     )
+    of = (*arrays_of([*targets, by]),)
     if by.is_shared:
         stays = one.stays if one.stays > 1 else 0  # numbers have no gradient
-        return one.but(dims=by.dims, grad=True, stays=stays)
+        return one.but(dims=by.dims, grad=True, stays=stays, of=of)
     is_of_rows = (by.base, by.m, one.base, one.m) == ("R", (), "S", ())
     require(is_of_rows, f"a gradient of {one.words} by {by.words}")
-    return by.but(breaks=union([by.breaks, one.breaks]))
+    return by.but(breaks=union([by.breaks, one.breaks]), of=of)
 
 
 def _tried(function, *args, **kwargs):
@@ -184,6 +189,8 @@ def _judged(judge, tensors, *where, typed=None, is_weighed=False, **variables):
         )
     )
     require(not assigned, f"the step assigns `{assigned}`")
+    is_alike = arrays_of(types) in ([], [_COUNTED])
+    require(is_alike, "arrays that need not be as long as each other")
     return Proof("exact", what, NEGATIVE in set().union(*held))
 
 
@@ -246,8 +253,18 @@ def _judge_rows(*outputs):
     return "all outputs are rows of samples"
 
 
+# The name of the array whose rows the weight counts.
+_COUNTED = ""
+
+
 def _known(
-    analysis, graph, data, spans_batches, rows_variable=None, ignored=()
+    analysis,
+    graph,
+    data,
+    spans_batches,
+    rows_variable=None,
+    ignored=(),
+    lengths_alike=True,
 ):
     """Returns the types of what a graph is given, and what it assigns.
 
@@ -255,9 +272,18 @@ def _known(
     `spans_batches` is whether an update may need several fed batches.
     `rows_variable` is another one in each micro-batch, and the `ignored`
     variables, such as those of metrics, may be assigned at any time.
+    `lengths_alike` is whether all arrays of `data` have as many rows; if not,
+    two have if TensorFlow raises otherwise.
     """
     types, assigned = _outside(analysis, graph, rows_variable, ignored)
-    return types | _types_of_data(analysis, data, spans_batches), assigned
+    given = _types_of_data(analysis, data, spans_batches)
+    if not lengths_alike:
+        counted = first_leaf(data).ref()
+        for key, v in given.items():
+            name = _COUNTED if key == counted else key.deref().name
+            of = (name,) if v.base == "R" else ()
+            given[key] = dataclasses.replace(v, of=of)
+    return types | given, assigned
 
 
 def _types_of_data(analysis, data, spans_batches):
