@@ -271,7 +271,6 @@ BENT = {
     )(),
     # Limits.
     "by at most two": lambda b: total(errors(b)) / tf.minimum(count(b.y), 2),
-    "the largest two": lambda b: mean(tf.math.top_k(errors(b), 2).values),
     "as many numbers as samples": lambda b: mean(
         tf.math.top_k(b.p, tf.shape(b.p)[0]).values
     ),
@@ -330,6 +329,17 @@ UNKNOWN = {
         total(errors(b)) / tf.sqrt(count(b.p)) / tf.sqrt(count(b.p))
     ),
     "and a logarithm": lambda b: mean(errors(b)) + tf.math.log(count(b.p)),
+    "by half of the numbers": lambda b: (
+        total(errors(b)) / tf.cast(tf.size(b.p[:, 0, :2]) // 2, "float32")
+    ),
+    "in the shape of both": lambda b: mean(
+        tf.broadcast_to(
+            b.p[:, :1],
+            tf.broadcast_dynamic_shape(tf.shape(b.p[:, :1]), tf.shape(b.y)),
+        )
+        * b.y
+    ),
+    "the largest two": lambda b: mean(tf.math.top_k(errors(b), 2).values),
     "by one more": lambda b: total(errors(b)) / (count(b.p) + 1),
     "by at least two": lambda b: total(errors(b)) / tf.maximum(count(b.p), 2),
     "by at least 1, of a half": lambda b: (
@@ -649,9 +659,6 @@ RIGHT = {
     "times an inverse": lambda b: (
         total(errors(b)) * tf.math.reciprocal(3 * count(b.p))
     ),
-    "by half of the numbers": lambda b: (
-        total(errors(b)) / tf.cast(tf.size(b.p[:, 0, :2]) // 2, "float32")
-    ),
     **{
         f"{name}, or nothing": lambda b, some=some: tf.cond(
             some(b), lambda: mean(errors(b)), lambda: 0.0
@@ -673,13 +680,6 @@ RIGHT = {
             b.p, tf.cast(2 * b.y[:, :, :1], "int32") % WIDTH, axis=-1
         )
         ** 2
-    ),
-    "in the shape of both": lambda b: mean(
-        tf.broadcast_to(
-            b.p[:, :1],
-            tf.broadcast_dynamic_shape(tf.shape(b.p[:, :1]), tf.shape(b.y)),
-        )
-        * b.y
     ),
     # What samples share chooses.
     "one mean or another": lambda b: tf.where(

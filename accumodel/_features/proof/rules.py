@@ -93,7 +93,7 @@ def axes_of(tensor, v, rank):
 ELEMENTWISE = """
 Acos Acosh Angle AsString Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e
 BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil ClipByValue Complex ComplexAbs
-Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorMod Igamma
+Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Igamma
 Igammac Invert LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalOr
 LookupTableFindV2 Mod Ndtri NextAfter Relu6 RightShift Rint Round
 Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt SquaredDifference Tan
@@ -143,12 +143,6 @@ def to_the(v, exponent):
     require(float(exponent).is_integer(), f"{v.words}, to no whole power")
     m = tuple((name, p * int(exponent)) for name, p in v.m if exponent)
     return Type("C", v.dims, m)
-
-
-@rule("FloorDiv")
-def divided_sizes(at, op, a, b):
-    size = over(a.size, b.size)
-    return sizes([size], ()) if size else elementwise(at, op, a, b)
 
 
 FINITE = ("IsFinite", "IsInf", "IsNan")
@@ -238,7 +232,7 @@ def require_near(by, number):
 def of_statistic(op, *vals):
     """Returns a statistic, or n, and the number next to it, if any."""
     pairs = [*zip(vals, op.inputs, strict=True)]
-    for (v, _), (other, x) in (pairs, pairs[::-1]):
+    for (v, _), (other, x) in (pairs, pairs[::-1]) * (len(vals) == 2):
         number = None if other.dims else constant(x, other)
         is_one = v.base == "S" or (v.base == "C" and v.m)
         if is_one and number is not None:
@@ -485,15 +479,10 @@ def plus(at, op, *vals):
     if all(v.content and v.dims == () for v in vals) and None not in known:
         sign = -1 if op.type == "Sub" else 1
         return sizes([(int(known[0] + sign * sum(known[1:])), ())], ())
-    if len(vals) == 2 and op.type != "Sub":
-        by, number = of_statistic(op, *vals)
-        # Such as 1e-7 beside 1: rounding.
-        if (
-            by
-            and by.is_count
-            and 0 <= number <= np.spacing(number.dtype.type(1))
-        ):
-            return by
+    by, number = of_statistic(op, *vals)
+    is_nothing = by and abs(number) <= np.spacing(number.dtype.type(1))
+    if is_nothing and vals[0].is_count:  # such as 1e-7 next to 1: rounding
+        return by
     one = added([*vals])
     if op.type == "Sub":
         is_rest = vals[1].counts == TRUTHS and np.all(known[0] == 1)
@@ -619,15 +608,12 @@ for counts, names in LAST.items():
 
 @rule("TopK TopKV2")
 def largest(at, op, v, *count):
-    """Of all samples, that is a sort, of which a sum may be right."""
+    """Of all samples it may be a sort, which a sum of does not change."""
     plain(v)
-    is_of_all = v.base == "R" and v.axis == len(v.dims) - 1
-    is_sort = is_of_all and bool(count) and count[0].size == v.n
-    require(not is_sort, "all samples, in a new order,")
-    require(not is_of_all, "the largest of all samples", bends=True)
+    found = along((1,), at, op, v)
     for x in count:
-        require(not x.m, x.words, bends=True)
-    return along((1,), at, op, v, *count)
+        require(x.is_shared, x.words, bends=True)
+    return found
 
 
 @rule("ImageProjectiveTransformV2 ImageProjectiveTransformV3", plain=2)

@@ -5,7 +5,6 @@ be chosen by its place. See `rules` for how a rule is written.
 """
 
 import functools
-import itertools
 
 import numpy as np
 import tensorflow as tf
@@ -39,18 +38,6 @@ _NUMBER = "the number of samples"
 def vector(held):
     """Returns the type of a vector of sizes."""
     return sizes(held, ((len(held), ()),))
-
-
-@rule("BroadcastArgs")
-def broadcast_shape(at, op, *vals):
-    """Of axes that are equal, or 1."""
-    held = [v.content for v in vals]
-    require(None not in held, "a shape that is not known")
-    pairs = itertools.zip_longest(*(each[::-1] for each in held), fillvalue=ONE)
-    found = [({*map(times, pair)} - {ONE}) or {ONE} for pair in pairs]
-    is_known = all(len(each) == 1 and None not in each for each in found)
-    require(is_known, "unlike axes")
-    return vector([size for (size,) in found[::-1]])
 
 
 @rule("Shape ShapeN Size Rank")
