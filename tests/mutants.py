@@ -198,6 +198,26 @@ what is given has one name
     Analysis._typed: set vals => vals
 sizes are read from the last one on
     sliced: call require by => None
+what is n, but for a factor, is 1 or more
+    Type.is_count: return number names => self.base == "C" and self.is_of_n
+whether n is more than 1 is settled
+    is_settled: set is_more => v and v.is_count and number <= 1
+at most as many as n are no limit
+    at_most: call require is_of_n => None
+a dtype holds the numbers of another one of as many bytes
+    holds: return bits => dtype.size >= other.size
+what is chosen is chosen for all samples
+    selected: set is_one => True
+1 and a mean is never 0
+    plus: if is_more bases => not (is_more and bases == {*"CS"})
+weights may cancel without a word
+    _judged: return Proof => Proof("exact", what)
+a mean by what is not n is compared if n is its weight
+    _judge: set advice => ""
+Python in a step that no path leads to does nothing
+    _judged: set is_python => False
+arrays are as long as others if none asks
+    _judged: set is_alike => True
 sequences are reversed along the samples
     reversed_rows: set is_own => True
 # test_proof_of_masks.py
@@ -221,7 +241,7 @@ a second gradient is by what divides the first
 a gradient by samples is a sum over them
     _gradient: if is_shared => True
 a gradient of samples is accumulated
-    _judge_weighed: set is_row => False
+    _judge_all: set is_row => False
 a constant that a tape watches may be in a divisor
     _source: call require => None
 rows of a gradient may be changed

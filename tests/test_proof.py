@@ -31,6 +31,7 @@ from proving import (
 )
 
 from accumodel import AccumulatingModel
+from accumodel._features import proof
 
 
 def in_function(function):
@@ -74,6 +75,23 @@ def in_few_bits(b, dtype):
     """Whether numbers are equal to one, of which others are rounded to it."""
     numbers = tf.cast(tf.cast(256 + 10 * b.y, "int32"), dtype)
     return tf.cast(tf.equal(tf.cast(numbers, "float32"), 256), "float32")
+
+
+def in_short_bits(b, dtype):
+    """The same with as many bytes, some of them of the exponent."""
+    numbers = tf.cast(tf.cast(4096 + 10 * b.y, "int16"), dtype)
+    return tf.cast(tf.equal(tf.cast(numbers, "float32"), 4096), "float32")
+
+
+def moved_by_python(b):
+    """What a loss reads may have been moved by what it does not read."""
+    moves = tf.py_function(lambda value: None, [mean(b.p)], [])
+    with tf.control_dependencies([moves]):
+        return mean(errors(b)) * tf.identity(b.variable)[0, 0]
+
+
+def by_two_arrays(b):
+    return mean(ratio(b.p * b.x, total(b.x)) * total(b.y))
 
 
 def by_complex(b):
@@ -228,8 +246,38 @@ BENT = {
         lambda: mean(errors(b)),
         lambda: 2 * mean(errors(b)),
     ),
-    # Places in the batch.
-    "sorted": lambda b: mean(tf.sort(errors(b)) * 1.0),
+    # Means whose weight is another one.
+    "a mean over a mask": lambda b: over(b, masks(b)),
+    "a mean over a mask that has some": lambda b: (
+        total(masks(b) * b.p**2) / tf.maximum(total(masks(b)), 1.0)
+    ),
+    "means over two masks": lambda b: over(b, masks(b)) + over(b, 1 - masks(b)),
+    "a mean, and one over a mask": lambda b: (
+        mean(errors(b)) + over(b, masks(b))
+    ),
+    "a mean for each target": lambda b: mean(by_column(b)),
+    "a mean for each target that has some": lambda b: mean(
+        tf.reduce_sum(masks(b) * b.p**2, [0, 1])
+        / tf.maximum(tf.reduce_sum(masks(b), [0, 1]), 1.0)
+    ),
+    "means for each target, taken for a sum": Program(
+        lambda b: mean(by_column(b)), lambda b: None
+    ),
+    "sums of two arrays: function": lambda b: in_function(
+        lambda: by_two_arrays(b)
+    )(),
+    "sums of two arrays: condition": lambda b: in_condition(
+        lambda: by_two_arrays(b)
+    )(),
+    # Limits.
+    "by at most two": lambda b: total(errors(b)) / tf.minimum(count(b.y), 2),
+    "as many numbers as samples": lambda b: mean(
+        tf.math.top_k(b.p, tf.shape(b.p)[0]).values
+    ),
+    "a mean, or 0": lambda b: tf.maximum(mean(b.p), 0.0),
+    "one of two means, by a mean": lambda b: tf.where(
+        mean(b.y) > 0.7, mean(errors(b)), mean(b.p)
+    ),
 }
 
 UNKNOWN = {
@@ -256,18 +304,82 @@ UNKNOWN = {
             lambda: errors(b) - mean(errors(b)),
         )
     ),
-    "whether there is one sample": lambda b: (
-        tf.cond(tf.shape(b.p)[0] > 1, lambda: 1.0, lambda: 2.0)
-        * mean(errors(b))
+    # Means whose weight may be another one.
+    "a mean over a mask, by another one": Program(
+        lambda b: over(b, masks(b)), lambda b: total(1 - masks(b))
+    ),
+    "means over two masks, by one of them": Program(
+        lambda b: over(b, masks(b)) + over(b, 1 - masks(b)),
+        lambda b: total(masks(b)),
+    ),
+    "a mean for each target, by all": Program(
+        lambda b: mean(by_column(b)), lambda b: total(masks(b))
+    ),
+    "sorted": lambda b: mean(tf.sort(errors(b)) * 1.0),
+    # Numbers that are made of the number of samples.
+    "a loop over samples": lambda b: (
+        tf.while_loop(
+            lambda i, _: i < tf.shape(b.p)[0],
+            lambda i, s: (i + 1, s + mean(tf.square(b.p[i] - b.y[i]))),
+            (0, 0.0),
+        )[1]
+        / count(b.p)
+    ),
+    "by two roots": lambda b: (
+        total(errors(b)) / tf.sqrt(count(b.p)) / tf.sqrt(count(b.p))
+    ),
+    "and a logarithm": lambda b: mean(errors(b)) + tf.math.log(count(b.p)),
+    "by half of the numbers": lambda b: (
+        total(errors(b)) / tf.cast(tf.size(b.p[:, 0, :2]) // 2, "float32")
+    ),
+    "in the shape of both": lambda b: mean(
+        tf.broadcast_to(
+            b.p[:, :1],
+            tf.broadcast_dynamic_shape(tf.shape(b.p[:, :1]), tf.shape(b.y)),
+        )
+        * b.y
+    ),
+    "the largest two": lambda b: mean(tf.math.top_k(errors(b), 2).values),
+    "by one more": lambda b: total(errors(b)) / (count(b.p) + 1),
+    "by at least two": lambda b: total(errors(b)) / tf.maximum(count(b.p), 2),
+    "by at least 1, of a half": lambda b: (
+        total(errors(b)) / tf.maximum(count(b.p) / 2, 1) / 2
+    ),
+    "by at least 1, of what may be none": lambda b: (
+        total(errors(b)) / tf.maximum(tf.cast(tf.size(b.p), "float32"), 1)
+    ),
+    "by at most very many": lambda b: (
+        total(errors(b)) / tf.minimum(count(b.p), 1e6)
+    ),
+    **{
+        f"{name}, or what samples share": lambda b, some=some: tf.cond(
+            some(tf.shape(b.p)[0]), lambda: mean(errors(b)), lambda: 0.0
+        )
+        for name, some in {
+            "if there are two": lambda n: n >= 2,
+            "if there is more than one": lambda n: n > 1,
+            "if there are others than one": lambda n: tf.not_equal(n, 1),
+            "if a negative number is more": lambda n: -1 * n > -3,
+            "if an even number": lambda n: tf.equal(n // 2 * 2, n),
+        }.items()
+    },
+    # What hardly ever bends.
+    "clipped where nothing is": lambda b: tf.clip_by_value(
+        mean(errors(b)), -1e6, 1e6
+    ),
+    "nothing, if it is not finite": lambda b: tf.cond(
+        tf.reduce_any(tf.math.is_nan(b.p)), lambda: 0.0, lambda: mean(b.p)
+    ),
+    "nothing, if it is very much": lambda b: tf.cond(
+        mean(errors(b)) < 1e9, lambda: mean(errors(b)), lambda: 0.0
+    ),
+    "a mean, at least 0": lambda b: tf.maximum(mean(tf.square(b.p)), 0.0),
+    "one loss for each, or a mean, by what is shared": lambda b: mean(
+        tf.where(b.kernel[0, 0] > 0, errors(b), mean(errors(b)))
     ),
     # Keys of divisors.
     "sums of two arrays": Program(lambda b: over(b, b.x), lambda b: total(b.y)),
-    **{
-        f"sums of two arrays: {name}": lambda b, scope=scope: scope(
-            lambda: mean(ratio(b.p * b.x, total(b.x)) * total(b.y))
-        )()
-        for name, scope in SCOPES.items()
-    },
+    "sums of two arrays: loop": lambda b: in_loop(lambda: by_two_arrays(b))(),
     "sums of a mean of integers": Program(
         lambda b: over(b, means_of_tenths(b, "int32")),
         lambda b: total(means_of_tenths(b, "float32")),
@@ -293,6 +405,21 @@ UNKNOWN = {
         ),
         lambda b: total(tf.reduce_sum(b.y, [0, 1]) * [3.0, 2, 1]) + count(b.y),
     ),
+    "sums of what is rounded as much": Program(
+        lambda b: over(b, in_short_bits(b, "float16")),
+        lambda b: total(in_short_bits(b, "float32")),
+    ),
+    "weights that may be negative": weighed(
+        lambda b: total(1 - b.y), lambda b: total((1 - b.y) * b.p**2)
+    ),
+    "1 and less of a mask": weighed(
+        lambda b: count(b.y) * (1 + mean(-masks(b)))
+    ),
+    "1 less a mask": weighed(lambda b: count(b.y) * (1 - mean(masks(b)))),
+    "moved by Python": moved_by_python,
+    "moved by Python in a function": lambda b: in_function(
+        lambda: moved_by_python(b)
+    )(),
     "a sum of wide ones": Program(
         lambda b: ratio(
             total(errors(b)), mean(b.y[:, 0, :1] * tf.ones((1, 5))) * 5 + 1
@@ -401,6 +528,27 @@ UNKNOWN = {
 }
 
 
+def by_column(b):
+    return ratio(
+        tf.reduce_sum(masks(b) * b.p**2, [0, 1]),
+        tf.reduce_sum(masks(b), [0, 1]),
+    )
+
+
+ADVICE = {
+    "a mean over a mask": proof.WEIGHT,
+    "a mean over a mask that has some": proof.WEIGHT,
+    "means over two masks": proof.CACHE,
+    "a mean for each target": proof.CACHE,
+    "centered": "",
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_makes_a_mean_exact_is_known(name):
+    assert prove(BENT[name]).advice == ADVICE[name]
+
+
 @pytest.mark.parametrize("name", BENT | UNKNOWN)
 def test_what_is_not_exact_is_not_proved(name):
     kind = "bends" if name in BENT else "unknown"
@@ -409,6 +557,41 @@ def test_what_is_not_exact_is_not_proved(name):
 
 def masks(b):
     return tf.cast(b.y > 0.5, "float32")
+
+
+WEIGHTS = {
+    "data": (lambda b: b.y, True),
+    "some data": (lambda b: tf.transpose(2 * b.y[:, :2], [0, 2, 1]), True),
+    "squares": (lambda b: b.y**2, False),
+    "exponentials": (lambda b: tf.exp(b.y), False),
+    "a clip": (lambda b: tf.maximum(b.y - 1, 0.0), False),
+    "a mask, and others": (
+        lambda b: tf.concat([masks(b), tf.nn.softmax(b.y)], 1),
+        False,
+    ),
+    "classes": (lambda b: tf.one_hot(tf.cast(b.y, "int32"), 3), False),
+    "weights of classes": (
+        lambda b: tf.gather([1.0, 0.5, 0.1], tf.cast(b.y, "int32") % 3),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_that_may_be_negative_are_a_condition(name, more):
+    rows, is_condition = WEIGHTS[name]
+
+    def divisor(b):
+        d = total(rows(b))
+        return count(b.y) * (d / count(b.y) + more) if more else d
+
+    def summed(b):
+        ones = [1] * (rows(b).shape.rank - 1)
+        return total(rows(b) * tf.reshape(errors(b), [-1, *ones]))
+
+    found = prove(weighed(divisor, summed))
+    assert (found.kind, found.if_not_negative) == ("exact", is_condition)
 
 
 def in_while(b):
@@ -466,6 +649,49 @@ RIGHT = {
     ),
     "twice the batch": lambda b: mean(tf.square(tf.concat([b.p, b.y], 0))),
     "a loop": lambda b: mean(tf.square(in_while(b))),
+    # Numbers of samples that are the number of samples.
+    "by at least 1": lambda b: total(errors(b)) / tf.maximum(count(b.p), 1),
+    "by at least 1, an integer": lambda b: (
+        total(errors(b)) / tf.cast(tf.maximum(1, tf.shape(b.p)[0]), "float32")
+    ),
+    "by next to nothing more": lambda b: total(errors(b)) / (count(b.p) + 1e-7),
+    "times a power": lambda b: total(errors(b)) * count(b.p) ** -1,
+    "times an inverse": lambda b: (
+        total(errors(b)) * tf.math.reciprocal(3 * count(b.p))
+    ),
+    **{
+        f"{name}, or nothing": lambda b, some=some: tf.cond(
+            some(b), lambda: mean(errors(b)), lambda: 0.0
+        )
+        for name, some in {
+            "if there are numbers": lambda b: tf.size(b.p) > 0,
+            "unless there are none": lambda b: ~tf.equal(tf.size(b.p), 0),
+            "if there are some": lambda b: tf.shape(b.p)[0] >= 1,
+            "unless there is less than one": lambda b: tf.not_equal(
+                tf.shape(b.p)[0] < 1, True
+            ),
+            "if there are as many": lambda b: tf.equal(
+                tf.shape(b.p)[0], tf.shape(b.y)[0]
+            ),
+        }.items()
+    },
+    "values by their places": lambda b: mean(
+        keras.ops.take_along_axis(
+            b.p, tf.cast(2 * b.y[:, :, :1], "int32") % WIDTH, axis=-1
+        )
+        ** 2
+    ),
+    # What samples share chooses.
+    "one mean or another": lambda b: tf.where(
+        b.kernel[0, 0] > 0, mean(errors(b)), mean(tf.abs(b.p))
+    ),
+    "a term, or none": lambda b: (
+        mean(errors(b)) + tf.where(b.kernel > 9.0, 0.0, mean(tf.abs(b.p)))[0, 0]
+    ),
+    "one of a table of means": lambda b: tf.gather(
+        tf.stack([mean(errors(b)), mean(tf.abs(b.p))]),
+        tf.cast(b.kernel[0, 0] > 0, "int32"),
+    ),
     "a function": lambda b: in_function(lambda p: mean(tf.square(p)))(b.p),
     "a condition of all": lambda b: tf.cond(
         b.kernel[0, 0] > 0,
@@ -515,6 +741,57 @@ def test_lengths_may_differ_in_a_cycle():
     program = RIGHT["a mean"]
     assert prove(program, data(), accum_steps=2).kind == "exact"
     assert prove(program, SPECS, accum_steps=2).kind == "unknown"
+
+
+def views(b):
+    """Rows of one array, as many as another one has, of any length."""
+    rows = tf.reshape(b.p, [tf.shape(b.y)[0], -1])
+    return mean(b.y) + mean(tf.reduce_mean(rows, 1) * b.y[:, 0, 0])
+
+
+LENGTHS = {
+    "compared by each entry": (lambda b: mean(errors(b)), "exact"),
+    "compared in another order": (
+        lambda b: (
+            mean(b.y**2)
+            + mean(b.p**2)
+            + mean(b.p @ tf.transpose(b.y, [0, 2, 1]))
+        ),
+        "exact",
+    ),
+    "of one of them": (lambda b: mean(b.p**2), "unknown"),
+    "of the one that counts": (lambda b: mean(b.kernel) * mean(b.y), "exact"),
+    "side by side": (lambda b: mean(b.y**2) + mean(b.p**2), "unknown"),
+    "one behind the other": (
+        lambda b: mean(tf.concat([b.p, b.y], 0) ** 2),
+        "unknown",
+    ),
+    "in each other's shape": (views, "unknown"),
+    "compared by what need not be": (
+        lambda b: mean(b.p) + mean(tf.cast(b.x == b.y, "float32")),
+        "unknown",
+    ),
+    "compared in a condition": (
+        lambda b: tf.cond(
+            b.kernel[0, 0] > 9.0, lambda: mean(errors(b)), lambda: mean(b.p)
+        ),
+        "unknown",
+    ),
+    "by the other number": (
+        lambda b: total(b.y) / count(b.p) * mean(b.kernel),
+        "unknown",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_arrays_may_have_lengths_of_their_own(name):
+    loss, kind = LENGTHS[name]
+    judge = functools.partial(proof.prove, lengths_alike=False)
+    model = model_of(loss, micro_batch_size=3)
+    assert proof_of(model, SPECS, judge).kind == kind
+    if kind == "unknown" and name != "in each other's shape":
+        assert proof_of(model, SPECS).kind == "exact"
 
 
 @pytest.mark.parametrize(

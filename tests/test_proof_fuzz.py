@@ -215,6 +215,64 @@ WRONG_LOSSES = [
     (lambda h, b: mean(tf.where(mask(b) > 0, own(h), mean(h))), samples),
 ]
 
+# -- numbers of samples, and what they share ----------------------------------
+
+# Of a number of samples, the same number, or another one.
+COUNTS = [
+    lambda n: tf.maximum(n, 1.0),
+    lambda n: tf.maximum(3 * n, 2.0) / 3,
+    lambda n: n + 1e-17,
+    lambda n: n + 1e-3,
+    lambda n: 1 / n**-1,
+    lambda n: tf.math.reciprocal(n) * n**2,
+    lambda n: tf.sqrt(n) * tf.sqrt(n),
+    lambda n: tf.minimum(n, 4.0),
+    lambda n: tf.maximum(n, 3.0),
+    lambda n: tf.maximum(n / 2, 1.0) * 2,
+    lambda n: tf.cast(tf.cast(2 * n, "int32") // 2, n.dtype),
+]
+
+# Of a number of samples, whether something is so.
+SETTLED = [
+    lambda n: n > 0,
+    lambda n: n >= 1,
+    lambda n: tf.not_equal(n, 0),
+    lambda n: ~(n < 1),
+    lambda n: tf.equal(tf.maximum(n, 1), n),
+    lambda n: n > 1,
+    lambda n: n < 4,
+    lambda n: -1 * n < 0,
+    lambda n: -2 * n > -6,
+    lambda n: tf.equal(n // 2 * 2, n),
+    lambda n: tf.equal(n, 3),
+]
+
+
+def counted(rng):
+    """Returns a loss by a number of samples, or a choice of two."""
+    by = COUNTS[rng.integers(len(COUNTS))]
+    decides = SETTLED[rng.integers(len(SETTLED))]
+    is_shared, kind = rng.random() < 0.5, rng.integers(5)
+    choose = tf.where if rng.random() < 0.5 else tf.cond
+
+    def loss(h, b):
+        over = total(own(h)) / by(samples(b))
+        if kind == 4:
+            return over
+        is_so = b.kernel[0, 0] > 0 if is_shared else decides(tf.shape(h)[0])
+        other = [
+            mean(h),
+            tf.zeros((), h.dtype),
+            decay(b),
+            mean(mask(b) * own(h)),
+        ]
+        if choose is tf.where:
+            return tf.where(is_so, over, other[kind])
+        return tf.cond(is_so, lambda: over, lambda: other[kind])
+
+    return loss, samples
+
+
 # -- means over a mask, which may be empty in a micro-batch --------------------
 
 
@@ -236,6 +294,12 @@ MASKS = [
     lambda b: b.x[:, 0, 0],
     lambda b: tf.square(b.x[:, 0, 0]),
     lambda b: mask(b) * tf.stop_gradient(b.kernel[0, 0] ** 2),
+    # Weights that may cancel.
+    lambda b: tf.sign(b.x[:, 0, 0]),
+    lambda b: 2 * mask(b) - 1,
+    lambda b: mask(b) - tf.cast(b.x[:, 1, 0] > 0, b.x.dtype),
+    lambda b: tf.abs(tf.sign(b.x[:, 0, 0]) + tf.sign(b.x[:, 1, 0])),
+    lambda b: tf.nn.relu(tf.sign(b.x[:, 0, 0]) - mask(b) / 2),
 ]
 
 SUMS = [
@@ -316,8 +380,9 @@ def program_of(rng):
 
     steps = [choose(RIGHT, WRONG, 0.12) for _ in range(rng.integers(1, 4))]
     loss, weight = choose(RIGHT_LOSSES, WRONG_LOSSES, 0.2)
-    if rng.random() < 0.5:
-        loss, weight = over_mask(rng)
+    draw = rng.random()
+    if draw < 0.7:
+        loss, weight = over_mask(rng) if draw < 0.5 else counted(rng)
 
     def run(h, b):
         h = functools.reduce(lambda h, step: step(h, b), steps, h)
@@ -345,7 +410,8 @@ def model_of(base, loss, weight):
 def gradient(model, loss, x):
     with tf.GradientTape() as tape:
         value = loss(model(x), model.batch(x))
-    return tape.gradient(value, model.layers[-1].kernel.value)
+    kernel = model.layers[-1].kernel.value
+    return tape.gradient(value, kernel, unconnected_gradients="zero")
 
 
 def is_exact(model, loss, weight, rng):
@@ -373,7 +439,8 @@ def look_at(seed, trains=True):
     model = model_of(AccumulatingModel, loss, weight)
     model.compile("sgd", jit_compile=False, micro_batch_size=3)
     x = rng.normal(size=(SAMPLES, TIME, WIDTH))
-    kind = proof_of(model, (x, x)).kind
+    found = proof_of(model, (x, x))
+    kind = "not negative" if found.if_not_negative else found.kind
     try:
         is_right = is_exact(model, loss, weight, rng)
     except tf.errors.InvalidArgumentError:  # parts have sizes that do not fit

@@ -15,6 +15,7 @@ from keras import layers
 from proving import proof_of_step, ratio, train_both
 
 from accumodel import AccumulatingModel
+from accumodel._features.first_batch.runs import Proving
 
 SAMPLES, WIDTH = 12, 3
 
@@ -290,7 +291,7 @@ def is_large(b):
 WRONG = {
     "a mean as a sum": (Step(mean, as_a_sum), "bends"),
     "no weight": (Step(mean, lambda b: 1.0), "unknown"),
-    "a mask by samples": (Step(masked), "unknown"),
+    "a mask by samples": (Step(masked), "bends"),
     "a mask by what may be 0": (
         Step(masked, lambda b: tf.reduce_sum(mask(b) * is_large(b))),
         "unknown",
@@ -341,6 +342,28 @@ WRONG = {
         "unknown",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (mean, "exact"),
+        (lambda b: tf.reduce_mean(b.p**2), "unknown"),
+        (lambda b: tf.reduce_mean(by_samples(b) ** 2), "unknown"),
+        (lambda b: mean(b) + tf.reduce_mean(by_samples(b) ** 2), "exact"),
+    ],
+)
+def test_arrays_may_have_lengths_of_their_own(loss, kind, monkeypatch):
+    ask = Proving._ask
+
+    def asked(self, prove, *tensors):
+        prove = functools.partial(prove, lengths_alike=False)
+        return ask(self, prove, *tensors)
+
+    monkeypatch.setattr(Proving, "_ask", asked)
+    step = Step(loss, lambda b: tf.shape(b.y)[0])
+    model = model_of(step, micro_batch_size=5)
+    assert proof_of_step(model, data_of(step)).kind == kind
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -193,8 +193,17 @@ def body_of(graph, name):
     return graph._get_function(name).graph
 
 
+# The operations that call functions.
+_CALLS = {
+    *("Case", "If", "PartitionedCall", "StatefulPartitionedCall", "While"),
+    *("StatelessCase", "StatelessIf", "StatelessWhile"),
+}
+
+
 def bodies_of(op):
     """Returns the graphs of the functions that an operation calls."""
+    if op.type not in _CALLS:
+        return []
     attrs = op.node_def.attr.values()
     names = [f.name for v in attrs for f in (v.func, *v.list.func) if f.name]
     return [body_of(op.graph, name) for name in names]

@@ -27,6 +27,7 @@ from accumodel._micro_batch.micro_batches import (
     count_samples,
     first_leaf,
     has_axis,
+    tensors_in,
 )
 
 _ASKS = "the step asks for the size of the batch"
@@ -283,7 +284,7 @@ class FirstBatch(Feature):
         # Unless an update is larger than what was compared.
         now.is_done |= 0 < now.most * steps <= now.samples
         plan = self.accumulation.plan()
-        why = _why_not_asked(plan, batches[0])
+        why = _why_not_asked(plan)
         if now.finding is None and why:
             now.finding = unknown(why)
         is_new, is_free = (
@@ -314,8 +315,11 @@ class FirstBatch(Feature):
         is_split = isinstance(size, int) and now.most > size
         self._has_split |= is_split
         if not now.is_done and finding and finding.is_exact:
-            if not (doubt := _why_doubted(plan)):
-                self._end(messages.proved(plan, finding.proof.reason))
+            doubt = _why_doubted(plan)
+            if finding.proof.if_not_negative and any(map(_is_signed, batches)):
+                doubt = "weights that are negative"
+            if not doubt:
+                self._end(messages.proved(plan, finding.proof))
             else:
                 finding.proof = Proof("unknown", doubt)
         self._warn_about_norms(is_split or len(batches) > 1)
@@ -375,7 +379,8 @@ class FirstBatch(Feature):
 def is_observed(plan):
     """Whether the training is traced, and runs a step for each micro-batch."""
     is_eager = plan.model.run_eagerly or tf.config.functions_run_eagerly()
-    return not (is_eager or plan.whole_batch is not None)
+    is_other = is_eager or plan.whole_batch is not None
+    return not (is_other or _why_not_asked(plan))
 
 
 def rehearse(plan, data, is_sized=False):
@@ -405,16 +410,11 @@ def _worst(findings):
     return min(findings, key=lambda each: each.is_exact)
 
 
-def _why_not_asked(plan, batch):
+def _why_not_asked(plan):
     """Returns why a graph tells nothing of a step, or nothing."""
-    leaves = filter(has_axis, keras.tree.flatten(batch))
-    lengths = {leaf.shape[0] for leaf in leaves}
-    whys = {
-        "a custom step": plan.is_custom and plan.whole_batch is not None,
-        "a custom `slice_data`": "slice_data" in plan.overridden,
-        "arrays of other numbers of samples": len(lengths) != 1,
-    }
-    return next((why for why, holds in whys.items() if holds), "")
+    if plan.is_custom and plan.whole_batch is not None:
+        return "a custom step"
+    return "a custom `slice_data`" if "slice_data" in plan.overridden else ""
 
 
 def _why_doubted(plan):
@@ -422,6 +422,12 @@ def _why_doubted(plan):
     if plan.model.run_eagerly or tf.config.functions_run_eagerly():
         return "eager code, which may do something else each time"
     return "" if plan.orders is None else "padding that is cut off"
+
+
+def _is_signed(batch):
+    """Whether a batch has sample weights that are negative."""
+    *_, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    return any(bool(tf.reduce_any(x < 0)) for x in tensors_in(weights))
 
 
 def _common(spec, other):

@@ -5,6 +5,7 @@ import numpy as np
 from accumodel._features.auto import is_out_of_memory
 from accumodel._features.first_batch import runs
 from accumodel._features.first_batch.variables import name_of, switches
+from accumodel._features.proof import WEIGHT
 from accumodel._keras_and_tf.optimizers import scales_loss
 from accumodel._keras_and_tf.replicas import are_several
 
@@ -63,6 +64,14 @@ def not_made(text):
     )
 
 
+def taken_back(why):
+    """Returns that what was compared is not known of later batches."""
+    return (
+        f"The first batch was compared, and is exact, but {why}. Otherwise the "
+        f"weights will not be those of the large batch. {OFF}"
+    )
+
+
 def not_split(count, size, trims):
     """Returns that batches are no larger than micro-batches."""
     return (
@@ -89,9 +98,11 @@ def norms(are_in, model):
     return f"{what}; {off} Received: model={model}"
 
 
-def proved(plan, reason):
+def proved(plan, proof):
     """Returns what is proved."""
-    text = f"exact for every batch: proved from the graph, {reason}"
+    text = f"exact for every batch: proved from the graph, {proof.reason}"
+    if proof.if_not_negative:
+        text += ", if no weight in the data is negative"
     return ". ".join([text, *_apart(plan)])
 
 
@@ -259,6 +270,14 @@ def advice(plan, finding):
         "return in `micro_batch_weight` what the loss is divided by (`None` "
         "for a sum)"
     )
+    if finding.proof.advice == WEIGHT:
+        return (
+            "The loss is divided by something else than the number of samples, "
+            "such as the sum of a mask, and a micro-batch counts by its "
+            "samples. Override `micro_batch_weight`, and return what the loss "
+            "is divided by. Or compute all of it in the loss"
+            f"{_cache(plan)}."
+        )
     is_compiled = "compute_loss" not in plan.overridden
     is_compiled &= not plan.options.gradient_cache
     if is_compiled and finding.is_of_rows and not finding.adds:

@@ -87,7 +87,8 @@ class Observer:
     @contextlib.contextmanager
     def of(self, data):
         """Scope of the step of a micro-batch of these data."""
-        self._data = keras.tree.flatten(data)  # a step may change its own
+        # A step may change its own.
+        self._data = keras.tree.map_structure(lambda x: x, data)
         self._graph = current_graph()
         self._gradients, self._added = Gradients(), []  # of a custom step
         self._loss: tuple = ()  # with its weight
@@ -109,7 +110,11 @@ class Observer:
         self._findings.append(self._finding)
         if self._unlike is not None and not self._finding.is_exact:
             lengths = tf.stack(
-                [count_samples(x) for x in filter(has_axis, self._data)]
+                [
+                    count_samples(x)
+                    for x in keras.tree.flatten(self._data)
+                    if has_axis(x)
+                ]
             )
             is_unlike = tf.reduce_any(lengths != lengths[0])
             with recorded():
@@ -202,6 +207,8 @@ class Observer:
             *tensors,
             self._data,
             plan.accumulation.spans_batches,
+            # Only what is split is looked at in each step.
+            lengths_alike=plan.accumulation.model.micro_batch_size is not None,
             rows_variable=plan.numbers and plan.numbers.rows,
             ignored=[
                 x
@@ -211,7 +218,7 @@ class Observer:
         )
 
     def _note_operations(self, tensors):
-        given = [x for x in self._data if tf.is_symbolic_tensor(x)]
+        given = filter(tf.is_symbolic_tensor, keras.tree.flatten(self._data))
         with self._guarded():
             self._finding.operations += computing(tensors, given)
 

@@ -53,7 +53,7 @@ class Said:
     def take_back(self, why):
         """Says that what was compared says nothing of later batches."""
         self._verdict = f"not made: {why}"
-        warnings.warn(messages.not_made(why), stacklevel=2)
+        warnings.warn(messages.taken_back(why), stacklevel=2)
 
     @property
     def was_compared(self):

@@ -5,7 +5,7 @@
 gradients of a custom step.
 """
 
-from accumodel._features.proof.types import Proof
+from accumodel._features.proof.types import CACHE, WEIGHT, Proof
 from accumodel._features.proof.verdict import (
     Gradients,
     prove,
@@ -14,4 +14,13 @@ from accumodel._features.proof.verdict import (
     worst,
 )
 
-__all__ = ["Gradients", "Proof", "prove", "prove_rows", "prove_shared", "worst"]
+__all__ = [
+    "CACHE",
+    "WEIGHT",
+    "Gradients",
+    "Proof",
+    "prove",
+    "prove_rows",
+    "prove_shared",
+    "worst",
+]

@@ -17,11 +17,13 @@ from accumodel._features.proof.rules import (
     rule,
 )
 from accumodel._features.proof.types import (
+    IF_DATA,
     MAY_BE_0,
     MIXED,
     ONE,
+    POSITIVE,
+    TRUTHS,
     N,
-    Proof,
     Type,
     UnprovedError,
     added,
@@ -29,6 +31,7 @@ from accumodel._features.proof.types import (
     over,
     put,
     require,
+    require_known,
     sizes_alike,
     union,
     unknown,
@@ -69,6 +72,20 @@ _GUARDED = {
 
 # In these, guards are what they are outside.
 _CALLS = ("If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
+
+# These put entries in other places.
+_MOVED = {
+    *("BroadcastTo", "ConcatV2", "ExpandDims", "Fill", "GatherNd", "GatherV2"),
+    *("MirrorPad", "Pack", "Pad", "PadV2", "Reshape", "ReverseV2", "Roll"),
+    *("Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Tile"),
+    *("Transpose", "Unpack"),
+}
+
+# In these, nothing is negative.
+_POSITIVE = {
+    *("Abs", "ComplexAbs", "Cosh", "Exp", "Relu", "Relu6", "Sigmoid"),
+    *("Softmax", "Softplus", "Sqrt", "Square", "SquaredDifference"),
+}
 
 _NO_GRADIENT = ("StopGradient", "OnesLike", "ZerosLike")
 
@@ -144,9 +161,7 @@ class Analysis:
     def proved(self, tensors, known):
         """Returns their types, or raises what is not known of one."""
         types = self.types_of(tensors, known)
-        for v in types:
-            if v.base == "T":
-                raise UnprovedError(v.why.reason, v.why.kind == "bends")
+        require_known(types)
         return types
 
     def _typed(self, op, vals):
@@ -177,6 +192,8 @@ class Analysis:
                 mixed=v.base == "R" and (is_mixed or v.mixed),
                 stays=max(stays, v.stays) if v.base == "S" else 0,
                 breaks=union(each.breaks for each in (v, *vals)),
+                counts=_counts(op, x, v, vals),
+                of=union(each.of for each in (v, *vals)),
                 name=v.name or f"{name}:{i}",
             )
             for i, (v, x) in enumerate(zip(found, op.outputs, strict=True))
@@ -203,7 +220,7 @@ class Analysis:
         *scope, _ = (self._scope + op.name).split("/")
         place = "/".join(scope) or self.place
         reason = f"`{op.type}` of {error} in `{place}`"
-        return Type("T", why=Proof(error.kind, reason))
+        return Type("T", why=error.proof(reason))
 
     def _found(self, op, vals):
         """Returns the type of what an operation returns, or a list of these."""
@@ -356,6 +373,21 @@ def _check(v, tensor):
     require(is_ranked, "a tensor of unknown rank")
     is_whole = v.base != "S" or is_number(dtype) or dtype.size >= 4
     require(is_whole, "a sum of few bits")
+
+
+def _counts(op, x, v, vals):
+    """Returns what is known of the entries of an output."""
+    if x.dtype.is_complex:
+        return 0
+    if x.dtype.is_bool and v.base in "CR":
+        return TRUTHS
+    of = zip(vals, op.inputs, strict=True)
+    counts = [each.counts for each, y in of if y.dtype == x.dtype]
+    if op.type in _MOVED:
+        return max(v.counts, min(counts, default=0))
+    is_any = op.type == "Maximum" and v.base != "G" and max(counts) > IF_DATA
+    is_positive = is_any or op.type in _POSITIVE
+    return max(v.counts, POSITIVE * is_positive)
 
 
 def _is_right(op):

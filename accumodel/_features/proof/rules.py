@@ -9,13 +9,19 @@ import dataclasses
 import functools
 import string
 
+import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
 from accumodel._features.proof.types import (
     AFFINE,
+    COUNTS,
+    IF_DATA,
     MAY_BE_0,
+    NEGATIVE,
     ONE,
+    POSITIVE,
+    TRUTHS,
     UNLIKE,
     Type,
     added,
@@ -23,12 +29,14 @@ from accumodel._features.proof.types import (
     is_of_samples,
     may_be_0,
     over,
+    owed,
     plain,
     power,
     require,
     same,
     shared,
     sizes,
+    sizes_alike,
     times,
     union,
 )
@@ -86,8 +94,8 @@ ELEMENTWISE = """
 Acos Acosh Angle AsString Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e
 BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil ClipByValue Complex ComplexAbs
 Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Igamma
-Igammac Inv Invert LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalOr
-LookupTableFindV2 Mod Ndtri NextAfter Reciprocal Relu6 RightShift Rint Round
+Igammac Invert LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalOr
+LookupTableFindV2 Mod Ndtri NextAfter Relu6 RightShift Rint Round
 Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt SquaredDifference Tan
 TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
 StaticRegexFullMatch StaticRegexReplace StringJoin StringLength StringLower
@@ -108,18 +116,39 @@ def elementwise(at, op, *vals):
 @rule("Abs Relu Square Tanh", plain=1)
 def from_0(at, op, v):
     """Nothing, and its gradient, stay nothing."""
-    return broadcast([v]).but(within=v.within)
+    counts = v.counts if op.type != "Tanh" else min(v.counts, POSITIVE)
+    return broadcast([v]).but(within=v.within, counts=counts)
 
 
 @rule("Pow")
 def to_a_power(at, op, v, exponent):
     number = constant(op.inputs[1], exponent)
     is_kept = number is not None and np.all(number >= 1)
+    if v.base == "C" and v.is_of_n and np.ndim(number) == 0:
+        return to_the(v, number)
     one = elementwise(at, op, v, exponent)
-    return one.but(within=v.within if is_kept else ())
+    is_even = number is not None and not np.any(number % 2)
+    counts = POSITIVE if is_even else min(v.counts, POSITIVE)
+    return one.but(within=v.within if is_kept else (), counts=counts)
 
 
-@rule("IsFinite IsInf IsNan")
+@rule("Inv Reciprocal")
+def inverted(at, op, v):
+    is_number = v.base == "C" and v.is_of_n
+    return to_the(v, -1) if is_number else elementwise(at, op, v)
+
+
+def to_the(v, exponent):
+    """Returns the type of a power of n, times what samples share."""
+    require(float(exponent).is_integer(), f"{v.words}, to no whole power")
+    m = tuple((name, p * int(exponent)) for name, p in v.m if exponent)
+    return Type("C", v.dims, m)
+
+
+FINITE = ("IsFinite", "IsInf", "IsNan")
+
+
+@rule(*FINITE)
 def is_finite(at, op, v):
     """Of a sum, this usually asks whether what divides it is 0: no warning."""
     require(v.base != "S", v.words)
@@ -129,77 +158,112 @@ def is_finite(at, op, v):
 @rule("Equal NotEqual")
 def compared(at, op, *vals):
     """Of unlike lengths this raises nothing: none are known to be alike."""
-    by, number = of_sum(op, *vals)
+    by, number = of_statistic(op, *vals)
     if by and by.is_of_mask and number == 0:
         return guard(by.alike, zero=op.type == "Equal")
+    if is_settled(by, number) or are_equal(*vals):
+        return Type("C", vals[0].dims)
+    require_near(by, number)
     plain(*vals)
     lengths = {times(v.n) for v in vals if v.base == "R"}
     require(len(lengths) < 2, "axes of samples of unlike lengths")
-    return broadcast(vals)
+    with sizes_alike(inherited=True):
+        return broadcast(vals)
 
 
 @rule("Greater GreaterEqual Less LessEqual")
 def ordered(at, op, a, b):
-    """A micro-batch has samples: whether it has some is shared."""
-    by, number = of_sum(op, a, b)
-    if by and by.is_of_mask:
-        is_first = by is a
-        takes_1 = (op.type in ("GreaterEqual", "Less")) == is_first
+    """Whether the number of samples is 1 or more is shared: it is."""
+    by, number = of_statistic(op, a, b)
+    is_first = by is a
+    takes_1 = (op.type in ("GreaterEqual", "Less")) == is_first
+    if is_settled(by, number, takes_1):
+        return Type("C", ())
+    if by and by.is_of_mask and abs(number) < HUGE:
         is_0 = 0 < number <= 1 if takes_1 else 0 <= number < 1
         require(is_0, by.words, bends=True)
         is_less = op.type.startswith("Less") == is_first
         return guard(by.alike, by.counts, zero=is_less)
-    is_count = bool(a.dims == b.dims == () and a.content)
-    if is_count and op.type == "Greater":
-        than = constant(op.inputs[1], b)
-        if than == 0:
-            return Type("C", ())
-        # As `tf.vectorized_map` looks at it, which computes the same.
-        require(than != 1, "whether there is more than one sample")
+    require_near(by, number)
     return elementwise(at, op, a, b)
+
+
+def is_settled(v, number, takes_1=False):
+    """Whether how a size compares to a number is settled by n being 1 or more.
+
+    `takes_1` is whether 1 compares as what is more.
+    """
+    is_more = v and v.is_count and (number < 1 or (takes_1 and number == 1))
+    return bool(is_more or (v and v.size and number == 0))
+
+
+def are_equal(a, b):
+    """Whether two sizes, or shapes, are known to be equal."""
+    held = [v.content for v in (a, b)]
+    if None in held or a.dims != b.dims or any(None in each for each in held):
+        return False
+    return [*map(times, held[0])] == [*map(times, held[1])]
 
 
 # -- guards of the sum of a mask, which may be 0 -------------------------------
 
 
-def guard(name, counts=1, **changed):
-    """Returns the type of a guard; `counts` is 0 if it may not be right."""
+def guard(name, counts=COUNTS, **changed):
+    """Returns the type of a guard, which is right if it `COUNTS`."""
     return Type("G", (), like=name, counts=counts, **changed)
 
 
 def require_mask(v):
     """Requires a guard by what counts; usually it does: no warning."""
     what = "a sum over samples that may be less than 1, and not 0"
-    require(v.counts, what)
+    require(v.counts >= COUNTS, what)
 
 
-def of_sum(op, *vals):
-    """Returns a sum that is not trained, and the number next to it, if any."""
+# What no sum of a usual loss reaches.
+HUGE = 1e6
+
+
+def require_near(by, number):
+    """Requires a number that a statistic, if there is one, may be beyond."""
+    is_beyond = by and (abs(number) >= HUGE or (number == 0 and by.counts))
+    require(not is_beyond, f"{by and by.words}, which is hardly ever beyond")
+
+
+def of_statistic(op, *vals):
+    """Returns a statistic, or n, and the number next to it, if any."""
     pairs = [*zip(vals, op.inputs, strict=True)]
-    for (v, _), (other, x) in (pairs, pairs[::-1]):
+    for (v, _), (other, x) in (pairs, pairs[::-1]) * (len(vals) == 2):
         number = None if other.dims else constant(x, other)
-        if number is not None and v.base == "S" and not v.grad:
+        is_one = v.base == "S" or (v.base == "C" and v.m)
+        if is_one and number is not None:
             return v, number
     return None, None
 
 
 @rule("Maximum")
 def at_least(at, op, *vals):
-    """A sum of a mask is never less than 1, unless it is 0."""
-    by, number = of_sum(op, *vals)
+    """A sum of a mask is never less than 1, unless it is 0; nor is n."""
+    by, number = of_statistic(op, *vals)
     if by and by.is_of_mask and 0 < number <= 1:
         return guard(by.alike, by.counts)
-    require(not by or number > 1e-4, "a sum that is hardly ever less")
+    if are_equal(*vals) or (by and by.is_count and number <= 1):
+        return by or vals[0]
+    is_any = by and by.grad and not by.counts
+    is_less = not by or number > (-HUGE if is_any else 1e-4)
+    require(is_less, f"{by and by.words}, which is hardly ever less")
     return elementwise(at, op, *vals)
 
 
 @rule("Minimum")
 def at_most(at, op, *vals):
     """What no sum reaches is no limit, and few reach what is huge."""
-    by, number = of_sum(op, *vals)
-    if by and number == np.inf:
-        return by
-    require(not by or number < 1e9, "a sum that is hardly ever more")
+    by, number = of_statistic(op, *vals)
+    if are_equal(*vals) or number == np.inf:
+        return by or vals[0]
+    is_more = not by or number < HUGE
+    require(is_more, f"{by and by.words}, which is hardly ever more")
+    for v in vals:
+        require(not v.is_of_n, v.words, bends=True)
     return elementwise(at, op, *vals)
 
 
@@ -224,13 +288,14 @@ def guarded(condition, a, b, *numbers):
     if number and number > 0 and a.is_of_mask and a.alike == by:
         return guard(by, condition.counts)
     # What the sum divides, which is nothing where it is nothing.
-    is_ratio = a.base == "S" and a.m == ((by, -1),) and by in a.within
+    left, assumed = owed([by], a.within)
+    is_ratio = a.base == "S" and a.m == ((by, -1),) and not left
     is_right = is_ratio and b.zero and b.base == "C"
     is_usual = a.within or by in dict(a.m) or (number and a.is_of_mask)
     require(is_right, condition.words, bends=not is_usual)
     require_mask(condition)
     # Of a branch that runs only if the sum is not 0, this is a number.
-    breaks = union([b.breaks, {*a.breaks} - {by}])
+    breaks = union([b.breaks, {*a.breaks} - {by}, assumed])
     one = broadcast([a, b])
     return one.but(m=a.m, grad=a.grad, within=a.within, breaks=breaks)
 
@@ -247,14 +312,15 @@ def read(at, op, v):
 def fixed(at, op):
     out = op.outputs[0]
     one = Type("C", at.dims(out))
-    if out.shape.num_elements() >= 16:
+    if out.shape.num_elements() >= 4096:
         return one
     value = np.asarray(tf.get_static_value(out))
     if value.dtype.kind not in "fiu":
         return one
-    is_size = value.ndim < 2 and value.dtype.kind == "i"
-    is_truth = np.isin(value, (0, 1)).all()
-    counts = 2 if is_truth else int(((value == 0) | (value >= 1)).all())
+    is_size = value.ndim < 2 and value.dtype.kind == "i" and value.size < 16
+    counts = POSITIVE * bool((value >= 0).all())
+    if counts and not ((value > 0) & (value < 1)).any():
+        counts = TRUTHS if (value <= 1).all() else COUNTS
     held = tuple((int(x), ()) for x in value.ravel()) if is_size else None
     return one.but(content=held, zero=not value.any(), counts=counts)
 
@@ -292,15 +358,32 @@ def cast(at, op, v):
         require(to.is_floating and not of.is_bool, v.words)
         return v
     if of.is_bool:
-        return dataclasses.replace(v, counts=2)
-    if to.is_floating and not of.is_complex:
-        is_alike = to.size >= of.size
-        return v if is_alike else v.renamed().but(counts=v.counts)
-    is_whole = to.is_integer and to.size >= 4 and not of.is_floating
-    if to.is_complex or (is_whole and not of.is_complex):
+        return dataclasses.replace(v, counts=TRUTHS)
+    counts = v.counts * (v.counts == TRUTHS or to.size >= 4 or to.is_floating)
+    is_whole = to.is_integer and to.size >= 4 and of.is_integer
+    if is_whole or (to.is_floating and not of.is_complex):
+        # Of a sum of integers, what is rounded is not 0.
+        is_sum = v.base == "S" and of.is_integer and to.is_floating
+        if is_sum or v.counts == TRUTHS or holds(to, of):
+            return v
+        counts *= to.is_floating or to.size >= of.size
+        return dataclasses.replace(v.renamed(), counts=counts)
+    if to.is_complex:
         return v.renamed()
     plain(v)
-    return v.but(within=v.vanishes)
+    return v.but(within=v.vanishes, counts=counts)
+
+
+def holds(dtype, other):
+    """Whether a dtype holds all numbers of another one."""
+    bits = [
+        1 - np.log2(float(ml_dtypes.finfo(x.as_numpy_dtype).eps))
+        if x.is_floating
+        else np.log2(float(x.max))
+        for x in (dtype, other)
+    ]
+    is_in_range = dtype.min <= other.min and dtype.max >= other.max
+    return bool(is_in_range and bits[0] >= bits[1])
 
 
 @rule("Mul MulNoNan")
@@ -322,7 +405,7 @@ def multiplied(at, op, a, b):
     if not is_number(op.outputs[0].dtype):
         like = None  # a byte begins anew
     one, m = broadcast([a, b]), power(a.m, b.m)
-    owes = {*a.owes, *b.owes}.difference(within)
+    owes, assumed = owed({*a.owes, *b.owes}, within)
     require(not owes or one.base == "C", MAY_BE_0)
     return one.but(
         m=m,
@@ -330,7 +413,8 @@ def multiplied(at, op, a, b):
         like=like,
         within=within,
         counts=min(a.counts, b.counts) * op.outputs[0].dtype.is_floating,
-        owes=(*owes,),
+        owes=owes,
+        breaks=assumed,
     )
 
 
@@ -365,14 +449,14 @@ def is_number(dtype):
 def divided(at, op, a, b):
     """By what samples share, or by a sum over the samples that is a factor."""
     require("V" not in (a.base, b.base), "the number of samples")
-    is_guarded = b.base == "G"
+    is_guarded, counts = b.base == "G", min(a.counts, b.counts, POSITIVE)
     if is_guarded:
         require_mask(b)
         b = Type("C", m=((b.like, 1),))
     b = b.factor()
     zeros = may_be_0(b.m)
     # Where it is 0, so is what it divides, or what that is a factor of.
-    owes = (*zeros.difference(a.vanishes),)
+    owes, assumed = owed(zeros, a.vanishes)
     is_safe = is_guarded or op.type == "DivNoNan"
     require(not owes or a.base == "C", MAY_BE_0)
     is_right = a.base != "S" or b.base == "C"
@@ -383,8 +467,9 @@ def divided(at, op, a, b):
         zero=a.zero,
         like=scaled(a, b),
         within=a.vanishes,
+        counts=counts,
         owes=owes,
-        breaks=() if is_safe else union([zeros]),
+        breaks=assumed if is_safe else union([zeros, assumed]),
     )
 
 
@@ -394,13 +479,24 @@ def plus(at, op, *vals):
     if all(v.content and v.dims == () for v in vals) and None not in known:
         sign = -1 if op.type == "Sub" else 1
         return sizes([(int(known[0] + sign * sum(known[1:])), ())], ())
+    by, number = of_statistic(op, *vals)
+    is_nothing = by and abs(number) <= np.spacing(number.dtype.type(1))
+    if is_nothing and vals[0].is_count:  # such as 1e-7 next to 1: rounding
+        return by
     one = added([*vals])
-    if op.type == "Sub" and vals[1].counts == 2 and known[0] is not None:
-        return one.but(counts=2 * bool(np.all(known[0] == 1)))
-    if op.type == "Sub" or {v.base for v in vals if not v.zero} != {*"CS"}:
+    if op.type == "Sub":
+        is_rest = vals[1].counts == TRUTHS and np.all(known[0] == 1)
+        return dataclasses.replace(one, counts=TRUTHS * bool(is_rest))
+    counts = min(COUNTS, *(v.counts for v in vals))
+    one = dataclasses.replace(one, counts=counts)
+    pairs = [*zip(op.inputs, vals, strict=True)]
+    is_more = all(v.base == "S" or is_nonzero(x, v) for x, v in pairs)
+    bases = {v.base for v in vals}
+    if not (counts and is_more and bases == {*"CS"} and one.is_single):
         return one
     names = "+".join(v.name for v in vals)
-    return one.but(like=f"{names}:{AFFINE}" if one.is_single else None)
+    assumed = (NEGATIVE,) * (counts == IF_DATA)
+    return dataclasses.replace(one, like=f"{names}:{AFFINE}", breaks=assumed)
 
 
 @rule("BiasAdd")
@@ -424,13 +520,18 @@ def selected(at, op, condition, *vals):
     # `Select` takes a vector for the first axis.
     is_like = op.type == "SelectV2" or condition.dims in ((), a.dims)
     require(is_like, "a condition of another shape")
-    is_plain = either.base != "S" and not either.mixed
-    require(is_plain, "a sum, or another one", bends=True)
-    within = condition.vanishes + a.vanishes if b.zero else ()
-    require({*a.owes, *b.owes} <= {*within}, MAY_BE_0)
+    is_one = either.base != "S" or condition.is_shared
+    is_right = is_one and not either.mixed
+    require(is_right, "a sum, or another one", not condition.is_shared)
+    sides = [{*v.vanishes} for v in vals if not v.zero]
+    within = set.intersection(*sides) if sides else set()
+    within = union([within, condition.vanishes if b.zero else ()])
+    owes, assumed = owed({*a.owes, *b.owes}, within)
+    require(not owes, MAY_BE_0)
     counts = min(a.counts, b.counts)
     one = broadcast([condition, a, b])
-    return one.but(m=either.m, within=within, counts=counts)
+    kept = {"m": either.m, "stays": either.stays, "within": within}
+    return one.but(counts=counts, breaks=assumed, **kept)
 
 
 # -- along axes ----------------------------------------------------------------
@@ -444,8 +545,8 @@ def reduced(at, op, v, of_axes):
     is_mean = op.type == "Mean" and is_number(op.outputs[0].dtype)
     is_linear = op.type == "Sum" or is_mean
     dtype = op.outputs[0].dtype
-    is_count = op.type == "Sum" and (is_number(dtype) or dtype.size >= 4)
-    counts = min(v.counts, is_count)
+    counts = min(v.counts, COUNTS if op.type == "Sum" else POSITIVE)
+    counts *= is_number(dtype) or dtype.size >= 4
     plain(*([] if is_linear else [v]))
     require(v.base != "V" and of_axes.is_shared, "the number of samples")
     axes = axes_of(op.inputs[1], of_axes, len(v.dims))
@@ -456,6 +557,8 @@ def reduced(at, op, v, of_axes):
         axis = kept.index(v.axis) if v.base == "R" else 0
         return v.but(dims=dims, axis=axis, within=v.within, counts=counts)
     if op.type == "Any" and dims == ():
+        # Whether numbers are finite is asked to leave out all, at most.
+        require(op.inputs[0].op.type not in FINITE, "all samples at once")
         return guard(v.summed)
     require(is_linear, "all samples at once")
     # The sum of n equal rows is n times one.
@@ -472,7 +575,7 @@ def reduced(at, op, v, of_axes):
 LAST = {
     (1,): """
     AdjustHue AdjustSaturation FFT HSVToRGB IFFT IRFFT LRN LogSoftmax RFFT
-    RGBToHSV Softmax TopK TopKV2
+    RGBToHSV Softmax
     """,
     (2,): """
     Cholesky FFT2D IFFT2D IRFFT2D MatrixBandPart MatrixDeterminant MatrixInverse
@@ -501,6 +604,16 @@ def along(counts, at, op, *vals):
 
 for counts, names in LAST.items():
     rule(names, plain=len(counts))(functools.partial(along, counts))
+
+
+@rule("TopK TopKV2")
+def largest(at, op, v, *count):
+    """Of all samples it may be a sort, which a sum of does not change."""
+    plain(v)
+    found = along((1,), at, op, v)
+    for x in count:
+        require(x.is_shared, x.words, bends=True)
+    return found
 
 
 @rule("ImageProjectiveTransformV2 ImageProjectiveTransformV3", plain=2)
@@ -588,6 +701,7 @@ def _contracted(at, op, vals, labels, result):
     one = functools.reduce(same, (v for v in vals if v.base == "R"))
     if label not in result:
         within = union(v.vanishes for v in vals)
-        return at.shaped(Type("S", m=m), out, within=within)
+        counts = min(COUNTS, *(v.counts for v in vals))
+        return at.shaped(Type("S", m=m), out, within=within, counts=counts)
     axis = result.index(label)
     return at.shaped(one.but(m=m, uniform=False), out, axis)

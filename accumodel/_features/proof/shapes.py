@@ -12,6 +12,7 @@ import tensorflow as tf
 from accumodel._features.proof.rules import axes_of, constant, rule
 from accumodel._features.proof.types import (
     ONE,
+    TRUTHS,
     UNLIKE,
     N,
     Type,
@@ -81,7 +82,6 @@ def reshaped(at, op, v, *to):
         uniform=uniform,
         like=v.alike,
         within=v.within,
-        counts=v.counts,
     )
 
 
@@ -116,8 +116,7 @@ def turned(at, op, v, order):
     axis = order.index(v.axis) if v.base == "R" else 0
     dims = tuple(v.dims[i] for i in order)
     like = v.alike if op.type == "Transpose" else None
-    kept = {"within": v.within, "counts": v.counts}
-    return v.but(dims=dims, axis=axis, like=like, **kept)
+    return v.but(dims=dims, axis=axis, like=like, within=v.within)
 
 
 # -- joined and split ----------------------------------------------------------
@@ -221,8 +220,7 @@ def sliced(at, op, v, *places):
             is_free = not any(map(is_of_samples, (first, last, by)))
             require(is_free, _NUMBER)
     axis = found.index(2) if v.base == "R" else 0
-    kept = {"within": v.vanishes, "counts": v.counts}
-    return at.shaped(v, op.outputs[0], axis, **kept)
+    return at.shaped(v, op.outputs[0], axis, within=v.vanishes)
 
 
 _ALL = slice(None)
@@ -257,10 +255,10 @@ def gathered(at, op, v, places, *of_axis):
     is_nd, rank = op.type == "GatherNd", len(v.dims)
     if op.type == "ResourceGather":
         v = Type("C", grad=True)
-    plain(v, places)
     shared(*of_axis)
-    if v.base == places.base == "C":
+    if v.base in "CS" and places.is_shared:
         return at.shaped(v, out)
+    plain(v, places)
     batch = 0 if is_nd else op.get_attr("batch_dims")
     axis = axes_of(op.inputs[2], of_axis[0], rank)[0] if of_axis else 0
     if v.base == "C":
@@ -306,7 +304,8 @@ def recurrent(at, op, v, state, cell, weights, lengths):
 def one_hot(at, op, v, *others):
     axis = op.get_attr("axis") % (len(v.dims) + 1)
     own = v.axis + (axis <= v.axis)
-    return at.shaped(v, op.outputs[0], own)
+    counts = min(others[1].counts, others[2].counts)  # on, and off
+    return at.shaped(v, op.outputs[0], own, counts=counts)
 
 
 @rule("Pad PadV2 MirrorPad ReverseV2 Roll", plain=1)
@@ -361,7 +360,7 @@ def filled(at, op, *vals):
 def alike(at, op, v):
     """The same for all, in the shape of samples."""
     require(v.base == "R", v.words)
-    return v.but(m=(), uniform=True, zero=op.type == "ZerosLike", counts=2)
+    return v.but(m=(), uniform=True, zero=op.type == "ZerosLike", counts=TRUTHS)
 
 
 # -- lists of tensors, as if they were stacked ---------------------------------

@@ -41,7 +41,17 @@ N: Size = (1, ("n",))
 AFFINE = "affine"  # of a sum and what is not 0, which is not 0
 MAY_BE_0 = "what a sum divides that may be 0 in a micro-batch"
 MIXED = "samples, and a sum or mean over samples"
+NEGATIVE = "weights that may be negative"
+
+# What makes one mean exact, and several that no weight is right for.
+WEIGHT, CACHE = "micro_batch_weight", "gradient_cache"
 UNLIKE = "an axis of samples next to one of another length"
+
+# What is known of the entries of a tensor, from little to much.
+IF_DATA = 1  # they are not negative, if no weights in the data are
+POSITIVE = 2  # they are not negative
+COUNTS = 3  # they are 0, or 1 or more
+TRUTHS = 4  # they are 0 or 1
 
 # Names of sizes that TensorFlow requires to be equal, in the present analysis.
 _alike: contextvars.ContextVar = contextvars.ContextVar("alike")
@@ -54,19 +64,27 @@ class Proof(typing.NamedTuple):
 
     kind: str  # "exact", or not proved: "bends" a statistic, or "unknown"
     reason: str  # what the loss is, or the operation, of what, and where
+    if_not_negative: bool = False  # exact only if no weight in the data is
+    advice: str = ""  # what would make it exact, such as `WEIGHT`, if known
 
 
 class UnprovedError(Exception):
-    """What no rule says; `kind` is that of the proof."""
+    """What no rule says; `kind` and `advice` are those of the proof.
 
-    def __init__(self, what, bends=False):
+    What has an advice bends, too, if its weight is n.
+    """
+
+    def __init__(self, what, bends=False, advice=""):
         super().__init__(what)
-        self.kind = "bends" if bends else "unknown"
+        self.kind, self.advice = "bends" if bends else "unknown", advice
+
+    def proof(self, reason=None):
+        return Proof(self.kind, reason or str(self), advice=self.advice)
 
 
-def require(condition, what, bends=False):
+def require(condition, what, bends=False, advice=""):
     if not condition:
-        raise UnprovedError(what, bends)
+        raise UnprovedError(what, bends, advice)
 
 
 @contextlib.contextmanager
@@ -152,13 +170,17 @@ class Type:
     like: str | None = dataclasses.field(default=None, compare=False)
     # The names of sums with which it vanishes: it is a product with their rows.
     within: tuple = dataclasses.field(default=(), compare=False)
-    # 2 if its entries are 0 or 1, 1 if they are 0, or 1 or more; else 0.
+    # What is known of its entries, such as `COUNTS`.
     counts: int = dataclasses.field(default=0, compare=False)
     owes: tuple = ()  # sums that divide it, with which it does not vanish
-    breaks: tuple = ()  # sums: where one is 0, this may not be a number
+    # Sums: where one is 0, this may not be a number. `NEGATIVE` is there if it
+    # is of this type only if no weights in the data are negative.
+    breaks: tuple = ()
     # Of S, where what divides it is 0: 1 if it is not 0, 2 nor its gradient.
     stays: int = 0
     why: Proof | None = None  # of T
+    # The arrays of data that it is made of, if their lengths may differ.
+    of: tuple = dataclasses.field(default=(), compare=False)
 
     def but(self, **changed):
         """Returns the type of what is computed of this one."""
@@ -174,7 +196,7 @@ class Type:
         """Returns the type of a sum over the samples that is a factor."""
         if self.base != "S":
             return self
-        require(self.is_single, "several sums over samples")
+        require(self.is_single, "several sums over samples", False, CACHE)
         require(not self.grad, f"{self.words} that is trained", bends=True)
         # One is 1, but in a micro-batch without weights.
         is_one = self.alike in dict(self.m)
@@ -194,8 +216,10 @@ class Type:
     @property
     def vanishes(self):
         """The names of the sums with which this vanishes, and its gradient."""
-        is_mask = self.base == "R" and not self.grad
-        return (*self.within, *([self.summed] if is_mask else []))
+        # What may be negative may have a sum of 0, and not be 0.
+        is_mask = self.base == "R" and not self.grad and self.counts
+        name = self.summed + "?" * (self.counts == IF_DATA)
+        return (*self.within, *([name] if is_mask else []))
 
     @property
     def summed(self):
@@ -216,18 +240,46 @@ class Type:
         return self.base == "C" and not self.m
 
     @property
+    def is_of_n(self):
+        """Whether it has a power of n, and of no statistic."""
+        return {name for name, _ in self.m} == {"n"}
+
+    @property
+    def is_n(self):
+        """Whether this is n, times what samples share."""
+        return self.base == "C" and self.m == (("n", 1),)
+
+    @property
+    def is_count(self):
+        """Whether this is n, or some times n: a whole number of 1 or more."""
+        number, names = self.size or (0, ())
+        return number >= 1 and {*names} == {"n"}
+
+    @property
+    def size(self):
+        """The size that a scalar holds, `None` if it is not known."""
+        held = self.content if self.dims == () else None
+        return None if held is None else times(held[0])
+
+    @property
     def words(self):
         if self.base in ("S", "G"):
             return f"a {'mean' if self.m else 'sum'} over samples"
         if self.mixed:
             return MIXED
-        if self.m and self.base == "C":
-            is_number = {name for name, _ in self.m} == {"n"}
-            return "the number of samples" if is_number else "a sum of weights"
+        of_m = "the number of samples" if self.is_of_n else "a sum of weights"
         if self.m:
-            return "samples times a statistic of the batch"
+            return of_m if self.base == "C" else f"samples times {of_m}"
         names = {"C": "what samples share", "V": "the number of samples"}
         return names.get(self.base, "samples")
+
+
+def require_known(types, is_of_n=False):
+    """Raises what is not known of one; `is_of_n` is whether n is its weight."""
+    for v in types:
+        if v.base == "T":
+            bends = v.why.kind == "bends" or (is_of_n and v.why.advice)
+            raise UnprovedError(v.why.reason, bends, v.why.advice)
 
 
 def unknown(what):
@@ -235,12 +287,29 @@ def unknown(what):
     return Type("T", why=Proof("unknown", what))
 
 
+def of_data(dtype):
+    """Returns what is known of the entries of data."""
+    if dtype.is_bool or dtype.is_unsigned:
+        return TRUTHS if dtype.is_bool else POSITIVE
+    return IF_DATA * (dtype.is_floating or dtype.is_integer)
+
+
+def owed(zeros, within):
+    """Returns the sums of some with which something does not vanish.
+
+    And what is assumed of the others.
+    """
+    left = {*zeros} - {*within}
+    signed = {name for name in left if f"{name}?" in within}
+    return tuple(sorted(left - signed)), (NEGATIVE,) * bool(signed)
+
+
 def plain(*vals, of="CR"):
     """Requires what is no statistic: samples, and what they share."""
     for v in vals:
         # Of a statistic, a rule that is not linear knows that it is bent.
-        bends = v.base == "S" or bool(v.m) or v.mixed
-        require(v.base in of and not bends, v.words, bends)
+        bends = v.base == "S" or v.mixed or bool(v.m and not v.is_of_n)
+        require(v.base in of and not (bends or v.m), v.words, bends)
 
 
 def shared(*vals):
@@ -254,17 +323,34 @@ def agree(a, b):
     first = [*(collections.Counter(some) - collections.Counter(others))]
     other = [*(collections.Counter(others) - collections.Counter(some))]
     if a == b and len(first) == len(other) == 1 and "n" not in first + other:
-        alike, (to,), (of,) = _alike.get(), first, other
-        names = {name for name, root in alike.items() if root == of} | {of}
-        alike.update(dict.fromkeys(names, to))
+        _note_alike(*first, *other)
         return True
     return a == b and some == others
+
+
+def _note_alike(to, of):
+    alike = _alike.get()
+    names = {name for name, root in alike.items() if root == of} | {of}
+    alike.update(dict.fromkeys(names, to))
+
+
+def arrays_of(vals):
+    """Returns the arrays that types are made of, one of those of a length.
+
+    The name of the one that the weight counts is before all others.
+    """
+    alike = _alike.get()
+    return sorted({alike.get(name, name) for v in vals for name in v.of})
 
 
 def same(a, b):
     """Returns the type of R, with the rows that two R share."""
     # Two lengths that are not known are equal, or TensorFlow raises: if one is
     # 1 in a micro-batch, and is broadcast, the large batch fails.
+    is_equal = a.o == b.o and times(a.k) == times(b.k)
+    found = arrays_of([a]), arrays_of([b])
+    if is_equal and [*map(len, found)] == [1, 1]:
+        _note_alike(*sorted([*found[0], *found[1]]))
     is_like = a.o == b.o and (agree(a.k, b.k) or bool(a.k[1] and b.k[1]))
     is_as_long = is_like or times(a.n) == times(b.n)
     require(is_as_long, "axes of samples of unlike lengths")
@@ -318,7 +404,7 @@ def added(vals):
     within = union([set.intersection(*({*v.within} for v in vals))])
     if "S" not in bases:
         what = "terms with the number of samples in unlike ways"
-        require(len(powers) == 1, what, is_of_n)
+        require(len(powers) == 1, what, is_of_n and "R" in bases)
         owes = union(v.owes for v in vals)
         one = broadcast([*vals, *zeros])
         return one.but(m=vals[0].m, owes=owes, within=within)
@@ -331,7 +417,8 @@ def added(vals):
         require(is_right, MIXED, bends=True)
         rows = broadcast([v for v in [*vals, *zeros] if v.base != "S"])
         return rows.but(mixed=True, uniform=False)
-    require(len(sums) == 1, "means over unlike numbers of things", is_of_n)
+    what = "means over unlike numbers of things"
+    require(len(sums) == 1, what, is_of_n, CACHE)
     (m,) = sums
     for v in vals:
         rest = power(v.m, m, -1)
@@ -348,5 +435,7 @@ def sizes(held, dims):
     is_of_n = any(map(is_of_samples, held))
     if dims == ():
         count = held[0][1].count("n") if held[0] else 0
-        return Type("C", (), (("n", count),) if count else (), content=held)
+        is_known = held[0] and held[0][0] >= 0
+        m, counts = (("n", count),) * bool(count), COUNTS * bool(is_known)
+        return Type("C", (), m, content=held, counts=counts)
     return Type("V" if is_of_n else "C", dims, content=held)

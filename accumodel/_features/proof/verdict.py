@@ -9,27 +9,37 @@ The gradients of a custom step are typed by what they are gradients of: that of
 `m * S` by what samples share is `m` times a sum over the samples, and that of S
 by the rows of samples is such rows, whatever their graphs are.
 
+If the weight is n, and the loss was divided by a sum of what samples are, that
+is wrong in some batches, whatever the first one has.
+
 Assumed: a training traces the same Python; operations do what their names say,
-and raise if sizes do not fit; weights of a mask are 0 where they sum up to 0,
-and what samples share, added to them, is not 0 and does not cancel that sum;
-all arrays of a batch have as many rows; the loss of the large batch is a
-number; and rounding.
+and raise if sizes do not fit; no weight in the data is negative, if the proof
+says so; all arrays of a batch have as many rows, unless it is told otherwise;
+the loss of the large batch is a number; and rounding.
 """
+
+import dataclasses
+import functools
 
 import tensorflow as tf
 
 from accumodel._features.proof.analysis import Analysis, key_of
 from accumodel._features.proof.types import (
     MAY_BE_0,
+    NEGATIVE,
     ONE,
+    WEIGHT,
     N,
     Proof,
     Type,
     UnprovedError,
     added,
+    arrays_of,
     may_be_0,
+    of_data,
     power,
     require,
+    require_known,
     sizes_alike,
     union,
     unknown,
@@ -37,6 +47,7 @@ from accumodel._features.proof.types import (
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._micro_batch.assignments import is_assigned
+from accumodel._micro_batch.micro_batches import first_leaf
 
 
 def prove(loss, weight, *where, **variables):
@@ -45,8 +56,10 @@ def prove(loss, weight, *where, **variables):
     Takes symbolic tensors: the loss and the weight of a micro-batch, `None` if
     the loss is a sum; for the other arguments see `_known`.
     """
-    tensors = [loss] if weight is None else [loss, weight]
-    return _tried(_judged, _judge, tensors, *where, **variables)
+    tensors = [x for x in (weight, loss) if x is not None]
+    variables["is_weighed"] = is_weighed = weight is not None
+    judge = _judge if is_weighed else functools.partial(_judge, None)
+    return _tried(_judged, judge, tensors, *where, **variables)
 
 
 def prove_rows(outputs, *where, **variables):
@@ -118,7 +131,8 @@ class Gradients:
         variables["typed"], proofs = (self._analysis, self._known_by([])), []
         for gradients, weight, *_ in terms:
             tensors = [x for x in (weight, *gradients) if x is not None]
-            judge = _judge_weighed if weight is not None else _judge_sums
+            variables["is_weighed"] = is_weighed = weight is not None
+            judge = _judge_all if is_weighed else _judge_sums
             proofs.append(_tried(_judged, judge, tensors, *where, **variables))
         return worst(proofs or [Proof("unknown", "a custom step")])
 
@@ -143,12 +157,13 @@ def _gradient(targets, by):
     one = added(
         [v.but(base="S" if v.base == "R" else v.base, dims=()) for v in targets]
     )
+    of = (*arrays_of([*targets, by]),)
     if by.is_shared:
         stays = one.stays if one.stays > 1 else 0  # numbers have no gradient
-        return one.but(dims=by.dims, grad=True, stays=stays)
+        return one.but(dims=by.dims, grad=True, stays=stays, of=of)
     is_of_rows = (by.base, by.m, one.base, one.m) == ("R", (), "S", ())
     require(is_of_rows, f"a gradient of {one.words} by {by.words}")
-    return by.but(breaks=union([by.breaks, one.breaks]))
+    return by.but(breaks=union([by.breaks, one.breaks]), of=of)
 
 
 def _tried(function, *args, **kwargs):
@@ -157,37 +172,50 @@ def _tried(function, *args, **kwargs):
         with sizes_alike():
             return function(*args, **kwargs)
     except UnprovedError as error:
-        return Proof(error.kind, str(error))
+        return error.proof()
     except Exception as error:  # a proof stops no training
         what = f"the proof failed: {type(error).__name__}: {error}"
         return Proof("unknown", what)
 
 
-def _judged(judge, tensors, *where, typed=None, **variables):
+def _judged(judge, tensors, *where, typed=None, is_weighed=False, **variables):
     """Returns the proof by what `judge` says of the types of tensors.
 
-    `typed` is an analysis, and what is known in it.
+    `typed` is an analysis, and what is known in it. If tensors are weighed, the
+    first one is their weight.
     """
     analysis, more = typed or (Analysis(), {})
+    is_python = _runs_python(tensors[0].graph)
+    require(not is_python, "the step runs Python, such as `tf.py_function`")
     known, assigned = _known(analysis, tensors[0].graph, *where, **variables)
-    what = judge(*analysis.proved(tensors, known | more))
+    types = analysis.types_of(tensors, known | more)
+    require_known(types, is_of_n=not is_weighed or types[0].is_n)
+    held = [{*v.breaks} for v in types]
+    pairs = zip(types, held, strict=True)
+    what = judge(
+        *(
+            dataclasses.replace(v, breaks=union([breaks - {NEGATIVE}]))
+            for v, breaks in pairs
+        )
+    )
     require(not assigned, f"the step assigns `{assigned}`")
-    return Proof("exact", what)
+    is_alike = arrays_of(types) in ([], [_COUNTED])
+    require(is_alike, "arrays that need not be as long as each other")
+    return Proof("exact", what, NEGATIVE in set().union(*held))
 
 
-def _judge_weighed(weight, *gradients):
+def _judge_all(weight, *gradients):
     """Returns what gradients are, if their weight is what divides them."""
     is_row = any(v.base == "R" for v in gradients)
     require(not is_row, "a gradient that is samples")
-    judged = [_judge(v, weight, is_gradient=True) for v in gradients]
+    judged = [_judge(weight, v, is_gradient=True) for v in gradients]
     return judged[0] if judged else "no gradient"
 
 
-def _judge_sums(*gradients):
-    return _judge_weighed(None, *gradients)
+_judge_sums = functools.partial(_judge_all, None)
 
 
-def _judge(loss, weight=None, is_gradient=False):
+def _judge(weight, loss, is_gradient=False):
     """Returns what a loss is, if its weight is what it was divided by."""
     if loss.base == "R":  # its gradient is that of the sum
         loss = loss.but(base="S", dims=())
@@ -210,7 +238,10 @@ def _judge(loss, weight=None, is_gradient=False):
     require(loss.m or not is_sum, what, bends)
     is_mean = is_sum and not power(loss.m, weight.m)
     what = f"{loss.words}, which is not divided by its weight"
-    require(is_mean or loss.is_shared, what, bends)
+    # No number of samples is the sum that divides a loss.
+    is_other = is_sum and any(p < 0 for name, p in loss.m if name != "n")
+    advice = WEIGHT * (weight.is_n and is_other)
+    require(is_mean or loss.is_shared, what, bends or advice, advice)
     require(not (loss.owes or weight.owes or weight.breaks), MAY_BE_0)
     # What is not a number is left out if it weighs nothing.
     is_left_out = not weight.stays and {*loss.breaks} <= {*dict(weight.m)}
@@ -232,8 +263,18 @@ def _judge_rows(*outputs):
     return "all outputs are rows of samples"
 
 
+# The name of the array whose rows the weight counts.
+_COUNTED = ""
+
+
 def _known(
-    analysis, graph, data, spans_batches, rows_variable=None, ignored=()
+    analysis,
+    graph,
+    data,
+    spans_batches,
+    rows_variable=None,
+    ignored=(),
+    lengths_alike=True,
 ):
     """Returns the types of what a graph is given, and what it assigns.
 
@@ -241,8 +282,16 @@ def _known(
     `spans_batches` is whether an update may need several fed batches.
     `rows_variable` is another one in each micro-batch, and the `ignored`
     variables, such as those of metrics, may be assigned at any time.
+    `lengths_alike` is whether all arrays of `data` have as many rows; if not,
+    two have if TensorFlow raises otherwise.
     """
     given = _types_of_data(analysis, data, spans_batches)
+    if not lengths_alike:
+        counted = first_leaf(data).ref()
+        for key, v in given.items():
+            name = _COUNTED if key == counted else key.deref().name
+            of = (name,) if v.base == "R" else ()
+            given[key] = dataclasses.replace(v, of=of)
     types, assigned = _outside(analysis, graph, rows_variable, ignored, given)
     return types | given, assigned
 
@@ -257,9 +306,11 @@ def _types_of_data(analysis, data, spans_batches):
         if rank is None or (spans_batches and not is_alike):
             types[x.ref()] = unknown("batches of unlike lengths in one update")
         elif has_samples:
-            types[x.ref()] = Type("R", analysis.dims(x, 0, N))
+            dims, counts = analysis.dims(x, 0, N), of_data(x.dtype)
+            types[x.ref()] = Type("R", dims, counts=counts)
         else:
-            types[x.ref()] = Type("C", analysis.dims(x))
+            dims, counts = analysis.dims(x), of_data(x.dtype)
+            types[x.ref()] = Type("C", dims, counts=counts)
     return types
 
 
@@ -294,7 +345,8 @@ def _outside(analysis, graph, rows_variable, ignored, given):
             what = f"`{name}` is another one in each micro-batch"
             types[x.ref()] = unknown(what)
         elif x.dtype == tf.resource or not tf.is_symbolic_tensor(root(outside)):
-            types[x.ref()] = Type("C", analysis.dims(x))
+            counts = of_data(x.dtype)
+            types[x.ref()] = Type("C", analysis.dims(x), counts=counts)
         elif is_near:
             known, _ = _outside(
                 analysis, outside.graph, rows_variable, ignored, given
@@ -319,3 +371,12 @@ def _roots():
         return x
 
     return root
+
+
+def _runs_python(graph):
+    """Whether Python runs in a graph, which may be what no path leads to."""
+    return any(
+        op.type in ("EagerPyFunc", "PyFunc")
+        or any(map(_runs_python, private_names.bodies_of(op)))
+        for op in graph.get_operations()
+    )
