@@ -251,6 +251,9 @@ BENT = {
     "a mean over a mask that has some": lambda b: (
         total(masks(b) * b.p**2) / tf.maximum(total(masks(b)), 1.0)
     ),
+    "a mean over a mask, and a little": lambda b: (
+        total(masks(b) * b.p**2) / (total(masks(b)) + 1e-3)
+    ),
     "means over two masks": lambda b: over(b, masks(b)) + over(b, 1 - masks(b)),
     "a mean, and one over a mask": lambda b: (
         mean(errors(b)) + over(b, masks(b))
