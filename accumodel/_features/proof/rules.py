@@ -23,6 +23,7 @@ from accumodel._features.proof.types import (
     POSITIVE,
     TRUTHS,
     UNLIKE,
+    WEIGHT,
     Type,
     added,
     broadcast,
@@ -217,7 +218,7 @@ def guard(name, counts=COUNTS, **changed):
 def require_mask(v):
     """Requires a guard by what counts; usually it does: no warning."""
     what = "a sum over samples that may be less than 1, and not 0"
-    require(v.counts >= COUNTS, what)
+    require(v.counts >= COUNTS, what, False, WEIGHT)
 
 
 # What no sum of a usual loss reaches.
@@ -459,7 +460,7 @@ def divided(at, op, a, b):
     # Where it is 0, so is what it divides, or what that is a factor of.
     owes, assumed = owed(zeros, a.vanishes)
     is_safe = is_guarded or op.type == "DivNoNan"
-    require(not owes or a.base == "C", MAY_BE_0)
+    require(not owes or a.base == "C", MAY_BE_0, False, WEIGHT)
     is_right = a.base != "S" or b.base == "C"
     require(is_right, "a sum over samples, and samples", bends=True)
     m = power(a.m, b.m, -1)
