@@ -90,10 +90,6 @@ def moved_by_python(b):
         return mean(errors(b)) * tf.identity(b.variable)[0, 0]
 
 
-def by_two_arrays(b):
-    return mean(ratio(b.p * b.x, total(b.x)) * total(b.y))
-
-
 def by_complex(b):
     """The real part is not what the real part of a divisor divides."""
     weights = tf.complex(b.y, b.x)
@@ -251,6 +247,15 @@ BENT = {
     "a mean over a mask that has some": lambda b: (
         total(masks(b) * b.p**2) / tf.maximum(total(masks(b)), 1.0)
     ),
+    "a mean over a mask, and a little": lambda b: (
+        total(masks(b) * b.p**2) / (total(masks(b)) + 1e-3)
+    ),
+    "a mean by weights, and next to nothing": lambda b: (
+        total(b.y * b.p**2) / (total(b.y) + 1e-7)
+    ),
+    "a mean by weights that may be negative": lambda b: ratio(
+        total((1 - b.y) * b.p**2), total(1 - b.y)
+    ),
     "means over two masks": lambda b: over(b, masks(b)) + over(b, 1 - masks(b)),
     "a mean, and one over a mask": lambda b: (
         mean(errors(b)) + over(b, masks(b))
@@ -263,18 +268,24 @@ BENT = {
     "means for each target, taken for a sum": Program(
         lambda b: mean(by_column(b)), lambda b: None
     ),
-    "sums of two arrays: function": lambda b: in_function(
-        lambda: by_two_arrays(b)
-    )(),
-    "sums of two arrays: condition": lambda b: in_condition(
-        lambda: by_two_arrays(b)
-    )(),
+    **{
+        f"sums of two arrays: {name}": lambda b, scope=scope: scope(
+            lambda: mean(ratio(b.p * b.x, total(b.x)) * total(b.y))
+        )()
+        for name, scope in SCOPES.items()
+    },
+    "a mask of nothing, divided by itself": lambda b: mean(
+        errors(b) * ratio(total(masks(b)), total(masks(b)))
+    ),
     # Limits.
     "by at most two": lambda b: total(errors(b)) / tf.minimum(count(b.y), 2),
     "as many numbers as samples": lambda b: mean(
         tf.math.top_k(b.p, tf.shape(b.p)[0]).values
     ),
     "a mean, or 0": lambda b: tf.maximum(mean(b.p), 0.0),
+    "one of two means, by samples": lambda b: mean(
+        tf.where(b.y[:, 0, 0] > 0.5, mean(errors(b)), mean(b.p))
+    ),
     "one of two means, by a mean": lambda b: tf.where(
         mean(b.y) > 0.7, mean(errors(b)), mean(b.p)
     ),
@@ -379,7 +390,6 @@ UNKNOWN = {
     ),
     # Keys of divisors.
     "sums of two arrays": Program(lambda b: over(b, b.x), lambda b: total(b.y)),
-    "sums of two arrays: loop": lambda b: in_loop(lambda: by_two_arrays(b))(),
     "sums of a mean of integers": Program(
         lambda b: over(b, means_of_tenths(b, "int32")),
         lambda b: total(means_of_tenths(b, "float32")),
@@ -427,9 +437,6 @@ UNKNOWN = {
         lambda b: count(b.y) * (total(b.y[:, 0, :1]) / count(b.y) + 1),
     ),
     "a mask of nothing that is summed up": weighed(lambda b: total(masks(b))),
-    "a mask of nothing, divided by itself": lambda b: mean(
-        errors(b) * ratio(total(masks(b)), total(masks(b)))
-    ),
     "a mask of one loss, or of others": weighed(
         lambda b: total(masks(b)),
         lambda b: total(tf.where(b.y > 0.5, tf.square(b.p - b.y), b.p)),

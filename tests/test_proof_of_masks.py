@@ -172,8 +172,20 @@ UNKNOWN = {
     "by at least next to nothing": guarded(
         lambda s, d: s / tf.maximum(d / 12.0, 1e-6) / 12.0,
     ),
+    "by a little more than nothing": guarded(lambda s, d: s / (d + 1e-3)),
+    "weights that may be less than 1, and next to nothing": guarded(
+        lambda s, d: s / (d + 1e-7), lambda b: b.y[:, 0, 0]
+    ),
     "by at most very many": guarded(
-        lambda s, d: s / tf.clip_by_value(d, 1.0, 1e9)
+        lambda s, d: s / tf.clip_by_value(d, 1.0, 1e6)
+    ),
+    "nothing, if a mean is 0": Program(
+        lambda b: tf.cond(
+            mean(few(b)) > 0.0,
+            lambda: total(few(b) * errors(b)) / total(few(b)),
+            lambda: 0.0,
+        ),
+        lambda b: total(few(b)),
     ),
     "weights that may be less than 1": guarded(
         lambda s, d: s / tf.maximum(d, 1.0), lambda b: b.y[:, 0, 0]
@@ -207,6 +219,7 @@ RIGHT = {
     "a mask, by 1 instead of 0": guarded(
         lambda s, d: s / tf.where(tf.equal(d, 0.0), tf.ones_like(d), d)
     ),
+    "a mask, and next to nothing": guarded(lambda s, d: s / (d + 1e-7)),
     "nothing if a mask is empty": guarded(
         lambda s, d: tf.where(d >= 1.0, s / d, 0.0)
     ),

@@ -23,6 +23,7 @@ from accumodel._features.proof.types import (
     POSITIVE,
     TRUTHS,
     UNLIKE,
+    WEIGHT,
     Type,
     added,
     broadcast,
@@ -124,7 +125,7 @@ def from_0(at, op, v):
 def to_a_power(at, op, v, exponent):
     number = constant(op.inputs[1], exponent)
     is_kept = number is not None and np.all(number >= 1)
-    if v.base == "C" and v.is_of_n and np.ndim(number) == 0:
+    if v.base == "C" and v.is_of_n and np.size(number) == 1:
         return to_the(v, number)
     one = elementwise(at, op, v, exponent)
     is_even = number is not None and not np.any(number % 2)
@@ -140,9 +141,10 @@ def inverted(at, op, v):
 
 def to_the(v, exponent):
     """Returns the type of a power of n, times what samples share."""
-    require(float(exponent).is_integer(), f"{v.words}, to no whole power")
+    is_whole = exponent is not None and float(exponent).is_integer()
+    require(is_whole and v.dims == (), f"{v.words}, to no whole power")
     m = tuple((name, p * int(exponent)) for name, p in v.m if exponent)
-    return Type("C", v.dims, m)
+    return Type("C", (), m)
 
 
 FINITE = ("IsFinite", "IsInf", "IsNan")
@@ -216,7 +218,7 @@ def guard(name, counts=COUNTS, **changed):
 def require_mask(v):
     """Requires a guard by what counts; usually it does: no warning."""
     what = "a sum over samples that may be less than 1, and not 0"
-    require(v.counts >= COUNTS, what)
+    require(v.counts >= COUNTS, what, False, WEIGHT)
 
 
 # What no sum of a usual loss reaches.
@@ -458,7 +460,7 @@ def divided(at, op, a, b):
     # Where it is 0, so is what it divides, or what that is a factor of.
     owes, assumed = owed(zeros, a.vanishes)
     is_safe = is_guarded or op.type == "DivNoNan"
-    require(not owes or a.base == "C", MAY_BE_0)
+    require(not owes or a.base == "C", MAY_BE_0, False, WEIGHT)
     is_right = a.base != "S" or b.base == "C"
     require(is_right, "a sum over samples, and samples", bends=True)
     m = power(a.m, b.m, -1)
@@ -480,9 +482,10 @@ def plus(at, op, *vals):
         sign = -1 if op.type == "Sub" else 1
         return sizes([(int(known[0] + sign * sum(known[1:])), ())], ())
     by, number = of_statistic(op, *vals)
-    is_nothing = by and abs(number) <= np.spacing(number.dtype.type(1))
-    if is_nothing and vals[0].is_count:  # such as 1e-7 next to 1: rounding
-        return by
+    # Such as 1e-7, which is rounding next to 1, but not next to 0.
+    is_little = by and 0 < number <= np.spacing(number.dtype.type(1))
+    if is_little and op.type != "Sub" and (by.is_count or by.is_of_mask):
+        return by if by.is_count else guard(by.alike, by.counts)
     one = added([*vals])
     if op.type == "Sub":
         is_rest = vals[1].counts == TRUTHS and np.all(known[0] == 1)

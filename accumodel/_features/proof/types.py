@@ -423,8 +423,10 @@ def added(vals):
     for v in vals:
         rest = power(v.m, m, -1)
         is_sum = v.base == "S" or (len(rest) == 1 and rest[0][1] == 1)
-        # Such as the 1e-7 that is often added to a divisor: that bends nothing.
-        require(is_sum, "a sum over samples, and what samples share")
+        # What is not trained may divide, such as a sum and 1e-7.
+        advice = "" if any(v.grad for v in vals) else WEIGHT
+        what = "a sum over samples, and what samples share"
+        require(is_sum, what, False, advice)
     stays = max(1 + v.grad if v.base == "C" else v.stays for v in vals)
     return broadcast([*vals, *zeros]).but(m=m, stays=stays, within=within)
 
