@@ -101,18 +101,14 @@ a search takes the largest of the sizes that are nearly the fastest
 a short batch is timed
     Fastest._note: if _length => True
 # test_first_batch.py
-the check looks at a special point
-    moved: call _move => None
 weights of micro-batches are not compared
-    Comparison._look_at_rows: set is_even => True
+    Comparison._matters: set is_even => True
 what is assigned is the same in each micro-batch
-    _outside: set moves => False
+    _outside: set moving => set()
 the parts are compared with themselves
     Comparison._look: set whole => parts
 a state that only watches is told of
-    Comparison._check_states: call _matters => True
-groups that are whole in the training are told of
-    Comparison._look_at_rows: if apart together => apart
+    Comparison._is_read: call _is_told => False
 # test_first_batch_programs.py
 a rehearsal updates weights
     rehearse.run: call updates => hooks.silenced()
@@ -123,14 +119,35 @@ functions in the model keep the rehearsal
 the first batch is lost
     first_batches: set first => [*itertools.islice(batches, 2 * count)][1:]
 # test_verdict.py
-what is equal by chance is taken for exact
-    FirstBatch._check: if by_chance => False
 the check looks at a few rows only
-    Comparison._look_at_parts: set most fits => rows.few
+    Comparison._sizes: set count fits => 2
 a difference of gradients is taken for rounding
-    Comparison._check_gradients: if is_more => False
+    Comparison._look: call max limit => 1.0
 the axis of samples is guessed
     decide: if is_made => True
+# test_traced.py
+a verdict is said when a weight has moved
+    FirstBatch.around.run: call traced_first => contextlib.nullcontext()
+another trace is not asked
+    FirstBatch._take_findings: set asked => [] if now.finding else found
+the program of the large batch is not looked at
+    FirstBatch._next_to_plain: set is_like => True
+what a step has put into its data is data
+    Observer.of: set _data => data
+a condition on samples decides who is trained
+    Observer._prove_branch: call _ask => Proof("exact", "")
+any custom gradient is right
+    _is_right: return => True
+what accumodel assigns is taken for the user's
+    is_assigned: if RECORDED => False
+what a loop takes from outside is not known
+    _roots.root: return => tf.constant(0)
+batches are padded to other lengths
+    _comparisons: if _is_padded => False
+numbers of each batch are those of the first
+    _check_numbers: if is_number => False
+lengths that become unlike are not seen
+    FirstBatch._say_that_lengths_differ: if is_unlike => False
 # test_gradient_cache.py
 what the loss wrote is lost
     rolled_back: call _assign after => None
@@ -261,7 +278,7 @@ numbers within a block are not skipped
 wide numbers come in blocks of four
     _numbers: set block => 4
 a draw that all samples share has rows
-    Draws._draw: set axes => {} or [0] * bool(sizes)
+    Draws._drawn: set axes => {} or [0] * bool(sizes)
 a draw from the middle that cannot be begins at the start
     _apart: return => seed
 only the first axis of a draw may be that of the samples
@@ -365,13 +382,13 @@ another input is cut whatever it holds
 masks do not say what is padding
     _find_trimming: set masks => []
 the check does not look at padding
-    _comparisons: if orders => False
+    _comparisons: if has_padding => True
 XLA compiles each width
     Ordered.cut: if _is_compiled => False
 targets are cut off that are not ignored
     Ordered.__init__: set ends ignored => []
 rows of another order are drawn as if they were in order
-    Draws._draw: set is_apart => len(axes) > 1 or name not in OFFSETS
+    Draws._drawn: set is_apart => len(axes) > 1 or name not in OFFSETS
 # test_where_features_meet.py
 layers train in a model that is not told to
     call_model: if => True

@@ -60,7 +60,9 @@ def proof_of_step(model, data):
     plan = model._accumulation.plan()
     findings: list = []
     found, _ = rehearse_step(
-        plan, data, lambda own: Silent(own, Observer(own, findings))
+        plan,
+        data,
+        lambda own: Silent(own, Observer(own, findings, plan.is_split)),
     )
     found.result()
     found = findings[0].proof

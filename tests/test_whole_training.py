@@ -41,7 +41,7 @@ from test_verdict import (
 )
 
 from accumodel import AccumulatingModel, InexactWarning
-from accumodel._features.first_batch import runs
+from accumodel._features.first_batch import observer
 from accumodel._features.proof import Proof
 
 rng = np.random.default_rng(0)
@@ -583,7 +583,7 @@ def test_what_a_proof_could_get_wrong(name, way):
 def test_what_is_proved_and_differs_fails(proved_and_compared, monkeypatch):
     """With `--verify` all models of the tests are proved, and compared."""
     wrong = lambda *args, **kwargs: Proof("exact", "a wrong rule")  # noqa: E731
-    monkeypatch.setattr(runs, "prove", wrong)
+    monkeypatch.setattr(observer, "prove", wrong)
     with pytest.raises(AssertionError, match="a wrong rule; but differs"):
         check(Program(dense, root), **WAYS["split"])
 

@@ -98,6 +98,7 @@ def rehearse(model, function, *specs, is_real=False):
             python = python_state.PythonState(python_state.owners_of(model))
             try:
                 found.function = trace(traced, *specs)
+                _check_captures(found.function.graph)
             except checks.InexactWarning:  # which is told of once
                 raise
             except Exception as error:
@@ -109,6 +110,15 @@ def rehearse(model, function, *specs, is_real=False):
 
     replicas.outside(run)
     return found
+
+
+def _check_captures(graph):
+    """Raises if a graph that is outside of all others takes of another one."""
+    if any(tf.is_symbolic_tensor(outside) for outside, _ in graph.captures):
+        raise TypeError(
+            "Python has kept a tensor of an earlier trace, as in a cache: keep "
+            "a NumPy array, or make the tensor in `tf.init_scope`"
+        )
 
 
 def output_shapes(model, x, specs):

@@ -152,7 +152,8 @@ class FirstBatch(Feature):
     def observer(self, plan, data):
         if not is_observed(plan):
             return None
-        return Observer(plan, self._findings, self._unlike)
+        # What is split is looked at in each step.
+        return Observer(plan, self._findings, plan.is_split, self._unlike)
 
     def _take_findings(self, is_over=False):
         """Says what the traces of the training have shown, before they run."""
@@ -185,8 +186,11 @@ class FirstBatch(Feature):
         if replicas.are_several(plan.model):  # nor has it that of a replica
             return finding
         # `accum_steps`: the training has traced such a size itself.
-        other = rehearse(plan, traced, True) if plan.is_split else found[0]
-        is_like = other.operations == finding.operations
+        other = found[0]
+        if plan.is_split:
+            other = rehearse(plan, traced, traced, is_sized=True)
+        # What has no trace of that size, plain Keras does not train by it.
+        is_like = other.operations in (None, finding.operations)
         return finding if is_like else unknown(_ASKS, norms=finding.norms)
 
     # -- which batches ---------------------------------------------------------
@@ -295,7 +299,7 @@ class FirstBatch(Feature):
         if is_new and not is_asked_there:
             with self._explained():
                 rehearsal.build(plan, as_tensors(traced))
-                now.finding = rehearse(plan, now.data)
+                now.finding = rehearse(plan, now.data, traced)
         if is_new and is_observed(plan):
             self._waiting, self._findings = (batches, traced), []
             count = len([*filter(has_axis, keras.tree.flatten(traced))])
@@ -383,13 +387,19 @@ def is_observed(plan):
     return not (is_other or _why_not_asked(plan))
 
 
-def rehearse(plan, data, is_sized=False):
-    """Asks about a step in a trace of its own; returns a `Finding`."""
+def rehearse(plan, data, traced, is_sized=False):
+    """Asks about a step in a trace of its own; returns a `Finding`.
+
+    `traced` is a batch as the training traces it: of a known size, all arrays
+    are as long in all batches, or it is traced anew.
+    """
     findings: list = []
+    is_known = first_leaf(traced).shape[0] is not None
+    is_alike = plan.is_split or (is_known and not plan.model.run_eagerly)
     rehearsed = rehearsal.rehearse_parts(
         plan,
         data,
-        lambda own: Silent(own, Observer(own, findings)),
+        lambda own: Silent(own, Observer(own, findings, is_alike)),
         is_sized=is_sized,
     )
     for found, _ in rehearsed:

@@ -266,7 +266,7 @@ def compare(plan, known, fed):
         return f"differs in some batches: {messages.bends(plan, finding)}"
     rehearsed = rehearse_parts(plan, known.data, runs.Terms)
     _check_model(plan.model, rehearsed)
-    _check_numbers(plan, fed)
+    _check_numbers(rehearsed, fed)
     try:
         data = _joined(fed)
     except (ValueError, tf.errors.InvalidArgumentError):
@@ -336,18 +336,17 @@ def _check_model(model, rehearsed):
             )
 
 
-def _check_numbers(plan, fed):
+def _check_numbers(rehearsed, fed):
     """Raises if what samples share is another number in each fed batch."""
+    terms = [term for _, collector in rehearsed for term in collector.terms]
+    is_weighed = all((runs.WEIGHTS, 0) in term for term in terms)
     batches = [keras.tree.flatten_with_path(batch) for batch in fed]
     for (path, first), *others in zip(*batches, strict=True):
         is_number = tf.is_tensor(first) and not has_axis(first)
         if is_number and any(
             bool(tf.reduce_any(x != first)) for _, x in others
         ):
-            error = (
-                Alone if "micro_batch_weight" in plan.overridden else NotMade
-            )
-            raise error(
+            raise (Alone if is_weighed else NotMade)(
                 f"{name_of_leaf(path)} is another number in each batch. What "
                 "the loss is divided by belongs in `micro_batch_weight`"
             )

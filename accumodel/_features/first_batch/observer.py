@@ -76,13 +76,15 @@ def unknown(why, **known):
 class Observer:
     """Is told what the step of one micro-batch computes, and has it proved."""
 
-    def __init__(self, plan, findings, unlike=None):
+    def __init__(self, plan, findings, is_alike, unlike=None):
         """Takes a list, to which each step that ends adds a `Finding`.
 
-        And a variable, if any, in which a step that is not proved counts the
-        batches whose arrays have unlike lengths.
+        And whether all arrays of a batch are known to be as long; and, if any,
+        a variable in which a step that is not proved counts the batches in
+        which they are not.
         """
-        self._plan, self._findings, self._unlike = plan, findings, unlike
+        self._plan, self._findings = plan, findings
+        self._is_alike, self._unlike = is_alike, unlike
 
     @contextlib.contextmanager
     def of(self, data):
@@ -207,8 +209,7 @@ class Observer:
             *tensors,
             self._data,
             plan.accumulation.spans_batches,
-            # Only what is split is looked at in each step.
-            lengths_alike=plan.accumulation.model.micro_batch_size is not None,
+            lengths_alike=self._is_alike,
             rows_variable=plan.numbers and plan.numbers.rows,
             ignored=[
                 x

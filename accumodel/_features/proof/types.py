@@ -88,9 +88,13 @@ def require(condition, what, bends=False, advice=""):
 
 
 @contextlib.contextmanager
-def sizes_alike(inherited=False):
-    """Scope of what is found out about sizes: of what may not run, nothing."""
-    token = _alike.set(dict(_alike.get()) if inherited else {})
+def sizes_alike(known=None, inherited=False):
+    """Scope of what is found out about sizes: of what may not run, nothing.
+
+    It is added to a dict of what is known.
+    """
+    known = {} if known is None else known
+    token = _alike.set(dict(_alike.get()) if inherited else known)
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ says so; all arrays of a batch have as many rows, unless it is told otherwise;
 the loss of the large batch is a number; and rounding.
 """
 
+import collections
 import dataclasses
 import functools
 
@@ -59,7 +60,7 @@ def prove(loss, weight, *where, **variables):
     tensors = [x for x in (weight, loss) if x is not None]
     variables["is_weighed"] = is_weighed = weight is not None
     judge = _judge if is_weighed else functools.partial(_judge, None)
-    return _tried(_judged, judge, tensors, *where, **variables)
+    return _tried({}, _judged, judge, tensors, *where, **variables)
 
 
 def prove_rows(outputs, *where, **variables):
@@ -67,7 +68,7 @@ def prove_rows(outputs, *where, **variables):
     outputs = tf.nest.flatten(outputs)
     if not outputs:  # a loss may read none
         return Proof("exact", _judge_rows())
-    return _tried(_judged, _judge_rows, outputs, *where, **variables)
+    return _tried({}, _judged, _judge_rows, outputs, *where, **variables)
 
 
 def prove_shared(tensor, *where, **variables):
@@ -77,7 +78,7 @@ def prove_shared(tensor, *where, **variables):
         require(v.is_shared, f"{v.words}, as a condition")
         return "what samples share"
 
-    return _tried(_judged, judge, [tensor], *where, **variables)
+    return _tried({}, _judged, judge, [tensor], *where, **variables)
 
 
 def worst(proofs):
@@ -94,12 +95,15 @@ class Gradients:
         # The types of gradients, and the tensors that were watched: by others,
         # a gradient of a gradient may be one by what divides it.
         self._types: dict = {}
+        # What is known of sizes, by graphs: a branch may not run.
+        self._sizes: dict = collections.defaultdict(dict)
 
     def compute(self, function, target, sources, *where, **variables):
         """Calls a function that returns gradients, and types them."""
         targets, by = tf.nest.flatten([target]), tf.nest.flatten([sources])
         # Before it is called: the gradient of a loop changes the loop.
-        found = _tried(self._typed, targets, by, *where, **variables)
+        sizes = self._sizes[targets[0].graph]
+        found = _tried(sizes, self._typed, targets, by, *where, **variables)
         if isinstance(found, Proof):
             found = [Type("T", why=found)] * len(by)
         gradients, watched = function(target, sources), {*_refs(by)}
@@ -133,7 +137,10 @@ class Gradients:
             tensors = [x for x in (weight, *gradients) if x is not None]
             variables["is_weighed"] = is_weighed = weight is not None
             judge = _judge_all if is_weighed else _judge_sums
-            proofs.append(_tried(_judged, judge, tensors, *where, **variables))
+            sizes = self._sizes[tensors[0].graph]
+            proofs.append(
+                _tried(sizes, _judged, judge, tensors, *where, **variables)
+            )
         return worst(proofs or [Proof("unknown", "a custom step")])
 
 
@@ -166,10 +173,10 @@ def _gradient(targets, by):
     return by.but(breaks=union([by.breaks, one.breaks]), of=of)
 
 
-def _tried(function, *args, **kwargs):
+def _tried(sizes, function, *args, **kwargs):
     """Returns what a function returns, or the proof that says why not."""
     try:
-        with sizes_alike():
+        with sizes_alike(sizes):
             return function(*args, **kwargs)
     except UnprovedError as error:
         return error.proof()
