@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import compiled, distance, fit, hub_backbone, set_precision
-from keras import layers
+from keras import layers, ops
 from proving import proof_of
 
 from accumodel import AccumulatingModel, InexactWarning
@@ -105,6 +105,110 @@ def check_exact_or_told(found, messages):
             assert any(x in text for x in messages for text in told), way
         # No false alarm.
         assert not (is_exact and "The first batch shows" in str(warned)), way
+
+
+# Functions of `keras.ops`, of the outputs of samples `p` (samples, 6) and their
+# labels `k` (samples, 1), of 6 classes.
+OPS = {
+    "abs": lambda p, k: ops.abs(p),
+    "amax": lambda p, k: ops.amax(p, -1),
+    "argsort": lambda p, k: p * ops.cast(ops.argsort(p, -1), p.dtype),
+    "average": lambda p, k: ops.average(p, -1),
+    "bincount": lambda p, k: (
+        p * ops.cast(ops.bincount(k, minlength=6), p.dtype)
+    ),
+    "broadcast_to": lambda p, k: (
+        p + ops.broadcast_to(ops.cast(k, p.dtype), ops.shape(p))
+    ),
+    "clip": lambda p, k: ops.clip(p, -0.5, 0.5),
+    "concatenate": lambda p, k: ops.concatenate([p, p**2], -1),
+    "cond": lambda p, k: ops.cond(
+        ops.shape(p)[0] > 0, lambda: p, lambda: p * 0
+    ),
+    "cumsum": lambda p, k: ops.cumsum(p, -1),
+    "diff": lambda p, k: ops.diff(p, axis=-1),
+    "digitize": lambda p, k: (
+        p * ops.cast(ops.digitize(p, [-1.0, 0.0, 1.0]), p.dtype)
+    ),
+    "dot": lambda p, k: ops.dot(p, ops.ones((6, 2))),
+    "einsum": lambda p, k: ops.einsum("ij,ik->ijk", p, p),
+    "expand_dims": lambda p, k: ops.expand_dims(p, 1),
+    "flip": lambda p, k: ops.flip(p, -1),
+    "floor_divide": lambda p, k: p + ops.floor_divide(p, 0.5),
+    "fori_loop": lambda p, k: ops.fori_loop(0, 3, lambda i, v: v * 0.9, p),
+    "isfinite": lambda p, k: ops.where(ops.isfinite(p), p, 0.0),
+    "log_softmax": lambda p, k: ops.log_softmax(p),
+    "logsumexp": lambda p, k: ops.logsumexp(p, -1),
+    "matmul": lambda p, k: ops.matmul(p, ops.ones((6, 2))),
+    "map": lambda p, k: ops.map(lambda row: row**2, p),
+    "maximum": lambda p, k: ops.maximum(p, 0.1),
+    "median": lambda p, k: ops.median(p, -1),
+    "moveaxis": lambda p, k: ops.moveaxis(ops.reshape(p, (-1, 2, 3)), 1, 2),
+    "norm": lambda p, k: ops.norm(p, axis=-1),
+    "normalize": lambda p, k: ops.normalize(p),
+    "one_hot": lambda p, k: p * ops.one_hot(k[:, 0], 6),
+    "pad": lambda p, k: ops.pad(p, [[0, 0], [1, 1]]),
+    "quantile": lambda p, k: ops.quantile(p, 0.3, axis=-1),
+    "repeat": lambda p, k: ops.repeat(p, 2, -1),
+    "roll": lambda p, k: ops.roll(p, 1, -1),
+    "scan": lambda p, k: ops.scan(
+        lambda c, v: (c + v, c), p[:, 0], ops.transpose(p)
+    )[0],
+    "searchsorted": lambda p, k: (
+        p[:, 0]
+        * ops.cast(
+            ops.searchsorted(ops.cast([-1, 0, 1], p.dtype), p[:, 0]), p.dtype
+        )
+    ),
+    "slice": lambda p, k: ops.slice(p, (0, 1), (ops.shape(p)[0], 2)),
+    "softmax": lambda p, k: ops.softmax(p),
+    "sort": lambda p, k: ops.sort(p, -1),
+    "split": lambda p, k: ops.split(p, 2, -1)[0],
+    "stack": lambda p, k: ops.stack([p, p**2], 1),
+    "std": lambda p, k: ops.std(p, -1) + 0.1,
+    "switch": lambda p, k: ops.switch(1, [lambda v: v, ops.square], p),
+    "take": lambda p, k: ops.take(p, [1, 3], -1),
+    "take_along_axis": lambda p, k: ops.take_along_axis(p, k, 1),
+    "tile": lambda p, k: ops.tile(p, [1, 2]),
+    "top_k": lambda p, k: ops.top_k(p, 2)[0],
+    "tril": lambda p, k: ops.tril(ops.reshape(p, (-1, 2, 3))),
+    "unstack": lambda p, k: ops.unstack(p, axis=-1)[2],
+    "vectorized_map": lambda p, k: ops.vectorized_map(lambda row: row**2, p),
+    "where": lambda p, k: ops.where(p > 0, p, 0.1 * p),
+    "while_loop": lambda p, k: ops.while_loop(
+        lambda i, v: i < 3, lambda i, v: (i + 1, v * 0.9), (0, p)
+    )[1],
+}
+
+
+def train_on_op(name, base, **kwargs):
+    """Trains a model whose loss is a mean of what a function returns."""
+
+    class Model(base):
+        def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
+            return ops.mean(ops.square(OPS[name](y_pred, y)))
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(24, 5)), rng.integers(6, size=(24, 1))
+    data = tf.data.Dataset.from_tensor_slices((x.astype("float32"), y))
+    inputs = keras.Input((5,))
+    model = Model(inputs, layers.Dense(6)(inputs))
+    model.compile(keras.optimizers.SGD(0.01), jit_compile=False, **kwargs)
+    size = 12 // kwargs.get("accum_steps", 1)
+    model.fit(data.batch(size), epochs=2, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("way", [{"micro_batch_size": 3}, {"accum_steps": 4}])
+@pytest.mark.parametrize("name", OPS)
+def test_functions_of_samples_are_no_false_alarm(name, way):
+    keras.utils.set_random_seed(0)
+    plain = train_on_op(name, keras.Model)
+    keras.utils.set_random_seed(0)
+    model = train_on_op(name, AccumulatingModel, **way)  # a warning is an error
+    assert distance(model, plain) < 1e-6
+    assert model.verdict.startswith("exact")
 
 
 LOSSES = exported(keras.losses, keras.losses.Loss)
