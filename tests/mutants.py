@@ -141,7 +141,7 @@ any custom gradient is right
 what accumodel assigns is taken for the user's
     is_assigned: if RECORDED => False
 what a loop takes from outside is not known
-    _roots.root: return => tf.constant(0)
+    origins.root: return => tf.constant(0)
 batches are padded to other lengths
     _comparisons: if _is_padded => False
 numbers of each batch are those of the first

@@ -193,22 +193,6 @@ def body_of(graph, name):
     return graph._get_function(name).graph
 
 
-# The operations that call functions.
-_CALLS = {
-    *("Case", "If", "PartitionedCall", "StatefulPartitionedCall", "While"),
-    *("StatelessCase", "StatelessIf", "StatelessWhile"),
-}
-
-
-def bodies_of(op):
-    """Returns the graphs of the functions that an operation calls."""
-    if op.type not in _CALLS:
-        return []
-    attrs = op.node_def.attr.values()
-    names = [f.name for v in attrs for f in (v.func, *v.list.func) if f.name]
-    return [body_of(op.graph, name) for name in names]
-
-
 def is_in_loop(outside):
     """Whether what is traced now is the body of a loop in a graph `outside`."""
     # If TensorFlow renames the class, seeds that are drawn in loops are wrong.

@@ -1,83 +1,22 @@
 """What a step assigns: recorded, refused, or put back for another pass."""
 
 import contextlib
-import functools
 
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
-from accumodel._micro_batch.micro_batches import current_graph, within
-
-# Prefixes of types of operations that only read a variable or a table.
-READS = (
-    "LookupTableExport",
-    "LookupTableFind",
-    "LookupTableSize",
-    "ReadVariableOp",
-    "ResourceGather",
-    "VarIsInitialized",
-    "VariableShape",
+from accumodel._keras_and_tf.graphs import (
+    OF_USER,
+    READS,
+    RECORDED,
+    is_random,
+    nodes_of,
 )
+from accumodel._micro_batch.micro_batches import current_graph, within
 
 # Operations that take a resource but change no variable: collectives,
 # iterators, summaries. For random ones see `is_random`.
 _OTHERS = ("Collective", "Flush", "Iterator", "Rng", "Stateful", "Write")
-
-CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
-
-# Operations that return something else each time.
-_RANDOM = (
-    "IteratorGetNext",
-    "Multinomial",
-    "ParameterizedTruncatedNormal",
-    "Random",
-    "Rng",
-    "SampleDistortedBoundingBox",
-    "StatefulRandom",
-    "StatefulStandardNormal",
-    "StatefulTruncatedNormal",
-    "StatefulUniform",
-    "TruncatedNormal",
-)
-
-# In the names of the operations that assign what is recorded.
-RECORDED = "recorded_by_accumodel"
-OF_USER = "of_a_state"  # of these, a state of the user's
-
-
-# Makes a scope in which assignments are known.
-recorded = functools.partial(tf.name_scope, RECORDED)
-
-
-def nodes_of(definition, scope=""):
-    """Returns operations of a `GraphDef`, with those that they call."""
-    functions = {e.signature.name: e for e in definition.library.function}
-    nodes = [e for e in definition.node if e.name.startswith(scope)]
-    for node in nodes:  # which grows
-        for value in node.attr.values():
-            for each in (value.func, *value.list.func):
-                if each.name in functions:
-                    nodes += functions.pop(each.name).node_def
-    return nodes
-
-
-def is_assigned(handle, by_all=True):
-    """Whether operations, in functions too, do more than read a variable.
-
-    By all operations, or only by those of the user's code.
-    """
-    for op in handle.consumers():
-        if not by_all and RECORDED in op.name and OF_USER not in op.name:
-            continue
-        first = 1 if op.type in CONDITIONS else 0
-        places = [i - first for i, x in enumerate(op.inputs) if x is handle]
-        bodies = private_names.bodies_of(op)
-        inputs = [body.inputs[i] for body in bodies for i in places]
-        is_read = bodies or op.type.startswith(READS)
-        if not is_read or any(is_assigned(x, by_all) for x in inputs):
-            return True
-    return False
 
 
 def check_assignments(definition, why, scope=""):
@@ -112,11 +51,6 @@ def check_repeats(definition, why, scope=""):
             "does not. Use `keras.random` or a layer of Keras. Received: the "
             f"operation {node.op} ('{node.name}')"
         )
-
-
-def is_random(node):
-    """Whether an operation would return other numbers a second time."""
-    return node.op.startswith(_RANDOM) or node.op.endswith("CandidateSampler")
 
 
 class Recorder(keras.StatelessScope):

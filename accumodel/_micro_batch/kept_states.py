@@ -20,8 +20,8 @@ import contextlib
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import hooks, optimizers, replicas
-from accumodel._micro_batch import assignments, micro_batches
+from accumodel._keras_and_tf import graphs, hooks, optimizers, replicas
+from accumodel._micro_batch import micro_batches
 
 # Among the ids of handles: what may be another in each micro-batch.
 _SAMPLES = "samples"
@@ -71,7 +71,7 @@ class KeptStates:
         finally:  # a rehearsal may end before its step
             alike = [(self._keep(v), before) for v, before in assigned.alike()]
         for (state, new, is_new), before in alike:
-            with assignments.recorded():
+            with graphs.recorded():
                 new.assign(state.read_value())
                 is_new.assign(True)
                 state.assign(before)
@@ -151,20 +151,14 @@ def _handles(variables):
 
 def _sources(value):
     """Returns the ids of the handles of variables that a tensor is made of."""
-    outside = {inner.name: outer for outer, inner in value.graph.captures}
-    names, found, todo = set(), set(), [value]
-    while todo:  # the last first, which comes to samples soon
-        tensor = todo.pop()
-        outer = outside.get(tensor.name)
-        if assignments.is_random(tensor.op.node_def) or tf.is_symbolic_tensor(
-            outer
-        ):
+    outside = {x.op: outer for outer, x in value.graph.captures}
+    found = set()
+    for op in graphs.upstream([value]):  # which come to samples soon
+        outer = outside.get(op)
+        is_given = outer is None and op.type == "Placeholder"
+        is_other = is_given or tf.is_symbolic_tensor(outer)
+        if is_other or graphs.is_random(op.node_def):
             return {_SAMPLES}
         if outer is not None and outer.dtype == tf.resource:
             found.add(id(outer))
-        elif outer is None and tensor.op.type == "Placeholder":
-            return {_SAMPLES}
-        if tensor.name not in names:
-            names.add(tensor.name)
-            todo += tensor.op.inputs
     return found

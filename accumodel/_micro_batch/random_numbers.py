@@ -41,7 +41,8 @@ from accumodel._keras_and_tf import (
     private_names,
     replicas,
 )
-from accumodel._micro_batch.assignments import States, recorded
+from accumodel._keras_and_tf.graphs import recorded
+from accumodel._micro_batch.assignments import States
 from accumodel._micro_batch.distributions import (
     OFFSETS,
     is_compiled,

@@ -33,7 +33,7 @@ import keras
 import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, hooks, optimizers, replicas
-from accumodel._micro_batch.assignments import recorded
+from accumodel._keras_and_tf.graphs import recorded
 from accumodel._micro_batch.micro_batches import (
     current_graph,
     current_step,

@@ -19,9 +19,7 @@ from accumodel._features.first_batch.runs import Runner
 from accumodel._features.first_batch.variables import (
     NotMade,
     assigned_by,
-    is_average,
     is_of,
-    is_read,
     unscaled,
     watching,
 )
@@ -32,7 +30,12 @@ from accumodel._fit.rehearsal import (
     rehearse_step,
 )
 from accumodel._keras_and_tf import private_names
-from accumodel._micro_batch.assignments import is_random, nodes_of
+from accumodel._keras_and_tf.graphs import (
+    is_average,
+    is_random,
+    is_read,
+    nodes_of,
+)
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     has_axis,

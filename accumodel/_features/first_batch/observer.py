@@ -25,8 +25,13 @@ from accumodel._features.proof import (
 )
 from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import hooks, private_names
+from accumodel._keras_and_tf.graphs import (
+    CONDITIONS,
+    bodies_of,
+    recorded,
+    upstream,
+)
 from accumodel._keras_and_tf.optimizers import trained_norms
-from accumodel._micro_batch.assignments import CONDITIONS, recorded
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     current_graph,
@@ -186,7 +191,7 @@ class Observer:
             return Proof("exact", "")
         for op in self._graph.get_operations():
             is_choice = op.type in CONDITIONS
-            if is_choice and graph in private_names.bodies_of(op):
+            if is_choice and graph in bodies_of(op):
                 return self._ask(prove_shared, op.inputs[0])
         where = "the step accumulates in a loop or a function"
         return Proof("unknown", where)
@@ -248,18 +253,17 @@ def computing(tensors, given):
     others of them.
     """
     found: collections.Counter = collections.Counter()
-    seen = {x.op for x in given}
-    todo = [x.op for x in tensors if tf.is_symbolic_tensor(x)]
-    while todo:
-        op = todo.pop()
-        if op in seen:
-            continue
-        seen.add(op)
-        todo += [x.op for x in op.inputs]
-        for body in private_names.bodies_of(op):
-            todo += body.get_operations()
-        is_float = any(x.dtype.is_floating for x in op.outputs)
-        is_replaced = MOMENTS in op.name or is_of_draws(op.name)
-        if is_float and not is_replaced and op.type not in _MOVES:
-            found[op.type] += 1
+    for op in upstream([x for x in tensors if tf.is_symbolic_tensor(x)], given):
+        _count(found, op)
     return found
+
+
+def _count(found, op):
+    """Counts an operation, and those that it calls, if they compute floats."""
+    for body in bodies_of(op):
+        for each in body.get_operations():
+            _count(found, each)
+    is_float = any(x.dtype.is_floating for x in op.outputs)
+    is_replaced = MOMENTS in op.name or is_of_draws(op.name)
+    if is_float and not is_replaced and op.type not in _MOVES:
+        found[op.type] += 1

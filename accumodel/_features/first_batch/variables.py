@@ -9,13 +9,13 @@ import contextlib
 import tensorflow as tf
 
 from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.graphs import is_assigned
 from accumodel._keras_and_tf.optimizers import (
     tf_variable,
     trained_norms,
     with_inner_optimizers,
 )
 from accumodel._keras_and_tf.python_state import owners_of
-from accumodel._micro_batch.assignments import READS, is_assigned
 
 
 class NotMade(Exception):  # noqa: N818
@@ -74,37 +74,6 @@ def watching(model):
     owners = [*model.metrics, *private_names.loss_trackers(model)]
     owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
     return [variable for owner in owners for variable in owner.variables]
-
-
-def is_read(graph, variable):
-    """Whether what a graph returns is computed of a variable."""
-    return bool(_sources(graph.outputs) & _inside(graph, [variable]))
-
-
-def is_average(graph, variable):
-    """Whether weights are assigned to a variable, and nothing of the rows."""
-    inside = next(b for a, b in graph.captures if a is variable.handle)
-    ops = [op for op in inside.consumers() if not op.type.startswith(READS)]
-    names = _sources([each for op in ops for each in op.inputs])
-    rows = {each.name for each in graph.inputs[: -len(graph.captures)]}
-    weights = [each for each in graph.variables if each.trainable]
-    return bool(names & _inside(graph, weights)) and not names & rows
-
-
-def _sources(tensors):
-    """Returns the names of all that tensors are computed of in their graph."""
-    names, todo = set(), [*tensors]
-    for tensor in todo:  # which grows
-        if tensor.name not in names:
-            names.add(tensor.name)
-            todo += tensor.op.inputs
-    return names
-
-
-def _inside(graph, variables):
-    """Returns the names that variables have in a graph."""
-    handles = {id(variable.handle) for variable in variables}
-    return {b.name for a, b in graph.captures if id(a) in handles}
 
 
 def name_of(variable, model):

@@ -38,8 +38,8 @@ from accumodel._features.proof.types import (
 )
 from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.graphs import CONDITIONS
 from accumodel._keras_and_tf.hooks import RIGHT
-from accumodel._micro_batch.assignments import CONDITIONS
 from accumodel._micro_batch.random_numbers import rows_axis
 from accumodel._micro_batch.weights import NONZERO
 

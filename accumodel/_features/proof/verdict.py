@@ -46,8 +46,8 @@ from accumodel._features.proof.types import (
     unknown,
 )
 from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf.graphs import is_assigned, origins, runs_python
 from accumodel._keras_and_tf.optimizers import tf_variable
-from accumodel._micro_batch.assignments import is_assigned
 from accumodel._micro_batch.micro_batches import first_leaf
 
 
@@ -192,7 +192,7 @@ def _judged(judge, tensors, *where, typed=None, is_weighed=False, **variables):
     first one is their weight.
     """
     analysis, more = typed or (Analysis(), {})
-    is_python = _runs_python(tensors[0].graph)
+    is_python = runs_python(tensors[0].graph)
     require(not is_python, "the step runs Python, such as `tf.py_function`")
     known, assigned = _known(analysis, tensors[0].graph, *where, **variables)
     types = analysis.types_of(tensors, known | more)
@@ -335,7 +335,7 @@ def _outside(analysis, graph, rows_variable, ignored, given):
     if rows_variable is not None:
         theirs.add(id(rows_variable.handle))
         names[id(rows_variable.handle)] = "the place of a draw in the batch"
-    types, assigned, root = {}, None, _roots()
+    types, assigned, root = {}, None, origins()
     moving = {
         id(root(outside))
         for each in (graph, *around)
@@ -362,28 +362,3 @@ def _outside(analysis, graph, rows_variable, ignored, given):
         else:
             types[x.ref()] = unknown("a tensor of another graph")
     return types, assigned
-
-
-def _roots():
-    """Returns a function that follows what a graph captures to its origin."""
-    inside_of: dict = {}
-
-    def root(x):
-        while tf.is_symbolic_tensor(x) and hasattr(x.graph, "captures"):
-            if x.graph not in inside_of:
-                inside_of[x.graph] = {id(b): a for a, b in x.graph.captures}
-            if id(x) not in inside_of[x.graph]:
-                break
-            x = inside_of[x.graph][id(x)]
-        return x
-
-    return root
-
-
-def _runs_python(graph):
-    """Whether Python runs in a graph, which may be what no path leads to."""
-    return any(
-        op.type in ("EagerPyFunc", "PyFunc")
-        or any(map(_runs_python, private_names.bodies_of(op)))
-        for op in graph.get_operations()
-    )

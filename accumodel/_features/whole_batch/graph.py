@@ -27,6 +27,7 @@ import tensorflow as tf
 
 from accumodel._features.whole_batch.sync_batch_norm import Norms
 from accumodel._keras_and_tf import optimizers, private_names
+from accumodel._keras_and_tf.graphs import READS
 from accumodel._micro_batch import assignments, weights
 from accumodel._micro_batch.micro_batches import map_present, tensors_in
 
@@ -151,7 +152,7 @@ class ModelGraph:
             is_pinned = op.name in inputs
             if op.op_def.is_stateful:
                 handle = op.inputs[0].name if op.inputs else None
-                is_read = op.type.startswith(assignments.READS)
+                is_read = op.type.startswith(READS)
                 is_pinned = not is_read or op.name in of_assigned
                 if is_read:
                     stage = max(stage, stages.get(handle, 0))
