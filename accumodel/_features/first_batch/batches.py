@@ -161,13 +161,14 @@ class FirstBatch(Feature):
         if not (found or now.finding or is_over):
             return  # what was traced is another function
         # Whatever is traced anew is asked anew.
-        asked = [each for each in found if each.is_asked]
-        if asked or now.finding is None:
-            unasked = unknown("the training knows its sizes by numbers")
-            now.finding, now.is_done = _worst(asked or [unasked]), False
+        if asked := [each for each in found if each.is_asked]:
+            now.finding, now.is_done = _worst(asked), False
         (batches, traced), self._waiting = self._waiting or ((), None), None
         if batches:
             with self._explained():
+                if now.finding is None:  # it is traced for known sizes
+                    plan = self.accumulation.plan()
+                    now.finding = rehearse(plan, now.data, traced)
                 now.finding = self._next_to_plain(found, traced)
             self._go_on(batches)
         else:  # the next ones are looked at
@@ -254,8 +255,10 @@ class FirstBatch(Feature):
             before = rehearsal.specs_of(found.data)
             specs = [*map(_common, before, specs)]
         if found is None or not found.is_of(specs, how):
-            data = rehearsal.packed(data, specs)
+            data, before = rehearsal.packed(data, specs), found
             found = self._signatures[axes] = Signature(data, how)
+            if before is not None and specs == rehearsal.specs_of(before.data):
+                found.finding = before.finding  # split in another way
         self._now = found
         return found
 
@@ -287,28 +290,27 @@ class FirstBatch(Feature):
         now.most = max(int(count_samples(batch)) for batch in batches)
         # Unless an update is larger than what was compared.
         now.is_done |= 0 < now.most * steps <= now.samples
-        plan = self.accumulation.plan()
-        why = _why_not_asked(plan)
-        if now.finding is None and why:
+        plan, is_new = self.accumulation.plan(), now.finding is None
+        if is_new and (why := _why_not_asked(plan)):
             now.finding = unknown(why)
-        is_new, is_free = (
-            now.finding is None,
-            first_leaf(traced).shape[0] is None,
-        )
-        is_asked_there = is_observed(plan) and (plan.is_split or is_free)
-        if is_new and not is_asked_there:
-            with self._explained():
-                rehearsal.build(plan, as_tensors(traced))
-                now.finding = rehearse(plan, now.data, traced)
+        elif is_new:
+            self._ask(plan, traced)
         if is_new and is_observed(plan):
             self._waiting, self._findings = (batches, traced), []
-            count = len([*filter(has_axis, keras.tree.flatten(traced))])
-            if is_free and count > 1 and not plan.is_split:
-                self._unlike = self.accumulation.make_sum(
-                    (), tf.float64, "unlike"
-                )
         else:
             self._go_on(batches)
+
+    def _ask(self, plan, traced):
+        """Rehearses the step, unless the trace of the training can be asked."""
+        is_free = first_leaf(traced).shape[0] is None
+        if not (is_observed(plan) and (plan.is_split or is_free)):
+            with self._explained():
+                rehearsal.build(plan, as_tensors(traced))
+                self._now.finding = rehearse(plan, self._now.data, traced)
+        count = len([*filter(has_axis, keras.tree.flatten(traced))])
+        if is_free and count > 1 and not plan.is_split:
+            make = self.accumulation.make_sum
+            self._unlike = make((), tf.float64, "unlike")
 
     # -- what is known of them -------------------------------------------------
 
