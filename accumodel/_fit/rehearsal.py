@@ -169,6 +169,16 @@ class Enough(Exception):  # noqa: N818
     """Ends the rehearsal of a step: no more of it is needed."""
 
 
+def has_own_metrics(plan):
+    """Whether what follows a loss may assign what it reads."""
+    model = plan.model
+    metrics = [*model.metrics, *private_names.tracked_metrics(model)]
+    # Those of `compile` are in one.
+    flat = [x for each in metrics for x in getattr(each, "metrics", [each])]
+    is_own = any(not checks.is_ours(type(metric)) for metric in flat)
+    return is_own or "compute_metrics" in plan.overridden
+
+
 class Silent(Collector):
     """Takes what a step computes in its rehearsal, and adds nothing."""
 
@@ -200,8 +210,7 @@ class Silent(Collector):
         """Takes what a step of Keras's own computes before its gradients."""
         self._build_trackers(y_pred)
         super().note(y_pred, loss, weight)
-        may_count = "compute_metrics" in self.plan.overridden
-        if not (self.plan.is_custom or may_count):
+        if not (self.plan.is_custom or has_own_metrics(self.plan)):
             raise Enough
 
     def note_outputs(self, y_pred, read):

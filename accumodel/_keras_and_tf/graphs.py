@@ -60,17 +60,17 @@ def bodies_of(op):
     return [body_of(op.graph, name) for name in names]
 
 
-def upstream(tensors, given=()):
+def upstream(tensors, given=(), ends=()):
     """Yields the operations by which tensors are computed, the last first.
 
-    From what is given on.
+    From what is given on, and from operations of the types at which it ends.
     """
     seen, todo = {x.op for x in given}, [x.op for x in tensors]
     while todo:
         op = todo.pop()
         if op not in seen:
             seen.add(op)
-            todo += [x.op for x in op.inputs]
+            todo += [x.op for x in op.inputs if op.type not in ends]
             yield op
 
 

@@ -42,9 +42,9 @@ class KeptStates:
         return len(self._kept)
 
     def holds(self, variable):
-        """Whether a `tf.Variable` is one of them."""
-        states = [state for state, *_ in self._kept.values()]
-        return any(state.handle is variable.handle for state in states)
+        """Whether a `tf.Variable` is one of them, or keeps one."""
+        kept = [each for some in self._kept.values() for each in some]
+        return any(each.handle is variable.handle for each in kept)
 
     def of(self, plan):
         """Returns a scope of each micro-batch, by `parts` and its number."""

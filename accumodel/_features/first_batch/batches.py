@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from accumodel._features.first_batch import messages, observer
-from accumodel._features.first_batch.check import Alone, NotYet, compare
+from accumodel._features.first_batch.check import ASKS, Alone, NotYet, compare
 from accumodel._features.first_batch.observer import Finding, Observer, unknown
 from accumodel._features.first_batch.said import Said
 from accumodel._features.first_batch.variables import NotMade
@@ -29,8 +29,6 @@ from accumodel._micro_batch.micro_batches import (
     has_axis,
     tensors_in,
 )
-
-_ASKS = "the step asks for the size of the batch"
 
 # How many batches are looked at in a `fit` until one is split.
 _LOOKS = 8
@@ -79,12 +77,12 @@ class FirstBatch(Feature):
         super().__init__(accumulation)
         self.said = Said(accumulation)
         self._has_split = self._is_even = False
-        self._signatures: dict = {}  # by the axes of the data
+        self._signatures: dict = {}  # by the structure of the data
         self._now = Signature(None, None)  # the present one of these
         # The specs of batches that need no look, and how they are split.
         self._known: tuple = ()
-        # Batches of an update that wait for a trace of the training, and one
-        # as that knows it; and what such traces have shown.
+        # Batches of an update, if any, that wait for a trace of the training,
+        # and one as that knows it; and what such traces have shown.
         self._waiting: tuple | None = None
         self._findings: list = []
         # How many batches had arrays of unlike lengths, where these may differ.
@@ -138,11 +136,11 @@ class FirstBatch(Feature):
             if not tf.executing_eagerly():  # it is traced to be run later
                 return function(batches)
             scope = contextlib.nullcontext()
-            if self._waiting:
+            if self._waiting is not None:
                 scope = hooks.traced_first(self._take_findings)
             with scope:
                 result = function(batches)
-            if self._waiting or self._findings:
+            if self._waiting is not None or self._findings:
                 self._take_findings(is_over=True)
             self.said.what_is_held()
             return result
@@ -157,13 +155,16 @@ class FirstBatch(Feature):
 
     def _take_findings(self, is_over=False):
         """Says what the traces of the training have shown, before they run."""
-        now, found, self._findings = self._now, [*self._findings], []
-        if not (found or now.finding or is_over):
+        now: typing.Any = self._now
+        found, self._findings = [*self._findings], []
+        batches, traced = self._waiting or ((), None)
+        if not (found or is_over or (batches and now.finding)):
             return  # what was traced is another function
+        self._waiting = None
         # Whatever is traced anew is asked anew.
-        if asked := [each for each in found if each.is_asked]:
+        asked = [each for each in found if each.is_asked]
+        if asked:
             now.finding, now.is_done = _worst(asked), False
-        (batches, traced), self._waiting = self._waiting or ((), None), None
         if batches:
             with self._explained():
                 if now.finding is None:  # it is traced for known sizes
@@ -171,8 +172,11 @@ class FirstBatch(Feature):
                     now.finding = rehearse(plan, now.data, traced)
                 now.finding = self._next_to_plain(found, traced)
             self._go_on(batches)
-        else:  # the next ones are looked at
+        elif asked:  # the next ones are looked at
             self._known, now.looks = (), 0
+            is_split = self._has_split or self._steps() > 1
+            if is_split and now.finding.proof.kind == "bends":
+                self._compare(())
 
     def _next_to_plain(self, found, traced):
         """Returns the finding, unless plain Keras trains another program.
@@ -186,13 +190,12 @@ class FirstBatch(Feature):
             return finding
         if replicas.are_several(plan.model):  # nor has it that of a replica
             return finding
-        # `accum_steps`: the training has traced such a size itself.
-        other = found[0]
-        if plan.is_split:
-            other = rehearse(plan, traced, traced, is_sized=True)
+        large = _times(traced, self._steps())
+        sized = rehearse(plan, large, traced, is_sized=True)
         # What has no trace of that size, plain Keras does not train by it.
-        is_like = other.operations in (None, finding.operations)
-        return finding if is_like else unknown(_ASKS, norms=finding.norms)
+        others = [sized, *(() if plan.is_split else found)]
+        is_like = all(_is_like(finding, each) for each in others)
+        return finding if is_like else unknown(ASKS, norms=finding.norms)
 
     # -- which batches ---------------------------------------------------------
 
@@ -204,13 +207,11 @@ class FirstBatch(Feature):
         strategy = model.distribute_strategy
         spec = getattr(batches, "element_spec", None)
         one, batches = replicas.peek(batches)
-        shapes = spec or [
-            getattr(x, "shape", None) for x in keras.tree.flatten(one)
-        ]
-        step = shapes, self._how()
+        step = spec or keras.tree.map_structure(_kind, one), self._how()
         # In each step: what needed no look needs none again.
         if step == self._known:
             return batches
+        self._waiting = (), None  # it may be traced
         one = replicas.of_one_replica(one, strategy)
         if not self._must_look(one):
             self._known = step
@@ -248,15 +249,17 @@ class FirstBatch(Feature):
     def _signature_of(self, data):
         """Returns what is known of batches like this one, or of these specs."""
         specs, how = rehearsal.specs_of(data), self._how()
-        axes = tuple(tf.TensorShape(spec.shape).rank for spec in specs)
-        found = self._signatures.get(axes)
+        paths = [path for path, _ in keras.tree.flatten_with_path(data)]
+        axes = [(tf.TensorShape(x.shape).rank, x.dtype) for x in specs]
+        key = str((paths, axes))
+        found = self._signatures.get(key)
         if found is not None:
             # As TensorFlow, which traces other lengths once, for all of them.
             before = rehearsal.specs_of(found.data)
             specs = [*map(_common, before, specs)]
         if found is None or not found.is_of(specs, how):
             data, before = rehearsal.packed(data, specs), found
-            found = self._signatures[axes] = Signature(data, how)
+            found = self._signatures[key] = Signature(data, how)
             if before is not None and specs == rehearsal.specs_of(before.data):
                 found.finding = before.finding  # split in another way
         self._now = found
@@ -328,7 +331,7 @@ class FirstBatch(Feature):
                 self._end(messages.proved(plan, finding.proof))
             else:
                 finding.proof = Proof("unknown", doubt)
-        self._warn_about_norms(is_split or len(batches) > 1)
+        self._warn_about_norms(is_split or steps > 1)
         if now.is_done:
             return
         is_enough = len(batches) >= min(steps, _MOST)
@@ -420,6 +423,35 @@ def rehearse(plan, data, traced, is_sized=False):
 def _worst(findings):
     """Returns the first finding that is not exact, else the first."""
     return min(findings, key=lambda each: each.is_exact)
+
+
+def _is_like(finding, other):
+    """Whether another trace computes by the same operations, if there is one.
+
+    For a known size, it may have constants more.
+    """
+    mine, theirs = finding.operations, other.operations
+    if theirs is None:
+        return True
+    more = [key for key in theirs - mine if key[0] != "Const"]
+    return not (mine - theirs or more)
+
+
+def _kind(leaf):
+    """Returns of a leaf of a batch what decides whether it is traced anew."""
+    return getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+
+
+def _times(batch, steps):
+    """Returns the specs of as many batches in one, whose size is known."""
+
+    def large(leaf):
+        if not has_axis(leaf):
+            return leaf
+        size, *rest = leaf.shape
+        return tf.TensorSpec([size * steps, *rest], leaf.dtype)
+
+    return batch if steps == 1 else keras.tree.map_structure(large, batch)
 
 
 def _why_not_asked(plan):

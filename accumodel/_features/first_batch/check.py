@@ -42,6 +42,8 @@ from accumodel._micro_batch.micro_batches import (
     name_of_leaf,
 )
 
+ASKS = "the step asks for the size of the batch"
+
 # How many bytes the check may take beside those of a micro-batch.
 MEMORY = 2**25
 
@@ -267,6 +269,11 @@ def compare(plan, known, fed):
     finding = known.finding
     if finding.proof.kind == "bends":  # whatever this batch shows
         return f"differs in some batches: {messages.bends(plan, finding)}"
+    if finding.proof.reason == ASKS:
+        raise NotMade(
+            f"{ASKS}, and may compute something else with that of the large "
+            "batch. Use `tf.shape(x)[0]` instead of `x.shape[0]`"
+        )
     rehearsed = rehearse_parts(plan, known.data, runs.Terms)
     _check_model(plan.model, rehearsed)
     _check_numbers(rehearsed, fed)

@@ -130,7 +130,7 @@ def exact(looks, compared, what):
         f"proved ({reason}): other batches may differ"
     )
     model = compared.plan.model
-    for variable in switches(compared.runner.function, model)[:1]:
+    for variable in switches(compared.runner.function, compared.plan)[:1]:
         text += (
             f". The step reads '{name_of(variable, model)}': what is added to "
             "the loss by its value may begin or end later"

@@ -23,11 +23,13 @@ from accumodel._features.proof import (
     prove_shared,
     worst,
 )
-from accumodel._fit.rehearsal import MOMENTS
+from accumodel._fit.rehearsal import MOMENTS, has_own_metrics
 from accumodel._keras_and_tf import hooks, private_names
+from accumodel._keras_and_tf.checks import is_ours
 from accumodel._keras_and_tf.graphs import (
     CONDITIONS,
     bodies_of,
+    origins,
     recorded,
     upstream,
 )
@@ -38,6 +40,7 @@ from accumodel._micro_batch.micro_batches import (
     current_step,
     first_leaf,
     has_axis,
+    tensors_in,
 )
 from accumodel._micro_batch.random_numbers import is_of_draws
 from accumodel._micro_batch.weights import added_losses
@@ -47,12 +50,16 @@ RAISES = False
 
 # These move numbers, or are left out if a size is known.
 _MOVES = {
-    *("BroadcastTo", "Cast", "ConcatV2", "Const", "ConjugateTranspose"),
-    *("EnsureShape", "ExpandDims", "Fill", "GatherV2", "Identity", "IdentityN"),
-    *("OnesLike", "Pack", "Placeholder", "ReadVariableOp", "Reshape", "Slice"),
-    *("Split", "SplitV", "Squeeze", "StopGradient", "StridedSlice", "Tile"),
-    *("Transpose", "Unpack", "ZerosLike"),
+    *("BroadcastTo", "Cast", "ConjugateTranspose", "EnsureShape", "ExpandDims"),
+    *("Fill", "Identity", "IdentityN", "OnesLike", "Placeholder", "Reshape"),
+    *("Slice", "Squeeze", "StridedSlice", "Transpose", "ZerosLike"),
 }
+
+# Of these only the shape is looked at, or nothing if it is known.
+_SHAPES = ("OnesLike", "Rank", "Shape", "Size", "ZerosLike")
+
+# Along which axes they compute is in their last input.
+_ALONG = {"ConcatV2", "GatherV2", "Max", "Mean", "Min", "Prod", "Sum"}
 
 
 @dataclasses.dataclass
@@ -96,6 +103,7 @@ class Observer:
         """Scope of the step of a micro-batch of these data."""
         # A step may change its own.
         self._data = keras.tree.map_structure(lambda x: x, data)
+        self._known = tensors_in(data)  # what is given, and gradients
         self._graph = current_graph()
         self._gradients, self._added = Gradients(), []  # of a custom step
         self._loss: tuple = ()  # with its weight
@@ -142,7 +150,7 @@ class Observer:
         """Is told the loss and its weight, before its gradients."""
         if self._plan.is_custom:
             return
-        self._note_operations([loss])
+        self._note_operations([loss, weight])
         if self._finding.is_asked:
             self._loss = loss, weight
             with self._guarded():
@@ -169,6 +177,8 @@ class Observer:
         """Is told gradients that are accumulated, and their weight."""
         weight = None if weight is None else tf.convert_to_tensor(weight)
         self._added.append((gradients, weight, current_graph()))
+        if self._plan.is_custom:  # what is done with what a tape returns
+            self._note_operations([*gradients, weight])
 
     def _finish(self):
         """Asks at the end of the step, when all that is assigned is known."""
@@ -181,9 +191,13 @@ class Observer:
             self._finding.proof = worst(proofs)
             return
         # What follows the loss may assign what it reads.
-        may_assign = "compute_metrics" in self._plan.overridden
-        if may_assign and self._loss and self._finding.is_exact:
+        is_open = self._loss and self._finding.is_exact
+        if is_open and has_own_metrics(self._plan):
             self._finding.proof = self._ask(prove, *self._loss)
+        optimizer = type(self._plan.model.optimizer)
+        if not is_ours(hooks.definition(optimizer, "scale_loss")[0]):
+            why = "an optimizer with its own `scale_loss`"
+            self._finding.proof = Proof("unknown", why)
 
     def _prove_branch(self, graph):
         """Proves that all micro-batches accumulate what a graph does."""
@@ -224,9 +238,9 @@ class Observer:
         )
 
     def _note_operations(self, tensors):
-        given = filter(tf.is_symbolic_tensor, keras.tree.flatten(self._data))
         with self._guarded():
-            self._finding.operations += computing(tensors, given)
+            found = computing(tensors_in(tensors), self._known)
+            self._finding.operations += found
 
     def _moments(self, original, layer, inputs, mask):
         self._finding.norms.append(None in inputs.shape)
@@ -240,30 +254,50 @@ class Observer:
         is_followed = is_sum and self._is_near(current_graph())
         if is_followed:
             self._note_operations(tf.nest.flatten([target]))
-        if not (is_followed and self._finding.is_asked):
-            return original(tape, target, sources, *args, **kwargs)
-        compute = functools.partial(original, tape, **kwargs)
-        return self._ask(self._gradients.compute, compute, target, sources)
+        if is_followed and self._finding.is_asked:
+            compute = functools.partial(original, tape, **kwargs)
+            ask = self._gradients.compute
+            gradients = self._ask(ask, compute, target, sources)
+        else:
+            gradients = original(tape, target, sources, *args, **kwargs)
+        self._known += tensors_in(gradients)
+        return gradients
 
 
 def computing(tensors, given):
-    """Returns how often operations of each type compute floats of tensors.
+    """Returns by which operations floats are computed, and how often.
 
     From what is given on. Draws are left out, and moments: a rehearsal makes
     others of them.
     """
     found: collections.Counter = collections.Counter()
-    for op in upstream([x for x in tensors if tf.is_symbolic_tensor(x)], given):
-        _count(found, op)
+    given = filter(tf.is_symbolic_tensor, given)
+    tensors = filter(tf.is_symbolic_tensor, tensors)
+    root = origins()
+    for op in upstream(tensors, given, _SHAPES):
+        _count(found, op, root)
     return found
 
 
-def _count(found, op):
+def _count(found, op, root):
     """Counts an operation, and those that it calls, if they compute floats."""
     for body in bodies_of(op):
         for each in body.get_operations():
-            _count(found, each)
+            _count(found, each, root)
     is_float = any(x.dtype.is_floating for x in op.outputs)
     is_replaced = MOMENTS in op.name or is_of_draws(op.name)
-    if is_float and not is_replaced and op.type not in _MOVES:
-        found[op.type] += 1
+    if not is_float or is_replaced or op.type in _MOVES:
+        return
+    what: typing.Any = None
+    if op.type == "ReadVariableOp":
+        what = id(root(op.inputs[0]))
+    elif op.type == "Const":
+        (x,) = op.outputs
+        is_filled = all(each.type == "Fill" for each in x.consumers())
+        # Large ones may be such as Python draws.
+        if is_filled or x.shape.num_elements() > 8:
+            return
+        what = str(tf.get_static_value(x))
+    elif op.type in _ALONG:
+        what = str(tf.get_static_value(op.inputs[-1]))
+    found[op.type, what] += 1

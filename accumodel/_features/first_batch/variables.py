@@ -8,7 +8,7 @@ import contextlib
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names
+from accumodel._keras_and_tf import private_names, replicas
 from accumodel._keras_and_tf.graphs import is_assigned
 from accumodel._keras_and_tf.optimizers import (
     tf_variable,
@@ -57,14 +57,16 @@ def unscaled(optimizer):
         yield
 
 
-def switches(function, model):
+def switches(function, plan):
     """Returns untrained numbers that a step reads, by which terms may begin."""
-    known = [*map(tf_variable, watching(model)), *_scales(model.optimizer)]
+    model, kept = plan.model, plan.accumulation.states
+    known = [*watching(model), *_scales(model.optimizer)]
     return [
         variable
         for variable in function.variables
         if variable.shape.rank == 0
         and not (variable.trainable or private_names.is_seed(variable))
+        and not kept.holds(variable)
         and not any(is_of(each, variable) for each in known)
     ]
 
@@ -73,7 +75,10 @@ def watching(model):
     """Returns variables that only watch, or of which another warning tells."""
     owners = [*model.metrics, *private_names.loss_trackers(model)]
     owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
-    return [variable for owner in owners for variable in owner.variables]
+    variables = [tf_variable(x) for owner in owners for x in owner.variables]
+    with replicas.scope_of(model.distribute_strategy):
+        copies = [*map(replicas.local_results, variables)]
+    return [each for some in copies for each in some] + variables
 
 
 def name_of(variable, model):
