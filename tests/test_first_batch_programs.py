@@ -533,7 +533,8 @@ def test_batch_normalization_does_not_hide_what_else_differs():
     )
     texts = [str(each.message) for each in warned(make, "mse", accum_steps=2)]
     assert ["normalizes each" in each for each in texts] == [True, False]
-    assert "/next_sample_1`. A layer looks at several samples" in texts[1]
+    assert "A layer looks at several samples" in texts[1]
+    assert "/next_sample_1`.)" in texts[1]
 
 
 def test_masks_are_told_of_by_what_is_known():
