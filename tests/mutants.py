@@ -234,7 +234,7 @@ a mean by what is not n is compared if n is its weight
 Python in a step that no path leads to does nothing
     _judged: set is_python => False
 arrays are as long as others if none asks
-    _judged: set is_alike => True
+    _judged: call arrays_of => []
 sequences are reversed along the samples
     reversed_rows: set is_own => True
 # test_proof_of_masks.py

@@ -57,7 +57,7 @@ def bodies_of(op):
         return []
     attrs = op.node_def.attr.values()
     names = [f.name for v in attrs for f in (v.func, *v.list.func) if f.name]
-    return [body_of(op.graph, name) for name in names]
+    return [*filter(None, (body_of(op.graph, name) for name in names))]
 
 
 def upstream(tensors, given=(), ends=()):

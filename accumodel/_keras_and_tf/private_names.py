@@ -187,10 +187,10 @@ def used_variables(graph):
 
 @needed_for("proof")
 def body_of(graph, name):
-    """Returns the graph of a function that a graph calls."""
+    """Returns the graph of a function that a graph calls, if it has one."""
     while graph._get_function(name) is None:  # it is known around this graph
         graph = graph.outer_graph
-    return graph._get_function(name).graph
+    return getattr(graph._get_function(name), "graph", None)
 
 
 def is_in_loop(outside):

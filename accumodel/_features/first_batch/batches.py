@@ -123,7 +123,12 @@ class FirstBatch(Feature):
             return
         with replicas.scope_of(self.accumulation.strategy):
             is_unlike = bool(tf.identity(self._unlike) > 0)
-        if is_unlike and self.said.was_compared:
+        if is_unlike:
+            self._take_back()
+
+    def _take_back(self):
+        """Says that nothing is known of arrays of unlike lengths."""
+        if self.said.was_compared or self.said.is_proved:
             self.said.take_back(messages.UNLIKE)
 
     # -- the trace of the training ---------------------------------------------
@@ -185,8 +190,7 @@ class FirstBatch(Feature):
         """
         finding: typing.Any = self._now.finding
         plan = self.accumulation.plan()
-        is_known = first_leaf(traced).shape[0] is not None
-        if not (is_known and found and finding.is_exact):
+        if not (_has_known_size(traced) and found and finding.is_exact):
             return finding
         if replicas.are_several(plan.model):  # nor has it that of a replica
             return finding
@@ -251,7 +255,7 @@ class FirstBatch(Feature):
         specs, how = rehearsal.specs_of(data), self._how()
         paths = [path for path, _ in keras.tree.flatten_with_path(data)]
         axes = [(tf.TensorShape(x.shape).rank, x.dtype) for x in specs]
-        key = str((paths, axes))
+        key = str((paths, axes, _are_alike(data)))
         found = self._signatures.get(key)
         if found is not None:
             # As TensorFlow, which traces other lengths once, for all of them.
@@ -293,6 +297,8 @@ class FirstBatch(Feature):
         now.most = max(int(count_samples(batch)) for batch in batches)
         # Unless an update is larger than what was compared.
         now.is_done |= 0 < now.most * steps <= now.samples
+        if steps > 1 and not _are_alike(batches[-1]):
+            self._take_back()
         plan, is_new = self.accumulation.plan(), now.finding is None
         if is_new and (why := _why_not_asked(plan)):
             now.finding = unknown(why)
@@ -306,12 +312,12 @@ class FirstBatch(Feature):
     def _ask(self, plan, traced):
         """Rehearses the step, unless the trace of the training can be asked."""
         is_free = first_leaf(traced).shape[0] is None
+        self._unlike = None
         if not (is_observed(plan) and (plan.is_split or is_free)):
             with self._explained():
                 rehearsal.build(plan, as_tensors(traced))
                 self._now.finding = rehearse(plan, self._now.data, traced)
-        count = len([*filter(has_axis, keras.tree.flatten(traced))])
-        if is_free and count > 1 and not plan.is_split:
+        if not (plan.is_split or _has_known_size(traced)):
             make = self.accumulation.make_sum
             self._unlike = make((), tf.float64, "unlike")
 
@@ -327,6 +333,8 @@ class FirstBatch(Feature):
             doubt = _why_doubted(plan)
             if finding.proof.if_not_negative and any(map(_is_signed, batches)):
                 doubt = "weights that are negative"
+            if finding.proof.if_alike and not all(map(_are_alike, batches)):
+                doubt = "arrays of unlike lengths"
             if not doubt:
                 self._end(messages.proved(plan, finding.proof))
             else:
@@ -399,8 +407,8 @@ def rehearse(plan, data, traced, is_sized=False):
     are as long in all batches, or it is traced anew.
     """
     findings: list = []
-    is_known = first_leaf(traced).shape[0] is not None
-    is_alike = plan.is_split or (is_known and not plan.model.run_eagerly)
+    is_fixed = _has_known_size(traced) and not plan.model.run_eagerly
+    is_alike = plan.is_split or is_fixed
     rehearsed = rehearsal.rehearse_parts(
         plan,
         data,
@@ -466,6 +474,17 @@ def _why_doubted(plan):
     if plan.model.run_eagerly or tf.config.functions_run_eagerly():
         return "eager code, which may do something else each time"
     return "" if plan.orders is None else "padding that is cut off"
+
+
+def _are_alike(batch):
+    """Whether the arrays of a batch, or of its specs, are as long."""
+    leaves = filter(has_axis, keras.tree.flatten(batch))
+    return len({tf.TensorShape(leaf.shape)[0] for leaf in leaves}) < 2
+
+
+def _has_known_size(batch):
+    """Whether the number of samples of all arrays is a number, and one."""
+    return first_leaf(batch).shape[0] is not None and _are_alike(batch)
 
 
 def _is_signed(batch):

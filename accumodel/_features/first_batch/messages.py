@@ -103,6 +103,8 @@ def proved(plan, proof):
     text = f"exact for every batch: proved from the graph, {proof.reason}"
     if proof.if_not_negative:
         text += ", if no weight in the data is negative"
+    if proof.if_alike:
+        text += ", if all arrays of a batch are as long"
     return ". ".join([text, *_apart(plan)])
 
 

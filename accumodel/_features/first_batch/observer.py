@@ -92,8 +92,8 @@ class Observer:
         """Takes a list, to which each step that ends adds a `Finding`.
 
         And whether all arrays of a batch are known to be as long; and, if any,
-        a variable in which a step that is not proved counts the batches in
-        which they are not.
+        a variable in which a step counts the batches in which they are not, if
+        that matters.
         """
         self._plan, self._findings = plan, findings
         self._is_alike, self._unlike = is_alike, unlike
@@ -123,7 +123,9 @@ class Observer:
             self._finish()
         self._finding.proof = self._failed or self._finding.proof
         self._findings.append(self._finding)
-        if self._unlike is not None and not self._finding.is_exact:
+        proof = self._finding.proof
+        is_needed = proof.kind != "exact" or proof.if_alike
+        if self._unlike is not None and is_needed:
             lengths = tf.stack(
                 [
                     count_samples(x)

@@ -280,13 +280,15 @@ class Analysis:
     @rule("PartitionedCall StatefulPartitionedCall")
     def called(self, op, *vals):
         """Returns the types of what a function returns."""
-        return self._call(op, op.get_attr("f"), vals)
+        return self._call(op, op.get_attr("f"), vals, always=True)
 
-    def _call(self, op, function, vals):
+    def _call(self, op, function, vals, always=False):
         body = private_names.body_of(op.graph, function.name)
+        require(body is not None, "a function without a graph")
         inner = Analysis(self._names, f"{self._scope}{op.name}/")
         known = zip((x.ref() for x in body.inputs), vals, strict=True)
-        with sizes_alike(inherited=True):  # it may not run
+        own = sizes_alike(inherited=True)  # it may not run
+        with contextlib.nullcontext() if always else own:
             return inner.types_of(body.outputs, dict(known))
 
     @rule(*CONDITIONS)

@@ -114,7 +114,16 @@ def elementwise(at, op, *vals):
     return broadcast(vals)
 
 
-@rule("Abs Relu Square Tanh", plain=1)
+@rule("Abs Relu")
+def at_least_0(at, op, v):
+    """What is not negative stays as it is."""
+    if v.base == "S" and v.counts >= POSITIVE:
+        return v
+    plain(v)
+    return from_0(at, op, v)
+
+
+@rule("Square Tanh", plain=1)
 def from_0(at, op, v):
     """Nothing, and its gradient, stay nothing."""
     counts = v.counts if op.type != "Tanh" else min(v.counts, POSITIVE)
@@ -148,6 +157,13 @@ def to_the(v, exponent):
 
 
 FINITE = ("IsFinite", "IsInf", "IsNan")
+
+
+def asks_finite(x):
+    """Whether a tensor says which numbers are finite, or which are not."""
+    while x.op.type in ("Cast", "LogicalNot", "LogicalOr", "Reshape"):
+        x = x.op.inputs[0]
+    return x.op.type in FINITE
 
 
 @rule(*FINITE)
@@ -296,8 +312,10 @@ def guarded(condition, a, b, *numbers):
     is_usual = a.within or by in dict(a.m) or (number and a.is_of_mask)
     require(is_right, condition.words, bends=not is_usual)
     require_mask(condition)
-    # Of a branch that runs only if the sum is not 0, this is a number.
-    breaks = union([b.breaks, {*a.breaks} - {by}, assumed])
+    # Of a branch that runs only if the sum is not 0, this is a number. What is
+    # chosen by `where` is computed, too, and so is its gradient.
+    is_run = {*a.breaks} - (set() if numbers else {by})
+    breaks = union([b.breaks, is_run, assumed])
     one = broadcast([a, b])
     return one.but(m=a.m, grad=a.grad, within=a.within, breaks=breaks)
 
@@ -561,7 +579,7 @@ def reduced(at, op, v, of_axes):
         return v.but(dims=dims, axis=axis, within=v.within, counts=counts)
     if op.type == "Any" and dims == ():
         # Whether numbers are finite is asked to leave out all, at most.
-        require(op.inputs[0].op.type not in FINITE, "all samples at once")
+        require(not asks_finite(op.inputs[0]), "all samples at once")
         return guard(v.summed)
     require(is_linear, "all samples at once")
     # The sum of n equal rows is n times one.

@@ -65,6 +65,7 @@ class Proof(typing.NamedTuple):
     kind: str  # "exact", or not proved: "bends" a statistic, or "unknown"
     reason: str  # what the loss is, or the operation, of what, and where
     if_not_negative: bool = False  # exact only if no weight in the data is
+    if_alike: bool = False  # exact only if all arrays of a batch are as long
     advice: str = ""  # what would make it exact, such as `WEIGHT`, if known
 
 

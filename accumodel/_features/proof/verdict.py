@@ -206,9 +206,12 @@ def _judged(judge, tensors, *where, typed=None, is_weighed=False, **variables):
         )
     )
     require(not assigned, f"the step assigns `{assigned}`")
-    is_alike = arrays_of(types) in ([], [_COUNTED])
-    require(is_alike, "arrays that need not be as long as each other")
-    return Proof("exact", what, NEGATIVE in set().union(*held))
+    return Proof(
+        "exact",
+        what,
+        if_not_negative=NEGATIVE in set().union(*held),
+        if_alike=arrays_of(types) not in ([], [_COUNTED]),
+    )
 
 
 def _judge_all(weight, *gradients):
