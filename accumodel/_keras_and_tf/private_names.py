@@ -124,6 +124,13 @@ def build_trackers(model, y, y_pred):
             each.build(y, y_pred)
 
 
+def known_outputs(model):
+    """Returns the symbols of what a model returns, if they are known."""
+    # If Keras renames it, a step is traced once more to make its trackers.
+    inner = getattr(model, "_functional", None) or model
+    return getattr(inner, "_outputs_struct", None)
+
+
 @needed_for("masks")
 def mask_of(output):
     """Returns the mask of an output that Keras's losses look at, or `None`."""
