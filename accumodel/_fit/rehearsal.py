@@ -251,16 +251,14 @@ def before_first(plan, trains, batches):
 def _build_trackers(plan, data):
     """Makes the trackers of a model of which it is known what it returns."""
     model, (_, y, _) = plan.model, keras.utils.unpack_x_y_sample_weight(data)
-    outputs = private_names.known_outputs(model)
+    output = private_names.known_output(model)
     is_other = plan.is_custom or "compute_loss" in plan.overridden
-    if is_other or outputs is None or private_names.has_trackers(model, y):
+    if is_other or output is None or private_names.has_trackers(model, y):
         return
     # What raises here is made by a rehearsal.
     with contextlib.suppress(Exception):
-        targets = keras.tree.map_structure(
-            lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), y
-        )
-        private_names.build_trackers(model, targets, outputs)
+        target = keras.KerasTensor(y.shape, y.dtype.name)
+        private_names.build_trackers(model, target, output)
 
 
 def _is_needed(plan, trains, data):

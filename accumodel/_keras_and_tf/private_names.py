@@ -124,11 +124,12 @@ def build_trackers(model, y, y_pred):
             each.build(y, y_pred)
 
 
-def known_outputs(model):
-    """Returns the symbols of what a model returns, if they are known."""
+def known_output(model):
+    """Returns the symbol of what a model returns, if it is known, and one."""
     # If Keras renames it, a step is traced once more to make its trackers.
     inner = getattr(model, "_functional", None) or model
-    return getattr(inner, "_outputs_struct", None)
+    output = getattr(inner, "_outputs_struct", None)
+    return output if keras.utils.is_keras_tensor(output) else None
 
 
 @needed_for("masks")
