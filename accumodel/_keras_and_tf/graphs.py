@@ -60,17 +60,17 @@ def bodies_of(op):
     return [*filter(None, (body_of(op.graph, name) for name in names))]
 
 
-def upstream(tensors, given=(), ends=()):
+def upstream(tensors, given=(), is_end=lambda op: False):
     """Yields the operations by which tensors are computed, the last first.
 
-    From what is given on, and from operations of the types at which it ends.
+    From what is given on, and from operations at which it ends.
     """
     seen, todo = {x.op for x in given}, [x.op for x in tensors]
     while todo:
         op = todo.pop()
         if op not in seen:
             seen.add(op)
-            todo += [x.op for x in op.inputs if op.type not in ends]
+            todo += [] if is_end(op) else [x.op for x in op.inputs]
             yield op
 
 

@@ -420,6 +420,8 @@ def rehearse(plan, data, traced, is_sized=False):
             norms = [*map(bool, trained_norms(plan.model))]
             why = f"its trace raises {type(found.error).__name__}"
             return unknown(why, norms=norms)
+        if is_sized and found.python:  # such as other constants
+            return unknown(f"the step {found.python}")
         if found.updates:
             findings.append(unknown("the step calls an optimizer"))
         elif found.python and _worst(findings).is_exact:

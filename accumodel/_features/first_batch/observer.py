@@ -276,9 +276,14 @@ def computing(tensors, given):
     given = filter(tf.is_symbolic_tensor, given)
     tensors = filter(tf.is_symbolic_tensor, tensors)
     root = origins()
-    for op in upstream(tensors, given, _SHAPES):
+    for op in upstream(tensors, given, _is_end):
         _count(found, op, root)
     return found
+
+
+def _is_end(op):
+    """Whether it does not matter of what an operation computes."""
+    return op.type in _SHAPES or MOMENTS in op.name
 
 
 def _count(found, op, root):
