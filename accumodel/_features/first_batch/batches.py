@@ -395,9 +395,13 @@ class FirstBatch(Feature):
 
 def is_observed(plan):
     """Whether the training is traced, and runs a step for each micro-batch."""
-    is_eager = plan.model.run_eagerly or tf.config.functions_run_eagerly()
-    is_other = is_eager or plan.whole_batch is not None
+    is_other = _is_eager(plan) or plan.whole_batch is not None
     return not (is_other or _why_not_asked(plan))
+
+
+def _is_eager(plan):
+    """Whether what is traced is not run."""
+    return plan.model.run_eagerly or tf.config.functions_run_eagerly()
 
 
 def rehearse(plan, data, traced, is_sized=False):
@@ -407,7 +411,7 @@ def rehearse(plan, data, traced, is_sized=False):
     are as long in all batches, or it is traced anew.
     """
     findings: list = []
-    is_fixed = _has_known_size(traced) and not plan.model.run_eagerly
+    is_fixed = _has_known_size(traced) and not _is_eager(plan)
     is_alike = plan.is_split or is_fixed
     rehearsed = rehearsal.rehearse_parts(
         plan,
@@ -473,7 +477,7 @@ def _why_not_asked(plan):
 
 def _why_doubted(plan):
     """Returns why a step is compared of which a graph is proved, or nothing."""
-    if plan.model.run_eagerly or tf.config.functions_run_eagerly():
+    if _is_eager(plan):
         return "eager code, which may do something else each time"
     return "" if plan.orders is None else "padding that is cut off"
 
