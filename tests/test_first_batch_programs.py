@@ -541,12 +541,12 @@ def test_masks_are_told_of_by_what_is_known():
     """One warning, which names the cause."""
     model = cases.masked_and_not(AccumulatingModel)
     x, (y, _) = cases.tokens_for_two(16, np.random.default_rng(0))
-    model.compile(
-        "sgd", ["sparse_categorical_crossentropy"] * 2, micro_batch_size=4
-    )
+    model.compile("sgd", ["sparse_categorical_crossentropy"] * 2, accum_steps=4)
     with pytest.warns(InexactWarning) as found:
-        model.fit(x, (y, y), batch_size=16, verbose=0)
-    assert ["different masks" in str(each.message) for each in found] == [True]
+        model.fit(x, (y, y), batch_size=4, verbose=0)
+    (text,) = [str(each.message) for each in found]
+    assert "different masks" in text
+    assert "`micro_batch_size` instead of `accum_steps`" in text
 
 
 @pytest.mark.parametrize(

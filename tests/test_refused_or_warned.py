@@ -214,11 +214,6 @@ def test_two_arrays_of_weights_are_not_taken_for_one():
     x = x.reshape(16, 20)
     weights = [*np.random.default_rng(0).random((2, 16))]
     model.fit(x, y, sample_weight=weights[0], batch_size=8, verbose=0)
-    with pytest.warns(
-        UserWarning,
-        match="different masks or sample weights.*`gradient_cache=True`",
-    ):
-        model.evaluate(x, y, sample_weight=weights, verbose=0)
     before = model.train_function
     model.fit(x, y, sample_weight=weights, batch_size=8, verbose=0)
     assert model.train_function is not before  # it took them for one

@@ -8,7 +8,7 @@ import warnings
 
 import tensorflow as tf
 
-from accumodel._fit import end_of_cycle, rehearsal
+from accumodel._fit import divisors, end_of_cycle, rehearsal
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
 from accumodel._micro_batch import (
     kept_states,
@@ -216,6 +216,10 @@ class Accumulation:
         if step is not None and step.plan.model is model:
             return step.plan
         return self.new_plan()
+
+    def divisors_of(self, plan, data):
+        """Returns the `Divisors` of a fed batch, or `None`."""
+        return divisors.of_batch(plan, data)
 
     def new_plan(self):
         """Returns the `Plan` of a step that is not traced yet."""

@@ -327,7 +327,7 @@ def rehearse_step(
     `kind`. If it `is_sized`, the whole batch is one, of the size that the specs
     have. Returns what is `Rehearsed`, and the collector.
     """
-    accumulation = plan.accumulation
+    accumulation, of_fed = plan.accumulation, plan
     collector: typing.Any = None
     if features is None:
         features = tuple(x for x in plan.features if x.sees_whole_batch)
@@ -351,7 +351,9 @@ def rehearse_step(
         scopes = loop.around_parts(own, trains=False)  # no cycle begins
         with hooks.all_of(scope(parts, i) for scope in scopes):
             part = parts.data if is_sized else parts.data_of(i)
-            step = one_step(own, part, collector, None, own.is_compiled)
+            divisors = accumulation.divisors_of(of_fed, parts.data)
+            given = part, collector, None, own.is_compiled, divisors
+            step = one_step(own, *given)
             with step, collector.around(part):
                 _run_step(own, part, collector, trains)
         return collector.terms

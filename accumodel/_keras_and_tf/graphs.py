@@ -40,6 +40,10 @@ RECORDED = "recorded_by_accumodel"
 OF_USER = "of_a_state"  # of these, a state of the user's
 
 
+# The name of what all micro-batches of a fed batch share.
+OF_ALL = "of_the_whole_batch_by_accumodel"
+
+
 # Makes a scope in which assignments are known.
 recorded = functools.partial(tf.name_scope, RECORDED)
 
@@ -72,6 +76,46 @@ def upstream(tensors, given=(), is_end=lambda op: False):
             seen.add(op)
             todo += [] if is_end(op) else [x.op for x in op.inputs]
             yield op
+
+
+def lifted(function):
+    """Returns a traced function without all that it does not return.
+
+    Or nothing, if it returns what is made of more than its arguments.
+    """
+    graph = function.graph
+    inputs = graph.inputs[: len(graph.inputs) - len(graph.captures)]
+    operations = [*upstream(graph.outputs, inputs)]
+    if any(x.type == "Placeholder" or x.op_def.is_stateful for x in operations):
+        return None
+    definition = definition_of(operations, graph.as_graph_def())
+    names, made = [x.name for x in inputs], [x.name for x in graph.outputs]
+    taken = {x.name for op in operations for x in op.inputs}
+
+    def lift(*values):
+        given = {k: v for k, v in zip(names, values, strict=True) if k in taken}
+        found = tf.graph_util.import_graph_def(definition, given, made)
+        return tf.nest.pack_sequence_as(function.structured_outputs, found)
+
+    specs = [tf.TensorSpec(x.shape, x.dtype) for x in inputs]
+    lean = tf.function(lift, autograph=False)
+    return lean.get_concrete_function(*specs)
+
+
+def definition_of(operations, definition):
+    """Returns a `GraphDef` of some operations of that of a graph."""
+    some = tf.compat.v1.GraphDef(library=definition.library)
+    some.versions.producer = tf.version.GRAPH_DEF_VERSION
+    known = {f"^{op.name}" for op in operations}
+    for op in operations:
+        node = op.node_def
+        inputs = [each for each in node.input if each[0] != "^"]
+        waits = [each for each in node.input if each in known]
+        # Gradients of loops add inputs behind the operations to wait for.
+        node.input[:] = inputs + waits
+        node.attr.pop("_class", None)  # where other operations are
+        some.node.append(node)
+    return some
 
 
 def inside(graph, variables):

@@ -17,11 +17,11 @@ from accumodel._micro_batch import micro_batches, random_numbers
 from accumodel._micro_batch.logs import LossLogs
 
 
-def make_step(plan, function, collector=None, losses=None):
+def make_step(plan, function, collector=None, losses=None, divisors=None):
     """Returns a function that runs `function` as a `Step` of a micro-batch."""
 
     def step(data):
-        step = plan, data, collector, losses, plan.is_compiled
+        step = plan, data, collector, losses, plan.is_compiled, divisors
         trains = collector is not None
         around = collector.around(data) if trains else contextlib.nullcontext()
         with micro_batches.one_step(*step), around:
@@ -67,7 +67,9 @@ def run(plan, function, data, collector=None):
     scopes = around_parts(plan, trains)
     losses = LossLogs(plan, data, trains and plan.accumulation.spans_batches)
     combines = plan.is_split or losses.spans_batches
-    step = make_step(plan, function, collector, losses if combines else None)
+    divisors = plan.accumulation.divisors_of(plan, parts.data)
+    reports = losses if combines else None
+    step = make_step(plan, function, collector, reports, divisors)
     if not plan.is_split:
         with hooks.all_of(scope(parts, 0) for scope in scopes):
             return step(data)

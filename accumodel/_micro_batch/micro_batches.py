@@ -121,6 +121,7 @@ class Step:
     collector: typing.Any = None  # where it registers, `None` if none trains
     losses: typing.Any = None  # the `LossLogs` to report to, or `None`
     is_compiled: bool = False  # by XLA
+    divisors: typing.Any = None  # the `Divisors` of the fed batch, or `None`
     # The arguments of each loss reduction in this step, or `None` before.
     reductions: list | None = None
     # Whether the first axis of what they reduced is that of the samples, by the

@@ -15,8 +15,13 @@ A loss that combines others was divided by what these were; if they are sums, it
 may divide them itself, see `_is_mean`. Values without an axis of samples, such
 as one number, are taken for means over the samples. If they are not, the check
 on the first batch tells.
+
+If losses are divided by several numbers, no weight is right for all of them:
+see `Divisors`.
 """
 
+import itertools
+import typing
 import warnings
 
 import keras
@@ -45,6 +50,35 @@ NONZERO = "nonzero_by_accumodel"
 _SAMPLES = "samples"
 
 
+class Divisors(typing.NamedTuple):
+    """What the losses of a fed batch are divided by, each by its own number.
+
+    A micro-batch of n of the N samples weighs n. So a loss is multiplied by
+    N / n, and divided by what that of the batch is divided by instead of its
+    own: the mean over the samples is then a sum over micro-batches of S / D.
+    """
+
+    samples: typing.Any  # N
+    of_losses: dict  # D by the place of a loss, if it is not N; of a sum 1
+
+    def shares(self, data):
+        """Returns what gives the losses of a micro-batch, in their order."""
+        places = itertools.count()
+        samples = tf.cast(count_samples(data), tf.float64)
+
+        def share(reduction, loss):
+            loss = shared_by_replicas(reduction, loss)
+            whole = self.of_losses.get(next(places))
+            if whole is None:  # it is divided by the samples
+                return loss
+            whole = tf.math.divide_no_nan(whole * samples, self.samples)
+            own = tf.cast(_divisor(reduction), tf.float64)
+            ratio = tf.math.divide_no_nan(whole, own)
+            return tf.math.divide_no_nan(loss, tf.cast(ratio, loss.dtype))
+
+        return share
+
+
 class LossWeights:
     """Finds the weights of micro-batches, while a model computes losses."""
 
@@ -53,8 +87,10 @@ class LossWeights:
         self.warned: set[str] = set()
         # Whether the arrays of sample weights that `fit`, or `evaluate`, was
         # given for several outputs are one: now, and by functions.
-        self._share = False
+        self.share = False
         self._shared: dict = {}
+        # What gives the `Divisors` of a batch, by its specs.
+        self.divisors: dict = {}
 
     def with_arrays(self, name, arguments):
         """Returns a scope in which a function gets these arguments."""
@@ -65,7 +101,7 @@ class LossWeights:
         if self._shared.setdefault(name, share) != share:
             self._shared[name] = share
             setattr(self._model, f"{name}_function", None)  # of the other
-        return hooks.replaced(self, "_share", share)
+        return hooks.replaced(self, "share", share)
 
     def weight(self, plan, data):
         """Returns the weight of the last micro-batch, `None` if it is a sum."""
@@ -82,6 +118,8 @@ class LossWeights:
                 "after `compute_loss`, in the same train step and the same "
                 f"`tf.function`. Received: no loss of model={self._model}"
             )
+        if step.divisors is not None:
+            return samples
         divisors = self._of_model(step.reductions)
         # A vector that `add_loss` was given is summed up by Keras.
         vectors = summed_losses(self._model, data)
@@ -95,15 +133,16 @@ class LossWeights:
             names = [reduction.reduction for reduction in step.reductions]
             raise ValueError(
                 "The losses of this model are sums and means, and one weight "
-                "cannot be right for both. Use means, scaled by "
-                "`loss_weights`, or override `micro_batch_weight`. Received: "
-                f"reductions={names} and {len(vectors)} vectors from `add_loss`"
+                "cannot be right for both. "
+                + _advice(plan, "use means, scaled by `loss_weights`, or ")
+                + f" Received: reductions={names} and {len(vectors)} vectors "
+                "from `add_loss`"
             )
         if len(divisors) > 1:
             self._warn(
                 "The losses of this model are averaged over different masks "
-                "or sample weights, so no single weight is exact. Use "
-                "`gradient_cache=True`, or override `micro_batch_weight`."
+                "or sample weights, so no single weight is exact. "
+                + _advice(plan, "use `gradient_cache=True`, or ")
             )
             return samples
         if divisors.keys() - {_SAMPLES} and any(
@@ -113,9 +152,29 @@ class LossWeights:
             self._warn(
                 "The compiled loss is averaged over a mask or sample weights, "
                 "and a scalar of `add_loss` over samples: no single weight is "
-                "exact. Override `micro_batch_weight` if samples matter more."
+                "exact. " + _advice(plan)
             )
         return self._chosen(divisors, samples)
+
+    def of_losses(self, data):
+        """Returns what losses are divided by, as `Divisors` has it.
+
+        Nothing, if one weight is right for all of them, or if it is not known
+        by what they are divided.
+        """
+        reductions = current_step().reductions
+        keys = {*self._of_model(reductions)}
+        if any(is_single(loss, data) for loss in added_losses(self._model)):
+            keys.add(_SAMPLES)
+        combines = any(reduction.inner for reduction in reductions)
+        if len(keys) < 2 or combines or summed_losses(self._model, data):
+            return {}
+        reductions = [x._replace(mask=_of_data(x.mask)) for x in reductions]
+        return {
+            place: tf.cast(_divisor(reduction), tf.float64)
+            for place, reduction in enumerate(reductions)
+            if _SAMPLES not in self._divisors([reduction])
+        }
 
     def _chosen(self, divisors, samples):
         """Returns a divisor, or the samples if it is in proportion to them."""
@@ -167,13 +226,13 @@ class LossWeights:
         divisors: dict = {}
         for reduction in reductions:
             inner = [x for x in reduction.inner if x.reduction not in UNREDUCED]
-            own = self._divisors(inner) or self._divisor(reduction)
+            own = self._divisors(inner) or self._with_key(reduction)
             if inner and None in own and _is_mean(reduction):
                 own = {_SAMPLES: None}
             divisors = own | divisors
         return divisors
 
-    def _divisor(self, reduction):
+    def _with_key(self, reduction):
         values, sample_weight, mask, name, *_ = reduction
         if name not in (*MEANS, *SUMS):
             raise ValueError(
@@ -185,26 +244,24 @@ class LossWeights:
             return {_SAMPLES: None}
         if name in SUMS:
             return {None: None}
-        dtype = "float64" if values.dtype == "float64" else "float32"
         weighed = mask is not None or sample_weight is not None
         if name == "mean_with_sample_weight" and weighed:
-            value = private_names.sum_of_weights(sample_weight, mask, dtype)
-            weights = None if self._share else id(sample_weight)
-            return {("weights", id(mask), weights): value}
-        elements = tf.cast(tf.size(values, out_type=tf.int64), dtype)
+            weights = None if self.share else id(sample_weight)
+            return {("weights", id(mask), weights): _divisor(reduction)}
+        elements = tf.cast(tf.size(values, out_type=tf.int64), _dtype(values))
         if mask is None:
             return {_SAMPLES: elements}
         # A mask counts its own elements; each may be several of the values.
-        size = tf.cast(tf.size(mask, out_type=tf.int64), dtype)
+        size = tf.cast(tf.size(mask, out_type=tf.int64), elements.dtype)
         each = tf.math.divide_no_nan(elements, size)  # a replica may get none
-        value = private_names.sum_of_weights(None, mask, dtype) * each
-        return {("mask", id(mask)): value}
+        return {("mask", id(mask)): _divisor(reduction) * each}
 
     def of_outputs(self, data, outputs, weight):
         """Returns the weight of each output's logged loss, `None` for a sum."""
         step = current_step()
         reductions = step.reductions or []
-        if len(reductions) != outputs:  # some reduce in their own way
+        # Some reduce in their own way.
+        if len(reductions) != outputs or step.divisors is not None:
             return [count_samples(data)] * outputs
         # A custom loss may normalize sums itself.
         is_mean = weight is not None and "compute_loss" in step.plan.overridden
@@ -231,6 +288,39 @@ class LossWeights:
         if not plan.has_whole_loss and message not in self.warned:
             self.warned.add(message)
             warnings.warn(message, checks.InexactWarning, stacklevel=2)
+
+
+def _advice(plan, others=""):
+    """Returns what to do with losses that are divided by several numbers."""
+    text = f"{others}override `micro_batch_weight`."
+    if not plan.accumulation.spans_batches:
+        return text[0].upper() + text[1:]
+    large = "Feed the large batch with `micro_batch_size` instead of"
+    return f"{large} `accum_steps`, which is exact. Or {text}"
+
+
+def _divisor(reduction):
+    """Returns the sum of a mask, or of sample weights; of a sum 1."""
+    values, sample_weight, mask, name, *_ = reduction
+    if name in SUMS:
+        return tf.ones((), _dtype(values))
+    if name != "mean_with_sample_weight":
+        sample_weight = None
+    return private_names.sum_of_weights(sample_weight, mask, _dtype(values))
+
+
+def _of_data(mask):
+    """Returns a mask that no shape of an output is in, as of `ignore_class`."""
+    kind = mask.op.type if tf.is_symbolic_tensor(mask) else None
+    if kind == "LogicalAnd":
+        return tf.logical_and(*map(_of_data, mask.op.inputs))
+    if kind == "Reshape" and mask.op.inputs[0].shape.rank == mask.shape.rank:
+        return _of_data(mask.op.inputs[0])
+    return mask
+
+
+def _dtype(values):
+    return "float64" if values.dtype == "float64" else "float32"
 
 
 def _are_one(weights):

@@ -28,6 +28,7 @@ from accumodel._keras_and_tf import hooks, private_names
 from accumodel._keras_and_tf.checks import is_ours
 from accumodel._keras_and_tf.graphs import (
     CONDITIONS,
+    OF_ALL,
     bodies_of,
     origins,
     recorded,
@@ -283,7 +284,7 @@ def computing(tensors, given):
 
 def _is_end(op):
     """Whether it does not matter of what an operation computes."""
-    return op.type in _SHAPES or MOMENTS in op.name
+    return op.type in _SHAPES or MOMENTS in op.name or OF_ALL in op.name
 
 
 def _count(found, op, root):

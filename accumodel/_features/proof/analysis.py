@@ -38,7 +38,7 @@ from accumodel._features.proof.types import (
 )
 from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.graphs import CONDITIONS
+from accumodel._keras_and_tf.graphs import CONDITIONS, OF_ALL
 from accumodel._keras_and_tf.hooks import RIGHT
 from accumodel._micro_batch.random_numbers import rows_axis
 from accumodel._micro_batch.weights import NONZERO
@@ -90,7 +90,7 @@ _POSITIVE = {
 _NO_GRADIENT = ("StopGradient", "OnesLike", "ZerosLike")
 
 # What may still be multiplied by the mask that a divisor is the sum of.
-_FACTORS = ["Mul", "Cast", "SelectV2", *KEPT.split()]
+_FACTORS = ["Mul", "DivNoNan", "Cast", "SelectV2", *KEPT.split()]
 
 _calls = itertools.count()
 
@@ -257,7 +257,7 @@ class Analysis:
         if op.type == "SelectV2" and NONZERO in op.name:
             # In a micro-batch of nothing, nothing is added.
             return dataclasses.replace(vals[2], stays=1)
-        if MOMENTS in op.name:
+        if MOMENTS in op.name or OF_ALL in op.name:
             return Type("C", self.dims(op.outputs[0]))
         axis = rows_axis(op.name)
         if axis is not None and op.type == "Identity":  # some are dropped

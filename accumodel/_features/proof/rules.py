@@ -476,7 +476,7 @@ def divided(at, op, a, b):
     b = b.factor()
     zeros = may_be_0(b.m)
     # Where it is 0, so is what it divides, or what that is a factor of.
-    owes, assumed = owed(zeros, a.vanishes)
+    owes, assumed = owed({*zeros, *a.owes, *b.owes}, a.vanishes)
     is_safe = is_guarded or op.type == "DivNoNan"
     require(not owes or a.base == "C", MAY_BE_0, False, WEIGHT)
     is_right = a.base != "S" or b.base == "C"

@@ -46,7 +46,12 @@ from accumodel._features.proof.types import (
     unknown,
 )
 from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.graphs import is_assigned, origins, runs_python
+from accumodel._keras_and_tf.graphs import (
+    OF_ALL,
+    is_assigned,
+    origins,
+    runs_python,
+)
 from accumodel._keras_and_tf.optimizers import tf_variable
 from accumodel._micro_batch.micro_batches import first_leaf
 
@@ -357,6 +362,8 @@ def _outside(analysis, graph, rows_variable, ignored, given):
         elif x.dtype == tf.resource or not tf.is_symbolic_tensor(root(outside)):
             counts = of_data(x.dtype)
             types[x.ref()] = Type("C", analysis.dims(x), counts=counts)
+        elif OF_ALL in root(outside).op.name:
+            types[x.ref()] = Type("C", analysis.dims(x))
         elif is_near:
             known, _ = _outside(
                 analysis, outside.graph, rows_variable, ignored, given

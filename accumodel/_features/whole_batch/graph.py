@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from accumodel._features.whole_batch.sync_batch_norm import Norms
 from accumodel._keras_and_tf import optimizers, private_names
-from accumodel._keras_and_tf.graphs import READS
+from accumodel._keras_and_tf.graphs import READS, definition_of
 from accumodel._micro_batch import assignments, weights
 from accumodel._micro_batch.micro_batches import map_present, tensors_in
 
@@ -369,22 +369,6 @@ class Piece:
         made = iter(run(values))
         return map_present(lambda _: next(made), self.makes)
 
-    def _definition(self):
-        definition = tf.compat.v1.GraphDef(
-            library=self._graph.definition.library
-        )
-        definition.versions.producer = tf.version.GRAPH_DEF_VERSION
-        known = {f"^{name}" for name in self._operations}
-        for op in self._operations.values():
-            node = op.node_def
-            inputs = [each for each in node.input if each[0] != "^"]
-            waits = [each for each in node.input if each in known]
-            # Gradients of loops add inputs behind the operations to wait for.
-            node.input[:] = inputs + waits
-            node.attr.pop("_class", None)  # where other operations are
-            definition.node.append(node)
-        return definition
-
     def run(self, values):
         """Returns the flat tensors that it makes, in what is traced now."""
         values = self._graph.captured | {
@@ -394,7 +378,7 @@ class Piece:
         made = [each.name for each in self._flat if each.name not in values]
         capture = tf.compat.v1.get_default_graph().capture
         tensors = tf.graph_util.import_graph_def(
-            self._definition(),
+            definition_of(self._operations.values(), self._graph.definition),
             {name: capture(values[name]) for name in self._fed},
             made,
             name="part",

@@ -1,0 +1,196 @@
+"""Losses that are divided by several numbers: each by its own, in one pass."""
+
+import keras
+import numpy as np
+import pytest
+from cases import DenseGradientEmbedding
+from helpers import (
+    check_exact,
+    check_logs,
+    compiled,
+    mirrored,
+    through_python,
+)
+
+layers, losses = keras.layers, keras.losses
+
+SAMPLES, STEPS, TOKENS, CLASSES = 36, 5, 7, 3
+BATCH = 12
+
+_rng = np.random.default_rng(0)
+
+
+def _tokens(lengths):
+    """Returns sequences of tokens; 0 is the padding, which is masked."""
+    tokens = _rng.integers(1, TOKENS, (SAMPLES, STEPS))
+    return np.where(np.arange(STEPS) < lengths[:, None], tokens, 0)
+
+
+_lengths = _rng.integers(STEPS + 1, size=(2, SAMPLES))
+_lengths[0, :5] = 0  # a part in which nothing of one output counts
+_lengths[0, BATCH : 2 * BATCH] = 0  # and a whole batch
+X = [*map(_tokens, _lengths)]
+CLASS = _rng.integers(CLASSES, size=(2, SAMPLES, STEPS))
+NUMBER = _rng.normal(size=(SAMPLES, 1)).astype("float32")
+WEIGHTS = _rng.uniform(0, 2, (2, SAMPLES)).astype("float32")
+WEIGHTS[0, :5] = 0
+
+
+class Limit(layers.Layer):
+    """Runs out of memory with more than 5 samples."""
+
+    supports_masking = True
+
+    def call(self, x):
+        return through_python(self.allocate, x)
+
+    def allocate(self, x):
+        if len(x) > 5:
+            raise MemoryError
+        return x
+
+
+class Adds(layers.Layer):
+    """Adds a mean over samples."""
+
+    supports_masking = True
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(x**2))
+        return x
+
+
+def model_of(*heads, limit=False, **kwargs):
+    """Returns a function of a class to a model of two texts.
+
+    Each head is the kind of an output, and the number of the text that it is
+    of. A `mask` has one number for each token, of which padding is masked.
+    """
+
+    def make(base):
+        inputs = [keras.Input((STEPS,), dtype="int32") for _ in X]
+        embed = DenseGradientEmbedding(TOKENS, 4, mask_zero=True)
+        limits = [Limit()] if limit else []
+        texts = [embed(each) for each in inputs]
+        for layer in limits:
+            texts = [*map(layer, texts)]
+        return base(
+            inputs,
+            [
+                head(kind, texts[text], f"head_{i}")
+                for i, (kind, text) in enumerate(heads)
+            ],
+        )
+
+    def head(kind, x, name):
+        if kind == "number":
+            return layers.Dense(1, name=name)(keras.ops.mean(x, 1))
+        x = Adds()(x) if kind == "adds" else x
+        return layers.Dense(CLASSES, "softmax", name=name, **kwargs)(x)
+
+    return make
+
+
+CROSS = "sparse_categorical_crossentropy"
+WEIGHTED = losses.MeanSquaredError(reduction="mean_with_sample_weight")
+IGNORES = losses.SparseCategoricalCrossentropy(ignore_class=1)
+SUM = losses.MeanSquaredError(reduction="sum")
+ONE, TWO = ("tokens", 0), ("tokens", 1)
+PLAIN = ("number", 1)
+
+# The heads, with their losses, targets and sample weights.
+PROGRAMS = {
+    "two masks": ([ONE, TWO], [CROSS] * 2, [*CLASS], None),
+    "two weights": (
+        [("number", 0), PLAIN],
+        [WEIGHTED] * 2,
+        [NUMBER] * 2,
+        [*WEIGHTS],
+    ),
+    "a mask and weights": (
+        [ONE, PLAIN],
+        [CROSS, WEIGHTED],
+        [CLASS[0], NUMBER],
+        [np.ones(CLASS[0].shape), WEIGHTS[0]],
+    ),
+    "three": (
+        [ONE, TWO, PLAIN],
+        [CROSS, CROSS, "mse"],
+        [*CLASS, NUMBER],
+        None,
+    ),
+    "`ignore_class` and a mean": (
+        [ONE, PLAIN],
+        [IGNORES, "mse"],
+        [CLASS[0], NUMBER],
+        None,
+    ),
+    "a sum and a mean": ([PLAIN, PLAIN], [SUM, "mse"], [NUMBER] * 2, None),
+    "a loss of a layer and a mask": ([("adds", 0)], CROSS, CLASS[0], None),
+    "an activity and a mask": ([ONE], CROSS, CLASS[0], None),
+}
+OWN = {
+    "an activity and a mask": {
+        "activity_regularizer": "l2",
+        "kernel_regularizer": "l2",
+    },
+}
+
+WAYS = {
+    "split": {"micro_batch_size": 5},
+    "eager": {"micro_batch_size": 5, "run_eagerly": True},
+    "xla": {"micro_batch_size": 5, "jit_compile": True},
+    "auto": {"micro_batch_size": "auto", "verify": False},  # it runs Python
+}
+
+
+def train(name, base, **kwargs):
+    """Returns a trained model, with what it has logged."""
+    heads, loss, y, weights = PROGRAMS[name]
+    limit = kwargs.get("micro_batch_size") == "auto"
+    make = model_of(*heads, limit=limit, **OWN.get(name, {}))
+    model = compiled(make(base), keras.optimizers.SGD(0.02), loss, **kwargs)
+    data = X, y, weights
+    model.history = model.fit(
+        *data[:2],
+        sample_weight=weights,
+        batch_size=BATCH,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+    ).history
+    model.tested = model.evaluate(
+        *data[:2],
+        sample_weight=weights,
+        batch_size=SAMPLES,
+        return_dict=True,
+        verbose=0,
+    )
+    return model
+
+
+@pytest.mark.table
+@pytest.mark.verified
+@pytest.mark.filterwarnings("ignore:Out of memory with up to")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_loss_has_its_own_divisor(name, way):
+    plain, model = check_exact(
+        lambda base, **kwargs: train(name, base, **kwargs), WAYS[way]
+    )
+    check_logs(model.history, plain.history)
+    check_logs(model.tested, plain.tested)
+    said = {"eager": "exact for the first batch", "auto": ""}
+    verdict = said.get(way, "exact for every batch: proved from the graph, ")
+    assert (model.verdict or "").startswith(verdict)
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("kwargs", [{}, {"micro_batch_size": 4}], ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_replicas_share_what_losses_are_divided_by(name, kwargs):
+    check_exact(
+        lambda base, **kwargs: train(name, base, **kwargs),
+        kwargs | {"skip_nonfinite": True},
+        strategy=mirrored(2),
+    )
