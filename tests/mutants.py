@@ -81,6 +81,15 @@ weights that cancel divide
     sums: set _CANCELLED => -1.0
 pairs are taken apart
     checks: call _match => ([each for each, _ in gradients], named)
+# test_divisors.py
+one weight is taken for all losses
+    _may_have_several: return adds => False
+each replica has its own divisors
+    divisors.of_batch: call sum_over_replicas => [samples, *own.values()]
+a loss is divided by its micro-batch
+    Divisors.shares.share: set own => whole
+what a shape of outputs is in divides nothing
+    _of_data: if Reshape => False
 # test_distribution.py
 each replica judges by itself what is finite
     Engine._accepts: call sum_over_replicas => [bad]
@@ -133,9 +142,9 @@ another trace is not asked
 the program of the large batch is not looked at
     FirstBatch._next_to_plain: set is_like => True
 what a step has put into its data is data
-    Observer.of: set _data => data
+    ObservedStep.__init__: set _data => data
 a condition on samples decides who is trained
-    Observer._prove_branch: call _ask => Proof("exact", "")
+    ObservedStep._prove_branch: call _ask => Proof("exact", "")
 any custom gradient is right
     _is_right: return => True
 what accumodel assigns is taken for the user's
@@ -162,7 +171,7 @@ a `__call__` of Keras's own losses is not looked into
 one loss per sample is divided
     weigh: if => weight is None
 one number is a sum under a reduction that sums
-    _divisor: if axes => False
+    _with_key: if axes => False
 logs of sums that a custom loss normalizes add up
     of_outputs: set is_mean => False
 samples are counted by the inputs

@@ -316,6 +316,8 @@ def test_other_benchmarks_compare_what_they_say(tmp_path):
     (row,) = figures_of(command, tmp_path)
     for name in ("cache", "norm", "hook", "auto"):
         assert row[f"{name} / alone"] == pytest.approx(row[name] / row["alone"])
+    row, *_ = figures_of("divisors --rounds=1 --calls=8", tmp_path)
+    assert all(row[f"{name}, MB"] > 0 for name in ("own", "samples", "cache"))
     figures = figures_of("padding --samples 32 --rounds 1 --units 8", tmp_path)
     ways = ["plain", "micro_batch_size", "trim_padding", "buckets"]
     assert [list(row) for row in figures.values()] == [ways, ways]

@@ -220,7 +220,7 @@ class Silent(Collector):
         """
         self._build_trackers(y_pred)
         if self.observer is not None:
-            self.observer.note_outputs(read, self.loss)
+            self.observer.step.note_outputs(read, self.loss)
         raise Enough
 
     def finish(self):

@@ -605,12 +605,12 @@ class Collector:
     def note(self, y_pred, loss, weight):
         """Is told what a step computes, before its gradients."""
         if self.observer is not None:
-            self.observer.note(y_pred, loss, weight)
+            self.observer.step.note(y_pred, loss, weight)
 
     def take(self, accumulator, gradients, weight, is_last=True):
         """Takes a micro-batch, or a part of its gradient."""
         if self.observer is not None:
-            self.observer.take(gradients, weight)
+            self.observer.step.take(gradients, weight)
         self.add(accumulator, gradients, weight, is_last)
 
     def add(self, accumulator, gradients, weight, is_last):

@@ -87,7 +87,7 @@ def unknown(why, **known):
 
 
 class Observer:
-    """Is told what the step of one micro-batch computes, and has it proved."""
+    """Is told what the steps of micro-batches compute, and has them proved."""
 
     def __init__(self, plan, findings, is_alike, unlike=None):
         """Takes a list, to which each step that ends adds a `Finding`.
@@ -98,45 +98,58 @@ class Observer:
         """
         self._plan, self._findings = plan, findings
         self._is_alike, self._unlike = is_alike, unlike
+        self.step: typing.Any = None  # the `ObservedStep` that is traced now
 
     @contextlib.contextmanager
     def of(self, data):
         """Scope of the step of a micro-batch of these data."""
+        step = self.step = ObservedStep(self._plan, data, self._is_alike)
+        with hooks.all_of(step.scopes()):
+            yield
+        finding = step.finish()
+        self._findings.append(finding)
+        is_needed = not finding.is_exact or finding.proof.if_alike
+        if self._unlike is not None and is_needed:
+            leaves = filter(has_axis, keras.tree.flatten(data))
+            lengths = tf.stack([*map(count_samples, leaves)])
+            is_unlike = tf.reduce_any(lengths != lengths[0])
+            with recorded():
+                self._unlike.assign_add(tf.cast(is_unlike, tf.float64))
+
+
+class ObservedStep:
+    """Is told what the step of one micro-batch computes, and has it proved."""
+
+    def __init__(self, plan, data, is_alike):
+        self._plan, self._is_alike = plan, is_alike
         # A step may change its own.
         self._data = keras.tree.map_structure(lambda x: x, data)
         self._known = tensors_in(data)  # what is given, and gradients
         self._graph = current_graph()
-        self._gradients, self._added = Gradients(), []  # of a custom step
-        self._loss: tuple = ()  # with its weight
+        self._gradients = Gradients()  # of a custom step
+        # The loss and its weight; or of a custom step, gradients, their weight
+        # and their graph, for each time that it accumulates.
+        self._terms: list = []
         is_asked = first_leaf(data).shape[0] is None
         self._finding = unknown("no loss", is_asked=is_asked)
         self._finding.operations = collections.Counter()
         self._failed: Proof | None = None
-        model = self._plan.model
+
+    def scopes(self):
+        """Returns the scopes in which it is traced."""
         scopes = [hooks.right_silu()]
-        if trained_norms(model):
+        if trained_norms(self._plan.model):
             scopes.append(hooks.moments(_moments=self._moments))
         if self._plan.is_custom:
             scopes.append(hooks.gradients(gradient=self._gradient))
-        with hooks.all_of(scopes):
-            yield
+        return scopes
+
+    def finish(self):
+        """Returns what is found at the end of the step."""
         with self._guarded():
             self._finish()
         self._finding.proof = self._failed or self._finding.proof
-        self._findings.append(self._finding)
-        proof = self._finding.proof
-        is_needed = proof.kind != "exact" or proof.if_alike
-        if self._unlike is not None and is_needed:
-            lengths = tf.stack(
-                [
-                    count_samples(x)
-                    for x in keras.tree.flatten(self._data)
-                    if has_axis(x)
-                ]
-            )
-            is_unlike = tf.reduce_any(lengths != lengths[0])
-            with recorded():
-                self._unlike.assign_add(tf.cast(is_unlike, tf.float64))
+        return self._finding
 
     @contextlib.contextmanager
     def _guarded(self):
@@ -155,7 +168,7 @@ class Observer:
             return
         self._note_operations([loss, weight])
         if self._finding.is_asked:
-            self._loss = loss, weight
+            self._terms = [(loss, weight)]
             with self._guarded():
                 self._finding.proof = self._ask(prove, loss, weight)
                 if not self._finding.is_exact:
@@ -178,9 +191,10 @@ class Observer:
 
     def take(self, gradients, weight):
         """Is told gradients that are accumulated, and their weight."""
-        weight = None if weight is None else tf.convert_to_tensor(weight)
-        self._added.append((gradients, weight, current_graph()))
-        if self._plan.is_custom:  # what is done with what a tape returns
+        if self._plan.is_custom:
+            weight = None if weight is None else tf.convert_to_tensor(weight)
+            self._terms.append((gradients, weight, current_graph()))
+            # What is done with what a tape returns.
             self._note_operations([*gradients, weight])
 
     def _finish(self):
@@ -188,15 +202,15 @@ class Observer:
         if not self._finding.is_asked:
             return
         if self._plan.is_custom:
-            proofs = [self._ask(self._gradients.prove, self._added)]
-            graphs = {graph for *_, graph in self._added}
+            proofs = [self._ask(self._gradients.prove, self._terms)]
+            graphs = {graph for *_, graph in self._terms}
             proofs += map(self._prove_branch, graphs)
             self._finding.proof = worst(proofs)
             return
         # What follows the loss may assign what it reads.
-        is_open = self._loss and self._finding.is_exact
+        is_open = self._terms and self._finding.is_exact
         if is_open and has_own_metrics(self._plan):
-            self._finding.proof = self._ask(prove, *self._loss)
+            self._finding.proof = self._ask(prove, *self._terms[0])
         optimizer = type(self._plan.model.optimizer)
         if not is_ours(hooks.definition(optimizer, "scale_loss")[0]):
             why = "an optimizer with its own `scale_loss`"
