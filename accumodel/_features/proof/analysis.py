@@ -8,6 +8,7 @@ import itertools
 import tensorflow as tf
 
 from accumodel._features.proof import shapes  # noqa: F401, for its rules
+from accumodel._features.proof.entries import entries_of
 from accumodel._features.proof.rules import (
     KEPT,
     RULES,
@@ -17,16 +18,17 @@ from accumodel._features.proof.rules import (
     rule,
 )
 from accumodel._features.proof.types import (
-    IF_DATA,
     MAY_BE_0,
     MIXED,
     ONE,
-    POSITIVE,
-    TRUTHS,
+    ZERO,
+    Entries,
     N,
+    Rows,
     Type,
     UnprovedError,
     added,
+    either,
     is_of_samples,
     over,
     put,
@@ -73,20 +75,6 @@ _GUARDED = {
 # In these, guards are what they are outside.
 _CALLS = ("If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
 
-# These put entries in other places.
-_MOVED = {
-    *("BroadcastTo", "ConcatV2", "ExpandDims", "Fill", "GatherNd", "GatherV2"),
-    *("MirrorPad", "Pack", "Pad", "PadV2", "Reshape", "ReverseV2", "Roll"),
-    *("Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Tile"),
-    *("Transpose", "Unpack"),
-}
-
-# In these, nothing is negative.
-_POSITIVE = {
-    *("Abs", "ComplexAbs", "Cosh", "Exp", "Relu", "Relu6", "Sigmoid"),
-    *("Softmax", "Softplus", "Sqrt", "Square", "SquaredDifference"),
-}
-
 _NO_GRADIENT = ("StopGradient", "OnesLike", "ZerosLike")
 
 # What may still be multiplied by the mask that a divisor is the sum of.
@@ -126,9 +114,9 @@ class Analysis:
         """Returns a type with the sizes of a tensor, of R along an axis."""
         if v.base != "R":
             return v.but(dims=self.dims(tensor), **changed)
-        axis = v.axis if axis is None else axis
-        dims = self.dims(tensor, axis, v.n)
-        return v.but(dims=dims, axis=axis, **changed)
+        axis = v.rows.axis if axis is None else axis
+        dims = self.dims(tensor, axis, v.rows.n)
+        return v.but(dims=dims, **changed).with_rows(axis=axis)
 
     def _place(self, name):
         return f"{self._number}/{name}"
@@ -168,7 +156,7 @@ class Analysis:
         """Returns the types of what an operation returns."""
         # What is given has no name yet.
         vals = [
-            v if v.name else dataclasses.replace(v, name=self._place(x.name))
+            v if v.origin.name else v.named(self._place(x.name))
             for v, x in zip(vals, op.inputs, strict=True)
         ]
         try:
@@ -183,25 +171,24 @@ class Analysis:
         except UnprovedError as error:
             found = [self._refused(op, error)] * len(op.outputs)
         name, has_grad = self._name(op, vals), any(v.grad for v in vals)
-        is_mixed = any(v.mixed for v in vals)
-        stays = max((v.stays for v in vals), default=0)
-        return [
-            dataclasses.replace(
+        is_mixed = any(v.is_mixed for v in vals)
+        named = []
+        for i, (v, x) in enumerate(zip(found, op.outputs, strict=True)):
+            of = union(each.origin.of for each in (v, *vals))
+            name = v.origin.name or f"{name}:{i}"
+            one = dataclasses.replace(
                 v,
                 grad=_keeps_gradient(x) and (has_grad or v.grad),
-                mixed=v.base == "R" and (is_mixed or v.mixed),
-                stays=max(stays, v.stays) if v.base == "S" else 0,
-                breaks=union(each.breaks for each in (v, *vals)),
-                counts=_counts(op, x, v, vals),
-                of=union(each.of for each in (v, *vals)),
-                name=v.name or f"{name}:{i}",
+                entries=entries_of(op, x, v, vals),
+                origin=v.origin._replace(name=name, of=of),
             )
-            for i, (v, x) in enumerate(zip(found, op.outputs, strict=True))
-        ]
+            mixed = one.is_mixed or is_mixed
+            named.append(one.with_rows(mixed=mixed))
+        return named
 
     def _name(self, op, vals):
         """Returns what operations share that compute the same."""
-        names = [v.name for v in vals]
+        names = [v.origin.name for v in vals]
         is_new = op.op_def.is_stateful or rows_axis(op.name) is not None
         is_short = op.type == "Const" and op.outputs[0].shape.num_elements() < 9
         if is_new or not (names or is_short):
@@ -228,15 +215,15 @@ class Analysis:
         if marked:
             return marked
         is_scalar = op.type == "Mul" and op.outputs[0].shape.rank == 0
-        is_0 = is_scalar and any(v.zero for v in vals)  # such as a loss
+        is_0 = is_scalar and any(v.is_zero for v in vals)  # such as a loss
         if op.type == "IdentityN" and _is_right(op):
             return [*vals]
         for v in vals:
             if v.base == "T":  # times 0, what is no number is none
                 return unknown(v.why.reason) if is_0 else v
         if is_0:
-            return Type("C", (), zero=True)
-        if any(v.mixed for v in vals):
+            return Type("C", entries=Entries(ZERO))
+        if any(v.is_mixed for v in vals):
             require(_keeps_mixed(op, vals), MIXED, bends=True)
         require(_takes_guards(op, vals), "a sum over samples", bends=True)
         is_factor = op.type in _FACTORS
@@ -256,15 +243,15 @@ class Analysis:
         """Returns the type of what accumodel has named, or `None`."""
         if op.type == "SelectV2" and NONZERO in op.name:
             # In a micro-batch of nothing, nothing is added.
-            return dataclasses.replace(vals[2], stays=1)
+            return vals[2].with_entries(stays=1)
         if MOMENTS in op.name:
             return Type("C", self.dims(op.outputs[0]))
         axis = rows_axis(op.name)
         if axis is not None and op.type == "Identity":  # some are dropped
             (v,) = vals
-            is_right = (v.base, v.axis, v.o, v.mixed) == ("R", axis, ONE, False)
+            is_right = v.rows and v.rows[:2] == (axis, ONE) and not v.is_mixed
             require(v.base == "T" or is_right, f"{v.words}, of which rows")
-            return v.but(uniform=False)
+            return v.but().with_rows(uniform=False)
         if axis is None or op.type not in _DRAWS:
             return None
         held = vals[_DRAWS[op.type]].content or ()
@@ -273,7 +260,8 @@ class Analysis:
             return None
         own = self.dims(op.outputs[0])
         dims = tuple(x or y for x, y in zip(held, own, strict=True))
-        return Type("R", dims, axis=axis, k=over(held[axis], N))
+        rows = Rows(axis, k=over(held[axis], N))
+        return Type("R", dims, rows=rows)
 
     # -- functions, conditions and loops ---------------------------------------
 
@@ -332,8 +320,9 @@ class Analysis:
             return goes_on
         require(goes_on.is_shared, f"{goes_on.words}, as a condition", True)
         # Where the condition is no number, the loop has other steps.
-        both = [(v, union([v.breaks, goes_on.breaks])) for v in now]
-        return [dataclasses.replace(v, breaks=breaks) for v, breaks in both]
+        both = [either([v, goes_on]).breaks for v in now]
+        pairs = zip(now, both, strict=True)
+        return [v.with_entries(breaks=breaks) for v, breaks in pairs]
 
     def joined(self, a, b, name):
         """Returns the type of what is one or the other, for all samples."""
@@ -345,22 +334,22 @@ class Analysis:
             x if x == y else (1, (f"{self._place(name)}:{i}",))
             for i, (x, y) in enumerate(zip(a.dims, b.dims, strict=True))
         )
-        one = a
         if "R" in (a.base, b.base):
             # No lengths are equal here since TensorFlow would raise.
-            is_like = (a.base, a.m, a.axis, a.o, a.k, a.mixed) == (
-                *(b.base, b.m, b.axis, b.o, b.k, b.mixed),
+            rows, others = (
+                v.rows and v.rows._replace(uniform=False) for v in (a, b)
             )
+            is_like = (a.base, a.m, rows) == (b.base, b.m, others)
             require(is_like, "samples, or others in other axes")
+            one = a.with_rows(uniform=a.rows.uniform and b.rows.uniform)
         else:
-            one = added([v.but(dims=(), zero=v.zero) for v in (a, b)])
+            one = added([dataclasses.replace(v, dims=()) for v in (a, b)])
+        known = either([one, a, b])
         return one.but(
             dims=dims,
-            uniform=a.uniform and b.uniform,
             content=a.content if a.content == b.content else None,
-            zero=a.zero and b.zero,
             grad=a.grad or b.grad,
-            breaks=union([a.breaks, b.breaks]),
+            entries=either([a, b])._replace(stays=known.stays),
         )
 
 
@@ -368,28 +357,13 @@ def _check(v, tensor):
     """Requires what is true of all types, whatever the rules say."""
     dtype, rank = tensor.dtype, tensor.shape.rank
     places = [i for i, size in enumerate(v.dims) if is_of_samples(size)]
-    is_right = places == ([v.axis] if v.base == "R" else [])
+    is_right = places == ([v.rows.axis] if v.rows else [])
     is_right &= v.base != "V" or bool(v.content)
     require(is_right, "the number of samples, which is not followed,")
     is_ranked = v.base == "T" or dtype == tf.variant or rank == len(v.dims)
     require(is_ranked, "a tensor of unknown rank")
     is_whole = v.base != "S" or is_number(dtype) or dtype.size >= 4
     require(is_whole, "a sum of few bits")
-
-
-def _counts(op, x, v, vals):
-    """Returns what is known of the entries of an output."""
-    if x.dtype.is_complex:
-        return 0
-    if x.dtype.is_bool and v.base in "CR":
-        return TRUTHS
-    of = zip(vals, op.inputs, strict=True)
-    counts = [each.counts for each, y in of if y.dtype == x.dtype]
-    if op.type in _MOVED:
-        return max(v.counts, min(counts, default=0))
-    is_any = op.type == "Maximum" and v.base != "G" and max(counts) > IF_DATA
-    is_positive = is_any or op.type in _POSITIVE
-    return max(v.counts, POSITIVE * is_positive)
 
 
 def _is_right(op):
@@ -402,7 +376,7 @@ def _is_right(op):
 def _takes_guards(op, vals):
     """Whether guards of the sum of a mask are where they have a meaning."""
     places = [i for i, v in enumerate(vals) if v.base == "G"]
-    is_known = all(vals[i].like for i in places)
+    is_known = all(vals[i].origin.like for i in places)
     is_right = op.type in _CALLS or places == _GUARDED.get(op.type)
     return not places or (is_known and is_right)
 
@@ -410,9 +384,9 @@ def _takes_guards(op, vals):
 def _keeps_mixed(op, vals):
     """Whether samples and a mean over them are added, scaled, or summed up."""
     if op.type in ("Mul", "RealDiv", "DivNoNan"):
-        others = [v for v in vals if not v.mixed]
+        others = [v for v in vals if not v.is_mixed]
         is_scaled = [v.base for v in others] in (["C"], ["S"])
-        return is_scaled and (op.type == "Mul" or vals[0].mixed)
+        return is_scaled and (op.type == "Mul" or vals[0].is_mixed)
     return op.type in _OF_MIXED
 
 

@@ -5,7 +5,6 @@ the analysis, the operation, and the types of its inputs. What no rule names is
 not proved.
 """
 
-import dataclasses
 import functools
 import string
 
@@ -24,9 +23,13 @@ from accumodel._features.proof.types import (
     TRUTHS,
     UNLIKE,
     WEIGHT,
+    ZERO,
+    Entries,
+    Origin,
     Type,
     added,
     broadcast,
+    either,
     is_of_samples,
     may_be_0,
     over,
@@ -97,8 +100,8 @@ BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil ClipByValue Complex ComplexAbs
 Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Igamma
 Igammac Invert LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalOr
 LookupTableFindV2 Mod Ndtri NextAfter Relu6 RightShift Rint Round
-Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt SquaredDifference Tan
-TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
+Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square
+SquaredDifference Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
 StaticRegexFullMatch StaticRegexReplace StringJoin StringLength StringLower
 StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong
 StringToNumber StringUpper
@@ -117,17 +120,9 @@ def elementwise(at, op, *vals):
 @rule("Abs Relu")
 def at_least_0(at, op, v):
     """What is not negative stays as it is."""
-    if v.base == "S" and v.counts >= POSITIVE:
+    if v.base == "S" and v.entries.counts >= POSITIVE:
         return v
-    plain(v)
-    return from_0(at, op, v)
-
-
-@rule("Square Tanh", plain=1)
-def from_0(at, op, v):
-    """Nothing, and its gradient, stay nothing."""
-    counts = v.counts if op.type != "Tanh" else min(v.counts, POSITIVE)
-    return broadcast([v]).but(within=v.within, counts=counts)
+    return elementwise(at, op, v)
 
 
 @rule("Pow")
@@ -138,8 +133,9 @@ def to_a_power(at, op, v, exponent):
         return to_the(v, number)
     one = elementwise(at, op, v, exponent)
     is_even = number is not None and not np.any(number % 2)
-    counts = POSITIVE if is_even else min(v.counts, POSITIVE)
-    return one.but(within=v.within if is_kept else (), counts=counts)
+    counts = POSITIVE if is_even else min(v.entries.counts, POSITIVE)
+    within = v.entries.within if is_kept else ()
+    return one.with_entries(counts=counts, within=within)
 
 
 @rule("Inv Reciprocal")
@@ -178,12 +174,12 @@ def compared(at, op, *vals):
     """Of unlike lengths this raises nothing: none are known to be alike."""
     by, number = of_statistic(op, *vals)
     if by and by.is_of_mask and number == 0:
-        return guard(by.alike, zero=op.type == "Equal")
+        return guard(by.alike, is_0=op.type == "Equal")
     if is_settled(by, number) or are_equal(*vals):
         return Type("C", vals[0].dims)
     require_near(by, number)
     plain(*vals)
-    lengths = {times(v.n) for v in vals if v.base == "R"}
+    lengths = {times(v.rows.n) for v in vals if v.rows}
     require(len(lengths) < 2, "axes of samples of unlike lengths")
     with sizes_alike(inherited=True):
         return broadcast(vals)
@@ -201,7 +197,7 @@ def ordered(at, op, a, b):
         is_0 = 0 < number <= 1 if takes_1 else 0 <= number < 1
         require(is_0, by.words, bends=True)
         is_less = op.type.startswith("Less") == is_first
-        return guard(by.alike, by.counts, zero=is_less)
+        return guard(by.alike, by.entries.counts, is_less)
     require_near(by, number)
     return elementwise(at, op, a, b)
 
@@ -226,15 +222,20 @@ def are_equal(a, b):
 # -- guards of the sum of a mask, which may be 0 -------------------------------
 
 
-def guard(name, counts=COUNTS, **changed):
-    """Returns the type of a guard, which is right if it `COUNTS`."""
-    return Type("G", (), like=name, counts=counts, **changed)
+def guard(name, counts=COUNTS, is_0=False):
+    """Returns the type of a guard, which is right if it `COUNTS`.
+
+    `is_0` is whether it is true where the sum is 0, and not where it is not.
+    """
+    content = ("is 0",) if is_0 else None
+    origin = Origin(like=name)
+    return Type("G", content=content, entries=Entries(counts), origin=origin)
 
 
 def require_mask(v):
     """Requires a guard by what counts; usually it does: no warning."""
     what = "a sum over samples that may be less than 1, and not 0"
-    require(v.counts >= COUNTS, what, False, WEIGHT)
+    require(v.entries.counts >= COUNTS, what, False, WEIGHT)
 
 
 # What no sum of a usual loss reaches.
@@ -243,7 +244,9 @@ HUGE = 1e6
 
 def require_near(by, number):
     """Requires a number that a statistic, if there is one, may be beyond."""
-    is_beyond = by and (abs(number) >= HUGE or (number == 0 and by.counts))
+    is_beyond = by and (
+        abs(number) >= HUGE or (number == 0 and by.entries.counts)
+    )
     require(not is_beyond, f"{by and by.words}, which is hardly ever beyond")
 
 
@@ -263,10 +266,10 @@ def at_least(at, op, *vals):
     """A sum of a mask is never less than 1, unless it is 0; nor is n."""
     by, number = of_statistic(op, *vals)
     if by and by.is_of_mask and 0 < number <= 1:
-        return guard(by.alike, by.counts)
+        return guard(by.alike, by.entries.counts)
     if are_equal(*vals) or (by and by.is_count and number <= 1):
         return by or vals[0]
-    is_any = by and by.grad and not by.counts
+    is_any = by and by.grad and not by.entries.counts
     is_less = not by or number > (-HUGE if is_any else 1e-4)
     require(is_less, f"{by and by.words}, which is hardly ever less")
     return elementwise(at, op, *vals)
@@ -288,7 +291,7 @@ def at_most(at, op, *vals):
 @rule("LogicalNot")
 def negated(at, op, v):
     if v.base == "G":
-        return guard(v.like, v.counts, zero=not v.zero)
+        return guard(v.origin.like, v.entries.counts, not v.content)
     return elementwise(at, op, v)
 
 
@@ -300,24 +303,25 @@ def guarded(condition, a, b, *numbers):
     for v in (a, b):
         if v.base == "T":
             return v
-    if condition.zero:
+    if condition.content:
         a, b, numbers = b, a, numbers[::-1]
-    by, number = condition.like, numbers[-1] if numbers else None
+    by, number = condition.origin.like, numbers[-1] if numbers else None
     if number and number > 0 and a.is_of_mask and a.alike == by:
-        return guard(by, condition.counts)
+        return guard(by, condition.entries.counts)
     # What the sum divides, which is nothing where it is nothing.
-    left, assumed = owed([by], a.within)
+    within = a.entries.within
+    left, assumed = owed([by], within)
     is_ratio = a.base == "S" and a.m == ((by, -1),) and not left
-    is_right = is_ratio and b.zero and b.base == "C"
-    is_usual = a.within or by in dict(a.m) or (number and a.is_of_mask)
+    is_right = is_ratio and b.is_zero and b.base == "C"
+    is_usual = within or by in dict(a.m) or (number and a.is_of_mask)
     require(is_right, condition.words, bends=not is_usual)
     require_mask(condition)
     # Of a branch that runs only if the sum is not 0, this is a number. What is
     # chosen by `where` is computed, too, and so is its gradient.
-    is_run = {*a.breaks} - (set() if numbers else {by})
-    breaks = union([b.breaks, is_run, assumed])
-    one = broadcast([a, b])
-    return one.but(m=a.m, grad=a.grad, within=a.within, breaks=breaks)
+    is_run = {*a.entries.breaks} - (set() if numbers else {by})
+    breaks = union([b.entries.breaks, is_run, assumed])
+    one = broadcast([a, b]).but(m=a.m, grad=a.grad)
+    return one.with_entries(within=within, breaks=breaks)
 
 
 # -- what is read --------------------------------------------------------------
@@ -341,8 +345,9 @@ def fixed(at, op):
     counts = POSITIVE * bool((value >= 0).all())
     if counts and not ((value > 0) & (value < 1)).any():
         counts = TRUTHS if (value <= 1).all() else COUNTS
+    counts = counts if value.any() else ZERO
     held = tuple((int(x), ()) for x in value.ravel()) if is_size else None
-    return one.but(content=held, zero=not value.any(), counts=counts)
+    return one.but(content=held, entries=Entries(counts))
 
 
 # -- linear --------------------------------------------------------------------
@@ -363,7 +368,7 @@ def kept(at, op, *vals):
 def linear(at, op, v):
     is_whole = op.type == "Neg" or all(name == "n" for name, _ in v.m)
     require(is_whole, "a part of what a complex sum divides")
-    return v.but(zero=v.zero, within=v.within)
+    return v.but()
 
 
 @rule("Cast")
@@ -378,20 +383,22 @@ def cast(at, op, v):
         require(to.is_floating and not of.is_bool, v.words)
         return v
     if of.is_bool:
-        return dataclasses.replace(v, counts=TRUTHS)
-    counts = v.counts * (v.counts == TRUTHS or to.size >= 4 or to.is_floating)
+        return v.with_entries(counts=TRUTHS)
+    counts = v.entries.counts
+    is_truth = counts >= TRUTHS
+    counts *= is_truth or to.size >= 4 or to.is_floating
     is_whole = to.is_integer and to.size >= 4 and of.is_integer
     if is_whole or (to.is_floating and not of.is_complex):
         # Of a sum of integers, what is rounded is not 0.
         is_sum = v.base == "S" and of.is_integer and to.is_floating
-        if is_sum or v.counts == TRUTHS or holds(to, of):
+        if is_sum or is_truth or holds(to, of):
             return v
         counts *= to.is_floating or to.size >= of.size
-        return dataclasses.replace(v.renamed(), counts=counts)
+        return v.renamed().with_entries(counts=counts)
     if to.is_complex:
         return v.renamed()
     plain(v)
-    return v.but(within=v.vanishes, counts=counts)
+    return v.but().with_entries(within=v.vanishes, counts=counts)
 
 
 def holds(dtype, other):
@@ -426,16 +433,17 @@ def multiplied(at, op, a, b):
         like = None  # a byte begins anew
     one, m = broadcast([a, b]), power(a.m, b.m)
     owes, assumed = owed({*a.owes, *b.owes}, within)
-    require(not owes or one.base == "C", MAY_BE_0)
-    return one.but(
-        m=m,
-        zero=a.zero or b.zero,
-        like=like,
-        within=within,
-        counts=min(a.counts, b.counts) * op.outputs[0].dtype.is_floating,
-        owes=owes,
-        breaks=assumed,
-    )
+    one = one.but(m=m, origin=Origin(like=like))
+    require_owed(owes, one)
+    counts = either([a, b]).counts * op.outputs[0].dtype.is_floating
+    counts = ZERO if a.is_zero or b.is_zero else counts
+    return one.with_entries(counts=counts, within=within, breaks=assumed)
+
+
+def require_owed(owes, v):
+    """Requires that what may be 0, and divides what is not, is in `v.m`."""
+    is_known = v.base == "C" and {*owes} <= {*v.owes}
+    require(is_known or not owes, MAY_BE_0)
 
 
 def scaled(v, by, factor=None):
@@ -469,10 +477,10 @@ def is_number(dtype):
 def divided(at, op, a, b):
     """By what samples share, or by a sum over the samples that is a factor."""
     require("V" not in (a.base, b.base), "the number of samples")
-    is_guarded, counts = b.base == "G", min(a.counts, b.counts, POSITIVE)
+    is_guarded, counts = b.base == "G", min(either([a, b]).counts, POSITIVE)
     if is_guarded:
         require_mask(b)
-        b = Type("C", m=((b.like, 1),))
+        b = Type("C", m=((b.origin.like, 1),))
     b = b.factor()
     zeros = may_be_0(b.m)
     # Where it is 0, so is what it divides, or what that is a factor of.
@@ -482,15 +490,11 @@ def divided(at, op, a, b):
     is_right = a.base != "S" or b.base == "C"
     require(is_right, "a sum over samples, and samples", bends=True)
     m = power(a.m, b.m, -1)
-    return broadcast([a, b]).but(
-        m=m,
-        zero=a.zero,
-        like=scaled(a, b),
-        within=a.vanishes,
-        counts=counts,
-        owes=owes,
-        breaks=assumed if is_safe else union([zeros, assumed]),
-    )
+    one = broadcast([a, b]).but(m=m, origin=Origin(like=scaled(a, b)))
+    require_owed(owes, one)
+    counts = ZERO if a.is_zero else counts
+    breaks = assumed if is_safe else union([zeros, assumed])
+    return one.with_entries(counts=counts, within=a.vanishes, breaks=breaks)
 
 
 @rule("AddV2 Add Sub AddN")
@@ -503,21 +507,20 @@ def plus(at, op, *vals):
     # Such as 1e-7, which is rounding next to 1, but not next to 0.
     is_little = by and 0 < number <= np.spacing(number.dtype.type(1))
     if is_little and op.type != "Sub" and (by.is_count or by.is_of_mask):
-        return by if by.is_count else guard(by.alike, by.counts)
+        return by if by.is_count else guard(by.alike, by.entries.counts)
     one = added([*vals])
     if op.type == "Sub":
-        is_rest = vals[1].counts == TRUTHS and np.all(known[0] == 1)
-        return dataclasses.replace(one, counts=TRUTHS * bool(is_rest))
-    counts = min(COUNTS, *(v.counts for v in vals))
-    one = dataclasses.replace(one, counts=counts)
+        is_rest = vals[1].entries.counts >= TRUTHS and np.all(known[0] == 1)
+        return one.with_entries(counts=TRUTHS * bool(is_rest))
+    counts = either(vals).counts
     pairs = [*zip(op.inputs, vals, strict=True)]
     is_more = all(v.base == "S" or is_nonzero(x, v) for x, v in pairs)
     bases = {v.base for v in vals}
     if not (counts and is_more and bases == {*"CS"} and one.is_single):
         return one
-    names = "+".join(v.name for v in vals)
+    like = f"{'+'.join(v.origin.name for v in vals)}:{AFFINE}"
     assumed = (NEGATIVE,) * (counts == IF_DATA)
-    return dataclasses.replace(one, like=f"{names}:{AFFINE}", breaks=assumed)
+    return one.with_entries(breaks=assumed).like(like)
 
 
 @rule("BiasAdd")
@@ -537,22 +540,20 @@ def selected(at, op, condition, *vals):
         return guarded(condition, *vals, *numbers)
     plain(condition)
     a, b = vals
-    either = added([a, b])
+    both = added([a, b])
     # `Select` takes a vector for the first axis.
     is_like = op.type == "SelectV2" or condition.dims in ((), a.dims)
     require(is_like, "a condition of another shape")
-    is_one = either.base != "S" or condition.is_shared
-    is_right = is_one and not either.mixed
+    is_one = both.base != "S" or condition.is_shared
+    is_right = is_one and not both.is_mixed
     require(is_right, "a sum, or another one", not condition.is_shared)
-    sides = [{*v.vanishes} for v in vals if not v.zero]
+    sides = [{*v.vanishes} for v in vals if not v.is_zero]
     within = set.intersection(*sides) if sides else set()
-    within = union([within, condition.vanishes if b.zero else ()])
+    within = union([within, condition.vanishes if b.is_zero else ()])
     owes, assumed = owed({*a.owes, *b.owes}, within)
     require(not owes, MAY_BE_0)
-    counts = min(a.counts, b.counts)
-    one = broadcast([condition, a, b])
-    kept = {"m": either.m, "stays": either.stays, "within": within}
-    return one.but(counts=counts, breaks=assumed, **kept)
+    one = broadcast([condition, a, b]).but(m=both.m, entries=both.entries)
+    return one.with_entries(within=within, breaks=assumed)
 
 
 # -- along axes ----------------------------------------------------------------
@@ -565,29 +566,24 @@ def reduced(at, op, v, of_axes):
         return sizes([product(*v.content)], ())
     is_mean = op.type == "Mean" and is_number(op.outputs[0].dtype)
     is_linear = op.type == "Sum" or is_mean
-    dtype = op.outputs[0].dtype
-    counts = min(v.counts, COUNTS if op.type == "Sum" else POSITIVE)
-    counts *= is_number(dtype) or dtype.size >= 4
     plain(*([] if is_linear else [v]))
     require(v.base != "V" and of_axes.is_shared, "the number of samples")
     axes = axes_of(op.inputs[1], of_axes, len(v.dims))
     keeps = not op.type.startswith("Arg") and op.get_attr("keep_dims")
     kept = [i for i in range(len(v.dims)) if keeps or i not in axes]
     dims = tuple(ONE if i in axes else v.dims[i] for i in kept)
-    if v.base != "R" or v.axis not in axes:
-        axis = kept.index(v.axis) if v.base == "R" else 0
-        return v.but(dims=dims, axis=axis, within=v.within, counts=counts)
+    if v.base != "R" or v.rows.axis not in axes:
+        axis = kept.index(v.rows.axis) if v.rows else 0
+        return v.but(dims=dims).with_rows(axis=axis)
     if op.type == "Any" and dims == ():
         # Whether numbers are finite is asked to leave out all, at most.
         require(not asks_finite(op.inputs[0]), "all samples at once")
         return guard(v.summed)
     require(is_linear, "all samples at once")
     # The sum of n equal rows is n times one.
-    m = power(v.m, (("n", v.uniform - is_mean),))
-    one = Type("C" if v.uniform else "S", dims, m)
-    # Of all entries.
-    like = v.summed if one.is_single else None
-    return one.but(like=like, within=v.within, counts=counts)
+    m = power(v.m, (("n", v.rows.uniform - is_mean),))
+    one = Type("C" if v.rows.uniform else "S", dims, m)
+    return one.like(v.summed) if one.is_single else one  # of all entries
 
 
 # Each function looks at the last axes of its inputs, as many of each as stand
@@ -618,7 +614,7 @@ def along(counts, at, op, *vals):
     rows = []
     for v, count in zip(vals, counts, strict=False):
         before = len(v.dims) - count
-        require(v.base != "R" or v.axis < before, IN_ORDER)
+        require(not v.rows or v.rows.axis < before, IN_ORDER)
         rows.append(v.but(dims=v.dims[:before]))
     return [at.shaped(broadcast(rows), x) for x in op.outputs]
 
@@ -664,11 +660,13 @@ def transposed(at, op, to, filters, v):
 def by_blocks(at, op, v, block, *others):
     """Blocks of images, as long batches one behind the other."""
     size = constant(op.inputs[1], block)
-    require(v.base == "R" and v.axis == 0 and size is not None, IN_ORDER)
+    is_known = v.rows and v.rows.axis == 0 and size is not None
+    require(is_known, IN_ORDER)
     size = (int(np.prod(size)), ())
-    o = times(v.o, size) if op.type[0] == "S" else over(v.o, size)
+    o = v.rows.o
+    o = times(o, size) if op.type[0] == "S" else over(o, size)
     require(o is not None, IN_ORDER)
-    return at.shaped(v.but(o=o), op.outputs[0], uniform=False)
+    return at.shaped(v.with_rows(o=o, uniform=False), op.outputs[0])
 
 
 # -- contracted ----------------------------------------------------------------
@@ -713,7 +711,7 @@ def _contracted(at, op, vals, labels, result):
     require(is_of_rows, _OTHERS, bends=bases >= {*"RS"})
     m = functools.reduce(power, (v.m for v in vals))
     pairs = [*zip(vals, labels, strict=True)]
-    label, *others = {x[v.axis] for v, x in pairs if v.base == "R"}
+    label, *others = {x[v.rows.axis] for v, x in pairs if v.rows}
     require(not others, "samples next to others: two axes of them")
     require(all(x.count(label) < 2 for x in labels), IN_ORDER)
     for v, x in pairs:
@@ -722,7 +720,9 @@ def _contracted(at, op, vals, labels, result):
     one = functools.reduce(same, (v for v in vals if v.base == "R"))
     if label not in result:
         within = union(v.vanishes for v in vals)
-        counts = min(COUNTS, *(v.counts for v in vals))
-        return at.shaped(Type("S", m=m), out, within=within, counts=counts)
-    axis = result.index(label)
-    return at.shaped(one.but(m=m, uniform=False), out, axis)
+        counts = min(COUNTS, either(vals).counts)
+        return at.shaped(Type("S", m=m), out).with_entries(
+            counts=counts, within=within
+        )
+    one = one.but(m=m).with_rows(uniform=False)
+    return at.shaped(one, out, result.index(label))

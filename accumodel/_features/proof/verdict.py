@@ -31,11 +31,14 @@ from accumodel._features.proof.types import (
     ONE,
     WEIGHT,
     N,
+    Origin,
     Proof,
+    Rows,
     Type,
     UnprovedError,
     added,
     arrays_of,
+    either,
     may_be_0,
     of_data,
     power,
@@ -120,7 +123,7 @@ class Gradients:
         for ref in watched:  # as a variable: it may not be in a divisor
             before = known | self._known_by([])
             (v,) = self._analysis.proved([ref.deref()], before)
-            marked[ref] = v.but(uniform=False, grad=True)
+            marked[ref] = v.but(grad=True).with_rows(uniform=False)
         known |= self._known_by(watched) | marked
         types = self._analysis.proved(targets, known)
         return [_gradient(types, _source(x, marked)) for x in by]
@@ -161,16 +164,23 @@ def _source(x, marked):
 def _gradient(targets, by):
     """Returns the type of the gradient of a sum of targets by a source."""
     # Entries are summed up, and so are rows of samples.
-    one = added(
-        [v.but(base="S" if v.base == "R" else v.base, dims=()) for v in targets]
-    )
-    of = (*arrays_of([*targets, by]),)
+    one = added([_summed(v).but(dims=()) for v in targets])
+    breaks = either(targets).breaks
+    origin = Origin(of=(*arrays_of([*targets, by]),))
     if by.is_shared:
-        stays = one.stays if one.stays > 1 else 0  # numbers have no gradient
-        return one.but(dims=by.dims, grad=True, stays=stays, of=of)
+        stays = either([one, *targets]).stays
+        stays = stays if stays > 1 else 0  # numbers have no gradient
+        one = one.but(dims=by.dims, grad=True, origin=origin)
+        return one.with_entries(stays=stays, breaks=breaks)
     is_of_rows = (by.base, by.m, one.base, one.m) == ("R", (), "S", ())
     require(is_of_rows, f"a gradient of {one.words} by {by.words}")
-    return by.but(breaks=union([by.breaks, one.breaks]), of=of)
+    breaks = union([by.entries.breaks, breaks])
+    return by.but(origin=origin).with_entries(breaks=breaks)
+
+
+def _summed(v):
+    """Returns the type of a sum of what may be rows of samples."""
+    return v.but(base="S", dims=(), rows=None) if v.rows else v
 
 
 def _tried(sizes, function, *args, **kwargs):
@@ -197,11 +207,11 @@ def _judged(judge, tensors, *where, typed=None, is_weighed=False, **variables):
     known, assigned = _known(analysis, tensors[0].graph, *where, **variables)
     types = analysis.types_of(tensors, known | more)
     require_known(types, is_of_n=not is_weighed or types[0].is_n)
-    held = [{*v.breaks} for v in types]
+    held = [{*v.entries.breaks} for v in types]
     pairs = zip(types, held, strict=True)
     what = judge(
         *(
-            dataclasses.replace(v, breaks=union([breaks - {NEGATIVE}]))
+            v.with_entries(breaks=union([breaks - {NEGATIVE}]))
             for v, breaks in pairs
         )
     )
@@ -227,13 +237,12 @@ _judge_sums = functools.partial(_judge_all, None)
 
 def _judge(weight, loss, is_gradient=False):
     """Returns what a loss is, if its weight is what it was divided by."""
-    if loss.base == "R":  # its gradient is that of the sum
-        loss = loss.but(base="S", dims=())
+    loss = _summed(loss)  # its gradient is that of the sum
     is_sum = loss.base == "S"
     if weight is None:
         what = f"{loss.words}, taken for a sum over samples"
         require(is_sum and not loss.m, what, bends=True)
-        require(not (loss.owes or loss.breaks), MAY_BE_0)
+        require(not (loss.owes or loss.entries.breaks), MAY_BE_0)
         return "a sum over samples"
     is_guard = weight.base == "G"
     require(not is_guard, f"its weight, {weight.words} that is never 0", True)
@@ -252,23 +261,25 @@ def _judge(weight, loss, is_gradient=False):
     is_other = is_sum and any(p < 0 for name, p in loss.m if name != "n")
     advice = WEIGHT * (weight.is_n and is_other)
     require(is_mean or loss.is_shared, what, bends or advice, advice)
-    require(not (loss.owes or weight.owes or weight.breaks), MAY_BE_0)
+    require(not (loss.owes or weight.owes or weight.entries.breaks), MAY_BE_0)
     # What is not a number is left out if it weighs nothing.
-    is_left_out = not weight.stays and {*loss.breaks} <= {*dict(weight.m)}
-    require(not loss.breaks or is_left_out, MAY_BE_0)
+    is_left_out = not weight.entries.stays and {*loss.entries.breaks} <= {
+        *dict(weight.m)
+    }
+    require(not loss.entries.breaks or is_left_out, MAY_BE_0)
     # If all micro-batches of an update weigh nothing, only the sum is nothing.
     never_0 = not may_be_0((*loss.m, *weight.m))
-    stays = 1 + loss.grad if loss.base == "C" else loss.stays
+    stays = 1 + loss.grad if loss.base == "C" else loss.entries.stays
     is_nothing = stays < (1 if is_gradient else 2)
-    is_right = never_0 or weight.stays or is_nothing
+    is_right = never_0 or weight.entries.stays or is_nothing
     require(is_right, "a mean, and what is shared, by a weight that may be 0")
     return "a mean over samples"
 
 
 def _judge_rows(*outputs):
     for v in outputs:
-        is_rows = v.base == "R" and not (v.m or v.axis or v.mixed)
-        is_rows &= v.o == ONE and not v.breaks
+        is_rows = v.rows and v.rows[:2] == (0, ONE) and not v.rows.mixed
+        is_rows = is_rows and not (v.m or v.entries.breaks)
         require(is_rows, f"an output is {v.words}, not a row of each")
     return "all outputs are rows of samples"
 
@@ -301,7 +312,7 @@ def _known(
         for key, v in given.items():
             name = _COUNTED if key == counted else key.deref().name
             of = (name,) if v.base == "R" else ()
-            given[key] = dataclasses.replace(v, of=of)
+            given[key] = dataclasses.replace(v, origin=Origin(of=of))
     types, assigned = _outside(analysis, graph, rows_variable, ignored, given)
     return types | given, assigned
 
@@ -316,11 +327,11 @@ def _types_of_data(analysis, data, spans_batches):
         if rank is None or (spans_batches and not is_alike):
             types[x.ref()] = unknown("batches of unlike lengths in one update")
         elif has_samples:
-            dims, counts = analysis.dims(x, 0, N), of_data(x.dtype)
-            types[x.ref()] = Type("R", dims, counts=counts)
+            dims, known = analysis.dims(x, 0, N), of_data(x.dtype)
+            types[x.ref()] = Type("R", dims, rows=Rows(), entries=known)
         else:
-            dims, counts = analysis.dims(x), of_data(x.dtype)
-            types[x.ref()] = Type("C", dims, counts=counts)
+            dims, known = analysis.dims(x), of_data(x.dtype)
+            types[x.ref()] = Type("C", dims, entries=known)
     return types
 
 
@@ -355,8 +366,8 @@ def _outside(analysis, graph, rows_variable, ignored, given):
             what = f"`{name}` is another one in each micro-batch"
             types[x.ref()] = unknown(what)
         elif x.dtype == tf.resource or not tf.is_symbolic_tensor(root(outside)):
-            counts = of_data(x.dtype)
-            types[x.ref()] = Type("C", analysis.dims(x), counts=counts)
+            dims, known = analysis.dims(x), of_data(x.dtype)
+            types[x.ref()] = Type("C", dims, entries=known)
         elif is_near:
             known, _ = _outside(
                 analysis, outside.graph, rows_variable, ignored, given
