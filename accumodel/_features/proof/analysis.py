@@ -13,13 +13,11 @@ from accumodel._features.proof.rules import (
     KEPT,
     RULES,
     apply_rule,
-    guarded,
     is_number,
     rule,
 )
 from accumodel._features.proof.types import (
     MAY_BE_0,
-    MIXED,
     ONE,
     ZERO,
     Entries,
@@ -40,7 +38,7 @@ from accumodel._features.proof.types import (
 )
 from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import private_names
-from accumodel._keras_and_tf.graphs import CONDITIONS
+from accumodel._keras_and_tf.graphs import CONDITIONS, upstream
 from accumodel._keras_and_tf.hooks import RIGHT
 from accumodel._micro_batch.random_numbers import rows_axis
 from accumodel._micro_batch.weights import NONZERO
@@ -59,26 +57,10 @@ _ANEW = ("EagerPyFunc", "PyFunc", "PyFuncStateless", "Placeholder")
 _ADDED = unknown("what a gradient keeps")
 _CHANGED = unknown("rows of a gradient are changed")
 
-# What is known of samples with a mean over them added.
-_OF_MIXED = {
-    *("AddV2", "Cast", "ExpandDims", "Identity", "Mean", "Neg", "Reshape"),
-    *("Shape", "Size", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Sum"),
-}
-
-# Which input may be a guard of the sum of a mask.
-_GUARDED = {
-    **{op_type: [0] for op_type in ("SelectV2", "LogicalNot", "Cast")},
-    **{op_type: [0] for op_type in KEPT.split()},
-    **{op_type: [1] for op_type in ("RealDiv", "DivNoNan")},
-}
-
-# In these, guards are what they are outside.
-_CALLS = ("If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
-
 _NO_GRADIENT = ("StopGradient", "OnesLike", "ZerosLike")
 
 # What may still be multiplied by the mask that a divisor is the sum of.
-_FACTORS = ["Mul", "Cast", "SelectV2", *KEPT.split()]
+_FACTORS = ["Mul", "Cast", *KEPT.split()]
 
 _calls = itertools.count()
 
@@ -123,24 +105,21 @@ class Analysis:
 
     def types_of(self, tensors, known):
         """Returns the types of tensors of a graph, from those of some."""
-        needed, todo = set(), [x.op for x in tensors if key_of(x) not in known]
-        while todo:
-            op = todo.pop()
-            if op not in needed:
-                needed.add(op)
-                todo += [x.op for x in op.inputs if x.ref() not in known]
+
+        def is_known(op):
+            return all(x.ref() in known for x in op.outputs)
+
+        needed = {*upstream(tensors, is_end=is_known)}
         # In the order in which they were made, but that the gradient of a loop
         # adds inputs to it.
         todo = [x for x in tensors[0].graph.get_operations() if x in needed]
         todo.reverse()
         while todo:
-            op = todo[-1]
+            op = todo.pop()
             missing = [x.op for x in op.inputs if x.ref() not in known]
-            todo += missing
-            if missing:
-                continue
-            todo.pop()
-            if any(x.ref() not in known for x in op.outputs):
+            if missing and not is_known(op):
+                todo += [op, *missing]
+            elif not is_known(op):
                 found = self._typed(op, [known[x.ref()] for x in op.inputs])
                 for x, v in zip(op.outputs, found, strict=True):
                     known.setdefault(x.ref(), v)
@@ -156,7 +135,7 @@ class Analysis:
         """Returns the types of what an operation returns."""
         # What is given has no name yet.
         vals = [
-            v if v.origin.name else v.named(self._place(x.name))
+            v if v.origin.name else v.with_origin(name=self._place(x.name))
             for v, x in zip(vals, op.inputs, strict=True)
         ]
         try:
@@ -170,21 +149,17 @@ class Analysis:
                 _check(v, x)
         except UnprovedError as error:
             found = [self._refused(op, error)] * len(op.outputs)
-        name, has_grad = self._name(op, vals), any(v.grad for v in vals)
-        is_mixed = any(v.is_mixed for v in vals)
-        named = []
+        name, inherited = self._name(op, vals), []
         for i, (v, x) in enumerate(zip(found, op.outputs, strict=True)):
-            of = union(each.origin.of for each in (v, *vals))
-            name = v.origin.name or f"{name}:{i}"
-            one = dataclasses.replace(
-                v,
-                grad=_keeps_gradient(x) and (has_grad or v.grad),
-                entries=entries_of(op, x, v, vals),
-                origin=v.origin._replace(name=name, of=of),
-            )
-            mixed = one.is_mixed or is_mixed
-            named.append(one.with_rows(mixed=mixed))
-        return named
+            every = [v, *vals]
+            grad = _keeps_gradient(x) and any(each.grad for each in every)
+            entries = entries_of(op, x, v, vals)
+            one = dataclasses.replace(v, grad=grad, entries=entries)
+            one = one.with_rows(mixed=any(each.is_mixed for each in every))
+            of = union(each.origin.of for each in every)
+            own = v.origin.name or f"{name}:{i}"
+            inherited.append(one.with_origin(name=own, of=of))
+        return inherited
 
     def _name(self, op, vals):
         """Returns what operations share that compute the same."""
@@ -218,14 +193,12 @@ class Analysis:
         is_0 = is_scalar and any(v.is_zero for v in vals)  # such as a loss
         if op.type == "IdentityN" and _is_right(op):
             return [*vals]
-        for v in vals:
-            if v.base == "T":  # times 0, what is no number is none
-                return unknown(v.why.reason) if is_0 else v
+        refused = [v for v in vals if v.base == "T"]
+        if refused:  # times 0, what is no number is none
+            v = max(refused, key=lambda v: v.why.kind == "bends")
+            return unknown(v.why.reason) if is_0 else v
         if is_0:
             return Type("C", entries=Entries(ZERO))
-        if any(v.is_mixed for v in vals):
-            require(_keeps_mixed(op, vals), MIXED, bends=True)
-        require(_takes_guards(op, vals), "a sum over samples", bends=True)
         is_factor = op.type in _FACTORS
         require(is_factor or not any(v.owes for v in vals), MAY_BE_0)
         require(_is_right(op), "a custom gradient")
@@ -243,7 +216,7 @@ class Analysis:
         """Returns the type of what accumodel has named, or `None`."""
         if op.type == "SelectV2" and NONZERO in op.name:
             # In a micro-batch of nothing, nothing is added.
-            return vals[2].with_entries(stays=1)
+            return vals[2].with_entries(stays=True)
         if MOMENTS in op.name:
             return Type("C", self.dims(op.outputs[0]))
         axis = rows_axis(op.name)
@@ -285,22 +258,18 @@ class Analysis:
         names = ["then_branch", "else_branch"]
         names = ["branches"] if "Case" in op.type else names
         branches = tf.nest.flatten([op.get_attr(name) for name in names])
-        join = self.joined
-        if decides.base == "G":
-            join = lambda a, b, _: guarded(decides, a, b)  # noqa: E731
-        else:
-            what = f"{decides.words}, as a condition"
-            require(decides.is_shared, what, bends=True)
+        what = f"{decides.words}, as a condition"
+        require(decides.is_shared, what, bends=True)
         results = [self._call(op, branch, vals) for branch in branches]
-        join = functools.partial(self._joined_outputs, op, join)
+        join = functools.partial(self._joined_outputs, op)
         return functools.reduce(join, results)
 
-    def _joined_outputs(self, op, join, some, others):
+    def _joined_outputs(self, op, some, others):
         """Returns the types of outputs that are the one or the other."""
         joined = []
         for i, (a, b) in enumerate(zip(some, others, strict=True)):
             try:
-                joined.append(join(a, b, f"{op.name}:{i}"))
+                joined.append(self.joined(a, b, f"{op.name}:{i}"))
             except UnprovedError as error:
                 joined.append(self._refused(op, error))
         return joined
@@ -308,21 +277,18 @@ class Analysis:
     @rule("While StatelessWhile")
     def looped(self, op, *vals):
         """Returns the types that the values of a loop have in all its steps."""
-        join = functools.partial(self._joined_outputs, op, self.joined)
         before, now = None, [v.renamed() for v in vals]
         for _ in range(12):
             if now != before:
                 after = self._call(op, op.get_attr("body"), now)
-                before, now = now, join(now, after)
+                before, now = now, self._joined_outputs(op, now, after)
         require(now == before, "a loop that does not settle")
         (goes_on,) = self._call(op, op.get_attr("cond"), now)
         if goes_on.base == "T":
             return goes_on
         require(goes_on.is_shared, f"{goes_on.words}, as a condition", True)
         # Where the condition is no number, the loop has other steps.
-        both = [either([v, goes_on]).breaks for v in now]
-        pairs = zip(now, both, strict=True)
-        return [v.with_entries(breaks=breaks) for v, breaks in pairs]
+        return [v.with_entries(breaks=either([v, goes_on]).breaks) for v in now]
 
     def joined(self, a, b, name):
         """Returns the type of what is one or the other, for all samples."""
@@ -344,12 +310,13 @@ class Analysis:
             one = a.with_rows(uniform=a.rows.uniform and b.rows.uniform)
         else:
             one = added([dataclasses.replace(v, dims=()) for v in (a, b)])
-        known = either([one, a, b])
+        known = either([a, b])
+        stays = known.stays or one.entries.stays
         return one.but(
             dims=dims,
             content=a.content if a.content == b.content else None,
             grad=a.grad or b.grad,
-            entries=either([a, b])._replace(stays=known.stays),
+            entries=known._replace(stays=stays),
         )
 
 
@@ -371,23 +338,6 @@ def _is_right(op):
     is_own = "_gradient_op_type" in op.node_def.attr
     innermost = f"/{op.name}".rpartition("/")[0].rpartition("/")[-1]
     return not is_own or innermost.startswith(RIGHT)
-
-
-def _takes_guards(op, vals):
-    """Whether guards of the sum of a mask are where they have a meaning."""
-    places = [i for i, v in enumerate(vals) if v.base == "G"]
-    is_known = all(vals[i].origin.like for i in places)
-    is_right = op.type in _CALLS or places == _GUARDED.get(op.type)
-    return not places or (is_known and is_right)
-
-
-def _keeps_mixed(op, vals):
-    """Whether samples and a mean over them are added, scaled, or summed up."""
-    if op.type in ("Mul", "RealDiv", "DivNoNan"):
-        others = [v for v in vals if not v.is_mixed]
-        is_scaled = [v.base for v in others] in (["C"], ["S"])
-        return is_scaled and (op.type == "Mul" or vals[0].is_mixed)
-    return op.type in _OF_MIXED
 
 
 def _keeps_gradient(tensor):

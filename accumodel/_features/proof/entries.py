@@ -31,11 +31,15 @@ _OF = {
     "PadV2": (slice(0, None, 2), ZERO),
     # One by one.
     "Abs Relu Square": (_FIRST, TRUTHS),
-    "Select SelectV2": (_OTHERS, TRUTHS),
+    "SelectV2": (_OTHERS, TRUTHS),
+    "Mul MulNoNan": (_ALL, TRUTHS),
     "Tanh": (_FIRST, POSITIVE),
+    "DivNoNan RealDiv": (_ALL, POSITIVE),
     "Conj Imag Neg Real": (_FIRST, 0),
     # Summed up, or another one of several.
-    "Add AddN AddV2": (_ALL, COUNTS),
+    """
+    Add AddN AddV2 BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul
+    """: (_ALL, COUNTS),
     "Sub": (_ALL, 0),
     "Sum": (_FIRST, COUNTS),
     "All Any ArgMax ArgMin EuclideanNorm Max Mean Min Prod": (_FIRST, POSITIVE),
@@ -71,5 +75,5 @@ def entries_of(op, x, v, vals):
         counts=0 if x.dtype.is_complex else counts,
         within=union([known.within, of.within]),
         breaks=every.breaks,
-        stays=every.stays if v.base == "S" else 0,
+        stays=every.stays and v.base == "S",
     )

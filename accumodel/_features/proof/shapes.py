@@ -15,6 +15,7 @@ from accumodel._features.proof.types import (
     TRUTHS,
     UNLIKE,
     ZERO,
+    Entries,
     N,
     Origin,
     Rows,
@@ -127,8 +128,8 @@ def concatenated(at, op, *inputs):
     if all(v.content is not None for v in vals) and out.shape.rank == 1:
         return vector([size for v in vals for size in v.content])
     plain(*vals)
-    is_alike = all(v.rows for v in vals)
-    is_alike = is_alike and len({v.rows.axis for v in vals}) == 1
+    axes = {v.rows and v.rows.axis for v in vals}
+    is_alike = len(axes) == 1 and None not in axes
     require(is_alike, "samples next to what they share, or in other axes")
     (place,) = axes_of(op.inputs[-1], of_axis, len(one.dims))
     if one.rows.axis != place:
@@ -300,8 +301,7 @@ def recurrent(at, op, v, state, cell, weights, lengths):
     rows += [(cell, axis)] if cell.dims else []  # which a GRU has not
     is_own = all(x.rows and x.rows.axis == place for x, place in rows)
     require(is_own and not op.get_attr("dropout"), _BY_PLACE)
-    one = functools.reduce(same, (x for x, _ in rows))
-    one = one.with_rows(uniform=False)
+    one = functools.reduce(same, (x for x, _ in rows)).with_rows(uniform=False)
     found = [at.shaped(one, x, axis) for x in op.outputs[: len(rows) - 1]]
     unseen = op.outputs[len(found) :]
     return found + [unknown("what a layer keeps on a GPU") for _ in unseen]
@@ -367,9 +367,8 @@ def filled(at, op, *vals):
 def alike(at, op, v):
     """The same for all, in the shape of samples."""
     require(v.base == "R", v.words)
-    counts = ZERO if op.type == "ZerosLike" else TRUTHS
-    one = v.but(m=()).with_rows(uniform=True)
-    return one.with_entries(counts=counts)
+    entries = Entries(ZERO if op.type == "ZerosLike" else TRUTHS)
+    return v.but(m=(), entries=entries).with_rows(uniform=True)
 
 
 # -- lists of tensors, as if they were stacked ---------------------------------
@@ -377,8 +376,7 @@ def alike(at, op, v):
 
 @rule("TensorListReserve EmptyTensorList")
 def list_made(at, op, *vals):
-    is_shared = all(v.base == "C" and not v.m for v in vals[1:])
-    require(is_shared, "a list with an item for each sample")
+    shared(*vals[1:])
     return Type("L", ())
 
 

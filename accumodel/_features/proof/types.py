@@ -7,8 +7,7 @@ A tensor is `m * base`. The base is one of
         sample i, and on C
     S   a sum over the samples: of R, and of n or a divisor times C
     V   a vector of sizes, of which one is made of n
-    G   a guard: the sum of a mask, but that another number is there instead of
-        0; or whether that sum is 0
+    G   a guard: the sum of a mask, with another number instead of 0
     L   a list in which nothing is yet
     T   none of these, with the reason
 
@@ -28,10 +27,13 @@ A rule says what an operation does to the base, the sizes, m and the rows.
 `entries.py` says what it does to the entries. The analysis adds what a tensor
 has from all that it is made of: its gradient, and its origin.
 
+Rows to which a mean over samples was added are `mixed`: a sum over them is S.
+
 A divisor may be 0 in a micro-batch, which then adds nothing. That is right if
 what it divides is 0 there, too: a product with the rows of a mask is 0 `within`
-the sum of that mask. A factor such as `n / D` still `owes` that. Losses guard
-against that 0 in many ways, such as `maximum(D, 1)`: all are one.
+the sum of that mask. A factor such as `n / D` still `owes` that. The usual
+guards against that 0 are one to the proof: `divide_no_nan`, `maximum(D, 1)` and
+`D + 1e-7`. What is chosen by whether D is 0 is compared.
 
 A size is a product of a number and of names, such as `3 * n * time`.
 """
@@ -49,7 +51,6 @@ Size: typing.TypeAlias = tuple[int, tuple[str, ...]]
 ONE: Size = (1, ())
 N: Size = (1, ("n",))
 
-AFFINE = "affine"  # of a sum and what is not 0, which is not 0
 MAY_BE_0 = "what a sum divides that may be 0 in a micro-batch"
 MIXED = "samples, and a sum or mean over samples"
 NEGATIVE = "weights that may be negative"
@@ -164,18 +165,17 @@ def union(names):
 
 def may_be_0(m):
     """Returns the names of the divisors in a monomial that may be 0."""
-    names = {name for name, _ in m} - {"n"}
-    return {name for name in names if not name.endswith(AFFINE)}
+    return {name for name, _ in m} - {"n"}
 
 
 class Rows(typing.NamedTuple):
-    """Where the samples are in a tensor, and what all its rows are."""
+    """Where the samples are: `o * n * k` rows along an axis."""
 
     axis: int = 0
     o: Size = ONE
     k: Size = ONE
     uniform: bool = False  # all rows are the same: only their number is n's
-    mixed: bool = False  # S/n is added to them: a sum over the rows is S
+    mixed: bool = False  # a mean over samples was added to each
 
     @property
     def n(self):
@@ -184,34 +184,36 @@ class Rows(typing.NamedTuple):
 
 
 class Entries(typing.NamedTuple):
-    """What is known of the entries, and of them where a divisor is 0."""
+    """Which numbers are there, and which where a divisor is 0."""
 
     counts: int = 0  # such as `COUNTS`: more is known of a larger one
-    # The names of sums with which all are 0: of a product with their rows.
+    # Divisors that are 0 only where all this is 0: it was multiplied by the
+    # mask that they sum up.
     within: tuple = ()
-    # Sums: where one is 0, these may be no numbers. `NEGATIVE` is there if all
-    # this is so only if no weights in the data are negative.
+    # Divisors: where one is 0, this may not be a number. `NEGATIVE` is there if
+    # the type is right only if no weights in the data are negative.
     breaks: tuple = ()
-    # Of S, where what divides it is 0: 0 if it is 0, 1 if it is not, and 2 if
-    # its gradient is not 0 either.
-    stays: int = 0
+    # Of a sum whose divisor is 0: it may be something else, since what samples
+    # share was added.
+    stays: bool = False
 
 
 class Origin(typing.NamedTuple):
     """How a tensor is computed. Types that differ only in this are equal."""
 
-    name: str | None = None  # one of all that is computed in the same way
-    # The name of what has the same entries, but for their order and a shared
-    # factor.
+    name: str | None = None  # equal for equal expressions
+    # The name of a tensor with the same entries, in another order or times a
+    # shared factor.
     like: str | None = None
-    # The arrays of data that it is made of, if their lengths may differ.
-    of: tuple = ()
+    of: tuple = ()  # the arrays of data in it, if their lengths may differ
 
 
 @dataclasses.dataclass(frozen=True)
 class Type:
+    """What is known of a tensor."""
+
     base: str
-    dims: tuple = ()  # sizes
+    dims: tuple = ()  # its sizes
     m: tuple = ()  # names of divisors, or "n", and their powers
     rows: Rows | None = None  # of R
     content: tuple | None = None  # the sizes that a scalar or vector holds
@@ -222,22 +224,17 @@ class Type:
 
     def but(self, **changed):
         """Returns the type of what is computed of this one."""
-        # Of other entries, but of no number it is none.
+        # It has other entries, but is no number where this is none.
         entries = self.entries._replace(counts=0, within=())
         changed = {"content": None, "entries": entries, **changed}
         return dataclasses.replace(self.renamed(), **changed)
 
     def renamed(self):
-        origin = Origin(of=self.origin.of)
-        return dataclasses.replace(self, origin=origin)
+        return self.with_origin(name=None, like=None)
 
-    def named(self, name):
-        origin = self.origin._replace(name=name)
-        return dataclasses.replace(self, origin=origin)
-
-    def like(self, name):
-        """Returns the type of what is like another one, see `Origin`."""
-        origin = self.origin._replace(like=name)
+    def with_origin(self, **changed):
+        """Returns the type of what is computed in another way."""
+        origin = self.origin._replace(**changed)
         return dataclasses.replace(self, origin=origin)
 
     def with_rows(self, **changed):
@@ -256,7 +253,7 @@ class Type:
             return self
         require(self.is_single, "several sums over samples", False, CACHE)
         require(not self.grad, f"{self.words} that is trained", bends=True)
-        # One is 1, but in a micro-batch without weights.
+        # S / S is 1, except where S is 0.
         is_one = self.alike in dict(self.m)
         require(not is_one, "a sum of weights, divided by itself")
         m = power(self.m, ((self.alike, 1),))
@@ -323,19 +320,15 @@ class Type:
     @property
     def is_count(self):
         """Whether this is n, or some times n: a whole number of 1 or more."""
-        number, names = self.size or (0, ())
+        held = self.content if self.dims == () else None
+        number, names = (held and times(held[0])) or (0, ())
         return number >= 1 and {*names} == {"n"}
 
     @property
-    def size(self):
-        """The size that a scalar holds, `None` if it is not known."""
-        held = self.content if self.dims == () else None
-        return None if held is None else times(held[0])
-
-    @property
     def words(self):
-        if self.base in ("S", "G"):
-            return f"a {'mean' if self.m else 'sum'} over samples"
+        if self.base == "S" or self.base == "G":
+            is_mean = self.base == "S" and self.m
+            return f"a {'mean' if is_mean else 'sum'} over samples"
         if self.is_mixed:
             return MIXED
         of_m = "the number of samples" if self.is_of_n else "a sum of weights"
@@ -473,7 +466,7 @@ def either(vals):
         counts=min((each.counts for each in known), default=0),
         within=union([set.intersection(*left)] if left else []),
         breaks=union(each.breaks for each in known),
-        stays=max((each.stays for each in known), default=0),
+        stays=any(each.stays for each in known),
     )
 
 
@@ -510,8 +503,8 @@ def added(vals):
         advice = "" if any(v.grad for v in vals) else WEIGHT
         what = "a sum over samples, and what samples share"
         require(is_sum, what, False, advice)
-    stays = max([0, *(1 + v.grad for v in vals if v.base == "C")])
-    return broadcast([*vals, *zeros]).but(m=m).with_entries(stays=stays)
+    one = broadcast([*vals, *zeros]).but(m=m)
+    return one.with_entries(stays="C" in bases)
 
 
 def sizes(held, dims):
