@@ -240,6 +240,8 @@ weights are whole numbers
     divided: call require counts => None
 a mask that may be empty, divided by itself, is 1
     require_owed: call require => None
+a mask is 0 where it is 0, and may be divided by itself
+    entries_of: set own => set()
 a shared factor is never 0
     is_nonzero: return constant => True
 0 times what is not a number is 0

@@ -55,10 +55,11 @@ def by_no_number(b):
     return total(rows / tf.where(d > 0.0, d, float("nan")) * d)
 
 
-def by_itself(b):
+def by_itself(b, factor=1.0):
     """What samples share, and nothing where a mask has nothing."""
     ones = tf.ones_like(errors(b))
-    return ratio(mean(ones * total(few(b))) * mean(b.kernel**2), total(few(b)))
+    some = total(factor * few(b))
+    return ratio(mean(ones * some) * mean(b.kernel**2), total(few(b)))
 
 
 def steps_of_no_number(b):
@@ -153,6 +154,9 @@ UNKNOWN = {
     "what is shared, times a mask by itself": by_itself,
     "what is shared, times a mask by itself, or a mean": lambda b: tf.cond(
         b.kernel[0, 0] < 9.0, lambda: by_itself(b), lambda: mean(errors(b))
+    ),
+    "what is shared, times twice a mask by itself, and a mean": lambda b: (
+        by_itself(b, 2.0) + mean(errors(b))
     ),
     # Of what is usually right, nobody is warned.
     "a mean and what is shared, if a mask has one": Program(

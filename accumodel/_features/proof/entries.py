@@ -21,8 +21,8 @@ _FIRST, _OTHERS, _ALL = slice(1), slice(1, None), slice(None)
 _OF = {
     # As they are, but in other places.
     """
-    BroadcastTo ExpandDims GatherNd GatherV2 MirrorPad Pad Reshape ReverseV2
-    Roll Slice SplitV Squeeze StridedSlice Tile Transpose Unpack
+    BroadcastTo ExpandDims GatherV2 MirrorPad Pad Reshape ReverseV2 Roll Slice
+    SplitV Squeeze StridedSlice Tile Transpose Unpack
     """: (_FIRST, ZERO),
     "Fill Split": (_OTHERS, ZERO),
     "OneHot": (slice(2, None), ZERO),
@@ -71,9 +71,11 @@ def entries_of(op, x, v, vals):
     if v.base == "G":
         counts = known.counts
     every = either([v, *vals])
+    # A sum of a mask is not within itself: divided by itself, it is not 1.
+    own = {v.alike, f"{v.alike}?"}
     return known._replace(
         counts=0 if x.dtype.is_complex else counts,
-        within=union([known.within, of.within]),
+        within=union([{*known.within, *of.within} - own]),
         breaks=every.breaks,
         stays=every.stays and v.base == "S",
     )

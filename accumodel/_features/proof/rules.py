@@ -226,10 +226,13 @@ def fixed(at, op):
     if value.dtype.kind not in "fiu":
         return one
     is_size = value.ndim < 2 and value.dtype.kind == "i" and value.size < 16
-    counts = POSITIVE * bool((value >= 0).all())
-    if counts and not ((value > 0) & (value < 1)).any():
-        counts = TRUTHS if (value <= 1).all() else COUNTS
-    counts = counts if value.any() else ZERO
+    known = {
+        ZERO: value == 0,
+        TRUTHS: (value == 0) | (value == 1),
+        COUNTS: (value == 0) | (value >= 1),
+        POSITIVE: value >= 0,
+    }
+    counts = next((level for level, of in known.items() if of.all()), 0)
     held = tuple((int(x), ()) for x in value.ravel()) if is_size else None
     return one.but(content=held, entries=Entries(counts))
 
