@@ -416,6 +416,7 @@ UNKNOWN = {
         mean(errors(b)) < 1e9, lambda: mean(errors(b)), lambda: 0.0
     ),
     "a mean, at least 0": lambda b: tf.maximum(mean(tf.square(b.p)), 0.0),
+    "a mean, at most 100": lambda b: tf.minimum(mean(errors(b)), 100.0),
     "one loss for each, or a mean, by what is shared": lambda b: mean(
         tf.where(b.kernel[0, 0] > 0, errors(b), mean(errors(b)))
     ),

@@ -16,8 +16,7 @@ from accumodel._features.proof.types import (
 
 _FIRST, _OTHERS, _ALL = slice(1), slice(1, None), slice(None)
 
-# Where all entries of some inputs are 0, those of the result are: by which
-# inputs that is, and how it counts at most.
+# Results that are 0 where some inputs are: which, and how they count at most.
 _OF = {
     # As they are, but in other places.
     """
