@@ -1,6 +1,6 @@
 """What operations do to samples: entry by entry, along axes, summed up.
 
-Each rule stands under the table of the operations that it is true of, and gets
+Each rule is under the table of the operations that it is true of, and gets
 the analysis, the operation, and the types of its inputs. What no rule names is
 not proved.
 """
@@ -161,7 +161,7 @@ def guard(v):
     return Type("G", m=((v.alike, 1),), entries=v.entries)
 
 
-# What no number of a usual program reaches, and no usual loss.
+# Limits that are taken to be never reached: by any number, and by a loss.
 HUGE, MUCH = 1e6, 100
 
 
@@ -191,7 +191,7 @@ def are_equal(a, b):
 
 @rule("Maximum Minimum")
 def limited(at, op, *vals):
-    """A sum of a mask is never less than 1, unless it is 0; nor is n."""
+    """A sum of a mask is never less than 1, unless it is 0. Nor is n."""
     by, number = of_statistic(op, *vals)
     is_least = op.type == "Maximum"
     if by and is_least and by.is_of_mask and 0 < number <= 1:
